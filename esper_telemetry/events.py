@@ -299,6 +299,7 @@ class MinibatchEnd(NamedTuple):
         relevance: per head that is not always relevant [N], bool.
         means: per Gaussian head [N, D].
         rows: [N], their transitions in the rollout, counted time by time: t B + b; None if the trainer does not provide them.
+        advantage_rows: [N], transitions that the advantages are of, if they are known to be others.
     """
 
     epoch: int
@@ -317,6 +318,7 @@ class MinibatchEnd(NamedTuple):
     relevance: Mapping[str, Tensor] = NONE
     means: Mapping[str, Tensor] = NONE
     rows: Tensor | None = None
+    advantage_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +331,8 @@ class UpdateEnd:
         learning_rate: as used in this update.
         seconds: wall time by phase: `environment`, `inference`, `update` and others as they apply.
         epochs: passes over the rollout; None if the source does not count them.
-        coefficients: weights of the losses `value` and `entropy` in this update, if they are not constant facts of the run.
+        coefficients: weights of the losses `value` and `entropy` in this update, and `clip`, the range of the ratio, if they are not
+            constant facts of the run.
         cpu_seconds: processor time of this process by phase: `rollout`, its parts `environment` and `inference`, `update`.
         beta2: beta2 of Adam in this update; None for other optimizers, and if the source does not provide it.
         learning_rates: by name, if optimizers or parameter groups have different rates; see `core.rates.rates_by_name`.

@@ -352,7 +352,9 @@ class EpisodeCounter:
 
     def episodes(self, rewards: Tensor, ended: Tensor, env_step: int) -> EpisodeEnd | None:
         """Return the event of the episodes that finished in a rollout with these columns [T, B]; None if none did."""
-        steps = torch.stack([rewards.detach(), ended.to(rewards)]).cpu().double()  # one copy, which waits for the device
+        steps = (
+            torch.stack([rewards.detach(), ended.to(rewards)]).cpu().double()
+        )  # one copy, which waits for the device
         sums = steps[0].cumsum(0).numpy() + self._sums
         envs, times = steps[1].numpy().T.nonzero()  # [K] ends, environment by environment
         lengths = self._lengths[envs] + times + 1

@@ -21,6 +21,12 @@ Trainers and adapters add it to the facts of `RunStart`. A reason continues "cou
 equation.
 """
 
+UNTRACED_FACT: Final = "untraced_equations"
+"""Fact of a run: what an adapter sought in a program for equations, and what it found instead, by their names.
+
+A text continues "not traced: ", and is used if no record has the equation and `UNCHECKED_FACT` has no reason.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts(Mapping[str, Any]):
@@ -38,6 +44,7 @@ class Facts(Mapping[str, Any]):
     escalation: int | None = None  # updates at DEBUG after a critical alarm, as the user has set them
     thresholds: Mapping[str, Any] = field(default_factory=dict)  # bounds of alarms that the user has changed, by name
     unchecked_equations: Mapping[str, str] = field(default_factory=dict)  # see `UNCHECKED_FACT`
+    untraced_equations: Mapping[str, str] = field(default_factory=dict)  # see `UNTRACED_FACT`
 
     env: str | None = None  # name of the environment
     num_envs: int | None = None  # environments of all ranks

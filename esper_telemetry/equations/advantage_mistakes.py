@@ -362,6 +362,14 @@ def normalized(inputs: GaeInputs) -> Tensor:
     return closest_whole(inputs, *(standard(right, *pair) for pair in product(rows, (0, 1))))
 
 
+@in_each_rollout
+def _normalized_returns(inputs: GaeInputs) -> Tensor:
+    """Discounted rewards to the end of each episode, normalised over the rows that count, biased or not, less the values."""
+    sums = discounted_sums(inputs.rewards, inputs.gamma * ~inputs.ended)
+    rows = rows_that_count(sums, inputs.valid)
+    return closest_whole(inputs, *(standard(sums, rows, correction) - inputs.values for correction in (0, 1)))
+
+
 def _moved_and_scaled(
     change: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Callable[[GaeInputs], Tensor | None]:
@@ -582,4 +590,7 @@ VARIANTS = hypothesis_table(
     "normalized (variant, of scale): GAE that was normalised over the whole batch // A = (GAE - mean) / std // "
     " // openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns",
     normalized,
+    "normalized_returns (variant): discounted rewards to the end of each episode, normalised over the whole batch, less the values"
+    " // A_t = (Σ_k γ^k r_{t+k} - mean) / std - V_t //  // https://github.com/nikhilbarhate99/PPO-PyTorch, PPO.update",
+    _normalized_returns,
 )

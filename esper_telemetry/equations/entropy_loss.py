@@ -125,6 +125,9 @@ ENTROPY_LOSS = Equation(
         "sample_sign (needs sampled, gradient entropy_of_sample_sign): the negative log-probability of the chosen action // L = -mean log"
         " π(a) // Take the entropy of the distribution: the expected gradient of log π(a) is 0. // program: test_entropy_and_total",
         lambda x: -x.minibatches.mean(x.sampled),
+        "chosen_term (needs sampled): the term p log p of the chosen action alone, without those of the other actions // L = mean π(a) "
+        "log π(a) // Sum -p log p over all actions of each row. // program: test_script_styles",
+        lambda x: x.minibatches.mean(x.sampled.exp() * x.sampled),
         "squashed_sample (variant, needs trained): the log-probability of the chosen action after a squash, whose entropy has no closed "
         "form // L = mean log π(a) //  // Stable-Baselines3, PPO.train",
         lambda x: x.minibatches.mean(x.trained),

@@ -42,6 +42,7 @@ class NormalizedInputs:
         correction: 1 for an unbiased standard deviation, 0 for a biased one.
         floor: smallest standard deviation to divide by.
         in_order: [M, N], before normalisation, of the rollout's rows in their own order; None if they are not there.
+        of_others: [M, N], before normalisation, of the rows that they were taken from, if these are known to be others.
     """
 
     advantages: Tensor
@@ -53,6 +54,7 @@ class NormalizedInputs:
     correction: int = 1
     floor: float = 0.0
     in_order: Tensor | None = None
+    of_others: Tensor | None = None
 
     def moments(self, over: Scope | None = None, *, correction: int | None = None) -> tuple[Tensor, Tensor] | None:
         """Return mean and standard deviation, [M, 1] or 0-d; None if the rollout is not there."""
@@ -188,7 +190,9 @@ def _over_padding(inputs: NormalizedInputs) -> Tensor | None:
 
 
 def _reordered(inputs: NormalizedInputs) -> Tensor | None:
-    """The right numbers in another order: within each minibatch, or within all of them."""
+    """The numbers of other rows that are known, or the right ones in another order: within each minibatch, or within all of them."""
+    if inputs.of_others is not None:
+        return normalized_advantages(replace(inputs, advantages=inputs.of_others))
     if int(inputs.valid.sum(-1).amin()) < MIN_ROWS:
         return None
     right = normalized_advantages(inputs)
@@ -288,6 +292,7 @@ def check_normalized_advantages(
     rollout: ArrayLike | None = None,
     environments: ArrayLike | None = None,
     in_order: ArrayLike | None = None,
+    of_others: ArrayLike | None = None,
     correction: int = 1,
     floor: float = 0.0,
     valid: ArrayLike | None = None,
@@ -306,6 +311,7 @@ def check_normalized_advantages(
         rollout: advantages of all rows of the rollout that count, [T, B] or any shape; needed for `rollout`.
         environments: environment of each row, int, same shape.
         in_order: before normalisation, of the rollout's rows in their own order, same shape, to recognise advantages of these rows.
+        of_others: before normalisation, of other rows that they were taken from, same shape.
         correction: 1 for an unbiased standard deviation, 0 for a biased one.
         floor: smallest standard deviation to divide by.
         valid: bool, same shape: rows that are no padding; None if every row counts.
@@ -344,6 +350,7 @@ def check_normalized_advantages(
         correction=correction,
         floor=floor,
         in_order=None if in_order is None else torch.atleast_2d(as_tensor(in_order, claimed).detach().to(claimed)),
+        of_others=None if of_others is None else torch.atleast_2d(as_tensor(of_others, claimed).detach().to(claimed)),
     )
     settings: dict[str, Any] = {"valid": counted, "precision": precision, "tolerance": tolerance}
     checks = []

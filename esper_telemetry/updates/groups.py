@@ -268,7 +268,7 @@ def _episodes(update: Update) -> Iterator[Measurement]:
 def _minibatches(
     minibatches: JoinedMinibatches, facts: Facts, coefficients: Mapping[str, float]
 ) -> Iterator[Measurement]:
-    valid, clip, relevant = minibatches.valid, facts.clip, minibatches.relevance
+    valid, clip, relevant = minibatches.valid, coefficients.get("clip", facts.clip), minibatches.relevance
     yield partial(ratio_diagnostics, minibatches.log_ratio, minibatches.advantages, clip=clip, valid=valid, dim=-1)
     if clip is not None:
         yield partial(excess_ratio, minibatches.log_ratio, clip=clip, valid=valid, dim=-1)
@@ -325,7 +325,7 @@ def _details(
     if rows:
         yield partial(exact_kl, rows, relevant=relevant, valid=valid, dim=-1)
         yield partial(head_exact_kl, rows, relevant=relevant, valid=valid, dim=-1)
-    clip, coefficient = facts.clip, coefficients.get("entropy", facts.entropy_coef)
+    clip, coefficient = coefficients.get("clip", facts.clip), coefficients.get("entropy", facts.entropy_coef)
     if minibatches.logits and minibatches.logits.keys() <= collected.actions.keys() and None not in (clip, coefficient):
         steered = partial(entropy_gradients, minibatches.logits, collected.actions, minibatches.log_ratio)
         ends: dict[str, Any] = {"clip": clip, "entropy_coef": coefficient, "relevant": relevant, "valid": valid}

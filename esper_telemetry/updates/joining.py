@@ -187,6 +187,7 @@ def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> Jo
         head_log_ratios=joined_heads(fields.head_log_ratios) if len(fields.head_log_ratios[0]) > 1 else {},
         relevance=joined_heads(fields.relevance),
         rows=joined_column(fields.rows),
+        advantage_rows=joined_column(fields.advantage_rows),
     )
     if not with_critic:
         return minibatches

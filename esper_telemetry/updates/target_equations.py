@@ -279,6 +279,7 @@ def _first_pass(minibatches: JoinedMinibatches, collected: CollectedRows) -> tup
         valid=cut(minibatches.valid),
         losses={},
         rows=cut(minibatches.rows),
+        advantage_rows=cut(minibatches.advantage_rows),
         values=cut(minibatches.values),
         old_values=cut(minibatches.old_values),
         returns=cut(minibatches.returns),
@@ -303,6 +304,9 @@ def _normalized(
         environments = columns_in_grid(table, counts).advantages
         places = torch.arange(len(rows), device=rollout.advantages.device) % rollout.advantages.numel()
         in_order = columns_in_grid(CollectedRows(advantages=rollout.advantages.flatten()[places]), counts).advantages
+    of_others = None
+    if minibatches.advantage_rows is not None:
+        of_others = CollectedRows(advantages=rollout.advantages.flatten()[minibatches.advantage_rows])
     whole = rollout.advantages if rollout.valid is None else rollout.advantages[rollout.valid]
     return check_normalized_advantages(
         raw,
@@ -311,6 +315,7 @@ def _normalized(
         rollout=whole,
         environments=environments,
         in_order=in_order,
+        of_others=None if of_others is None else columns_in_grid(of_others, counts).advantages,
         correction=facts.advantage_correction,
         floor=facts.advantage_std_floor or 0.0,
         valid=grid.valid,

@@ -55,6 +55,7 @@ class JoinedMinibatches(NamedTuple):
     head_log_ratios: Mapping[str, Tensor] = NONE
     relevance: Mapping[str, Tensor] = NONE
     rows: Tensor | None = None
+    advantage_rows: Tensor | None = None
     values: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None

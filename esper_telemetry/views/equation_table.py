@@ -1,4 +1,7 @@
-"""The equations of a run as a table: they match, they differ with the mistake that explains it, or they could not be checked."""
+"""The equations of a run as a table: they match, they differ with the mistake that explains it, or they could not be checked.
+
+An equation is not traced if what it needs was sought in a program and not found there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from esper_telemetry.equations.equation import (
 from esper_telemetry.equations.schedules import RateHistory
 from esper_telemetry.views.document import Element, h, items, table
 
-State = Literal["matches", "variant", "differs", "unchecked"]
+State = Literal["matches", "variant", "differs", "untraced", "unchecked"]
 
 EQUATION_TEMPLATE: Final = "integrity/equation/{equation}"
 """Key that the run line of every journal describes whose updates could be checked."""
@@ -31,6 +34,7 @@ WORDS: Final[Mapping[State, str]] = {
     "matches": "matches",
     "variant": "a variant",
     "differs": "differs",
+    "untraced": "not traced",
     "unchecked": "could not be checked",
 }
 
@@ -50,7 +54,7 @@ class EquationRow:
         error: largest one; None where it could not be checked.
         explanations: hypotheses that give the numbers in every update that differs, else in most of them.
         fitted: the latest fitted parameters, by the names of hypotheses.
-        reason: why it could not be checked.
+        reason: why it could not be checked, or what was sought and found.
         over_run: how the sums over all updates differ, where no single one does.
     """
 
@@ -78,8 +82,8 @@ class EquationRow:
     @property
     def result(self) -> str:
         """The state in words, with the explanation or the reason."""
-        if self.state == "unchecked":
-            return f"could not be checked: {self.reason}"
+        if self.reason:
+            return f"{WORDS[self.state]}: {self.reason}"
         if self.state == "matches":
             return "matches"
         if self.over_run:
@@ -111,7 +115,7 @@ class EquationRow:
                 }
                 for one, text in zip(self.explanations, self.phrases, strict=True)
             ],
-            "advice": "" if self.state in ("matches", "unchecked") else self.advice,
+            "advice": self.advice if self.state in ("variant", "differs") else "",
             "reason": self.reason,
             "over_run": self.over_run,
         }
@@ -177,7 +181,8 @@ class EquationHistory:
 
 def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run: RunInfo) -> EquationRow:
     if not results:
-        return EquationRow(equation, "unchecked", reason=_reason(equation, run))
+        reason, sought = _reason(equation, run), Facts.of(run.facts).untraced_equations.get(equation.name)
+        return EquationRow(equation, "untraced" if sought == reason else "unchecked", reason=reason)
     wrong = [(update, result) for update, result in results if not result.holds]
     variants = [(update, result) for update, result in results if result.holds and not result.matches]
     shown = wrong or variants
@@ -212,7 +217,8 @@ def _reason(equation: Equation, run: RunInfo) -> str:
     facts = Facts.of(run.facts)
     if facts.level == "minimal":
         return "no update is sampled at level minimal"
-    return facts.unchecked_equations.get(equation.name) or f"the trainer does not show {equation.inputs}"
+    reasons = {**facts.untraced_equations, **facts.unchecked_equations}
+    return reasons.get(equation.name) or f"the trainer does not show {equation.inputs}"
 
 
 def as_dict(head: Mapping[str, Any], rows: Sequence[EquationRow]) -> dict[str, Any]:
@@ -223,8 +229,9 @@ def as_dict(head: Mapping[str, Any], rows: Sequence[EquationRow]) -> dict[str, A
 def equation_document(head: str, rows: Sequence[EquationRow]) -> Iterator[Element]:
     """Yield the table, the formulas and the advice of what differs, and what could not be checked, by reason."""
     yield h("p", head)
-    checked, unchecked = [row for row in rows if row.state != "unchecked"], unchecked_by_reason(rows)
-    if not checked and len(unchecked) == 1:
+    checked = [row for row in rows if not row.reason]
+    untraced, unchecked = by_reason(rows, "untraced"), by_reason(rows, "unchecked")
+    if not checked and not untraced and len(unchecked) == 1:
         yield h("p", f"Nothing was checked: {next(iter(unchecked))}.", css="note")
         return
     cells = [
@@ -243,21 +250,22 @@ def equation_document(head: str, rows: Sequence[EquationRow]) -> Iterator[Elemen
             yield h("br")
             yield h("h3", f"{_title(row.equation)}, since update {row.since}")
             yield items(_details(row))
-    if unchecked:
-        yield h("br")
-        yield h("p", "Could not be checked:")
-    yield items((f"{', '.join(names)}: {reason}" for reason, names in unchecked.items()), css="dim")
+    for title, reasons, css in (("Not traced:", untraced, "note"), ("Could not be checked:", unchecked, "dim")):
+        if reasons:
+            yield h("br")
+            yield h("p", title)
+        yield items((f"{', '.join(names)}: {reason}" for reason, names in reasons.items()), css=css)
     counts = Counter(row.state for row in rows)
     words = [f"{counts[state]} {names[counts[state] > 1]}" for state, names in SUMMARY.items() if counts[state]]
     yield h("br")
     yield h("p", f"{', '.join(words)}.")
 
 
-def unchecked_by_reason(rows: Iterable[EquationRow]) -> dict[str, list[str]]:
-    """Return the quantities that could not be checked, by reason."""
+def by_reason(rows: Iterable[EquationRow], state: State) -> dict[str, list[str]]:
+    """Return the quantities in that state, by reason."""
     names: dict[str, list[str]] = {}
     for row in rows:
-        if row.state == "unchecked":
+        if row.state == state:
             names.setdefault(row.reason, []).append(row.equation.quantity.removeprefix("the "))
     return names
 
@@ -266,6 +274,7 @@ SUMMARY: Final[Mapping[State, tuple[str, str]]] = {
     "matches": ("matches", "match"),
     "variant": ("equals a published variant", "equal published variants"),
     "differs": ("differs", "differ"),
+    "untraced": ("was not traced", "were not traced"),
     "unchecked": ("could not be checked", "could not be checked"),
 }
 

@@ -21,7 +21,7 @@ from esper_telemetry.views.compare import comparison
 from esper_telemetry.views.compare.compared_runs import read_compared
 from esper_telemetry.views.compare.comparison_page import comparison_section
 from esper_telemetry.views.document import Element, folded, h, items, table, text_lines, to_html, to_markdown
-from esper_telemetry.views.equation_table import STATE_CLASSES, EquationRow, unchecked_by_reason
+from esper_telemetry.views.equation_table import STATE_CLASSES, EquationRow, by_reason
 from esper_telemetry.views.gradient_flow import WARN_SEVERITY, GradientFlow, gradient_flow
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
 from esper_telemetry.views.run_parts import ChartView, IncidentView, duration, number_text
@@ -328,7 +328,7 @@ def _equations(rows: Sequence[EquationRow]) -> Iterator[Element]:
     cells: list[tuple[Any, ...]] = []
     for row in rows:
         equation = row.equation
-        if row.state == "unchecked":
+        if row.reason:
             continue
         quantity = (capitalized(equation.quantity), h("br"), h("code", equation.equation, css="dim"))
         advice = (h("br"), row.advice) if row.state == "differs" else None
@@ -340,7 +340,9 @@ def _equations(rows: Sequence[EquationRow]) -> Iterator[Element]:
         yield _scroll_card(table(("quantity and reference", "result", "largest error", "updates"), cells))
     else:
         yield h("p", "None of them could be checked.")
-    if unchecked := unchecked_by_reason(rows):
+    for reason, quantities in by_reason(rows, "untraced").items():
+        yield h("p", f"Not traced: {', '.join(quantities)}: {reason}")
+    if unchecked := by_reason(rows, "unchecked"):
         reasons = (f"{', '.join(quantities)}: {reason}" for reason, quantities in unchecked.items())
         yield folded("Equations that could not be checked", items(reasons))
 

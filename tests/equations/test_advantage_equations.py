@@ -159,7 +159,20 @@ def test_a_mistake_between_environments_is_named_where_several_rollouts_stand_si
 
 def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:
     """Those that need more columns have tests below."""
-    assert {one.name for one in ADVANTAGES.hypotheses} == {*PROGRAMS, "both_lambda", "raw_rewards", "stale"}
+    own = {"both_lambda", "raw_rewards", "stale", "normalized_returns"}
+    assert {one.name for one in ADVANTAGES.hypotheses} == {*PROGRAMS, *own}
+
+
+def test_normalised_returns_to_go_less_values_are_a_variant() -> None:
+    c = random_rollout(2, 96)
+    sums, running = np.zeros_like(c.values), np.zeros(c.values.shape[1])
+    for step in reversed(range(len(sums))):
+        running = c.rewards[step] + c.gamma * running * ~c.done[step]
+        sums[step] = running
+
+    result = check(c, (normalize(sums) - c.values).astype(np.float32))
+
+    assert names(result) == {"normalized_returns"} and result.holds
 
 
 @pytest.mark.parametrize("seed", range(3))

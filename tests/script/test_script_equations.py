@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -358,14 +359,18 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     columns: dict[str, Any] = {
         "rewards": [1.0, 2.0, 3.0],
         "values": torch.tensor([[4.0], [5], [6]]),
-        "vs_": torch.tensor([[5.0], [9], [7]]),
+        "next_value": torch.tensor([7.0]),
         "adv": torch.zeros(3),
         "advantages": np.array([0.5, 0.25, 0.125]),
         "logprobs": [torch.tensor(-1.0), torch.tensor(-2.0), torch.tensor(-3.0)],
         "actions": np.array([[1], [0], [1]]),
         "obs": np.arange(6.0).reshape(3, 2),
     }
-    finder = RolloutFinder(Variables([columns]), ends)
+    paid = torch.tensor([[1.0], [2], [3]])
+    steps: Any = SimpleNamespace(
+        steps=3, envs=1, ended=ends, rewards=paid, time_limits=torch.zeros_like(ends), in_turns=True, cut=False
+    )
+    finder = RolloutFinder(Variables([columns]), steps)
     rollout = finder.rollout()
 
     assert rollout is not None

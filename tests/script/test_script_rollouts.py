@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -113,33 +114,57 @@ def test_variables_of_a_script_may_refuse_attributes() -> None:
     assert any(value is batch for value in found.values())
 
 
+def collected(ends: Tensor, paid: Tensor | None = None, limits: Tensor | None = None) -> Any:
+    """Steps of environments that pay 1 unless `paid` says otherwise."""
+    cut = torch.zeros_like(ends) if limits is None else limits
+    rewards = torch.ones(ends.shape) if paid is None else paid
+    steps, envs = ends.shape
+    return SimpleNamespace(
+        steps=steps, envs=envs, ended=ends, rewards=rewards, time_limits=cut, in_turns=True, cut=False
+    )
+
+
 def rollout_of(arrays: dict[str, Any], reading: LossReading) -> RolloutFinder:
     ends = torch.zeros(32, 1, dtype=torch.bool)
-    return RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading)
+    return RolloutFinder(Variables([arrays]), collected(ends), reading=reading)
 
 
-def reading_of(log_probs: Tensor, advantages: Tensor) -> LossReading:
-    """A loss with these columns, before any step."""
+def reading_of(log_probs: Tensor, advantages: Tensor, values: Tensor | None = None) -> LossReading:
+    """A loss with these columns, before any step; the critic's targets are advantages plus values."""
     now = log_probs.clone().requires_grad_() + 0
-    loss = read_loss(-((now - log_probs).exp() * advantages).mean(), held=[now])
-    assert loss is not None
-    return loss
+    new = (torch.zeros(32) if values is None else values).clone().requires_grad_() + 0
+    loss = -((now - log_probs).exp() * advantages).mean()
+    loss = loss if values is None else loss + (new - (advantages + values)).square().mean()
+    reading = read_loss(loss, held=[now, new])
+    assert reading is not None
+    return reading
 
 
-def test_returns_and_values_are_the_columns_whose_difference_the_advantages_are() -> None:
+def test_columns_are_those_that_the_loss_is_computed_from_and_the_rows_are_those_that_the_script_indexed() -> None:
+    """The advantages of the loss are normalised, and of other rows than its log-probabilities."""
     draw = torch.Generator().manual_seed(4)
-    targets, critic, log_probs = (torch.randn(32, generator=draw) for _ in range(3))
-    raw = targets - 1e-3 * critic
-    arrays = {"x": targets, "y": 1e-3 * critic, "z": log_probs, "w": torch.ones(32)}
-    finder = rollout_of(arrays, reading_of(log_probs, (raw - raw.mean()) / raw.std()))
-    assert finder.rollout(0.9) is None  # there is no array with these advantages
+    targets, critic, log_probs, raw = (torch.randn(32, generator=draw) for _ in range(4))
+    rows, others = torch.randperm(32, generator=draw)[:16], torch.randperm(32, generator=draw)[:16]
+    used = (raw[others] - raw[others].mean()) / raw[others].std()
+    now, new = log_probs[rows].clone().requires_grad_() + 0, critic[rows].clone().requires_grad_() + 0
+    gain = ((now - log_probs[rows]).exp() * used).mean()
+    reading = read_loss((new - targets[rows]).square().mean() - gain, held=[now, new])
+    arrays = {"x": targets, "y": critic, "z": log_probs, "w": torch.ones(32), "a": raw}
+    ends = torch.zeros(32, 1, dtype=torch.bool)
+    assert RolloutFinder(Variables([arrays]), collected(ends), reading=reading).find("advantages") is None
 
-    finder = rollout_of(
-        arrays | {"a": (raw - raw.mean()) / raw.std()}, reading_of(log_probs, (raw - raw.mean()) / raw.std())
-    )
+    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, indices=[rows, others])
     rollout = finder.rollout(0.9)
+
     assert rollout is not None and rollout.returns_known
-    assert torch.equal(rollout.returns.flatten(), targets) and torch.equal(rollout.values.flatten(), 1e-3 * critic)
+    found = [one.flatten() for one in (rollout.returns, rollout.values, rollout.advantages)]
+    assert all(map(torch.equal, found, (targets, critic, raw)))
+    assert finder.names() == {"log_probs": "z", "values": "y", "returns": "x", "advantages": "a", "rewards": "w"}
+    columns = {"log_probs": log_probs[:, None], "advantages": raw[:, None]}
+    known = RowFinder(columns).rows_of({"log_probs": log_probs[rows]}, [others, rows])
+    assert known is not None and torch.equal(known, rows)
+    taken = RowFinder(columns).rows_of_advantages(used, rows, [rows, others])
+    assert taken is not None and torch.equal(taken, others)
 
 
 def test_log_probabilities_may_be_stored_as_probabilities() -> None:
@@ -292,7 +317,7 @@ def test_the_value_after_the_last_step_is_of_the_critic_and_not_of_a_policy_with
     ends = torch.zeros(32, 1, dtype=torch.bool)
     reading = reading_of(log_probs, arrays["a"])
     finder = RolloutFinder(
-        Variables([arrays]), ends, paid=rewards.view(32, 1), reading=reading, last_estimates=log.take_last()
+        Variables([arrays]), collected(ends, rewards.view(32, 1)), reading=reading, last_estimates=log.take_last()
     )
     rollout = finder.rollout(0.9)
 
@@ -366,8 +391,8 @@ def test_neither_flags_nor_what_rewards_are_given_after_time_limits_are_values_o
     added = limits * (returns - 1).reshape(32, 1)
     for last, bootstraps in ((limits.float(), False), (added / 0.9, True), (added, False)):
         arrays["last"] = last
-        reading = reading_of(log_probs, advantages)
-        finder = RolloutFinder(Variables([arrays]), limits, paid=torch.ones(32, 1), limits=limits, reading=reading)
+        reading = reading_of(log_probs, advantages, values)
+        finder = RolloutFinder(Variables([arrays]), collected(limits, limits=limits), reading=reading)
         rollout = finder.rollout(0.9)
 
         assert rollout is not None and torch.equal(rollout.terminated, rollout.ended) is not bootstraps
@@ -497,23 +522,19 @@ def test_an_object_around_a_known_environment_is_not_recorded_as_well() -> None:
     assert collected is not None and collected.rewards.tolist() == [[1.0]] * 3
 
 
-@pytest.mark.parametrize("mixed", [("advantages", "returns"), ("returns",)])
-def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tuple[str, ...]) -> None:
+def test_columns_that_a_script_shuffles_together_are_put_back_in_order() -> None:
     draw = torch.Generator().manual_seed(13)
     kept = {name: torch.randn(32, generator=draw) for name in ("log_probs", "advantages", "values")}
     kept["returns"] = kept["advantages"] + kept["values"]
     order = torch.randperm(32, generator=draw)
-    log_probs, advantages, returns = (
-        kept[name][order] if name in (*mixed, "log_probs") else kept[name]
-        for name in ("log_probs", "advantages", "returns")
-    )
+    log_probs, advantages, returns = (kept[name][order] for name in ("log_probs", "advantages", "returns"))
     now, critic = log_probs[:16].clone().requires_grad_() + 0, kept["values"][order[:16]].clone().requires_grad_() + 0
     gain = ((now - log_probs[:16]).exp() * advantages[:16]).mean()
     reading = read_loss((critic - returns[:16]).square().mean() - gain, held=[now, critic])
     arrays = {"z": log_probs, "a": advantages, "q": returns, "v": kept["values"]}
     acted = [Asked(one, None) for one in kept["log_probs"]]
     ends = torch.zeros(32, 1, dtype=torch.bool)
-    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
+    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, acted=acted)
     rollout = finder.rollout(0.9)
     assert rollout is not None
     for name, column in kept.items():
@@ -521,7 +542,7 @@ def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tu
 
     log_probs[0] = log_probs[1] = kept["log_probs"][order[0]] = kept["log_probs"][order[1]]
     acted = [Asked(kept["log_probs"], None)]
-    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
+    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, acted=acted)
 
     assert finder.rollout(0.9) is None  # equal log-probabilities do not tell
 
@@ -554,11 +575,11 @@ def test_actions_without_a_name_are_those_that_distributions_were_asked_for_in_a
     (acted, _), arrays = log.take_rollout(32, 1), {"z": log_probs, "a": advantages}
     ends, reading = torch.zeros(32, 1, dtype=torch.bool), reading_of(log_probs, advantages)
 
-    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
+    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, acted=acted)
     found = finder.actions(None)
 
     assert found is not None and torch.equal(found.flatten(), actions)
-    assert RolloutFinder(Variables([arrays]), ends, reading=reading).actions(None) is None
+    assert RolloutFinder(Variables([arrays]), collected(ends), reading=reading).actions(None) is None
 
 
 def test_log_probabilities_with_few_numbers_are_found_by_those_of_acting() -> None:
@@ -568,7 +589,7 @@ def test_log_probabilities_with_few_numbers_are_found_by_those_of_acting() -> No
     arrays, ends = {"z": log_probs, "a": advantages}, torch.zeros(32, 1, dtype=torch.bool)
     reading = reading_of(log_probs, advantages)
 
-    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
+    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, acted=acted)
 
     assert finder.log_probs is not None and torch.equal(finder.log_probs.flatten(), log_probs)
 
@@ -587,8 +608,7 @@ def test_values_are_those_of_the_critic_that_acts_where_another_one_learns() -> 
 
     finder = RolloutFinder(
         Variables([arrays]),
-        torch.zeros(32, 1, dtype=torch.bool),
-        paid=torch.ones(32, 1),
+        collected(torch.zeros(32, 1, dtype=torch.bool)),
         reading=reading,
         last_estimates=log.take_last(),
     )
@@ -615,19 +635,21 @@ def test_a_discount_without_a_name_is_read_from_the_advantages_whatever_the_last
         rewards, values, advantages, advantages + values, rewards, never, never, following_values, last.reshape(1, 3)
     )
     found = {"gamma": 0.97, "gae_lambda": gae_lambda}
-    assert find_discounts(rollout, {}) == found
-    assert find_discounts(rollout, {"gamma": 0.97}) == found
+    assert find_discounts(rollout, {}, ()) == found
+    assert find_discounts(rollout, {"gamma": 0.97}, ()) == found
     normalized = rollout._replace(advantages=(advantages - advantages.mean()) / advantages.std())
-    assert find_discounts(normalized, {}) == found
-    assert find_discounts(rollout._replace(advantages=rewards), {}) == {}
+    assert find_discounts(normalized, {}, ()) == found
+    assert find_discounts(rollout._replace(advantages=rewards), {}, ()) == {}
+    literals = find_discounts(rollout._replace(advantages=rewards), {}, (0.9, 0.98))
+    assert literals == {"gamma": 0.98, "gae_lambda": 0.9}
 
 
 def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_position(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "from esper_telemetry.adapters.script.variables import source_numbers\n"
+        "from esper_telemetry.adapters.script.variables import read_source\n"
         "class Buffer:\n"
         "    def finish(self, gamma, lam=0.5):\n"
-        "        return source_numbers()\n"
+        "        return read_source().numbers\n"
         "def scale(factor): return 0.25 * factor\n"
         "scale(3)\n"
         "numbers = Buffer().finish(0.99, 0.9)\n"
@@ -636,3 +658,27 @@ def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_posi
     numbers = runpy.run_path(str(tmp_path / "script.py"))["numbers"]
 
     assert [numbers[name] for name in ("gamma", "lam", "factor")] == [0.99, 0.9, 3]
+
+
+def test_any_index_is_left_to_the_script() -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.install()
+    try:
+        column, rows = torch.arange(6.0), torch.tensor([4, 1, 1])
+        taken = [
+            column[rows],
+            column[torch.tensor(3)],
+            column[[0, 2, 5]],
+            column[column > 3],
+            column[1:],
+            column[..., None],
+        ]
+        column.index_select(0, rows[:2])
+    finally:
+        taps.remove()
+
+    assert [one.numel() for one in taken] == [3, 1, 3, 2, 5, 6]
+    assert [one.tolist() for one in listener.indices.recent(3)] == [[0, 2, 5], [4, 1, 1]]
+    assert [one.tolist() for one in listener.indices.recent(2)] == [[4, 1]]
+    assert not hasattr(torch.Tensor.__getitem__, "tapped")

@@ -336,7 +336,7 @@ def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
 
     assert (result.code, result.stdout) == (0, plain.stdout)
     assert telemetry_lines(result) == [
-        "esper-telemetry: supervised.py: found nothing to measure: no optimizer step with a probability ratio was seen"
+        "esper-telemetry: supervised.py: found nothing to measure: no optimizer step with a loss of a policy was seen"
     ]
     assert list(tmp_path.iterdir()) == []
 

@@ -41,17 +41,19 @@ from esper_telemetry.adapters.script.recorders import (
     DistributionLog,
     EpisodeLog,
     EstimateLog,
+    IndexLog,
     LstmLog,
     ObservedSteps,
     RecordedLstm,
+    ReturnLog,
     ScalarLog,
     step_parts,
 )
-from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout
+from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout, name_of
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.adapters.taps import ErrorHandler, reraise
 from esper_telemetry.core.event_parts import RolloutActions
-from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT, UNTRACED_FACT
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE
@@ -77,6 +79,9 @@ RATIOS = "probability ratios"
 ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, MEMORY = "rollouts", "distributions", "losses", "episodes", "memory"
 SCALARS = "scalars"
 
+
+SAME_CLIP = 1e-5
+"""Difference up to which a clip range is the one that is set."""
 
 MAX_OTHER_LOSSES = 256
 """Losses without a policy's term after which a script is taken for one that does not train by a policy gradient."""
@@ -104,6 +109,7 @@ class ScriptListener:
         updates: that have ended.
         lstm_count: modules of that type that the script has made.
         open: an update is under way.
+        value_loss_alone: place of a loss with an error of values before the first one of a policy; empty without any.
     """
 
     def __init__(
@@ -116,10 +122,12 @@ class ScriptListener:
         self.findings: dict[str, None] = {}
         self.updates = 0
         self.lstm_count = 0
+        self.value_loss_alone = ""
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
         self.estimates, self.acting = EstimateLog(), ActingLog()
-        self.environments, self.scalars = EpisodeLog(), ScalarLog()
+        self.environments, self.scalars, self.indices = EpisodeLog(), ScalarLog(), IndexLog()
+        self.returns = ReturnLog()
         self._begin, self._log, self._on_error = begin, log, on_error
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._started = False
@@ -142,12 +150,15 @@ class ScriptListener:
         self._last_steps = 3
         self._facts: Mapping[str, Any] = {}
         self._config: Mapping[str, Any] = {}
-        self._constants: Mapping[str, float] = {}
+        self._source = names.Source({})
         self._stated: Mapping[str, float] = {}
         self._rollout: ScriptRollout | None = None
+        self._acted_heads = HeadColumns()
+        self._targets: tuple[str, ...] = ()
         self._rows: RowFinder | None = None
         self._coefficients: dict[str, float] = {}
         self._read_weights: dict[str, float] = {}  # of the loss itself, if no setting has them
+        self._other_clip: dict[str, float] = {}  # of the loss itself, if the setting has another
         self._call: OptimizerCall | None = None
         self._announced: Optimizer | None = None
         self._shown = self._several = False
@@ -216,9 +227,11 @@ class ScriptListener:
             except Exception as error:  # a graph that the reader was not made for
                 self._on_error(read_loss, error)
         if reading is not None:
+            if reading.policy is None and not self._started and self.environments.steps:
+                self.value_loss_alone = names.calling_place()
             if reading.policy is not None:
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))
-                reading = reading._replace(heads=heads)
+                reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
             self._readings.append(without_graph(reading))
         elif not self._started:
             self._other_losses += 1
@@ -384,7 +397,7 @@ class ScriptListener:
                 learning_rate=self._learning_rate,
                 seconds={"environment": self._seconds} if self._seconds else {},
                 epochs=self._epoch + 1,
-                coefficients=self._read_weights | self._coefficients,
+                coefficients=self._read_weights | self._coefficients | self._other_clip,
                 learning_rates=rates_by_name(rates, self._trained, lambda: self._facts.get("groups", {})),
             )
         )
@@ -421,8 +434,8 @@ class ScriptListener:
         self._started = self.environments.closed = True
         self._begin(self)
         self._stated = settings.stated_numbers(variables)
-        self._constants = names.source_numbers()
-        variables = variables.with_constants(self._constants)
+        self._source = names.read_source()
+        variables = variables.with_constants(self._source.numbers)
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = settings.find_facts(variables, self.clips.max_norm, readings)
         facts["optimizer"] = type(optimizer).__name__
@@ -435,14 +448,27 @@ class ScriptListener:
         self._config, self._facts = settings.find_config(variables), facts
         self._first_rate = float(optimizer.param_groups[0]["lr"])
 
-    def _announce_run(self, variables: Variables, rollout: ScriptRollout | None) -> None:
-        """Emit `RunStart`; the first rollout may tell settings that have no name."""
+    def _announce_run(
+        self, variables: Variables, rollout: ScriptRollout | None, found: Mapping[str, str], first: LossReading | None
+    ) -> None:
+        """Emit `RunStart`; the first rollout may tell settings that have no name. `found` are variables by role."""
+        lines = self._source.lines
+        traced = {
+            role.replace("log_probs", "log-probabilities"): f"in `{name}` ({lines[name]})" if name in lines else name
+            for role, name in found.items()
+        }
+        traced |= {} if first is None or first.entropy is None else {"entropy": ""}
         size = 0 if rollout is None else rollout.rewards.numel()
-        known = variables.with_constants(self._constants)
-        facts = {**self._facts, **settings.find_schedule(known, self._facts, self._first_rate or 0.0, size)}
+        known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts
+        schedule = settings.find_schedule(known, facts, rate, size, sets_rate=self._source.sets_rate)
+        facts = {**facts, **schedule}
         if rollout is not None and not {"gamma", "gae_lambda"} <= facts.keys():
-            facts = {**settings.find_discounts(rollout, facts), **facts}
-        facts = self._facts = {**facts, UNCHECKED_FACT: settings.unchecked_equations(facts)}
+            facts = {**settings.find_discounts(rollout, facts, self._source.factors), **facts}
+        facts = self._facts = {
+            **facts,
+            UNCHECKED_FACT: settings.unchecked_equations(facts),
+            UNTRACED_FACT: settings.untraced_equations(traced, names.calling_place()),
+        }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
 
@@ -452,6 +478,7 @@ class ScriptListener:
 
     def _begin_update(self, variables: Variables, readings: Sequence[LossReading]) -> None:
         self.open, self._step, self._row_count = True, 0, 0
+        self._other_clip = {}
         self._collected_at = self._data_of(variables)
         weights = settings.find_coefficients(variables)
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
@@ -459,31 +486,40 @@ class ScriptListener:
         collected, first = self.environments.collected(), _joined(readings)
         steps, envs = (0, 0) if collected is None else (collected.steps, collected.envs)
         acted, heads = self.distributions.take_rollout(steps, envs)
+        logits = self.estimates.take_logits(None if first is None else first.source, steps, envs)
+        if logits is not None and first is not None and not (heads.logits or heads.means):
+            name = head_names(1)[0]
+            spreads = {head: std[0].expand_as(logits).clone() for head, std in first.heads.log_std.items()}
+            heads = HeadColumns(means={name: logits}, log_std=spreads) if spreads else HeadColumns({name: logits})
         finder = RolloutFinder(
             variables,
-            None if collected is None else collected.ended,
-            paid=None if collected is None else collected.rewards,
-            limits=None if collected is None else collected.time_limits,
+            collected,
             reading=first,
+            indices=[] if first is None or first.policy is None else self.indices.recent(len(first.policy.advantages)),
             last_estimates=self.estimates.take_last(),
             estimates=self.estimates.take(),
-            acted=acted if collected is not None and collected.in_turns else (),
+            acted=acted,
+            targets=self._targets,
         )
-        rollout = finder.rollout(self._facts.get("gamma"))
-        if UNCHECKED_FACT not in self._facts:
-            self._announce_run(variables, rollout)
+        rollout = finder.rollout(self._facts.get("gamma", max(self._source.factors, default=None)))
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + size
         observations = finder.observations(None if first is None else first.inputs)
         chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
         actions = self._actions_of(finder, heads, collected, chosen, observations)
+        if UNCHECKED_FACT not in self._facts:
+            found = finder.names()
+            found |= {} if observations is None else {"observations": ""}
+            found |= {} if actions is None or not actions.actions else {"actions": ""}
+            found |= {"distributions in acting": ""} if heads.logits or heads.means else {}
+            self._announce_run(variables, rollout, found, first)
         finished, self._seconds = self.environments.take()
-        episodes = episodes_event(finished, self._env_step)
+        episodes = episodes_event(self.returns.take(finished), self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
-        self._rollout, self._size = rollout, size
+        self._rollout, self._size, self._acted_heads = rollout, size, heads
         self._rows = None
         if rollout is not None:
             own = {name: getattr(rollout, name) for name in COLUMNS if name != "inputs"}
@@ -586,14 +622,14 @@ class ScriptListener:
         if policy is None:
             if reading.value is not None:
                 self._minibatches.add_value(reading.value)
+                if not self._targets and reading.value.returns is not None:
+                    self._targets = (name_of(reading.value.returns, self._size, variables),)
             return
-        if (
-            reading.entropy is not None
-            and reading.entropy.weight
-            and policy.weight
-            and "entropy" not in self._weights()
-        ):
-            self._read_weights = {"entropy": float(f"{reading.entropy.weight / policy.weight:.6g}")}
+        self._read_weights = {
+            name: weight for name, weight in settings.read_coefficients(reading).items() if name not in self._weights()
+        }
+        if policy.clip is not None and abs(policy.clip - self._facts.get("clip", policy.clip)) > SAME_CLIP:
+            self._other_clip = {"clip": policy.clip}
         count = len(policy.advantages)
         if not self.updates:
             self._passes.add(variables.integers(), count)
@@ -605,7 +641,7 @@ class ScriptListener:
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
-        inputs, indices = reading.inputs, variables.indices(count)
+        inputs, indices = reading.inputs, [*self.indices.take(count), *variables.indices(count)]
         if inputs is not None:
             inputs = checksums(inputs.reshape(1, count, -1).float())[0] if len(inputs) == count else None
         reading = reading._replace(heads=heads, inputs=None, logits=None)
@@ -631,6 +667,9 @@ class ScriptListener:
                 value = value._replace(loss=(value.values - returns.to(value.values)).square().mean() / 2)
             if reading.entropy is None and reading.is_whole and self._stated.get("entropy_coef"):
                 reading = reading._replace(entropy=unused_entropy(reading.heads))
+            if policy.log_ratio is None and rows is not None and not (reading.heads.logits or reading.heads.means):
+                # what was acted on is what is trained
+                reading = reading._replace(heads=_rows_of(self._acted_heads, rows))
             losses = losses_of(reading, value, self._weights())
             if losses:
                 self.findings[LOSSES] = None
@@ -646,9 +685,16 @@ class ScriptListener:
                     losses=losses,
                     valid=policy.valid,
                     rows=rows,
+                    advantage_rows=self._other_rows(minibatch, rows),
                     **reading.heads._asdict(),
                 )
             )
+
+    def _other_rows(self, minibatch: ScriptMinibatch, rows: Tensor | None) -> Tensor | None:
+        """Return the transitions of a minibatch's advantages if they are known to be others than `rows`."""
+        if rows is None or self._rows is None:
+            return None
+        return self._rows.rows_of_advantages(minibatch.policy.advantages, rows, minibatch.indices)
 
     def _pass_of(self, variables: Variables) -> int:
         """Number of the pass over the rollout, from 0."""
@@ -679,6 +725,11 @@ class ScriptListener:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _rows_of(heads: HeadColumns, rows: Tensor) -> HeadColumns:
+    """Heads [N, ...] in these rows of a rollout's [T, B, ...]."""
+    return heads.map(lambda column: column.flatten(0, 1)[rows])
 
 
 def _joined(readings: Sequence[LossReading]) -> LossReading | None:

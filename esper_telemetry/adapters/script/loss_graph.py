@@ -64,6 +64,9 @@ PRODUCTS = {"MulBackward0", "DivBackward0"}
 INDEXING = {"GatherBackward0", "IndexBackward0", "SelectBackward0", "NllLossBackward0", "MulBackward0"}
 """Operations by which scripts choose the log-probabilities of actions: by index, or times vectors of 0 and 1."""
 
+PROJECTIONS = {"AddmmBackward0", "MmBackward0", "AddmvBackward0", "MvBackward0", "TBackward0", "AddBackward0"}
+"""Operations between the outputs of a linear layer and its weight."""
+
 FOLLOWED = {*EXTREMES, *SUMS, "WhereBackward0", "StackBackward0", "MinBackward0", "MaxBackward0"}
 """Operations below which products of advantages and ratios are searched for."""
 
@@ -171,6 +174,14 @@ class EntropyTerm(NamedTuple):
         return self._replace(entropies=self.entropies + other.entropies, loss=self.loss + other.loss, edge=None)
 
 
+class LayerOutputs(NamedTuple):
+    """Outputs `start` to `stop` of the layer whose weight has this `id`."""
+
+    weight: int
+    start: int
+    stop: int
+
+
 class LossReading(NamedTuple):
     """The terms of a loss.
 
@@ -181,6 +192,7 @@ class LossReading(NamedTuple):
         inputs: [N, ...], the network's inputs in these rows; None if the graph does not keep them.
         logits: [N, A], of a policy that computes its log-probabilities itself.
         actions: [N], that it takes them of.
+        source: of the logits.
         climbed: the optimizer maximises the loss; the terms are those of its negative.
         heads: distributions of its rows, where the script has asked any for the log-probabilities.
     """
@@ -193,6 +205,7 @@ class LossReading(NamedTuple):
     inputs: Tensor | None = None
     logits: Tensor | None = None
     actions: Tensor | None = None
+    source: LayerOutputs | None = None
     left_out: ValueTerm | None = None
     climbed: bool = False
     heads: HeadColumns = HeadColumns()
@@ -281,7 +294,7 @@ class _LossReader:
         for place, ((node, _), gradient) in enumerate(zip(terms, gradients, strict=True)):
             if gradient is None:
                 continue
-            if node in self.log_probs:  # the policy's term depends on them too
+            if node in self.log_probs or hasattr(node, "variable"):  # the policy's term depends on them too
                 gradient = self._own_gradient(place, edges, gradients)
             term = (
                 self._entropy(node, gradient, sampled=not bonus)
@@ -300,7 +313,14 @@ class _LossReader:
                     policy = policy.preferred(term)
         if policy is None and value is None:
             return None
-        logits, actions = (None, None) if policy is None else self._choice(policy.edge.node)
+        logits, actions, source = (None, None, None) if policy is None else self._choice(policy.edge.node)
+        heads = HeadColumns()
+        if policy is not None and logits is None and not self.log_probs:
+            heads, actions, source = self._gaussian(policy.edge.node)
+            if actions is not None and policy.log_probs is None and policy.log_ratio is not None:
+                means, log_std = heads.means["action"], heads.log_std["action"]
+                density = torch.distributions.Normal(means, log_std.exp()).log_prob(actions).sum(-1)
+                policy = policy._replace(log_probs=density)
         left_out = None
         if policy is not None and not others:
             entropy = self._unused_entropy(len(policy.advantages)) if entropy is None else entropy
@@ -318,6 +338,8 @@ class _LossReader:
             inputs=self._inputs((policy or value).edge.node),  # type: ignore[union-attr]
             logits=logits,
             actions=actions,
+            source=source,
+            heads=heads,
             left_out=left_out,
         )
 
@@ -379,7 +401,8 @@ class _LossReader:
             joined = self._joined_entropies(node) if _kind(node) in JOINTS else None
             self.entropies |= {} if joined is None else {node: joined}
             output = node in self.entropies or node in self.log_probs
-            if not output and (_kind(node) in SUMS or _is_scaling(node) or self._weighs_rows(node)):
+            chosen = _kind(node) == "GatherBackward0" and self._is_plogp(self._through_views(_children(node)[0]))
+            if not output and (_kind(node) in SUMS or chosen or _is_scaling(node) or self._weighs_rows(node)):
                 waiting += [(child, place) for child, place in node.next_functions if child is not None]
             else:
                 yield node, number
@@ -411,16 +434,13 @@ class _LossReader:
         number = self.value(plain.node)
         if number is None:
             return None
-        if number.numel() != factor.numel():  # advantages of several rows each
-            shape = _shape(plain.node)
-            if torch.broadcast_shapes(shape, factor.shape) != shape:
-                return None
-            factor = factor.expand(shape)
+        if number.numel() != factor.numel():
+            factor = _of_shape(factor, _shape(plain.node))
         negated = self._is_negated(node, factor, gradient, is_ratio=plain.is_ratio)
         rows = self.value(node)
         slopes = gradient.reshape(-1)
         # a mean has slopes of weight / N; the weight of a sum is that of each row, so that the sum shows
-        is_sum = len(slopes) > MIN_SUMMED_ROWS and bool(((slopes.abs() - 1).abs() < ROUNDING).all())
+        is_sum = plain.is_ratio and len(slopes) > MIN_SUMMED_ROWS and bool(((slopes.abs() - 1).abs() < ROUNDING).all())
         weight, valid = 1.0 if is_sum else float(slopes.abs().sum()), slopes != 0
         reshaped = any(one.reshaped for one in products)
         loss = None if rows is None or not weight or reshaped else (rows * gradient).sum() / weight
@@ -433,7 +453,7 @@ class _LossReader:
             clip=None if reshaped else clip,
             loss=loss,
             weight=weight,
-            valid=None if bool(valid.all()) else valid,
+            valid=None if bool(valid.all()) or len(valid) != len(flat) else valid,
             edge=GradientEdge(plain.node, 0),
             log_probs=own,
             inverted=inverted,
@@ -536,15 +556,71 @@ class _LossReader:
         is_subtracted = is_negative != (first is None and _kind(below) == "SubBackward0")
         return (None if number is None else number.reshape(-1)), is_subtracted and not has_two
 
-    def _choice(self, node: Node) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [N, A] and actions [N] of log-probabilities that are taken from a softmax by the script itself."""
-        logits = actions = None
+    def _choice(self, node: Node) -> tuple[Tensor | None, Tensor | None, LayerOutputs | None]:
+        """Logits [N, A], actions [N] and layer of log-probabilities that are taken from a softmax by the script itself."""
+        logits = actions = source = None
         for one in _below(node):
             if _kind(one) == "LogSoftmaxBackward0" and logits is None and self._is_chosen_from(one):
-                logits = one._saved_result.detach().flatten(0, -2)
+                logits = one._saved_result.detach().reshape(-1, one._saved_result.shape[-1])
+                source = self._layer_of(one)
             elif _kind(one) == "GatherBackward0" and actions is None:
                 actions = one._saved_index.reshape(-1)
-        return logits, actions
+            elif _kind(one) == "IndexBackward0" and actions is None and len(one._saved_indices) == 2:
+                chosen = one._saved_indices[1]  # of each row by `[range(N), actions]`
+                actions = None if chosen is None or None in one._saved_indices else chosen.reshape(-1)
+        return logits, actions, source
+
+    def _gaussian(self, node: Node) -> tuple[HeadColumns, Tensor | None, LayerOutputs | None]:
+        """Parameters, actions [N, D] and layer of the means of a Gaussian's density that the script computes itself.
+
+        Its standard deviations are the exponential of a parameter.
+        """
+        below = _below(node)
+        log_std: Tensor | None = None
+        for one in below:
+            leaf = (
+                getattr(self._through_views(_children(one)[0]), "variable", None)
+                if _kind(one) == "ExpBackward0"
+                else None
+            )
+            log_std = leaf if leaf is not None and leaf.dim() <= 2 and log_std is None else log_std
+        squares = (one for one in below if _kind(one) == "PowBackward0" and one._saved_exponent == 2)
+        for square in squares:
+            difference = self._through_views(_children(square)[0])
+            parts = _children(difference) if _kind(difference) == "SubBackward0" else []
+            own = [place for place, part in enumerate(parts) if part is not None]
+            means = self.value(parts[own[0]]) if len(own) == 1 else None
+            if log_std is None or means is None or means.dim() != 2 or means.shape != square._saved_self.shape:
+                continue
+            sign = -1 if own[0] == 0 else 1
+            actions = means + sign * square._saved_self.detach()
+            spread = log_std.detach().reshape(-1, log_std.shape[-1]).expand_as(means).clone()
+            return (
+                HeadColumns(means={"action": means}, log_std={"action": spread}),
+                actions,
+                self._layer_at(parts[own[0]], means.shape[1]),
+            )
+        return HeadColumns(), None, None
+
+    def _layer_of(self, log_softmax: Node) -> LayerOutputs | None:
+        """The outputs of a linear layer that a softmax is taken of."""
+        return self._layer_at(_children(log_softmax)[0], _shape(log_softmax)[-1])
+
+    def _layer_at(self, node: Node, count: int) -> LayerOutputs | None:
+        """The outputs of a linear layer that a node is, perhaps some of several."""
+        node, start = self._through_views(node), 0
+        while _kind(node) == "SliceBackward0":
+            start += _axis(node._saved_start) if _axis(node._saved_dim) in (-1, len(_shape(node)) - 1) else 0
+            node = self._through_views(_children(node)[0])
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and leaf.dim() == 2:
+                return LayerOutputs(id(leaf), start, start + count)
+            if _kind(node) in VIEWS | PROJECTIONS:  # the weight is the last factor
+                waiting += [child for child in _children(node) if child is not None]
+        return None
 
     def _is_chosen_from(self, log_probs: Node) -> bool:
         """Return False for log-probabilities that are weights of a mixture: sums with others, and no entry is chosen."""
@@ -661,7 +737,15 @@ class _LossReader:
         elif sampled and node in self.log_probs:  # of the actions taken, in place of the entropy
             numbers, slopes = -self.log_probs[node], -gradient
         elif self._is_plogp(node):
+            used = gradient != 0  # perhaps of the chosen actions alone
             numbers, slopes = -(node._saved_self * node._saved_other).detach(), -gradient
+            if not bool(used.all()):
+                numbers, slopes = numbers[used], slopes[used]
+        elif any(_kind(one) == "ExpBackward0" for one, _ in self.consumers.get(node, ())) and hasattr(node, "variable"):
+            # the logarithm of standard deviations [D], whose sum is the entropy but for a constant
+            numbers = node.variable.detach() + GAUSSIAN_ENTROPY
+            weight = -float(gradient.mean())
+            return EntropyTerm(numbers, -numbers.sum(), weight, None) if weight else None
         else:
             return None
         weight = -float(slopes.sum())
@@ -685,7 +769,7 @@ class _LossReader:
             negative ^= _kind(node) == "NegBackward0"
             summed = summed or _kind(node) == "SumBackward1"
             node = _children(node)[0]
-        if negative and summed and self._is_plogp(node, min_dims=1):
+        if negative and summed and self._is_plogp(node):
             numbers = -(node._saved_self * node._saved_other).detach()
         else:
             logs = [child for child in _children(node) if child is not None and _kind(child) == "LogBackward0"]
@@ -694,12 +778,12 @@ class _LossReader:
             numbers = logs[0]._saved_self.detach().log() + GAUSSIAN_ENTROPY
         return numbers.sum(-1) if summed else numbers
 
-    def _is_plogp(self, node: Node, *, min_dims: int = 2) -> bool:
-        """Return True for probabilities times their logarithms, of a distribution over one row where `min_dims` is 1."""
+    def _is_plogp(self, node: Node) -> bool:
+        """Return True for probabilities times their logarithms, of all actions or of the chosen ones."""
         if _kind(node) != "MulBackward0":
             return False
         pair = [node._saved_self, node._saved_other]
-        if any(one is None or one.dim() < min_dims for one in pair) or pair[0].shape != pair[1].shape:
+        if any(one is None or one.dim() < 1 for one in pair) or pair[0].shape != pair[1].shape:
             return False
         return any(
             torch.allclose(probs, logs.exp(), atol=1e-5)
@@ -772,7 +856,17 @@ def _all(node: Node, operand: Operands) -> list[Tensor]:
     return [operand(place) for place in range(len(_children(node)))]
 
 
+def _layer_output(node: Node, _: Operands) -> Tensor:
+    """What a linear layer has returned, from its inputs and its parameters."""
+    bias, inputs, turned = _children(node)
+    leaf, weight = getattr(bias, "variable", None), getattr(_children(turned)[0], "variable", None) if turned else None
+    if (inputs is not None and node._saved_mat1 is None) or leaf is None or weight is None:
+        raise LookupError
+    return torch.nn.functional.linear(node._saved_mat1, weight, leaf)
+
+
 FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
+    "AddmmBackward0": _layer_output,
     "MinimumBackward0": lambda node, _: torch.minimum(node._saved_self, node._saved_other),
     "MaximumBackward0": lambda node, _: torch.maximum(node._saved_self, node._saved_other),
     "PowBackward0": lambda node, _: node._saved_self.pow(node._saved_exponent),
@@ -795,6 +889,15 @@ FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
     **dict.fromkeys(RESHAPES, lambda node, operand: operand(0).reshape(_shape(node))),
 }
 """What operations return, from the tensors that their nodes keep and from their operands; LookupError if one is not known."""
+
+
+def _of_shape(factor: Tensor, shape: torch.Size) -> Tensor:
+    """Return a factor with the shape of what it multiplies; its mean where several of its entries multiply one, as [N, N] times [N]."""
+    whole = torch.broadcast_shapes(shape, factor.shape)
+    padded = (1,) * (len(whole) - len(shape)) + shape
+    axes = [axis for axis, size in enumerate(padded) if size != whole[axis]]
+    factor = factor.expand(whole)
+    return factor.mean(axes).reshape(shape) if axes else factor
 
 
 def _edge(output: Any) -> GradientEdge:

@@ -95,7 +95,9 @@ def _terms(
         return None
     if entropy is not None and entropy.edge is None and entropy.weight:
         return None
-    scale, count = common_factor(policy, value, entropy, settings), len(policy.advantages)
+    # a policy gradient without a ratio may be the sum over an episode
+    scale = 1.0 if policy.log_ratio is None else common_factor(policy, value, entropy, settings)
+    count = len(policy.advantages)
     rows, weights = partial(_rows, policy, value), {"policy": policy.weight / scale}
     source, policy_loss = policy.log_probs, lambda leaf: TERMS["policy"].of(rows(log_probs=leaf))
     if policy.log_ratio is not None:

@@ -78,7 +78,9 @@ def last_line(
     if error is not None:
         return f"{name}: telemetry stopped and the script went on: {type(error).__name__}: {error}"
     if run_dir is None:
-        reason = "torch was not imported" if script is None else "no optimizer step with a probability ratio was seen"
+        if script is not None and script.value_loss_alone:
+            return f"{name}: found a squared error in {script.value_loss_alone}, and no loss of a policy: nothing was measured"
+        reason = "torch was not imported" if script is None else "no optimizer step with a loss of a policy was seen"
         return f"{name}: found nothing to measure: {reason}"
     count = updates if updates is not None else script.updates if script else 0
     return f"{name}: {count} update{'' if count == 1 else 's'}; the verdict on them: esper-telemetry diagnose {run_dir}"

@@ -6,10 +6,12 @@ Shapes: T steps, B environments, N rows, K parameters.
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, distributions, nn
 
 from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, head_columns, head_names, join_columns
-from esper_telemetry.adapters.script.loss_graph import DistributionGraphs
+from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LayerOutputs
 from esper_telemetry.core.event_parts import Transitions
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.tensors import gradient_norms
@@ -35,11 +37,29 @@ MAX_ESTIMATES = 8
 MIN_ESTIMATE_ROWS, MAX_ESTIMATE_ROWS = 8, 1 << 18
 """Rows of such outputs, as of a whole rollout."""
 
+MAX_INDICES = 32
+"""Indexings of tensors before an optimizer step that are kept."""
+
 MAX_GATE_ENVS = 4
 """Environments whose LSTM inputs are recorded, for the gates."""
 
 MAX_STATE_ENTRIES = 1 << 24
 """Entries of the recurrent states of one rollout that are recorded."""
+
+REPORTED_RETURN = re.compile(
+    r"(?P<label>return|rewards?|scores?|\bret)\b(?:[^\n;,|:=]{0,40}[:=]\s*|\s+)[\[(]?(?P<number>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)",
+    re.IGNORECASE,
+)
+"""A word for the return of episodes in a printed line, and the number after it."""
+
+MAX_REPORTED = 4
+"""Such words of one line."""
+
+MAX_RECENT_RETURNS = 100
+"""Returns of episodes with which reported ones are compared."""
+
+SAME_RETURN = 0.02
+"""Share of the largest return within which a reported one lies among those that the environments show."""
 
 MAX_TAGS = 256
 """Different tags of a script's scalars that are copied."""
@@ -131,10 +151,14 @@ class DistributionLog:
         What else has a graph may be of the loss of other rows that comes next, before the same optimizer step.
         """
         taken = [one for one in self._recent if one.log_probs.requires_grad and one.log_probs.grad_fn in nodes]
-        left = [one for one in self._recent if all(one is not other for other in taken)]
-        self._recent = deque(left, maxlen=MAX_DISTRIBUTIONS)
         heads = [_as_rows(one.columns, rows) for one in taken if one.columns is not None]
-        return _merge([head for head in heads if _rows(head) == rows])
+        heads = [head for head in heads if _rows(head) == rows]
+        if (
+            heads or not taken or len(taken[0].log_probs) == rows
+        ):  # else a loss of steps that were acted on with a graph
+            left = [one for one in self._recent if all(one is not other for other in taken)]
+            self._recent = deque(left, maxlen=MAX_DISTRIBUTIONS)
+        return _merge(heads)
 
     def after_optimizer_step(self) -> None:
         """The minibatch is over: what is recorded from here on is of another one, or acts."""
@@ -202,9 +226,9 @@ def _merge(heads: Sequence[HeadColumns]) -> HeadColumns:
 
 
 class LastEstimate(NamedTuple):
-    """An output [B, 1] of a layer with one unit after the last step of the environments, and that of the layer before it, if there is one.
+    """An output [B] of the acting network after the last step of the environments, and the same one before it, if there is one.
 
-    The layer may be the critic's, or the policy's where an action is one number: the output before the step tells which.
+    The output may be the critic's, or the policy's: the one before the step tells which.
     """
 
     output: Tensor
@@ -212,18 +236,21 @@ class LastEstimate(NamedTuple):
 
 
 class EstimateLog:
-    """Keeps the last outputs of layers with one unit, as a critic's: scripts drop them when they have their targets."""
+    """Keeps the last outputs of layers with few units, as a critic's: scripts drop them when they have their targets."""
 
     def __init__(self) -> None:
         self._outputs: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
         self._with_graph: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
         self._before_step: dict[nn.Module, Tensor] = {}
         self._after_step: deque[tuple[nn.Module, Tensor]] = deque(maxlen=MAX_ESTIMATES)
+        self._acted: dict[int, list[Tensor]] = {}  # outputs at each step by the weight of their layer
+        self._entries = 0
 
     def add(self, layer: nn.Module, output: Tensor) -> None:
-        """Record an output [..., 1]."""
-        if not output.requires_grad:
-            self._after_step.append((layer, output))
+        """Record an output [..., K]."""
+        self._after_step.append((layer, output))
+        if output.shape[-1] != 1:
+            return
         if MIN_ESTIMATE_ROWS <= output.numel() <= MAX_ESTIMATE_ROWS:
             self._outputs.append(output.detach())
         if output.requires_grad and output.numel() > 1:
@@ -232,14 +259,31 @@ class EstimateLog:
     def after_env_step(self) -> None:
         """The environments have taken a step: later outputs are of the states that it led to."""
         if self._after_step:
-            self._before_step = dict(self._after_step)
+            self._before_step = {layer: output.detach() for layer, output in self._after_step}
+            self._entries += sum(output.numel() for output in self._before_step.values())
+            for layer, output in self._before_step.items() if self._entries <= MAX_DISTRIBUTION_ENTRIES else ():
+                self._acted.setdefault(id(layer._parameters.get("weight")), []).append(output.clone())
             self._after_step.clear()
 
     def take_last(self) -> list[LastEstimate]:
-        """Return the outputs since the last step of the environments."""
-        last = [LastEstimate(output, self._before_step.get(layer)) for layer, output in self._after_step]
+        """Return the outputs since the last step of the environments, each column of a layer as one."""
+        last = [
+            LastEstimate(column, before[:, place] if before is not None and len(before) == len(column) else None)
+            for layer, output in self._after_step
+            if not output.requires_grad
+            for before in (_rows_by_unit(self._before_step.get(layer)),)
+            for place, column in enumerate(_rows_by_unit(output).unbind(1))
+        ]
         self._after_step.clear()
         return last
+
+    def take_logits(self, source: LayerOutputs | None, steps: int, envs: int) -> Tensor | None:
+        """Return the outputs of a layer that were acted on since the last call, [T, B, A]; None if they do not fit the rollout."""
+        recorded = [] if source is None else [_rows_by_unit(one) for one in self._acted.get(source.weight, ())]
+        self._acted, self._entries = {}, 0
+        if source is None or len(recorded) != steps or any(len(one) != envs for one in recorded):
+            return None
+        return torch.stack(recorded)[..., source.start : source.stop]
 
     def take(self) -> list[Tensor]:
         """Return the outputs of many rows since the last call."""
@@ -252,6 +296,40 @@ class EstimateLog:
         outputs = list(self._with_graph)
         self._with_graph.clear()
         return outputs
+
+
+def _rows_by_unit(output: Any) -> Any:
+    return None if output is None else output.detach().reshape(-1, output.shape[-1])
+
+
+class IndexLog:
+    """Records the rows by which a script indexes its tensors before an optimizer step."""
+
+    def __init__(self) -> None:
+        self._recent: deque[Any] = deque(maxlen=MAX_INDICES)
+
+    def add(self, source: Tensor, index: object) -> None:
+        """Record rows of a tensor, as whole numbers or as a mask."""
+        is_vector = isinstance(index, Tensor | np.ndarray | list) and getattr(index, "ndim", 1) == 1
+        if is_vector and len(index) > 1 and source.dim():  # type: ignore[arg-type]
+            self._recent.append(index)
+
+    def take(self, count: int) -> list[Tensor]:
+        """Return what `recent` does, and forget it."""
+        taken = self.recent(count)
+        self._recent.clear()
+        return taken
+
+    def recent(self, count: int) -> list[Tensor]:
+        """Return copies of the different vectors of so many whole numbers, the latest first."""
+        taken: list[Tensor] = []
+        for index in reversed(self._recent):
+            if len(index) != count or (isinstance(index, list) and not all(isinstance(one, int) for one in index)):
+                continue
+            rows = torch.as_tensor(index)
+            if rows.dtype in (torch.long, torch.int32) and not any(torch.equal(rows, other) for other in taken):
+                taken.append(rows.long().clone())
+        return taken
 
 
 class RecordedLstm(NamedTuple):
@@ -427,6 +505,7 @@ class EnvCall:
         returned, received: observations and actions [b, n], in the entries of which checksums are taken; None for anything but numbers.
         finals: last observations [n] of episodes by place, if the environment shows them.
         reset_to: [1, n], what a single environment returned when it was reset afterwards: the observation to be acted on next.
+        cut: the script has ended the episode.
     """
 
     env: int
@@ -436,6 +515,7 @@ class EnvCall:
     received: Any
     finals: dict[int, Any]
     reset_to: Any = None
+    cut: bool = False
 
 
 class ObservedSteps:
@@ -451,9 +531,11 @@ class ObservedSteps:
         ended: [T, B], bool: steps that ended an episode.
         time_limits: [T, B], bool: those by truncation.
         rewards: [T, B], float64.
+        cut: the script has ended the episode of the last step, which may be that of the rollout alone.
     """
 
     def __init__(self, calls: Sequence[EnvCall], space: Any) -> None:
+        self.cut = calls[-1].cut
         column = {env: place for place, env in enumerate(sorted({call.env for call in calls}))}
         counts = Counter[int]()
         self._calls, self._space = calls, space
@@ -559,6 +641,7 @@ class EpisodeLog:
         self._finished: list[FinishedEpisode] = []
         self._calls: list[EnvCall] = []
         self._count = self._entries = 0  # calls in the rollout, and entries of their observations
+        self._last_count = 0  # calls in the rollout before
         self._reported = False
 
     def includes(self, env: Any) -> bool:
@@ -581,6 +664,8 @@ class EpisodeLog:
         if len(running.returns) != size:  # several environments of a class that does not say so
             running = self._running[env] = _Running(env, size, running.index)
         paid = np.array(rewards, dtype=np.float64).reshape(size)
+        if running.last_call is not None and running.last_call.cut:
+            running.last_call.flags[1] = True
         if len(self._calls) < MAX_END_STEPS:
             rows = _rows_of(observations, size) if self._entries <= MAX_STEP_ENTRIES else None
             self._entries += 0 if rows is None else rows.size
@@ -604,12 +689,17 @@ class EpisodeLog:
         self._finished += [FinishedEpisode(*episode, self._count - 1) for episode in episodes]
 
     def reset(self, env: Any, result: Any = None) -> None:
-        """Restart all episodes of an environment, which returned that."""
+        """Restart all episodes of an environment, which returned that. The script itself has ended one that was under way."""
         running = self._running.get(env)
         if running is None:
             return
+        call, length = running.last_call, int(running.lengths[0])
+        # of an episode that a rollout's end cuts the return is a part, unless it is the whole rollout
+        if len(running.returns) == 1 and length and (call is not None or length >= self._last_count):
+            self._finished.append(FinishedEpisode(float(running.returns[0]), length, max(0, self._count - 1)))
+            if call is not None:
+                call.cut = True
         running.reset()
-        call = running.last_call
         if (
             call is not None
             and call.returned is not None
@@ -627,6 +717,7 @@ class EpisodeLog:
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
         episodes, seconds = self._finished, self.seconds
+        self._last_count = self._count
         self._finished, self.seconds, self._count, self._calls, self._entries = [], 0.0, 0, [], 0
         for running in self._running.values():
             running.last_call = None
@@ -671,6 +762,37 @@ def _reported_episodes(infos: Any) -> list[tuple[float, int]] | None:
     returns, lengths = np.atleast_1d(episode["r"]), np.atleast_1d(episode["l"])
     which = np.atleast_1d(infos.get("_episode", np.ones(len(returns), dtype=bool)))
     return [(float(returns[i]), int(lengths[i])) for i in np.flatnonzero(which)]
+
+
+class ReturnLog:
+    """Returns of episodes that a script prints or writes itself: they count where those that its environments show are others."""
+
+    def __init__(self) -> None:
+        self._reported: dict[str, list[float]] = {}
+        self._own: deque[float] = deque(maxlen=MAX_RECENT_RETURNS)
+
+    def add_text(self, text: str) -> None:
+        """Record the first number after each word for a return in a printed line."""
+        for match in islice(REPORTED_RETURN.finditer(text), MAX_REPORTED):
+            self.add(match["label"], float(match["number"]))
+
+    def add(self, label: str, number: float) -> None:
+        """Record a number under a name that says that it is a return."""
+        if math.isfinite(number) and len(self._reported.setdefault(label.lower(), [])) < MAX_RECENT_RETURNS:
+            self._reported[label.lower()].append(number)
+
+    def take(self, episodes: Sequence[FinishedEpisode]) -> list[FinishedEpisode]:
+        """Return the episodes that ended in a rollout: these, unless the script reports other returns since the last call."""
+        self._own += [one.returned for one in episodes]
+        reported, self._reported = self._reported, {}
+        sure = {label: numbers for label, numbers in reported.items() if "reward" not in label}
+        numbers = max((sure if self._own else reported).values(), key=len, default=[])
+        low, high = (min(self._own), max(self._own)) if self._own else (math.inf, -math.inf)
+        margin = SAME_RETURN * max(abs(low), abs(high)) if self._own else 0.0
+        if not numbers or all(low - margin <= one <= high + margin for one in numbers):
+            return [*episodes]
+        length = round(sum(one.length for one in episodes) / len(episodes)) if episodes else 1
+        return [FinishedEpisode(one, length, 0) for one in numbers]
 
 
 class ScalarLog:

@@ -1,9 +1,9 @@
-"""The rollout that a script learns from: its own arrays, recognised by the numbers that reach the first loss.
+"""The rollout that a script learns from: its own arrays, recognised by where their numbers come from and go to.
 
-Taps say which rewards were paid, which episodes ended and which log-probabilities were acted on, in the order of time. The loss of the
-first minibatch, before any step, says which log-probabilities, values, returns and advantages it was computed from. The arrays with these
-numbers are the script's columns, whatever their names. What the loss does not show follows from `returns - values = advantages`; names
-decide only what numbers do not.
+Taps say which rewards were paid, which episodes ended, what the network gave in acting, and by which rows the script indexed its arrays.
+The loss of the first minibatch, before any step, says which log-probabilities, values, returns and advantages it was computed from. The
+arrays that hold these numbers are the script's columns, whatever their names; a name decides only between arrays that nothing else tells
+apart.
 
 Shapes: T steps, B environments, R = T B transitions, N rows of a minibatch.
 """
@@ -21,23 +21,22 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.loss_graph import LossReading
-from esper_telemetry.adapters.script.recorders import Asked, LastEstimate
+from esper_telemetry.adapters.script.recorders import Asked, LastEstimate, ObservedSteps
 from esper_telemetry.adapters.script.variables import Variables, stacked
 
 NAMES = {
-    "rewards": ("rewards", "rews", "r_hoder", "reward", "rs", "r"),
-    "values": ("values", "vals", "vs", "state_values", "old_values", "value_preds", "value_estimates"),
+    "rewards": ("rewards", "rews", "reward", "rs", "r"),
+    "values": ("values", "vals", "state_values", "old_values", "value_preds"),
     "advantages": ("advantages", "advs"),
     "returns": ("returns", "rets", "value_targets"),
-    "log_probs": ("logprobs", "logp", "old_logprobs", "logprob_a_hoder", "action_log_probs"),
-    "next_values": ("next_values", "vs_", "values_next", "next_vals"),
-    "last_values": ("next_value", "last_value", "next_values", "last_values", "bootstrap_value", "last_val"),
+    "log_probs": ("logprobs", "logp", "old_logprobs", "action_log_probs"),
+    "last_values": ("next_value", "last_value", "bootstrap_value", "last_val"),
     "dones": ("dones", "terminations", "terminateds"),
     "next_done": ("next_done", "next_termination", "last_done"),
-    "actions": ("actions", "acts", "a_hoder"),
-    "observations": ("obs", "observations", "states", "obs_buffer", "state_buf", "s_hoder"),
+    "actions": ("actions", "acts"),
+    "observations": ("obs", "observations", "states"),
 }
-"""Names of the columns that numbers do not show; `Variables.find` also takes those with a prefix as in `b_rewards` or `rewards_buf`."""
+"""Names that choose between arrays that nothing else tells apart; `Variables.find` also takes those with a prefix, as in `b_rewards`."""
 
 MAX_ARRAYS = 128
 """Arrays of a rollout's size that are compared."""
@@ -59,9 +58,6 @@ MIN_DISTINCT = 8
 
 SAME_LINE = 1e-5
 """Largest difference of two columns that are the same up to a factor and an offset, next to the largest entry."""
-
-MIN_CORRELATION = 0.9
-"""Correlation with the rewards that were paid from which on an array holds rewards, perhaps scaled or cut."""
 
 COLUMNS = ("inputs", "log_probs", "values", "returns", "advantages")
 """Columns of a rollout that its minibatches have too; `inputs` are checksums of observations."""
@@ -118,60 +114,67 @@ class RolloutFinder:
 
     Args:
         variables: of the script.
-        ends: [T, B], bool: steps since the previous rollout that ended an episode, as the environments returned them; None if they do not
-            say. Then rewards and ends are those under such a name.
-        paid: [T, B], rewards that the environments returned in these steps.
-        limits: [T, B], bool: the ends by a time limit.
+        collected: steps since the previous rollout, as the environments returned them; None if they do not say.
         reading: of the loss of the first minibatch, before any step.
+        indices: whole numbers [N] by which the script took the rows of that minibatch, as far as that is known.
         estimates: outputs of the critic that may be in no variable any more.
         last_estimates: outputs after the last step of the environments.
         acted: log-probabilities and actions of the steps in the order in which they were taken, as far as that is known.
+        targets: names of the variable that the critic's own loss has had its targets from.
     """
 
     def __init__(
         self,
         variables: Variables,
-        ends: Tensor | None = None,
+        collected: ObservedSteps | None = None,
         *,
-        paid: Tensor | None = None,
-        limits: Tensor | None = None,
         reading: LossReading | None = None,
+        indices: Sequence[Tensor] = (),
         estimates: Sequence[Tensor] = (),
         last_estimates: Sequence[LastEstimate] = (),
         acted: Sequence[Asked] = (),
+        targets: tuple[str, ...] = (),
     ) -> None:
-        self._variables = variables
+        self._variables, self._indices, self._targets = variables, indices, targets
         self._device = None if reading is None else reading.total.device  # all is compared there, where minibatches are
-        self.ended, self._paid, self._limits = (
-            None if column is None else column.to(self._device) for column in (ends, paid, limits)
-        )
-        self.steps, self.envs = (0, 0) if ends is None else (len(ends), ends.shape[1])
-        self._env_major = False
-        if ends is None:
-            self._find_ends()
         self._estimates, self._last_estimates = estimates, last_estimates
-        numbers = torch.cat([one.log_probs.reshape(-1) for one in acted]).to(self._device) if acted else torch.empty(0)
-        whole = len(numbers) and self.steps and not len(numbers) % (self.steps * self.envs)
-        self._acted = numbers.reshape(self.steps, self.envs, -1).sum(-1) if whole else None
-        self._taken = [one.actions for one in acted if one.actions is not None]
+        self._shown: Mapping[str, Tensor | None] = {} if reading is None else _shown_columns(reading)
+        self._env_major = False
         self._order: Tensor | None = None  # [R], transitions of the entries of arrays that the script has shuffled
         self._entries: Tensor | None = None  # [N], of these arrays that are the rows of the first minibatch
         self._mixed = False  # columns are shuffled in a way that numbers do not tell
         self._grids: list[Tensor] = []
+        self._names: dict[int, str] = {}
+        self._with_graph: set[int] = set()
+        self._has_ratio = reading is None or reading.policy is None or reading.policy.log_ratio is not None
         self._columns: dict[str, Tensor] = {}
-        self._shown: Mapping[str, Tensor | None] = {} if reading is None else _shown_columns(reading)
+        self.steps = self.envs = 0
+        self._cut = False
+        self.ended = self._paid = self._limits = None
+        if collected is not None:
+            self.steps, self.envs, self._cut = collected.steps, collected.envs, collected.cut
+            columns = (collected.ended, collected.rewards, collected.time_limits)
+            self.ended, self._paid, self._limits = (column.to(self._device) for column in columns)
+            acted = acted if collected.in_turns else ()
+        else:
+            self._find_ends()
+        numbers = torch.cat([one.log_probs.reshape(-1) for one in acted]).to(self._device) if acted else torch.empty(0)
+        whole = len(numbers) and self.steps and not len(numbers) % (self.steps * self.envs)
+        self._acted = numbers.reshape(self.steps, self.envs, -1).sum(-1) if whole else None
+        self._taken = [one.actions for one in acted if one.actions is not None]
         if self.ended is not None:
             arrays = list(self._arrays()) if reading is not None else []
-            self._env_major = self._is_env_major(arrays)
-            pairs = [(array, grid) for array in arrays if (grid := self._as_grid(array)) is not None]
+            self._env_major = self._is_env_major([array for _, array in arrays])
+            named = [(name, array, grid) for name, array in arrays if (grid := self._as_grid(array)) is not None]
+            pairs = [(array, grid) for _, array, grid in named]
             self._grids = [grid for _, grid in pairs]
-            policy = None if reading is None else reading.policy
-            self._identify(pairs, has_ratio=policy is None or policy.log_ratio is not None)
+            self._names = {grid.data_ptr(): name for name, _, grid in named}
+            self._identify(pairs)
         self.rewards, self.log_probs = self._columns.get("rewards"), self.find("log_probs")
         self.log_probs = self._acted if self.log_probs is None else self.log_probs
 
     def _find_ends(self) -> None:
-        """Take the shape of a rollout, and its ends, from arrays with such names."""
+        """Take the shape of a rollout whose environments are hidden, and its ends, from arrays with such names."""
         rewards = self._variables.find(NAMES["rewards"], _as_table)
         if rewards is None:
             return
@@ -183,53 +186,70 @@ class RolloutFinder:
 
     # arrays by what they hold
 
-    def _arrays(self) -> Iterable[Tensor]:
-        """Yield the arrays of a rollout's size, as their owner has shaped them."""
+    def _arrays(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield the arrays of a rollout's size with their names, as their owner has shaped them."""
         size, visited = self.steps * self.envs, set[tuple[int, torch.Size]]()
-        outputs = chain((one.output for one in self._last_estimates), self._estimates)
-        for value in chain((value for _, value in self._variables.named_values()), outputs):
+        for name, value in chain(self._variables.named_values(), (("", one) for one in self._estimates)):
             array = stacked(value)
-            if array is None or array.numel() not in (size, size + self.envs) or array.numel() < MIN_DISTINCT:
+            if array is None or array.numel() not in (size, size + self.envs) or array.numel() < 2:
                 continue
+            if isinstance(value, Tensor) and value.requires_grad:
+                self._with_graph.add(array.data_ptr())
             key = (array.data_ptr(), array.shape)
             if key not in visited:
                 visited.add(key)
-                yield array.to(self._device)
+                yield name, array.to(self._device)
             if len(visited) >= MAX_ARRAYS:
                 return
 
     def _free(self) -> list[Tensor]:
         """Arrays [T, B] that are no column yet."""
-        taken = self._columns.values()
-        return [grid for grid in self._grids if len(grid) == self.steps and all(grid is not one for one in taken)]
+        whole = (grid for grid in self._grids if len(grid) == self.steps)
+        return [grid for grid in whole if not self._is_taken(grid) and not self._is_product(grid)]
 
-    def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]], *, has_ratio: bool) -> None:
+    def _is_product(self, array: Tensor) -> bool:
+        """Return True for an array with a graph beside a ratio: advantages times a ratio of 1 have their numbers."""
+        return array.data_ptr() in self._with_graph and self._has_ratio
+
+    def _is_taken(self, grid: Tensor) -> bool:
+        """Return True for an array in the memory of a column."""
+        return any(grid.data_ptr() == one.data_ptr() for one in self._columns.values())
+
+    def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Find the columns, by what the first minibatch was computed from."""
         columns, tables = self._columns, [_sorted(grid[: self.steps]) for grid in self._grids]
-        is_permuted = self._identify_shown(pairs, tables)
+        is_permuted = self._identify_shown(pairs, tables, ("log_probs", "values", "advantages"))
         self._restore_order(tables)
         self._identify_advantages()
-        self._identify_difference()
+        # last: a loss may have another of these columns for its targets
+        is_permuted |= self._identify_shown(pairs, tables, ("returns",))
+        self._put_in_time("returns")
         self._identify_acting_values()
         values = columns.get("values")
         if values is not None and len(values) == self.steps:
             longer = (grid for grid in self._grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values))
             columns["values"] = next(longer, values)
-        for role in () if is_permuted else ("values", "log_probs")[: 1 if has_ratio else 2]:
+        for role in () if is_permuted else ("values", "log_probs")[: 1 if self._has_ratio else 2]:
             column = self._shown.get(role)  # the script stores none: those of its only minibatch
             if role not in columns and column is not None and column.numel() == self.steps * self.envs:
                 whole = self._as_grid(column)
                 columns |= {} if whole is None else {role: whole}
+        if "returns" not in columns:  # the loss has another column for targets, or the critic has a loss of its own
+            named = self._variables.find((*self._targets, *NAMES["returns"]), self._free_grid)
+            columns |= {} if named is None else {"returns": named}
         self._identify_rewards()
         self._identify_next_values()
 
-    def _identify_shown(self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor]) -> bool:
+    def _identify_shown(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor], roles: Sequence[str]
+    ) -> bool:
         """Find the arrays, with [T, B] of them, and sorted in `tables`, that hold the numbers of the first minibatch.
 
         Returns True if that is the whole rollout in another order.
         """
         columns, in_order, is_permuted = self._columns, set[str](), False
-        for role, column in self._shown.items():
+        for role in roles:
+            column = self._shown.get(role)
             for form, way_back in LOG_PROB_FORMS[: 3 if role == "log_probs" else 1]:
                 if column is None or role in columns:
                     continue
@@ -240,7 +260,7 @@ class RolloutFinder:
                     (
                         (_is_same(form(column), array), -_held(numbers, tables[place]), place)
                         for place, (array, grid) in enumerate(pairs)
-                        if all(grid is not one for one in columns.values())
+                        if not self._is_taken(grid) and not (role == "advantages" and self._is_product(array))
                     ),
                     default=(False, 0.0, 0),
                     key=lambda one: (one[1] > -MIN_SHARE, *one),
@@ -272,19 +292,14 @@ class RolloutFinder:
         self._order = RowFinder({"log_probs": acted}).rows_of({"log_probs": shuffled})
         self._entries = RowFinder({"log_probs": shuffled}).rows_of({"log_probs": own})
         self._mixed = self._order is None or self._entries is None or not bool(numbers.diff().all())
-        if self._mixed:
-            return
-        restored: dict[str, Tensor] = {
-            role: self._in_time(columns[role].reshape(-1), self._shown.get(role)).reshape(columns[role].shape)
-            for role in ("returns", "values", "advantages")
-            if role in columns and len(columns[role]) == self.steps
-        }
-        found = columns | restored
-        if "advantages" in restored and found.keys() >= {"returns", "values"}:  # they may have been left out
-            difference = found["returns"] - found["values"][: self.steps]
-            if correlation(difference, columns["advantages"]) > correlation(difference, restored["advantages"]):
-                del restored["advantages"]
-        columns |= restored
+        for role in ("values", "advantages"):
+            self._put_in_time(role)
+
+    def _put_in_time(self, role: str) -> None:
+        """Put a column that the script has shuffled with its log-probabilities back into the order of time."""
+        column = self._columns.get(role)
+        if column is not None and len(column) == self.steps and not self._mixed:
+            self._columns[role] = self._in_time(column.reshape(-1), self._shown.get(role)).reshape(column.shape)
 
     def _in_time(self, array: Tensor, rows: Tensor | None) -> Tensor:
         """Return an array [R, ...] in the order of time: itself unless it has the minibatch's rows [N, ...] where a shuffle puts them."""
@@ -306,49 +321,22 @@ class RolloutFinder:
         """Find the advantages before they were normalised: they differ from those in use by a factor and an offset."""
         columns, own = self._columns, self._shown.get("advantages")
         used = columns.get("advantages")
-        if used is not None:  # normalised before the passes: the array from before that may be there too
+        if used is not None:  # normalised before the passes: the array from before may be there too
             raw = [
                 grid for grid in self._free() if not torch.equal(grid, used) and _line_error(grid, used) <= SAME_LINE
             ]
             columns["advantages"] = raw[0] if len(raw) == 1 else used
             return
         known: dict[str, Tensor] = {
-            role: columns[role][: self.steps] for role in ("log_probs", "returns") if role in columns
+            role: columns[role][: self.steps] for role in ("log_probs", "values", "returns") if role in columns
         }
         rows = RowFinder(known).rows_of({role: self._shown[role] for role in known}) if known else None
-        if rows is not None and own is not None and len(rows) == own.numel():
-            same = [grid for grid in self._free() if _line_error(grid.reshape(-1)[rows], own) <= SAME_LINE]
-            columns |= {"advantages": same[0]} if same else {}
-
-    def _identify_difference(self) -> None:
-        """Find returns, values and advantages by `returns - values = advantages`, given one of the latter two.
-
-        The advantages may be normalised. A loss may have other targets than the returns: the array for which the equation holds counts.
-        """
-        columns = self._columns
-        varying = [grid for grid in self._grids if len(grid) == self.steps and _varies(grid)]
-        known = {role: [columns[role][: self.steps]] for role in ("values", "advantages") if role in columns}
-        whole = [columns[role][: self.steps] for role in ("returns", "values", "advantages") if role in columns]
-        is_done = len(whole) == 3 and _line_error(whole[0] - whole[1], whole[2]) <= SAME_LINE
-        if is_done or not known or not varying:
-            return
-        for advantages in known.get("advantages", varying):
-            parts = varying  # of which none is the advantages times a factor
-            if "advantages" in known:
-                errors = _line_errors(torch.stack([grid.reshape(-1) for grid in varying]), advantages)
-                parts = [grid for grid, error in zip(varying, errors, strict=True) if error > SAME_LINE]
-            own = columns.get("returns")
-            candidates = sorted(parts, key=lambda grid: grid is not own)
-            for values in known.get("values", parts):
-                others = [grid for grid in candidates if grid is not values and grid is not advantages]
-                if not others or values is advantages:
-                    continue
-                differences = torch.stack([(grid.double() - values.double()).reshape(-1) for grid in others])
-                fits = (_line_errors(differences, advantages) <= SAME_LINE).nonzero()
-                if len(fits):
-                    columns["returns"] = others[int(fits[0])]
-                    columns.setdefault("values", values)
-                    columns.setdefault("advantages", advantages)
+        size = self.steps * self.envs
+        for taken in (rows, *self._indices):
+            if taken is not None and own is not None and len(taken) == own.numel() and int(taken.max()) < size:
+                grids = [grid for grid in self._free() if _line_error(grid.reshape(-1)[taken], own) <= SAME_LINE]
+                if grids:
+                    columns["advantages"] = grids[0]
                     return
 
     def _identify_acting_values(self) -> None:
@@ -359,23 +347,29 @@ class RolloutFinder:
         is_acting = any(grid is self._columns.get("values") for grid in held)
         self._columns |= {"values": free[0]} if len(free) == 1 and not is_acting else {}
 
+    def _free_grid(self, value: object) -> Tensor | None:
+        """Accept an array [T, B] that is no column yet: a script may call its returns rewards."""
+        grid = self._in_grid(value)
+        taken = grid is None or any(torch.equal(grid, one[: self.steps]) for one in self._columns.values())
+        return None if taken else grid
+
     def _identify_rewards(self) -> None:
-        """Find the array with the rewards that were paid, or with numbers that follow them."""
-
-        def accept(value: object) -> Tensor | None:
-            grid = self._in_grid(value)  # a script may call its returns rewards
-            taken = grid is None or any(torch.equal(grid, one[: self.steps]) for one in self._columns.values())
-            return None if taken else grid
-
-        named = self._variables.find(NAMES["rewards"], accept)
-        if self._paid is not None:
-            free, paid = self._free(), self._paid.to(torch.float32)
-            same = [grid for grid in free if torch.equal(grid.to(torch.float32), paid)]
-            if same and (named is None or _varies(paid)):  # flags may have the numbers of constant rewards
+        """Find the array with the rewards that were paid, perhaps scaled; else the one with such a name, else what was paid."""
+        named, paid = self._variables.find(NAMES["rewards"], self._free_grid), self._paid
+        if paid is not None:
+            free = self._free()
+            same = [grid for grid in free if torch.equal(grid.float(), paid.float())]
+            scaled = [grid for grid in free if _line_error(grid, paid) <= SAME_LINE]
+            exact = self._variables.find(
+                NAMES["rewards"],
+                lambda value: grid if (grid := self._free_grid(value)) is not None and _is_same(paid, grid) else None,
+            )
+            if exact is not None:
+                named = exact
+            elif same and (named is None or _varies(paid)):  # flags may have the numbers of constant rewards
                 named = same[0]
             elif named is None:
-                close = max(free, key=lambda grid: correlation(grid, paid), default=paid)
-                named = close if correlation(close, paid) > MIN_CORRELATION else paid.clone()
+                named = scaled[0] if scaled else paid.float()
         self._columns |= {} if named is None else {"rewards": named}
 
     def _identify_next_values(self) -> None:
@@ -440,6 +434,11 @@ class RolloutFinder:
         column = self._columns.get(role)
         return self._variables.find(NAMES[role], self._in_grid) if column is None else column[: self.steps]
 
+    def names(self) -> dict[str, str]:
+        """Return the names of the variables with the columns that were found, by role; empty where a column has none."""
+        found = {"log_probs": self.log_probs, **self._columns}
+        return {role: self._names.get(one.data_ptr(), "") for role, one in found.items() if one is not None}
+
     # actions and observations
 
     def actions(self, chosen: Tensor | None) -> Tensor | None:
@@ -493,7 +492,7 @@ class RolloutFinder:
         steps, envs = self.steps, self.envs
         if tuple(array.shape[:2]) == (steps, envs):
             return array
-        if len(array) != steps * envs or (envs > 1 and array.dim() < 2):
+        if len(array) != steps * envs:
             return None
         if envs > 1 and self._env_major:
             return array.reshape(envs, steps, *array.shape[1:]).transpose(0, 1)
@@ -518,6 +517,9 @@ class RolloutFinder:
         returns = advantages + values if returns is None else returns.to(values)
         is_mistaken = torch.equal(returns, advantages) or torch.equal(returns, values)
         implied = None if not gamma else ((advantages + values if is_mistaken else returns) - rewards)[-1] / gamma
+        if self._cut and implied is not None and float(implied.abs().max()) <= SAME_NUMBER:
+            ended = ended.clone()
+            ended[-1] = True  # the episode ends for the script, too
         last = self._last_values(values, ended, implied)
         if last is None:
             return None
@@ -546,36 +548,43 @@ class RolloutFinder:
         )
 
     def _last_values(self, values: Tensor, ended: Tensor, implied: Tensor | None) -> Tensor | None:
-        """Values [B] after the last step: of the script's arrays, of the critic's outputs, or those that the last returns imply."""
+        """Values [B] after the last step: of the script's arrays, of the network's outputs, or those that the last returns imply."""
+        if bool(ended[-1].all()):
+            return values[-1]
         whole = self._columns.get("values")
-        whole = (
-            self._variables.find(NAMES["values"], partial(self._in_grid, steps=self.steps + 1))
-            if whole is None
-            else whole
-        )
         if whole is not None and len(whole) == self.steps + 1:
             return whole[-1].to(values)
-        last = self._variables.find(NAMES["last_values"], partial(self._in_grid, steps=1))
-        # a loop from the last step to the first one keeps the value of the second step under this name
-        if last is not None and not (self.steps > 1 and torch.equal(last[0].to(values), values[0])):
-            return last[0].to(values)
-        shown = self._columns.get("next_values")
-        shown = self._variables.find(NAMES["next_values"], self._in_grid) if shown is None else shown
-        if shown is not None:
-            return torch.where(ended[-1], values[-1], shown[-1].to(values))
         # of the layer that gave the values before it, or of the only one
         sized = [one for one in self._last_estimates if one.output.numel() == self.envs]
         acting = [one for one in sized if one.before is not None and _is_same(values[-1], one.before)]
         fresh = [one for one in sized if one.before is None]
         certain = acting or (fresh if len(fresh) == 1 else [])
         if certain:
-            return certain[0].output.reshape(-1).to(values)
+            return certain[0].output.to(values)
+        shown = self._columns.get("next_values")
+        if shown is not None:
+            return torch.where(ended[-1], values[-1], shown[-1].to(values))
+        last = self._variables.find(NAMES["last_values"], partial(self._in_grid, steps=1))
+        # a loop from the last step to the first one keeps the value of the second step under this name
+        if last is not None and not (self.steps > 1 and torch.equal(last[0].to(values), values[0])):
+            return last[0].to(values)
         if implied is None:
             return None
         # R = r + γ V; no critic gives 0: a script that leaves the values out is to differ from its equation
         alive = ~ended[-1]
         is_left_out = bool(alive.any()) and float(implied[alive].abs().max()) <= SAME_NUMBER
         return values[-1] if is_left_out else torch.where(alive, implied, values[-1])
+
+
+def name_of(column: Tensor, size: int, variables: Variables) -> str:
+    """Return the name of the first array of so many numbers that holds those of a column; empty without any."""
+    for name, value in variables.named_values():
+        array = stacked(value)
+        if array is None or not array.numel() == size > 1:
+            continue
+        if _held(column.reshape(-1).double(), _sorted(array.to(column.device))) >= MIN_SHARE:
+            return name
+    return ""
 
 
 def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:
@@ -592,8 +601,7 @@ def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:
 
 def _has_rows(array: Tensor, rows: Tensor, own: Tensor) -> bool:
     """Return True if these rows of an array [R, ...] are those [N, ...] of a minibatch."""
-    chosen = array[rows.to(array.device)].reshape(-1).to(own)
-    return torch.equal(chosen, own.reshape(-1))
+    return _is_same(own, array[rows.to(array.device)])
 
 
 def _as_table(value: object) -> Tensor | None:
@@ -645,13 +653,6 @@ def _line_error(one: Tensor, other: Tensor) -> float:
     return float(_line_errors(one.reshape(1, -1), other))
 
 
-def correlation(one: Tensor, other: Tensor) -> float:
-    """Correlation of the entries of two arrays; 0 if one of them does not vary."""
-    first, second = (x.double().reshape(-1) - x.double().mean() for x in (one, other))
-    size = float(first.norm() * second.norm())
-    return float(first @ second) / size if size > 0 else 0.0
-
-
 class RowFinder:
     """Finds the transitions of a rollout that the rows of minibatches are, by numbers that both have.
 
@@ -669,7 +670,7 @@ class RowFinder:
         self._shape = next(iter(columns.values())).shape
         self._turns = Counter[int]()
 
-    def rows_of(self, columns: Mapping[str, Tensor | None], indices: Iterable[Tensor] = ()) -> Tensor | None:
+    def rows_of(self, columns: Mapping[str, Tensor | None], indices: Sequence[Tensor] = ()) -> Tensor | None:
         """Return the transitions [N] of a minibatch, counted time by time; None if they are not certain.
 
         A script may mix up one of its columns: then the transitions are those of most others.
@@ -681,10 +682,11 @@ class RowFinder:
         known = {name: column for name, column in columns.items() if column is not None and name in self._columns}
         own = {name: column.reshape(-1).double().to(self._columns[name].device) for name, column in known.items()}
         steps, envs = self._shape
-        for index in indices:
-            for rows in (index, index % steps * envs + index.div(steps, rounding_mode="floor")):
-                if self._agree(rows, own):
-                    return rows
+        by_env = (index % steps * envs + index.div(steps, rounding_mode="floor") for index in indices)
+        candidates = [rows for pair in zip(indices, by_env, strict=True) for rows in pair]
+        best = max(candidates, key=lambda rows: self._agreement(rows, own), default=None)
+        if best is not None and self._agreement(best, own):
+            return best
         enough = self._shape.numel() // 2
         matches: list[tuple[Tensor, dict[int, Tensor]]] = []
         for name in COLUMNS:  # that tell most transitions apart
@@ -704,16 +706,27 @@ class RowFinder:
                 return self._in_turns(*match)
         return None
 
-    def _agree(self, rows: Tensor, own: Mapping[str, Tensor]) -> bool:
-        """Return True if these transitions have the numbers of a minibatch in one of its columns."""
+    def _agreement(self, rows: Tensor, own: Mapping[str, Tensor]) -> int:
+        """Return the number of columns of a minibatch whose numbers these transitions have."""
         if int(rows.min()) < 0 or int(rows.max()) >= self._shape.numel():
-            return False
+            return 0
+        count = 0
         for name, column in own.items():
             if len(rows) == len(column):
                 apart = (column - self._columns[name][rows.to(column.device)]).abs()
-                if float((apart <= self._limits[name]).double().mean()) >= MIN_SHARE:
-                    return True
-        return False
+                count += float((apart <= self._limits[name]).double().mean()) >= MIN_SHARE
+        return count
+
+    def rows_of_advantages(self, used: Tensor, rows: Tensor, indices: Sequence[Tensor]) -> Tensor | None:
+        """Return the transitions [N] that the advantages in use are of, perhaps normalised, if they are others than `rows`."""
+        column = self._columns["advantages"]
+        own = used.reshape(-1).double().to(column.device)
+        if _line_error(column[rows.to(column.device)], own) <= SAME_LINE:
+            return None
+        within = (one for one in indices if len(one) == len(own) and int(one.max()) < len(column))
+        known = next((one for one in within if _line_error(column[one.to(column.device)], own) <= SAME_LINE), None)
+        other = self.rows_of({"advantages": own}) if known is None else known
+        return None if other is None or torch.equal(other.to(rows), rows) else other
 
     def _matches(self, first: str, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[int, Tensor]] | None:
         """Return the transitions with these numbers in one column, and by place all that are equal to the one there.

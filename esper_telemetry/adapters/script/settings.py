@@ -65,6 +65,17 @@ def is_rate(name: str) -> bool:
     return re.search(r"(^|_)lr(_|$)|rate", name.lower()) is not None
 
 
+def read_coefficients(reading: LossReading) -> dict[str, float]:
+    """Return the weights of the losses `value` and `entropy` in a loss, next to that of its policy's term."""
+    weight = 0.0 if reading.policy is None else reading.policy.weight
+    terms = {"value": reading.value, "entropy": reading.entropy}
+    return {
+        name: float(f"{abs(term.weight / weight):.6g}")
+        for name, term in terms.items()
+        if term and weight and term.weight
+    }
+
+
 def find_coefficients(variables: Variables) -> dict[str, float]:
     """Return the weights of the losses `value` and `entropy` as they are now; scripts may anneal them."""
     weights = {name: variables.find(FACTS[f"{name}_coef"], as_number) for name in ("value", "entropy")}
@@ -115,8 +126,20 @@ def _trace_decay(value: object) -> float | None:
     return number if number is not None and number >= MIN_TRACE_DECAY else None
 
 
-def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[str, float]:
-    """Return the discount factor and the lambda with which the advantages of a rollout [T, B] follow from its rewards and values.
+def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any], factors: Sequence[float]) -> dict[str, float]:
+    """Return the discount factor and the lambda of advantages: those that they follow with, else the script's literals.
+
+    Of two literals that advantages do not follow with the larger one discounts, and the other one decays the trace.
+    """
+    found = _fitted_discounts(rollout, facts)
+    literals = sorted((one for one in factors if one not in facts.values()), reverse=True)
+    if found or not literals:
+        return found
+    return dict(zip(("gamma", "gae_lambda"), (literals[0], literals[min(1, len(literals) - 1)]), strict=True))
+
+
+def _fitted_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[str, float]:
+    """Return the two with which the advantages of a rollout [T, B] follow from its rewards and values; empty if none do.
 
     Within episodes s A_t + m = r_t - V_t + γ V_{t+1} + γ λ (s A_{t+1} + m), with s = 1 and m = 0 unless the advantages are normalised.
     Least squares give s, γ, γ λ s and m - γ λ m. Steps next to ends are left out: mistakes are common there.
@@ -158,7 +181,48 @@ def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
     return reasons
 
 
-def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, collected: int = 0) -> dict[str, Any]:
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "transitions": ("observations",),
+    "stored_rewards": ("rewards",),
+    "executed_actions": ("actions",),
+    "actions": ("actions", "distributions in acting"),
+    "log_probs": ("actions", "log-probabilities", "distributions in acting"),
+    "replayed_log_probs": ("log-probabilities",),
+    "values": ("values",),
+    "advantages": ("rewards", "values", "advantages"),
+    "returns": ("values", "advantages", "returns"),
+    "normalized_advantages": ("advantages",),
+    "minibatches": ("log-probabilities", "advantages", "returns"),
+    "log_ratios": ("log-probabilities", "actions"),
+    "value_loss": ("returns", "values"),
+    "entropy_loss": ("entropy",),
+}
+"""What the equations of a script need to be traced to variables, or to the loss."""
+
+
+def untraced_equations(traced: Mapping[str, str], loss: str) -> dict[str, str]:
+    """Return what was sought for each equation and what was found in its place; counts where it is not checked.
+
+    Args:
+        traced: variables with their places in the source, by role; empty where the role has none.
+        loss: place of the loss.
+    """
+    texts = {}
+    for equation, roles in ROLES.items():
+        missing = [role for role in roles if role not in traced]
+        known = [f"{role} {place}".strip() for role, place in traced.items() if role in roles]
+        if missing:
+            others = [f"{role} {place}".strip() for role, place in traced.items() if place]
+            found = f"found {', '.join(known or others) or 'none of the columns of a rollout'}"
+            texts[equation] = f"sought {' and '.join(missing)} for the loss in {loss}; {found}"
+        else:
+            texts[equation] = f"found {', '.join(known)}, which do not fit together; the loss is in {loss}"
+    return texts
+
+
+def find_schedule(
+    variables: Variables, facts: Mapping[str, Any], rate: float, collected: int = 0, *, sets_rate: bool = True
+) -> dict[str, Any]:
     """Return the fact of the learning rate's schedule, where the script says whether it is annealed.
 
     A straight scheduler of torch for as many iterations as the run has updates says it as a setting does, and to which rate.
@@ -166,6 +230,7 @@ def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, c
     Args:
         rate: of the first step.
         collected: transitions of the first rollout, by which a number of updates is one of steps; 0 if it is not known.
+        sets_rate: the script may change the rate: one that does not has a constant one.
     """
     anneals = variables.find(ANNEALS, as_flag)
     updates = variables.find(UPDATES, lambda value: value if type(value) is int and value >= MIN_UPDATES else None)
@@ -176,6 +241,8 @@ def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, c
         falls_in_this_run = scheduler.total_iters in (updates, total // max(1, collected))
         scheduler = scheduler if falls_in_this_run and scheduler.start_factor > scheduler.end_factor else None
     anneals = True if scheduler is not None else anneals
+    if anneals is None and not sets_rate:
+        anneals, total = False, total or max(1, collected)
     if anneals is None or total <= 0 or not rate > 0:
         return {}
     counts = {

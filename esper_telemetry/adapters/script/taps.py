@@ -6,7 +6,10 @@ here imports torch or NumPy before the script does: it may set what they read.
 
 from __future__ import annotations
 
+import builtins
 import functools
+import logging
+import re
 import sys
 import time
 import weakref
@@ -17,7 +20,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import GeneratorType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener
@@ -25,8 +28,14 @@ if TYPE_CHECKING:
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+RETURN_WORD = re.compile("episod.*(return|reward)|return|score", re.IGNORECASE)
+"""In the tag of a scalar that is the return of episodes."""
+
 TIMED_EVERY = 17
 """One brief call in so many is timed. Brief calls come in rhythms: a prime meets all of them."""
+
+MAX_HEAD_OUTPUTS = 32
+"""Outputs of a layer that may be the critic's, perhaps beside those of the policy."""
 
 MAX_SEARCHES = 16
 """Passes in acting before the first step of a known environment, at which environments of other classes are searched for."""
@@ -125,7 +134,7 @@ class Taps:
         self.clock: Clock | None = None
         self._calls = 0
         self._searches = MAX_SEARCHES
-        self._asking = self._passing = False
+        self._asking = self._passing = self._calling = False
         self._make, self._join, self._watch = make, join, watch
         self._patches, self._model_patches = Patches(), Patches()
         self._removers: list[Callable[[], None]] = []
@@ -167,6 +176,7 @@ class Taps:
         script, clock = self.script, self.clock
         if script is None or self.error is not None or not script.listens:
             return
+        calling, self._calling = self._calling, True
         try:
             if clock is None or not weight:
                 function(script)
@@ -175,6 +185,8 @@ class Taps:
                     function(script)
         except Exception as error:  # whatever it is, the script goes on
             self.error = error
+        finally:
+            self._calling = calling
 
     def _call_briefly(self, function: Callable[[ScriptListener], object]) -> None:
         """The same for what takes about as long as reading the clock: one call in several is timed, and counts for all."""
@@ -226,11 +238,23 @@ class Taps:
         def sample(script: ScriptListener, _: Any, distribution: Any, *__: Any, **___: Any) -> None:
             script.distributions.add_sample(distribution)
 
+        def printed(script: ScriptListener, _: Any, *words: Any, **__: Any) -> None:
+            script.returns.add_text(" ".join(map(str, words)))
+
+        def logged(script: ScriptListener, _: Any, __: Any, record: logging.LogRecord) -> None:
+            if not record.name.startswith("esper_telemetry"):
+                script.returns.add_text(record.getMessage())
+
         self.script = self._make()
+        self._patches.replace(builtins, "print", lambda print_: self._observed(print_, printed))
+        self._patches.replace(logging.Logger, "handle", lambda handle: self._observed(handle, logged))
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 self._patches.replace(owner, name, functools.partial(self._clip, by_norm="norm" in name))
         self._patches.replace(torch.Tensor, "backward", self._backward)
+        self._patches.replace(torch.autograd, "grad", self._backward)
+        self._patches.replace(torch.Tensor, "__getitem__", self._indexed)
+        self._patches.replace(torch.Tensor, "index_select", lambda select: self._indexed(select, axis=True))
         for kind in _subclasses(torch.distributions.Distribution):
             for record in (log_prob, entropy, sample):
                 if record.__name__ in vars(kind):
@@ -255,22 +279,37 @@ class Taps:
         return clipped
 
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """With a default device torch calls the method once more, for the same pass."""
+        """With a default device torch calls the method once more, for the same pass. `autograd.grad` is one if it ends in leaves."""
 
         @functools.wraps(backward)
-        def passed(loss: Any, *args: Any, **options: Any) -> Any:
-            if self._passing or self.script is None or _compiling():
-                return backward(loss, *args, **options)
+        def passed(*args: Any, **options: Any) -> Any:
+            loss = _loss_of(*args, **options)
+            if self._passing or self._calling or self.script is None or loss is None or _compiling():
+                return backward(*args, **options)
             self.call(lambda script: script.before_backward(loss))
             self._passing = True
             try:
-                result = backward(loss, *args, **options)
+                result = backward(*args, **options)
             finally:
                 self._passing = False
-            self.call(lambda script: script.after_backward())
+            if result is None:  # `autograd.grad` returns gradients that the parameters do not have yet
+                self.call(lambda script: script.after_backward())
             return result
 
         return passed
+
+    def _indexed(self, take: Callable[..., Any], *, axis: bool = False) -> Callable[..., Any]:
+        """Record by which rows a script indexes what it has stored; `axis`: the rows follow an axis."""
+
+        @functools.wraps(take)
+        def taken(source: Any, *args: Any, **options: Any) -> Any:
+            script = self.script
+            plain = type(source).__name__ == "Tensor" and not source.requires_grad  # no stand-in of a compiler
+            if script is not None and plain and args and not self._calling:
+                script.indices.add(source, args[-1] if axis else args[0])
+            return take(source, *args, **options)
+
+        return taken
 
     def _asked(self, method: Callable[..., Any], record: Callable[..., object]) -> Callable[..., Any]:
         """Record what a distribution returns to the script, and not what it asks the distribution that it is made of."""
@@ -296,7 +335,7 @@ class Taps:
             if not _compiling():
                 if self._searches and not output.requires_grad:
                     self.call(self._search_environments)
-                if layer.out_features == 1:
+                if layer.out_features <= MAX_HEAD_OUTPUTS:
                     self._call_briefly(lambda script: script.estimates.add(layer, output))
                 graph = output.requires_grad
                 self._call_briefly(lambda script: script.acting.add(layer, inputs, has_graph=graph))
@@ -403,22 +442,15 @@ class Taps:
         return self._observed(reset, record)
 
     def _tap_connections(self, module: Any) -> None:
-        """Tap the pipes to environments in other processes: their answers to ("step", action) are what `step` returned."""
+        """Tap the pipes to environments in other processes: an answer with a reward and flags is what `step` returned."""
         sent: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
         def wrap_send(send: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(send)
             def tapped(connection: Any, message: Any) -> Any:
                 script = self.script
-                is_step = (
-                    isinstance(message, tuple)
-                    and len(message) == 2
-                    and isinstance(message[0], str)
-                    and message[0] == "step"
-                )
-                if script is not None and not script.environments.inside and is_step:
-                    self._end_update()
-                    sent[connection] = message[1]
+                if script is not None and script.listens and not script.environments.inside:
+                    sent[connection] = message
                 return send(connection, message)
 
             return tapped
@@ -428,8 +460,11 @@ class Taps:
             def tapped(connection: Any) -> Any:
                 answer = receive(connection)
                 if connection in sent:
-                    action, result = sent.pop(connection), _step_result(answer)
+                    message, result = sent.pop(connection), _step_result(answer)
+                    named = isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str)
                     if result is not None:
+                        self._end_update()
+                        action = message[1] if named else message
                         self._call_briefly(lambda script: script.after_env_step(connection, result, action))
                 return answer
 
@@ -470,6 +505,9 @@ class Taps:
             script: ScriptListener, _: Any, __: Any, tag: Any, scalar_value: Any, *___: Any, **____: Any
         ) -> None:
             script.scalars.add(tag, scalar_value)
+            label = RETURN_WORD.search(tag) if isinstance(tag, str) else None
+            if label is not None and isinstance(scalar_value, SupportsFloat):
+                script.returns.add(label[0], float(scalar_value))
 
         self._patches.replace(module.SummaryWriter, "add_scalar", lambda add: self._observed(add, record))
 
@@ -493,13 +531,28 @@ def _action(*args: Any, **options: Any) -> Any:
 
 
 def _step_result(answer: Any) -> tuple[Any, ...] | None:
-    """Return what an environment's `step` returned, up to its `info`, from an answer that may have more."""
-    if not isinstance(answer, tuple | list):
+    """Return observation, reward, flags and information from the answer of an environment, whose parts their types tell; None of others."""
+    if isinstance(answer, tuple | list) and answer and isinstance(answer[0], tuple):  # with whether it succeeded
+        answer = answer[0]
+    if not isinstance(answer, tuple | list) or len(answer) < 3:
         return None
-    return next(
-        (tuple(answer[: place + 1]) for place in (3, 4) if len(answer) > place and isinstance(answer[place], Mapping)),
-        None,
-    )
+    kinds = [str(getattr(one, "dtype", type(one).__name__)) for one in answer]
+    scalars = [place for place, one in enumerate(answer) if getattr(one, "ndim", 0) == 0]
+    flags = [place for place in scalars if kinds[place].startswith("bool")][:2]
+    rewards = [place for place in scalars if kinds[place].startswith(("float", "int"))]
+    seen = next((place for place in range(len(answer)) if place not in (*flags, *rewards[:1])), None)
+    if not flags or not rewards or seen is None:
+        return None
+    information = next((one for one in answer if isinstance(one, Mapping)), {})
+    return (answer[seen], answer[rewards[0]], *(answer[place] for place in flags), information)
+
+
+def _loss_of(outputs: Any, inputs: Any = None, *_: Any, **options: Any) -> Any:
+    """The loss of a pass over its graph; None of one with respect to anything but leaves, such as a penalty on gradients."""
+    outputs = outputs[0] if isinstance(outputs, list | tuple) and len(outputs) == 1 else outputs
+    ends = inputs if isinstance(inputs, list | tuple) else [inputs] if hasattr(inputs, "is_leaf") else []
+    single = hasattr(outputs, "grad_fn") and not options.get("create_graph")
+    return outputs if single and all(getattr(one, "is_leaf", False) for one in ends) else None
 
 
 def _listed(parameters: Any) -> tuple[list[Any], Any]:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -74,6 +74,9 @@ HOLDER_WORDS = {
     *("b", "np", "hist", "memory", "mem", "rollout", "data", "seq", "my"),
 }
 """Parts of names that say how something is held, not what it is."""
+
+MIN_FACTOR = 0.5
+"""Smallest literal that may discount or decay."""
 
 CO_OPTIMIZED = 0x1
 """Flag of code whose local variables are no dictionary."""
@@ -244,14 +247,69 @@ def calling_variables() -> Variables:
     return Variables(scopes)
 
 
-def source_numbers() -> dict[str, float]:
-    """Return the numbers with a name in the files of the script's frames: by assignments, defaults of arguments and calls."""
+class Source(NamedTuple):
+    """What the files of the script's frames say.
+
+    Attributes:
+        numbers: with a name: by assignments, defaults of arguments and calls.
+        lines: file and line by the name of a variable or member that is assigned there first.
+        factors: literals below 1 that something is multiplied by, or that a function of the script is given, in order.
+        sets_rate: the rate of an optimizer is assigned, or a scheduler made.
+    """
+
+    numbers: Mapping[str, float]
+    lines: Mapping[str, str] = {}
+    factors: tuple[float, ...] = ()
+    sets_rate: bool = False
+
+
+def read_source() -> Source:
+    """Return what the files of the script's frames say."""
     named: dict[str, float] = {}
+    lines: dict[str, str] = {}
+    factors: dict[float, None] = {}
+    sets_rate = False
     for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
         with suppress(OSError, SyntaxError, ValueError):
-            for name, number in _named_numbers(ast.parse(Path(path).read_bytes())):
+            tree = ast.parse(Path(path).read_bytes())
+            for name, number in _named_numbers(tree):
                 named.setdefault(name, number)
-    return named
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    name = node.id if isinstance(node, ast.Name) else node.attr
+                    lines.setdefault(name, f"{Path(path).name}:{node.lineno}")
+            factors |= dict.fromkeys(_factors(tree))
+            sets_rate = sets_rate or any(_sets_rate(node) for node in ast.walk(tree))
+    return Source(named, lines, tuple(factors), sets_rate)
+
+
+def calling_place() -> str:
+    """Return file and line of the script's innermost frame."""
+    frame = next(_frames(), None)
+    return "the script" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _factors(tree: ast.AST) -> Iterator[float]:
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in ast.walk(tree):
+        parts: list[Any] = []
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            parts = [node.left, node.right]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in own:
+            parts = [*node.args, *(one.value for one in node.keywords)]
+        elif isinstance(node, ast.arguments):
+            parts = [*node.defaults, *node.kw_defaults]
+        for part in parts:
+            if isinstance(part, ast.Constant) and isinstance(part.value, float) and MIN_FACTOR <= part.value < 1:
+                yield part.value
+
+
+def _sets_rate(node: ast.AST) -> bool:
+    """Return True for an assignment to `group["lr"]`, and for a name with `lr_scheduler` or `LR` in it."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        return isinstance(node.slice, ast.Constant) and node.slice.value == "lr"
+    name = str(getattr(node, "attr", getattr(node, "id", "")))
+    return name == "lr_scheduler" or name.endswith(("LR", "Scheduler"))
 
 
 def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:

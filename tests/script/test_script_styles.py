@@ -1,0 +1,98 @@
+"""Correct programs in different styles have their equations checked without an alarm; their mistaken twins are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_script_runs import SCRIPTS, python
+
+from esper_telemetry import read_run
+
+EQUATIONS = 20
+
+
+def checked(directory: Path, name: str, *edit: str) -> dict[str, dict[str, Any]]:
+    """Return the equations of a script by name, with one piece of it replaced."""
+    source = (SCRIPTS / name).read_text()
+    if edit:
+        old, new = edit
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (directory / "script.py").write_text(source)
+    words = ("-m", "esper_telemetry", "check", "--json", "--updates", "2", "--run-dir", "run", "script.py")
+    result = python(directory, *words)
+    assert result.stdout.startswith("{"), result.stderr
+    rows = {row["equation"]: row for row in json.loads(result.stdout)["equations"]}
+    assert len(rows) == EQUATIONS
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("worker_pipes.py", ()),
+        ("functional_style.py", ("clipping",)),
+        ("numpy_arrays.py", ("clipping",)),
+        ("episode_memory.py", ("clipping", "normalized_advantages")),
+        ("two_networks.py", ("clipping", "total_loss", "executed_actions")),
+    ],
+)
+def test_a_correct_program_has_its_equations_checked(tmp_path: Path, name: str, others: Collection[str]) -> None:
+    """`others` are of what it does not do: clip gradients, add its losses, send actions as stored, keep advantages over all passes."""
+    rows = checked(tmp_path, name)
+
+    assert {one for one, row in rows.items() if row["state"] not in ("matches", "variant")} == set(others)
+    assert not [alarm for alarm in read_run(tmp_path / "run").alarms if alarm.level == "critical"]
+
+
+def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -> None:
+    """Its worker processes scale the rewards by 0.01 and add up what they were before."""
+    checked(tmp_path, "worker_pipes.py")
+
+    returns = [record.values.get("episode/return_mean", 0.0) for record in read_run(tmp_path / "run").records]
+    assert max(returns) > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "equation", "hypothesis"),
+    [
+        (
+            "worker_pipes.py",
+            ("g = G[b]\n", "g = G[torch.randperm(n * k)[:128]]\n"),
+            "normalized_advantages",
+            "other_rows",
+        ),
+        (
+            "numpy_arrays.py",
+            ("torch.from_numpy(gain[part])", "torch.from_numpy(gain[rng.permutation(N)[:64]])"),
+            "normalized_advantages",
+            "other_rows",
+        ),
+        (
+            "worker_pipes.py",
+            ("(l.exp() * l).sum(1)", "(l.exp() * l).gather(1, A[b][:, None])"),
+            "entropy_loss",
+            "chosen_term",
+        ),
+    ],
+)
+def test_a_mistake_is_named_in_any_style(
+    tmp_path: Path, name: str, edit: tuple[str, str], equation: str, hypothesis: str
+) -> None:
+    rows = checked(tmp_path, name, *edit)
+
+    assert [one for one, row in rows.items() if row["state"] == "differs"] == [equation]
+    assert [one["hypothesis"] for one in rows[equation]["explanations"]] == [hypothesis]
+
+
+def test_what_is_not_traced_says_what_was_sought_and_what_was_found(tmp_path: Path) -> None:
+    """The minibatches have advantages that come from no array of the script."""
+    rows = checked(tmp_path, "worker_pipes.py", "g = G[b]\n", "g = torch.randn(128)\n")
+
+    row = rows["normalized_advantages"]
+    assert row["state"] == "untraced"
+    assert "advantages" in row["reason"] and "script.py:" in row["reason"]
