@@ -95,7 +95,7 @@ def expect_equal(run_dir: Path, sink: Sink) -> None:
     sentence = f"the backend lacks {missing.total()} numbers of updates {updates} ({dict(missing.most_common(3))})"
     assert not missing, sentence
     assert not result.different, f"numbers differ from the journal's: {dict(result.different.most_common(3))}"
-    assert not result.repeated, f"numbers stand there more than once: {dict(result.repeated.most_common(3))}"
+    assert not result.repeated, f"numbers are stored more than once: {dict(result.repeated.most_common(3))}"
     assert not result.unknown, f"the backend holds updates that were never sent: {result.unknown[:10]}"
 
 
