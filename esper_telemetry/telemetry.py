@@ -372,7 +372,7 @@ def watch_pair(telemetry: Telemetry, source: EventSource, name: str, *, module: 
         module, host: parts of the network that one optimizer trains. With a gradient scaler, `upstream` includes its scale.
 
     Raises:
-        ValueError: one of them has no parameters, or they share some.
+        ValueError: one of them lacks parameters, or they share some.
     """
     return measure_pair(session_of(telemetry), source, name, module=module, host=host)
 
