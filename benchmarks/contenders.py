@@ -144,9 +144,9 @@ def certified(work: Work) -> Run:
 def attached(trainer: Any) -> Iterator[None]:
     """NORMAL telemetry to TensorBoard, W&B (offline) and MLflow."""
     from esper_telemetry import Telemetry, attach
-    from esper_telemetry.sinks.mlflow.sink import MLflowSink
-    from esper_telemetry.sinks.tensorboard.sink import TensorBoardSink
-    from esper_telemetry.sinks.wandb.sink import WandbSink
+    from esper_telemetry.sinks.mlflow.mlflow_sink import MLflowSink
+    from esper_telemetry.sinks.tensorboard.tensorboard_sink import TensorBoardSink
+    from esper_telemetry.sinks.wandb.wandb_sink import WandbSink
 
     with tempfile.TemporaryDirectory() as directory:
         backends = (TensorBoardSink(), WandbSink(project="benchmark"), MLflowSink())

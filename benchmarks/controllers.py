@@ -17,7 +17,7 @@ import torch
 
 from esper_telemetry import PPO
 from esper_telemetry.lab.morphogenesis import SCRIPTS, Morphogenesis
-from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
+from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 
 LAST, BLOCK = 4, 5

@@ -197,7 +197,7 @@ def preload() -> None:
     import esper_telemetry.adapters.script.listener
     import esper_telemetry.cli.main
     import esper_telemetry.lab.faults.runs
-    import esper_telemetry.pipeline.run
+    import esper_telemetry.pipeline.run_recorder
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

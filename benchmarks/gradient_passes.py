@@ -10,7 +10,7 @@ from networks import Network, with_gradients
 from torch import Tensor, nn
 
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.metrics.gradients.health import finite_norms
+from esper_telemetry.metrics.gradients.gradient_health import finite_norms
 from esper_telemetry.updates.evidence import layer_table
 from esper_telemetry.updates.update import GradientSample, Update
 

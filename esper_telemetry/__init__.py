@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from esper_telemetry.core.reduction import Moments as Moments
     from esper_telemetry.core.reduction import Sum as Sum
     from esper_telemetry.delivery.catch_up import replay as replay
-    from esper_telemetry.delivery.health import doctor as doctor
+    from esper_telemetry.delivery.delivery_health import doctor as doctor
     from esper_telemetry.equations.clipping import check_clipping as check_clipping
     from esper_telemetry.equations.drawn_actions import check_actions as check_actions
     from esper_telemetry.equations.entropy_loss import check_entropy as check_entropy
@@ -71,20 +71,20 @@ if TYPE_CHECKING:
     from esper_telemetry.events import Hooks as Hooks
     from esper_telemetry.journal.read import read_run as read_run
     from esper_telemetry.metrics.advantages import advantage_stats as advantage_stats
-    from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
+    from esper_telemetry.metrics.gradients.gradient_health import gradient_health as gradient_health
     from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
     from esper_telemetry.metrics.values import value_fit as value_fit
     from esper_telemetry.ppo.config import PPOConfig as PPOConfig
-    from esper_telemetry.ppo.environments.registry import make_env as make_env
+    from esper_telemetry.ppo.environments.environment_registry import make_env as make_env
     from esper_telemetry.ppo.trainer import PPO as PPO
     from esper_telemetry.sinks.console import ConsoleSink as ConsoleSink
-    from esper_telemetry.sinks.mlflow.sink import MLflowSink as MLflowSink
+    from esper_telemetry.sinks.mlflow.mlflow_sink import MLflowSink as MLflowSink
     from esper_telemetry.sinks.prometheus import PrometheusSink as PrometheusSink
-    from esper_telemetry.sinks.protocol import PermanentSinkError as PermanentSinkError
-    from esper_telemetry.sinks.protocol import Sink as Sink
-    from esper_telemetry.sinks.registry import register_sink as register_sink
-    from esper_telemetry.sinks.tensorboard.sink import TensorBoardSink as TensorBoardSink
-    from esper_telemetry.sinks.wandb.sink import WandbSink as WandbSink
+    from esper_telemetry.sinks.sink_protocol import PermanentSinkError as PermanentSinkError
+    from esper_telemetry.sinks.sink_protocol import Sink as Sink
+    from esper_telemetry.sinks.sink_registry import register_sink as register_sink
+    from esper_telemetry.sinks.tensorboard.tensorboard_sink import TensorBoardSink as TensorBoardSink
+    from esper_telemetry.sinks.wandb.wandb_sink import WandbSink as WandbSink
     from esper_telemetry.telemetry import Telemetry as Telemetry
     from esper_telemetry.telemetry import attach as attach
     from esper_telemetry.telemetry import watch_pair as watch_pair
@@ -99,11 +99,11 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.core.record": ("Alarm", "Axes", "Level", "Record", "RunInfo", "RunStatus"),
         "esper_telemetry.core.reduction": ("Counts", "Ess", "Last", "Max", "Mean", "Min", "Moments", "Sum"),
         "esper_telemetry.delivery.catch_up": ("replay",),
-        "esper_telemetry.delivery.health": ("doctor",),
+        "esper_telemetry.delivery.delivery_health": ("doctor",),
         "esper_telemetry.events": ("Hooks",),
         "esper_telemetry.journal.read": ("read_run",),
         "esper_telemetry.metrics.advantages": ("advantage_stats",),
-        "esper_telemetry.metrics.gradients.health": ("gradient_health",),
+        "esper_telemetry.metrics.gradients.gradient_health": ("gradient_health",),
         "esper_telemetry.equations.drawn_actions": ("check_actions",),
         "esper_telemetry.equations.gae_advantages": ("check_gae",),
         "esper_telemetry.equations.replayed_outputs": (
@@ -130,15 +130,15 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
         "esper_telemetry.metrics.values": ("value_fit",),
         "esper_telemetry.ppo.config": ("PPOConfig",),
-        "esper_telemetry.ppo.environments.registry": ("make_env",),
+        "esper_telemetry.ppo.environments.environment_registry": ("make_env",),
         "esper_telemetry.ppo.trainer": ("PPO",),
         "esper_telemetry.sinks.console": ("ConsoleSink",),
-        "esper_telemetry.sinks.mlflow.sink": ("MLflowSink",),
+        "esper_telemetry.sinks.mlflow.mlflow_sink": ("MLflowSink",),
         "esper_telemetry.sinks.prometheus": ("PrometheusSink",),
-        "esper_telemetry.sinks.protocol": ("PermanentSinkError", "Sink"),
-        "esper_telemetry.sinks.registry": ("register_sink",),
-        "esper_telemetry.sinks.tensorboard.sink": ("TensorBoardSink",),
-        "esper_telemetry.sinks.wandb.sink": ("WandbSink",),
+        "esper_telemetry.sinks.sink_protocol": ("PermanentSinkError", "Sink"),
+        "esper_telemetry.sinks.sink_registry": ("register_sink",),
+        "esper_telemetry.sinks.tensorboard.tensorboard_sink": ("TensorBoardSink",),
+        "esper_telemetry.sinks.wandb.wandb_sink": ("WandbSink",),
         "esper_telemetry.telemetry": ("Telemetry", "attach", "watch_pair"),
     },
 )

@@ -43,7 +43,7 @@ from esper_telemetry.core.containment import Containment, Measurement
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import NO_VALUES, Postponed, Values
 from esper_telemetry.core.interrupts import SerialCalls, is_interrupt
-from esper_telemetry.core.memory import DeviceSampler
+from esper_telemetry.core.process_memory import DeviceSampler
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
@@ -51,8 +51,7 @@ from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.events import Hooks
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.metrics.performance import telemetry_health
-from esper_telemetry.pipeline.ranks import Peers, RankZeroDecision
-from esper_telemetry.pipeline.record import (
+from esper_telemetry.pipeline.in_process import (
     FAILURE,
     INTERVENTION,
     DetectorFactory,
@@ -63,15 +62,16 @@ from esper_telemetry.pipeline.record import (
     PipelineSettings,
     SinkBacklog,
 )
+from esper_telemetry.pipeline.rank_exchange import Peers, RankZeroDecision
 from esper_telemetry.pipeline.response import AlarmCallback, AlarmResponse
-from esper_telemetry.pipeline.run import RunOptions, RunPosition, RunRecorder
+from esper_telemetry.pipeline.run_recorder import RunOptions, RunPosition, RunRecorder
 from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.pipeline.ship import ship
 from esper_telemetry.pipeline.usage import AFTER_CLOSE, NEVER_FLUSHED, OVERDUE, UsageWarnings
 from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flattened
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 from esper_telemetry.sinks.end_block import RunEnd, print_end
-from esper_telemetry.sinks.registry import SinkLike, as_sinks
+from esper_telemetry.sinks.sink_registry import SinkLike, as_sinks
 from esper_telemetry.updates.extensions import Capture, UpdateExtension, progress_of
 from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
 from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, group_names

@@ -29,15 +29,15 @@ from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.events import Hooks, Remover
 from esper_telemetry.journal.lines import plain
-from esper_telemetry.pipeline.record import DetectorFactory
+from esper_telemetry.pipeline.in_process import DetectorFactory
 from esper_telemetry.pipeline.response import AlarmCallback
-from esper_telemetry.pipeline.run import RunOptions
+from esper_telemetry.pipeline.run_recorder import RunOptions
 from esper_telemetry.pipeline.sampling import BUDGET
 from esper_telemetry.recording.pairs import measure_pair
 from esper_telemetry.recording.recorder import UpdateRecorder
 from esper_telemetry.session import SessionOptions, TelemetrySession
-from esper_telemetry.sinks.protocol import require_package
-from esper_telemetry.sinks.registry import SinkLike
+from esper_telemetry.sinks.sink_protocol import require_package
+from esper_telemetry.sinks.sink_registry import SinkLike
 from esper_telemetry.updates.gradient_watcher import Members
 from esper_telemetry.updates.sources import EventSource, ObservedSource
 

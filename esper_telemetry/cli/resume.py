@@ -16,7 +16,7 @@ from esper_telemetry.journal.read import run_info
 from esper_telemetry.journal.schema import TEXTS
 from esper_telemetry.ppo.checkpoint import TrainingRun, read
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.sinks.registry import leads_outside
+from esper_telemetry.sinks.sink_registry import leads_outside
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Train

@@ -24,7 +24,7 @@ from esper_telemetry.adapters.script.program import (
     run_as_main,
     say,
 )
-from esper_telemetry.adapters.script.taps import Taps
+from esper_telemetry.adapters.script.script_taps import Taps
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
 from esper_telemetry.core.messages import one_line
 from esper_telemetry.core.requirements import require_path
@@ -126,7 +126,7 @@ def _check(options: ScriptRun) -> None:
     if options.run_dir is not None:
         check_run_dir(options.run_dir)
     if options.sink:
-        from esper_telemetry.sinks.registry import as_sink
+        from esper_telemetry.sinks.sink_registry import as_sink
 
         with wrong_use():
             for uri in options.sink:

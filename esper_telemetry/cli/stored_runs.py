@@ -22,10 +22,10 @@ from esper_telemetry.journal import file as journal_file
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import Run, damaged_lines, read_contents, read_run
 from esper_telemetry.sinks.console import is_live, make_console
-from esper_telemetry.sinks.protocol import Sink, SupportsChildPreparation, sink_name
-from esper_telemetry.sinks.registry import as_sink, leads_outside
+from esper_telemetry.sinks.sink_protocol import Sink, SupportsChildPreparation, sink_name
+from esper_telemetry.sinks.sink_registry import as_sink, leads_outside
 from esper_telemetry.sinks.wandb import workspace as wandb_workspace
-from esper_telemetry.sinks.wandb.sink import WandbSink
+from esper_telemetry.sinks.wandb.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Compress, Doctor, Replay, Workspace

@@ -18,7 +18,7 @@ import torch
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli import resume
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
-from esper_telemetry.cli.ranks import (
+from esper_telemetry.cli.rank_agreement import (
     RankLostError,
     agreed,
     is_first_rank,
@@ -34,12 +34,12 @@ from esper_telemetry.core.requirements import require_count
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.ppo.checkpoint import Checkpoints, TrainingRun
 from esper_telemetry.ppo.config import POLICIES, PPOConfig
-from esper_telemetry.ppo.environments.protocol import Environment, layout_of
-from esper_telemetry.ppo.environments.registry import every_environment, make_env, registered
-from esper_telemetry.ppo.ranks import Ranks
+from esper_telemetry.ppo.environments.environment_protocol import Environment, layout_of
+from esper_telemetry.ppo.environments.environment_registry import every_environment, make_env, registered
+from esper_telemetry.ppo.gradient_ranks import Ranks
 from esper_telemetry.ppo.trainer import PPO
-from esper_telemetry.sinks.protocol import Sink
-from esper_telemetry.sinks.registry import SinkLike, as_sink
+from esper_telemetry.sinks.sink_protocol import Sink
+from esper_telemetry.sinks.sink_registry import SinkLike, as_sink
 from esper_telemetry.telemetry import Telemetry, attach, session_of
 from esper_telemetry.views.verdict_text import Summary
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from esper_telemetry.delivery.cursors import Cursor as Cursor
     from esper_telemetry.delivery.cursors import Cursors as Cursors
     from esper_telemetry.delivery.delivery import Delivery as Delivery
-    from esper_telemetry.delivery.health import RunHealth as RunHealth
-    from esper_telemetry.delivery.health import doctor as doctor
+    from esper_telemetry.delivery.delivery_health import RunHealth as RunHealth
+    from esper_telemetry.delivery.delivery_health import doctor as doctor
     from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS as MAX_CLOSE_SECONDS
     from esper_telemetry.delivery.live import Deliveries as Deliveries
     from esper_telemetry.delivery.status import CloseReport as CloseReport
@@ -36,7 +36,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.delivery.child": ("MAX_DETACHED_SECONDS",),
         "esper_telemetry.delivery.cursors": ("Cursor", "Cursors"),
         "esper_telemetry.delivery.delivery": ("Delivery",),
-        "esper_telemetry.delivery.health": ("RunHealth", "doctor"),
+        "esper_telemetry.delivery.delivery_health": ("RunHealth", "doctor"),
         "esper_telemetry.delivery.live": ("MAX_CLOSE_SECONDS", "Deliveries"),
         "esper_telemetry.delivery.status": ("CloseReport", "DeliveryStats", "SinkReport", "SinkState", "SinkStatus"),
     },

@@ -19,7 +19,14 @@ from esper_telemetry.delivery.status import CloseReport, deliveries_under_way, r
 from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lock import Role, is_held
 from esper_telemetry.journal.read import entries, run_info
-from esper_telemetry.sinks.protocol import Shown, Sink, StoredMetrics, SupportsAudit, SupportsForwardOnly, sink_name
+from esper_telemetry.sinks.sink_protocol import (
+    Shown,
+    Sink,
+    StoredMetrics,
+    SupportsAudit,
+    SupportsForwardOnly,
+    sink_name,
+)
 
 WAIT_POLL_SECONDS: Final = 0.2
 MAX_REPLAY_FAILURES: Final = 8

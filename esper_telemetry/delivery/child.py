@@ -38,7 +38,7 @@ from esper_telemetry.delivery.status import (
 )
 from esper_telemetry.journal.file import JournalReader, end_if_open, journal_path
 from esper_telemetry.journal.lock import Role, await_release
-from esper_telemetry.sinks.protocol import Sink
+from esper_telemetry.sinks.sink_protocol import Sink
 
 TICK_SECONDS: Final = 0.2
 MAX_DETACHED_SECONDS: Final = 300.0

@@ -26,7 +26,7 @@ from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.delivery.sender import CircuitBreaker, Sender, SinkCalls
 from esper_telemetry.delivery.status import FINAL, SinkState, SinkStatus
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
-from esper_telemetry.sinks.protocol import (
+from esper_telemetry.sinks.sink_protocol import (
     DeadClientError,
     PermanentSinkError,
     Sink,

@@ -41,8 +41,8 @@ from esper_telemetry.delivery.status import (
     write_uris,
 )
 from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.memory import MemoryJournal
-from esper_telemetry.sinks.protocol import FunctionSink, Sink, SupportsInline, runs_in_process, sink_uri
+from esper_telemetry.journal.memory_journal import MemoryJournal
+from esper_telemetry.sinks.sink_protocol import FunctionSink, Sink, SupportsInline, runs_in_process, sink_uri
 
 MAX_CLOSE_SECONDS: Final = 60.0
 """How long the end of a run waits at most."""

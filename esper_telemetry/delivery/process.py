@@ -24,7 +24,7 @@ from esper_telemetry.core.supervisor import ProcessSupervisor
 from esper_telemetry.delivery.status import FRESH_PROCESS_STATES, SETTLED, SinkState, SinkStatus
 from esper_telemetry.journal.file import JOURNAL_NAME
 from esper_telemetry.journal.lock import Role, lock_for, remove_lock
-from esper_telemetry.sinks.protocol import Sink
+from esper_telemetry.sinks.sink_protocol import Sink
 
 LOG_NAME: Final = "sinks.log"
 ENTRY: Final = "from esper_telemetry.delivery.child import main; main()"

@@ -19,8 +19,8 @@ from esper_telemetry.core.record import SinkLag
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.delivery.cursors import run_dir_lock
 from esper_telemetry.journal.lock import Role, is_held
-from esper_telemetry.sinks.protocol import Sink, sink_name, sink_uri
-from esper_telemetry.sinks.registry import BUNDLED, known_sinks
+from esper_telemetry.sinks.sink_protocol import Sink, sink_name, sink_uri
+from esper_telemetry.sinks.sink_registry import BUNDLED, known_sinks
 
 STATUS_NAME: Final = "status.json"
 NOT_IN_KEYS: Final = re.compile("[^a-z0-9]+")

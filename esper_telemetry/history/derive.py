@@ -41,8 +41,8 @@ from esper_telemetry.history.deviations import (
     decades,
     robust_z,
 )
-from esper_telemetry.history.gradients import GradientHistory
-from esper_telemetry.history.pairs import PairHistories
+from esper_telemetry.history.gradient_history import GradientHistory
+from esper_telemetry.history.pair_history import PairHistories
 from esper_telemetry.history.recent_return import RecentMean, recent_return
 from esper_telemetry.history.trend import KnownPeriod, goertzel, memory, periods, prewhiten, trends
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from esper_telemetry.journal.lock import lock_file as lock_file
     from esper_telemetry.journal.lock import lock_for as lock_for
     from esper_telemetry.journal.lock import remove_lock as remove_lock
-    from esper_telemetry.journal.memory import MemoryJournal as MemoryJournal
-    from esper_telemetry.journal.memory import MemoryReader as MemoryReader
+    from esper_telemetry.journal.memory_journal import MemoryJournal as MemoryJournal
+    from esper_telemetry.journal.memory_journal import MemoryReader as MemoryReader
     from esper_telemetry.journal.read import JournalFollower as JournalFollower
     from esper_telemetry.journal.read import Run as Run
     from esper_telemetry.journal.read import alarms as alarms
@@ -93,7 +93,7 @@ __all__, __getattr__, __dir__ = lazy_names(
             "lock_for",
             "remove_lock",
         ),
-        "esper_telemetry.journal.memory": ("MemoryJournal", "MemoryReader"),
+        "esper_telemetry.journal.memory_journal": ("MemoryJournal", "MemoryReader"),
         "esper_telemetry.journal.read": (
             "JournalFollower",
             "Run",

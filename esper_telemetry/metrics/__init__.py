@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.gradients.actor_critic import layer_interference as layer_interference
     from esper_telemetry.metrics.gradients.actor_critic import leaf_interference as leaf_interference
     from esper_telemetry.metrics.gradients.directions import gradient_zeros as gradient_zeros
-    from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
+    from esper_telemetry.metrics.gradients.gradient_health import gradient_health as gradient_health
     from esper_telemetry.metrics.gradients.norms import gradient_norms as gradient_norms
     from esper_telemetry.metrics.integrity import buffer_age as buffer_age
     from esper_telemetry.metrics.integrity import gae_identity as gae_identity
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.losses import loss_terms as loss_terms
     from esper_telemetry.metrics.losses import ppo_losses as ppo_losses
     from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
-    from esper_telemetry.metrics.rollout import return_stats as return_stats
-    from esper_telemetry.metrics.rollout import reward_stats as reward_stats
+    from esper_telemetry.metrics.rollout_stats import return_stats as return_stats
+    from esper_telemetry.metrics.rollout_stats import reward_stats as reward_stats
     from esper_telemetry.metrics.values import value_fit as value_fit
     from esper_telemetry.metrics.values import value_movement as value_movement
 
@@ -40,7 +40,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.metrics.entropy": ("entropy_rows", "entropy_stats", "head_entropy", "policy_entropy"),
         "esper_telemetry.metrics.episodes": ("episode_stats",),
         "esper_telemetry.metrics.gradients.directions": ("gradient_zeros",),
-        "esper_telemetry.metrics.gradients.health": ("gradient_health",),
+        "esper_telemetry.metrics.gradients.gradient_health": ("gradient_health",),
         "esper_telemetry.metrics.gradients.actor_critic": (
             "bonus_gradient",
             "head_interference",
@@ -58,7 +58,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         ),
         "esper_telemetry.metrics.losses": ("loss_terms", "ppo_losses"),
         "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
-        "esper_telemetry.metrics.rollout": ("return_stats", "reward_stats"),
+        "esper_telemetry.metrics.rollout_stats": ("return_stats", "reward_stats"),
         "esper_telemetry.metrics.values": ("value_fit", "value_movement"),
     },
 )

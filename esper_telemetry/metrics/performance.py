@@ -9,8 +9,8 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.memory import MIB, MemoryUsage
 from esper_telemetry.core.metric import Array, Derived, Metric, MetricFamily, label, reports
+from esper_telemetry.core.process_memory import MIB, MemoryUsage
 from esper_telemetry.core.record import Level, SinkLag
 from esper_telemetry.core.reduction import Max
 

@@ -16,7 +16,7 @@ from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.record import Alarm, Level
 from esper_telemetry.core.redaction import error_line
-from esper_telemetry.pipeline.record import AlarmReport
+from esper_telemetry.pipeline.in_process import AlarmReport
 
 AlarmCallback = Callable[[Alarm], object]
 

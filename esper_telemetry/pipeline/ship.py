@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.pipeline.record import FlushedUpdate
+from esper_telemetry.pipeline.in_process import FlushedUpdate
 from esper_telemetry.updates.update import Update, mapped
 
 MAX_MINIBATCH_ROWS: Final = 1 << 16

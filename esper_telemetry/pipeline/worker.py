@@ -33,7 +33,7 @@ import torch
 
 from esper_telemetry.core.containment import CallNote, call_note
 from esper_telemetry.core.group import Values
-from esper_telemetry.core.memory import DeviceUsage
+from esper_telemetry.core.process_memory import DeviceUsage
 from esper_telemetry.core.record import Alarm, Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
 from esper_telemetry.core.redaction import error_line, known_secrets
 from esper_telemetry.core.supervisor import (
@@ -46,7 +46,7 @@ from esper_telemetry.core.supervisor import (
 from esper_telemetry.journal.file import Journal, is_abandoned, last_entries
 from esper_telemetry.journal.lines import Entry, JournalEvent
 from esper_telemetry.journal.lock import Role, lock_for, remove_lock
-from esper_telemetry.journal.memory import MemoryJournal
+from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.journal.read import end_after_parent
 from esper_telemetry.pipeline.channel import (
     Message,
@@ -58,7 +58,7 @@ from esper_telemetry.pipeline.channel import (
     reply,
     shared_file,
 )
-from esper_telemetry.pipeline.record import (
+from esper_telemetry.pipeline.in_process import (
     AlarmReport,
     FlushCost,
     FlushedUpdate,

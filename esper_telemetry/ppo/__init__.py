@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from esper_telemetry.ppo.config import PPOConfig as PPOConfig
     from esper_telemetry.ppo.config import Preset as Preset
     from esper_telemetry.ppo.config import preset as preset
-    from esper_telemetry.ppo.objective import UpdateSteps as UpdateSteps
+    from esper_telemetry.ppo.ppo_objective import UpdateSteps as UpdateSteps
     from esper_telemetry.ppo.trainer import PPO as PPO
 
 __all__, __getattr__, __dir__ = lazy_names(
@@ -20,7 +20,7 @@ __all__, __getattr__, __dir__ = lazy_names(
     {
         "esper_telemetry.ppo.checkpoint": ("Checkpoints",),
         "esper_telemetry.ppo.config": ("PPOConfig", "Preset", "preset"),
-        "esper_telemetry.ppo.objective": ("UpdateSteps",),
+        "esper_telemetry.ppo.ppo_objective": ("UpdateSteps",),
         "esper_telemetry.ppo.trainer": ("PPO",),
     },
 )

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry.core.files import draft_of
 from esper_telemetry.events import EpisodeEnd, Hooks, UpdateEnd
-from esper_telemetry.ppo.ranks import Ranks
+from esper_telemetry.ppo.gradient_ranks import Ranks
 
 if TYPE_CHECKING:
     from esper_telemetry.ppo.trainer import PPO

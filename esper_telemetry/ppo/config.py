@@ -8,7 +8,7 @@ from math import isqrt
 from typing import Any
 
 from esper_telemetry.core.requirements import require_count, require_number, require_types
-from esper_telemetry.ppo.environments.registry import PresetSettings, controllers, registered
+from esper_telemetry.ppo.environments.environment_registry import PresetSettings, controllers, registered
 
 ACTIVATIONS = ("tanh", "relu")
 MAX_SEED = 2**32 - 1

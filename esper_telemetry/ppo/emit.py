@@ -42,15 +42,15 @@ from esper_telemetry.events import (
     TrunkBackward,
     UpdateEnd,
 )
-from esper_telemetry.ppo.environments.protocol import Environment
+from esper_telemetry.ppo.environments.environment_protocol import Environment
 from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
-from esper_telemetry.ppo.objective import ObjectiveResult, TrunkOutputs
 from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.ppo_objective import ObjectiveResult, TrunkOutputs
 from esper_telemetry.ppo.rollout import Batch, Rollout
 
 if TYPE_CHECKING:
-    from esper_telemetry.ppo.replay import TrainerReplay
     from esper_telemetry.ppo.trainer import PPO
+    from esper_telemetry.ppo.trainer_replay import TrainerReplay
 
 
 @runtime_checkable

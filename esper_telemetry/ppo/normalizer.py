@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from esper_telemetry.core.event_parts import Scale
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.environments.protocol import Array, ObservationLayout, Rows, Task, layout_of
-from esper_telemetry.ppo.ranks import ALONE, Ranks
+from esper_telemetry.ppo.environments.environment_protocol import Array, ObservationLayout, Rows, Task, layout_of
+from esper_telemetry.ppo.gradient_ranks import ALONE, Ranks
 from esper_telemetry.ppo.rollout import Rollout, running_sums
 
 EPSILON, LIMIT = 1e-8, 10.0  # as in Stable-Baselines3 and Gymnasium

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.environments.protocol import Array
+from esper_telemetry.ppo.environments.environment_protocol import Array
 
 PARTS = {"lstm": 2, "gru": 1}
 """Parts of a state: hidden and cell state of an LSTM, the hidden state of a GRU."""

@@ -21,9 +21,17 @@ from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog
 from esper_telemetry.ppo.collectors.collector import collector_for
 from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
 from esper_telemetry.ppo.emit import TrainerEvents, hooks_of
-from esper_telemetry.ppo.environments.protocol import Environment, Task, horizon_of, layout_of, reward_threshold_of
+from esper_telemetry.ppo.environments.environment_protocol import (
+    Environment,
+    Task,
+    horizon_of,
+    layout_of,
+    reward_threshold_of,
+)
+from esper_telemetry.ppo.gradient_ranks import Ranks
 from esper_telemetry.ppo.normalizer import Normalizers, normalizers_for
-from esper_telemetry.ppo.objective import (
+from esper_telemetry.ppo.policy import ActorCritic, add, compiled, require_compiler
+from esper_telemetry.ppo.ppo_objective import (
     STOP_FACTOR,
     ActorLoss,
     ObjectiveResult,
@@ -39,10 +47,8 @@ from esper_telemetry.ppo.objective import (
     shard_gradients,
     steps_for,
 )
-from esper_telemetry.ppo.policy import ActorCritic, add, compiled, require_compiler
-from esper_telemetry.ppo.ranks import Ranks
-from esper_telemetry.ppo.replay import TrainerReplay
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
+from esper_telemetry.ppo.trainer_replay import TrainerReplay
 
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3

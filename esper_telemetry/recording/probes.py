@@ -29,7 +29,7 @@ from esper_telemetry.events import (
     TrunkBackward,
 )
 from esper_telemetry.metrics.gradients.actor_critic import MAX_COMPARED_HEADS
-from esper_telemetry.metrics.gradients.health import gradients_of
+from esper_telemetry.metrics.gradients.gradient_health import gradients_of
 from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_state, flat, weight_norm
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.pickles import pickled_policy

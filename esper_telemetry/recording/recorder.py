@@ -38,7 +38,7 @@ from esper_telemetry.metrics.episodes import evaluation_stats
 from esper_telemetry.recording.probes import MAX_TRAVELLING_ENTRIES, GradientProbe, ReplayProbe, TimedListener
 from esper_telemetry.recording.step_probe import StepProbe
 from esper_telemetry.session import TelemetrySession
-from esper_telemetry.updates.equations import collection_checks
+from esper_telemetry.updates.equation_checks import collection_checks
 from esper_telemetry.updates.extensions import SupportsProgress, UpdateExtension, update_extensions
 from esper_telemetry.updates.failure import Candidate, of_backward, of_minibatches, of_rollout
 from esper_telemetry.updates.groups import gradient_sample

@@ -19,30 +19,30 @@ from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.sinks.console import ConsoleSink as ConsoleSink
-    from esper_telemetry.sinks.mlflow.sink import MLflowSink as MLflowSink
+    from esper_telemetry.sinks.mlflow.mlflow_sink import MLflowSink as MLflowSink
     from esper_telemetry.sinks.prometheus import PrometheusSink as PrometheusSink
-    from esper_telemetry.sinks.protocol import DeadClientError as DeadClientError
-    from esper_telemetry.sinks.protocol import FunctionSink as FunctionSink
-    from esper_telemetry.sinks.protocol import PermanentSinkError as PermanentSinkError
-    from esper_telemetry.sinks.protocol import Place as Place
-    from esper_telemetry.sinks.protocol import PoisonRecordError as PoisonRecordError
-    from esper_telemetry.sinks.protocol import Sink as Sink
-    from esper_telemetry.sinks.registry import SinkLike as SinkLike
-    from esper_telemetry.sinks.registry import as_sink as as_sink
-    from esper_telemetry.sinks.registry import as_sinks as as_sinks
-    from esper_telemetry.sinks.registry import known_sinks as known_sinks
-    from esper_telemetry.sinks.registry import register_sink as register_sink
-    from esper_telemetry.sinks.registry import sink_from_uri as sink_from_uri
-    from esper_telemetry.sinks.tensorboard.sink import TensorBoardSink as TensorBoardSink
-    from esper_telemetry.sinks.wandb.sink import WandbSink as WandbSink
+    from esper_telemetry.sinks.sink_protocol import DeadClientError as DeadClientError
+    from esper_telemetry.sinks.sink_protocol import FunctionSink as FunctionSink
+    from esper_telemetry.sinks.sink_protocol import PermanentSinkError as PermanentSinkError
+    from esper_telemetry.sinks.sink_protocol import Place as Place
+    from esper_telemetry.sinks.sink_protocol import PoisonRecordError as PoisonRecordError
+    from esper_telemetry.sinks.sink_protocol import Sink as Sink
+    from esper_telemetry.sinks.sink_registry import SinkLike as SinkLike
+    from esper_telemetry.sinks.sink_registry import as_sink as as_sink
+    from esper_telemetry.sinks.sink_registry import as_sinks as as_sinks
+    from esper_telemetry.sinks.sink_registry import known_sinks as known_sinks
+    from esper_telemetry.sinks.sink_registry import register_sink as register_sink
+    from esper_telemetry.sinks.sink_registry import sink_from_uri as sink_from_uri
+    from esper_telemetry.sinks.tensorboard.tensorboard_sink import TensorBoardSink as TensorBoardSink
+    from esper_telemetry.sinks.wandb.wandb_sink import WandbSink as WandbSink
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "esper_telemetry.sinks.console": ("ConsoleSink",),
-        "esper_telemetry.sinks.mlflow.sink": ("MLflowSink",),
+        "esper_telemetry.sinks.mlflow.mlflow_sink": ("MLflowSink",),
         "esper_telemetry.sinks.prometheus": ("PrometheusSink",),
-        "esper_telemetry.sinks.protocol": (
+        "esper_telemetry.sinks.sink_protocol": (
             "DeadClientError",
             "FunctionSink",
             "PermanentSinkError",
@@ -50,7 +50,7 @@ __all__, __getattr__, __dir__ = lazy_names(
             "PoisonRecordError",
             "Sink",
         ),
-        "esper_telemetry.sinks.registry": (
+        "esper_telemetry.sinks.sink_registry": (
             "SinkLike",
             "as_sink",
             "as_sinks",
@@ -58,7 +58,7 @@ __all__, __getattr__, __dir__ = lazy_names(
             "register_sink",
             "sink_from_uri",
         ),
-        "esper_telemetry.sinks.tensorboard.sink": ("TensorBoardSink",),
-        "esper_telemetry.sinks.wandb.sink": ("WandbSink",),
+        "esper_telemetry.sinks.tensorboard.tensorboard_sink": ("TensorBoardSink",),
+        "esper_telemetry.sinks.wandb.wandb_sink": ("WandbSink",),
     },
 )

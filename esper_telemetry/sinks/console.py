@@ -18,7 +18,7 @@ from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, R
 from esper_telemetry.core.terminal import printable
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.protocol import Place, check_options
+from esper_telemetry.sinks.sink_protocol import Place, check_options
 
 
 def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:

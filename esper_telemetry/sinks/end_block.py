@@ -21,7 +21,7 @@ from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.read import alarms, last_outcome, read_run
 from esper_telemetry.sinks.console import ConsoleSink, make_console, takes_output
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, alarm_text
-from esper_telemetry.sinks.protocol import PermanentSinkError, Place, Sink, SupportsPlace
+from esper_telemetry.sinks.sink_protocol import PermanentSinkError, Place, Sink, SupportsPlace
 
 MAX_INCIDENTS: Final = 5
 """Number of incidents in the block. The first incidents tend to cause the others; the report and `diagnose` list all."""

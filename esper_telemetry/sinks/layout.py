@@ -20,7 +20,7 @@ from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.metric import MetricFamily
 from esper_telemetry.core.record import Histogram, Level, MetricInfo, Record, RunInfo, template_of
 from esper_telemetry.journal.lines import plain
-from esper_telemetry.sinks.protocol import OVERVIEW_FAMILY, logger
+from esper_telemetry.sinks.sink_protocol import OVERVIEW_FAMILY, logger
 
 STATISTICS: Final = frozenset(
     ["mean", "std", "min", "max", "first", "last", "absmax", "absmean", "median", "rms", "skew", "kurtosis"]

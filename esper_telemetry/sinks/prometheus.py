@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.layout import KeyBudget
-from esper_telemetry.sinks.protocol import Place, check_options, require_package, require_run_dir
+from esper_telemetry.sinks.sink_protocol import Place, check_options, require_package, require_run_dir
 
 LOOPBACK: Final = "127.0.0.1"
 FORBIDDEN: Final = re.compile("[^a-zA-Z0-9_]")

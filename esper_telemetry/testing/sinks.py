@@ -36,7 +36,14 @@ from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.journal.file import Journal, JournalReader
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_record, encode_run
-from esper_telemetry.sinks.protocol import Shown, Sink, StoredMetrics, SupportsAlarms, SupportsRecall, runs_in_process
+from esper_telemetry.sinks.sink_protocol import (
+    Shown,
+    Sink,
+    StoredMetrics,
+    SupportsAlarms,
+    SupportsRecall,
+    runs_in_process,
+)
 
 BATCH_RECORDS = 200
 

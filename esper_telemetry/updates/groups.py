@@ -86,7 +86,7 @@ from esper_telemetry.metrics.optimizer import (
 from esper_telemetry.metrics.performance import SamplingPeriod, update_performance
 from esper_telemetry.metrics.ratio import head_ratio_diagnostics, ratio_diagnostics
 from esper_telemetry.metrics.representation import excess_ratio, feature_rank, unit_activity
-from esper_telemetry.metrics.rollout import (
+from esper_telemetry.metrics.rollout_stats import (
     NormalizerClipping,
     constant_observations,
     constant_rows,
@@ -103,7 +103,7 @@ from esper_telemetry.metrics.values import (
     value_fit,
     value_movement,
 )
-from esper_telemetry.updates.equations import equation_checks
+from esper_telemetry.updates.equation_checks import equation_checks
 from esper_telemetry.updates.joining import rows_that_count
 from esper_telemetry.updates.replays import replay_measurements
 from esper_telemetry.updates.steps import step_checks

@@ -18,7 +18,7 @@ from esper_telemetry.metrics.actions import ActionTotal, mean_action
 from esper_telemetry.metrics.gradients.actor_critic import leaf_gradients
 from esper_telemetry.metrics.lstm.gates import cell_weights
 from esper_telemetry.metrics.lstm.states import state_ages, state_size
-from esper_telemetry.metrics.rollout import constant_rows, cut_entries, observation_window
+from esper_telemetry.metrics.rollout_stats import constant_rows, cut_entries, observation_window
 from esper_telemetry.updates.update import (
     TARGET_COLUMNS,
     ActionChoices,

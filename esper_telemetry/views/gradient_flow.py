@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from esper_telemetry.core.metric import Array
-from esper_telemetry.history.gradients import DEFAULT_CLIP_LIMIT, LAYER, NormBaseline
+from esper_telemetry.history.gradient_history import DEFAULT_CLIP_LIMIT, LAYER, NormBaseline
 from esper_telemetry.views.run_view import RunView
 
 MAX_COLUMNS: Final = 200

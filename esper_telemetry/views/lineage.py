@@ -22,7 +22,7 @@ from esper_telemetry.core.metric import Derived, Metric, declared
 from esper_telemetry.core.record import Level, RunInfo
 from esper_telemetry.history import recent_return
 from esper_telemetry.history.derive import TEST_EVERY_UPDATES, TEST_SUFFIXES
-from esper_telemetry.history.gradients import LAYER
+from esper_telemetry.history.gradient_history import LAYER
 from esper_telemetry.sinks.console import COLUMNS
 from esper_telemetry.sinks.layout import overview_keys
 from esper_telemetry.views.equation_table import EQUATION_TEMPLATE

@@ -165,7 +165,7 @@ def stateful_rates() -> dict[str, Any]:
 
 @pytest.mark.sb3
 def test_only_a_function_without_a_trace_is_a_formula() -> None:
-    from esper_telemetry.adapters.sb3.facts import is_formula
+    from esper_telemetry.adapters.sb3.sb3_facts import is_formula
 
     initial = 1e-3
     formulas = (lambda left: initial * left, lambda left: max(0.0, 2 * left - 1), lambda left, rate=1e-3: rate)

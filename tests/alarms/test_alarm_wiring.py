@@ -19,7 +19,7 @@ from scripted import Script, ScriptedAlarm, scripted
 from esper_telemetry import PPO, PPOConfig, RunStatus, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Alarm, AlarmEvent
 from esper_telemetry.events import Rollback, RolloutEnd, UpdateEnd
-from esper_telemetry.pipeline.record import AlarmReport, InProcessPipeline
+from esper_telemetry.pipeline.in_process import AlarmReport, InProcessPipeline
 from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.telemetry import session_of

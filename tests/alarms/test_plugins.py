@@ -16,7 +16,7 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.alarms import AboveBound, AlarmRule, Detectors, Finding, Thresholds, View, alarm_rules, diagnose
 from esper_telemetry.alarms.alarm_bounds import above
 from esper_telemetry.core.record import AlarmEvent, Level
-from esper_telemetry.pipeline.record import PipelineSettings
+from esper_telemetry.pipeline.in_process import PipelineSettings
 from esper_telemetry.pipeline.worker import LOG_NAME, can_use_worker
 
 KEY = "my/number"

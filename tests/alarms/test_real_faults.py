@@ -20,11 +20,11 @@ from esper_telemetry.alarms import Detectors, Thresholds
 from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchEnd, RolloutEnd, UpdateEnd
-from esper_telemetry.lab.faults.catalogue import schedule
 from esper_telemetry.lab.faults.data import FixedNormalizer, StepFilter
 from esper_telemetry.lab.faults.fault import replace_observation_normalizer, wrap_environment
-from esper_telemetry.ppo.environments.protocol import Step
-from esper_telemetry.ppo.objective import generalized_advantages
+from esper_telemetry.lab.faults.fault_catalogue import schedule
+from esper_telemetry.ppo.environments.environment_protocol import Step
+from esper_telemetry.ppo.ppo_objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.testing import FailingSink
 

@@ -16,7 +16,7 @@ from esper_telemetry.alarms import Detectors
 from esper_telemetry.core.record import AlarmLevel
 from esper_telemetry.lab.faults.data import StepFilter
 from esper_telemetry.lab.faults.fault import wrap_environment
-from esper_telemetry.ppo.environments.protocol import Step
+from esper_telemetry.ppo.environments.environment_protocol import Step
 
 UPDATES = 6
 Change = Callable[[Step, Any], Step]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from esper_telemetry.cli.ranks import backends
+from esper_telemetry.cli.rank_agreement import backends
 
 
 @pytest.mark.parametrize(

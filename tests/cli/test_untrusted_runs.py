@@ -20,7 +20,7 @@ from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, RunInfo, RunStatus
 from esper_telemetry.delivery import doctor
 from esper_telemetry.journal import JOURNAL_NAME, encode_alarm, encode_end, encode_record, encode_run, to_json
-from esper_telemetry.pipeline.run import lease_new_run
+from esper_telemetry.pipeline.run_recorder import lease_new_run
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\x08[/red][link=file:///x]"
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")

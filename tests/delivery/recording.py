@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
-from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, PoisonRecordError
+from esper_telemetry.sinks.sink_protocol import DeadClientError, PermanentSinkError, PoisonRecordError
 
 
 @dataclass(frozen=True)

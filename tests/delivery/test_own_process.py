@@ -17,7 +17,7 @@ from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.delivery.status import read_status, write_uris
 from esper_telemetry.journal import encode_alarm
 from esper_telemetry.sinks import register_sink
-from esper_telemetry.sinks import registry as uri
+from esper_telemetry.sinks import sink_registry as uri
 from esper_telemetry.testing import MemorySink
 
 calls: list[str] = []

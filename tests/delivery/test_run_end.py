@@ -30,7 +30,7 @@ from esper_telemetry.delivery import live as waiting
 from esper_telemetry.delivery.live import Deliveries, DeliveryWait
 from esper_telemetry.delivery.status import read_status
 from esper_telemetry.journal import Role, is_held
-from esper_telemetry.pipeline.run import lease_existing_run
+from esper_telemetry.pipeline.run_recorder import lease_existing_run
 
 SCRIPT = textwrap.dedent("""
     import sys
@@ -270,7 +270,7 @@ def test_a_replay_into_what_the_trainer_itself_delivers_is_refused(tmp_path: Pat
 def test_a_run_that_is_being_delivered_is_neither_resumed_nor_compressed(
     tmp_path: Path, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("esper_telemetry.pipeline.run.MAX_HELPER_SECONDS", 0.1)
+    monkeypatch.setattr("esper_telemetry.pipeline.run_recorder.MAX_HELPER_SECONDS", 0.1)
     with pytest.raises(BlockingIOError, match="still delivers records from before the run stopped"):
         lease_existing_run(left)
     with pytest.raises(WrongUse, match="is still being trained, or delivered"):

@@ -18,7 +18,7 @@ from typing import Any
 
 from esper_telemetry import ConsoleSink, MLflowSink, PrometheusSink, Telemetry, TensorBoardSink, WandbSink
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo, RunStatus
-from esper_telemetry.sinks.protocol import PermanentSinkError, Sink
+from esper_telemetry.sinks.sink_protocol import PermanentSinkError, Sink
 
 
 def made_up(label: str, form: str = "{}") -> str:

@@ -12,7 +12,7 @@ import esper_telemetry
 from esper_telemetry import check_gae, testing
 from esper_telemetry.equations.equation import equations
 from esper_telemetry.testing import assert_gae
-from esper_telemetry.testing import equations as assertions
+from esper_telemetry.testing import equation_asserts as assertions
 
 REWARDS = torch.ones(3, 1)
 ENDED = torch.tensor([[False], [True], [False]])

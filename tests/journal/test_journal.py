@@ -475,7 +475,7 @@ def test_in_memory_each_reader_gets_the_head_and_what_follows() -> None:
 def test_in_memory_a_reader_that_lags_too_far_loses_new_records_but_no_other_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("esper_telemetry.journal.memory.MAX_WAITING_RECORDS", 2)
+    monkeypatch.setattr("esper_telemetry.journal.memory_journal.MAX_WAITING_RECORDS", 2)
     journal = MemoryJournal()
     reader, closed = journal.reader(), journal.reader()
     closed.close()

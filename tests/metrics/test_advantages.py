@@ -12,7 +12,7 @@ from torch import Tensor
 
 from esper_telemetry.history.critic import advantage_scale
 from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
-from esper_telemetry.metrics.rollout import return_stats, reward_stats
+from esper_telemetry.metrics.rollout_stats import return_stats, reward_stats
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ from esper_telemetry.core.group import Values
 from esper_telemetry.core.record import Level
 from esper_telemetry.metrics.advantages import advantage_stats
 from esper_telemetry.metrics.ratio import ratio_diagnostics
-from esper_telemetry.metrics.rollout import return_stats
+from esper_telemetry.metrics.rollout_stats import return_stats
 from esper_telemetry.metrics.statistics import LOG_RATIOS, REWARDS, SHARES, bin_counts, sample, symmetric_edges
 from esper_telemetry.metrics.values import value_fit
 from esper_telemetry.pipeline.window import Window

@@ -7,7 +7,7 @@ import torch
 
 from esper_telemetry.metrics.episodes import episode_ends
 from esper_telemetry.metrics.losses import loss_weights
-from esper_telemetry.metrics.rollout import constant_observations, constant_rows
+from esper_telemetry.metrics.rollout_stats import constant_observations, constant_rows
 
 ENDED = torch.tensor([[True, False], [False, True], [True, True]])
 TERMINATED = torch.tensor([[True, False], [False, False], [False, True]])

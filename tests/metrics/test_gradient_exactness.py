@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.metrics.gradients.health import gradient_health
+from esper_telemetry.metrics.gradients.gradient_health import gradient_health
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.metrics.gradients.health import gradient_health
+from esper_telemetry.metrics.gradients.gradient_health import gradient_health
 from esper_telemetry.metrics.gradients.norms import clip_coefficients, gradient_norms, head_gradients, term_gradients
 
 

@@ -23,7 +23,7 @@ from esper_telemetry.metrics.episodes import episode_stats, evaluation_stats
 from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count, rows_repeated
 from esper_telemetry.metrics.losses import loss_terms, ppo_losses
 from esper_telemetry.metrics.ratio import RatioDiagnostics
-from esper_telemetry.metrics.rollout import cut_entries, normalizer_clipping, normalizer_drift
+from esper_telemetry.metrics.rollout_stats import cut_entries, normalizer_clipping, normalizer_drift
 
 
 def test_rows_that_come_again_in_a_pass() -> None:

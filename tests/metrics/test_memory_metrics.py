@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.core import memory
-from esper_telemetry.core.memory import MIB, MemorySampler, MemoryUsage, memory_limit
+from esper_telemetry.core import process_memory as memory
+from esper_telemetry.core.process_memory import MIB, MemorySampler, MemoryUsage, memory_limit
 from esper_telemetry.core.record import Level
 from esper_telemetry.metrics.performance import process_memory
 

@@ -8,7 +8,7 @@ import torch
 from esper_telemetry.metrics.actions import spread_over_range
 from esper_telemetry.metrics.advantages import minibatch_rows
 from esper_telemetry.metrics.entropy import entropy_rows, head_mix
-from esper_telemetry.metrics.rollout import (
+from esper_telemetry.metrics.rollout_stats import (
     MAX_WINDOW_ENTRIES,
     observation_change,
     observation_measurements,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.lab.morphogenesis.telemetry import GrowthUpdate
+from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthUpdate
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.updates.update import (

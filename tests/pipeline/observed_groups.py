@@ -15,7 +15,7 @@ from esper_telemetry.metrics.kl import exact_kl, head_exact_kl, kl_after_update
 from esper_telemetry.metrics.lstm.sequences import memory_use
 from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness
 from esper_telemetry.metrics.representation import excess_ratio, feature_drift, feature_norm
-from esper_telemetry.metrics.rollout import normalizer_clipping, normalizer_drift
+from esper_telemetry.metrics.rollout_stats import normalizer_clipping, normalizer_drift
 from esper_telemetry.metrics.values import ending_bias, value_movement
 
 ROWS, FIRST = 96, 31

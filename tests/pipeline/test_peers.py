@@ -16,7 +16,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import Counts, Last, Max, Mean, Moments, Sum
 from esper_telemetry.metrics.advantages import advantage_stats
-from esper_telemetry.pipeline import ranks as peers
+from esper_telemetry.pipeline import rank_exchange as peers
 from esper_telemetry.telemetry import session_of
 
 

@@ -15,7 +15,7 @@ from pretended_gpu import GPU, DeviceCalls, mark, pretended_gpu
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Axes, Level
 from esper_telemetry.pipeline import ship as ship_module
-from esper_telemetry.pipeline.record import FlushedUpdate
+from esper_telemetry.pipeline.in_process import FlushedUpdate
 from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.pipeline.ship import ship, thinned
 from esper_telemetry.updates.update import BackwardGradients, JoinedMinibatches, Update

@@ -94,7 +94,7 @@ def test_records_after_the_last_snapshot_are_judged_again(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A killed process leaves the snapshot of update 30; updates 31 to 36 are read from the journal."""
-    monkeypatch.setattr("esper_telemetry.pipeline.record.SNAPSHOT_RECORDS", 30)
+    monkeypatch.setattr("esper_telemetry.pipeline.in_process.SNAPSHOT_RECORDS", 30)
     if (child := os.fork()) == 0:
         monkeypatch.setattr("esper_telemetry.Telemetry.__exit__", lambda *_: os._exit(9))
         trained(tmp_path, until=36)

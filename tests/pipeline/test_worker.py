@@ -22,7 +22,7 @@ from waiting import wait_until
 from esper_telemetry import RunStatus, Telemetry, attach, read_run, value_fit
 from esper_telemetry.core.record import MAX_COUNT
 from esper_telemetry.events import RolloutEnd, RunStart, UpdateEnd
-from esper_telemetry.pipeline.record import InProcessPipeline
+from esper_telemetry.pipeline.in_process import InProcessPipeline
 from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import CueRecall

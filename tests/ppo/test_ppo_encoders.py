@@ -21,7 +21,7 @@ from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.collectors.collector import TensorCollector
 from esper_telemetry.ppo.collectors.inference import host_policy, torch_network
 from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, TensorStep, make_env
-from esper_telemetry.ppo.environments.protocol import ObservationLayout
+from esper_telemetry.ppo.environments.environment_protocol import ObservationLayout
 from esper_telemetry.ppo.networks.encoders import Encoded, ImageEncoder
 from esper_telemetry.ppo.normalizer import VectorNormalizer
 from esper_telemetry.ppo.policy import ActorCritic

@@ -17,8 +17,8 @@ from torch.distributions import AffineTransform, Independent, Normal, TanhTransf
 
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.action_distributions import Gaussian, Squash, StateDependentGaussian, make_gaussian
 from esper_telemetry.ppo.collectors.collector import TensorCollector
-from esper_telemetry.ppo.distributions import Gaussian, Squash, StateDependentGaussian, make_gaussian
 from esper_telemetry.ppo.environments import ActionSpec, Step, TensorStep, make_env
 
 ROWS, D, FEATURES = 64, 3, 5

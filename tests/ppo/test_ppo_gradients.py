@@ -18,7 +18,7 @@ from esper_telemetry.ppo.collectors.inference import in_numpy, in_torch
 from esper_telemetry.ppo.environments import CueRecall, make_env
 from esper_telemetry.ppo.networks import mlp
 from esper_telemetry.ppo.networks.mlp import MLP
-from esper_telemetry.ppo.objective import TrunkOutputs, backward_losses, backward_trunks
+from esper_telemetry.ppo.ppo_objective import TrunkOutputs, backward_losses, backward_trunks
 from esper_telemetry.ppo.rollout import Batch, flatten
 
 Make = Callable[..., PPO]

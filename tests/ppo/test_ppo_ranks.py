@@ -18,8 +18,8 @@ from two_ranks import run_together
 from esper_telemetry.events import EpisodeEnd, Rollback, UpdateEnd
 from esper_telemetry.ppo import PPO
 from esper_telemetry.ppo.checkpoint import read
+from esper_telemetry.ppo.gradient_ranks import Ranks
 from esper_telemetry.ppo.normalizer import RunningMoments
-from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.rollout import Rollout
 
 

@@ -14,7 +14,7 @@ from esper_telemetry.core.event_parts import Activations, Copy, Outputs, PolicyR
 from esper_telemetry.events import AfterUpdate, BeforeUpdate, MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import make_env
-from esper_telemetry.ppo.replay import TrainerReplay
+from esper_telemetry.ppo.trainer_replay import TrainerReplay
 
 POLICIES = [("CartPole-v1", "mlp"), ("CartPole-v1", "lstm"), ("cue-recall", "gru"), ("cue-recall", "lstm")]
 

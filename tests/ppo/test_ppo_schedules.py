@@ -10,7 +10,7 @@ from ppo_builders import EventLog, cartpole, pendulum
 
 from esper_telemetry.events import MinibatchEnd, UpdateEnd
 from esper_telemetry.ppo import PPOConfig
-from esper_telemetry.ppo.objective import (
+from esper_telemetry.ppo.ppo_objective import (
     adapted_rate,
     clipped_squared_error,
     entropy_coef,

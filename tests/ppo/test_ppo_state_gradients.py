@@ -8,7 +8,7 @@ import torch
 
 from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
-from esper_telemetry.ppo.replay import unroll
+from esper_telemetry.ppo.trainer_replay import unroll
 
 STEPS, ENVS, SIZE = 6, 3, 5
 

@@ -33,7 +33,7 @@ from esper_telemetry.events import (
 )
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import ActionSpec, CueRecall, Step
-from esper_telemetry.ppo.objective import generalized_advantages
+from esper_telemetry.ppo.ppo_objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.updates.joining import joined_minibatches
 

@@ -11,7 +11,7 @@ from torch.distributions import Categorical
 from torch.nn import functional as F
 
 from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LossReading, read_loss
-from esper_telemetry.adapters.script.minibatches import PassFinder, common_factor
+from esper_telemetry.adapters.script.script_minibatches import PassFinder, common_factor
 
 ROWS, CLIP = 16, 0.2
 

@@ -18,13 +18,13 @@ from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import LossReading, leaves_of, read_loss
 from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import EpisodeLog
-from esper_telemetry.adapters.script.rollouts import RolloutFinder
+from esper_telemetry.adapters.script.script_rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.equations import equation_checks
+from esper_telemetry.updates.equation_checks import equation_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 STALE = (

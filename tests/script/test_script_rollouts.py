@@ -17,9 +17,9 @@ from torch.distributions import Categorical
 from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
 from esper_telemetry.adapters.script.recorders import Asked, DistributionLog, EstimateLog
-from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder, ScriptRollout
+from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout
+from esper_telemetry.adapters.script.script_taps import Taps
 from esper_telemetry.adapters.script.settings import find_discounts
-from esper_telemetry.adapters.script.taps import Taps
 from esper_telemetry.adapters.script.variables import Variables, calling_variables
 
 

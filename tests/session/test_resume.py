@@ -126,7 +126,7 @@ def test_a_run_that_is_still_trained_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("helper", HELPER_ROLES)
 def test_helpers_of_a_killed_run_are_waited_for(tmp_path: Path, helper: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     begun(tmp_path)
-    monkeypatch.setattr("esper_telemetry.pipeline.run.MAX_HELPER_SECONDS", 0.1)
+    monkeypatch.setattr("esper_telemetry.pipeline.run_recorder.MAX_HELPER_SECONDS", 0.1)
     lock = lock_for(tmp_path, helper)
     with pytest.raises(BlockingIOError, match="still delivers records from before the run stopped"):
         Telemetry(run_dir=tmp_path, resume=True)

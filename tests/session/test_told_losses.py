@@ -13,7 +13,7 @@ from forked import run_python
 
 from esper_telemetry import ConsoleSink, Telemetry
 from esper_telemetry.core.supervisor import ProcessSupervisor
-from esper_telemetry.pipeline.run import RecordTotals
+from esper_telemetry.pipeline.run_recorder import RecordTotals
 from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.telemetry import session_of
 

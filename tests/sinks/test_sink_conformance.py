@@ -10,7 +10,7 @@ import pytest
 
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import ConsoleSink, FunctionSink, MLflowSink, PrometheusSink, TensorBoardSink, WandbSink
-from esper_telemetry.sinks.protocol import StoredMetrics
+from esper_telemetry.sinks.sink_protocol import StoredMetrics
 from esper_telemetry.testing import CHECKS, MemorySink, check_sink
 from esper_telemetry.testing import sinks as conformance
 

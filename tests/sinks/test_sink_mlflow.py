@@ -28,8 +28,8 @@ from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow import database as mlflow_rows
-from esper_telemetry.sinks.mlflow import run as mlflow_run
-from esper_telemetry.sinks.mlflow import sink as mlflow_sink
+from esper_telemetry.sinks.mlflow import mlflow_run as mlflow_run
+from esper_telemetry.sinks.mlflow import mlflow_sink as mlflow_sink
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")

@@ -16,7 +16,7 @@ from esper_telemetry.core.record import Histogram, MetricInfo
 from esper_telemetry.delivery.status import replay_command
 from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink
 from esper_telemetry.sinks.layout import Chart, by_tag, flattened, midpoints, sections, trimmed, with_at_most
-from esper_telemetry.sinks.mlflow.run import LegalNames, legal
+from esper_telemetry.sinks.mlflow.mlflow_run import LegalNames, legal
 from esper_telemetry.sinks.pages import metric_description, run_readme
 
 

@@ -27,8 +27,8 @@ from esper_telemetry.sinks import (
     register_sink,
     sink_from_uri,
 )
-from esper_telemetry.sinks import registry as uri_module
-from esper_telemetry.sinks.registry import BUNDLED, GROUP
+from esper_telemetry.sinks import sink_registry as uri_module
+from esper_telemetry.sinks.sink_registry import BUNDLED, GROUP
 from esper_telemetry.testing import MemorySink
 
 
@@ -149,7 +149,7 @@ def test_a_wrong_uri_is_one_sentence_with_the_offending_value(uri: str, message:
 
 @pytest.mark.parametrize("make", [TensorBoardSink, WandbSink, MLflowSink])
 def test_a_missing_package_is_reported_when_the_sink_is_made(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("esper_telemetry.sinks.protocol.find_spec", lambda name: None)
+    monkeypatch.setattr("esper_telemetry.sinks.sink_protocol.find_spec", lambda name: None)
 
     with pytest.raises(ModuleNotFoundError, match=rf"{make.__name__} needs \w+: pip install 'esper-telemetry\[\w+\]'"):
         make()

@@ -17,7 +17,7 @@ from waiting import wait_until
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import PermanentSinkError, WandbSink
-from esper_telemetry.sinks.wandb.run import MAX_WAITING_ROWS
+from esper_telemetry.sinks.wandb.wandb_run import MAX_WAITING_ROWS
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 

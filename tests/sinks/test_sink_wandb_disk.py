@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from esper_telemetry.sinks.wandb import run as wandb_run
-from esper_telemetry.sinks.wandb.run import DiskWatch
+from esper_telemetry.sinks.wandb import wandb_run as wandb_run
+from esper_telemetry.sinks.wandb.wandb_run import DiskWatch
 
 
 @pytest.fixture

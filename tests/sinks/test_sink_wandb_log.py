@@ -18,8 +18,8 @@ from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery import Cursor, Cursors, Delivery
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
 from esper_telemetry.sinks import WandbSink
-from esper_telemetry.sinks.wandb import sink as wandb_sink
-from esper_telemetry.sinks.wandb.sink import last_update, summary_of
+from esper_telemetry.sinks.wandb import wandb_sink as wandb_sink
+from esper_telemetry.sinks.wandb.wandb_sink import last_update, summary_of
 
 PROJECT = "walker"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.events import Hooks, OptimizerStep, RolloutEnd
-from esper_telemetry.ppo.replay import TrainerReplay
+from esper_telemetry.ppo.trainer_replay import TrainerReplay
 
 TIMED = ("perf/", "train/env_steps_per_second", "telemetry/")
 

@@ -16,7 +16,7 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import EQUATION_KEY, EquationResult, equation_results
 from esper_telemetry.equations.minibatch_losses import LOSS_TOLERANCE
 from esper_telemetry.ppo.rollout import Batch
-from esper_telemetry.updates.equations import short_passes
+from esper_telemetry.updates.equation_checks import short_passes
 
 STEPS, ENVS = 32, 4
 CHECKED = ("policy_loss", "value_loss", "entropy_loss", "minibatches")

@@ -24,7 +24,7 @@ from esper_telemetry.events import (
     UpdateEnd,
 )
 from esper_telemetry.ppo.environments import CueRecall
-from esper_telemetry.ppo.objective import TrunkOutputs
+from esper_telemetry.ppo.ppo_objective import TrunkOutputs
 from esper_telemetry.recording import probes
 from esper_telemetry.recording import recorder as recorder_module
 from esper_telemetry.recording.probes import GradientProbe

@@ -14,7 +14,7 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
 from esper_telemetry.core.record import Record
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.ppo.environments import CueRecall
-from esper_telemetry.ppo.objective import generalized_advantages
+from esper_telemetry.ppo.ppo_objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
 
 TARGETS = ("advantages", "returns", "normalized_advantages")

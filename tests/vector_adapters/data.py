@@ -10,9 +10,9 @@ from esper_telemetry.metrics.advantages import advantage_stats, normalized_advan
 from esper_telemetry.metrics.episodes import episode_stats
 from esper_telemetry.metrics.integrity import gae_identity, mask_violation
 from esper_telemetry.metrics.losses import ppo_losses
-from esper_telemetry.metrics.rollout import normalizer_clipping, normalizer_drift, return_stats, reward_stats
+from esper_telemetry.metrics.rollout_stats import normalizer_clipping, normalizer_drift, return_stats, reward_stats
 from esper_telemetry.metrics.values import td_errors
-from esper_telemetry.ppo.objective import generalized_advantages
+from esper_telemetry.ppo.ppo_objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
 from vector_adapters.inputs import Inputs, Values, floats, mask, masks
 

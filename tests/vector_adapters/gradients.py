@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.history.gradients import NoiseAverage
+from esper_telemetry.history.gradient_history import NoiseAverage
 from esper_telemetry.metrics.gradients.actor_critic import interference, parameter_interference
 from esper_telemetry.metrics.gradients.directions import (
     gradient_signs,
@@ -21,7 +21,7 @@ from esper_telemetry.metrics.gradients.directions import (
     weighted_pair_cosine,
 )
 from esper_telemetry.metrics.gradients.distribution import concentration, layer_concentration
-from esper_telemetry.metrics.gradients.health import gradient_health
+from esper_telemetry.metrics.gradients.gradient_health import gradient_health
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.metrics.optimizer import (
     adam_parameters,

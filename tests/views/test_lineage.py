@@ -170,7 +170,7 @@ def test_the_record_of_exploding_seeds_is_that_of_the_review() -> None:
         "group": "esper_telemetry.lab.morphogenesis.metrics.seeds.SeedGradients",
         "field": "exploding",
         "functions": ("esper_telemetry.lab.morphogenesis.metrics.seeds.seed_stats",),
-        "called_in": ("esper_telemetry.lab.morphogenesis.telemetry",),
+        "called_in": ("esper_telemetry.lab.morphogenesis.growth_telemetry",),
         "inputs": ("seeds", "labels", "horizon"),
     }
     assert values["readers"] == {

@@ -21,8 +21,8 @@ except ModuleNotFoundError as missing:
 from torch import Tensor
 
 from esper_telemetry.adapters.columns import episodes_event, numbers_by_key
-from esper_telemetry.adapters.sb3.distributions import ActionHeads
-from esper_telemetry.adapters.sb3.facts import (
+from esper_telemetry.adapters.sb3.sb3_distributions import ActionHeads
+from esper_telemetry.adapters.sb3.sb3_facts import (
     ModelProgress,
     config_of,
     default_updates_per_record,
@@ -31,9 +31,9 @@ from esper_telemetry.adapters.sb3.facts import (
     nonfinite_candidates,
     progress_of,
 )
-from esper_telemetry.adapters.sb3.minibatches import MinibatchListener
-from esper_telemetry.adapters.sb3.replay import RolloutReplay, copied_weights
-from esper_telemetry.adapters.sb3.rollouts import RolloutRecorder, joined_rollouts
+from esper_telemetry.adapters.sb3.sb3_minibatches import MinibatchListener
+from esper_telemetry.adapters.sb3.sb3_replay import RolloutReplay, copied_weights
+from esper_telemetry.adapters.sb3.sb3_rollouts import RolloutRecorder, joined_rollouts
 from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
 from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.core.event_parts import PolicyReplay

@@ -25,14 +25,6 @@ from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog
 from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, leaves_of, read_loss
-from esper_telemetry.adapters.script.minibatches import (
-    MinibatchQueue,
-    PassFinder,
-    ScriptMinibatch,
-    losses_of,
-    unused_entropy,
-    without_graph,
-)
 from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
@@ -49,7 +41,15 @@ from esper_telemetry.adapters.script.recorders import (
     ScalarLog,
     step_parts,
 )
-from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout, name_of
+from esper_telemetry.adapters.script.script_minibatches import (
+    MinibatchQueue,
+    PassFinder,
+    ScriptMinibatch,
+    losses_of,
+    unused_entropy,
+    without_graph,
+)
+from esper_telemetry.adapters.script.script_rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout, name_of
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.adapters.taps import ErrorHandler, reraise
 from esper_telemetry.core.event_parts import RolloutActions

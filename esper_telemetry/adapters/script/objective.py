@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from esper_telemetry.adapters.script.loss_graph import LossReading, PolicyTerm, ValueTerm, leaves_of
-from esper_telemetry.adapters.script.minibatches import common_factor
+from esper_telemetry.adapters.script.script_minibatches import common_factor
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.equations.gradient import TERMS, flat64

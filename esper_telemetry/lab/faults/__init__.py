@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
-    from esper_telemetry.lab.faults.catalogue import FAULTS as FAULTS
-    from esper_telemetry.lab.faults.catalogue import find as find
-    from esper_telemetry.lab.faults.catalogue import inject as inject
-    from esper_telemetry.lab.faults.catalogue import schedule as schedule
     from esper_telemetry.lab.faults.fault import Fault as Fault
     from esper_telemetry.lab.faults.fault import NotApplicableError as NotApplicableError
+    from esper_telemetry.lab.faults.fault_catalogue import FAULTS as FAULTS
+    from esper_telemetry.lab.faults.fault_catalogue import find as find
+    from esper_telemetry.lab.faults.fault_catalogue import inject as inject
+    from esper_telemetry.lab.faults.fault_catalogue import schedule as schedule
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "esper_telemetry.lab.faults.catalogue": ("FAULTS", "find", "inject", "schedule"),
+        "esper_telemetry.lab.faults.fault_catalogue": ("FAULTS", "find", "inject", "schedule"),
         "esper_telemetry.lab.faults.fault": ("Fault", "NotApplicableError"),
     },
 )

@@ -17,15 +17,15 @@ from rich.table import Table
 
 from esper_telemetry.cli.arguments import wrong_use
 from esper_telemetry.core.record import Level, RunStatus
-from esper_telemetry.lab.faults.catalogue import FAULTS, find, schedule
+from esper_telemetry.lab.faults.fault_catalogue import FAULTS, find, schedule
 from esper_telemetry.lab.faults.runs import ENVIRONMENTS, FaultRun, find_environment, plan_runs, train_all, worker_pool
 from esper_telemetry.lab.faults.score import THRESHOLD_FACTORS, score_figures, tuning_and_held_out
 from esper_telemetry.lab.faults.verdicts import RunVerdicts, all_run_verdicts, list_runs
 from esper_telemetry.ppo.config import preset
-from esper_telemetry.ppo.environments.registry import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.console import is_live, make_console
-from esper_telemetry.sinks.registry import as_sink
+from esper_telemetry.sinks.sink_registry import as_sink
 from esper_telemetry.telemetry import Telemetry, attach, session_of
 from esper_telemetry.views.verdict_text import Summary
 

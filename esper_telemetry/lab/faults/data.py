@@ -28,7 +28,7 @@ from esper_telemetry.lab.faults.fault import (
     undo_all,
     wrap_environment,
 )
-from esper_telemetry.ppo.environments.protocol import Array, Step
+from esper_telemetry.ppo.environments.environment_protocol import Array, Step
 from esper_telemetry.ppo.normalizer import ObservationNormalizer
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.trainer import PPO

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 import torch
 
 from esper_telemetry.events import UpdateEnd
-from esper_telemetry.lab.faults.catalogue import find, schedule
 from esper_telemetry.lab.faults.data import StepFilter
 from esper_telemetry.lab.faults.fault import wrap_environment
+from esper_telemetry.lab.faults.fault_catalogue import find, schedule
 from esper_telemetry.ppo.config import preset
-from esper_telemetry.ppo.environments.protocol import Array, Step
-from esper_telemetry.ppo.environments.registry import make_env
+from esper_telemetry.ppo.environments.environment_protocol import Array, Step
+from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.telemetry import Telemetry, attach
 

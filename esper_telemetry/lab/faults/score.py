@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from esper_telemetry.lab.faults.catalogue import find
 from esper_telemetry.lab.faults.fault import WINDOW_UPDATES, Fault
+from esper_telemetry.lab.faults.fault_catalogue import find
 from esper_telemetry.lab.faults.verdicts import BASELINES, RaisedAlarm, RunVerdict, RunVerdicts
 
 THRESHOLD_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)

@@ -20,7 +20,7 @@ from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Checkpointables
 from esper_telemetry.ppo.collectors.base import EpisodeTotals
 from esper_telemetry.ppo.config import PPOConfig, require
-from esper_telemetry.ppo.ranks import Ranks
+from esper_telemetry.ppo.gradient_ranks import Ranks
 
 BLUEPRINT_NAMES = [kind.name for kind in BLUEPRINTS]
 

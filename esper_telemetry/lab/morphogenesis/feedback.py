@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.actions import ActionOutcome
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
 from esper_telemetry.lab.morphogenesis.gradient_health import CAUSES, exploding
+from esper_telemetry.lab.morphogenesis.growth_actions import ActionOutcome
+from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthHistory, GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
 from esper_telemetry.lab.morphogenesis.slots import CURVES, EFFECTIVE, GATES, LEARNING, Slots, among, look_up, potential
-from esper_telemetry.lab.morphogenesis.telemetry import GrowthHistory, GrowthStep
 
 AGE_POTENTIAL = (0.3, 2.0)
 """Potential per epoch in a stage, and its maximum."""

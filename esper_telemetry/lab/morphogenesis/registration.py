@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from esper_telemetry.ppo.environments.registry import PresetSettings, RegisteredEnvironment
+from esper_telemetry.ppo.environments.environment_registry import PresetSettings, RegisteredEnvironment
 
 if TYPE_CHECKING:
     from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun

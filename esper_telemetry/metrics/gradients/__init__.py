@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.gradients.distribution import decade_counts as decade_counts
     from esper_telemetry.metrics.gradients.distribution import gradient_decades as gradient_decades
     from esper_telemetry.metrics.gradients.distribution import layer_concentration as layer_concentration
-    from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
-    from esper_telemetry.metrics.gradients.health import gradients_of as gradients_of
-    from esper_telemetry.metrics.gradients.health import named_parameters as named_parameters
+    from esper_telemetry.metrics.gradients.gradient_health import gradient_health as gradient_health
+    from esper_telemetry.metrics.gradients.gradient_health import gradients_of as gradients_of
+    from esper_telemetry.metrics.gradients.gradient_health import named_parameters as named_parameters
     from esper_telemetry.metrics.gradients.norms import Clipping as Clipping
     from esper_telemetry.metrics.gradients.norms import GlobalGradient as GlobalGradient
     from esper_telemetry.metrics.gradients.norms import GradientNorms as GradientNorms
@@ -97,7 +97,7 @@ __all__, __getattr__, __dir__ = lazy_names(
             "gradient_decades",
             "layer_concentration",
         ),
-        "esper_telemetry.metrics.gradients.health": ("gradient_health", "gradients_of", "named_parameters"),
+        "esper_telemetry.metrics.gradients.gradient_health": ("gradient_health", "gradients_of", "named_parameters"),
         "esper_telemetry.metrics.gradients.norms": (
             "Clipping",
             "GlobalGradient",

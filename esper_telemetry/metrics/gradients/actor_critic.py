@@ -19,7 +19,7 @@ from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic
-from esper_telemetry.metrics.gradients.health import tensor_norms
+from esper_telemetry.metrics.gradients.gradient_health import tensor_norms
 from esper_telemetry.metrics.gradients.norms import GradientNorms, coefficients
 from esper_telemetry.metrics.losses import entropy_slope
 from esper_telemetry.metrics.statistics import defined, defined_together, same_shape

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.environments.protocol import Array, Environment, Masked, restore_state, saved_state
+from esper_telemetry.ppo.environments.environment_protocol import Array, Environment, Masked, restore_state, saved_state
 from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.rollout import Rollout

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.ppo.environments.protocol import Array
+from esper_telemetry.ppo.environments.environment_protocol import Array
 from esper_telemetry.ppo.networks.mlp import MLP, Network, as_matrices
 from esper_telemetry.ppo.networks.recurrent import Advance, Core, RecurrentTrunk
 from esper_telemetry.ppo.policy import ActorCritic

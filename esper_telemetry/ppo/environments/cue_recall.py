@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.environments.protocol import ActionSpec, TensorStep
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, TensorStep
 
 LENGTH, CUES, ARGUMENTS, NOISE = 10, 4, 3, 2
 RECALL, ARGUMENT = 1.0, 0.3

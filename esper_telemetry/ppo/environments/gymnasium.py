@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from esper_telemetry.core.messages import did_you_mean
-from esper_telemetry.ppo.environments.protocol import Array, Bools, Step
+from esper_telemetry.ppo.environments.environment_protocol import Array, Bools, Step
 from esper_telemetry.ppo.environments.spaces import ObservationPacker, action_parts, observation_form
 
 if TYPE_CHECKING:

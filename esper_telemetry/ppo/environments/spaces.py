@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from esper_telemetry.ppo.environments.protocol import ActionSpec, Array, Image, ObservationLayout
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Array, Image, ObservationLayout
 
 if TYPE_CHECKING:
     import gymnasium

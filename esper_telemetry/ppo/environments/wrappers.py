@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.environments.protocol import (
+from esper_telemetry.ppo.environments.environment_protocol import (
     Array,
     Masked,
     Step,

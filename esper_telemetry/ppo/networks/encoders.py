@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.ppo.environments.protocol import Image, ObservationLayout
+from esper_telemetry.ppo.environments.environment_protocol import Image, ObservationLayout
 from esper_telemetry.ppo.networks.mlp import MLP, orthogonal
 
 

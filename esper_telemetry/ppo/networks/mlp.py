@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.ppo.environments.protocol import Array
+from esper_telemetry.ppo.environments.environment_protocol import Array
 
 Network = Callable[[Array], Array]
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.ppo.environments.protocol import Array
+from esper_telemetry.ppo.environments.environment_protocol import Array
 from esper_telemetry.ppo.networks.encoders import Encoded
 from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.rollout import PARTS, Grid

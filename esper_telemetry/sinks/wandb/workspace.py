@@ -11,7 +11,7 @@ from esper_telemetry.core.record import RunInfo
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.sinks.layout import Section, described, family_of, sections
 from esper_telemetry.sinks.pages import guide
-from esper_telemetry.sinks.protocol import require_package
+from esper_telemetry.sinks.sink_protocol import require_package
 
 DEFAULT_NAME: Final = "esper_telemetry"
 """A project has at most one workspace with this name."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from esper_telemetry import PermanentSinkError, Record, RunInfo, RunStatus
-from esper_telemetry.sinks.protocol import Shown, StoredMetrics
+from esper_telemetry.sinks.sink_protocol import Shown, StoredMetrics
 
 UPDATE = "axis/update"
 

@@ -12,8 +12,8 @@ pytest.importorskip("sb3_contrib")
 from esper_telemetry.alarms import Thresholds
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.lab.faults.__main__ import run as command
-from esper_telemetry.lab.faults.catalogue import FAULTS as CATALOGUE
-from esper_telemetry.lab.faults.catalogue import find
+from esper_telemetry.lab.faults.fault_catalogue import FAULTS as CATALOGUE
+from esper_telemetry.lab.faults.fault_catalogue import find
 from esper_telemetry.lab.faults.runs import FaultRun
 from esper_telemetry.lab.faults.sb3_models import MODELS, BreakableVecEnv, ModelNotApplicableError
 from esper_telemetry.lab.faults.sb3_runs import BREAKS, plan_sb3_runs, train_run

@@ -18,8 +18,8 @@ from esper_telemetry.events import UpdateEnd
 from esper_telemetry.journal import alarms
 from esper_telemetry.lab.morphogenesis import Morphogenesis, feedback
 from esper_telemetry.lab.morphogenesis.controllers import OracleController, ScriptedRun
+from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import Op
-from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 
 GROWTH_ALARMS = {"env/rollback", "seed/explode", "seed/vanish", "seed/dormant", "seed/stalled", "seed/reward_hacking"}

@@ -13,7 +13,7 @@ from esper_telemetry import PPO, PPOConfig
 from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.lab.morphogenesis import SCRIPTS, Morphogenesis
 from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
-from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
+from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 
 UPDATES, LAST_EPISODES = 25, 4

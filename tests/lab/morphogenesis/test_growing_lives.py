@@ -14,9 +14,9 @@ from esper_telemetry.lab.morphogenesis import Morphogenesis, feedback
 from esper_telemetry.lab.morphogenesis import training as watchdog
 from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS, RandomController
 from esper_telemetry.lab.morphogenesis.gradient_health import CAUSES, CauseHistory, diagnose, exploding, vanishing
+from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
 from esper_telemetry.lab.morphogenesis.slots import CURVES, GATES, TRANSITIONS, Slots, TransitionGates, progress
-from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 LEGAL = {(a, b) for a, after in TRANSITIONS.items() for b in after} | {(stage, stage) for stage in Stage}
 

@@ -12,9 +12,9 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.cli.main import main
 from esper_telemetry.lab.morphogenesis import Morphogenesis
 from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
-from esper_telemetry.lab.morphogenesis.metrics.environments import environment_stats
+from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
+from esper_telemetry.lab.morphogenesis.metrics.environment_metrics import environment_stats
 from esper_telemetry.lab.morphogenesis.metrics.seeds import gate_stats, seed_stats
-from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 ACTIVE = {"seed/active", "host/accuracy", "env/op/wait", "env/reward/rent", "seed/stage/training"}
 

@@ -18,8 +18,8 @@ from esper_telemetry.core.record import Axes, RunInfo
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
+from esper_telemetry.lab.morphogenesis.growth_telemetry import STATUSES, GrowthHistory, GrowthStep, worst_epoch
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
-from esper_telemetry.lab.morphogenesis.telemetry import STATUSES, GrowthHistory, GrowthStep, worst_epoch
 from esper_telemetry.lab.morphogenesis.views import (
     environment_detail,
     environments_table,

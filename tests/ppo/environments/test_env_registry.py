@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from esper_telemetry.ppo.environments import registry
+from esper_telemetry.ppo.environments import environment_registry as registry
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from seeing_env import spotlights
 
 from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, Structured, make_env
-from esper_telemetry.ppo.environments.protocol import ObservationLayout, layout_of
+from esper_telemetry.ppo.environments.environment_protocol import ObservationLayout, layout_of
 from esper_telemetry.ppo.environments.spaces import action_parts, as_image, observation_form
 
 FLOATS = spaces.Box(-1, 1, (2, 3), np.float32)

@@ -21,9 +21,9 @@ from torch import Tensor
 from esper_telemetry.core.event_parts import Shard
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.environments.protocol import Array
+from esper_telemetry.ppo.environments.environment_protocol import Array
+from esper_telemetry.ppo.gradient_ranks import ALONE, Ranks
 from esper_telemetry.ppo.policy import ActorCritic, Tensors, add
-from esper_telemetry.ppo.ranks import ALONE, Ranks
 from esper_telemetry.ppo.rollout import Batch, Rollout, remaining_sums
 
 STD_FLOOR: Final = 1e-8  # keeps equal advantages finite; as in Stable-Baselines3 and CleanRL

@@ -20,7 +20,7 @@ from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import KeyBudget
-from esper_telemetry.sinks.mlflow.run import (
+from esper_telemetry.sinks.mlflow.mlflow_run import (
     RUN_TAG,
     LegalNames,
     MlflowRun,
@@ -30,7 +30,7 @@ from esper_telemetry.sinks.mlflow.run import (
     numbers_of,
     own_run,
 )
-from esper_telemetry.sinks.protocol import (
+from esper_telemetry.sinks.sink_protocol import (
     PermanentSinkError,
     Place,
     Shown,

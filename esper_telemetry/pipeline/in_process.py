@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import NO_VALUES, Values
-from esper_telemetry.core.memory import DeviceUsage, MemorySampler
+from esper_telemetry.core.process_memory import DeviceUsage, MemorySampler
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -50,7 +50,7 @@ from esper_telemetry.journal.lines import (
     encode_run,
     plain,
 )
-from esper_telemetry.journal.memory import MemoryJournal
+from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, entries, read_contents
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_RECORDS, RunState, SnapshotFile
 from esper_telemetry.pipeline.window import LoggedValues, Window

@@ -28,7 +28,7 @@ from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
 from esper_telemetry.sinks.layout import TASK_AXIS, KeyBudget, by_tag, family_of, overview_names, with_at_most
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCards, alarm_text, cause_of, run_note
-from esper_telemetry.sinks.protocol import (
+from esper_telemetry.sinks.sink_protocol import (
     OVERVIEW_FAMILY,
     DeadClientError,
     PermanentSinkError,
@@ -40,7 +40,7 @@ from esper_telemetry.sinks.protocol import (
     require_package,
     require_run_dir,
 )
-from esper_telemetry.sinks.wandb.run import MODES, DiskWatch, JoinedRun, OwnRun, start, why_offline
+from esper_telemetry.sinks.wandb.wandb_run import MODES, DiskWatch, JoinedRun, OwnRun, start, why_offline
 
 ALERT_INTERVAL: Final = timedelta(minutes=5)
 """W&B sends one alert per title, which is the alarm's type, within this time."""

@@ -28,7 +28,7 @@ from esper_telemetry.journal.read import last_outcome
 from esper_telemetry.sinks.layout import KeyBudget, by_tag, flattened, overview_names
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table, split_latest
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, glossary, run_note, run_readme
-from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, logger
+from esper_telemetry.sinks.sink_protocol import PermanentSinkError, PoisonRecordError, logger
 
 MAX_METRICS: Final = 1000
 MAX_PARAMS: Final = 100

@@ -20,8 +20,8 @@ from esper_telemetry.journal.file import end_if_open, journal_path
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import read_contents
-from esper_telemetry.sinks.protocol import Sink
-from esper_telemetry.sinks.registry import as_sink, leads_outside
+from esper_telemetry.sinks.sink_protocol import Sink
+from esper_telemetry.sinks.sink_registry import as_sink, leads_outside
 
 MIN_IDLE_SECONDS: Final = 30.0
 """Time since the last write after which a journal without an end is closed: not every file system has locks."""

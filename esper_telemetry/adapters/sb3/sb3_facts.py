@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from esper_telemetry.adapters.sb3.distributions import ActionHeads
+from esper_telemetry.adapters.sb3.sb3_distributions import ActionHeads
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.updates.failure import Candidate

@@ -30,9 +30,9 @@ from esper_telemetry.core.requirements import require_path
 from esper_telemetry.journal.file import Journal, is_abandoned
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_metrics, encode_run, plain
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
-from esper_telemetry.journal.memory import MemoryJournal
+from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, read_contents
-from esper_telemetry.pipeline.record import (
+from esper_telemetry.pipeline.in_process import (
     INTERVENTION,
     AlarmReport,
     FlushedUpdate,

@@ -22,7 +22,7 @@ from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.messages import one_line, shown
 from esper_telemetry.core.record import RunInfo, RunStatus
 from esper_telemetry.journal.lines import plain
-from esper_telemetry.sinks.protocol import logger
+from esper_telemetry.sinks.sink_protocol import logger
 
 DEFAULT_SERVER: Final = "https://api.wandb.ai"
 MODES: Final = ("auto", "online", "offline")

@@ -20,7 +20,14 @@ from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, by_tag, family_of, overview_names, sections
 from esper_telemetry.sinks.pages import IncidentCards, run_readme
-from esper_telemetry.sinks.protocol import Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
+from esper_telemetry.sinks.sink_protocol import (
+    Place,
+    Shown,
+    StoredMetrics,
+    check_options,
+    require_package,
+    require_run_dir,
+)
 
 SUFFIX: Final = ".esper"
 VERDICT_TAG: Final = "0_verdict"
@@ -101,7 +108,7 @@ class TensorBoardSink:
         """Import TensorBoard's writer and its messages."""
         import tensorboard.summary.writer.event_file_writer  # noqa: F401 - for its effect
 
-        import esper_telemetry.sinks.tensorboard.events  # noqa: F401
+        import esper_telemetry.sinks.tensorboard.event_encoding  # noqa: F401
 
     def open(self, run: RunInfo) -> None:
         """Start a new event file, next to the files of earlier parts of the run."""
@@ -147,7 +154,7 @@ class _EventFile:
     """The event file of an open run."""
 
     def __init__(self, directory: Path, run: RunInfo, budget: KeyBudget) -> None:
-        from esper_telemetry.sinks.tensorboard import events
+        from esper_telemetry.sinks.tensorboard import event_encoding as events
 
         self.events: Any = events
         self.directory = directory

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from esper_telemetry.core.redaction import error_line
-from esper_telemetry.ppo.environments.protocol import Environment
+from esper_telemetry.ppo.environments.environment_protocol import Environment
 
 if TYPE_CHECKING:
     from esper_telemetry.ppo.checkpoint import TrainingRun

@@ -16,7 +16,7 @@ from esper_telemetry.core.backends import SQLITE
 from esper_telemetry.core.messages import did_you_mean, shown
 from esper_telemetry.core.record import Record
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.sinks.protocol import FunctionSink, Sink, logger
+from esper_telemetry.sinks.sink_protocol import FunctionSink, Sink, logger
 
 SinkLike: TypeAlias = Sink | Callable[[Record], object] | str
 """Argument of `as_sink`."""
@@ -30,9 +30,9 @@ GROUP = "esper_telemetry.sinks"
 
 BUNDLED = {
     "console": "esper_telemetry.sinks.console:ConsoleSink",
-    "tensorboard": "esper_telemetry.sinks.tensorboard.sink:TensorBoardSink",
-    "wandb": "esper_telemetry.sinks.wandb.sink:WandbSink",
-    "mlflow": "esper_telemetry.sinks.mlflow.sink:MLflowSink",
+    "tensorboard": "esper_telemetry.sinks.tensorboard.tensorboard_sink:TensorBoardSink",
+    "wandb": "esper_telemetry.sinks.wandb.wandb_sink:WandbSink",
+    "mlflow": "esper_telemetry.sinks.mlflow.mlflow_sink:MLflowSink",
     "prometheus": "esper_telemetry.sinks.prometheus:PrometheusSink",
 }
 """The sinks of this package; entry points are missing in a checkout that is not installed."""

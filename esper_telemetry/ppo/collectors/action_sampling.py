@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.distributions import Sampler
-from esper_telemetry.ppo.environments.protocol import ActionSpec, Array, ObservationLayout, Task
+from esper_telemetry.ppo.action_distributions import Sampler
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Array, ObservationLayout, Task
 from esper_telemetry.ppo.policy import ActorCritic, Tensors, add
 
 FORBIDDEN_SCORE: Final = np.finfo(np.float32).min

@@ -25,7 +25,7 @@ from esper_telemetry.lab.morphogenesis.slots import (
     among,
     look_up,
 )
-from esper_telemetry.ppo.environments.protocol import ActionSpec
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec
 
 NOT_ASKED, REFUSED, PASSED = -1, 0, 1
 """Results of a gate."""
