@@ -1,8 +1,8 @@
 """The built-in alarms, one file per family.
 
-An alarm compares with what is usual for the run where absolute bounds of the literature misjudge healthy runs: critics of unscaled
-returns fill the clip limit a thousandfold from the first update on, rewards per step are constant where surviving is the task, explained
-variance turns negative where all returns become equal. Exact checks need no history: identities, zeros, missing gradients. Most alarms of
-size need a value far out, or two in a row that are out of line, because one spike is absorbed by clipping. Each rule gives the reasons
-for its bounds in `source`.
+An alarm compares values with the run's own history if absolute bounds from the literature misjudge healthy runs. With unscaled returns,
+the critic's gradient is a thousand times the clip limit from the first update. Rewards per step are constant if survival is the task.
+Explained variance turns negative when all returns become equal. Exact checks, such as identities and missing gradients, work without a
+history. Most alarms about magnitudes need an extreme value, or two unusual ones in a row, because clipping absorbs a single spike. Each
+rule explains its bounds in `source`.
 """

@@ -1,4 +1,4 @@
-"""Advantages, observations, rewards and normalisers: what the update is made of."""
+"""Alarms about the data of an update: advantages, observations, rewards and normalisers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADVANTAGE_OUTLIER = above("advantage_outlier", 40.0, "largest advantage, in stan
 
 
 def degenerate_advantages(view: View) -> Iterator[Finding]:
-    """A learning signal that is next to nothing, or a handful of steps."""
+    """Advantages that are all equal, or that come from a handful of steps."""
     bound, floored, share = view.limits[PARTICIPATION], view.get("adv/std_floored"), view.get("adv/participation")
     outlier = view.get("adv/raw/absmax_over_std") or 0.0
     if share is None and floored is None:
@@ -23,23 +23,23 @@ def degenerate_advantages(view: View) -> Iterator[Finding]:
     few = share is not None and share < bound and outlier > view.limits[ADVANTAGE_OUTLIER]
     finding = Finding(hard(bool(floored) or few), "adv/participation", share, bound)
     if floored:
-        yield finding.says("all advantages are equal but for rounding, which normalisation blows up")
+        yield finding.says("all advantages are equal up to rounding, so normalisation only amplifies rounding errors")
         return
     yield finding.says(
-        "{:%} of the steps carry the learning signal (usually 40 % or more); the largest advantage is {} standard deviations",
+        "the learning signal comes from {:%} of the steps (usually 40 % or more); the largest advantage is {} standard deviations",
         *(share or 0.0, outlier),
     )
 
 
 CONSTANT_OBS, STILL_OBS = "obs/constant_frac", "obs/still_frac"
-MIN_CHANGING_UPDATES = 10  # updates in which all environments changed, after which standing still is news
-STILL_UPDATES = 3  # updates in a row that an environment must stand still, after it has changed before
-NEVER_CHANGED_UPDATES = 10  # the same where some have never changed, while others do
+MIN_CHANGING_UPDATES = 10  # updates in which all environments changed, after which a constant one is unusual
+STILL_UPDATES = 3  # updates in a row in which an environment must stay constant after it has changed before
+NEVER_CHANGED_UPDATES = 10  # the same if some have never changed while others do
 MIN_STILL_STEPS = 100
-"""Steps of each environment that these updates must have together: short rollouts may catch an agent that waits."""
+"""Steps of each environment that these updates must have in total: in a short rollout an agent may just be waiting."""
 
 MIN_EPISODE_STEPS = 1.5
-"""Mean length of episodes from which on an observation that never changes hides something: a task of one step may have one state."""
+"""Mean episode length above which a constant observation is a mistake: a task of one step may have only one state."""
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class UnchangedObservations:
 
     Attributes:
         changing: updates in which all environments changed.
-        still, steps: updates, and steps of each environment, since some do not.
-        blind_steps: steps of each environment, since none changes within an episode.
+        still, steps: updates and steps of each environment since some stopped changing.
+        blind_steps: steps of each environment since all stopped changing within episodes.
         length: of the latest episodes.
     """
 
@@ -62,7 +62,7 @@ class UnchangedObservations:
 
 @reading(CONSTANT_OBS)
 def constant_observation(view: View, share: float, past: UnchangedObservations) -> Iterator[Finding]:
-    """Environments that give one and the same observation all the time; or all of them, always or but for the starts of episodes."""
+    """Environments that always return the same observation; or all of them, always or except at the starts of episodes."""
     repeated, taken = view.get(STILL_OBS), view.rollout_steps / (view.facts.num_envs or 1)
     past.length = view.get("episode/length_mean") or past.length
     if share == 0:
@@ -76,21 +76,23 @@ def constant_observation(view: View, share: float, past: UnchangedObservations) 
     wrong = hard((share > 0 and lasts and (changed or share < 1)) or blind)
     if not blind or share == 1:
         yield Finding(wrong, CONSTANT_OBS, share, 0.0).says(
-            "{:%} of the environments have given one and the same observation in every step, for {} steps",
+            "{:%} of the environments have returned the same observation in every step, for {} steps: the policy cannot see their state",
             *(share, max(past.steps, past.blind_steps)),
         )
     else:
-        words = "observations have changed only where episodes begin, for {} steps"
+        words = "observations have changed only at the starts of episodes, for {} steps: the policy cannot see its actions' effects"
         yield Finding(wrong, STILL_OBS, repeated or 0.0, 0.0).says(words, past.blind_steps)
 
 
 MIN_VARIED_UPDATES = 10
-"""Updates in which a reward must have varied, before its absence means anything: chance gives an untrained policy one now and then."""
+"""Updates in which rewards must have varied before a constant reward counts: an untrained policy is rewarded now and then by chance."""
 
-GAP_FACTOR = 3.0  # A reward that came and went before may stay away for so many times the longest time that it did
+GAP_FACTOR = 3.0  # multiple of the longest gap between varying rewards that a new gap must exceed
 MIN_EQUAL_EPISODES = 10
-"""Episodes of one and the same length, from which on an equal reward per step carries no information."""
-MIN_UPDATES_WITH_ENDS = 3  # updates in which these must have ended, where only the mean length of each update is known
+"""Episodes of equal length above which a constant reward per step carries no information."""
+MIN_UPDATES_WITH_ENDS = (
+    3  # updates in which these episodes must have ended, as only the mean length per update may be known
+)
 
 EPISODE_LENGTHS = (
     "episode/length_mean",
@@ -102,24 +104,24 @@ NEVER_STEPS = count("reward_never_transitions", 30_000, "transitions without any
 
 @dataclass(slots=True)
 class ConstantRewardJudge:
-    """A reward that is always the same, and was not before; none from the start; one that cannot tell any two policies apart; or a penalty
-    for every step of a task that pays its threshold, so that ending early is best.
+    """A constant reward: one that varied before, is 0 from the start, is the same for every policy, or is a penalty per step in a task with
+    a positive threshold, so that ending early is best.
 
-    An equal reward for every step is no fault where the length of an episode is the task, and a rare one may stay away for long. So from
-    the start it counts where all episodes are as long as each other: no policy can be better than another one then, as far as the run has
-    shown. Returns say nothing of it: wrappers may change rewards behind the place where they are summed. A cost per step is no such
-    reward: it is paid for a goal that nobody may have reached yet.
+    The same reward in every step is correct if the length of an episode is the task, and a rare reward may not occur for a long time. So
+    from the start a constant reward counts only if all episodes have the same length: then all policies have had the same return. Logged
+    returns do not decide, because wrappers may change rewards after they are summed. A cost per step is excluded: the goal that ends it
+    may not have been reached yet.
 
     Attributes:
-        varied: updates with rewards that differ.
-        longest: updates of the longest gap between two of them.
-        updates, transitions: since the last one.
-        paid: the rewards of such updates, two at most.
-        episodes: that have ended since the start.
-        lengths: their smallest and largest length.
-        updates_with_ends: updates in which any ended.
-        terminated: episodes that have ended by themselves.
-        most: largest magnitude so far.
+        varied: updates with varying rewards.
+        longest: length of the longest gap between two such updates.
+        updates, transitions: since the last such update.
+        paid: rewards of the other updates, at most two.
+        episodes: number that have ended since the start.
+        lengths: smallest and largest length of an episode.
+        updates_with_ends: updates in which episodes ended.
+        terminated: episodes that have terminated.
+        most: largest magnitude of a reward so far.
     """
 
     varied: int = 0
@@ -151,7 +153,7 @@ class ConstantRewardJudge:
         transitions, threshold = self.transitions, view.facts.reward_threshold or 0.0
         long, always = transitions >= view.limits[CONSTANT_STEPS], not self.varied and len(self.paid) == 1
         gone = self.varied >= MIN_VARIED_UPDATES and self.updates >= 10 and self.updates > GAP_FACTOR * self.longest
-        # Who is paid for every step and lives to the time limit gets the best reward there is in each of them.
+        # a policy that survives to the time limit of a survival task gets the best reward in every step
         survives = view.course.risen is True and value >= self.most and value > 0
         gone = gone and long and not (survives and self._survives(view))
         never = not self.varied and largest == 0 and self.updates >= 10 and transitions >= view.limits[NEVER_STEPS]
@@ -160,14 +162,14 @@ class ConstantRewardJudge:
         held, wrong = max(1, self.updates), hard(gone or never or useless or penalty)
         finding, words = Finding(wrong, "reward/std", spread, 0.0, held=held), ""
         if useless:
-            words = f", and all {number(self.episodes)} episodes have been as long as each other: nothing tells good from bad"
+            words = f", and all {number(self.episodes)} episodes have had the same length, so every policy has had the same return"
         elif penalty:
-            finding = finding.with_advice(lambda: "Turn the sign of the reward, or look for the wrapper that does.")
+            finding = finding.with_advice(lambda: "Flip the sign of the reward, or find the wrapper that changes it.")
             words = (
-                f", in {number(self.terminated)} episodes that ended by themselves, where the environment is solved at a return of "
-                f"{number(threshold)}: its sign is wrong, and to end early is best"
+                f", in {number(self.terminated)} terminated episodes, but the environment counts as solved at a return of "
+                f"{number(threshold)}: the sign of the reward is wrong, so the policy learns to end episodes early"
             )
-        yield finding.says(f"every one of {transitions:,} steps has been paid the same reward, {{}}{{}}", value, words)
+        yield finding.says(f"each of the last {transitions:,} steps has had the same reward, {{}}{{}}", value, words)
 
     def _add_episodes(self, view: View) -> None:
         lengths = [length for key in EPISODE_LENGTHS if (length := view.get(key)) is not None]
@@ -179,7 +181,7 @@ class ConstantRewardJudge:
             self.updates_with_ends += 1
 
     def _survives(self, view: View) -> bool:
-        """True where no episode has terminated in this update, and any that has ended is the longest so far."""
+        """True if no episode has terminated in this update and the truncated ones are the longest so far."""
         length = view.get("episode/length_mean")
         cut = view.get("episode/truncated_frac")
         return length is None or (cut == 1.0 and self.lengths is not None and length >= 0.99 * self.lengths[1])
@@ -191,16 +193,16 @@ class ConstantRewardJudge:
         return high - low <= 1e-9 * high
 
 
-DRIFT_UPDATES = 10  # updates in a row that a normaliser has to drift
-SETTLE_UPDATES = 40  # updates that it is given to settle, from the start or from an intervention
-SETTLE_STEPS = 10_000  # environment steps that it is given besides: forty rollouts of 8 steps are next to no data
-NORMALIZER_CLIP = Ramp("normalizer_clip", 0.02, 0.1, "share of entries that a normaliser cuts off")
+DRIFT_UPDATES = 10  # updates in a row in which a normaliser must drift
+SETTLE_UPDATES = 40  # updates in which a normaliser may settle, from the start or from an intervention
+SETTLE_STEPS = 10_000  # environment steps in which it may settle: forty rollouts of 8 steps are too little data
+NORMALIZER_CLIP = Ramp("normalizer_clip", 0.02, 0.1, "share of entries that a normaliser clips")
 NORMALIZER_DRIFT = Ramp("normalizer_drift", 0.3, 1.0, "drift of a normaliser over ten updates, in standard deviations")
 
 
 @dataclass(slots=True)
 class NormalizerDrifts:
-    """Updates and environment steps so far, and updates in a row that each normaliser has drifted."""
+    """Updates and environment steps so far, and updates in a row in which each normaliser has drifted."""
 
     age: int = 0
     steps: int = 0
@@ -208,7 +210,7 @@ class NormalizerDrifts:
 
 
 def normalizer_drift(view: View, past: NormalizerDrifts) -> Iterator[Finding]:
-    """A normaliser that still moves late in the run, or whose input lies far outside of what it has seen."""
+    """A normaliser that still moves late in the run, or whose input is far outside its statistics."""
     limits = view.limits
     past.age, past.steps = past.age + 1, past.steps + view.rollout_steps
     settled = past.age > SETTLE_UPDATES and (not past.steps or past.steps > SETTLE_STEPS)
@@ -221,8 +223,8 @@ def normalizer_drift(view: View, past: NormalizerDrifts) -> Iterator[Finding]:
         by_cuts = (cut_key, cut, limits.middle(NORMALIZER_CLIP))
         shown = by_cuts if cuts > moved else (key, value, limits.middle(NORMALIZER_DRIFT))
         yield Finding(max(moved, cuts), *shown, instance=label).says(
-            "the normaliser of {} is off: it has moved by {} standard deviations within ten updates (settled: below 0.1), and cuts off "
-            "{:%} of what it is given (usually nothing)",
+            "the normaliser of {} does not fit its data: it has moved by {} standard deviations within ten updates (settled: below 0.1), "
+            "and clips {:%} of its inputs (usually none)",
             *(label, value, cut),
         )
 
@@ -232,27 +234,27 @@ RULES = (
     .reads("adv/participation", "adv/raw/absmax_over_std", "adv/std_floored")
     .needs("adv/participation", "adv/raw/absmax_over_std")
     .says(
-        "The learning signal comes from a handful of steps, or there is none.",
-        "Clip or normalise rewards, use more steps per update; if all rewards are equal, check that they are wired.",
-        "A rare success is a large outlier for an update or two; five in a row are no rare success.",
+        "The learning signal comes from a handful of steps, or all advantages are equal.",
+        "Clip or normalise rewards, use more steps per update; if all rewards are equal, check the reward function.",
+        "A rare success is a large outlier for an update or two, not for five in a row.",
     )
     .shows("adv/participation", "adv/raw/*", "reward/zero_frac", pieces=("transitions",))
     .judged(degenerate_advantages, PARTICIPATION, ADVANTAGE_OUTLIER),
     alarm("obs/constant", CONSTANT_OBS, STILL_OBS, rank=104, claim=True, optional=True, n_off=1, debug_updates=3)
     .says(
-        "Some environments give the same observation in every step, or all of them within an episode.",
-        "Look for an environment that hangs or was not reset, a sensor that is not wired, a normaliser that cuts everything off.",
-        "Exact comparison. Tasks of one step may have one state for all time, and some agents wait for a whole short rollout.",
+        "Some environments return the same observation in every step, or all of them do within an episode.",
+        "Look for an environment that hangs or was not reset, a disconnected sensor, or a normaliser that clips every value.",
+        "Exact comparison. Tasks of one step may have a single state, and some agents wait for a whole short rollout.",
     )
     .shows(CONSTANT_OBS, STILL_OBS, "norm/obs/*", "lstm/c/env_rms/max", "episode/length_mean")
     .judged(StateJudge(constant_observation, UnchangedObservations())),
     alarm("reward/constant", "reward/std", rank=140, hard=True, n_off=1, debug_updates=3)
     .needs("reward/std", "reward/absmax")
     .says(
-        "The reward has been the same in every step for long.",
-        "Check the reward function and its wrappers: clipped away, or not wired.",
-        "A constant reward per step is the rule in tasks that are about surviving or arriving, so it must have varied before, or "
-        "come with episodes that are all as long as each other; or be a penalty in a task whose threshold is above 0.",
+        "The reward has been the same in every step for a long time.",
+        "Check the reward function and its wrappers: the reward may be clipped, overwritten or never computed.",
+        "A constant reward per step is normal in tasks of survival or of reaching a goal. So the reward must have varied before, or all "
+        "episodes must have the same length, or it must be a penalty in a task with a positive threshold.",
     )
     .shows("reward/*", "norm/*/drift", "episode/count")
     .judged(ConstantRewardJudge(), CONSTANT_STEPS, NEVER_STEPS),
@@ -260,10 +262,10 @@ RULES = (
     .reads("norm/{normalizer}/drift", "norm/{normalizer}/clip_frac")
     .needs("norm/obs/drift", applies=lambda facts: bool(facts.normalize_observations))
     .says(
-        "A normaliser still moves, so that the networks see shifting inputs.",
-        "Warm it up before training, freeze it later, or bound outliers.",
-        "A policy that learns to go elsewhere moves its normalisers too: drift must last for ten updates. Entries "
-        "that are cut off count at once: healthy runs have none.",
+        "A normaliser still moves, so the inputs of the networks shift.",
+        "Warm it up before training, freeze it later, or clip outliers.",
+        "A policy that explores new states also moves its normalisers, so drift must last for ten updates. Clipped entries count at once, "
+        "because healthy runs have none.",
     )
     .shows("norm/*/drift", "norm/*/clip_frac")
     .judged(StateJudge(normalizer_drift, NormalizerDrifts()), NORMALIZER_CLIP, NORMALIZER_DRIFT),

@@ -1,7 +1,7 @@
-"""Numbers that differ from the equation they are meant to follow, and actions that were not drawn from the policy.
+"""Alarms about numbers that differ from their equation, and about actions that were not drawn from the policy.
 
-A test of the actions of one rollout is part of the equation `actions`. Small rollouts, and policies that are nearly indifferent, need the
-sums of many: these are an alarm of their own.
+The equation `actions` tests the actions of one rollout. For small rollouts, and for policies that are almost uniform, a second alarm adds
+up many of them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MAX_OTHERS: Final = 3  # other quantities that the sentence names
 
 @dataclass(slots=True)
 class EquationJudge:
-    """Equations that do not hold, as one finding: the likeliest cause, with its advice, and the others by name.
+    """Equations that do not hold, as one finding: the most likely cause with its advice, and the names of the others.
 
-    A published variant is no mistake. An equation that this update does not check stays as it was.
+    A published variant is not a mistake. An equation that this update does not check keeps its state.
 
     Attributes:
         differences: latest results that differ, by the name of the equation.
-        streaks: checks in a row that differ, likewise.
+        streaks: checks in a row that differ, by the name of the equation.
         rates: learning rates so far.
     """
 
@@ -57,7 +57,7 @@ class EquationJudge:
                 self.differences[name] = result
         enough = view.limits[UNEXPLAINED]
         certain = [one for name, one in self.differences.items() if one.explanations or self.streaks[name] >= enough]
-        # A difference that is explained says what to change: it comes before those that are not.
+        # an explained difference says what to change, so it comes first
         ordered = sorted(certain, key=lambda result: (not result.explanations, result.equation.rank))
         if ordered:
             yield _finding(ordered)
@@ -74,41 +74,41 @@ def _finding(differences: Sequence[EquationResult]) -> Finding:
 
 
 def _key(equation: Equation) -> str:
-    """Return the key that shows an equation: schedules are compared by the rates of all records."""
+    """Return the key that shows an equation; schedules are shown by the learning rate."""
     return RATE_KEY if equation.over_run else EQUATION_KEY + equation.name
 
 
 def _others(others: Sequence[EquationResult]) -> str:
-    """Return a clause about the equations that differ too."""
+    """Return a clause about the other equations that differ."""
     names = [result.equation.quantity for result in others[:MAX_OTHERS]]
     if len(others) > MAX_OTHERS:
         names.append(f"{len(others) - MAX_OTHERS} more")
     *first, last = names or [""]
-    return f"; {', '.join(first)}{' and ' if first else ''}{last} differ too" if names else ""
+    return f"; {', '.join(first)}{' and ' if first else ''}{last} also differ" if names else ""
 
 
 EXCESS: Final = "integrity/actions/"
 VARIANCE: Final = "integrity/actions_variance/"
-FALSE_ALARM_RATE: Final = 1e-7  # probability that a test ever raises an alarm in a correct run, however long
+FALSE_ALARM_RATE: Final = 1e-7  # probability that a test ever raises an alarm in a correct run of any length
 FACTOR = above("actions_factor", 1.0, "times the bound on the sums of integrity/actions over a run")
 
 PHRASES: Final = {
-    "likelihood": ("likelier than draws of the policy", "unlikelier than draws of the policy"),
+    "likelihood": ("more likely than samples of the policy", "less likely than samples of the policy"),
     "mode": ("the policy's likeliest choice too often", "the policy's likeliest choice too rarely"),
-    "spread": tuple(f"{far} the mean than the standard deviation says" for far in ("farther from", "closer to")),
-    "repeat": ("too often like those of the step before", "too rarely like those of the step before"),
-    "neighbours": ("too often like those of the next environment", "too rarely like those of the next environment"),
+    "spread": tuple(f"{far} the mean than the standard deviation implies" for far in ("farther from", "closer to")),
+    "repeat": ("too often equal to the previous step's", "too rarely equal to the previous step's"),
+    "neighbours": ("too often equal to the next environment's", "too rarely equal to the next environment's"),
 }
 """Excess of each test in words, above and below 0."""
 
 ACTIONS: Final = "actions"  # name of the equation of the actions of one rollout
-ON_PURPOSE: Final = ("repeat",)  # tests that noise which is correlated on purpose fails, where actions are real numbers
+ON_PURPOSE: Final = ("repeat",)  # tests that intentionally correlated noise fails, if actions are continuous
 
 
 def sum_bound(variance: float) -> float:
-    """Return the size that the sum of a martingale exceeds with probability `FALSE_ALARM_RATE` at most, at any time of a run.
+    """Return the bound that the sum of a martingale ever exceeds with probability at most `FALSE_ALARM_RATE`.
 
-    Freedman's inequality holds for all times at which the variance is below a limit; limits double, and each has its share of the rate.
+    Freedman's inequality holds while the variance is below a limit. Limits double, and each gets a share of the rate.
     """
     epoch = max(0, math.ceil(math.log2(variance))) if variance > 0 else 0
     chance = math.log(2 * (epoch + 1) * (epoch + 2) / FALSE_ALARM_RATE)
@@ -118,7 +118,7 @@ def sum_bound(variance: float) -> float:
 
 
 class ActionSum(NamedTuple):
-    """The excess of a test, summed over the sampled updates, and what chance explains."""
+    """The excess of a test, summed over the sampled updates, and the bound that chance explains."""
 
     test: str
     total: float
@@ -126,14 +126,14 @@ class ActionSum(NamedTuple):
 
     @property
     def exceeds(self) -> bool:
-        """True where chance does not explain it."""
+        """True if chance does not explain the excess."""
         return abs(self.total) > self.bound
 
     def __str__(self) -> str:
         phrase = PHRASES[self.test][self.total < 0]
         return (
-            f"{phrase}: their excess, summed over the sampled updates, is {number(abs(self.total))} "
-            f"where chance explains {number(self.bound)}"
+            f"{phrase}: their excess, summed over the sampled updates, is {number(abs(self.total))}, "
+            f"and chance explains at most {number(self.bound)}"
         )
 
 
@@ -151,11 +151,11 @@ class CalibrationJudge:
         worst = self.add(view.values, factor=view.limits[FACTOR])
         if worst is not None:
             finding = Finding(1.0 if worst.exceeds else 0.0, EXCESS + worst.test, abs(worst.total), worst.bound)
-            yield finding.says("the actions are {}", worst.__str__)
+            yield finding.says("the actions have been {}", worst.__str__)
 
     def add(self, values: Mapping[str, float], *, factor: float = FACTOR.default) -> ActionSum | None:
-        """Add the values of a record; return the largest sum next to its bound, None without one."""
-        if values.get(EQUATION_KEY + ACTIONS, 0.0) > 1:  # then that equation says what these actions are
+        """Add the values of a record; return the largest sum relative to its bound, if any."""
+        if values.get(EQUATION_KEY + ACTIONS, 0.0) > 1:  # then that equation explains these actions
             return None
         continuous, worst = EXCESS + "spread" in values, list[ActionSum]()
         for test in PHRASES:
@@ -174,8 +174,8 @@ RULES = (
     .reads("integrity/equation/{equation}", "integrity/equation_tolerance/{equation}", "integrity/fitted/{equation}")
     .reads(RATE_KEY)
     .says(
-        "Numbers of the trainer differ from the equation that they are meant to follow.",
-        "Compare the lines of the trainer that compute them with the reference; `esper-telemetry check RUN` shows all equations.",
+        "Numbers of the trainer differ from the equation that defines them.",
+        "Compare the trainer's code for these numbers with the reference; `esper-telemetry check RUN` shows all equations.",
         "recomputed in float64; tolerances by precision, from healthy runs",
     )
     .shows("integrity/equation/*", "integrity/fitted/*")
@@ -184,8 +184,8 @@ RULES = (
     .reads("integrity/actions/{test}", "integrity/actions_variance/{test}")
     .needs(required=())
     .says(
-        "The actions were not drawn from the distributions that are stored beside them.",
-        "Take the actions from the policy's own draws, in the same step and environment, and store them as they were drawn.",
+        "The actions were not drawn from the stored distributions.",
+        "Execute the actions that the policy samples, in the same step and environment, and store them unchanged.",
         "Freedman 1975, theorem 1.6, at a rate of 1e-7 over a whole run",
     )
     .shows("integrity/actions/*", "integrity/actions_variance/*", "integrity/equation/actions*")

@@ -1,4 +1,4 @@
-"""Exploration that ends, jumps or drowns the task; policies that step backwards, and heads that get no gradient."""
+"""Alarms about exploration: loss and excess of entropy, sudden changes of the actions, updates in the wrong direction, dead heads."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number, percent
 
-EARLY = 0.25  # share of the run in which entropy should not crash, and after which it should have fallen
+EARLY = 0.25  # share of the run during which entropy should not crash; after it, entropy should have fallen
 PLUNGE_UPDATES = 3  # updates over which a sudden loss of entropy is measured
 MIN_SIGNED_ENTROPY = 0.01  # smallest entropy, in nats, whose sign is meaningful
-SAME_SIGN_DISTANCE = 0.2  # relative distance between a loss and its entropy up to which they have one sign
+SAME_SIGN_DISTANCE = (
+    0.2  # relative distance between the entropy loss and the entropy up to which they have the same sign
+)
 ENTROPIES = ("policy/entropy*", "policy/head/*/entropy_norm", "policy/action_mi", "loss/entropy")
 
 
 def categorical(facts: Facts) -> bool:
-    """True where any head chooses among actions."""
+    """True if any head is categorical."""
     return facts.heads is None or "categorical" in facts.heads.values()
 
 
 ENTROPY_COLLAPSE = below("entropy_collapse", 0.1, "normalised entropy of the policy")
-ENTROPY_CLEAR = below("entropy_clear", 0.15, "from which on it has recovered")
-ENTROPY_MARGINAL = below("entropy_marginal", 0.5, "normalised entropy of its actions over all states")
-ENTROPY_LOW = below("entropy_low", 0.3, "normalised entropy that warns, where the return does not rise")
-HEAD_WAS = 0.5  # normalised entropy that a head must have had before, to have collapsed
-MIN_HEAD_DECISIONS = 0.05  # share of the steps in which a head decides, below which its statistics are noise
+ENTROPY_CLEAR = below("entropy_clear", 0.15, "normalised entropy above which the policy has recovered")
+ENTROPY_MARGINAL = below("entropy_marginal", 0.5, "normalised entropy of the policy's actions over all states")
+ENTROPY_LOW = below("entropy_low", 0.3, "normalised entropy that raises a warning while the return does not rise")
+HEAD_WAS = 0.5  # normalised entropy that a head must have had before it can collapse
+MIN_HEAD_DECISIONS = 0.05  # smallest share of the steps in which a head decides; with fewer its statistics are noise
 
 
 @dataclass(slots=True)
@@ -45,15 +47,16 @@ class HeadEntropies:
 
 
 SAME = (
-    "{} does nearly the same everywhere: its entropy is {:%} of the largest, that of its actions over all states {:%}"
+    "{} takes almost the same action in every state, so it has stopped exploring: its entropy is {:%} of the maximum, the entropy of its "
+    "actions over all states {:%}"
 )
 
 
 def entropy_collapse(view: View, past: HeadEntropies) -> Iterator[Finding]:
-    """The same action everywhere: little entropy, and little in the mix of actions over all states; of the policy, or of one head.
+    """The policy, or one of its heads, takes the same action in every state: entropy is low, and so is the entropy over all states.
 
-    A solved task may need one action of a head only, so the warning waits for a return that has not risen, and a head for one that has
-    not risen or has fallen since the head collapsed.
+    A solved task may need only one action of a head. So the warning requires a return that has not risen; for a head, a return that has
+    fallen since the head collapsed also counts.
     """
     yield from collapsed_heads(view, past)
     key, limits = "policy/entropy_norm", view.limits
@@ -70,7 +73,7 @@ def entropy_collapse(view: View, past: HeadEntropies) -> Iterator[Finding]:
 
 
 def collapsed_heads(view: View, past: HeadEntropies) -> Iterator[Finding]:
-    """Heads that always choose the same, and did not before."""
+    """Heads that always choose the same action and did not before."""
     limits = view.limits
     for head, _, mix in view.labelled("policy/head/", "/entropy_marginal_norm"):
         key = f"policy/head/{head}/entropy_norm"
@@ -90,21 +93,21 @@ def collapsed_heads(view: View, past: HeadEntropies) -> Iterator[Finding]:
 
 
 def explore_advice(view: View) -> str:
-    """What to try against too little exploration, by the settings of the run."""
+    """Advice against too little exploration, in the names of the run's trainer."""
     weight = view.facts.entropy_coef
     name = "ent_coef" if view.facts.of_sb3 else "entropy_coef"
     raised = f"Raise {name} from {number(weight)}" if weight else f"Set {name} to 0.01"
-    return f"{raised}, lower the learning rate, check whether one action is rewarded by mistake."
+    return f"{raised}, lower the learning rate, and check whether one action is rewarded by mistake."
 
 
-ENTROPY_CRASH = Ramp("entropy_crash", 0.1, 0.3, "share of the entropy that is lost per update, early in the run")
+ENTROPY_CRASH = Ramp("entropy_crash", 0.1, 0.3, "share of the entropy lost per update, early in the run")
 ENTROPY_PLUNGE = Ramp(
-    "entropy_plunge", 0.3, 0.9, "fall of the logarithm of the entropy per update, over the last three, early in the run"
+    "entropy_plunge", 0.3, 0.9, "decrease of the log entropy per update, over the last three updates, early in the run"
 )
 
 
 def entropy_crash(view: View, logarithms: Recent) -> Iterator[Finding]:
-    """A policy that becomes certain abnormally early, over many updates or within three; or one that is paid for doing so."""
+    """Entropy falls unusually early, over many updates or within three; or the loss penalises entropy."""
     yield from punished_entropy(view)
     key, limits = "policy/entropy_rate", view.limits
     value, entropy, kl = view.get(key), view.get("policy/entropy_norm"), view.get("policy/kl")
@@ -117,39 +120,41 @@ def entropy_crash(view: View, logarithms: Recent) -> Iterator[Finding]:
     fall, passed = latest if fast > slow else -value, percent(view.progress)
     yield Finding(max(slow, fast) if early else 0.0, key, value, -limits.middle(ENTROPY_CRASH)).with_text(
         lambda: (
-            f"the policy's entropy has been falling by {percent(1 - exp(-fall))} per update, to {percent(entropy)} of the largest, "
-            f"after {passed} of the run"
+            f"the policy's entropy has fallen by {percent(1 - exp(-fall))} per update, to {percent(entropy)} of its maximum, after only "
+            f"{passed} of the run: it may stop exploring too early"
         )
     )
 
 
 def punished_entropy(view: View) -> Iterator[Finding]:
-    """An entropy that enters the loss with the wrong sign, or with a weight that has become negative."""
+    """Entropy that enters the loss with the wrong sign, or with a coefficient that has become negative."""
     loss, entropy, weight = view.get("loss/entropy"), view.get("policy/entropy"), view.get("loss/entropy_coef")
     if loss is None or entropy is None or weight == 0:
         return
     flipped = abs(entropy) > MIN_SIGNED_ENTROPY and abs(loss - entropy) < SAME_SIGN_DISTANCE * abs(entropy)
     negative = weight is not None and weight < 0 <= (view.facts.entropy_coef or 0.0)
     finding = Finding(hard(flipped or negative), "loss/entropy", loss, -entropy, instance="sign", claim=True)
-    words = "exploring has been punished instead of rewarded: the entropy is {}, and in the loss stands {} "
-    finding = finding.with_advice(lambda: "Subtract the weighted entropy from the loss, with a weight of 0 or more.")
+    words = "the loss has penalised exploration instead of rewarding it: the entropy is {}, and "
+    finding = finding.with_advice(lambda: "Subtract the entropy from the loss, times a coefficient of 0 or more.")
     if flipped:
-        yield finding.says(words + "instead of {}", entropy, loss, -entropy)
+        yield finding.says(words + "its term in the loss is {} instead of {}", entropy, loss, -entropy)
     else:
-        yield finding.says(words + "times its bonus", entropy, weight or 0.0)
+        yield finding.says(words + "its coefficient is {}", entropy, weight or 0.0)
 
 
 ENTROPY_EXPLOSION = below("entropy_explosion", 0.02, "distance of the normalised entropy from 1, late in the run")
-LOW_UPDATES = 5  # updates for which entropy must have been low, to have risen
-ENTROPY_WAS = below("entropy_was", 0.85, "normalised entropy that it must have had before, to have risen")
-STARVED = below("entropy_starved", 0.01, "what clipping leaves of the gradient, where it stays random from the start")
+LOW_UPDATES = 5  # updates for which entropy must have been low before it can rise again
+ENTROPY_WAS = below("entropy_was", 0.85, "normalised entropy that the policy must have had before")
+STARVED = below(
+    "entropy_starved", 0.01, "share of the gradient left by clipping, if the policy is random from the start"
+)
 
 
 @dataclass(slots=True)
 class LowestEntropy:
-    """Recent normalised entropies, and the value that they were below for that many updates in a row.
+    """Recent normalised entropies, and the lowest value that they stayed below for `LOW_UPDATES` updates in a row.
 
-    They wander for long where nothing is rewarded yet.
+    A single low value means little: entropy wanders for a long time if nothing is rewarded yet.
     """
 
     recent: Recent = field(default_factory=partial(Recent, LOW_UPDATES))
@@ -157,7 +162,7 @@ class LowestEntropy:
 
 
 def entropy_explosion(view: View, past: LowestEntropy) -> Iterator[Finding]:
-    """A policy that has become random again, or stays so because clipping leaves the actor nothing, or the bonus outweighs the task."""
+    """The policy has become random again, or stays random because clipping removes the actor's gradient or the bonus outweighs the task."""
     limits = view.limits
     entropy, kl, coef = view.get("policy/entropy_norm"), view.get("policy/kl"), view.get("grad/clip/coef")
     if entropy is None or kl is None or view.progress is None:
@@ -172,12 +177,12 @@ def entropy_explosion(view: View, past: LowestEntropy) -> Iterator[Finding]:
     paid = bonus_outweighs(view)
     wrong = view.progress > EARLY and 1 - entropy < limits[ENTROPY_EXPLOSION] and (rose or starved or paid)
     clipped = f"and clipping leaves {percent(coef or 0.0)} of the gradient"
-    reason = f"from {percent(past.lowest)} before" if rose else "which is what it is paid for" if paid else clipped
+    reason = f"up from {percent(past.lowest)}" if rose else "which the entropy bonus encourages" if paid else clipped
     yield (
         Finding(hard(wrong), "policy/entropy_norm", entropy, 1 - limits[ENTROPY_EXPLOSION])
         .with_advice(lambda: calm_advice(view, starved=starved and not rose and not paid))
         .says(
-            "the policy is random: its entropy is {:%} of the largest, {}, and updates move it by {} nats",
+            "the policy acts almost at random: its entropy is {:%} of the maximum, {}, and each update moves it by {} nats",
             entropy,
             reason,
             kl,
@@ -186,59 +191,65 @@ def entropy_explosion(view: View, past: LowestEntropy) -> Iterator[Finding]:
 
 
 BONUS_FACTOR = 10.0
-"""Weight of the entropy over the largest published one, from which on the bonus leads the policy where advantages are normalised."""
+"""Entropy coefficient over the largest published one, above which the bonus outweighs normalised advantages."""
 
 
 def bonus_outweighs(view: View) -> bool:
-    """True where the policy goes where the bonus for entropy leads it, not where advantages do."""
+    """True if the policy follows the entropy bonus instead of the advantages."""
     weight = view.values.get("loss/entropy_coef", view.facts.entropy_coef)
     large = weight is not None and weight > BONUS_FACTOR * PUBLISHED["entropy_coef"].highest
     return large and view.facts.normalize_advantages is not False
 
 
 def calm_advice(view: View, *, starved: bool) -> str:
-    """What to try against a policy that stays random, by the settings of the run."""
+    """Advice for a policy that stays random, by the settings of the run."""
     weight = view.values.get("loss/entropy_coef", view.facts.entropy_coef)
-    checks = "check that rewards arrive and that advantages are not all the same."
+    checks = "check that rewards arrive and that advantages are not all equal."
     if starved:
-        return f"Normalise returns, or clip the critic's gradient apart from the actor's; {checks}"
-    if not weight:  # no bonus that could be lowered
+        return f"Normalise returns, or clip the critic's gradient separately from the actor's; {checks}"
+    if not weight:  # there is no bonus to lower
         return f"Lower the learning rate; {checks}"
-    return f"Lower the weight of the entropy, which is {number(weight)}; {checks}"
+    return f"Lower the entropy coefficient, which is {number(weight)}; {checks}"
 
 
 ACTION_SHIFT = Ramp("action_shift", 0.05, 0.25, "change of the mix of actions between rollouts, Jensen-Shannon")
-ALIKE_STEPS = 10  # steps in a row whose actions are alike, as a pendulum is swung, so that they count as one sample
+ALIKE_STEPS = (
+    10  # steps in a row that count as one sample, because their actions are similar, as when swinging a pendulum
+)
 
 
 @reading("policy/action_shift_js")
 def action_shift(view: View, value: float) -> Iterator[Finding]:
-    """An abrupt change of the mix of actions."""
-    by_chance = ALIKE_STEPS / view.transitions if view.transitions else 0.0  # of the samples of two rollouts
+    """An abrupt change in the mix of actions."""
+    by_chance = ALIKE_STEPS / view.transitions if view.transitions else 0.0  # divergence of two finite samples
     severity = view.limits.severity(ACTION_SHIFT, value - by_chance)
     words = "the mix of actions has changed abruptly, by a Jensen-Shannon divergence of {} (usually below 0.02)"
     bound = view.limits.middle(ACTION_SHIFT) + by_chance
     yield Finding(severity, "policy/action_shift_js", value, bound).says(words, value)
 
 
-CRITIC_LEADS = 0.98  # critic's share of the squared gradient from which on a shared network follows the critic alone
-STILL_STD = 0.01  # spread of the ratios below which an update has hardly moved the policy, and the signs of what it moved are chance
+CRITIC_LEADS = 0.98  # critic's share of the squared gradient above which a shared network follows the critic alone
+STILL_STD = (
+    0.01  # spread of the ratios below which an update has hardly moved the policy, in directions that are chance
+)
 
 DEFAULT_TRANSITIONS = 512
-"""Transitions of an update where they are not counted: correlations of as many differ from 0 by the inverse of their root, by chance."""
+"""Transitions of an update if they are not counted; a correlation of n transitions differs from 0 by about 1/√n by chance."""
 
-CHANCE_FACTOR = 4.0  # times that by which two correlations together must differ from 0
-RESTART_FACTOR = 2.0  # learning rate over that of the update before, from which on a schedule has restarted
+CHANCE_FACTOR = 4.0  # multiple of this chance deviation that the sum of the correlations must exceed
+RESTART_FACTOR = 2.0  # learning rate over the previous update's, above which a schedule has restarted
 WRONG_DIRECTION = below("wrong_direction", 0.0, "gain of the update's own objective")
-WRONG_LEAST = above("wrong_direction_least", 0.06, "the same correlation on average over three updates")
+WRONG_LEAST = above(
+    "wrong_direction_least", 0.06, "negative correlation of advantages and ratios, mean of three updates"
+)
 WRONG_CORRELATION = above(
-    "wrong_direction_correlation", 0.2, "negative correlation of advantages and ratios that needs no third update"
+    "wrong_direction_correlation", 0.2, "negative correlation of advantages and ratios for which two updates suffice"
 )
 
 
 @dataclass(slots=True)
 class Directions:
-    """Negative correlations in the two updates before, and the learning rate of the update before."""
+    """Negative correlations in the previous two updates, and the previous learning rate."""
 
     before: tuple[float, float] = (0.0, 0.0)
     rate: float | None = None
@@ -246,12 +257,12 @@ class Directions:
 
 @reading("policy/surrogate_gain")
 def wrong_direction(view: View, value: float, past: Directions) -> Iterator[Finding]:
-    """Updates that make good actions rarer: two in a row where advantages and ratios clearly point against each other, else three."""
+    """Updates that make good actions rarer: two in a row if advantages and ratios are clearly opposed, otherwise three."""
     key, limits = "policy/surrogate_gain", view.limits
     spread, kl, rate = view.get("policy/ratio/std") or 0.0, view.get("policy/kl_max"), view.get("opt/lr")
     (before, past.before), (rate_before, past.rate) = (past.before, (0.0, 0.0)), (past.rate, rate)
     still = (kl is not None and kl < limits[KL_STALL]) or spread < STILL_STD
-    # the first steps at a raised rate, where a schedule has restarted, go anywhere
+    # after a schedule restarts, the first steps at the higher rate may go in any direction
     restarts = rate_before is not None and rate is not None and rate > RESTART_FACTOR * rate_before
     if still or restarts or follows_critic(view) or bonus_outweighs(view):
         yield Finding(0.0, key, value)
@@ -265,27 +276,27 @@ def wrong_direction(view: View, value: float, past: Directions) -> Iterator[Find
     lasting, total = min(against, *before) > 0, against + sum(before)
     wrong = clearly or (lasting and total > max(3 * limits[WRONG_LEAST], CHANCE_FACTOR * chance))
     yield Finding(hard(wrong), key, value, limits[WRONG_DIRECTION], z=view.z(key)).says(
-        "updates have made good actions rarer and bad ones likelier: they lower their own objective by {}{}",
+        "updates have made good actions less likely and bad ones more likely: each lowers its own objective by {}{}",
         *(-value, partial(view.usual, key)),
     )
 
 
 def advantage_size(view: View) -> float:
-    """Standard deviation of the advantages in use: 1 where they are normalised."""
+    """Standard deviation of the advantages in use: 1 if they are normalised."""
     if view.facts.normalize_advantages is not False:
         return 1.0
     return view.values.get("adv/norm/std", view.values.get("adv/raw/std", 1.0))
 
 
 def mean_gain(view: View) -> float:
-    """Part of the gain that the mean advantage makes up, which moves all ratios alike and is no direction."""
+    """Part of the gain that comes from the mean advantage, which moves all ratios alike."""
     mean, ratio = view.get("adv/norm/mean"), view.get("policy/ratio/mean")
     known = view.facts.normalize_advantages is False and mean is not None and ratio is not None
     return mean * (ratio - 1) if known and mean is not None and ratio is not None else 0.0
 
 
 def follows_critic(view: View) -> bool:
-    """True where the policy goes wherever the critic leads a shared network, or anywhere, since the critic has filled the clip limit."""
+    """True if the critic's gradient moves the policy through a shared network, or leaves it none by filling the clip limit."""
     if (view.get("grad/interference/critic_share") or 0.0) <= CRITIC_LEADS:
         return False
     shared = bool(view.facts.groups.get("shared"))
@@ -293,11 +304,11 @@ def follows_critic(view: View) -> bool:
 
 
 LONE_HEAD_UPDATES = 3
-"""Updates in a row without a gradient that make a head dead where no other head has one either: a task may pay nothing for a while."""
+"""Updates in a row without a gradient after which a head is dead even if no head has one: a task may give no reward for a while."""
 
 
 def dead_head(view: View, streaks: Streaks) -> Iterator[Finding]:
-    """A head with choices to make that gets no gradient: at once where another head gets one."""
+    """A head with choices to make that has no gradient; reported at once if another head has one."""
     norms = {head: (key, value) for head, key, value in view.labelled("grad/head/", "/norm")}
     needed = 1 if any(value > 0 for _, value in norms.values()) else LONE_HEAD_UPDATES
     for head, (key, value) in norms.items():
@@ -305,7 +316,7 @@ def dead_head(view: View, streaks: Streaks) -> Iterator[Finding]:
         if decides is None or decides < MIN_HEAD_DECISIONS:
             continue
         wrong = streaks.add(head, value == 0) >= needed
-        words = f"the head {head} has got no gradient at all, though it decides in {{:%}} of the steps"
+        words = f"the head {head} has had a gradient of exactly 0, so it cannot learn, although it decides in {{:%}} of the steps"
         yield Finding(hard(wrong), key, value, 0.0, instance=head).says(words, decides)
 
 
@@ -316,10 +327,10 @@ RULES = (
     .needs("policy/entropy_norm", "policy/entropy_marginal_norm", applies=categorical)
     .changes("learning_rate", "entropy_coef", "num_epochs")
     .says(
-        "The policy does the same everywhere: it has stopped exploring without having solved the task.",
-        "Raise entropy_coef, lower the learning rate, check whether one action is rewarded by mistake.",
-        "Solved tasks end with 0.05 too, but with all of their actions in use: both entropies count. Some need one action of a head "
-        "alone: between 0.1 and 0.3 the return must not have risen; for a single head it must not have risen, or have fallen since.",
+        "The policy takes the same action in every state: it has stopped exploring before solving the task.",
+        "Raise entropy_coef, lower the learning rate, and check whether one action is rewarded by mistake.",
+        "Solved tasks also end at 0.05, but still use all of their actions, so both entropies count. Some tasks need only one action of "
+        "a head: between 0.1 and 0.3 the return must not have risen; for a single head it must not have risen, or have fallen since.",
     )
     .shows(*ENTROPIES, pieces=("transitions",))
     .judged(
@@ -330,10 +341,10 @@ RULES = (
     .needs("policy/entropy_rate", "policy/entropy_norm", "policy/kl", facts=("total_steps",))
     .changes("learning_rate", "entropy_coef", "num_epochs")
     .says(
-        "The policy makes up its mind abnormally early.",
+        "The policy becomes almost deterministic unusually early.",
         "Raise entropy_coef, lower the learning rate, normalise rewards.",
-        "only where half of the entropy is gone: short runs learn simple tasks within a quarter of their time. "
-        "A loss of entropy is minus the entropy, in every trainer: where it is the entropy, the sign is wrong.",
+        "Only if half of the entropy is gone: short runs learn simple tasks within a quarter of their time. "
+        "The entropy loss is minus the entropy in every trainer: if it equals the entropy, the sign is wrong.",
     )
     .shows(*ENTROPIES, pieces=("transitions",))
     .judged(StateJudge(entropy_crash, Recent(PLUNGE_UPDATES + 1)), ENTROPY_CRASH, ENTROPY_PLUNGE),
@@ -341,10 +352,10 @@ RULES = (
     .needs("policy/entropy_norm", "policy/kl", facts=("total_steps",), applies=categorical)
     .changes("entropy_coef", "learning_rate")
     .says(
-        "The policy stays random: it learns nothing, or the bonus for exploring outweighs the task.",
-        "Lower entropy_coef; check that rewards arrive and that advantages are not all the same.",
-        "SB3#2240. Sparse tasks and low learning rates stay random for long: it must have been lower, or the "
-        "critic must fill the clip limit, or the bonus weigh ten times what any published one does.",
+        "The policy stays random: it learns nothing, or the entropy bonus outweighs the task.",
+        "Lower entropy_coef; check that rewards arrive and that advantages are not all equal.",
+        "SB3#2240. With sparse rewards or a low learning rate a policy stays random for a long time. So its entropy must have been "
+        "lower, or the critic must fill the clip limit, or the entropy coefficient must be ten times the largest published one.",
     )
     .shows(*ENTROPIES, pieces=("transitions",))
     .judged(StateJudge(entropy_explosion, LowestEntropy()), ENTROPY_EXPLOSION, ENTROPY_WAS, STARVED),
@@ -353,7 +364,7 @@ RULES = (
     .needs(applies=categorical)
     .says(
         "The mix of actions changed abruptly between two rollouts.",
-        "Look at the update before: KL, ratios and the learning rate; check for a change of the environment.",
+        "Look at the previous update: KL divergence, ratios and learning rate; check whether the environment has changed.",
         "healthy runs stay below 0.03",
     )
     .shows("policy/action_shift_js", "policy/head/*/action_shift_js", "policy/kl*", "policy/entropy_norm")
@@ -363,9 +374,9 @@ RULES = (
     .needs("policy/surrogate_gain", "policy/ratio/std")
     .follows("policy/surrogate_gain", "grad/clip/coef")
     .says(
-        "Updates make good actions rarer and bad ones likelier.",
-        "Check the sign of the policy loss and that advantages belong to the actions beside them; lower the learning rate.",
-        "Single updates of healthy runs do so by chance, with correlations of up to 0.1: one in six of those that learn slowly.",
+        "Updates make good actions less likely and bad ones more likely.",
+        "Check the sign of the policy loss and that each advantage belongs to its action; lower the learning rate.",
+        "Single updates of healthy runs do so by chance, with correlations of up to 0.1: one update in six if the run learns slowly.",
     )
     .shows("policy/surrogate_gain", "adv/norm/*", "loss/*", "opt/lr", "policy/kl*", pieces=("transitions",))
     .judged(StateJudge(wrong_direction, Directions()), WRONG_DIRECTION, WRONG_LEAST, WRONG_CORRELATION),
@@ -374,8 +385,8 @@ RULES = (
     .needs("grad/head/{head}/norm", "policy/head/{head}/decision_frac")
     .says(
         "A head that has choices to make gets no gradient.",
-        "Check its mask, and whether its output is detached or left out of the joint log-probability.",
-        "exactly zero, where another head has a gradient; else in three updates",
+        "Check its mask, and whether its output is detached or missing from the joint log-probability.",
+        "exactly 0 while another head has a gradient, or in three updates in a row",
     )
     .shows("grad/head/*/norm", "policy/head/*/decision_frac", pieces=("transitions",))
     .judged(StateJudge(dead_head, Streaks())),

@@ -1,4 +1,4 @@
-"""Gradients: too large, too small, missing, and divided between actor and critic."""
+"""Alarms about gradients: too large, too small, missing, or unevenly shared by actor and critic."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from esper_telemetry.core.messages import number, percent, times
 LAYER, HEAD, NORM = "grad/layer/", "grad/head/", "/norm"
 GLOBAL, PEAK = "grad/global/norm_preclip", "grad/global/norm_preclip_max"
 RATIO, SHARE, EFFECTIVE = (f"grad/interference/{name}" for name in ("log_ratio", "critic_share", "actor_effective"))
-MIN_VANISH_UPDATES = 5  # updates in which a layer had a gradient, before its absence means anything
+MIN_VANISH_UPDATES = 5  # updates in which a layer must have had a gradient before its absence counts
 NORM_EVIDENCE = ("grad/layer/*/norm", "grad/*/norm_preclip", "grad/clip/coef")
-STILL_LARGE = 0.1  # share of the norm in the update before, above which a gradient that was too large still is
+STILL_LARGE = 0.1  # share of the previous norm above which a gradient that was too large still is
 
 
 @dataclass(slots=True)
 class Explosion:
-    """Outliers of the norm, the severity of the update before (of earlier ones while the gradient has stayed large), and its norm."""
+    """Outliers of the norm, the severity in the previous update (the largest while the gradient stays large), and the previous norm."""
 
     outlier: Outlier = field(default_factory=Outlier)
     before: float = 0.0
@@ -32,29 +32,29 @@ class Explosion:
 
 
 def explode(view: View, past: Explosion) -> Iterator[Finding]:
-    """A gradient far larger than it was; where it is clipped, in two updates in a row."""
+    """A gradient far larger than before; with clipping, in two updates in a row."""
     severity, value = past.outlier.severity(view, PEAK), view.get(PEAK)
     if severity is None or value is None:
         return
     median, clip = view.baselines.median(PEAK) or value, view.facts.max_grad_norm
     lasting = past.before if value > STILL_LARGE * past.norm else 0.0
     past.before, past.norm = max(severity, lasting), value
-    left = f"; clipping at {number(clip)} leaves {percent(min(1.0, clip / value))} of it" if clip else ""
+    left = f"; clipping to {number(clip)} leaves {percent(min(1.0, clip / value))} of it" if clip else ""
     yield Finding(lasting if clip else severity, PEAK, value, adaptive=True, z=view.z(PEAK)).with_text(
         lambda: (
-            f"the gradient has reached a norm of {number(value)}, {times(value / median)} its usual one{view.usual(PEAK)}{left}"
+            f"the gradient has reached a norm of {number(value)}, {times(value / median)} its median{view.usual(PEAK)}{left}"
         )
     )
 
 
 VANISH = Ramp("vanish", 3.0, 7.0, "decades by which a layer's gradient falls below its median")
-VANISH_SHARE = below("vanish_share", 1e-5, "gradient of a layer in clip limits, with that")
+VANISH_SHARE = below("vanish_share", 1e-5, "gradient of a layer over the clip limit, in addition")
 
 
 def vanish(view: View) -> Iterator[Finding]:
-    """A layer's gradient that is zero, or decades below what it was; every layer is judged by its own history.
+    """A layer's gradient that is zero, or decades below its own median.
 
-    An update in which no token counts has no gradient anywhere.
+    An update in which no token counts is skipped: all of its gradients are 0.
     """
     if view.get("lm/tokens") == 0:
         return
@@ -63,7 +63,7 @@ def vanish(view: View) -> Iterator[Finding]:
     groups = view.facts.groups
     critics = {segment_of(name) for name in groups.get("critic", ())}
     solved = 0.5 * view.baselines.fallen("loss/value")  # gradients of a squared error fall as its root
-    # Heads that are rows of one layer count as layers; those with parameters of their own are layers already.
+    # Heads that are rows of one layer count as layers; heads with separate parameters are layers already.
     heads = [item for item in view.labelled(HEAD, NORM) if f"head:{item[0]}" not in groups]
     low, high = limits.ends(VANISH)
     share, middle = limits[VANISH_SHARE] * clip, 10 ** (-(low + high) / 2)
@@ -78,17 +78,17 @@ def vanish(view: View) -> Iterator[Finding]:
                 fallen -= solved
         severity = limits.severity(VANISH, fallen)
         finding = Finding(severity, key, value, median * middle, adaptive=True, z=view.z(key), instance=layer)
-        if not severity:  # the usual case of every layer: its text is not read
+        if not severity:  # the usual case: nothing reads the text
             yield finding
             continue
-        left = "no gradient: exactly 0" if value == 0 else f"next to no gradient: {number(value)}"
-        yield finding.says("{} has {}{}", layer, left, partial(view.usual, key))
+        left = "of exactly 0" if value == 0 else f"of only {number(value)}"
+        yield finding.says("{} has had a gradient {}{}, so it no longer learns", layer, left, partial(view.usual, key))
 
 
 def missing_group(view: View, segments: dict[str, frozenset[str]]) -> Iterator[Finding]:
-    """Parameters that are declared to be trained and have no gradient: a whole group, or single tensors of one.
+    """Parameters that are declared as trained and have no gradient: a whole group, or single tensors.
 
-    Names of each group's parameters as segments of keys are the same in every update.
+    `segments` caches the names of each group's parameters as segments of keys.
     """
     groups = view.facts.groups
     if not groups or not (GLOBAL in view.values or f"{GLOBAL}_nonfinite" in view.values):
@@ -102,18 +102,20 @@ def missing_group(view: View, segments: dict[str, frozenset[str]]) -> Iterator[F
         absent = [name for name in names if segment_of(name) not in layers] if missing else []
         whole = key not in view.values and f"{key}_nonfinite" not in view.values and bool(names)
         finding = Finding(hard(whole or bool(absent)), key, view.get(key), instance=group)
-        part, tensors = "the group" if whole else "a part of the group", f": {list_names(absent)}" if absent else ""
-        yield finding.says("{} {} has no gradient, though it is declared to be trained{}", part, group, tensors)
+        part, tensors = "the group" if whole else "part of the group", f": {list_names(absent)}" if absent else ""
+        yield finding.says("{} {} has been without a gradient, so it is not trained{}", part, group, tensors)
 
 
 STARVED_Z = above("starved_z", 6.0, "robust z of the critic's gradient over the actor's")
-STARVED_SHARE = above("starved_share", 0.95, "critic's share of the squared gradient, with that")
+STARVED_SHARE = above("starved_share", 0.95, "critic's share of the squared gradient, in addition")
 STARVED_EFFECTIVE_Z = above("starved_effective_z", 8.0, "robust z by which the actor's clipped gradient falls")
-STARVED_FLOOR = below("starved_floor", 1e-5, "actor's clipped gradient, which Adam's epsilon swallows, with that share")
+STARVED_FLOOR = below(
+    "starved_floor", 1e-5, "actor's clipped gradient that is negligible next to Adam's epsilon, with that share"
+)
 
 
 def actor_starved(view: View) -> Iterator[Finding]:
-    """A critic that fills the clip limit."""
+    """A critic whose gradient fills the clip limit, so that little is left of the actor's."""
     limits = view.limits
     ratio, share, effective = view.get(RATIO), view.get(SHARE), view.get(EFFECTIVE)
     z, fall = view.z(RATIO), view.z(EFFECTIVE)
@@ -123,12 +125,12 @@ def actor_starved(view: View) -> Iterator[Finding]:
     dominated = swallowed or (z is not None and z > limits[STARVED_Z])
     starved = fall is not None and fall < -limits[STARVED_EFFECTIVE_Z] and share > limits[STARVED_SHARE]
     coef = view.get("grad/clip/coef")
-    left = f"; clipping leaves the actor {percent(coef)} of its step" if coef is not None and coef < 0.999 else ""
+    left = f"; clipping leaves {percent(coef)} of the actor's gradient" if coef is not None and coef < 0.999 else ""
 
     def text() -> str:
         ends = view.baselines.usual(RATIO)
         usual = f" (usually {number(power(ends[0]))}-{number(power(ends[1]))}x)" if ends else ""
-        rest = f"; the actor's clipped gradient is {number(effective or 0.0)}{view.usual(EFFECTIVE)}"
+        rest = f"; after clipping it has a norm of {number(effective or 0.0)}{view.usual(EFFECTIVE)}"
         rest = "" if effective is None else rest
         return f"the critic's gradient has been {times(power(ratio))} the actor's{usual}{left}{rest}"
 
@@ -143,42 +145,42 @@ def actor_starved(view: View) -> Iterator[Finding]:
 
 
 NO_ACTOR_GRADIENT = (
-    "The actor's gradient is next to nothing before it is clipped, so that no scale of returns helps: check that advantages vary, have the "
-    "shape of the ratios ([N] beside [N, 1] is a table of all pairs), and that the log-probabilities carry gradients."
+    "The actor's gradient is close to 0 even before clipping, so rescaling returns cannot help. Check that advantages vary and have the "
+    "shape of the ratios ([N] and [N, 1] broadcast to [N, N]), and that the log-probabilities require gradients."
 )
-TIGHT_CLIP = "Raise max_grad_norm: gradients below Adam's epsilon move nothing."
-"""What to try where clipping is not what starves the actor, and where the limit is below all that are published."""
+TIGHT_CLIP = "Raise max_grad_norm: gradients below Adam's epsilon hardly change the weights."
+"""Advice if the actor's gradient is small before clipping, and if the clip limit is below all published ones."""
 
 INTERFERENCE = Ramp("interference", 0.2, 0.7, "negative average cosine of the two losses' gradients")
 
 
 @reading("grad/interference/cos")
 def interference(view: View, cosine: float, cosines: Recent) -> Iterator[Finding]:
-    """Actor and critic that disagree, on average over ten measurements."""
+    """Opposed gradients of actor and critic, averaged over ten measurements."""
     mean = cosines.mean(cosine)
     if mean is not None:
         severity, bound = view.limits.severity(INTERFERENCE, -mean), -view.limits.middle(INTERFERENCE)
-        words = "the gradients of actor and critic point in opposite directions: their cosine averages {}"
+        words = "the gradients of actor and critic in the shared network point in opposite directions: their cosine averages {}"
         yield Finding(severity, "grad/interference/cos", mean, bound).says(words, mean)
 
 
-CLIP_COEF = below("clip_coef", 0.01, "what clipping leaves of the gradient")
-CLIP_FALL = above("clip_fall", 1.0, "decades by which that fell below its median")
+CLIP_COEF = below("clip_coef", 0.01, "share of the gradient that clipping leaves")
+CLIP_FALL = above("clip_fall", 1.0, "decades by which that share fell below its median")
 
 
 @reading("grad/clip/coef")
 def clip_saturated(view: View, value: float) -> Iterator[Finding]:
-    """Clipping that leaves next to nothing of the gradient, and used to leave more."""
+    """Clipping that leaves very little of the gradient, and left more before."""
     key, bound = "grad/clip/coef", view.limits[CLIP_COEF]
     shift = view.baselines.shift.get(key)
     if shift is not None:
         wrong = value < bound and shift < -view.limits[CLIP_FALL]
         finding = Finding(hard(wrong), key, value, bound, z=view.z(key))
-        yield finding.says("clipping leaves {:%} of the gradient{}", value, partial(view.usual, key))
+        yield finding.says("clipping has left only {:%} of the gradient{}", value, partial(view.usual, key))
 
 
 gradient_alarm = partial(alarm, pieces=("layers", "transitions", "pairs"), histograms=("grad/decades",))
-"""Declare an alarm with the evidence of all gradients."""
+"""Declares an alarm with all gradients as evidence."""
 
 RULES = (
     gradient_alarm("grad/explode", rank=280, relative=True, debug_updates=5)
@@ -187,12 +189,11 @@ RULES = (
     .follows(PEAK)
     .changes("learning_rate", "max_grad_norm")
     .says(
-        "Gradients are far larger than this run's usual ones.",
+        "Gradients are far larger than usual in this run.",
         "Clip by the global norm (max_grad_norm 0.5), lower the learning rate, look for outliers in returns; the table of "
-        "layers says where.",
-        "One spike of a minibatch is absorbed by clipping: two updates in a row, and one that is far out where nothing is clipped. "
-        "Absolute bounds in clip limits are left out: "
-        "the critic of unscaled returns has gradients of a thousand limits from the first update on.",
+        "layers shows where the gradient is large.",
+        "Clipping absorbs the spike of one minibatch, so two updates in a row count; without clipping, one. Bounds relative to the clip "
+        "limit are not used: with unscaled returns the critic's gradient is a thousand times the limit from the first update on.",
     )
     .shows(*NORM_EVIDENCE, "loss/*", "ret/std", "opt/lr")
     .judged(StateJudge(explode, Explosion()), *OUTLIER_BOUNDS),
@@ -202,10 +203,10 @@ RULES = (
     .needs(f"{LAYER}{{layer}}{NORM}")
     .follows("grad/layer/*/norm", "grad/head/*/norm", "loss/value")
     .says(
-        "A part of the network gets next to no gradient.",
+        "The gradient of a part of the network has vanished.",
         "Look for dead ReLUs (repr/dormant_frac), saturated tanhs, a detached branch; lower the learning rate, use another activation.",
-        "Groups with a head never fall to 0, so layers are judged, each by its own median: exactly 0, or three decades below. "
-        "The critic's fall that far where all returns become equal: as far as its error has fallen too, that is no fault.",
+        "A group with a head never falls to 0, so each layer is compared with its own median: exactly 0, or three decades below. The "
+        "critic's gradient also falls when all returns become equal; the part of the fall that its error explains does not count.",
     )
     .shows(*NORM_EVIDENCE, "grad/zero_frac", "repr/dormant_frac*")
     .judged(vanish, VANISH, VANISH_SHARE),
@@ -213,10 +214,10 @@ RULES = (
     .reads("grad/{group}/norm_preclip")
     .needs(GLOBAL, facts=("groups",))
     .says(
-        "A part of the network that is meant to be trained has no gradient at all.",
-        "Look for detach(), no_grad or requires_grad=False on the way from the loss to it; check that the optimizer has its "
-        "parameters; call backward() before step(), and zero_grad() before both.",
-        "A tensor without a gradient is a tensor that is not trained, though its group may be.",
+        "A part of the network that should be trained gets no gradient.",
+        "Look for detach(), no_grad or requires_grad=False between the loss and this part; check that the optimizer has its parameters; "
+        "call zero_grad(), then backward(), then step().",
+        "A tensor without a gradient is not trained, even if the rest of its group is.",
     )
     .shows("grad/*/norm_preclip", "opt/lr")
     .judged(StateJudge(missing_group, dict[str, frozenset[str]]())),
@@ -225,10 +226,10 @@ RULES = (
     .follows(History(RATIO, linear=True), EFFECTIVE)
     .changes("value_coef", "max_grad_norm")
     .says(
-        "The critic's gradient fills the clip limit and the actor learns from what is left.",
-        "Normalise returns, lower value_coef, use separate networks or clip them apart.",
-        "Critics of unscaled returns dominate from the start, legitimately: a change counts, and, from the start too, an "
-        "actor whose gradient Adam's epsilon (1e-5) swallows.",
+        "The critic's gradient fills the clip limit, so clipping leaves the actor too small a gradient to learn.",
+        "Normalise returns, lower value_coef, use separate networks or clip their gradients separately.",
+        "With unscaled returns the critic dominates from the start and the run can still learn. So a change counts; from the start, only "
+        "an actor's gradient below Adam's epsilon (1e-5) does.",
     )
     .shows("grad/interference/*", "grad/clip/*", "ret/std", "loss/*")
     .judged(actor_starved, STARVED_Z, STARVED_SHARE, STARVED_EFFECTIVE_Z, STARVED_FLOOR),
@@ -238,7 +239,7 @@ RULES = (
     .says(
         "Actor and critic pull the shared network in opposite directions.",
         "Use separate networks, or lower value_coef.",
-        "single cosines swing by ±0.5 in healthy runs; PCGrad",
+        "single cosines vary by ±0.5 in healthy runs; PCGrad",
     )
     .shows("grad/interference/*")
     .judged(StateJudge(interference, Recent(10)), INTERFERENCE),
@@ -247,9 +248,9 @@ RULES = (
     .needs(applies=lambda facts: facts.max_grad_norm is not None)
     .follows("grad/clip/coef")
     .says(
-        "Clipping shrinks gradients to a small part of themselves, so the learning rate means little.",
+        "Clipping leaves only a small part of the gradients, so it determines the step size more than the learning rate does.",
         "Find what is large (grad/interference/critic_share); normalise returns or lower value_coef before raising the limit.",
-        "Healthy runs with unscaled returns clip to 2 % for good: it must have become worse, tenfold.",
+        "Healthy runs with unscaled returns always clip to 2 %, so the share must have fallen tenfold.",
     )
     .shows("grad/*/norm_preclip", "grad/interference/*", "grad/clip/*")
     .judged(clip_saturated, CLIP_COEF, CLIP_FALL),

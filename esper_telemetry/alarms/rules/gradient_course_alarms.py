@@ -1,4 +1,4 @@
-"""Gradients over updates: they oscillate, drift, are noise, or belong to few parameters."""
+"""Alarms about gradients over many updates: oscillation, drift, noise, concentration in a few parameters."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from esper_telemetry.alarms.rule import Finding, View
 from esper_telemetry.alarms.rules.gradient_alarms import gradient_alarm
 
 MAX_PERIOD = 20
-"""Updates of the longest period that counts: longer ones are trends in the hundred updates that are tested."""
-MIN_SWINGS = 3  # swings of the learning rate that are no schedule any more: warm restarts are rarer
-SWING_UPDATES = 16  # updates in which they are counted
-MAX_REJECTED = 50  # outliers in a row that do not enter the average; then it begins to follow them
-MIN_FALL = 0.7  # decades by which the norm must have fallen beyond what the critic's error explains
-MIN_RISES = 5  # updates in a row in which a learning rate that creeps rises
+"""Longest period in updates that counts: longer ones are trends in the hundred updates that are tested."""
+MIN_SWINGS = 3  # swings of the learning rate that are not a schedule: warm restarts are rarer
+SWING_UPDATES = 16  # updates in which swings are counted
+MAX_REJECTED = 50  # outliers in a row that are left out of the average, which then begins to follow them
+MIN_FALL = 0.7  # decades by which the norm must have fallen in addition to what the critic's error explains
+MIN_RISES = 5  # updates in a row in which a creeping learning rate must rise
 OSCILLATION = above("oscillation", 0.3, "negative average cosine of successive gradients")
-OPPOSED_ERRORS = above("opposed_errors", 6.0, "the same in standard errors: a chance of 1e-4 in each of many tests")
+OPPOSED_ERRORS = above("opposed_errors", 6.0, "the same in standard errors: a false alarm rate of 1e-4 per test")
 RATE_SWING = above("rate_swing", 4.0, "factor between turning points of a learning rate that does not follow the KL")
-PERIOD_P = below("period_p", 1e-6, "chance of an oscillation of the KL as strong as the one seen")
+PERIOD_P = below("period_p", 1e-6, "p-value of an oscillation of the KL")
 
 
 @dataclass(slots=True)
 class Oscillations:
-    """Cosines of successive gradients and severities of what they and the KL say, as far as it goes; the latest learning rates."""
+    """Cosines of successive gradients, severities by the cosines and by the KL, and the latest learning rates."""
 
     cosines: Recent = field(default_factory=partial(Recent, 10))
     episode_steps: float = 0.0
@@ -41,9 +41,9 @@ class Oscillations:
 
 
 def oscillation(view: View, past: Oscillations) -> Iterator[Finding]:
-    """Successive gradients that point against each other, a KL that swings with a period, or a learning rate that swings.
+    """Successive gradients in opposite directions, a KL divergence that oscillates with a period, or a learning rate that oscillates.
 
-    Updates that hold a part of an episode each see its course: what comes back within an episode is the rhythm of the task.
+    If an episode spans several updates, a period shorter than the episode is the rhythm of the task and does not count.
     """
     past.episode_steps = view.values.get("episode/length_mean", past.episode_steps)
     cosine = view.get("grad/align/successive_cos")
@@ -62,14 +62,20 @@ def oscillation(view: View, past: Oscillations) -> Iterator[Finding]:
     if mean is None and chance is None:
         return
     shown = ("policy/kl/period/p", chance) if mean is None else ("grad/align/successive_cos", mean)
-    words, value = "successive gradients point against each other: their cosine averages {}", past.mean
+    words, value = (
+        "successive gradients have pointed in opposite directions, so updates undo each other: their cosine averages {}",
+        past.mean,
+    )
     if past.periodic:
-        words, value = "the KL divergence swings with a period of {} updates", length or 0.0
+        words, value = (
+            "the KL divergence has oscillated with a period of {} updates, so updates undo each other",
+            length or 0.0,
+        )
     yield Finding(max(past.opposed, past.periodic), *shown).says(words, value)
 
 
 def within_episode(view: View, updates: float, episode_steps: float) -> bool:
-    """True where so many updates take fewer steps of an environment than an episode; False where either is not known."""
+    """True if these updates take fewer steps per environment than an episode; False if either is not known."""
     environments, steps = view.facts.num_envs, view.rollout_steps
     if not environments or environments < 0 or steps <= 0:
         return False
@@ -77,7 +83,7 @@ def within_episode(view: View, updates: float, episode_steps: float) -> bool:
 
 
 def swinging_rate(view: View, rates: list[float]) -> Iterator[Finding]:
-    """A learning rate that goes up and down; where it follows the KL it does so in healthy runs."""
+    """A learning rate that goes up and down without following the KL, as adaptive schedules do in healthy runs."""
     rate = view.get("opt/lr")
     if not rate or view.facts.desired_kl:
         return
@@ -85,12 +91,12 @@ def swinging_rate(view: View, rates: list[float]) -> Iterator[Finding]:
     del rates[:-SWING_UPDATES]
     factor = view.limits[RATE_SWING]
     swings = rate_swings(rates, factor)
-    words = f"the learning rate swings: {swings} times by a factor of {{}} or more within {len(rates)} updates"
+    words = f"the learning rate has oscillated: {swings} times by a factor of {{}} or more within {len(rates)} updates"
     yield Finding(hard(swings >= MIN_SWINGS), "opt/lr", rate, instance="rate", claim=True).says(words, factor)
 
 
 def rate_swings(rates: Sequence[float], factor: float) -> int:
-    """Number of times that a series goes up or down by that factor, from turning point to turning point."""
+    """Number of rises and falls of a series by at least that factor, from turning point to turning point."""
     swings, turn, way = 0, rates[0], 0
     for rate in rates:
         if (rate - turn) * way > 0:
@@ -104,7 +110,7 @@ def rate_swings(rates: Sequence[float], factor: float) -> int:
 def noise_dominated(view: View, value: float) -> Iterator[Finding]:
     """A gradient without signal."""
     yield Finding(hard(value <= 0), "opt/snr_share", value, 0.0).says(
-        "the gradient is noise: {:%} of it is signal", value
+        "gradients have been mostly noise: {:%} of their squared norm is signal", value
     )
 
 
@@ -114,9 +120,9 @@ DRIFT_MIN = above("drift_min", 1.6, "log drift of the gradient norm, nats")
 
 @dataclass(slots=True)
 class DriftJudge:
-    """Gradient norms that wander away from their average, up or down; or a learning rate that creeps up beyond what was set.
+    """Gradient norms that move away from their average, up or down; or a learning rate that creeps up beyond the setting.
 
-    The average is an exponential one of the decimal logarithm, at β = 0.95, and a plain one at first.
+    The average is an exponential moving average of log10 with β = 0.95, and an arithmetic mean at first.
     """
 
     count: int = 0
@@ -138,7 +144,7 @@ class DriftJudge:
             new = abs(view.z(key) or 0.0) > limits.low(Z)
             wrong = new and abs(off) > limits[DRIFT_SIGMAS] * sigma and abs(off) > limits[DRIFT_MIN] / 2.302585
             wrong = wrong and (off > 0 or self.unexplained_fall(view, -off))
-            words = "the gradient's norm has been {}, away from its average of {}"
+            words = "the gradient's norm has been {}, far from its average of {}"
             yield Finding(hard(wrong), key, value, adaptive=True).says(words, value, power(self.mean))
             if wrong and self.rejected < MAX_REJECTED:
                 self.rejected += 1
@@ -151,38 +157,41 @@ class DriftJudge:
         self.variance = (1 - weight) * (self.variance + weight * off * off)
 
     def unexplained_fall(self, view: View, decades: float) -> bool:
-        """True where the norm has fallen, by more than the critic's error explains, in a run whose return has not risen.
+        """True if the norm has fallen by more than the critic's error explains while the return has not risen.
 
-        Gradients of a solved task fall: there is little left to learn.
+        Gradients of a solved task fall because there is little left to learn.
         """
         return view.course.risen is not True and decades - 0.5 * view.baselines.fallen("loss/value") > MIN_FALL
 
     def creeping_rate(self, view: View) -> Iterator[Finding]:
-        """A learning rate that has risen for long, and above what was set; where it follows the KL it may."""
+        """A learning rate that has risen for a long time beyond the setting without following the KL."""
         rate, was = view.get("opt/lr"), view.previous.get("opt/lr")
         asked = view.facts.learning_rate
         if rate is None or was is None or not asked or view.facts.desired_kl:
             return
         self.rises = self.rises + 1 if rate > was else 0
         limit = view.limits[RATE_GROWN] * asked
-        words = "the learning rate has crept up to {}, {:x} the {} that was set"
+        words = "the learning rate has crept up to {}, {:x} the setting of {}"
         finding = Finding(hard(self.rises >= MIN_RISES and rate > limit), "opt/lr", rate, limit, instance="rate")
         yield finding.says(words, rate, rate / asked, asked)
 
 
-CONCENTRATION = below("concentration", 0.2, "entropy of the gradient over parameters, of its largest")
-CONCENTRATION_FALL = above("concentration_fall", 0.5, "share of that entropy which is lost against the median")
+CONCENTRATION = below("concentration", 0.2, "normalised entropy of the gradient over parameters")
+CONCENTRATION_FALL = above("concentration_fall", 0.5, "share of that entropy lost relative to its median")
 
 
 @reading("grad/concentration/entropy")
 def concentration(view: View, value: float) -> Iterator[Finding]:
-    """A few parameters that own the gradient, and did not before."""
+    """A gradient that has become concentrated in a few parameters."""
     key, limits = "grad/concentration/entropy", view.limits
     median = view.baselines.median(key)
     if median is not None:
         wrong = value < limits[CONCENTRATION] and 1 - value / median > limits[CONCENTRATION_FALL]
         finding = Finding(hard(wrong), key, value, limits[CONCENTRATION], z=view.z(key))
-        yield finding.says("a few parameters own the gradient: its spread is {}{}", value, partial(view.usual, key))
+        yield finding.says(
+            "the gradient is concentrated in a few parameters, so the others hardly learn: its normalised entropy is {}{}",
+            *(value, partial(view.usual, key)),
+        )
 
 
 RULES = (
@@ -194,8 +203,8 @@ RULES = (
     .says(
         "Updates undo each other.",
         "Lower the learning rate, use larger batches or fewer epochs.",
-        "The same period in two tests ten updates apart; a common test at p < 0.001 fires on autocorrelated series. Cosines of "
-        "noise scatter by 0.5 where few steps make a gradient: of a hundred means of ten some are below -0.3.",
+        "The same period in two tests ten updates apart: a single test at p < 0.001 raises false alarms on autocorrelated series. Cosines "
+        "of noise vary by 0.5 if few steps contribute to a gradient, so a few of a hundred means of ten are below -0.3.",
     )
     .shows("grad/align/*", "policy/kl/period/*", "opt/lr")
     .judged(StateJudge(oscillation, Oscillations()), OSCILLATION, OPPOSED_ERRORS, RATE_SWING, PERIOD_P),
@@ -211,9 +220,9 @@ RULES = (
     )
     .reads("opt/snr_share", "grad/gns/noise_dominated", "grad/gns/b_simple")
     .says(
-        "The gradient is noise.",
+        "The gradient is mostly noise.",
         "Use larger batches: more environments or more steps per update.",
-        "biased under several epochs over one rollout, therefore off; McCandlish 2018",
+        "biased with several epochs per rollout, therefore off by default; McCandlish 2018",
     )
     .shows("grad/gns/*", "opt/snr_share")
     .judged(noise_dominated),
@@ -221,9 +230,9 @@ RULES = (
     .reads("grad/global/norm_preclip", "opt/lr")
     .follows("grad/global/norm_preclip", "loss/value")
     .says(
-        "Gradient norms wander away from their average.",
+        "Gradient norms have moved far from their average.",
         "Look at the learning-rate schedule, at weight growth and at the scale of returns.",
-        "A fifth of the norm and less is usual in runs that come to their end; five updates beyond a factor of five are not.",
+        "A norm that falls to a fifth is usual near the end of a run; five updates beyond a factor of five are not.",
     )
     .shows("grad/*/norm_preclip", "opt/lr", "opt/weight_growth", "ret/std")
     .judged(DriftJudge(), DRIFT_SIGMAS, DRIFT_MIN, RATE_GROWN),
@@ -231,9 +240,9 @@ RULES = (
     .reads("grad/concentration/entropy", "grad/concentration/layer_entropy", "grad/concentration/participation")
     .follows("grad/concentration/entropy")
     .says(
-        "A few parameters own the gradient.",
+        "The gradient is concentrated in a few parameters.",
         "Look at the largest layer in the table; check the scale of inputs and the initialisation of the heads.",
-        "Entropies over layers of 0.1 are usual where one head dominates: judged is the loss of half of it.",
+        "An entropy of 0.1 over layers is usual if one head dominates, so half of the usual entropy must be lost.",
     )
     .shows("grad/concentration/*", "grad/layer/*/norm")
     .judged(concentration, CONCENTRATION, CONCENTRATION_FALL),

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, and identities that hold in every correct trainer."""
+"""Alarms about non-finite numbers, and about identities that hold in every correct trainer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from esper_telemetry.alarms.rule import WARNING, Finding, View, alarm
 from esper_telemetry.core.messages import number
 from esper_telemetry.equations.equation import EQUATION_KEY, equations
 
-NONFINITE: Final = "_nonfinite"  # ending of the keys that count what was left out of a metric because it was not finite
+NONFINITE: Final = "_nonfinite"  # ending of the keys that count non-finite values left out of a metric
 NONFINITE_KEY: Final = "numerics/nonfinite"
 TRAINING_FAMILIES = (
     *("reward", "norm", "buffer", "lstm", "ret", "adv", "value", "episode", "integrity", "policy", "loss", "repr"),
     *("grad", "opt", "numerics"),
 )
-"""Families whose counters speak for the run, causes first; those of numbers that users log do not."""
+"""Families whose counters count, causes first; numbers that users log do not."""
 
 
 def nonfinite(view: View) -> Iterator[Finding]:
@@ -35,9 +35,9 @@ def nonfinite(view: View) -> Iterator[Finding]:
     total = counts.get(NONFINITE_KEY) or max(counts.values(), default=0.0)
     places = [key.removesuffix(NONFINITE) for key in counts if key != NONFINITE_KEY]
     places.sort(key=lambda key: TRAINING_FAMILIES.index(key.partition("/")[0]))
-    where = f", among them in {', '.join(places[:3])}" if places else ""
+    where = f", for example in {', '.join(places[:3])}" if places else ""
     yield Finding(float(bool(counts)), NONFINITE_KEY, total, 0.0).with_text(
-        lambda: f"{number(total)} numbers are NaN or infinite{where}"
+        lambda: f"{number(total)} numbers have been NaN or infinite{where}"
     )
 
 
@@ -59,13 +59,13 @@ RATIO_INIT_BOUNDS = {
     "bf16": PrecisionBounds(2e-2, 5e-2),
     "fp16": PrecisionBounds(2e-2, 5e-2),
 }
-"""By compute precision. Rounding alone stays below `warn`; huggingface/trl#454 and sb3-contrib#75 lie above `critical`."""
+"""By compute precision. Rounding stays below `warn`; huggingface/trl#454 and sb3-contrib#75 are above `critical`."""
 
 
 def ratio_init_bounds(precision: str, *, smallest_std: float | None = None) -> PrecisionBounds:
-    """Bounds for `integrity/ratio_init`, by compute precision; raises ValueError for an unknown one.
+    """Bounds for `integrity/ratio_init` by compute precision; raises ValueError for an unknown one.
 
-    Log-probabilities of Gaussian heads round in proportion to 1/σ, of which `smallest_std` is the smallest.
+    Rounding of Gaussian log-probabilities is proportional to 1/σ, so bounds grow with 1/`smallest_std`.
     """
     if precision not in RATIO_INIT_BOUNDS:
         raise ValueError(f"precision must be one of {', '.join(RATIO_INIT_BOUNDS)}, got {precision!r}")
@@ -75,14 +75,14 @@ def ratio_init_bounds(precision: str, *, smallest_std: float | None = None) -> P
 
 
 UNLIKELY_NATS = 5.0
-"""Nats of the unlikeliest action from which on bounds grow with it: so do logits, and with them the rounding of their differences."""
+"""Negative log-probability of the least likely action above which bounds grow with it, because larger logits round more."""
 
 MEMORY_ROUNDING = 4.0
-"""Factor of the bounds where a memory carries rounding from step to step; healthy runs came to 1.4 times the plain bound."""
+"""Factor of the bounds for a memory, which accumulates rounding over steps; healthy runs reached 1.4 times the plain bound."""
 
 INVERSE_ROUNDING = 30.0
-"""Factor of the bounds where actions are taken back through a tanh (fact `inverts_squash`), whose inverse multiplies rounding near the ends
-of the range; healthy runs of TorchRL's `TanhNormal` came to ten times the plain bound."""
+"""Factor of the bounds if actions are inverted through a tanh (fact `inverts_squash`), which amplifies rounding near the ends of the range;
+healthy runs of TorchRL's `TanhNormal` reached ten times the plain bound."""
 
 
 RATIO_FACTOR = above("ratio_init_factor", 1.0, "times the bounds of the compute precision, for integrity/ratio_init")
@@ -90,9 +90,9 @@ RATIO_FACTOR = above("ratio_init_factor", 1.0, "times the bounds of the compute 
 
 @reading("integrity/ratio_init")
 def ratio_init(view: View, value: float, before: Before) -> Iterator[Finding]:
-    """Stored log-probabilities that are not those of the policy, before the first step.
+    """Stored log-probabilities that differ from the policy's before the first optimizer step.
 
-    A saturated memory may round by more once: where one is in use, a small difference needs two updates in a row.
+    A saturated memory may occasionally round more, so with a memory a small difference must occur in two updates in a row.
     """
     precision = view.facts.precision
     if precision not in RATIO_INIT_BOUNDS:
@@ -107,33 +107,33 @@ def ratio_init(view: View, value: float, before: Before) -> Iterator[Finding]:
     earlier = before.swap(severity)
     severity = min(severity, earlier) if remembers and severity < 1 else severity
     yield Finding(severity, "integrity/ratio_init", value, warn).says(
-        "log-probabilities computed before the first step differ from the stored ones by up to {} nats "
-        f"(rounding in {precision} explains {{}}): training does not see what the policy acted on",
+        "log-probabilities computed before the first optimizer step have differed from the stored ones by up to {} nats "
+        f"(rounding in {precision} explains {{}}): training does not use the inputs that the policy acted on",
         *(value, warn),
     )
 
 
 MEAN_UPDATES = 5
-"""Updates over which small deviations of normalised advantages are averaged: healthy runs have 0.0005 in each."""
+"""Updates over which small deviations of normalised advantages are averaged; they are 0.0005 in healthy runs."""
 
 STRIDE = "telemetry/minibatch_stride"
 FEW_ROWS = 1.0
-"""Tolerance over the rows that are normalised together: an unbiased standard deviation of 8 leaves 0.03, with masked rows twice as much."""
+"""Tolerance times the number of rows that are normalised together: an unbiased standard deviation of 8 rows deviates by 0.03, with masked
+rows by twice as much."""
 
 ADV_NORM = above("adv_norm", 0.05, "distance of normalised advantages from mean 0 and standard deviation 1")
-ADV_NORM_LASTING = above(
-    "adv_norm_lasting", 0.01, "the same on average over five updates, where whole rollouts are normalised"
-)
+ADV_NORM_LASTING = above("adv_norm_lasting", 0.01, "the same, mean of five updates, if whole rollouts are normalised")
 
 
 @reading("integrity/adv_norm")
 def advantage_norm(view: View, value: float, distances: Recent) -> Iterator[Finding]:
-    """Advantages that are declared to be normalised and are not.
+    """Advantages that are declared as normalised but are not.
 
-    A floor under their standard deviation, or one that is rounding, leaves it below 1 on purpose; so does an unbiased one, of few rows.
+    The standard deviation may be below 1 on purpose: if it has a floor, if it is only rounding, or if an unbiased estimate of few rows is
+    used.
     """
     whole = view.facts.normalize_minibatches is False
-    # with a stride it is of a part of the rows that are normalised together
+    # with a stride, only part of the rows that are normalised together is measured
     if not view.facts.normalize_advantages or (whole and view.get(STRIDE)):
         return
     spread, floor = view.get("adv/raw/std"), view.facts.advantage_std_floor or 0.0
@@ -149,7 +149,7 @@ def advantage_norm(view: View, value: float, distances: Recent) -> Iterator[Find
     finding, words = Finding(hard(value > bound or lasting), "integrity/adv_norm", value, bound), ""
     if mean is not None and std is not None:
         words = f": their mean is {number(mean)}, their standard deviation {number(std)}"
-    yield finding.says("the advantages in use are not normalised{}", words)
+    yield finding.says("the advantages in use have not been normalised{}", words)
 
 
 GAE_IDENTITY = above("gae_identity", 1e-4, "relative error of advantages + values = returns")
@@ -157,53 +157,54 @@ RETURNS = "returns"  # name of the equation of the critic's targets
 
 
 def returns_identity(view: View, variant: list[bool]) -> Iterator[Finding]:
-    """Returns that are not advantages plus values, unless a published target explained them when the equation was checked last."""
+    """Returns that differ from advantages plus values, unless a published target explained them in the last check of the equation."""
     key, bound = "integrity/gae_identity", view.limits[GAE_IDENTITY]
     equation, value = equations()[RETURNS], view.get(key)
     if EQUATION_KEY + equation.label() in view.values:
         variant[:] = [one.variant for one in equation.explanations(view.values)]
     if value is not None:
         words = (
-            "returns are not advantages plus values: they are off by {} of the largest return (rounding explains 1e-5)"
+            "returns have differed from advantages plus values by {} of the largest return (rounding explains 1e-5), so the critic learns "
+            "wrong targets"
         )
         yield Finding(hard(value > bound and not any(variant)), key, value, bound).says(words, value)
 
 
-REPEATED = above("rows_repeated", 0.45, "share of a pass's rows that come again: drawing with replacement gives 0.37")
-BUFFER_AGE = count("buffer_age", 0, "updates that data may be old")
+REPEATED = above("rows_repeated", 0.45, "share of repeated rows in an epoch: drawing with replacement gives 0.37")
+BUFFER_AGE = count("buffer_age", 0, "largest age of data, updates")
 
 exact_check = partial(alarm, hard=True, n_off=1, pieces=("transitions", "stability"), certain=True)
-"""Declare an alarm of something that is always a mistake."""
+"""Declares an alarm about something that is always a mistake."""
 
 RULES = (
     exact_check(NONFINITE_KEY, NONFINITE_KEY, rank=10, partial=True, debug_updates=10)
     .says(
-        "A NaN or an infinity has appeared in the data, the losses, the gradients or the weights.",
+        "NaN or infinity has appeared in the data, the losses, the gradients or the weights.",
         "Look at the first non-finite tensor, if the record names one; lower the learning rate, clip gradients, check the rewards "
-        "and observations of the environment, bound log standard deviations.",
+        "and observations of the environment, set a lower bound for log standard deviations.",
         "always an error; ray#28283, coach#87",
     )
     .shows(*("reward/nonfinite", "grad/global/*", "loss/*", "policy/kl", "opt/lr"))
     .shows(*("value/*_nonfinite", "adv/*_nonfinite", "ret/*_nonfinite", "policy/*_nonfinite"))
     .shows(pieces=("stability", "layers"))
     .judged(nonfinite),
-    # No claim: logits that have exploded are rounded by more than the bounds allow.
+    # Not a claim: exploded logits are rounded by more than the bounds allow.
     exact_check("integrity/ratio_init", rank=60, partial=True, debug_updates=10)
     .reads("integrity/ratio_init", "policy/kl_first")
     .needs(facts=("precision",))
     .says(
-        "The log-probabilities that were stored are not those that the trainer computes now, before anything was learned.",
-        "Store the observation, the mask and the hidden state that the policy acted on; keep all columns in the same order of rows; "
-        "freeze normalisers and dropout between acting and training; let no operation, such as a softmax over the wrong axis, mix the rows "
-        "of a batch.",
+        "The stored log-probabilities differ from the ones that the trainer computes before the first optimizer step.",
+        "Store the observation, the mask and the hidden state that the policy acted on; keep the rows of all columns in the same order; "
+        "freeze normalisers and dropout between the rollout and training; check that no operation, such as a softmax over the wrong axis, "
+        "mixes the rows of a batch.",
         "bounds by precision, times max(1, 1/σ_min), and wider for actions of tiny probability; trl#454, sb3-contrib#75",
     )
     .shows("policy/kl_first", "policy/head/*/std/min", "policy/head/*/blame", "lstm/staleness_first", "norm/*/drift")
     .judged(StateJudge(ratio_init, Before(1.0)), RATIO_FACTOR),
     exact_check("integrity/gae_identity", "integrity/gae_identity", rank=40, claim=True, partial=True, debug_updates=10)
     .says(
-        "Returns are not advantages plus values: rows of the buffer are stale or shuffled against each other.",
-        "Check that advantages, values and returns are indexed and masked alike, and that nothing overwrites the buffer in the update.",
+        "Returns differ from advantages plus values: rows of the buffer are stale or in a different order.",
+        "Check that advantages, values and returns are indexed and masked in the same way, and that nothing overwrites the buffer.",
         "identity of GAE, 1506.02438",
     )
     .shows("adv/raw/mean", "adv/raw/std", "ret/mean", "ret/std", "buffer/age_updates")
@@ -212,9 +213,9 @@ RULES = (
     .reads("integrity/adv_norm", "adv/norm/mean", "adv/norm/std")
     .needs(facts=("normalize_advantages",), applies=lambda facts: facts.normalize_advantages is not False)
     .says(
-        "Advantages are said to be normalised and are not.",
-        "Normalise over the rows that count, not over padding; once, and after everything else is done to the advantages.",
-        "over the whole update, so that normalisation in minibatches passes as well",
+        "Advantages are declared as normalised but are not.",
+        "Normalise over the valid rows, not over padding; normalise once, as the last operation on the advantages.",
+        "measured over the whole update, so normalisation within minibatches also passes",
     )
     .shows("adv/norm/mean", "adv/norm/std", "adv/raw/mean", "adv/raw/std")
     .judged(StateJudge(advantage_norm, Recent(MEAN_UPDATES)), ADV_NORM, ADV_NORM_LASTING),
@@ -222,24 +223,24 @@ RULES = (
     .reads("integrity/mask_violation")
     .says(
         "Actions were taken that their mask forbids.",
-        "Apply the mask of the step that is acted on, before sampling; check the order of auto-reset and mask.",
+        "Apply the current step's mask before sampling; check the order of auto-reset and mask.",
         "identity",
     )
     .shows("policy/head/*/decision_frac")
-    .judged(AboveBound("integrity/mask_violation", 0.0, "{number} actions were taken that their mask forbids")),
+    .judged(AboveBound("integrity/mask_violation", 0.0, "{number} actions have been taken that their mask forbids")),
     exact_check("integrity/rows_repeated", rank=70, claim=True, optional=True, debug_updates=5)
     .reads("integrity/rows_repeated")
     .says(
-        "A pass over the rollout sees some transitions again and again, and leaves others out.",
-        "Draw a new permutation of the rollout for each pass, and cut it into minibatches that do not overlap.",
-        "a pass is a permutation of the rollout; more than drawing with replacement explains",
+        "An epoch over the rollout repeats some transitions and leaves others out.",
+        "Draw a new permutation of the rollout for each epoch, and split it into minibatches that do not overlap.",
+        "an epoch is a permutation of the rollout; the bound is above drawing with replacement",
     )
     .shows("integrity/adv_norm", "grad/align/*")
     .judged(
         AboveBound(
             "integrity/rows_repeated",
             REPEATED,
-            "{percent} of the rows of a pass over the rollout had been in it before",
+            "{percent} of the rows in an epoch over the rollout have been repetitions, so other rows are left out",
         ),
         REPEATED,
     ),
@@ -251,7 +252,11 @@ RULES = (
     )
     .shows("integrity/ratio_init")
     .judged(
-        AboveBound("buffer/age_updates", BUFFER_AGE, "the update learns from data that is {number} updates old"),
+        AboveBound(
+            "buffer/age_updates",
+            BUFFER_AGE,
+            "training data has been {number} updates old, although PPO needs on-policy data",
+        ),
         BUFFER_AGE,
     ),
 )

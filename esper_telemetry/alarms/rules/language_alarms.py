@@ -1,7 +1,7 @@
-"""Language models that learn from completions: tokens, groups, rewards and the engine that samples.
+"""Alarms about language models trained on completions: tokens, groups, rewards and the sampling engine.
 
-No alarm promises to see reward hacking early: in published runs no logged number separated it from learning before the reward did
-(volcengine/verl#7004). `lm/length_reward` names one cause that can be measured.
+No alarm detects reward hacking early: in published runs, the logged numbers did not separate it from learning before the reward did
+(volcengine/verl#7004). `lm/length_reward` detects one measurable cause.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from esper_telemetry.alarms.rule import Finding, View, alarm
 from esper_telemetry.core.facts import Facts
 
 MASK_ERRORS = above("lm_mask_errors", 0.0, "share of completions with a wrong mask")
-ROUNDED = above("lm_rounded", 0.9, "share of log-probabilities that bfloat16 can hold")
+ROUNDED = above("lm_rounded", 0.9, "share of log-probabilities that are bfloat16 numbers")
 MIXED = above("lm_mixed", 0.0, "share of groups with several prompts")
 SIGNS = below("lm_sign_agreement", 0.99, "share of advantages with the sign of the reward")
 SIGNS_TURNED = 0.02
-"""Share of advantages with the sign of the reward below which nearly all are turned; wrong groups leave about half as they were."""
+"""Share of advantages with the sign of the reward below which nearly all signs are flipped; wrong groups leave about half correct."""
 
 ENGINE_ERROR = above("lm_engine_error", 1.05, "multiplicative error of the sampling engine")
-SURPRISE = above("lm_surprise", 6.0, "standard errors between surprise and entropy, over the last updates together")
+SURPRISE = above("lm_surprise", 6.0, "standard errors between surprise and entropy, pooled over the last updates")
 SURPRISE_GAP = above("lm_surprise_gap", 0.02, "nats per token between surprise and entropy")
 DEAD = above("lm_dead_groups", 0.95, "share of groups without advantages")
 LENGTH = above(
@@ -35,40 +35,44 @@ TRUNCATED = above("lm_truncated", 0.5, "share of completions without an end")
 TRUNCATED_BEFORE = below("lm_truncated_before", 0.2, "the same in the first updates")
 FALLEN_FACTOR = 4.0  # multiple of the entropy's bound that its first value must exceed, without statistics of groups
 FEW_NATS = below("lm_entropy", 0.05, "entropy per token in nats")
-TOGETHER = "updates over which the correlation and the rewards are taken together, and first updates of the truncation"
+TOGETHER = "updates over which the correlation and the rewards are pooled, and first updates of the truncation"
 UPDATES = count("lm_updates", 5, TOGETHER)
-EQUAL = count("lm_equal_updates", 10, "updates with one mean reward from which on groups are dead, if no log says more")
+EQUAL = count(
+    "lm_equal_updates",
+    10,
+    "updates with the same mean reward after which groups are dead, for logs without group statistics",
+)
 SURPRISE_UPDATES = count(
-    "lm_surprise_updates", 30, "updates over which surprise is taken together: hardly trained models differ little"
+    "lm_surprise_updates", 30, "updates over which surprise is pooled: barely trained models differ little"
 )
 
 
 def signs(view: View) -> Iterator[Finding]:
-    """Advantages against the rewards: nearly all of them turned, or some, as wrong groups make them."""
+    """Advantages with the opposite sign of their rewards: nearly all of them."""
     key = "lm/groups/sign_agreement"
     value = view.get(key)
     if value is not None:
-        words = "advantages have had the sign of the reward in only {:%} of the completions"
+        words = "advantages have had the sign of the reward in only {:%} of the completions, so the model learns from flipped rewards"
         yield Finding(hard(value < SIGNS_TURNED), key, value, SIGNS_TURNED).says(words, value)
     elif "lm/groups/mixed" in view.values:
         yield Finding(0.0, key)
 
 
 def grouping(view: View) -> Iterator[Finding]:
-    """Groups that hold several prompts, or advantages that are not relative to the group."""
+    """Groups with several prompts, or advantages that are not relative to the group."""
     mixed, agreement, bound = view.get("lm/groups/mixed"), view.get("lm/groups/sign_agreement"), view.limits[MIXED]
     if mixed is not None and mixed > bound:
-        words = "{:%} of the groups have held completions of several prompts"
+        words = "{:%} of the groups have contained completions of several prompts, so rewards of different prompts are compared"
         yield Finding(1.0, "lm/groups/mixed", mixed, bound).says(words, mixed)
     elif agreement is not None:
         wrong, bound = SIGNS_TURNED <= agreement < view.limits[SIGNS], view.limits[SIGNS]
-        words = "only {:%} of the advantages have had the sign of the reward over the mean of the completions of the same prompt"
+        words = "only {:%} of the advantages have had the sign of the reward minus the mean reward of the same prompt"
         yield Finding(hard(wrong), "lm/groups/sign_agreement", agreement, bound).says(words, agreement)
 
 
 @dataclass(slots=True)
 class FadingSum:
-    """A sum and its variance, which fade."""
+    """An exponentially fading sum and its variance."""
 
     total: float = 0.0
     variance: float = 0.0
@@ -76,7 +80,7 @@ class FadingSum:
 
 @reading("lm/surprise/gap", "lm/surprise/z")
 def surprise(view: View, gap: float, z: float, last: FadingSum) -> Iterator[Finding]:
-    """Drift of surprise over entropy, over the last updates together."""
+    """Difference of surprise and entropy, pooled over the last updates."""
     fade = 1 - 1 / view.limits[SURPRISE_UPDATES]
     error = abs(gap / z) if z else 0.0
     weight = 1 / error**2 if error else 0.0
@@ -84,7 +88,8 @@ def surprise(view: View, gap: float, z: float, last: FadingSum) -> Iterator[Find
     mean = last.total / last.variance if last.variance else 0.0
     together = mean * last.variance**0.5
     wrong = abs(together) > view.limits[SURPRISE] and abs(mean) > view.limits[SURPRISE_GAP]
-    words = "sampled tokens have been {} likely than the entropy says, by {} nats per token ({} standard errors)"
+    words = "sampled tokens have been {} likely than the entropy predicts, by {} nats per token ({} standard errors): they come from "
+    words += "another distribution"
     yield Finding(hard(wrong), "lm/surprise/gap", gap, z=together).says(
         words, "less" if mean > 0 else "more", abs(mean), abs(together)
     )
@@ -95,10 +100,10 @@ class MeanRewards:
     """Mean rewards so far.
 
     Attributes:
-        lowest, highest: of all.
-        last: of the last updates, whose prompts may differ in difficulty.
-        first, later: as many of the first ones, and four times as many of the latest ones behind these.
-        updates: number of them.
+        lowest, highest: over all updates.
+        last: rewards of the last updates, because prompts may differ in difficulty.
+        first, later: rewards of the first updates, and of the latest ones after them, four times as many.
+        updates: number of updates.
     """
 
     lowest: float = float("inf")
@@ -120,13 +125,13 @@ class MeanRewards:
 
     @property
     def is_best(self) -> bool:
-        """Whether the last rewards are as good as they have ever been, and once were worse."""
+        """Whether the last rewards are the best so far, and earlier ones were worse."""
         width = self.highest - self.lowest
         return width > 0 and sum(self.last) / len(self.last) >= self.highest - 0.1 * width
 
     @property
     def has_risen(self) -> bool:
-        """Whether the later rewards are clearly above the first ones, by three standard errors."""
+        """Whether the later rewards exceed the first ones by three standard errors."""
         if len(self.first) < 2 or len(self.later) < 2:
             return False
         error = sqrt(variance(self.first) / len(self.first) + variance(self.later) / len(self.later))
@@ -135,7 +140,7 @@ class MeanRewards:
 
 @reading("lm/reward/mean")
 def dead_groups(view: View, reward: float, rewards: MeanRewards) -> Iterator[Finding]:
-    """Groups without advantages, except in a solved task or with almost no entropy; or mean rewards that are all equal."""
+    """Groups without advantages, except in a solved task or at almost zero entropy; or mean rewards that are all equal."""
     key, limits = "lm/groups/zero_advantage", view.limits
     value, entropy = view.get(key), view.get("lm/entropy")
     rewards.add(reward, int(limits[UPDATES]))
@@ -146,7 +151,7 @@ def dead_groups(view: View, reward: float, rewards: MeanRewards) -> Iterator[Fin
         yield Finding(hard(equal and not deterministic), "lm/reward/mean", reward).says(words, reward)
         return
     dead = value > limits[DEAD] and not (rewards.is_best or deterministic)
-    words = "in {:%} of the groups all completions have had the same reward, so that they teach nothing"
+    words = "in {:%} of the groups all completions have had the same reward, so the model learns nothing from them"
     yield Finding(hard(dead), key, value, limits[DEAD]).says(words, value)
 
 
@@ -158,7 +163,7 @@ class FadingMean:
     weight: float = 0.0
 
     def add(self, value: float, share: float) -> float:
-        """The mean with this value, which has that share."""
+        """Return the mean after adding a value with this weight."""
         self.mean += share * (value - self.mean)
         self.weight += share * (1 - self.weight)
         return self.mean / self.weight
@@ -166,9 +171,9 @@ class FadingMean:
 
 @reading("lm/reward/length_correlation")
 def length_reward(view: View, value: float, correlation: FadingMean) -> Iterator[Finding]:
-    """Correlation of reward and length within groups: a fading mean over the updates that have one."""
+    """Correlation of reward and length within groups, as a fading mean."""
     mean, bound = correlation.add(value, 1 / view.limits[UPDATES]), view.limits[LENGTH]
-    words = "{} completions of a prompt have had the higher reward (correlation {})"
+    words = "{} completions of a prompt have had the higher rewards (correlation {}), so the model may learn length instead of quality"
     yield Finding(hard(abs(mean) > bound), "lm/reward/length_correlation", value, bound).says(
         words, "longer" if mean > 0 else "shorter", mean
     )
@@ -176,17 +181,17 @@ def length_reward(view: View, value: float, correlation: FadingMean) -> Iterator
 
 @reading("lm/truncated_frac")
 def truncation(view: View, value: float, first: list[float]) -> Iterator[Finding]:
-    """Truncation that was rare on average of the first updates, or that leaves no token to learn from."""
+    """Truncation that was rare in the first updates, or that leaves no token to learn from."""
     tokens, bound = view.get("lm/tokens"), view.limits[TRUNCATED]
     if len(first) < view.limits[UPDATES]:
         first.append(first[-1] + (value - first[-1]) / (len(first) + 1) if first else value)
     if tokens is not None:
-        words = "no token has counted: {:%} of the completions have been cut, and cut ones are left out"
+        words = "{:%} of the completions have been truncated, and the loss excludes truncated ones, so not a single token is trained on"
         none = tokens == 0 and value > bound
         yield Finding(hard(none), "lm/tokens", tokens, 0.0, instance="tokens").says(words, value)
     at_first = first[-1] if first else 0.0
     wrong = at_first < view.limits[TRUNCATED_BEFORE] and value > bound
-    words = "{:%} of the completions have been cut at the length limit ({:%} at first)"
+    words = "{:%} of the completions have been truncated at the length limit ({:%} at first)"
     yield Finding(hard(wrong), "lm/truncated_frac", value, bound).says(words, value, at_first)
 
 
@@ -199,7 +204,7 @@ class FirstEntropy:
 
 
 def lost_entropy(view: View, before: FirstEntropy) -> Iterator[Finding]:
-    """A model with almost no entropy whose groups are not solved; without statistics of groups, one that has lost its entropy and whose
+    """A model with almost zero entropy whose groups are not solved; without group statistics, a model that has lost its entropy while its
     reward has not risen.
     """
     dead, solved, limit = view.get("lm/groups/zero_advantage"), view.get("lm/groups/all_best"), view.limits[FEW_NATS]
@@ -216,12 +221,12 @@ def lost_entropy(view: View, before: FirstEntropy) -> Iterator[Finding]:
         stuck = reward is not None and first > FALLEN_FACTOR * limit and not learned
     why = "its reward has not risen" if solved is None else "most groups are not solved"
     yield Finding(hard(value < limit and stuck), "lm/entropy", value, limit).says(
-        f"the entropy has been {{}} nats per token, though {why}", value
+        f"the entropy has been only {{}} nats per token, so the model hardly explores, although {why}", value
     )
 
 
 def is_language_model(facts: Facts) -> bool:
-    """Return whether the run says that it trains a language model, or does not say what it trains."""
+    """Return whether the facts of the run name a language model, or name no model."""
     return facts.model in (None, "language")
 
 
@@ -231,42 +236,46 @@ language_rule = partial(alarm, optional=True, applies=is_language_model)
 RULES = (
     language_rule("lm/mask", "lm/mask_errors", rank=60, hard=True, claim=True, n_on=2)
     .says(
-        "Tokens are learned from that are no part of the completion, or parts of it are left out.",
-        "Check the completion mask: it is 1 from the first token up to and with the first end token.",
+        "The completion mask is wrong: the loss includes tokens outside the completion, or leaves out part of it.",
+        "Check the completion mask: it must be 1 from the first token to the first end token, inclusive.",
         "identity",
     )
     .judged(
         AboveBound(
             "lm/mask_errors",
             MASK_ERRORS,
-            "{percent} of the completions have had a mask that does not end with their end token",
+            "in {percent} of the completions the mask has not ended at the end token, so the loss covers the wrong tokens",
         ),
         MASK_ERRORS,
     ),
     language_rule("lm/advantage_sign", rank=61, hard=True, claim=True, n_on=2)
     .reads("lm/groups/sign_agreement", "lm/groups/mixed")
     .says(
-        "Better completions get negative advantages: the model learns to be worse.",
-        "Check the sign of the rewards, of the weights of the reward functions and of the advantages.",
-        "identity: an advantage is a reward less the mean of its group",
+        "Better completions get negative advantages, so the model learns to do worse.",
+        "Check the signs of the rewards, of the weights of the reward functions and of the advantages.",
+        "identity: an advantage is a reward minus the mean of its group",
     )
     .judged(signs),
     language_rule("lm/grouping", "lm/groups/mixed", "lm/groups/sign_agreement", rank=62, hard=True, claim=True, n_on=2)
     .needs(("lm/groups/mixed", "lm/groups/sign_agreement"))
     .says(
         "Completions of different prompts are compared with each other.",
-        "Check the size of a group, and that completions of a prompt are next to each other when rewards are reshaped.",
-        "identity: an advantage is a reward less the mean of its group",
+        "Check the group size, and that completions of a prompt are adjacent when rewards are reshaped.",
+        "identity: an advantage is a reward minus the mean of its group",
     )
     .judged(grouping, MIXED, SIGNS),
     language_rule("lm/rounded", "lm/logprob/bf16_frac", rank=63, claim=True, n_on=2)
     .says(
-        "Log-probabilities are rounded to bfloat16, so that ratios near 1 are mostly rounding.",
+        "Log-probabilities are rounded to bfloat16, so ratios near 1 are mostly rounding errors.",
         "Compute log-probabilities from float32 logits: cast the logits, or the head of the model (cast_lm_head_to_fp32).",
         "arXiv 2510.26788 (mismatch of training and inference by bfloat16); chance is 1 in 65,536",
     )
     .judged(
-        AboveBound("lm/logprob/bf16_frac", ROUNDED, "{percent} of the log-probabilities have been bfloat16 numbers"),
+        AboveBound(
+            "lm/logprob/bf16_frac",
+            ROUNDED,
+            "{percent} of the log-probabilities have been rounded to bfloat16, so ratios near 1 are mostly rounding errors",
+        ),
         ROUNDED,
     ),
     language_rule("lm/engine_mismatch", rank=64, claim=True, n_on=3)
@@ -274,8 +283,8 @@ RULES = (
     .reads("lm/mismatch/outside_frac", "lm/mismatch/kl")
     .says(
         "The sampling engine and the trainer disagree about the probabilities of the same tokens.",
-        "Check that the engine has the newest weights, the same precision and the same temperature; truncate importance weights; "
-        "float16 or a float32 head make both agree better.",
+        "Check that the engine has the latest weights, the same precision and the same temperature; truncate importance weights; use "
+        "float16 or a float32 head, which reduce the mismatch.",
         "NVIDIA-NeMo/RL docs/guides/grpo.md (1.05); huggingface/trl#3867, #4772 and #6789",
     )
     .shows("lm/mismatch/*", "lm/surprise/*")
@@ -283,7 +292,7 @@ RULES = (
         AboveBound(
             "lm/mismatch/mult_error",
             ENGINE_ERROR,
-            "engine and trainer have disagreed about a token's probability by a factor of {number} on average{usual}",
+            "the sampling engine and the trainer have disagreed about a token's probability by a factor of {number} on average{usual}",
         ),
         ENGINE_ERROR,
     ),
@@ -294,17 +303,17 @@ RULES = (
         applies=lambda facts: is_language_model(facts) and not facts.truncated_sampling,
     )
     .says(
-        "Tokens were sampled from another distribution than the one that is learned from.",
-        "Check the temperature of sampling and of the loss, settings that leave out unlikely tokens (top_p, top_k, min_p), "
-        "the weights of the sampling engine, and that log-probabilities belong to the tokens beside them.",
+        "Tokens were sampled from a different distribution than the trainer assumes.",
+        "Check the temperatures of sampling and of the loss, settings that exclude unlikely tokens (top_p, top_k, min_p), the weights of "
+        "the sampling engine, and that each log-probability belongs to its token.",
         "identity: the mean surprise of sampled tokens is the entropy; 6 standard errors are chance once in 5e8 updates",
     )
     .judged(StateJudge(surprise, FadingSum()), SURPRISE, SURPRISE_GAP, SURPRISE_UPDATES),
     language_rule("lm/dead_groups", "lm/groups/zero_advantage", "lm/reward/mean", rank=70, n_on=3)
     .needs("lm/reward/mean")
     .says(
-        "Nearly all groups of completions have equal rewards, so that nothing is learned.",
-        "Check the reward function on a few completions; use prompts of fitting difficulty, more completions per prompt, "
+        "Nearly all groups of completions have equal rewards, so the model learns nothing.",
+        "Check the reward function on a few completions; use prompts of suitable difficulty, more completions per prompt, "
         "or sampling that skips groups without advantages.",
         "huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2",
     )
@@ -312,16 +321,16 @@ RULES = (
     .judged(StateJudge(dead_groups, MeanRewards()), DEAD, UPDATES, EQUAL),
     language_rule("lm/length_reward", "lm/reward/length_correlation", rank=72, warmup=4, n_on=3)
     .says(
-        "Within groups the reward follows the length of the completion and little else.",
-        "Check whether the reward pays for length, by itself or through its conditions; score some completions by hand.",
+        "Within groups the reward depends mostly on the length of the completion.",
+        "Check whether the reward function favours length, directly or indirectly; score some completions by hand.",
         "arXiv 2503.20783 (length bias); healthy runs of a small task stay below 0.7",
     )
     .shows("lm/length/*", "lm/reward/*")
     .judged(StateJudge(length_reward, FadingMean()), LENGTH, UPDATES),
     language_rule("lm/truncation", "lm/truncated_frac", "lm/tokens", rank=190, n_on=3)
     .says(
-        "Most completions are cut at the length limit, and were not at first; or all are, and cut ones are left out of the loss.",
-        "Raise max_completion_length, punish length softly, or leave cut completions out of the loss.",
+        "Most completions are truncated at the length limit and were not at first; or all are, and the loss excludes truncated ones.",
+        "Raise max_completion_length, add a soft length penalty, or exclude truncated completions from the loss.",
         "DAPO, arXiv 2503.14476, section 3.4",
     )
     .shows("lm/length/*")
@@ -330,8 +339,8 @@ RULES = (
     .reads("lm/entropy", "lm/groups/zero_advantage", "lm/groups/all_best")
     .needs("lm/entropy", ("lm/groups/zero_advantage", "lm/reward/mean"), ("lm/groups/all_best", "lm/reward/mean"))
     .says(
-        "The model has stopped exploring before its task is solved.",
-        "Raise epsilon_high or the entropy coefficient, lower the learning rate, raise the temperature of sampling.",
+        "The model has stopped exploring before solving its task.",
+        "Raise epsilon_high or the entropy coefficient, lower the learning rate, raise the sampling temperature.",
         "arXiv 2505.22617; DAPO, arXiv 2503.14476, section 3.1",
     )
     .judged(StateJudge(lost_entropy, FirstEntropy()), FEW_NATS),

@@ -1,7 +1,7 @@
 """Memory of recurrent policies: gates, cell state, resets, stored states.
 
-A step adds at most 1 to a cell state, so a state of 60 is a counter at work in an episode of 500 steps, and out of hand in one of 100.
-What is inferred about gates between two measurements must be new for the run: sudden, and out of line.
+A step adds at most 1 to a cell state. So a state of 60 can be a useful counter in an episode of 500 steps, but is too large in one of 100.
+Gates are sampled. Between two samples their state is inferred from the cell state, and only from a sudden, unusual change.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from esper_telemetry.core.facts import Facts
 CELL, LARGEST, GROWTH = "lstm/c/rms", "lstm/c/absmax", "lstm/c_growth"
 CLOSED, OPEN, TIMESCALE = "lstm/gate/f/sat_lo", "lstm/gate/f/sat_hi", "lstm/timescale/median"
 CELL_HISTORY = History(CELL, scale_min=0.05)  # cell states hardly vary
-MAX_WRITTEN = 1.0  # largest cell state if nothing lasts: it is then a gate times a tanh
-JUMP_UPDATES = 2  # updates for which a jump of the cell state counts: its growth shows fully in the rollout after it
-SETTLE_UPDATES = 20  # updates after which states have a size to compare with: at first they are next to nothing
+MAX_WRITTEN = 1.0  # largest cell state without memory: a gate times a tanh
+JUMP_UPDATES = 2  # updates for which a jump of the cell state counts: its growth is fully visible in the next rollout
+SETTLE_UPDATES = 20  # updates after which the size of states can be compared: at first they are close to 0
 SHUT_UPDATES = 4
-"""Updates after a fall of the cell state within which the largest one is small, too, where the gates have shut."""
+"""Updates after a fall of the cell state within which the largest cell state is small too, if the gates have closed."""
 
 FORGET_CLOSED = Ramp("forget_closed", 0.5, 0.9, "share of forget gates below 0.1")
 FORGET_OPEN = Ramp("forget_open", 0.8, 1.0, "share of forget gates above 0.9")
-ADDS_UP_GROWTH = above("adds_up_growth", 1.3, "growth of the cell state over an episode, where nothing is forgotten")
+ADDS_UP_GROWTH = above("adds_up_growth", 1.3, "growth of the cell state over an episode, if nothing is forgotten")
 ADDS_UP_JUMP = above(
-    "adds_up_jump", 1.5, "size of the cell state relative to the update before, with that", lowest=SMALLEST_DIVISOR
+    "adds_up_jump", 1.5, "size of the cell state relative to the previous update, in addition", lowest=SMALLEST_DIVISOR
 )
 MIN_TIMESCALE = below("timescale", 1.2, "median memory of a unit, steps")
 
 
 def remembers(facts: Facts) -> bool:
-    """True where the policy has an LSTM."""
+    """True if the policy has an LSTM."""
     return facts.policy in (None, "lstm")
 
 
 @dataclass(slots=True)
 class ForgetClosedJudge:
-    """Memory that does not last from one step to the next: by the gates, or because every cell state is what one step writes.
+    """Memory that does not last from one step to the next, by the gates or because cell states are no larger than one step can write.
 
-    Gates are measured in some updates only; what they said counts until the next measurement.
+    Gates are measured in sampled updates; a measurement counts until the next one.
 
     Attributes:
-        gates, written: severity by either.
-        shut: share of shut gates when they were last measured.
-        open_at: size of the cell state then, if they were open.
-        sizes: of the cell state in the last updates.
-        fell_from: size before it became much smaller; None where it did not.
+        gates, written: severity by the gates, and by the cell states.
+        shut: share of closed gates in the last measurement.
+        open_at: size of the cell state in the last measurement, if the gates were open.
+        sizes: sizes of the cell state in the last updates.
+        fell_from: size before the cell state became much smaller; None if it has not.
         fallen_updates: updates since then.
     """
 
@@ -76,29 +76,31 @@ class ForgetClosedJudge:
         if largest is not None and usual is not None and view.z(LARGEST) is not None:
             small = largest <= MAX_WRITTEN and view.previous.get(LARGEST, largest) <= MAX_WRITTEN
             gone = self.has_fallen(view) and small and usual > 1.5 * MAX_WRITTEN
-            gone = gone and (self.written > 0 or self.fallen_updates <= SHUT_UPDATES)  # else it was used less and less
+            gone = gone and (
+                self.written > 0 or self.fallen_updates <= SHUT_UPDATES
+            )  # otherwise its use declined slowly
             dropped = usual > 1.5 * MAX_WRITTEN and drops(view)
             self.written = hard((gone or dropped) and not self.gates_open(view))
         if shut is None and largest is None:
             return
         severity = max(self.gates, self.written)
         if self.gates >= self.written and self.shut is not None:
-            words = "{:%} of the forget gates are shut: memory lasts {} steps"
+            words = "{:%} of the forget gates are closed: memory lasts {} steps"
             bound = limits.middle(FORGET_CLOSED)
             yield Finding(severity, CLOSED, self.shut, bound).says(words, self.shut, timescale or 1.0)
             return
         yield Finding(severity, LARGEST, largest, MAX_WRITTEN).says(
-            "cell states hold no more than a single step can write: {}{}, at most {}{}: the forget gates are shut",
+            "cell states are only as large as a single step can make them, {}{}, at most {}{}: the forget gates are closed",
             *(view.get(CELL) or 0.0, partial(view.usual, CELL), largest or 0.0, partial(view.usual, LARGEST)),
         )
 
     def gates_open(self, view: View) -> bool:
-        """True where the gates were open at the last measurement, and the cell state has not become much smaller since."""
+        """True if the gates were open in the last measurement and the cell state has not become much smaller since."""
         size, then = view.get(CELL), self.open_at
         return size is not None and then is not None and size > then / view.limits[ADDS_UP_JUMP]
 
     def has_fallen(self, view: View) -> bool:
-        """True where the cell state has become much smaller within two updates, and stayed so; not if it is used less and less."""
+        """True if the cell state became much smaller within two updates and stayed small; False for a slow decline."""
         size, sizes = view.get(CELL), self.sizes
         if size is None:
             return False
@@ -111,7 +113,7 @@ class ForgetClosedJudge:
 
 
 def drops(view: View) -> bool:
-    """True where the cell state is much smaller than an update before and than ever, and falls with its age instead of growing."""
+    """True if the cell state is much smaller than before and smaller than ever, and shrinks with its age instead of growing."""
     size, before, growth = view.get(CELL), view.previous.get(CELL), view.get(GROWTH)
     if size is None or before is None or growth is None:
         return False
@@ -122,14 +124,14 @@ def drops(view: View) -> bool:
 
 @dataclass(slots=True)
 class OpenGates:
-    """Forget gates that never close; what they said counts until they are measured again.
+    """Forget gates that never close; a measurement counts until the next one.
 
     Attributes:
         gates: severity by the gates.
-        open: share of open gates when they were last measured.
+        open: share of open gates in the last measurement.
         growing: the cell state grows with every step.
-        inferred: that was so since the last measurement of the gates.
-        refuted: a measurement has shown that it was not because of the gates; then it is not inferred again.
+        inferred: it has grown since the last measurement of the gates.
+        refuted: a measurement has shown that the gates were not the reason; then they are not inferred again.
         jump_updates: updates for which the latest jump still counts.
     """
 
@@ -141,9 +143,9 @@ class OpenGates:
     jump_updates: int = 0
 
     def adds_up(self, view: View, growth: float) -> bool:
-        """True where the cell state grows with its age, and has jumped by more than an update and its history explain.
+        """True if the cell state grows with its age, after a jump that is large for one update and for its history.
 
-        A jump happens once only, so it counts for as long as the state grows.
+        A jump happens only once, so it counts as long as the state grows.
         """
         limits, size, before = view.limits, view.values.get(CELL, 0.0), view.previous.get(CELL, 0.0)
         jumped = (view.get("policy/kl") or 0.0) < limits.low(KL_SPIKE) and (view.get("lstm/reset_rate") or 0.0) > 0
@@ -156,7 +158,7 @@ class OpenGates:
 
 
 def forget_open(view: View, past: OpenGates) -> Iterator[Finding]:
-    """Memory that is never forgotten: by the gates, or because cell states have begun, all at once, to grow with every step."""
+    """Memory that is never forgotten, by the gates or because cell states have suddenly begun to grow with every step."""
     limits, value, growth = view.limits, view.get(OPEN), view.get(GROWTH)
     if value is None and growth is None:
         return
@@ -167,7 +169,7 @@ def forget_open(view: View, past: OpenGates) -> Iterator[Finding]:
     grows = value is None and growth is not None and view.z(CELL) is not None and past.adds_up(view, growth)
     severity = max(past.gates, hard(grows))
     if past.open is not None and (past.gates > 0 or not grows):
-        words = "{:%} of the forget gates never close: the memory only adds up"
+        words = "{:%} of the forget gates never close: the memory accumulates and forgets nothing"
         yield Finding(severity, OPEN, past.open, limits.middle(FORGET_OPEN)).says(words, past.open)
         return
     yield Finding(severity, GROWTH, growth, limits[ADDS_UP_GROWTH]).says(
@@ -176,22 +178,22 @@ def forget_open(view: View, past: OpenGates) -> Iterator[Finding]:
     )
 
 
-CELL_ABSMAX = above("cell_absmax", 50.0, "largest cell state, the middle of a ramp from half to twice of it")
-CELL_OF_AGE = above("cell_of_age", 0.5, "the same relative to the longest age, which it cannot exceed, with that")
+CELL_ABSMAX = above("cell_absmax", 50.0, "largest cell state, in the middle of a ramp from half to twice this value")
+CELL_OF_AGE = above("cell_of_age", 0.5, "the same relative to the longest age, which it cannot exceed, in addition")
 CELL_SIZE = above(
-    "cell_size", 3.0, "typical cell state, below which its history says nothing: learning makes a memory larger"
+    "cell_size", 3.0, "typical cell state above which its history counts: learning enlarges a small memory"
 )
-CELL_JUMP = above("cell_jump", 4.0, "typical cell state over its median, with that", lowest=SMALLEST_DIVISOR)
+CELL_JUMP = above("cell_jump", 4.0, "typical cell state over its median, in addition", lowest=SMALLEST_DIVISOR)
 CELL_GROWTH = Ramp("cell_growth", 4.0, 12.0, "growth of the cell state over an episode")
 
 
 @reading(CELL)
 def cell_drift(view: View, value: float, growing: Before) -> Iterator[Finding]:
-    """A cell state that grows: against its history, beyond any use, or with its age.
+    """A cell state that grows: compared with its history, beyond a useful size, or with its age.
 
-    A step adds 1 at most, so a unit that counts the steps of long episodes is large and of use: one that adds up nearly all it can is none.
-    The growth with age must last for two updates, `growing` being its severity in the latest one: where all environments reset together,
-    the update in which they do has the first ages and the last ones alone, and a cell that fills quickly seems to grow between them.
+    A step adds at most 1. A unit that counts the steps of a long episode is large and useful; a unit that adds nearly 1 in every step is
+    not. Growth with age must last for two updates, and `growing` is its severity in the previous one. If all environments reset together,
+    that update contains only the youngest and the oldest states, and a cell that fills quickly seems to grow between them.
     """
     limits, z = view.limits, view.z(CELL)
     largest, growth, age = view.get(LARGEST), view.get(GROWTH), view.get("lstm/age/max")
@@ -209,20 +211,20 @@ def cell_drift(view: View, value: float, growing: Before) -> Iterator[Finding]:
     key = max(severities, key=lambda name: severities[name])
     finding = Finding(severities[key], key, view.values[key], adaptive=key == CELL, z=z if key == CELL else None)
     usual, most = partial(view.usual, CELL), largest or value
-    yield finding.says("the cell state has grown to {}{}, at most {}", value, usual, most)
+    yield finding.says("the LSTM's cell state has grown to {}{}, with a largest value of {}", value, usual, most)
 
 
-STALE = Ramp("stale", 1.0, 3.0, "relative distance of stored from recomputed states after the update")
-STALE_FIRST = above("stale_first", 1e-3, "the same before the first step, where it must be nothing")
+STALE = Ramp("stale", 1.0, 3.0, "relative distance of stored and recomputed states after the update")
+STALE_FIRST = above("stale_first", 1e-3, "the same before the first optimizer step, when it must be 0")
 
 
 def stale_state(view: View) -> Iterator[Finding]:
-    """Stored states that are not those that the weights reach."""
+    """Stored states that differ from the states that the weights compute."""
     first, last = view.get("lstm/staleness_first"), view.get("lstm/staleness")
-    words = "stored states differ by {:%} from those that the weights reach "
+    words = "stored LSTM states differ by {:%} from the states that the weights compute "
     if first is not None and first > view.limits[STALE_FIRST]:
         finding = Finding(1.0, "lstm/staleness_first", first, view.limits[STALE_FIRST])
-        yield finding.says(words + "before the first step", first)
+        yield finding.says(words + "before the first optimizer step", first)
     elif first is not None or last is not None:
         severity = view.limits.severity(STALE, last or 0.0) if view.update > SETTLE_UPDATES else 0.0
         finding = Finding(severity, "lstm/staleness", last, view.limits.middle(STALE))
@@ -231,17 +233,17 @@ def stale_state(view: View) -> Iterator[Finding]:
 
 @reading("lstm/reset_rate", "episode/count")
 def reset_missing(view: View, rate: float, ended: float, before: list[float]) -> Iterator[Finding]:
-    """Episodes that ended while no memory was reset, and those of the last rollouts without a reset.
+    """Episodes that ended without a reset of the memory; `before` has the ends in the last rollouts without a reset.
 
-    A state after the last step of a rollout is reset in the next rollout, so one episode per environment proves nothing yet: what
-    ended in the rollout before does, and so do more episodes than environments. Where a rollout is a single step, that may be the row in
-    which an environment is reset, which no policy sees: then it takes one rollout more.
+    The state after the last step of a rollout is reset in the next rollout, so one end per environment proves nothing yet. Ends in the
+    previous rollout do, and so do more episodes than environments. A rollout of a single step may be the row in which an environment is
+    reset, which the policy does not see; then the check waits for one more rollout.
     """
     late = 2 if view.facts.num_steps == 1 else 1
     waiting = before[-late] if len(before) >= late else 0.0
     before[:] = [*before, ended][-late:] if rate == 0 else []
     wrong = rate == 0 and (waiting > 0 or ended > (view.facts.num_envs or ended))
-    words = "memory has not been reset once, though {} episodes have ended"
+    words = "the memory has never been reset, although {} episodes have ended: it leaks into the next episode"
     yield Finding(hard(wrong), "lstm/reset_rate", rate, 0.0).says(words, waiting + ended)
 
 
@@ -249,32 +251,32 @@ GATE_CLOSED = Ramp("gate_closed", 0.85, 0.95, "share of input or output gates be
 
 
 def gate_closed(view: View) -> Iterator[Finding]:
-    """Input gates through which nothing is written, and output gates through which nothing is read."""
+    """Closed input gates, which write nothing, and closed output gates, which read nothing."""
     for gate, effect in (("input", "nothing is written to the memory"), ("output", "the policy reads nothing from it")):
         key = f"lstm/gate/{gate[0]}/sat_lo"
         share = view.get(key)
         if share is not None:
             finding = Finding(view.limits.severity(GATE_CLOSED, share), key, share, view.limits.middle(GATE_CLOSED))
-            yield finding._replace(instance=gate).says(f"{{:%}} of the {gate} gates are shut: {effect}", share)
+            yield finding._replace(instance=gate).says(f"{{:%}} of the {gate} gates are closed: {effect}", share)
 
 
-memory_alarm = partial(alarm, debug_updates=5, pieces=("transitions",))  # declare an alarm of a recurrent policy
+memory_alarm = partial(alarm, debug_updates=5, pieces=("transitions",))  # declares an alarm about a recurrent policy
 
 RULES = (
     memory_alarm("lstm/forget_closed", "lstm/gate/{gate}/sat_lo", "lstm/{part}/absmax", TIMESCALE, rank=210)
     .needs(CLOSED, applies=remembers)
     .follows(LARGEST, CELL_HISTORY)
     .says(
-        "The forget gate is shut: memory does not last from one step to the next.",
+        "The forget gate is closed: memory does not last from one step to the next.",
         "Initialise the forget bias at 1, lower the learning rate, normalise inputs.",
-        "gates are sampled; |c| ≤ 1 without memory shows it in every update. A short timescale alone is healthy in short tasks.",
+        "Gates are sampled; |c| ≤ 1 without memory, which every update shows. A short timescale alone is healthy in short tasks.",
     )
     .shows("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*")
     .judged(ForgetClosedJudge(), FORGET_CLOSED, MIN_TIMESCALE, ADDS_UP_JUMP),
     memory_alarm("lstm/gate_closed", "lstm/gate/{gate}/sat_lo", rank=204, sampled=True)
     .needs(("lstm/gate/i/sat_lo", "lstm/gate/o/sat_lo"), applies=remembers)
     .says(
-        "The input or the output gate is shut: nothing enters the memory, or nothing leaves it.",
+        "The input or the output gate is closed: nothing is written to the memory, or nothing is read from it.",
         "Initialise the biases of the gates at 0, lower the learning rate, normalise inputs.",
         "Karpathy 2015, 1506.02078. Healthy runs stay below 0.03; biases of -10 give 0.99.",
     )
@@ -284,10 +286,10 @@ RULES = (
     .needs(OPEN, applies=remembers)
     .follows(CELL_HISTORY)
     .says(
-        "The forget gate never closes: the memory only adds up.",
+        "The forget gate never closes: the memory accumulates and forgets nothing.",
         "Check that states are reset at the ends of episodes; clip the cell state.",
-        "Healthy runs stay below 0.66. Gates are sampled; a cell state that becomes half as large again in one update, and grows "
-        "with its age, shows it in between.",
+        "Healthy runs stay below 0.66. Gates are sampled; between samples, a cell state that grows by half in one update and keeps growing "
+        "with its age indicates the same.",
     )
     .shows("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*", GROWTH)
     .judged(StateJudge(forget_open, OpenGates()), FORGET_OPEN, ADDS_UP_GROWTH, ADDS_UP_JUMP),
@@ -297,17 +299,17 @@ RULES = (
     .says(
         "The cell state grows with its age.",
         "Check resets, shorten sequences, clip or regularise the cell state.",
-        "Memories that learn become twice to ten times as large within fifty updates. States of 50 and more are usual in episodes "
-        "of hundreds of steps.",
+        "In healthy runs cell states become two to ten times as large within fifty updates. States of 50 and more are usual in episodes of "
+        "hundreds of steps.",
     )
     .shows("lstm/c/*", GROWTH, "lstm/age/*", "lstm/reset_rate")
     .judged(StateJudge(cell_drift, Before()), CELL_ABSMAX, CELL_OF_AGE, CELL_SIZE, CELL_JUMP, CELL_GROWTH),
     memory_alarm("lstm/stale_state", "lstm/staleness", "lstm/staleness_first", rank=300, sampled=True)
     .needs(("lstm/staleness", "lstm/staleness_first"), applies=lambda facts: facts.policy != "mlp")
     .says(
-        "Training begins with states that the current weights would not have reached.",
-        "Recompute states at the start of each epoch, burn in, or use whole episodes.",
-        "Any update makes stored states stale, by 0.05-0.3 in healthy runs: 1 is as wrong as no memory. sb3-contrib#265",
+        "Training starts from stored LSTM states that the current weights would not compute.",
+        "Recompute states at the start of each epoch, use a burn-in, or train on whole episodes.",
+        "Every update makes stored states stale, by 0.05-0.3 in healthy runs; 1 is as wrong as an empty memory. sb3-contrib#265",
     )
     .shows("lstm/staleness", "lstm/staleness_first", "integrity/ratio_init")
     .judged(stale_state, STALE, STALE_FIRST),
@@ -315,8 +317,8 @@ RULES = (
     .reads("lstm/reset_rate")
     .needs("lstm/reset_rate", "episode/count", facts=("num_envs",), applies=lambda facts: facts.policy != "mlp")
     .says(
-        "Episodes end and memory is never reset: it leaks from one episode into the next.",
-        "Zero the state where `done` was set, in acting and in training alike.",
+        "Episodes end but the memory is never reset: it leaks from one episode into the next.",
+        "Set the state to 0 after each `done`, in the rollout and in training.",
         "identity",
     )
     .shows("lstm/reset_rate", "lstm/age/*", "episode/count", CELL)

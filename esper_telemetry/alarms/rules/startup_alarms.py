@@ -1,7 +1,7 @@
 """Checks that need no history: data and settings that are wrong from the first update on.
 
-A rule that compares a run with its own past finds a bug usual that was there from the first line. The bounds here are absolute, and so
-wide that no published setting on a public environment reaches them.
+A rule that compares a run with its own history cannot see a bug that was there from the start. The bounds here are absolute, and wide
+enough that published settings on public environments never reach them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from esper_telemetry.core.messages import number, percent, times
 
 COPIES, STILL = "obs/identical_frac", "obs/still_frac"
 RMS, MEDIAN_RMS, RMS_RATIO, OFFSET = "obs/rms_max", "obs/rms_median", "obs/rms_ratio", "obs/offset"
-MIN_STEPS = count("startup_steps", 100, "steps of each environment that checks from the first update on must have seen")
+MIN_STEPS = count("startup_steps", 100, "smallest number of steps of each environment for checks without a history")
 RANDOM_ENOUGH = 0.5
-"""Normalised entropy from which on environments with the same observations cannot have taken the same actions."""
+"""Normalised entropy above which environments with the same observations cannot have taken the same actions."""
 
 
 @reading(COPIES)
 def copies(view: View, share: float, steps: Total) -> Iterator[Finding]:
-    """Environments that all repeat another one, though their actions differ, with the steps of each since then."""
+    """Environments that all return the same observations as another one, although their actions differ; `steps` counts since when."""
     entropy, still = view.get("policy/entropy_norm"), view.get(STILL)
     if still == 1 or (entropy is not None and entropy < RANDOM_ENOUGH):
         return
     taken = steps.add(view.rollout_steps / (view.facts.num_envs or 1), share == 1)
     yield Finding(hard(taken >= view.limits[MIN_STEPS]), COPIES, share, 1.0).says(
-        "all {} environments have given the same observations as another one, step by step, for {} steps: their data count as one "
-        "environment's",
+        "each of the {} environments has returned the same observations as another one in each of {} steps: the duplicates add no data",
         *(view.facts.num_envs or 0, taken),
     )
 
@@ -38,72 +37,75 @@ def copies(view: View, share: float, steps: Total) -> Iterator[Finding]:
 FEATURE_SIZE = above("feature_size", 100.0, "root mean square of the largest feature of an observation")
 FEATURE_OFFSET = above("feature_offset", 100.0, "distance of a large feature from 0, in its standard deviations")
 FEATURE_RATIO = above(
-    "feature_ratio", 1000.0, "largest over smallest feature of an observation, where the largest is large"
+    "feature_ratio", 1000.0, "largest over smallest feature of an observation, if the largest is large"
 )
 LARGE_FEATURE = 10.0
-"""Root mean square of the largest feature from which on its ratio to the smallest counts: a network cannot hear the small one."""
+"""Root mean square of the largest feature above which its ratio to the smallest counts: the small one hardly affects the network."""
 
 
 @reading(RMS)
 def unscaled_observations(view: View, size: float) -> Iterator[Finding]:
-    """Features of which one is large, far from 0, or a thousand times another one."""
+    """A feature that is large, far from 0, or a thousand times as large as another one."""
     limits, ratio, offset = view.limits, view.get(RMS_RATIO), view.get(OFFSET)
     if view.facts.normalize_observations:
         return
     key, value, bound = RMS, size, limits[FEATURE_SIZE]
-    words = f"the largest entry of the observations has a size of {number(size)} (usually about 1)"
+    words = f"the largest entry of the observations has a root mean square of {number(size)} (usually about 1)"
     if size <= bound and offset is not None and offset > limits[FEATURE_OFFSET]:
         key, value, bound = OFFSET, offset, limits[FEATURE_OFFSET]
-        words = f"an entry of the observations lies {number(offset)} of its standard deviations from 0"
+        words = f"an entry of the observations is {number(offset)} of its standard deviations from 0, so its variation is hard to see"
     elif size <= bound and ratio is not None and ratio > limits[FEATURE_RATIO] and size > LARGE_FEATURE:
         key, value, bound = RMS_RATIO, ratio, limits[FEATURE_RATIO]
         words = (
-            f"one entry of the observations is {times(ratio)} as large as another one, and has a size of {number(size)}"
+            f"one entry of the observations is {times(ratio)} as large as another one, with a root mean square of {number(size)}: the "
+            "small entry hardly affects the network"
         )
     yield Finding(WARNING * hard(value > bound), key, value, bound).with_text(words.__str__)
 
 
-NORMALIZED_LOW = below("normalized_low", 0.01, "size of the middle feature behind a normaliser")
+NORMALIZED_LOW = below("normalized_low", 0.01, "size of the median feature after a normaliser")
 NORMALIZED_HIGH = above("normalized_high", 5.0, "the same at its upper end")
-MOSTLY_CUT = above("mostly_cut", 0.5, "share of entries that a normaliser cuts off, from the first update on")
+MOSTLY_CUT = above("mostly_cut", 0.5, "share of entries that a normaliser clips, from the first update on")
 
 
 def wrong_normalizer(view: View) -> Iterator[Finding]:
-    """Normalised observations that are nowhere near 1, or a normaliser that cuts most of them off."""
+    """Normalised observations with a size far from 1, or a normaliser that clips most of them."""
     bound, size = view.limits[MOSTLY_CUT], view.get(MEDIAN_RMS)
-    other = "its statistics are not those of this data"
+    other = "its statistics come from other data"
     for label, key, cut in view.labelled("norm/", "/clip_frac"):
-        words = f"the normaliser of {label} cuts off {{:%}} of what it is given (usually nothing): {other}"
+        words = f"the normaliser of {label} clips {{:%}} of its inputs (usually none): {other}"
         yield Finding(hard(cut > bound), key, cut, bound, instance=label).says(words, cut)
     if size is not None and view.facts.normalize_observations:
         low, high = view.limits[NORMALIZED_LOW], view.limits[NORMALIZED_HIGH]
         wrong, bound = hard(not low <= size <= high), low if size < low else high
-        words = f"normalised observations have a size of {{}}, where a normaliser makes it about 1: {other}"
+        words = "normalised observations have a root mean square of {} instead of about 1: the normaliser's statistics come from other data"
         yield Finding(wrong, MEDIAN_RMS, size, bound, instance="size").says(words, size)
 
 
-REWARD_SIZE = above("reward_size", 1000.0, "root mean square of the rewards per step, where nothing scales them")
+REWARD_SIZE = above("reward_size", 1000.0, "root mean square of the rewards per step, if nothing scales them")
 
 
 @reading("reward/mean", "reward/std", "reward/absmax")
 def unscaled_rewards(view: View, mean: float, std: float, largest: float) -> Iterator[Finding]:
-    """Rewards of thousands per step, where nothing scales them."""
+    """Rewards of thousands per step that nothing scales."""
     if view.facts.normalize_rewards:
         return
     size, bound = (mean * mean + std * std) ** 0.5, view.limits[REWARD_SIZE]
     advice = "Scale rewards to about 1: divide them by {}, or normalise them by the spread of returns."
     finding = Finding(WARNING * hard(size > bound), "reward/absmax", largest, bound)
-    words = "rewards are {} per step, at most {}, and nothing scales them"
+    words = "rewards have a root mean square of {} per step, at most {}, and nothing scales them, so the critic's loss is very large"
     yield finding.with_advice(lambda: advice.format(number(size))).says(words, size, largest)
 
 
-EARLY_UPDATES = 5  # updates in which actions at their bounds cannot have been learned: a policy may well learn to use the bounds alone
+EARLY_UPDATES = (
+    5  # updates in which actions at their bounds cannot have been learned yet: later a policy may use only the bounds
+)
 ACTIONS_CUT = above("actions_cut", 0.9, "share of the action components at their bounds, in the first updates")
 SPREAD_OUTSIDE = above("spread_outside", 10.0, "standard deviation of a head over half the range of its actions")
 
 
 def actions_cut(view: View, from_start: dict[str, bool]) -> Iterator[Finding]:
-    """Actions at their bounds in every update so far, by head; or a standard deviation far outside of them."""
+    """Actions at their bounds in every update so far, by head; or a standard deviation far beyond the bounds."""
     limits = view.limits
     spreads = {head: (key, value) for head, key, value in view.labelled("policy/head/", "/std_of_range")}
     for head, key, share in view.labelled("policy/head/", "/bound_frac"):
@@ -116,22 +118,23 @@ def actions_cut(view: View, from_start: dict[str, bool]) -> Iterator[Finding]:
 
 
 def actions_cut_text(head: str, share: float, spread: float | None) -> str:
-    """The clause on actions at their bounds."""
+    """The clause about actions at their bounds."""
     wide = (
         "" if spread is None else f": the standard deviation is {times(spread)} half their range (usually below 2.5x)"
     )
     of_head = "" if head == "action" else f" of {head}"
     return (
-        f"{percent(share)} of the actions{of_head} lie at or beyond their bounds{wide or ', from the first update on'}"
+        f"{percent(share)} of the actions{of_head} are at or beyond their bounds{wide or ' from the first update on'}, so the policy "
+        "cannot choose between them"
     )
 
 
 LEAST_DISCOUNT = below("least_discount", 0.5, "discount factor that looks at most two steps ahead")
-MIN_LENGTH = count("discounted_length", 5, "steps of an episode from which on such a discount is a mistake")
+MIN_LENGTH = count("discounted_length", 5, "episode length above which such a discount factor is a mistake")
 
 
 def short_sighted(view: View, length: Before) -> Iterator[Finding]:
-    """A discount factor with which nothing but the next rewards counts, in the latest episodes."""
+    """A discount factor so small that only the next rewards count."""
     gamma, bound = view.facts.gamma, view.limits[MIN_LENGTH]
     if gamma is None:
         return
@@ -140,13 +143,13 @@ def short_sighted(view: View, length: Before) -> Iterator[Finding]:
     wrong = gamma < view.limits[LEAST_DISCOUNT] and steps > bound
     yield Finding(hard(wrong), "episode/length_mean", steps, bound).with_text(
         lambda: (
-            f"gamma is {number(gamma)} (published settings: 0.8 to 0.9999): {seen}, in episodes of {number(steps)} steps"
+            f"gamma is {number(gamma)} (published settings: 0.8 to 0.9999): {seen}, although episodes last {number(steps)} steps"
         )
     )
 
 
 OVERRUN_SHARE = 0.05
-"""Share of its largest value by which a linear schedule may fall below 0 in the last update, which overruns the planned steps."""
+"""Share of its largest value by which a linear schedule may fall below 0 in the last update, which exceeds the planned steps."""
 
 
 @reading("opt/lr")
@@ -154,32 +157,30 @@ def negative_rate(view: View, rate: float, highest: Before) -> Iterator[Finding]
     """A learning rate below 0, with which every step makes the loss larger."""
     highest.value = max(highest.value, rate)
     yield Finding(hard(rate < -OVERRUN_SHARE * highest.value), "opt/lr", rate, 0.0).with_text(
-        lambda: (
-            f"the learning rate has been {number(rate)}, below 0: every optimizer step goes up the loss instead of down"
-        )
+        lambda: f"the learning rate has been {number(rate)}: every optimizer step increases the loss"
     )
 
 
-SIGN_ROWS = below("sign_rows", 4.0, "rows of a minibatch, below which normalised advantages are little more than signs")
+SIGN_ROWS = below("sign_rows", 4.0, "rows of a minibatch below which normalised advantages keep little but their sign")
 
 
 @reading("adv/minibatch_rows")
 def advantages_as_signs(view: View, rows: float) -> Iterator[Finding]:
-    """Minibatches so small that their normalised advantages are signs."""
+    """Minibatches so small that normalised advantages keep little but their sign."""
     bound = view.limits[SIGN_ROWS]
     if not view.facts.normalize_advantages or view.facts.normalize_minibatches is False:
         return
-    words = "minibatches have {} rows: advantages that are normalised over so few are little more than signs (published settings: 8 to "
-    yield Finding(hard(1 < rows < bound), "adv/minibatch_rows", rows, bound).says(words + "25,000 rows)", rows)
+    words = "minibatches have {} rows (published settings: 8 to 25,000): advantages normalised over so few rows keep little but their sign"
+    yield Finding(hard(1 < rows < bound), "adv/minibatch_rows", rows, bound).says(words, rows)
 
 
 RULES = (
     alarm("obs/copies", COPIES, rank=106, claim=True, optional=True, n_on=2, n_off=1, debug_updates=2)
     .says(
-        "All environments give the same observations, so they are worth one.",
-        "Give every environment a seed of its own and an object of its own; check that a wrapper does not share or repeat state.",
-        "Exact comparison. A policy that has made up its mind may do the same everywhere in a deterministic task, so the policy "
-        "must be undecided; episodes that begin alike part within a few steps.",
+        "All environments return the same observations, so they add no data.",
+        "Create a separate object with a separate seed for each environment; check that no wrapper shares or repeats state.",
+        "Exact comparison. In a deterministic task a deterministic policy may act the same in all environments, so the policy must be "
+        "stochastic; episodes that start alike then diverge within a few steps.",
     )
     .shows(COPIES, STILL, "policy/entropy_norm")
     .judged(StateJudge(copies, Total()), MIN_STEPS),
@@ -187,7 +188,7 @@ RULES = (
     .says(
         "Observations are large, far from 0, or a thousand times as large in one entry as in another.",
         "Normalise observations by running statistics (VecNormalize, normalize_observations), or scale them by their known range.",
-        "Public environments that are trained without a normaliser stay below 30; Andrychowicz 2021, 37 details of PPO",
+        "Public environments without a normaliser stay below 30; Andrychowicz 2021, 37 details of PPO",
     )
     .shows("obs/*")
     .judged(unscaled_observations, FEATURE_SIZE, FEATURE_OFFSET, FEATURE_RATIO),
@@ -195,18 +196,18 @@ RULES = (
     .reads("norm/{normalizer}/clip_frac", MEDIAN_RMS)
     .needs(("norm/{normalizer}/clip_frac", MEDIAN_RMS))
     .says(
-        "A normaliser has statistics of other data.",
+        "The statistics of a normaliser come from other data.",
         "Save and load its statistics with the policy; check that it is not frozen before it has seen this environment.",
-        "behind a normaliser the entries that vary have a size of 0.3 to 3 from the second update on",
+        "after a normaliser, varying entries have a size of 0.3 to 3 from the second update on",
     )
     .shows("norm/*/clip_frac", "norm/*/drift", "obs/*")
     .judged(wrong_normalizer, NORMALIZED_LOW, NORMALIZED_HIGH, MOSTLY_CUT),
     alarm("reward/unscaled", "reward/absmax", "reward/mean", "reward/std", rank=152, n_on=2)
     .needs("reward/absmax", "reward/mean", "reward/std")
     .says(
-        "Rewards are thousands per step, and nothing scales them.",
+        "Rewards are thousands per step and nothing scales them.",
         "Scale rewards to about 1, or normalise them by the spread of returns.",
-        "Public tasks pay up to 20 per step, and 100 now and then; the critic's loss grows with the square",
+        "Rewards of public tasks are up to 20 per step and rarely 100; the critic's loss grows with their square",
     )
     .shows("reward/*", "ret/*", "loss/value", "grad/interference/critic_share")
     .judged(unscaled_rewards, REWARD_SIZE),
@@ -214,25 +215,26 @@ RULES = (
     .reads("policy/head/{head}/bound_frac", "policy/head/{head}/std_of_range")
     .needs("policy/head/{head}/bound_frac", "policy/head/{head}/std_of_range")
     .says(
-        "Nearly all actions lie at their bounds, so that the policy cannot choose between them.",
-        "Scale actions to the bounds of the action space, lower the initial standard deviation (log_std_init, log_std), or squash actions.",
-        "A standard deviation of 1 between bounds of ±0.4, as in Humanoid, cuts off 69 % and learns. Policies may learn to use "
-        "nothing but the bounds, so actions count in the first updates alone.",
+        "Nearly all actions are at their bounds, so the policy cannot choose between them.",
+        "Rescale the actions to the bounds of the action space (gymnasium.wrappers.RescaleAction), lower the initial standard deviation "
+        "(log_std_init, log_std), or squash the actions.",
+        "With a standard deviation of 1 and bounds of ±0.4, as in Humanoid, 69 % are clipped and the policy still learns. A policy may "
+        "learn to use only the bounds, so actions count only in the first updates.",
     )
     .shows("policy/head/*/bound_frac", "policy/head/*/std*")
     .judged(StateJudge(actions_cut, dict[str, bool]()), ACTIONS_CUT, SPREAD_OUTSIDE),
     alarm("ret/short_sighted", "episode/length_mean", rank=85, claim=True, optional=True, n_off=1)
     .says(
-        "The discount factor is so small that nothing but the next rewards counts.",
-        "Set gamma so that 1 / (1 - gamma) is the number of steps over which actions have consequences: 0.99 as a rule.",
-        "published settings lie between 0.8 and 0.9999",
+        "The discount factor is so small that only the next rewards count.",
+        "Set gamma so that 1 / (1 - gamma) is the number of steps over which actions have consequences; 0.99 is usual.",
+        "published settings are 0.8 to 0.9999",
     )
     .shows("episode/length_mean", "ret/std", "td/std")
     .judged(StateJudge(short_sighted, Before()), LEAST_DISCOUNT, MIN_LENGTH),
     alarm("opt/negative_rate", "opt/lr", rank=84, hard=True, claim=True, certain=True, n_off=1, debug_updates=2)
     .says(
         "The learning rate is below 0.",
-        "Correct the sign of the learning rate or of its schedule, which may run past the end of the run.",
+        "Correct the sign of the learning rate, or its schedule, which may continue past the end of the run.",
         "always a mistake",
     )
     .shows("opt/lr", "policy/kl", "loss/*")
@@ -240,9 +242,9 @@ RULES = (
     alarm("adv/signs", "adv/minibatch_rows", rank=168, claim=True, optional=True, n_on=2)
     .needs(facts=("normalize_advantages",))
     .says(
-        "Minibatches have so few rows that normalised advantages are little more than signs.",
-        "Use larger minibatches (batch_size 32 and more), or normalise advantages over the whole rollout.",
-        "two rows are normalised to plus and minus the same number, whatever their advantages are",
+        "Minibatches have so few rows that normalised advantages keep little but their sign.",
+        "Use larger minibatches (32 rows or more), or normalise advantages over the whole rollout.",
+        "any two advantages are normalised to plus and minus the same number",
     )
     .shows("adv/minibatch_rows", "adv/participation")
     .judged(advantages_as_signs, SIGN_ROWS),

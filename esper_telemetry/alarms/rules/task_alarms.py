@@ -1,4 +1,4 @@
-"""The task and the exception that ends a run: alarms that explain no other one, and the course of the return as events."""
+"""Alarms about the task and about the exception that ends a run, which never explain another alarm; the course of the return as events."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from esper_telemetry.core.messages import number, percent
 from esper_telemetry.core.record import RUN_FAILED, Axes, RunStatus
 
 COUNT, RETURN, EPISODE_RETURN = "episode/count", "episode/return_mean_100", "episode/return_mean"
-SETTLE_UPDATES = 10  # updates with episodes, after which the average return means something
-EPISODES_UPDATES = count("episodes_updates", 20, "updates without the end of an episode, at least")
-EPISODES_FACTOR = count("episodes_factor", 5, "times the longest such gap so far, at least")
+SETTLE_UPDATES = 10  # updates with episodes after which the average return is meaningful
+EPISODES_UPDATES = count("episodes_updates", 20, "smallest number of updates without the end of an episode")
+EPISODES_FACTOR = count("episodes_factor", 5, "smallest multiple of the longest such gap so far")
 
 
 @dataclass(slots=True)
 class Gaps:
-    """Whether some episode has ended, and updates since the last end, and between two ends at most."""
+    """Whether an episode has ended, updates since the last end, and the longest gap between two ends."""
 
     ended: bool = False
     gap: int = 0
@@ -31,7 +31,7 @@ class Gaps:
 
 @reading(COUNT)
 def no_episodes(view: View, ends: float, gaps: Gaps) -> Iterator[Finding]:
-    """No episode that ends, for much longer than they take."""
+    """Episodes stopped ending, for much longer than an episode takes."""
     if ends > 0:
         gaps.longest = max(gaps.longest, gaps.gap) if gaps.ended else gaps.longest
         gaps.ended, gaps.gap = True, 0
@@ -42,16 +42,16 @@ def no_episodes(view: View, ends: float, gaps: Gaps) -> Iterator[Finding]:
     expected = by_limit or gaps.longest
     bound = max(view.limits[EPISODES_UPDATES], view.limits[EPISODES_FACTOR] * expected)
     wrong = (gaps.ended or by_limit is not None) and gaps.gap > bound
-    words = f"no episode has ended for {gaps.gap} updates (usually at most {{}})"
+    words = f"not a single episode has ended for {gaps.gap} updates (usually at most {{}} between two ends)"
     yield Finding(hard(wrong), COUNT, ends, 0.0).says(words, max(expected, 1))
 
 
-RETURN_DROP = above("return_drop", 0.6, "share of what was learned that is lost")
+RETURN_DROP = above("return_drop", 0.6, "share of the gained return that is lost again")
 
 
 @dataclass(slots=True)
 class ReturnLevels:
-    """Updates with a return and its average; the level when it settled, and its largest since."""
+    """Number of updates with a return, its average, the average when it settled, and the largest since."""
 
     count: int = 0
     level: float = 0.0
@@ -61,7 +61,7 @@ class ReturnLevels:
 
 @reading(RETURN)
 def return_drop(view: View, value: float, past: ReturnLevels) -> Iterator[Finding]:
-    """Much of what was learned that is lost again."""
+    """A return that has lost much of what it had gained."""
     past.count += 1
     level = past.level if past.count > 1 else value
     level = past.level = level + max(0.1, 1 / past.count) * (value - level)
@@ -75,14 +75,14 @@ def return_drop(view: View, value: float, past: ReturnLevels) -> Iterator[Findin
     yield Finding(hard(wrong), RETURN, value, best - drop * learned, adaptive=True).with_text(
         lambda: (
             f"the return has been {number(value)}, down from {number(best)}: "
-            f"{percent(min(1.0, lost / learned))} of what was learned is lost"
+            f"{percent(min(1.0, lost / learned))} of the improvement is lost"
         )
     )
 
 
 FAILED_KEY: Final = f"alarm/{RUN_FAILED}"
 MAX_MESSAGE_CHARACTERS: Final = 240
-"""Characters of the exception's message that an alarm quotes; the journal's event has a thousand."""
+"""Characters of the exception's message that an alarm quotes; the journal's event keeps a thousand."""
 MAX_NAMED_ENVIRONMENTS: Final = 8
 
 
@@ -95,46 +95,46 @@ class Failure(NamedTuple):
 
 
 def failure_findings(data: Mapping[str, Any], update: int) -> dict[str, Finding]:
-    """The findings of a failure event by type of alarm, causes first."""
+    """Return the findings of a failure event by type of alarm, causes first."""
     sentence = failure_sentence(data, update)
     findings = {RUN_FAILED: Finding(1.0, FAILED_KEY).with_text(lambda: sentence)}
     tensor = first_tensor(data)
     if tensor:
         entries = float((data.get("nonfinite") or {}).get("count", 1))
         nonfinite = Finding(1.0, NONFINITE_KEY, entries, 0.0).with_text(
-            lambda: f"the first tensor that is not finite: {tensor}"
+            lambda: f"the first non-finite tensor is {tensor}"
         )
         findings = {NONFINITE_KEY: nonfinite, **findings}
     return findings
 
 
 def bad_ending(status: RunStatus | None, last_update: int, failures: Sequence[Failure]) -> str:
-    """The sentence on a run that failed or was killed; empty for one that ended otherwise, or goes on."""
+    """Return the sentence about a run that failed or was killed; empty if it finished or is still running."""
     if status is RunStatus.KILLED:
         return (
             f"The run was killed after update {last_update:,}: its process ended without an exception (out of memory, a signal, "
-            "a lost machine); the log of the job or of the system says why."
+            "a lost machine). Look for the reason in the log of the job or of the system."
         )
     if status is not RunStatus.FAILED:
         return ""
     if not failures:
-        return f"The run ended as failed after update {last_update:,}, and its journal names no exception: the log of the job says why."
+        return f"The run failed after update {last_update:,} without an exception in its journal. Look for the reason in the job's log."
     return f"{failure_sentence(failures[-1].data, failures[-1].axes.update + 1)}."
 
 
 def failure_sentence(data: Mapping[str, Any], update: int) -> str:
-    """The update, the exception and the first non-finite tensor of a failure event, in a sentence without its full stop."""
+    """Return a sentence without full stop: the update, the exception and the first non-finite tensor of a failure event."""
     message = next(iter(str(data.get("message", "")).strip().splitlines()), "").strip()
     if len(message) > MAX_MESSAGE_CHARACTERS:
         message = f"{message[:MAX_MESSAGE_CHARACTERS]}..."
     exception = ": ".join(part for part in (str(data.get("exception", "")), message) if part)
     tensor = first_tensor(data)
-    place = f"; the first tensor that is not finite: {tensor}" if tensor else ""
+    place = f"; the first non-finite tensor is {tensor}" if tensor else ""
     return f"The run failed at update {update:,}: {exception.rstrip('.')}{place}"
 
 
 def first_tensor(data: Mapping[str, Any]) -> str:
-    """The first non-finite tensor of a failure event: `observations (3 of 32 values, environments 2)`; empty where all are finite."""
+    """Return the first non-finite tensor of a failure event, as `observations (3 of 32 values, environments 2)`; empty if none is."""
     nonfinite = data.get("nonfinite")
     if not nonfinite:
         return str(data.get("first_nonfinite") or "")
@@ -145,17 +145,17 @@ def first_tensor(data: Mapping[str, Any]) -> str:
 
 
 def resumed(view: View) -> Iterator[Finding]:
-    """The end of the alarm: a record follows, so a run that had failed was resumed."""
+    """End the alarm: a record after the failure means that the run was resumed."""
     yield Finding(0.0, FAILED_KEY)
 
 
 SPAN_UPDATES: Final = 10  # updates with episodes that are compared with as many before them
 STARTED_SHARE: Final = 0.1  # share of a run after which its returns are judged
-STARTED_UPDATES: Final = 20  # updates after which they are, where the length of the run is not known
+STARTED_UPDATES: Final = 20  # the same in updates, if the length of the run is not known
 PLATEAU_SPANS: Final = 5  # spans in a row without progress that make a plateau
 CHANGED_SHARE: Final = 0.1  # share of the range of returns so far that counts as a change
-NOISE_ERRORS: Final = 4.0  # standard errors of the difference that it must exceed besides
-MAX_RETURN: Final = 1e100  # returns beyond it are passed over: their squares are no numbers
+NOISE_ERRORS: Final = 4.0  # standard errors of the difference that a change must also exceed
+MAX_RETURN: Final = 1e100  # larger returns are skipped: their squares overflow
 Event = tuple[str, Mapping[str, Any]]
 
 
@@ -170,7 +170,7 @@ class TaskEvents:
         self._since = 0
 
     def step(self, values: Mapping[str, float], update: int, progress: float | None) -> tuple[Event, ...]:
-        """Add an update; returns the event, if anything changed."""
+        """Add an update; returns an event if the course has changed."""
         value = values.get(EPISODE_RETURN)
         if value is None or abs(value) > MAX_RETURN:
             return ()
@@ -209,9 +209,9 @@ class TaskEvents:
             "" if high <= low else f", {percent((new - low) / (high - low))} of the way from its lowest to its highest"
         )
         words = {
-            "improvement": f"the return rises: {number(new)} after {number(old)}",
-            "degradation": f"the return falls: {number(new)} after {number(old)}",
-            "plateau": f"the return has stood still at {number(new)} for about {updates} updates{place}",
+            "improvement": f"the return has risen from {number(old)} to {number(new)}",
+            "degradation": f"the return has fallen from {number(old)} to {number(new)}",
+            "plateau": f"the return has stayed at {number(new)} for about {updates} updates{place}",
         }
         return {"update": update, "return": new, "before": old, "updates": updates, "text": words[state]}
 
@@ -225,9 +225,9 @@ def _moments(values: list[float]) -> tuple[float, float]:
 RULES = (
     alarm("task/no_episodes", COUNT, "episode/length_mean", rank=CAUSE_LAST_RANK, hard=True, n_off=1, debug_updates=2)
     .says(
-        "No episode has finished for long.",
-        "Set a time limit; check that termination is passed on.",
-        "20 updates, and five times the time that an episode takes",
+        "Episodes have stopped ending.",
+        "Set a time limit; check that the environment's terminations reach the trainer.",
+        "20 updates, and five times as long as an episode takes",
     )
     .shows(COUNT, "lstm/reset_rate", "lstm/age/max")
     .judged(StateJudge(no_episodes, Gaps()), EPISODES_UPDATES, EPISODES_FACTOR),
@@ -235,8 +235,8 @@ RULES = (
     .reads(RETURN, EPISODE_RETURN)
     .says(
         "The return has fallen well below its best.",
-        "Look for the alarm that came first; go back to the best checkpoint with a lower learning rate.",
-        "Returns differ in sign and size, so what counts is the share of what was learned; unstable runs lose a third and recover.",
+        "Look for the alarm that came first; return to the best checkpoint with a lower learning rate.",
+        "Returns differ in sign and size, so the share of the improvement counts; unstable runs lose a third of it and recover.",
     )
     .shows("episode/*", "policy/kl", "policy/entropy_norm", "value/r2")
     .judged(StateJudge(return_drop, ReturnLevels()), RETURN_DROP),
@@ -244,8 +244,8 @@ RULES = (
     .needs(required=())
     .says(
         "An exception ended the run.",
-        "Read the exception and its traceback; where a tensor is not finite, look at what computes the first one.",
-        "always an error: raised by the failure event, over with the next whole record",
+        "Read the exception and its traceback; if a tensor is non-finite, look at the code that computes the first one.",
+        "always an error: raised by the failure event, ended by the next complete record",
     )
     .judged(resumed),
 )

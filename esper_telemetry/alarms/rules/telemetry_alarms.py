@@ -1,4 +1,4 @@
-"""Telemetry itself: its cost, its metrics, its backends, too many alarms."""
+"""Alarms about telemetry: its overhead, missing metrics, failing backends, too many alarms."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ ALWAYS = (
     *("policy/kl", "policy/entropy", "loss/value", "grad/global/norm_preclip", "ret/std", "adv/raw/std", "reward/std"),
     *("integrity/ratio_init", "integrity/gae_identity", "numerics/nonfinite", "opt/lr", "lstm/c/rms", "episode/count"),
 )
-"""Keys that have a value in every update of a run in which they ever had one."""
+"""Keys that, once they have had a value, have one in every update of the run."""
 
 SAMPLED = ("opt/update_to_weight", "repr/dormant_frac", "lstm/gate/f/mean")  # the same in some updates only
 UNDEFINED = "telemetry/undefined"
 UNMEASURED = "telemetry/unmeasured"
-MISSING_UPDATES = 5  # updates without a value that was due, which raise the alarm
-MIN_UPDATES = 5  # updates with a value, before its absence means anything
+MISSING_UPDATES = 5  # updates without an expected value that raise the alarm
+MIN_UPDATES = 5  # updates that must have a value before its absence counts
 
 
 @dataclass(slots=True)
 class Presence:
-    """Updates between two sampled ones, at most; updates with a value, and without one since, by key."""
+    """Largest distance between sampled updates; updates with a value, and updates without one since, by key."""
 
     every: float = 8.0
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def missing_metric(view: View, past: Presence) -> Iterator[Finding]:
-    """A metric that was always there and is not any more."""
+    """A metric that had a value in every update and no longer has one."""
     if view.get(UNMEASURED):
         return
     past.every = max(view.get("telemetry/sample_every") or 1.0, past.every)
@@ -55,10 +55,10 @@ OVERHEAD = above("overhead", 0.1, "telemetry's share of the training time")
 OVERHEAD_UPDATES = 20  # updates over which the share is averaged
 
 MIN_OVERHEAD_SECONDS = 60.0
-"""Time that telemetry must have taken in the run so far, unless it takes most of it: updates of small scripts take about as long as reading
-their losses and arrays does, and nobody waits for a short run of them."""
+"""Time that telemetry must have taken so far, unless its share is very large: in a small script an update takes about as long as reading
+its losses and arrays, which does not matter in a short run."""
 
-LARGE_SHARE = 2 / 3  # share from which on telemetry takes too long however short runs are
+LARGE_SHARE = 2 / 3  # share above which telemetry takes too long even in a short run
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Cost:
 
 
 def overhead(view: View, cost: Cost) -> Iterator[Finding]:
-    """Telemetry that takes its time, averaged over sampled and other updates; those at DEBUG were asked for, by someone or by an alarm."""
+    """Telemetry that takes much time, averaged over sampled and other updates; updates at DEBUG were requested and do not count."""
     value, bound = busy_share(view), view.limits[OVERHEAD]
     if value is None or view.get("telemetry/level") == Level.DEBUG:
         return
@@ -79,19 +79,19 @@ def overhead(view: View, cost: Cost) -> Iterator[Finding]:
     cost.seconds += view.values.get("perf/telemetry_cpu_ms", view.values.get("perf/telemetry_ms", 0.0)) / 1000
     noticed = cost.seconds >= MIN_OVERHEAD_SECONDS or mean > LARGE_SHARE
     severity = WARNING * hard(cost.shares.full and mean > bound and noticed)
-    words = "telemetry has taken {:%} of the training time, {} s so far"
+    words = "telemetry has taken {:%} of the training time, {} s so far, which slows the run down"
     yield Finding(severity, "perf/telemetry_frac", mean, bound).says(words, mean, cost.seconds)
 
 
 def busy_share(view: View) -> float | None:
-    """Telemetry's share of the processor time where it is measured: on a crowded machine, to wait for a core is not its doing."""
+    """Telemetry's share of the CPU time if measured, otherwise of wall time: on a busy machine, waiting for a core is not its cost."""
     own, collecting, learning = (view.get(f"perf/{part}_cpu_ms") for part in ("telemetry", "rollout", "update"))
     if own is None or collecting is None or learning is None:
         return view.get("perf/telemetry_frac")
     return own / (own + collecting + learning) if own > 0 else 0.0
 
 
-OUTAGE_FAILURES = 3  # failures of backends, one after the other, which are an outage
+OUTAGE_FAILURES = 3  # consecutive failures of backends that are an outage
 
 
 @dataclass(slots=True)
@@ -99,15 +99,15 @@ class Failures:
     """Failures of backends.
 
     Attributes:
-        errors_before: errors before the failures under way; None where there are none.
-        deepest: records that waited an update ago: while no backend works, more and more do.
+        errors_before: errors before the current failures; None if there are none.
+        deepest: records that were waiting in the previous update; their number grows while no backend works.
     """
 
     errors_before: float | None = None
     deepest: float = 0.0
 
     def add(self, view: View, errors: float) -> float:
-        """Number of failures since anything got through."""
+        """Number of failures since a record was last delivered."""
         depth = view.get("telemetry/queue_depth")
         more = errors - (view.previous.get("telemetry/errors") or 0.0)
         if depth is not None and depth < self.deepest:
@@ -119,14 +119,14 @@ class Failures:
 
 
 def delivery(view: View, failures: Failures) -> Iterator[Finding]:
-    """Backends that fail again and again, while nothing gets through; or records that are lost on the way to one."""
+    """Backends that keep failing while nothing is delivered, or records that are lost on the way to one."""
     errors, dropped = view.get("telemetry/errors"), view.get("telemetry/dropped")
     if errors is None and dropped is None:
         return
     lost = (dropped or 0.0) > (view.previous.get("telemetry/dropped") or 0.0)
     wrong = failures.add(view, errors or 0.0) >= OUTAGE_FAILURES or lost
     shown = ("telemetry/dropped", dropped) if lost else ("telemetry/errors", errors)
-    words = "backends have failed {} times and lost {} records"
+    words = "backends have failed {} times, and {} records were not delivered; the journal has all of them"
     yield Finding(hard(wrong), *shown).says(words, errors or 0.0, dropped or 0.0)
 
 
@@ -138,34 +138,34 @@ RULES = (
     .reads("perf/telemetry_frac", "telemetry/sample_every")
     .says(
         "Telemetry takes more of the training time than it should.",
-        "Lower the level, leave a second core free, or log less of your own.",
-        "averaged over 20 updates, some of them sampled; at least a minute of the run so far, or two thirds of it",
+        "Lower the telemetry level, leave a second core free, or log fewer values yourself.",
+        "averaged over 20 updates, some of them sampled; at least a minute of the run so far, or two thirds of its time",
     )
     .shows("perf/*", "telemetry/sample_every")
     .judged(StateJudge(overhead, Cost()), OVERHEAD),
     alarm("telemetry/missing_metric", UNDEFINED, rank=CAUSE_LAST_RANK, n_off=1)
     .needs(required=())
     .says(
-        "A metric that was there has had no value for several updates.",
-        "Its description says when it is absent; check what feeds it.",
-        "only of keys that are defined whatever the data: others are absent where they have no meaning",
+        "A metric that was recorded before has been missing for several updates.",
+        "The metric's description says when it is absent; check the code that reports it.",
+        "only for keys that are always defined: other metrics are absent when they have no meaning",
     )
     .shows("telemetry/undefined")
     .judged(StateJudge(missing_metric, Presence())),
     alarm("telemetry/delivery", rank=CAUSE_LAST_RANK, n_off=5)
     .reads("telemetry/errors", "telemetry/dropped", "telemetry/queue_depth")
     .says(
-        "A backend fails or falls behind; the journal has everything.",
-        "Check the address and the key of the backend; `esper-telemetry replay` sends what is missing.",
-        "one failure is retried, ever later: three without a record that gets through are an outage",
+        "A backend fails or falls behind; the journal has all records.",
+        "Check the address and the key of the backend; `esper-telemetry replay` sends the missing records.",
+        "a failed delivery is retried at growing intervals: three failures without a delivered record are an outage",
     )
     .shows("telemetry/*")
     .judged(StateJudge(delivery, Failures())),
     alarm(TOO_MANY, "alarm/active", "alarm/{key}", rank=CAUSE_LAST_RANK)
     .needs(required=())
     .says(
-        "More alarms were raised than anybody can read.",
-        "Look at the first ones: the rest are most likely their consequences.",
+        "More alarms were raised than can be read.",
+        "Look at the first alarms: the others are most likely their consequences.",
         "raised by the limit on alarms, not by a record",
     )
     .judged(None, ALARM_LIMIT),

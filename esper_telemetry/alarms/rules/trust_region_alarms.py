@@ -1,12 +1,12 @@
-"""Policy steps that are too far, and none at all.
+"""Policy steps that are too large, or too small.
 
-Policies that are sure of themselves, and policies with memory, lose much KL and most of a minibatch's effective samples on a handful of
-rare actions, and go on learning. Broken learning rates move nearly all samples. So a KL counts in full only where typical samples
-account for a twelfth of it, and an explosion of ratios needs their 99th percentile too.
+Policies that are nearly deterministic, and policies with memory, get a large KL divergence from a handful of rare actions, lose most of a
+minibatch's effective samples to them, and keep learning. A learning rate that is too high moves nearly all samples. So a KL divergence
+counts in full only if typical samples account for a twelfth of it, and an explosion of ratios also needs their 99th percentile.
 
-The log-ratio of a Gaussian action is a sum over its D dimensions, and Adam moves each mean by about the same: KL grows with D, the
-spread of log-ratios with √D. Published settings with narrow Gaussians (σ of 0.14) move 1 to 17 dimensions by 0.006 to 0.026 nats each. So
-bounds are those of one dimension.
+The log-ratio of a Gaussian action is a sum over its D dimensions, and Adam moves each mean by about the same amount. So the KL divergence
+grows with D, and the spread of log-ratios with √D. Published settings with narrow Gaussians (σ = 0.14) move 1 to 17 dimensions by 0.006
+to 0.026 nats each. Bounds are therefore per dimension.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from esper_telemetry.core.messages import number, percent
 RATIOS = ("policy/ratio/*", "policy/head/*/blame", "policy/head/*/ratio/*", "policy/logp/min", "policy/kl*", "opt/lr")
 STEP_COUNT_UPDATES = 10  # updates after which their number of optimizer steps is typical
 KL_SPIKE = Ramp("kl_spike", 0.03, 0.3, "KL divergence of an update, nats per dimension of a Gaussian action")
-KL_SUDDEN = Ramp("kl_sudden", 0.1, 1.0, "the same for a single update, the one before it being smaller")
+KL_SUDDEN = Ramp("kl_sudden", 0.1, 1.0, "the same for a single update after a smaller one")
 KL_TYPICAL = count(
-    "kl_typical", 1 / 12, "share of the KL that typical samples account for, from which on it counts in full"
+    "kl_typical", 1 / 12, "share of the KL from typical samples, above which the KL divergence counts in full"
 )
-KL_FEW = count("kl_few", 1 / 3, "what it counts below that, where a few samples make it up")
-USUAL_CLIP = 0.2  # half width of the trust region where the run's facts have none
+KL_FEW = count("kl_few", 1 / 3, "weight of a KL divergence that comes from a few samples")
+USUAL_CLIP = 0.2  # clip range if the run's facts have none
 
 
 def action_dimensions(view: View) -> float:
-    """Dimensions of the continuous actions; 1 where there are none, or a record does not say."""
+    """Dimensions of the continuous actions; 1 if there are none or the record does not have them."""
     return max(1.0, sum(value for _, _, value in view.labelled("policy/head/", "/dimensions")))
 
 
 def typical_kl(view: View, outside: float) -> float:
-    """KL of Gaussian log-ratios with that share outside of the trust region: what samples account for that are not rare.
+    """KL divergence of Gaussian log-ratios with that share outside the trust region: the part that typical samples account for.
 
-    Log-ratios of a small step are normal with a variance of twice the KL.
+    Log-ratios of a small step are normal with a variance of twice the KL divergence.
     """
     clip = view.facts.clip
     width = clip if clip is not None and clip > 0 else USUAL_CLIP
@@ -53,15 +53,15 @@ def typical_kl(view: View, outside: float) -> float:
     return float((width / NormalDist().inv_cdf(tail)) ** 2 / 2)
 
 
-PASSES = above("passes", 1.5, "optimizer steps of an update over the most of any before")
-KL_PASSES = Ramp("kl_passes", 1.0, 4.0, "the KL over its median, where updates make many more steps than before")
-WIDER: Final = "Raise the standard deviation (log_std_init, log_std), or bound it from below."
+PASSES = above("passes", 1.5, "optimizer steps of an update over the largest number so far")
+KL_PASSES = Ramp("kl_passes", 1.0, 4.0, "KL over its median, if updates take many more steps than before")
+WIDER: Final = "Raise the standard deviation (log_std_init, log_std), or set a lower bound for it."
 
 
-def narrow_std(view: View, effect: str = "a KL goes with its inverse square") -> str:
-    """A clause on a head whose standard deviation is below all that published settings begin with; else nothing.
+def narrow_std(view: View, effect: str = "the KL divergence grows with its inverse square") -> str:
+    """A clause about a head whose standard deviation is below all published initial values; otherwise empty.
 
-    The KL of a step goes with 1/σ²: then σ makes it large, and not the step.
+    The KL divergence of a step is proportional to 1/σ², so a small σ makes it large even if the step is small.
     """
     for head, _, std in view.labelled("policy/head/", "/std/mean"):
         if max(std, view.values.get(f"policy/head/{head}/std_of_range", 0.0)) < INITIAL_STD.lowest:
@@ -71,14 +71,14 @@ def narrow_std(view: View, effect: str = "a KL goes with its inverse square") ->
 
 @dataclass(slots=True)
 class PolicySteps:
-    """KL per dimension that counted in the update before, most optimizer steps of an update, and the updates that settled this number."""
+    """KL per dimension that counted in the previous update, the largest number of optimizer steps, and the updates it is based on."""
 
     before: float = 0.0
     most_steps: int = 0
     updates: int = 0
 
     def relative(self, view: View) -> float | None:
-        """Optimizer steps over the most of any update before; None before there are ten."""
+        """Optimizer steps over the largest number so far; None in the first ten updates."""
         steps = view.steps
         if steps is None:
             return None
@@ -90,12 +90,12 @@ class PolicySteps:
 
 
 def kl_spike(view: View, past: PolicySteps) -> Iterator[Finding]:
-    """One update that moved the policy very far, or two in a row far; or two further than usual, with many more steps.
+    """One update moved the policy very far, or two in a row moved it far; or two moved it further than usual, with many more steps.
 
-    A KL divergence that a few samples make up is judged by a third of it, or by twelve times what typical samples account for. One sample
-    that has become thousands of times as likely makes the mean of r - 1 - log r as large as it likes: half the mean of log² r bounds it.
+    A KL divergence that comes from a few samples counts a third, or twelve times the part from typical samples. A single sample that has
+    become thousands of times as likely can make the mean of r - 1 - log r arbitrarily large, so half the mean of log² r bounds it.
     """
-    # some trainers log the mean of the negative log ratio, which has the same expectation
+    # some trainers log the mean negative log-ratio, which has the same expectation
     key, limits = "policy/kl" if "policy/kl" in view.values else "policy/kl_k1", view.limits
     value, share = view.get(key), view.get("policy/clip_frac")
     if value is None:
@@ -113,35 +113,35 @@ def kl_spike(view: View, past: PolicySteps) -> Iterator[Finding]:
     bound = limits.log_middle(KL_SUDDEN if sudden >= lasting else KL_SPIKE) * value / max(counts, 1e-300)
     finding = Finding(max(sudden, lasting), key, value, bound, z=view.z(key))
     yield finding.with_advice((lambda: WIDER) if narrow_std(view) else None).says(
-        "updates have moved the policy by a KL divergence of {} nats{}{}",
+        "updates have moved the policy by a KL divergence of {} nats{}, too far for the rollout they learn from{}",
         *(value, partial(view.usual, key), partial(narrow_std, view)),
     )
 
 
 def moved_by_passes(view: View, kl: float, passes: float) -> Finding:
-    """The finding for more passes over a rollout than ever before; `kl` is the smaller one of two updates."""
+    """The finding for more passes over a rollout than ever before; `kl` is the smaller value of two updates."""
     key, limits = "policy/kl", view.limits
     usual = view.baselines.median(key)
     relative = kl / usual if usual else 0.0
     severity = limits.log_severity(KL_PASSES, relative) if passes > limits[PASSES] else 0.0
     bound = usual and usual * limits.log_middle(KL_PASSES)
     return Finding(severity, key, kl, bound, adaptive=True, z=view.z(key), instance="passes").says(
-        "updates have made {:x} the steps of those before, and have moved the policy {:x} as far as usual: by a KL divergence of {} nats{}",
+        "updates have taken {:x} as many optimizer steps as before, and have moved the policy {:x} as far: by a KL divergence of {} nats{}",
         *(passes, relative, kl, partial(view.usual, key)),
     )
 
 
-ESS = Ramp("ess", 0.4, 0.9, "share of the effective samples that is lost in the worst minibatch")
+ESS = Ramp("ess", 0.4, 0.9, "share of the effective samples lost in the worst minibatch")
 ESS_SUDDEN = Ramp("ess_sudden", 0.8, 1.0, "the same for a single update")
-RATIO_SPREAD = Ramp("ratio_spread", 1.5, 6.0, "99th percentile of the probability ratios, with either")
+RATIO_SPREAD = Ramp("ratio_spread", 1.5, 6.0, "99th percentile of the probability ratios, required in addition")
 
 
 @reading("policy/ess_frac_min")
 def ratio_explosion(view: View, effective: float, past: list[tuple[float, float]]) -> Iterator[Finding]:
-    """A few samples that decide the update: nearly all effective samples lost at once, or many in two updates in a row.
+    """A few samples dominate the update: nearly all effective samples are lost at once, or many in two updates in a row.
 
-    One sample in a minibatch suffices for either, so one in a hundred of the whole update must have become far likelier, too; per
-    dimension of a Gaussian action, of which the minibatch adds up all.
+    One sample in a minibatch suffices for either. So one sample in a hundred of the whole update must also have become far more likely,
+    per dimension of a Gaussian action.
     """
     limits, largest, wide = view.limits, view.get("policy/ratio/max") or 0.0, view.get("policy/ratio/p99")
     spread = 1.0 if wide is None else limits.log_severity(RATIO_SPREAD, per_dimension(view, wide))
@@ -151,46 +151,47 @@ def ratio_explosion(view: View, effective: float, past: list[tuple[float, float]
     lasting = min(limits.severity(ESS, min(lost, lost_before)), spread, spread_before)
     severity = max(lasting, min(limits.severity(ESS_SUDDEN, lost), spread))
     yield Finding(severity, "policy/ess_frac_min", effective, 1 - limits.middle(ESS)).says(
-        "{:%} of a minibatch's samples carry its weight (usually 90 % or more); the largest probability ratio is {}{}",
+        "the effective sample size of a minibatch has fallen to {:%} (usually 90 % or more), so a few samples dominate the update; the "
+        "largest probability ratio is {}{}",
         *(effective, largest, partial(blamed_head, view)),
     )
 
 
 def per_dimension(view: View, ratio: float) -> float:
-    """The ratio that one dimension of a Gaussian action contributes to a quantile of the ratios of all."""
+    """Contribution of one dimension of a Gaussian action to a quantile of the ratios."""
     return float(max(ratio, 0.0) ** (1 / action_dimensions(view) ** 0.5))
 
 
 def blamed_head(view: View) -> str:
-    """The head that most of the change is owed to, where there are several."""
+    """The head responsible for most of the change, if there are several."""
     shares = {head: value for head, _, value in view.labelled("policy/head/", "/blame")}
     if len(shares) < 2:
         return ""
     head = max(shares, key=lambda name: shares[name])
-    return f", {percent(shares[head])} of it by the head {head}"
+    return f", {percent(shares[head])} of it from the head {head}"
 
 
 KL_STALL = below("kl_stall", 1e-7, "largest KL of a minibatch in an update that did not move the policy")
 KL_SLOW = below("kl_slow", 1e-5, "the same, median over twenty updates, while the return does not rise")
 SLOW_UPDATES = 20  # updates in which the policy must have hardly moved
-SLOW_STEPS = 16  # optimizer steps of an update from which on the bound on their KL holds in full; it goes with their square below
+SLOW_STEPS = 16  # optimizer steps for which the bound on the KL holds; with fewer it shrinks with their square
 
 DECIDED_ENTROPY = 0.03
-"""Normalised entropy (nats, where logs have no other) below which a policy has decided, unless its return has not risen: it hardly samples
-anything that could move it."""
+"""Normalised entropy (in nats for logs without it) below which a policy is deterministic unless its return has not risen: it samples hardly
+any action that could move it."""
 
-MIN_LOWERED = 1e-12  # least factor by which a schedule lowers the KL that is expected
-MIN_MOVED = 1e-5  # KL over whole distributions from which on a policy has moved, whatever its ratios say
+MIN_LOWERED = 1e-12  # smallest factor by which a schedule lowers the expected KL
+MIN_MOVED = 1e-5  # KL of the whole distributions above which a policy has moved even if its ratios are 1
 
 
 @dataclass(slots=True)
 class PolicyMoves:
-    """Course of the learning rate, and what moved.
+    """Course of the learning rate, and how far the policy has moved.
 
     Attributes:
-        largest: KL of a minibatch in the latest updates, as it would be at the highest learning rate so far.
-        exact: KL over whole distributions in the latest sampled update, 0 after an update whose ratios have moved: it says nothing of a
-            later standstill.
+        largest: largest KL of a minibatch in the latest updates, rescaled to the highest learning rate so far.
+        exact: KL of the whole distributions in the latest sampled update; 0 after an update whose ratios have moved, which makes it
+            outdated.
     """
 
     rates: AnnealedRate = field(default_factory=AnnealedRate)
@@ -199,12 +200,12 @@ class PolicyMoves:
 
 
 def kl_stall(view: View, past: PolicyMoves) -> Iterator[Finding]:
-    """A policy that does not move, or hardly for long while the return does not rise, though its learning rate is not annealed.
+    """A policy that does not move, or hardly moves for a long time while the return does not rise, without an annealed learning rate.
 
-    The KL of a step goes with the square of the learning rate, so that a schedule lowers what may be expected.
+    The KL of a step is proportional to the square of the learning rate, so a schedule lowers the expected KL.
     """
     limits, rates, annealed = view.limits, past.rates, past.rates.stopped(view)
-    # of a single step, as in A2C, the only minibatch comes before: what the step does is measured in sampled updates alone
+    # with a single step, as in A2C, the only minibatch precedes it: its effect is measured in sampled updates only
     value, rate = view.get("policy/kl_post" if view.steps == 1 else "policy/kl_max"), view.get("opt/lr")
     if value is None:
         return
@@ -223,33 +224,34 @@ def kl_stall(view: View, past: PolicyMoves) -> Iterator[Finding]:
     held, bound = (SLOW_UPDATES, slow_bound) if slow else (1, bound)
     finding = Finding(severity, "policy/kl_max", value, bound, held=held)
     if exact > MIN_MOVED:
-        words = "probability ratios have stayed at 1 (KL {}), though the policy moves by {} nats: the old log-probabilities are computed "
-        yield finding.says(words + "again, so nothing is clipped", value, exact)
+        words = "probability ratios have stayed at 1 (KL {}), although the policy has moved by {} nats: the old log-probabilities are "
+        yield finding.says(words + "recomputed, so nothing is clipped", value, exact)
         return
     at_rate = "" if rate is None else f", at a learning rate of {number(rate)}"
-    words = "the policy has not moved: its KL divergence is {} nats at most{}"
+    words = "updates have not changed the policy, so it cannot learn: their KL divergence is at most {} nats{}"
     if slow:
-        words = f"the policy has hardly moved for {SLOW_UPDATES} updates: a KL divergence of {{}} nats at most in each (usually 0.002 to "
-        words += "0.02){}"
+        words = f"{SLOW_UPDATES} updates have hardly moved the policy: their KL divergence is at most {{}} nats (usually 0.002 to 0.02){{}}"
     yield finding.with_advice(lambda: stall_advice(rate, view.facts.optimizer, slow=slow)).says(
         words, middle if slow else value, at_rate
     )
 
 
 def stall_advice(rate: float | None, optimizer: str | None, *, slow: bool) -> str:
-    """What to try where the policy does not move, or hardly, by the learning rate and the name of the optimizer."""
+    """Advice for a policy that does not move, by the learning rate and the name of the optimizer."""
     if rate == 0:
-        return "Set a learning rate that is not 0, or correct the schedule that leads there."
+        return "Set a learning rate above 0, or correct the schedule that lowered it to 0."
     published = PUBLISHED["learning_rate"]
     if rate is not None and 0 < rate < published.lowest:
         return f"Raise the learning rate to {number(published.p10)} or more, with Adam."
     if optimizer == "SGD":
-        return "Use Adam, or raise the learning rate: plain SGD needs a far larger one."
+        return "Use Adam, or raise the learning rate: plain SGD needs a much higher one."
     if slow:
-        return "Raise the learning rate: the policy moves, and too little to learn. Plain SGD needs a far larger one than Adam."
+        return "Raise the learning rate: the policy moves too little to learn. Plain SGD needs a much higher one than Adam."
     if rate is not None and rate > published.highest:
-        return "Start again with a smaller learning rate: so large a step can leave a policy that no gradient moves any more."
-    size = "" if rate is None else " If so, raise the learning rate."
+        return (
+            "Restart with a lower learning rate: a very large step can saturate a policy so that its gradient vanishes."
+        )
+    size = "" if rate is None else " If they do, raise the learning rate."
     return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
 
 
@@ -263,23 +265,23 @@ def ratio_collapse(view: View, value: float) -> Iterator[Finding]:
     """Actions that have become far less likely."""
     bound = view.limits.middle(RATIO_COLLAPSE) ** (action_dimensions(view) ** 0.5)
     severity = view.limits.severity(RATIO_COLLAPSE, per_dimension(view, value))
-    words = "one action in a hundred has become {:x} less likely in a single update"
+    words = "one action in a hundred has become {:x} less likely in a single update, so the step was too large for these actions"
     yield Finding(severity, "policy/ratio/p01", value, bound).says(words, 1 / max(value, 1e-30))
 
 
-CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside of the trust region")
+CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside the trust region")
 CLIP_KL = above(
-    "clip_kl", 0.02, "KL divergence per dimension up to which leaving a narrow trust region is no harm, nats"
+    "clip_kl", 0.02, "KL divergence per dimension up to which leaving a narrow trust region is harmless, nats"
 )
-CLIP_USUAL = above("clip_usual", 1.25, "share over its median that counts where the return has risen with that share")
+CLIP_USUAL = above("clip_usual", 1.25, "share over its median, if the return has risen with the usual share")
 
 MIN_SAMPLES = 512
-"""Environment steps of which the share outside of the trust region is the mean: in a rollout of 8 it is a multiple of an eighth."""
+"""Environment steps over which the share outside the trust region is averaged: in a rollout of 8 it is a multiple of an eighth."""
 
 
 @reading("policy/clip_frac")
 def clip_saturation(view: View, value: float, shares: list[tuple[float, int]]) -> Iterator[Finding]:
-    """Much of the batch outside of the trust region, by share and steps of as many updates as have enough samples."""
+    """Much of the batch is outside the trust region, averaged over updates with enough samples; `shares` are (share, steps) of each."""
     key, limits = "policy/clip_frac", view.limits
     shares.append((value, view.rollout_steps or MIN_SAMPLES))
     while len(shares) > 1 and sum(steps for _, steps in shares[1:]) >= MIN_SAMPLES:
@@ -292,15 +294,22 @@ def clip_saturation(view: View, value: float, shares: list[tuple[float, int]]) -
     harmless = view.course.risen is True and usual is not None and mean <= limits[CLIP_USUAL] * usual
     moved = view.values.get("policy/kl", inf) > limits[CLIP_KL] * action_dimensions(view)
     severity = limits.severity(CLIP_FRAC, mean) * hard(moved and not harmless)
-    narrow = partial(narrow_std, view, "ratios change with its inverse")
+    narrow = partial(narrow_std, view, "ratios are proportional to its inverse")
     yield (
         Finding(severity, key, mean, limits.middle(CLIP_FRAC))
         .with_advice((lambda: WIDER) if severity and narrow() else None)
-        .says("{:%} of the samples have left the trust region{}{}", mean, partial(view.usual, key), narrow)
+        .says(
+            "{:%} of the samples have left the trust region{}, where clipping stops them from training the policy{}",
+            mean,
+            partial(view.usual, key),
+            narrow,
+        )
     )
 
 
-step_alarm = partial(alarm, debug_updates=3, pieces=("transitions",))  # declare an alarm of the size of policy steps
+step_alarm = partial(
+    alarm, debug_updates=3, pieces=("transitions",)
+)  # declares an alarm about the size of policy steps
 
 RULES = (
     step_alarm("policy/kl_spike", rank=290, relative=True, n_off=2, debug_updates=5)
@@ -310,10 +319,10 @@ RULES = (
     .says(
         "One update moved the policy much further than usual.",
         "Lower the learning rate or the number of epochs, set target_kl, use larger minibatches.",
-        "Stop rules in use lie at 0.015 to 0.03. Policies with memory have single updates of 0.1 and recover: two in a row, or 0.3. "
-        "Less counts where there are suddenly more steps. Sure policies lose much KL on a few rare actions, and go on learning: the "
-        "threefold is asked for where the share of samples outside of the trust region accounts for no twelfth of it. Published settings "
-        "of narrow Gaussians move each dimension by 0.006 to 0.026 nats.",
+        "Usual values of target_kl are 0.015 to 0.03. Policies with memory have single updates of 0.1 and recover, so two in a row count, "
+        "or 0.3. With suddenly more steps, less is enough. Nearly deterministic policies get a large KL from a few rare actions and keep "
+        "learning: if the samples outside the trust region account for less than a twelfth of it, the bound is three times as high. "
+        "Published settings with narrow Gaussians move each dimension by 0.006 to 0.026 nats.",
     )
     .shows("policy/kl*", "policy/head/*/kl", "policy/ratio/*", "opt/lr", "grad/global/*", "adv/norm/*")
     .judged(StateJudge(kl_spike, PolicySteps()), KL_SPIKE, KL_SUDDEN, KL_TYPICAL, KL_FEW, PASSES, KL_PASSES),
@@ -322,10 +331,10 @@ RULES = (
     .reads("policy/head/{head}/ratio/max")
     .changes("learning_rate", "num_epochs")
     .says(
-        "A few samples' probabilities have changed so much that they decide the update alone.",
+        "The probabilities of a few samples have changed so much that they dominate the update.",
         "Look at the head with the largest blame; lower the learning rate, set target_kl, keep action probabilities away from 0.",
-        "Kong's effective sample size; Moalla 2024, coach#87. A single sample of a rare action takes 90 % of it from a minibatch "
-        "in healthy runs, which clipping bears: the 99th percentile of the ratios is 1.2 to 2.7 there.",
+        "Kong's effective sample size; Moalla 2024, coach#87. In healthy runs a single sample of a rare action can cost a minibatch 90 % "
+        "of it, which clipping absorbs; the 99th percentile of the ratios is then 1.2 to 2.7.",
     )
     .shows("policy/ess_frac*", *RATIOS)
     .judged(StateJudge(ratio_explosion, list[tuple[float, float]]()), ESS, ESS_SUDDEN, RATIO_SPREAD),
@@ -334,8 +343,8 @@ RULES = (
     .says(
         "One action in a hundred has become more than ten times less likely in a single update.",
         "Lower the learning rate; check the sign and the order of advantages.",
-        "First percentile in place of the share of rows, which a record does not have. Published settings reach 0.001 in six "
-        "dimensions and go on learning.",
+        "The first percentile replaces the share of rows, which is not recorded. Published settings reach 0.001 in six dimensions and keep "
+        "learning.",
     )
     .shows(*RATIOS)
     .judged(ratio_collapse, RATIO_COLLAPSE),
@@ -345,20 +354,20 @@ RULES = (
     .follows("policy/clip_frac")
     .changes("learning_rate", "num_epochs", "clip")
     .says(
-        "Much of the batch has left the trust region and teaches nothing more.",
-        "Fewer epochs or a lower learning rate; a larger batch where advantages are noisy.",
-        "common practice; healthy runs stay below 0.17, but for their first updates. A rollout of a few steps is a sample of a few, "
-        "so the share is that of the last 512 steps. At a KL of 0.01, below all stop rules, half of the samples may leave a clip of 0.1. "
-        "With the 20 passes and the clip of 0.1 published for Walker2d it is 0.6 throughout, while the return rises from 18 to 350.",
+        "Much of the batch has left the trust region, where clipping stops it from training the policy.",
+        "Use fewer epochs or a lower learning rate; use a larger batch if advantages are noisy.",
+        "Common practice; healthy runs stay below 0.17 after their first updates. The share is the mean of the last 512 steps, because "
+        "short rollouts are small samples. At a KL of 0.01, below all usual values of target_kl, half of the samples may leave a clip of "
+        "0.1. With the 20 epochs and the clip of 0.1 published for Walker2d it is 0.6 throughout, while the return rises from 18 to 350.",
     )
     .shows("policy/clip_frac*", "policy/head/*/clip_frac", "policy/kl*", "opt/lr")
     .judged(StateJudge(clip_saturation, list[tuple[float, int]]()), CLIP_FRAC, CLIP_KL, CLIP_USUAL),
     step_alarm("policy/kl_stall", "policy/kl_max", "opt/lr", rank=240, n_on=3, n_off=1)
     .changes("learning_rate")
     .says(
-        "The policy does not move, or hardly at all.",
-        "Store the log-probabilities of the actions when they are taken, and compare with those in every minibatch.",
-        "KL goes with the square of the learning rate: what a schedule has led to 5 % of its peak may stop.",
+        "The policy does not change, or hardly changes.",
+        "Store the log-probabilities when the actions are taken, and use them as the old log-probabilities in every minibatch.",
+        "The KL is proportional to the square of the learning rate: at 5 % of the peak of a schedule the policy may stop.",
     )
     .shows("policy/kl*", "opt/lr", "grad/*/norm_preclip", "opt/update_to_weight*")
     .judged(StateJudge(kl_stall, PolicyMoves()), KL_STALL),

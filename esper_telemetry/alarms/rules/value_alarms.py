@@ -1,4 +1,4 @@
-"""The critic: it fitted and no longer does, its loss jumps, returns change their scale, it is wrong in one direction."""
+"""Alarms about the critic: a lost fit, a jump of the loss, a change in the scale of returns, a bias."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from esper_telemetry.core.messages import number, times
 LOSS, R2, EXPLAINED, SPREAD = "loss/value", "value/r2", "value/explained_variance", "value/target/std"
 LOSS_OVER_VARIANCE = "value/loss_norm"
 EXPECTED_FIT = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
-"""Explained variance that may be expected up to that share of the run: early a critic knows nothing yet, late it should."""
+"""Explained variance to expect up to that share of the run: an untrained critic explains nothing, a trained one should."""
 
-BEST_FIT_UPDATES = 20  # latest R² values among which the best one is looked for
+BEST_FIT_UPDATES = 20  # latest R² values from which the best one is taken
 RECENT_UPDATES = 5  # latest losses that a jump is compared with
 BIAS_UPDATES = 10  # updates for which a critic must be wrong in one direction
-MIN_LOSS_GROWTH = 0.5  # decades by which the loss must have grown too: the fit also falls where returns only vary less
-UNKNOWN_EARLY_UPDATES = 25  # updates that count as early in a run whose length is not known
-CONSTANT_FIT = 0.02  # fit below which a critic is no better than a constant, whose fit differs from 0 by chance
+MIN_LOSS_GROWTH = 0.5  # decades by which the loss must have grown too: the fit also falls when returns vary less
+UNKNOWN_EARLY_UPDATES = 25  # updates that count as early in a run of unknown length
+CONSTANT_FIT = 0.02  # fit up to which a critic is as bad as a constant, whose fit differs from 0 by chance
 
 
 def expected_fit(view: View) -> float:
@@ -33,14 +33,14 @@ def expected_fit(view: View) -> float:
     return next((bound for end, bound in EXPECTED_FIT if view.progress < end), EXPECTED_FIT[-1][1])
 
 
-FIT_WAS = above("fit_was", 0.3, "R² that the critic once had")
-FIT_NOW = below("fit_now", CONSTANT_FIT, "R² below which it has lost it")
+FIT_WAS = above("fit_was", 0.3, "R² that the critic has had before")
+FIT_NOW = below("fit_now", CONSTANT_FIT, "R² below which the critic has lost its fit")
 LOSS_NORM = Ramp("loss_norm", 1.0, 25.0, "critic's error over the variance of returns")
 
 
 @reading(LOSS_OVER_VARIANCE)
 def fit_collapse(view: View, loss_norm: float, fits: Recent) -> Iterator[Finding]:
-    """A critic that has lost a fit that it had, and whose error has grown."""
+    """A critic that has lost its fit, with a larger error than before."""
     limits, r2, explained = view.limits, view.get(R2), view.get(EXPLAINED)
     best = max(fits.values, default=None)
     if r2 is not None:
@@ -54,22 +54,23 @@ def fit_collapse(view: View, loss_norm: float, fits: Recent) -> Iterator[Finding
     severity = max(hard(by_fit), limits.log_severity(LOSS_NORM, loss_norm) if grown else 0.0)
     if not by_fit:
         yield Finding(severity, LOSS_OVER_VARIANCE, loss_norm, limits.log_middle(LOSS_NORM), z=view.z(error)).says(
-            "the critic's squared error has been {:x} the variance of returns", 2 * loss_norm
+            "the critic's squared error has been {:x} the variance of returns: it predicts worse than their mean",
+            2 * loss_norm,
         )
         return
     name = "its loss" if error == LOSS else "half its squared error over their variance"
     yield Finding(severity, R2, r2, limits[FIT_NOW], z=view.z(error)).says(
-        f"the critic no longer predicts returns: R² has fallen from {{}} to {{}}, {name} is {{}}{{}}",
+        f"the critic no longer predicts returns: its R² has fallen from {{}} to {{}}, and {name} is {{}}{{}}",
         *(best or 0.0, r2 or 0.0, view.values[error], partial(view.usual, error)),
     )
 
 
-LARGER = "critic's loss over the largest of the last five updates, where rewards are larger than ever"
+LARGER = "critic's loss over the largest of the last five updates, if rewards are larger than ever"
 LOSS_RECENT = Ramp("loss_recent", 1.5, 6.0, LARGER)
 
 
 def recent_severity(view: View, key: str, last: Recent) -> float:
-    """Severity of a value far above all of the last five."""
+    """Severity of a value far above the last five values."""
     value = view.get(key)
     if value is None:
         return 0.0
@@ -80,7 +81,7 @@ def recent_severity(view: View, key: str, last: Recent) -> float:
 
 @dataclass(slots=True)
 class Losses:
-    """Outliers of the critic's loss and its latest values, also relative to the variance of returns: rewards may be scaled."""
+    """Outliers of the critic's loss and its latest values, absolute and relative to the variance of returns, as rewards may be scaled."""
 
     outlier: Outlier = field(default_factory=Outlier)
     last: Recent = field(default_factory=partial(Recent, RECENT_UPDATES))
@@ -88,7 +89,7 @@ class Losses:
 
 
 def loss_jump(view: View, losses: Losses) -> Iterator[Finding]:
-    """A critic's error that jumped; where the history spans decades, the last five losses together with new rewards show it."""
+    """A jump of the critic's error; in a history that spans decades, shown by the last five losses together with larger rewards."""
     severity, value = losses.outlier.severity(view, LOSS), view.get(LOSS)
     if value is None:
         return
@@ -110,17 +111,17 @@ REWARD_HISTORIES = tuple(History(key, scale_min=0.05) for key in (*REWARDS, "rew
 MIN_JUMP = 0.5  # decades from which on a move lasts as long as the keys are away from their medians
 
 FALL_FACTOR = 2.5
-"""Rewards shrink by themselves where a policy learns to avoid the worst of them: a fall must be so many times larger, in decades."""
+"""Rewards also shrink when a policy learns to avoid the worst of them, so a fall must be this many times larger, in decades."""
 
-SCALE = Ramp("scale", 0.6, 1.0, "decades by which rewards change their scale, where the severity begins")
-RETURN_SCALE = Ramp("return_scale", 1.0, 2.0, "decades by which returns change theirs, mean and spread, at once")
+SCALE = Ramp("scale", 0.6, 1.0, "decades by which the scale of rewards changes")
+RETURN_SCALE = Ramp("return_scale", 1.0, 2.0, "decades by which the mean and the spread of returns change together")
 
 
 @dataclass(slots=True)
 class JointMove:
     """Moves of two keys together, in decades.
 
-    A move begins between two updates, and lasts as long as they are away from their medians.
+    A move begins between two updates, and lasts while the keys are away from their medians.
 
     Attributes:
         negative, positive: updates in which the signed key was below or above 0.
@@ -132,7 +133,7 @@ class JointMove:
     moved: bool = False
 
     def step(self, view: View, keys: tuple[str, str]) -> tuple[float, bool, float] | None:
-        """Decades of the move, whether it is upwards, and the smaller robust score; None without a history. The second key has a sign."""
+        """Decades of the move, whether it is upward, and the smaller robust score; None without a history. The second key has a sign."""
         shifts = [view.baselines.shift.get(key) for key in keys]
         scores = [view.z(key) for key in keys]
         signed = view.get(keys[1])
@@ -149,9 +150,9 @@ class JointMove:
 
 @dataclass(slots=True)
 class EpisodePeaks:
-    """Largest reward of each update since the last but one in which episodes ended, so that those of a whole episode are among them.
+    """Largest reward of each update over the last whole episode.
 
-    Where environments begin together and an update holds a part of an episode, rewards repeat with the period of the episodes.
+    If environments start together and an update holds part of an episode, rewards repeat with the period of the episodes.
     """
 
     course: list[float] = field(default_factory=list)
@@ -165,7 +166,7 @@ class EpisodePeaks:
 
     @property
     def largest(self) -> float:
-        """The largest of them; 0 without any."""
+        """The largest reward; 0 without any."""
         return max((*self.course, *self.open), default=0.0)
 
 
@@ -175,7 +176,7 @@ class Scales:
 
     Attributes:
         fallen: severity of the fall in the last update.
-        spans: whether episodes have ended since rewards fell, in an update before this one.
+        spans: whether episodes have ended since rewards fell, in an earlier update.
     """
 
     rewards: JointMove = field(default_factory=JointMove)
@@ -187,15 +188,15 @@ class Scales:
 
 
 def scale_shift(view: View, scales: Scales) -> Iterator[Finding]:
-    """Rewards on another scale from one update to the next, or returns, by much."""
+    """Rewards change their scale from one update to the next, or returns do, by a large factor."""
     yield from rewards_shift(view, scales)
     yield from returns_shift(view, scales.returns.step(view, RETURNS))
 
 
 def rewards_shift(view: View, scales: Scales) -> Iterator[Finding]:
-    """The largest reward and the mean one moved by decades, sign included.
+    """The largest and the mean reward moved together by decades, sign included.
 
-    A fall must last for two updates, and from one episode into the next; a rise must be above what each episode pays once.
+    A fall must last for two updates and into the next episode; a rise must exceed the rewards that every episode has once.
     """
     limits, key = view.limits, "reward/absmax"
     move = scales.rewards.step(view, REWARDS)
@@ -216,19 +217,19 @@ def rewards_shift(view: View, scales: Scales) -> Iterator[Finding]:
     bound = usual * power(limits.middle(SCALE))
     yield Finding(severity, key, largest, bound, adaptive=True, z=z, instance="rewards").with_text(
         lambda: (
-            f"rewards have been {times(max(largest / usual, usual / max(largest, 1e-300)))} as {'large' if risen else 'small'} as before: "
-            f"up to {number(largest)}{view.usual(key)}, returns {spread_text(view)}"
+            f"rewards are {times(max(largest / usual, usual / max(largest, 1e-300)))} as {'large' if risen else 'small'} as before: "
+            f"up to {number(largest)}{view.usual(key)}, with returns {spread_text(view)}, so the critic has to learn a new scale"
         )
     )
 
 
 def spread_text(view: View) -> str:
-    """The spread of returns in words."""
-    return f"spread by {number(view.get('ret/std') or 0.0)}{view.usual('ret/std')}"
+    """The standard deviation of returns in words."""
+    return f"of standard deviation {number(view.get('ret/std') or 0.0)}{view.usual('ret/std')}"
 
 
 def returns_shift(view: View, move: tuple[float, bool, float] | None) -> Iterator[Finding]:
-    """Mean and spread of returns grown by decades at once: what scales rewards may stand behind the point where they are measured."""
+    """Mean and spread of returns grew by decades together, as when rewards are scaled after they are measured."""
     key = "ret/mean"
     mean, usual = view.get(key), view.baselines.median(key)
     if move is None or mean is None or usual is None:
@@ -238,25 +239,25 @@ def returns_shift(view: View, move: tuple[float, bool, float] | None) -> Iterato
     bound = usual * power(view.limits.middle(RETURN_SCALE))
     yield Finding(severity, key, mean, bound, adaptive=True, z=z, instance="returns").with_text(
         lambda: (
-            f"returns have been {times(abs(mean) / usual)} as large as before: {number(mean)} on average{view.usual(key)}, "
-            f"{spread_text(view)}"
+            f"returns are {times(abs(mean) / usual)} as large as before: {number(mean)} on average{view.usual(key)}, "
+            f"{spread_text(view)}, so the critic has to learn a new scale"
         )
     )
 
 
 CUT_AT, CUT_BEFORE, OVER_AT, OVER_BEFORE = "cut at", "cut before", "over at", "over before"
-"""Ends of episodes: cut off or over by themselves, at the time limit or before it."""
+"""Ends of episodes: truncated or terminated, at the time limit or before it."""
 
 TERMINAL_ERROR, TRUNCATED = "value/terminal_err", "episode/truncated_frac"
-SETTLE_UPDATES = 5  # updates with ends after which the ends of a task are typical
-MIN_AT_LIMIT = 2  # updates in which episodes must have reached the limit, for their usual end there to be clear
-MIN_STRANGE = 2  # updates with ends that the task does not have, which raise the alarm
-FORGET_UPDATES = 5  # updates in a row without such an end, after which an earlier one was an accident
+SETTLE_UPDATES = 5  # updates with ends after which the usual ends of a task are known
+MIN_AT_LIMIT = 2  # updates with episodes that reach the limit, after which their usual end there is known
+MIN_STRANGE = 2  # updates with contradictory ends that raise the alarm
+FORGET_UPDATES = 5  # updates in a row without such an end, after which an earlier one is forgotten
 
 
 @dataclass(slots=True)
 class TimeLimitEnds:
-    """Terminations that are time limits, and time limits that are terminations.
+    """Time limits reported as terminations, and terminations reported as time limits.
 
     Attributes:
         counts: updates by kind of end.
@@ -273,7 +274,7 @@ class TimeLimitEnds:
     since: int = 0
 
     def confusion(self, view: View) -> Iterator[Finding]:
-        """Episodes that end in a way that this task has not had so far, and that contradicts its time limit."""
+        """Episodes that end in a way that is new for this task and contradicts its time limit."""
         horizon, cut = view.facts.horizon, view.get(TRUNCATED)
         if horizon is None or cut is None:
             return
@@ -294,9 +295,9 @@ class TimeLimitEnds:
         yield Finding(wrong, *shown, instance="ends").with_text(partial(confusion_text, self.strange, limit, error))
 
     def contradiction(self, ends: set[str]) -> str | None:
-        """The end that contradicts those that the task has had; None where there is no such end.
+        """The end that contradicts the earlier ends of the task, if any.
 
-        A limit cuts nothing off before it, and what lasts as long as the limit ends in one of the two ways, always.
+        A time limit never truncates an episode early, and all episodes that reach it end in the same way.
         """
         counts, new = self.counts, ends - self.counts.keys()
         if CUT_BEFORE in new:
@@ -307,7 +308,7 @@ class TimeLimitEnds:
 
 
 def ends_of(view: View, limit: float) -> set[str]:
-    """The kinds of ends of one update, by the longest and the shortest episodes."""
+    """The kinds of ends in an update, by the longest and the shortest episodes."""
     ends = set()
     for kind, at, before in (("truncated", CUT_AT, CUT_BEFORE), ("terminated", OVER_AT, OVER_BEFORE)):
         if view.values.get(f"episode/{kind}_length_max", -inf) >= limit:
@@ -318,23 +319,23 @@ def ends_of(view: View, limit: float) -> set[str]:
 
 
 def confusion_text(strange: str, limit: float, error: float | None) -> str:
-    """The clause on ends that are confused."""
+    """The clause about confused ends."""
     steps = number(limit)
     if strange == OVER_AT:
-        off = "" if error is None else f", which misleads the critic: it is off by {number(error)} there"
-        return f"episodes that reach their time limit of {steps} steps have been taken for terminated{off}"
-    before, after = f"before their time limit of {steps} steps", f"after {steps} steps, where they used to end"
+        off = "" if error is None else f"; the critic's error there is {number(error)}"
+        return f"episodes that reach their time limit of {steps} steps have been reported as terminated, so returns stop there{off}"
+    before, after = f"before their time limit of {steps} steps", f"after {steps} steps, when they used to terminate"
     what = before if strange == CUT_BEFORE else after
-    return f"episodes have been cut off {what}: a termination is taken for a time limit, and the critic goes on counting behind it"
+    return f"episodes have been truncated {what}: a termination is treated as a time limit, and the critic's estimate is added after it"
 
 
 BIAS = Ramp("bias", 0.5, 1.5, "critic's mean error, in standard deviations of the returns")
-BIAS_SHARE = above("bias_share", 0.3, "critic's mean error relative to the size of returns, with that")
+BIAS_SHARE = above("bias_share", 0.3, "critic's mean error relative to the size of returns, in addition")
 
 
 @dataclass(slots=True)
 class Bias:
-    """Ends of episodes, the smallest mean error in standard deviations of the returns, and the latest severities."""
+    """Ends of episodes, smallest mean error in standard deviations of the returns, and the latest severities."""
 
     ends: TimeLimitEnds = field(default_factory=TimeLimitEnds)
     best: float | None = None
@@ -342,8 +343,8 @@ class Bias:
 
 
 def bias(view: View, past: Bias) -> Iterator[Finding]:
-    """A critic that is wrong in one direction, by much of the spread of returns and of their size, for long; or that must become so,
-    because terminations and time limits are confused.
+    """A critic that over- or underestimates for a long time, by much of the spread and the size of returns; or that will do so because
+    terminations and time limits are confused.
     """
     yield from past.ends.confusion(view)
     key, limits = "value/bias_over_std", view.limits
@@ -356,13 +357,13 @@ def bias(view: View, past: Bias) -> Iterator[Finding]:
     severity = min(limits.severity(BIAS, abs(value)), ramp(share, 0.0, 2 * limits[BIAS_SHARE]))
     last = past.severities.add(severity if best < limits.low(BIAS) else 0.0)
     yield Finding(min(last) if past.severities.full else 0.0, key, value, limits.middle(BIAS)).says(
-        "the critic has been {}estimating returns by {} on average, {:%} of their size, which explained variance cannot see",
+        "the critic has been {}estimating returns by {} on average, {:%} of their size, which explained variance does not show",
         *("over" if off > 0 else "under", abs(off), share),
     )
 
 
 critic_alarm = partial(alarm, pieces=("transitions",), histograms=("value/", "ret/"), relative=True)
-"""Declare an alarm of the critic, which is judged by its own history."""
+"""Declares an alarm about the critic, which is compared with its own history."""
 
 RULES = (
     critic_alarm("value/fit_collapse", effect=True, warmup=10, n_on=2, debug_updates=5)
@@ -371,9 +372,9 @@ RULES = (
     .follows(LOSS, LOSS_OVER_VARIANCE, SPREAD)
     .says(
         "The critic predicted returns and no longer does.",
-        "Normalise returns, lower the learning rate or value_coef, give the critic its own network; check for a change of rewards.",
-        "baselines#454, ray#10159: the fit alone is noise where returns hardly vary, so the loss must have grown. Bounds by phase. "
-        "A critic of a solved task cannot foresee the next failure: where returns vary more than ever, the fit says nothing.",
+        "Normalise returns, lower the learning rate or value_coef, give the critic its own network; check whether rewards have changed.",
+        "baselines#454, ray#10159: the fit alone is noise if returns hardly vary, so the loss must have grown. Bounds by phase. "
+        "The critic of a solved task cannot predict the next failure: if returns vary more than ever, the fit means nothing.",
     )
     .shows("value/*", "ret/std", "loss/value")
     .judged(StateJudge(fit_collapse, Recent(BEST_FIT_UPDATES)), FIT_WAS, FIT_NOW, LOSS_NORM),
@@ -381,9 +382,9 @@ RULES = (
     .follows(LOSS, REWARD_HISTORIES[0])
     .says(
         "The critic's error jumped.",
-        "Compare with ret/std: if that jumped too the rewards changed; otherwise lower the learning rate.",
-        "Far out at once, or out of line twice; or far above the last five while rewards are larger than ever: a critic that "
-        "learned fast has a history of many decades.",
+        "Compare with ret/std: if it jumped too, the rewards changed; otherwise lower the learning rate.",
+        "An extreme value once or an unusual one twice; or a value far above the last five while rewards are larger than ever, because "
+        "the history of a critic that learned fast spans many decades.",
     )
     .shows("loss/*", "ret/*", "reward/*", "value/r2", "opt/lr")
     .judged(StateJudge(loss_jump, Losses()), *OUTLIER_BOUNDS, LOSS_RECENT),
@@ -391,11 +392,10 @@ RULES = (
     .needs(*REWARDS)
     .follows(*RETURNS, *REWARD_HISTORIES)
     .says(
-        "Returns are on another scale than before.",
+        "The scale of returns has changed.",
         "Normalise rewards, clip outliers, look for a bug or a new phase in the environment.",
-        "The spread of returns changes by decades in healthy runs: a policy that survives to the time limit earns the same everywhere, a "
-        "first success spreads them. Rewards themselves tell a change of scale from that: the largest and the mean move together. "
-        "SB3#2240, cleanrl#441",
+        "The spread of returns changes by decades in healthy runs: it shrinks if all episodes survive to the time limit and grows with the "
+        "first success. In a change of scale, the largest and the mean reward move together. SB3#2240, cleanrl#441",
     )
     .shows("reward/*", "ret/mean", "ret/std", "norm/*/drift", "loss/value")
     .judged(StateJudge(scale_shift, Scales()), SCALE, RETURN_SCALE),
@@ -403,10 +403,10 @@ RULES = (
     .reads("value/bias_over_std", "value/bias", "value/terminal_err", "episode/truncated_frac")
     .needs("value/bias_over_std", "value/bias", "ret/mean", "ret/std")
     .says(
-        "The critic is wrong by much in one direction, which explained variance cannot see.",
-        "Check the treatment of time limits (bootstrap) and of the last value; train the critic for more epochs.",
-        "A critic lags behind returns that rise: it must be wrong for ten updates, by much of their size, and have been right "
-        "before: one that learns slowly is wrong from the start. Ends of episodes that contradict the time limit show it at once.",
+        "The critic over- or underestimates returns by a large amount, which explained variance does not show.",
+        "Check how time limits are bootstrapped and which last value is used; train the critic for more epochs.",
+        "A critic lags behind rising returns. So its error must be large for ten updates, after it was small: a critic that learns slowly "
+        "is wrong from the start. Ends of episodes that contradict the time limit raise the alarm at once.",
     )
     .shows("value/bias", "value/bias_over_std", "value/terminal_err", "ret/mean", "ret/std", "episode/*")
     .judged(StateJudge(bias, Bias()), BIAS, BIAS_SHARE),
