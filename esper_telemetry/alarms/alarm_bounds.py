@@ -1,4 +1,4 @@
-"""Bounds of alarms: numbers with a name and a meaning, ramps of severity, and the values that a run has for them."""
+"""Bounds of alarms: named numbers, ramps of severity, and their values in a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 from esper_telemetry.core.requirements import require_choice, require_number, require_text
 
-SMALLEST_DIVISOR: Final = 1e-12  # smallest value of a bound that judges divide by
+SMALLEST_DIVISOR: Final = 1e-12  # smallest value of a bound that is used as a divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class Bound:
     """A number that a judge compares values with.
 
     Attributes:
-        name: by which users change it.
-        default: its value.
+        name: name with which users change it.
+        default: default value.
         meaning: the quantity and its unit, in words.
-        direction: 1 where larger values speak for the alarm, -1 where smaller ones do, 0 for a count that no multiplier changes.
-        lowest: smallest value that users can give it.
+        direction: 1 if larger values are evidence for the alarm, -1 if smaller ones are, 0 for a count that multipliers do not change.
+        lowest: smallest value that users can set.
     """
 
     name: str
@@ -39,25 +39,25 @@ class Bound:
 
 
 def above(name: str, default: float, meaning: str, *, lowest: float = -inf) -> Bound:
-    """Return a bound that values have to exceed."""
+    """Return a bound that values must exceed."""
     return Bound(name, default, meaning, lowest=lowest)
 
 
 def below(name: str, default: float, meaning: str) -> Bound:
-    """Return a bound that values have to fall below."""
+    """Return a bound that values must fall below."""
     return Bound(name, default, meaning, -1)
 
 
 def count(name: str, default: float, meaning: str) -> Bound:
-    """Return a number of updates and the like, which no multiplier changes."""
+    """Return a count, such as a number of updates, that multipliers do not change."""
     return Bound(name, default, meaning, 0, lowest=0.0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # judges ask for its ends by identity, hundreds of times per update
+@dataclass(frozen=True, slots=True, eq=False)  # looked up by identity, hundreds of times per update
 class Ramp:
-    """The range over which a severity rises from 0 to 1; half of it raises an alarm.
+    """The range over which a severity rises from 0 to 1; a severity of 0.5 raises an alarm.
 
-    Users change its ends as `<name>_low` and `<name>_high`. Severities fall with the value where `high` is the smaller end.
+    Users change its ends as `<name>_low` and `<name>_high`. If `high` is the smaller end, smaller values are more severe.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Ramp:
 
 
 class Limits:
-    """Values of bounds: the defaults of their declarations, but for those that were changed by name."""
+    """Values of bounds: the defaults, except for changes by name."""
 
     def __init__(self, changes: Mapping[str, float]) -> None:
         self._changes = dict(changes)
@@ -94,7 +94,7 @@ class Limits:
         return self._changes.get(bound.name, bound.default)
 
     def ends(self, span: Ramp) -> tuple[float, float]:
-        """Both ends of a ramp."""
+        """Return both ends of a ramp."""
         ends = self._ends.get(span)
         if ends is None:
             low, high = span.bounds
@@ -102,44 +102,44 @@ class Limits:
         return ends
 
     def low(self, span: Ramp) -> float:
-        """The value at which the severity begins."""
+        """Return the value at which the severity begins to rise."""
         return self.ends(span)[0]
 
     def high(self, span: Ramp) -> float:
-        """The value from which on the severity is 1."""
+        """Return the value at which the severity reaches 1."""
         return self.ends(span)[1]
 
     def middle(self, span: Ramp) -> float:
-        """The value that raises an alarm on a linear ramp."""
+        """Return the value that raises an alarm on a linear ramp."""
         low, high = self.ends(span)
         return (low + high) / 2
 
     def log_middle(self, span: Ramp) -> float:
-        """The value that raises an alarm on a logarithmic ramp."""
+        """Return the value that raises an alarm on a logarithmic ramp."""
         low, high = self.ends(span)
         return float((low * high) ** 0.5)
 
     def severity(self, span: Ramp, x: float) -> float:
-        """Severity of a value on a linear ramp."""
+        """Return the severity of a value on a linear ramp."""
         return ramp(x, *self.ends(span))
 
     def log_severity(self, span: Ramp, x: float) -> float:
-        """Severity of a value on a logarithmic ramp: half at the geometric mean of its ends."""
+        """Return the severity of a value on a logarithmic ramp, 0.5 at the geometric mean of its ends."""
         return decade_ramp(x, *self.ends(span))
 
 
 def ramp(x: float, low: float, high: float) -> float:
-    """0 up to `low`, 1 from `high` on, linear between; downwards where `high` is the smaller."""
+    """Return 0 up to `low`, 1 from `high`, linear between; reversed if `high` is smaller."""
     if low == high:
         return float(x >= high)
     return min(max((x - low) / (high - low), 0.0), 1.0)
 
 
 def decade_ramp(x: float, low: float, high: float) -> float:
-    """The same over logarithms: half of it at the geometric mean."""
+    """Return the same for logarithms: 0.5 at the geometric mean."""
     return ramp(log10(max(x, 1e-300)), log10(low), log10(high)) if low > 0 and high > 0 else hard(x >= high)
 
 
 def hard(wrong: bool) -> float:
-    """1 if something is wrong."""
+    """Return severity 1 or 0."""
     return 1.0 if wrong else 0.0

@@ -1,4 +1,4 @@
-"""State of alarms: raised, worse and over; the limit on alarms; rules without inputs; updates at DEBUG that alarms ask for."""
+"""State of alarms (raised, worse, ended), the limit on alarms, rules without inputs, and updates at DEBUG that alarms request."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Change = Literal["RAISE", "CLEAR"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Evidence that it takes to raise an alarm and to end it.
+    """Evidence needed to raise and to end an alarm.
 
     Attributes:
-        on: severity from which on (inclusive) an update speaks for the alarm.
-        off: severity below which (exclusive) an update speaks for its end.
-        n_on, n_off: number of such updates in a row; missing ones are passed over.
-        warmup: updates at the beginning that raise nothing.
+        on: severity at or above which an update is evidence for the alarm.
+        off: severity below which an update is evidence for its end.
+        n_on, n_off: number of such updates in a row; updates without a severity are skipped.
+        warmup: updates at the start in which the alarm is not raised.
 
     Raises ValueError for bounds in the wrong order or counts below 1.
     """
@@ -50,8 +50,8 @@ class Patience:
 ALARMS_FAMILY = MetricFamily(
     "alarm",
     "Alarms",
-    "Verdicts of the detectors: one number per kind of alarm while it is raised. The alarm itself says in words what "
-    "happened, since when, and what to try.",
+    "Verdicts of the detectors: one number per type of alarm while it is raised. The alarm itself describes what happened, "
+    "since when, and what to try.",
     place=10,
     question="Is anything wrong?",
     first=("alarm/active",),
@@ -60,14 +60,14 @@ ALARMS_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class Hysteresis:
-    """State of one alarm (E1): late enough not to flicker, never changed by missing data. `step` returns the next state.
+    """State of one alarm with hysteresis, which missing data do not change. `step` returns the next state.
 
     Attributes:
-        patience: evidence that it takes to change.
-        updates: updates so far, those without a severity included.
-        streak: updates in a row that speak for a change.
+        patience: evidence needed for a change.
+        updates: updates so far, including updates without a severity.
+        streak: updates in a row that are evidence for a change.
         active: True while the alarm is on.
-        lasting: updates in a row that speak for the alarm, those of the warm-up included.
+        lasting: updates in a row that are evidence for the alarm, including the warm-up.
     """
 
     patience: Patience = Patience()  # frozen
@@ -77,7 +77,7 @@ class Hysteresis:
     lasting: int = field(default=0, compare=False)
 
     def step(self, severity: float | None) -> HysteresisStep:
-        """Judge one update by its severity, 0 to 1; None and NaN change nothing but the count of updates."""
+        """Judge one update by its severity, 0 to 1; None and NaN change only the count of updates."""
         updates, patience = self.updates + 1, self.patience
         if severity is None or math.isnan(severity):
             return HysteresisStep(replace(self, updates=updates), None)
@@ -101,17 +101,17 @@ class HysteresisStep(NamedTuple):
     change: Change | None
 
 
-WORSE_SEVERITY: Final = 0.25  # severity that an alarm has to gain before it is reported again
-SEVERITY: Final = itemgetter(0)  # of a finding, in every update: an expression takes three times as long
+WORSE_SEVERITY: Final = 0.25  # increase of severity after which an alarm is reported again
+SEVERITY: Final = itemgetter(0)  # severity of a finding, three times as fast as an expression
 
 
 class AlarmChange(NamedTuple):
     """The change of an alarm in one update.
 
     Attributes:
-        event: raised, worse or over.
-        finding: the worst of the alarm, the last one where it is over.
-        streak: updates in a row that spoke for the change.
+        event: raised, worse or ended.
+        finding: the worst finding of the alarm, or the last one if it ended.
+        streak: updates in a row that were evidence for the change.
     """
 
     event: AlarmEvent
@@ -120,19 +120,19 @@ class AlarmChange(NamedTuple):
 
 
 class AlarmState:
-    """State of one type of alarm: one `Hysteresis` per head, group or layer; the alarm is on while any of them is.
+    """State of one type of alarm, with one `Hysteresis` per head, group or layer; the alarm is on while any of them is.
 
     Args:
-        patience: times that it waits longer than declared; see `rule.patience_factor`.
+        patience: factor by which it waits longer than declared; see `rule.patience_factor`.
 
     Attributes:
-        rule: its declaration.
-        since: update in which the updates began that spoke for it, in the warm-up too; None while it is off.
-        severity: the worst of the latest of those that are on.
-        reported_severity: the last one that was reported.
-        muted: it was raised beyond the limit on alarms, so it is not reported.
-        incident: that it belongs to.
-        instances: those that are on, with their latest findings.
+        rule: declaration of the alarm.
+        since: first of the updates that were evidence for the alarm, including the warm-up; None while it is off.
+        severity: largest latest severity of the active instances.
+        reported_severity: last reported severity.
+        muted: whether it was raised beyond the limit on alarms and is not reported.
+        incident: incident of the alarm.
+        instances: latest findings of the active instances.
     """
 
     def __init__(self, rule: AlarmRule, *, patience: int = 1) -> None:
@@ -148,11 +148,11 @@ class AlarmState:
         self._states: dict[str, Hysteresis] = {}
 
     def is_calm(self, findings: Iterable[Finding]) -> bool:
-        """Return True where nothing is on and nothing speaks for a change, the usual case: the alarm need not be stepped."""
+        """Return True if the alarm is off and no finding is evidence for it, the usual case, in which `step` can be skipped."""
         return not self._states and max(map(SEVERITY, findings), default=0.0) < self._patience.on
 
     def step(self, findings: Sequence[Finding], update: int) -> AlarmChange | None:
-        """Judge the findings of an update; several of one type are one event, with the worst of them."""
+        """Judge the findings of an update; several findings are one event, with the worst of them."""
         was = bool(self.instances)
         longest = lasting = 0
         for finding in findings:
@@ -174,7 +174,7 @@ class AlarmState:
         return None
 
     def stop(self) -> Finding | None:
-        """End the alarm, whatever the values say, and forget its streaks; returns its worst finding, if it was on."""
+        """End the alarm unconditionally and reset its streaks; returns its worst finding, if it was on."""
         worst = self._worst()
         self.instances.clear()
         self._states.clear()
@@ -185,7 +185,7 @@ class AlarmState:
         return max(self.instances.values(), key=lambda finding: finding.severity, default=None)
 
     def _judge(self, finding: Finding, update: int) -> int:
-        """Step the state of one instance; returns the updates that spoke for the change, 0 where nothing changes."""
+        """Step the state of one instance; returns the number of updates that were evidence for a change, 0 without a change."""
         name, severity = finding.instance, finding.severity
         state = self._states.get(name)
         if state is None:
@@ -200,17 +200,17 @@ class AlarmState:
             self.instances.pop(name, None)
         if state.active or state.streak or state.lasting:
             self._states[name] = state
-        else:  # as good as new: most instances are, and cost nothing
+        else:  # equal to a new state: most instances are, and need not be stored
             self._states.pop(name, None)
         return before + 1 if change else 0
 
 
-LIMIT_WINDOW_UPDATES: Final = 100  # updates whose alarms count against the limit
-LIMIT_CALM_UPDATES: Final = 20  # updates without too many alarms after which alarms are reported again
+LIMIT_WINDOW_UPDATES: Final = 100  # updates whose alarms count towards the limit
+LIMIT_CALM_UPDATES: Final = 20  # updates below the limit after which alarms are reported again
 
 
 class AlarmRateLimit:
-    """Counts alarms: beyond the limit they are not reported."""
+    """Counts alarms; alarms beyond the limit are not reported."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -220,7 +220,7 @@ class AlarmRateLimit:
         self._calm = 0
 
     def step(self, kinds: list[str], update: int) -> tuple[list[str], AlarmEvent | None]:
-        """Types to report of those raised in this update; the event where the limit begins or ceases to hold alarms back."""
+        """Return the raised types to report in this update, and the event if the limit begins or ends to suppress alarms."""
         while self._raised and update - self._raised[0][0] >= LIMIT_WINDOW_UPDATES:
             self._raised.popleft()
         self._raised.extend((update, kind) for kind in kinds)
@@ -236,12 +236,12 @@ class AlarmRateLimit:
         return kinds, AlarmEvent.CLEAR
 
     def counts(self) -> Counter[str]:
-        """Alarms raised lately by type, with those that were not reported."""
+        """Return the number of recently raised alarms by type, including unreported ones."""
         return Counter(kind for _, kind in self._raised)
 
 
 class RuleCoverage:
-    """Inputs of the rules that apply to a run, those that it has had and those that it lacks."""
+    """The inputs that the rules of a run need, and which of them the run has had."""
 
     def __init__(self, rules: Iterable[AlarmRule], facts: Facts) -> None:
         self._rules = tuple(rules)
@@ -251,23 +251,23 @@ class RuleCoverage:
         self._seen: set[str] = set()
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Note the keys of a record."""
+        """Add the keys of a record."""
         self._seen |= values.keys()
         if self._part_families:
             self._part_families = self._part_families - {key.partition("/")[0] for key in values}
 
     def unanswered(self, *, sampled: bool = True) -> dict[str, str]:
-        """The reason why an alarm cannot be raised, by type; `sampled` values, which may still come, among them."""
+        """Return the reason why an alarm cannot be raised, by type; `sampled` includes inputs that a later sampled update may have."""
         reasons = {}
         for rule, facts, keys in self._gaps(sampled=sampled):
             if facts:
-                reasons[rule.type] = f"the run does not say its {', '.join(facts)}"
+                reasons[rule.type] = f"the run has no {', '.join(facts)}"
             else:
                 reasons[rule.type] = f"no record has {', '.join(' or '.join(names) for names in keys)}"
         return reasons
 
     def remedies(self) -> dict[str, str]:
-        """What supplies the missing input, by type of alarm: a function, a fact or an option."""
+        """Return the call, fact or option that supplies the missing inputs, by type of alarm."""
         return {
             rule.type: fact_remedy(tuple(facts))
             if facts
@@ -276,21 +276,21 @@ class RuleCoverage:
         }
 
     def judged(self) -> int:
-        """Number of rules whose inputs the run has had."""
+        """Return the number of rules whose inputs the run has had."""
         asked = [rule for rule in self._rules if rule.type.partition("/")[0] not in self._part_families]
         return len({rule.type for rule in asked if not self._lacks_inputs(rule)} - self.unanswered().keys())
 
     def _lacks_inputs(self, rule: AlarmRule) -> bool:
-        """Return whether no record has had what the rule cannot do without; any of its inputs where it does not say what that is.
+        """Return whether no record has had the required keys of a rule, or any of its inputs if it declares none.
 
-        Alarms themselves are always at hand.
+        Keys of alarms are always available.
         """
         if rule.required_keys:
             return not all(any(map(self._has, names)) for names in rule.required_keys)
         return not any(key.startswith("alarm/") or self._has(key) for key in rule.inputs)
 
     def _has(self, key: str) -> bool:
-        """Return whether a record has had that key, or one of that form."""
+        """Return whether a record has had that key, or a key of that template."""
         start, mark, rest = key.partition("{")
         if not mark:
             return key in self._seen
@@ -300,7 +300,7 @@ class RuleCoverage:
     def _gaps(self, *, sampled: bool) -> Iterator[tuple[AlarmRule, list[str], list[tuple[str, ...]]]]:
         """Yield the rules that cannot be judged, with the facts and the keys that they lack."""
         for rule in self._rules:
-            if rule.type.partition("/")[0] in self._part_families:  # the network has no such part, as far as is known
+            if rule.type.partition("/")[0] in self._part_families:  # the network does not have this part
                 continue
             facts = self._lacking[rule.type]
             passed = rule.optional or (rule.sampled and not sampled)
@@ -311,11 +311,11 @@ class RuleCoverage:
 
 @dataclass(frozen=True, slots=True)
 class AlarmCount(Derived):
-    """Number of alarms that are on."""
+    """Number of active alarms."""
 
     active: float | None = reports(
         Metric.count("alarm/active", 990, "alarms raised", level=Level.MINIMAL)
-        .asks("How many kinds of alarm are raised at the moment?")
+        .asks("How many types of alarm are active?")
         .bounds(healthy="0", warn="> 0", source="the rules in esper_telemetry.alarms")
         .absent("alarms are switched off")
     )
@@ -323,27 +323,27 @@ class AlarmCount(Derived):
 
 @dataclass(frozen=True, slots=True)
 class AlarmSeverity(Derived):
-    """Severity of each of them."""
+    """Severity of each active alarm."""
 
     key: tuple[str, ...] = label()
     severity: Array | None = reports(
         Metric.severity("alarm/{key}", 991, "severity of an alarm", level=Level.MINIMAL)
-        .asks("How serious is this alarm while it is raised? 0 where it ends.")
+        .asks("How severe is this alarm? 0 in the update in which it ends.")
         .bounds(warn=">= 0.25", critical=">= 0.75", source="severity of its rule")
-        .absent("it is not raised")
+        .absent("the alarm is not active")
     )
 
 
 def alarm_values(severities: Mapping[str, float], active: int) -> dict[str, float]:
-    """Values of a record by key, of the severities by type, 0 where an alarm has just ended, and the number that is active."""
+    """Return the values of a record by key: the severity of each alarm, 0 if it has just ended, and the number of active alarms."""
     values = AlarmCount(float(active)).values()
     if severities:
         values.update(AlarmSeverity(tuple(severities), np.array([*severities.values()])).values())
     return values
 
 
-CAP: Final = 20  # updates at DEBUG in a row, at most; the next one is NORMAL by force
-COOLDOWN_FACTOR: Final = 2  # after a window, its type opens no other for so many times its duration
+CAP: Final = 20  # largest number of updates at DEBUG in a row; the next one is NORMAL
+COOLDOWN_FACTOR: Final = 2  # after a window, its type cannot open another one for this multiple of its duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,22 +354,22 @@ class EscalationRemaining(Derived):
         Metric.quantity(
             "telemetry/escalation_remaining", 979, "escalation remaining", unit="updates", low=0.0, level=Level.MINIMAL
         )
-        .asks("For how many more updates do alarms keep the level at DEBUG, this one included?")
+        .asks("For how many more updates, including this one, do alarms keep the level at DEBUG?")
         .absent("alarms are switched off")
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Escalation:
-    """State of the level; `step` returns the next one.
+    """State of the raised level; `step` returns the next state.
 
     Attributes:
-        durations: per type of alarm, the updates at DEBUG that it asks for.
+        durations: updates at DEBUG that each type of alarm requests.
         cap, cooldown_factor: limits, see the constants.
         updates: updates so far.
-        remaining: updates at DEBUG that are still to come.
+        remaining: remaining updates at DEBUG.
         streak: updates at DEBUG in a row so far.
-        ends: per type, the last update of its latest window.
+        ends: last update of each type's latest window.
     """
 
     durations: Mapping[str, int]
@@ -382,14 +382,14 @@ class Escalation:
 
     @classmethod
     def of(cls, rules: Iterable[AlarmRule], updates: int | None = None) -> Escalation:
-        """Return the state at the start: rules ask for their own number of updates, or for `updates` if that is one."""
+        """Return the initial state; `updates`, if given and not negative, replaces the rules' own numbers of updates."""
         durations = {rule.type: rule.debug_updates for rule in rules if rule.debug_updates}
         if updates is not None and updates >= 0:
             return cls(dict.fromkeys(durations, updates), cap=max(CAP, updates))
         return cls(durations)
 
     def step(self, raised: Collection[str] = ()) -> EscalationStep:
-        """Add one update with the types of alarm raised in it; a type without a duration raises no level."""
+        """Add one update with the types of alarm raised in it; a type without a duration does not raise the level."""
         now = self.updates + 1
         if self.streak >= self.cap:
             ends = {kind: min(end, now - 1) for kind, end in self.ends.items()}
@@ -405,7 +405,7 @@ class Escalation:
 
 
 class EscalationStep(NamedTuple):
-    """The state after an update, and the updates at DEBUG left, this one included; 0 is NORMAL."""
+    """The state after an update, and the remaining updates at DEBUG, including this one; 0 means NORMAL."""
 
     state: Escalation
     remaining: int

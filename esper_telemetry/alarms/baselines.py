@@ -1,4 +1,4 @@
-"""Histories of chosen keys in one run: windows of healthy values, medians and robust scores, all keys in one pass."""
+"""Histories of selected keys in one run: windows of healthy values, medians and robust scores, vectorised over keys."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import numpy as np
 from esper_telemetry.core.requirements import require_flag, require_number, require_text
 from esper_telemetry.history.deviations import N_MIN, SCALE_MIN, spread
 
-WINDOW = 100  # healthy values that are stored of each key
-OUTLIER = 8.0  # robust scores from which on a value does not enter: anomalies must not train their own baseline
-REBASELINE_AFTER = 50  # values in a row that did not enter, after which the history restarts
-MIN_MEDIAN_VALUES = 5  # values from which on a key has a median; robust scores wait for twenty
+WINDOW = 100  # stored healthy values per key
+OUTLIER = 8.0  # robust score above which a value is left out: anomalies must not become the baseline
+REBASELINE_AFTER = 50  # omitted values in a row after which the history restarts
+MIN_MEDIAN_VALUES = 5  # values needed for a median; robust scores need twenty
 
 USUAL_LEVEL_DECADES = 0.5
-"""Decades: that close to the highest or lowest level that a key has had in this run, a value is no outlier. A solved task leaves errors
-and gradients of next to nothing for long, beside which the next failure would look like an explosion."""
+"""Distance in decades from the highest or lowest earlier level of a key within which a value is not an outlier. After a long time with
+errors and gradients near 0, as in a solved task, a normal failure would otherwise look like an explosion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class History:
     """A key whose history a rule needs.
 
     Attributes:
-        key: the key; `*` stands for a part of a segment.
-        scale_min: smallest spread in decades; less than the default for keys that hardly vary.
-        linear: its values are logarithms already.
+        key: the key; `*` matches part of a segment.
+        scale_min: smallest spread in decades; below the default for keys that hardly vary.
+        linear: whether its values are already logarithms.
     """
 
     key: str
@@ -47,27 +47,27 @@ class History:
 
 
 def power(decades: float) -> float:
-    """10 to that power, and 1e308 where no number is that large."""
+    """Return 10 to that power, at most 1e308."""
     return pow(10.0, min(decades, float(float_info.max_10_exp)))
 
 
 @lru_cache(maxsize=512)
 def matcher(pattern: str) -> Callable[[str], Any]:
-    """A test for keys that a pattern matches, `*` being a part of one segment."""
+    """Return a test for keys that match a pattern, in which `*` matches part of a segment."""
     return re.compile(re.escape(pattern).replace(r"\*", "[a-z0-9_]*")).fullmatch
 
 
 class Baselines:
-    """Windows of log10 values of keys that come and go, and distances of the latest values from their medians.
+    """Windows of log10 values by key, and distances of the latest values from their medians.
 
     Args:
-        histories: keys and patterns of the rules; of two declarations of one key the first counts.
+        histories: keys and patterns of the rules; the first declaration of a key counts.
 
     Attributes:
-        z: robust standard scores of the latest update's values, by key; without keys whose history is short.
+        z: robust standard scores of the latest update's values, by key; keys with a short history are left out.
         shift: decades between the latest values and their medians, by key.
-        beyond: decades by which the latest values exceed all before them, by key; negative below the largest.
-        below: decades by which they are smaller than all before them; negative above the smallest.
+        beyond: decades by which the latest values exceed all earlier ones, by key; negative if smaller than the largest.
+        below: decades by which they are smaller than all earlier ones; negative if larger than the smallest.
     """
 
     def __init__(self, histories: Iterable[str | History]) -> None:
@@ -96,7 +96,7 @@ class Baselines:
         self._marks = np.zeros((4, 0))  # highest and lowest median, largest and smallest value
 
     def look(self, values: Mapping[str, float]) -> None:
-        """Compare the values of an update with those of the updates before it; `learn` adds them."""
+        """Compare the values of an update with earlier updates; `learn` adds them."""
         for key in values.keys() - self._rows.keys() - self._unmatched:
             self._add(key)
         scaled = [nan] * len(self._rows)
@@ -105,17 +105,19 @@ class Baselines:
                 value, size = values[key], abs(values[key])
                 scaled[row] = value if key in self._linear else log10(size) if size > 0 else nan
         self._x = np.array(scaled)
-        filled = self._values[:, : max(1, int(self._count.max(initial=0)))]  # the rest is empty: most runs are short
+        filled = self._values[
+            :, : max(1, int(self._count.max(initial=0)))
+        ]  # the other columns are empty: most runs are short
         median, scale = spread(filled, scale_min=self._floor, n_min=MIN_MEDIAN_VALUES)
         self._medians, self._counts = median.tolist(), self._count.tolist()
         enough = self._count >= N_MIN
         highest, lowest, peak, trough = self._marks
-        low = np.fmin(median, lowest + USUAL_LEVEL_DECADES)  # levels that were usual earlier are no outliers
+        low = np.fmin(median, lowest + USUAL_LEVEL_DECADES)  # earlier levels are not outliers
         high = np.fmax(median, highest - USUAL_LEVEL_DECADES)
         shift = np.where(enough, self._x - np.clip(self._x, low, high), np.nan)
         levels = np.where(enough, median, np.nan)
         self._marks[:2] = np.fmax(highest, levels), np.fmin(lowest, levels)
-        with np.errstate(over="ignore"):  # what is infinitely far off is left out below
+        with np.errstate(over="ignore"):  # infinite scores are left out below
             z = shift / scale
         scored = np.flatnonzero(np.isfinite(z))
         self._outlier = np.zeros(len(z), dtype=bool)
@@ -150,11 +152,11 @@ class Baselines:
         self.z, self.shift, self.beyond, self.below = {}, {}, {}, {}
 
     def count(self, key: str) -> int:
-        """Number of values in the history of a key."""
+        """Return the number of values in the history of a key."""
         return min(self._counts[self._rows[key]], WINDOW) if key in self._rows else 0
 
     def usual(self, key: str) -> tuple[float, float] | None:
-        """Range of a key's usual values, 10th to 90th percentile; None of fewer than five."""
+        """Return the range of a key's usual values, 10th to 90th percentile; None for fewer than five values."""
         if self.count(key) < MIN_MEDIAN_VALUES:
             return None
         window = self._values[self._rows[key]]
@@ -162,7 +164,7 @@ class Baselines:
         return (low, high) if key in self._linear else (power(low), power(high))
 
     def median(self, key: str) -> float | None:
-        """Median of a key's history; None of fewer than five values."""
+        """Return the median of a key's history; None for fewer than five values."""
         row = self._rows.get(key)
         if row is None or self._counts[row] < MIN_MEDIAN_VALUES or not isfinite(self._medians[row]):
             return None
@@ -170,13 +172,13 @@ class Baselines:
         return middle if key in self._linear else power(middle)
 
     def off_median(self, key: str) -> float:
-        """Decades by which the latest value lies above the median of its history, negative below it; 0 without one."""
+        """Return the decades from the median of a key's history to its latest value; 0 without a median."""
         row = self._rows.get(key)
         off = float(self._x[row]) - self._medians[row] if row is not None else nan
         return off if isfinite(off) else 0.0
 
     def fallen(self, key: str) -> float:
-        """Decades by which the latest value lies below the highest level that has been usual in this run; 0 above it, or without one."""
+        """Return the decades by which the latest value is below the highest usual level of this run; 0 above it or without one."""
         row = self._rows.get(key)
         off = float(self._marks[0, row] - self._x[row]) if row is not None else nan
         return max(0.0, off) if isfinite(off) else 0.0

@@ -1,7 +1,7 @@
-"""`Detectors`: records in, alarms out. Deterministic: the same records give the same alarms, live and from a journal.
+"""`Detectors` turns records into alarms; the same records give the same alarms, live and from a journal.
 
-Judges read only what the journal holds, so `diagnose` repeats the live verdict, and a resumed run builds its histories again by reading
-the journal. The baselines of alarms exclude outliers, so they are not the averages that records carry.
+Judges read only values that are in the journal. So `diagnose` repeats the live verdict, and a resumed run rebuilds its histories from the
+journal. The baselines of alarms exclude outliers, so they differ from the averages in records.
 """
 
 from __future__ import annotations
@@ -50,39 +50,39 @@ from esper_telemetry.core.record import (
 )
 
 QUIET_UPDATES: Final = 3
-"""Updates after an intervention in which only certain mistakes raise alarms: the change itself makes numbers jump."""
-COVERAGE_UPDATE: Final = 20  # update whose event says which alarms cannot be raised
+"""Updates after an intervention in which only `certain` alarms are raised: the change itself makes numbers jump."""
+COVERAGE_UPDATE: Final = 20  # update with the event that lists the alarms that cannot be raised
 MAX_EVIDENCE_VALUES: Final = 24  # values of a record that are attached to an alarm
-MAX_TEXT_CHARACTERS: Final = 4000  # length of the sentences of an alarm
+MAX_TEXT_CHARACTERS: Final = 4000  # largest length of an alarm's text
 MAX_EVIDENCE_INSTANCES: Final = 8  # heads, groups or layers that are named
 
 EXPLAINING_FAMILIES: Final = ("policy", "value", "loss", "adv", "ret", "integrity")
-"""Families of keys, of which at least one is needed to say why gradients or steps of the optimizer are as they are."""
+"""Families of keys that can explain unusual gradients or optimizer steps."""
 
 SYMPTOMS: Final = ("grad/", "opt/")
 GRADIENTS_ALONE: Final = (
-    "Only gradients were seen, so the cause is not known: report ratios, losses, values and advantages too, by an adapter's callback or "
-    "with the functions of docs/own_loop.md"
+    "Only gradients were recorded, so the cause is unknown. To find it, also record ratios, losses, values and advantages, with the "
+    "adapter of your trainer or as in docs/own_loop.md"
 )
 
 _logger = logging.getLogger("esper_telemetry")
 
 
 OF_THE_RUN: Final = ("facts", "thresholds", "rules", "_containment", "_declared", "_order", "_user_types")
-"""Attributes of a detector that do not follow from the records."""
+"""Attributes of a detector that do not depend on the records."""
 
 DECLARATIONS: Final = Containment()
-"""Of rules that cannot be asked whether they apply; a run makes several detectors, and a process warns once."""
+"""Warnings about rules whose `applies` raises; a run creates several detectors, and a process warns once."""
 
 
 class Verdict(NamedTuple):
     """The judgement of one record.
 
     Attributes:
-        alarms: raised, worse or over in this update, causes before effects.
-        remaining: updates at DEBUG left, this one included.
-        values: for the record: `alarm/active`, the severity of every alarm that is on, 0 where it ends, and what is left of DEBUG.
-        events: other news, (type, data).
+        alarms: alarms that were raised, got worse or ended in this update, causes before effects.
+        remaining: remaining updates at DEBUG, including this one.
+        values: values to add to the record: the number of alarms, the severity of each, and the remaining updates at DEBUG.
+        events: other events, as (type, data).
     """
 
     alarms: tuple[Alarm, ...]
@@ -95,14 +95,14 @@ class Detectors:
     """Judges one run by its records.
 
     Args:
-        facts: of the run, as its journal holds them.
-        thresholds: bounds of the rules, and alarms that are off; by default those of the facts.
-        alarms: rules besides the installed ones.
+        facts: facts of the run, as in its journal.
+        thresholds: bounds of the rules, and alarms that are off; by default as in the facts.
+        alarms: rules in addition to the installed ones.
 
     Attributes:
-        rules: those that apply to the run.
+        rules: rules that apply to the run.
 
-    Raises ValueError where an added rule has the type of another one.
+    Raises ValueError if an added rule has the type of another one.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Detectors:
         self._explained = False
 
     def _applies(self, rule: AlarmRule) -> bool:
-        """Return whether a rule judges this run; then this run has a copy of its judge."""
+        """Return whether a rule applies to this run; if so, copy its judge."""
         if rule.judge is None:
             return False
         try:
@@ -155,37 +155,37 @@ class Detectors:
 
     @property
     def gradients_alone(self) -> bool:
-        """True where the records so far have gradients, and no key that could explain them."""
+        """True if the records so far have gradients but no key that could explain them."""
         return "grad" in self._families and not self._explained
 
     def rule(self, kind: str) -> AlarmRule | None:
-        """The declaration of a type of alarm."""
+        """Return the declaration of a type of alarm."""
         return self._declared.get(kind)
 
     def intervention(self) -> None:
-        """Announce a change on purpose: histories restart, and for three updates only certain mistakes raise alarms."""
+        """Announce an intentional change: histories restart, and for three updates only `certain` alarms are raised."""
         self._intervened = True
         self._quiet = QUIET_UPDATES
 
     def ban(self, name: str) -> None:
-        """Never call the alarm of that name again, which has ended a process, nor any other alarm of a user or a plugin."""
+        """Switch off the alarm of that name, which has ended a process, and all other alarms of users and plugins."""
         gone = {*self._user_types, name.removeprefix("alarm ")}
         self.rules = tuple(rule for rule in self.rules if rule.type not in gone)
         if self._user_types:
             types = ", ".join(sorted(self._user_types))
-            _logger.warning("esper-telemetry: alarms of your own are off for the rest of this run: %s", types)
+            _logger.warning("esper-telemetry: custom alarms are off for the rest of this run: %s", types)
 
     @property
     def references(self) -> Mapping[str, Any]:
-        """What `state` refers to and a detector of the same run has itself, by name."""
+        """Objects that `state` refers to and that a new detector of the run has too, by name."""
         return {"facts": self.facts, "thresholds": self.thresholds}
 
     def state(self) -> Mapping[str, Any]:
-        """Return all that follows from the records so far, for `restore`; the values change with the next record."""
+        """Return everything that depends on the records so far, for `restore`; the next record changes the values in place."""
         return {name: value for name, value in vars(self).items() if name not in OF_THE_RUN}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; alarms that are banned are over."""
+        """Continue from a state; banned alarms end."""
         vars(self).update(state)
         for kind in self._states.keys() - {rule.type for rule in self.rules}:
             self._states[kind].stop()
@@ -196,19 +196,19 @@ class Detectors:
         return self._coverage.judged()
 
     def remedies(self) -> dict[str, str]:
-        """The function, fact or option that supplies what an alarm lacks, by type."""
+        """Return the call, fact or option that supplies the missing inputs of an alarm, by type."""
         return self._coverage.remedies()
 
     def unanswered(self) -> dict[str, str]:
-        """The reason why an alarm cannot be raised from the records so far, by type."""
+        """Return the reason why an alarm cannot be raised from the records so far, by type."""
         return self._coverage.unanswered()
 
     def step(self, record: Record, recorded: Sequence[Alarm] = ()) -> Verdict:
         """Judge the next record.
 
         Args:
-            record: the next one.
-            recorded: alarms of this update that a journal has from rules that are not installed here; they join its incidents.
+            record: the next record.
+            recorded: alarms of this update in the journal whose rules are not installed here; they join its incidents.
         """
         self._update += 1
         changes = self._begin_anew() if self._intervened else []
@@ -225,7 +225,7 @@ class Detectors:
         return Verdict(alarms, remaining, self._values(alarms, remaining), self._events(record))
 
     def note(self, record: Record) -> None:
-        """Take a record that was judged when it was written: for `outcome`, and for what could not be judged."""
+        """Add a record that was judged when it was written; only the outcome and the coverage of rules use it."""
         self._update += 1
         self._note_families(record.values)
         self._coverage.add(record.values)
@@ -235,7 +235,7 @@ class Detectors:
     def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Verdict:
         """Judge the exception that ended the run, by the data of its `failure` event.
 
-        Its alarms are reported beyond the limit on alarms too. They last until a record follows, which a resumed run has.
+        Its alarms are reported even beyond the limit on alarms. They last until the next record, which a resumed run has.
         """
         record = Record(seq, self._before.axes if self._before else axes, {})
         self._update = max(self._update, 1)
@@ -253,17 +253,17 @@ class Detectors:
         return Verdict(alarms, 0, {}, () if outcome is None else ((OUTCOME, outcome.data()),))
 
     def end(self, status: RunStatus) -> tuple[Event, ...]:
-        """Return the outcome of a run that ends so as an event; none where the run is and was too short to tell."""
+        """Return the outcome of a run with this final status as an event; empty if it has always been too short to tell."""
         outcome = self.outcome(status)
         too_short = outcome.kind is OutcomeKind.TOO_SHORT and not self._outcome.has_changed
         return () if too_short else ((OUTCOME, outcome.data()),)
 
     def outcome(self, status: RunStatus | None) -> Outcome:
-        """Return the outcome of the run, which has ended so; None for one that goes on."""
+        """Return the outcome of a run with this status; None if it is still running."""
         return self._outcome.end(status, bad_ending(status, self._before.axes.update if self._before else 0, ()))
 
     def _look(self, record: Record) -> None:
-        """Turn the view to this record, with its `judgeable` values."""
+        """Move the view to this record, with its `judgeable` values."""
         view, before = self._view, self._before
         values = judgeable(record.values)
         view.look(values)
@@ -272,7 +272,7 @@ class Detectors:
         view.env_step = record.axes.env_step
         total = self.facts.total_steps
         view.progress = min(1.0, record.axes.env_step / total) if total is not None and total > 0 else None
-        passed = max(1, record.axes.update - before.axes.update) if before else 1  # records may be missing between
+        passed = max(1, record.axes.update - before.axes.update) if before else 1  # records between them may be missing
         view.steps = (record.axes.gradient_step - before.axes.gradient_step) // passed if before else None
         view.transitions = max(0, record.axes.env_step - before.axes.env_step) // passed if before else None
         self._baselines.look(values)
@@ -283,7 +283,7 @@ class Detectors:
             self._explained = not self._families.isdisjoint(EXPLAINING_FAMILIES)
 
     def _judge(self, record: Record) -> list[tuple[AlarmState, AlarmChange]]:
-        """The changes that the rules find in this update."""
+        """Return the changes of all alarms in this update."""
         changes = []
         for rule in self.rules:
             if (record.partial and not rule.partial) or (self._quiet and not rule.certain):
@@ -304,18 +304,18 @@ class Detectors:
         return changes
 
     def _users_findings(self, rule: AlarmRule) -> list[Finding]:
-        """Return what a user's judge yields. It gets a view that it cannot damage, and is noted by name in case it ends the process."""
+        """Return the findings of a user's judge. It gets a protected view, and its name is noted in case it ends the process."""
         with call_note.of(f"alarm {rule.type}"):
             return list(self._judges[rule.type](self._view.protected()))
 
     def _begin_anew(self) -> list[tuple[AlarmState, AlarmChange]]:
-        """Forget the histories, and end the alarms that were raised by them."""
+        """Clear the histories, and end the alarms that depend on them."""
         self._intervened = False
         self._baselines.forget()
         ended = []
         for rule in self.rules:
             if rule.relative:
-                self._judges[rule.type] = copy.deepcopy(self._declared[rule.type].judge)  # type: ignore[assignment]  # it has one
+                self._judges[rule.type] = copy.deepcopy(self._declared[rule.type].judge)  # type: ignore[assignment]  # not None
                 state = self._states[rule.type]
                 last = state.stop()
                 if last is not None:
@@ -325,7 +325,7 @@ class Detectors:
     def _report(
         self, changes: list[tuple[AlarmState, AlarmChange]], record: Record, recorded: Sequence[Alarm]
     ) -> tuple[Alarm, ...]:
-        """Alarms of this update, with their incident; beyond the limit one instead of all."""
+        """Return the alarms of this update with their incident; beyond the limit, a single alarm about the limit."""
         changes.sort(key=lambda item: self._order.place(item[0].rule.type))
         raised = [state for state, change in changes if change.event is AlarmEvent.RAISE]
         kinds = [state.rule.type for state in raised] + [a.type for a in recorded if a.event is AlarmEvent.RAISE]
@@ -342,7 +342,7 @@ class Detectors:
         for state in raised:
             state.incident, state.muted = incident, state.rule.type not in reported
         alarms = [self._alarm(state, change, record) for state, change in changes if not state.muted]
-        for alarm in recorded:  # of the journal: each joins the incident that it was raised in
+        for alarm in recorded:  # a recorded alarm stays in the incident in which it was raised
             if alarm.event is AlarmEvent.RAISE:
                 self._recorded[alarm.type] = incident
             joined = self._recorded.get(alarm.type)
@@ -372,7 +372,7 @@ class Detectors:
         return alarm
 
     def _text(self, state: AlarmState, finding: Finding, event: AlarmEvent) -> str:
-        """Return the sentence of an alarm, in the words of its rule if the finding's own raise."""
+        """Return the text of an alarm; the rule's sentences if the finding's own text raises an exception."""
         sentences: list[str] = []
         worded = partial(alarm_text, state, event=event, view=self._view, explained=self._explained)
         self._containment.attempt(
@@ -382,7 +382,7 @@ class Detectors:
         return text[:MAX_TEXT_CHARACTERS]
 
     def _limit_alarm(self, event: AlarmEvent, record: Record, incident: Incident | None) -> Alarm:
-        """The alarm that stands for those beyond the limit."""
+        """Return the alarm that replaces alarms beyond the limit."""
         counts, limit, since = dict(self._limit.counts().most_common(8)), self._limit.limit, self._limit.since
         words = ", ".join(f"{kind} {count}x" for kind, count in counts.items())
         over = Alarm(
@@ -392,12 +392,12 @@ class Detectors:
             streak=LIMIT_CALM_UPDATES,
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
-            text=f"Over since update {self._update}: alarms are reported again.",
+            text=f"Ended at update {self._update}: alarms are reported again.",
         )
         if event is not AlarmEvent.RAISE:
             return over
-        text = f"Since update {since}, more than {limit} alarms in {LIMIT_WINDOW_UPDATES} updates: {words}. "
-        text += "Further ones are not reported until it is over."
+        text = f"Since update {since}, more than {limit} alarms have been raised in {LIMIT_WINDOW_UPDATES} updates: {words}. "
+        text += "Further alarms are not reported until there are fewer."
         return replace(over, severity=1.0, streak=1, text=text, evidence={"counts": counts})
 
     def _values(self, alarms: Iterable[Alarm], remaining: int) -> dict[str, float]:
@@ -422,16 +422,16 @@ class Detectors:
 
 
 def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, view: View, *, explained: bool = True) -> str:
-    """The sentence of an alarm: what has happened, since when, what the return does, what to try; only the symptom where no key could
-    explain it.
+    """Return the text of an alarm: what happened, since when, the course of the return, and what to try; without advice if `explained` is
+    False and the alarm is only a symptom.
     """
     rule, update = state.rule, max(view.update, 1)
     clause = finding.text() if finding.text else rule.meaning.rstrip(".")
     since = state.since or update
     if event is AlarmEvent.CLEAR:
-        return f"Over since update {update}, after {update - since} updates: {rule.meaning}"
+        return f"Ended at update {update}, after {update - since} updates: {rule.meaning}"
     advice = finding.advice() if finding.advice else rule.action
-    if rule.type == RUN_FAILED:  # its sentence says by itself when it happened
+    if rule.type == RUN_FAILED:  # its sentence already names the update
         return f"{clause}. Try: {advice}"
     more = len(state.instances) - 1
     others = f" (and {more} more)" if more > 0 else ""
@@ -448,7 +448,7 @@ def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, view: Vie
 
 
 def record_evidence(state: AlarmState, finding: Finding, view: View) -> dict[str, Any]:
-    """Values of the record that show an alarm, their usual range, and the worst heads, groups or layers; bounded in size."""
+    """Return the values of the record that show an alarm, their usual ranges, and the worst heads, groups or layers; limited in size."""
     keys: dict[str, None] = {}
     for pattern in (finding.key, *state.rule.evidence):
         if pattern in view.values:

@@ -1,4 +1,4 @@
-"""Verdict on a whole run: its outcome, its incidents, the course of the task, and questions that remain open."""
+"""Verdict on a whole run: outcome, incidents, course of the task, and alarms that could not be checked."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual
 from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunStatus
 
-ACTIVE: Final = "alarm/active"  # key that every record has which was judged when it was written
-NOT_EXPLAINING: Final = ("telemetry/", "task/")  # alarms that say nothing about why a run does what it does
+ACTIVE: Final = "alarm/active"  # key in every record that was judged when it was written
+NOT_EXPLAINING: Final = ("telemetry/", "task/")  # alarms that do not explain an outcome
 
 
 @dataclass(slots=True)
 class IncidentReport:
-    """One incident as it is reported afterwards.
+    """One incident of a finished or running run.
 
     Attributes:
-        number: from 1.
-        cause: type that explains it, by all that the records say.
-        alarms: of the incident, in order.
+        number: number of the incident, from 1.
+        cause: type of the alarm that explains it.
+        alarms: alarms of the incident, in order.
     """
 
     number: int
@@ -39,13 +39,13 @@ class IncidentReport:
 
     @property
     def main(self) -> Alarm:
-        """The alarm of the cause, as it was raised; another one if the journal has lost that line."""
+        """The alarm of the cause when it was raised; another alarm if the journal has lost that line."""
         raised = [alarm for alarm in self.alarms if alarm.event is AlarmEvent.RAISE] or self.alarms
         return next((alarm for alarm in raised if alarm.type == self.cause), raised[0])
 
     @property
     def since(self) -> int:
-        """Update in which its cause began."""
+        """Update in which the cause began."""
         return self.main.since
 
     @staticmethod
@@ -56,7 +56,7 @@ class IncidentReport:
         report.cause = alarm.cause or report.cause or alarm.type
 
     def ends(self) -> dict[str, int | None]:
-        """Types that were raised, with the update in which each was over; None for those that last."""
+        """Return the raised types with the update in which each ended; None for active ones."""
         ends: dict[str, int | None] = {}
         for alarm in self.alarms:
             ends[alarm.type] = alarm.axes.update if alarm.event is AlarmEvent.CLEAR else None
@@ -68,18 +68,18 @@ class Diagnosis:
     """Verdict on a run.
 
     Attributes:
-        updates: records that were judged.
-        incidents: in order.
-        events: course of the task, (type, data).
-        unanswered: the reason why an alarm cannot be raised, by type.
-        remarks: on what is unusual and need not be wrong; those that are not `quiet` are among the events, too.
-        gradients_alone: no record has more of training than gradients and steps of the optimizer: then no cause is known.
-        outcome: of the run.
+        updates: number of judged records.
+        incidents: incidents in order.
+        events: course of the task, as (type, data).
+        unanswered: reason why an alarm cannot be raised, by type.
+        remarks: unusual properties that need not be wrong; remarks without `quiet` are also among the events.
+        gradients_alone: records have only gradients and optimizer steps, so causes are unknown.
+        outcome: outcome of the run.
         checks: number of alarms that could be raised.
-        remedies: the function, fact or option that supplies what an unanswered alarm lacks, by type.
-        effects: types of alarm that say how a run goes wrong and not why.
-        unusual: values that are most unusual, the worst first, of a run that failed, is flat or declines and has no lasting alarm.
-        killed: something outside the run has ended it.
+        remedies: the call, fact or option that supplies the missing inputs of an unanswered alarm, by type.
+        effects: types of alarm that show how a run goes wrong but not why.
+        unusual: most unusual values, worst first, if the run failed, is flat or declines, without an alarm that lasted to the end.
+        killed: whether the process of the run was killed.
         critical: values beyond the critical bounds of their metrics over the latest records, by key.
     """
 
@@ -99,39 +99,39 @@ class Diagnosis:
 
     @property
     def tone(self) -> Tone:
-        """How the run is to be called, in one word."""
+        """State of the run in one word."""
         latest = {alarm.type: alarm for incident in self.incidents for alarm in incident.alarms}
         lasting = [alarm.level for alarm in latest.values() if alarm.event is not AlarmEvent.CLEAR]
         return tone_of(self.outcome.kind, lasting, self.critical)
 
     @property
     def unexplained(self) -> bool:
-        """True where the run failed, is flat or declines, and no alarm says why; not where it was killed, which is the reason."""
+        """True if the run failed, is flat or declines and no alarm explains it; False if it was killed."""
         return self.outcome.kind in BAD and not self.killed and not self._explaining()
 
     @property
     def shows_remarks(self) -> bool:
-        """True where all remarks are worth showing: the run failed, is flat or declines, and no alarm that lasted says why."""
+        """True if views should show all remarks: the run failed, is flat or declines, and no lasting alarm explains it."""
         return self.updates > 0 and self.outcome.kind in BAD and not self.killed and not self.has_lasting_explanation
 
     @property
     def has_lasting_explanation(self) -> bool:
-        """True where an alarm about training lasted to the end."""
+        """True if an alarm that may explain the outcome lasted to the end."""
         ends = {kind: end for incident in self.incidents for kind, end in incident.ends().items()}
         return any(ends[kind] is None for kind in self._explaining())
 
     def _explaining(self) -> set[str]:
-        """Return the types of alarm that may say why a run does what it does."""
+        """Return the raised types of alarm that may explain the outcome."""
         kinds = {alarm.type for incident in self.incidents for alarm in incident.alarms}
         return {kind for kind in kinds if not kind.startswith(NOT_EXPLAINING) and kind not in self.effects}
 
     @property
     def summary(self) -> str:
-        """The sentence on what the run does, what was checked and, after a fall, that the return has fallen lately."""
+        """Sentence with the outcome, the latest fall of the return if any, and the number of checks."""
         text = self.outcome.text
         kind, data = self.events[-1] if self.events else ("", {})
         if self.outcome.kind in GOOD and kind == "task/degradation":
-            text += f", though at update {data['update']} {data['text']}"
+            text += f", although at update {data['update']} {data['text']}"
         raised = {alarm.type for incident in self.incidents for alarm in incident.alarms} - {RUN_FAILED}
         passed = max(0, self.checks - len(raised))
         parts = [f"{passed} check{'' if passed == 1 else 's'} passed" if self.checks else ""]
@@ -150,16 +150,16 @@ def diagnose(
     alarms: Iterable[Alarm] = (),
     status: RunStatus | None = None,
 ) -> Diagnosis:
-    """Judge all records of a run, as they were judged while it was trained.
+    """Judge all records of a run, in the same way as during training.
 
     Args:
-        facts: of the run.
-        records: in order.
-        thresholds: bounds; those of the run by default.
-        interventions: `seq` of the records after which something was changed on purpose.
-        failures: exceptions that ended the run; one that was resumed may have several.
-        alarms: of the run's journal; those of rules that are not installed here join the verdict as they are.
-        status: how the run ended; None for one that goes on.
+        facts: facts of the run.
+        records: records in order.
+        thresholds: bounds; by default the run's.
+        interventions: `seq` of the records after which something was changed intentionally.
+        failures: exceptions that ended the run; a resumed run may have several.
+        alarms: alarms of the run's journal; alarms whose rules are not installed here are added unchanged.
+        status: how the run ended; None if it is still running.
     """
     judge = RunJudge(facts, thresholds)
     judge.expect(alarms)
@@ -177,13 +177,13 @@ def diagnose(
 
 
 class RunJudge:
-    """Judges a run entry by entry, in the order of its journal; `diagnosis` is the verdict so far.
+    """Judges a run entry by entry, in the order of its journal; `diagnosis` returns the verdict so far.
 
     Args:
-        facts: of the run.
-        thresholds: bounds; those of the run by default.
-        as_recorded: take the alarms and events of the journal where its records were judged as they were written: to judge them again
-            gives the same, and takes 2 ms a record.
+        facts: facts of the run.
+        thresholds: bounds; by default the run's.
+        as_recorded: use the journal's alarms and events if its records were judged when they were written; judging them again gives the
+            same result but takes 2 ms per record.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class RunJudge:
         self._latest: deque[Mapping[str, float]] = deque(maxlen=LATEST_RECORDS)
 
     def expect(self, alarms: Iterable[Alarm]) -> None:
-        """Add alarms of the journal: those of rules that are not installed here join the verdict on their record as they are."""
+        """Add alarms of the journal; alarms whose rules are not installed here join the verdict on their record unchanged."""
         self._recorded.extend(alarm for alarm in alarms if self._is_taken(alarm))
 
     def _is_taken(self, alarm: Alarm) -> bool:
@@ -211,7 +211,7 @@ class RunJudge:
             self._add_event(kind, data)
 
     def intervention(self) -> None:
-        """Announce that something was changed on purpose after the last record."""
+        """Announce an intentional change after the last record."""
         self._detectors.intervention()
 
     def failure(self, failure: Failure) -> None:
@@ -249,7 +249,7 @@ class RunJudge:
             IncidentReport.add(self._incidents, alarm)
 
     def diagnosis(self, status: RunStatus | None = None) -> Diagnosis:
-        """Return the verdict on a run that ended so; None for one that goes on."""
+        """Return the verdict on a run with this status; None if it is still running."""
         detectors = self._detectors
         if self._as_recorded:
             self._add(self._recorded)
@@ -279,5 +279,5 @@ def described_keys() -> Mapping[str, MetricInfo]:
 
 
 def is_course(kind: str, data: Mapping[str, Any]) -> bool:
-    """Return whether an event tells the course of the task, or is a remark that is always shown."""
+    """Return whether an event is part of the course of the task, or a remark that is always shown."""
     return kind.startswith("task/") or (kind == REMARK and not data.get("quiet"))

@@ -1,7 +1,7 @@
-"""Incidents: alarms that come together, and the one among them that is the cause.
+"""Incidents: groups of alarms that come together, and the cause of each group.
 
-The cause is a mistake for certain, else what came first, causes before effects. A type may be a mistake in one case only: an entropy
-bonus with the wrong sign is one, a loss of entropy may be a consequence. So a finding can be a claim too (`Finding.claim`).
+The cause is a certain mistake (a claim), otherwise the first alarm, causes before effects. A finding can also be a claim
+(`Finding.claim`): an entropy bonus with the wrong sign is always a mistake, a loss of entropy may be a consequence.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ INCIDENT_UPDATES: Final = 3  # updates within which alarms form one incident
 
 
 RETURN_UPDATES: Final = 50
-"""Updates after the last alarm of an incident within which a mistake that shows again belongs to it, though nothing else is on."""
+"""Updates after the last alarm of an incident within which a recurring mistake belongs to it even if no other alarm is on."""
 
 
 NO_EFFECTS: Final = ("telemetry/", "run/")
-"""Beginnings of types that have nothing to do with what else goes wrong, or come with an exception of their own."""
+"""Prefixes of types that are never effects of other alarms."""
 
 
 class CausalOrder:
-    """The place of each type of alarm among causes: by rank, then as declared."""
+    """The place of each type of alarm among causes: by rank, then in order of declaration."""
 
     def __init__(self, rules: Iterable[AlarmRule]) -> None:
         ordered = sorted(rules, key=lambda rule: rule.rank)
@@ -33,15 +33,15 @@ class CausalOrder:
         self._last = frozenset(rule.type for rule in ordered if rule.rank >= CAUSE_LAST_RANK)
 
     def place(self, kind: str) -> int:
-        """Place of a type, small for causes; an unknown type comes behind all others."""
+        """Return the place of a type, small for causes; unknown types come last."""
         return self._places.get(kind, len(self._places))
 
     def is_claim(self, kind: str) -> bool:
-        """True for a mistake in itself, which is no consequence of another alarm."""
+        """Return True for a type that is always a mistake and never a consequence of another alarm."""
         return kind in self._claims
 
     def is_last(self, kind: str) -> bool:
-        """True for a type that is never the cause of another one."""
+        """Return True for a type that is never the cause of another alarm."""
         return kind in self._last
 
 
@@ -50,11 +50,11 @@ class Incident:
     """Alarms that came together.
 
     Attributes:
-        number: from 1.
-        order: of causes.
-        last: update of its latest alarm that was raised.
+        number: number of the incident, from 1.
+        order: order of causes.
+        last: update in which its latest alarm was raised.
         raised: types with the updates in which they were raised.
-        claims: those of them that are a mistake in themselves.
+        claims: raised types that are certain mistakes.
     """
 
     number: int
@@ -65,10 +65,10 @@ class Incident:
 
     @property
     def cause(self) -> str:
-        """The type that explains the others: a mistake for certain, else what came first, causes before effects.
+        """The type that explains the others: a certain mistake, otherwise the first alarm, causes before effects.
 
-        Mistakes that show within `INCIDENT_UPDATES` of the first one are ordered by place alone: rules differ in patience. The task, the
-        end of the run and telemetry itself are never the cause of anything but themselves.
+        Mistakes within `INCIDENT_UPDATES` of the first one are ordered only by place, because rules differ in patience. Alarms about the
+        task, the end of the run and telemetry never explain other alarms.
         """
         order, raised = self.order, self.raised
         first = min((raised[kind] for kind in self.claims), default=0)
@@ -84,9 +84,9 @@ class Incident:
         )
 
     def expects(self, kind: str, lasting: Collection[str], is_claim: bool) -> bool:
-        """Return whether an alarm that is raised late belongs here: a mistake that shows again, one that comes back, or an effect.
+        """Return whether an alarm that is raised late belongs to this incident: a recurring alarm, or an effect of its cause.
 
-        `lasting` are the types of this incident that are still on, and `is_claim` says that it is a mistake in itself.
+        `lasting` has the types of this incident that are still on; `is_claim` is True for a certain mistake.
         """
         if kind in self.raised:
             return kind in self.claims or bool(lasting)
@@ -95,10 +95,10 @@ class Incident:
 
 
 class Incidents:
-    """Numbers incidents as alarms are raised.
+    """Assigns alarms to numbered incidents.
 
     Attributes:
-        open: the latest one, which further alarms may join.
+        open: the latest incident, which further alarms may join.
     """
 
     def __init__(self, order: CausalOrder) -> None:
@@ -114,12 +114,12 @@ class Incidents:
         began: int | None = None,
         lasting: Collection[str] = (),
     ) -> Incident:
-        """The incident that alarms raised in this update belong to: the open one, or a new one.
+        """Return the incident of the alarms raised in this update: the open one, or a new one.
 
         Args:
-            kinds: their types.
-            update: in which they were raised.
-            claims: types that are a mistake in themselves this time, besides those that always are.
+            kinds: types of the alarms.
+            update: update in which they were raised.
+            claims: types whose findings are certain mistakes, in addition to types that always are.
             began: update since which the earliest of them has held, which may be long before a patient rule raises it.
             lasting: types of the open incident that are still on.
         """

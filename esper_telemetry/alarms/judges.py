@@ -1,4 +1,4 @@
-"""Judges that several alarms share, and the pieces of state of the others."""
+"""Judges that several alarms share, and building blocks for the state of the others."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from esper_telemetry.core.messages import number, percent, times
 from esper_telemetry.core.requirements import require_number, require_text
 
 S = TypeVar("S")
-Z = Ramp("z", 4.0, 12.0, "robust standard scores where the severity of an outlier begins")
-Z_SUDDEN = Ramp("z_sudden", 6.0, 18.0, "the same for a single update, nothing before it being unusual")
-BEYOND = Ramp("beyond", 0.5, 2.5, "decades above all values before, where the severity of an outlier begins")
-RATE_GROWN = above("rate_grown", 1.15, "learning rate over the one that was set, after rising for long")
+Z = Ramp("z", 4.0, 12.0, "robust standard score of an outlier")
+Z_SUDDEN = Ramp("z_sudden", 6.0, 18.0, "the same for a single update after usual ones")
+BEYOND = Ramp("beyond", 0.5, 2.5, "decades by which an outlier exceeds all earlier values")
+RATE_GROWN = above("rate_grown", 1.15, "learning rate over the setting, after a long rise or a jump")
 
 
 @dataclass(frozen=True, slots=True)
 class AboveBound:
-    """Severity 1 where a key exceeds a bound.
+    """Severity 1 if a key exceeds a bound.
 
     Attributes:
-        key: that is read.
-        bound: that it must exceed; a plain number cannot be changed by users.
-        words: the clause, in which `{number}`, `{percent}` and `{usual}` stand for the value and its usual range.
+        key: key to compare.
+        bound: bound that the value must exceed; users cannot change a plain number.
+        words: clause with the fields `{number}`, `{percent}` and `{inverse}` for the value and `{usual}` for its usual range.
     """
 
     key: str
@@ -51,7 +51,7 @@ class AboveBound:
 
 @dataclass(frozen=True, slots=True)
 class OnRamp:
-    """Severity of a key on a linear ramp; arguments as for `AboveBound`."""
+    """Severity of a key on a linear ramp; takes the arguments of `AboveBound` with a ramp."""
 
     key: str
     ramp: Ramp
@@ -77,11 +77,11 @@ def _require_words(words: str) -> None:
         require_text("words", words).format(number="", percent="", inverse="", usual="")
     except (LookupError, ValueError):
         fields = "{number}, {percent}, {inverse} or {usual}"
-        raise ValueError(f"words must be a text with {fields} in it, got {words!r}") from None
+        raise ValueError(f"words must be a text with the fields {fields}, got {words!r}") from None
 
 
 def clause(words: str, view: View, key: str, value: float) -> str:
-    """The words with the value in them, and what it usually is."""
+    """Return the words with the value and its usual range."""
     return words.format(
         number=number(value), percent=percent(value), inverse=times(1 / max(value, 1e-30)), usual=view.usual(key)
     )
@@ -89,15 +89,15 @@ def clause(words: str, view: View, key: str, value: float) -> str:
 
 @dataclass(slots=True)
 class Outlier:
-    """Upward outliers of one key: far out at once, or out of line for two updates in a row.
+    """Upward outliers of one key: extreme in one update, or unusual in two updates in a row.
 
-    Where a history is so wide that nothing is far out by its standard scores, the decades above all earlier values count.
+    If the history is so wide that standard scores stay small, the decades above all earlier values count.
     """
 
     before: float = 0.0
 
     def severity(self, view: View, key: str) -> float | None:
-        """Severity of the update; None without a history."""
+        """Return the severity of the update; None without a history."""
         z = view.z(key)
         if z is None:
             return None
@@ -115,29 +115,29 @@ OUTLIER_BOUNDS = (Z, Z_SUDDEN, BEYOND)
 
 @dataclass(slots=True)
 class Recent:
-    """The latest values of a series that not every update has."""
+    """The latest values of a series that may skip updates."""
 
     size: int
     values: list[float] = field(default_factory=list)
 
     def add(self, value: float) -> list[float]:
-        """Add a value; returns the latest ones with it."""
+        """Add a value; returns the latest values, including it."""
         self.values.append(value)
         del self.values[: -self.size]
         return self.values
 
     @property
     def full(self) -> bool:
-        """True where there are as many as it holds."""
+        """True if `size` values have been added."""
         return len(self.values) == self.size
 
     def mean(self, value: float) -> float | None:
-        """The mean with this value; None before there are enough."""
+        """Add a value; returns the mean, or None before there are `size` values."""
         self.add(value)
         return sum(self.values) / self.size if self.full else None
 
     def earlier_median(self, value: float) -> float | None:
-        """The median without this value, which is added; None of fewer than three."""
+        """Add a value; returns the median of the values before it, or None if there were fewer than three."""
         middle = median(self.values) if len(self.values) >= 3 else None
         self.add(value)
         return middle
@@ -145,31 +145,31 @@ class Recent:
 
 @dataclass(slots=True)
 class Before:
-    """A value of the update before."""
+    """A value of the previous update."""
 
     value: float = 0.0
 
     def swap(self, value: float) -> float:
-        """Return it, and keep this one."""
+        """Return the previous value and store this one."""
         before, self.value = self.value, value
         return before
 
 
 @dataclass(slots=True)
 class Total:
-    """A sum over updates in a row."""
+    """A sum over consecutive updates."""
 
     total: float = 0.0
 
     def add(self, value: float, goes_on: bool) -> float:
-        """The sum with this value; 0 where the row ends."""
+        """Add a value and return the sum; reset it to 0 unless `goes_on`."""
         self.total = self.total + value if goes_on else 0.0
         return self.total
 
 
 @dataclass(slots=True)
 class Streaks:
-    """Updates in a row for which something has held, by name."""
+    """Number of consecutive updates for which something has held, by name."""
 
     updates: dict[str, int] = field(default_factory=dict)
 
@@ -181,7 +181,7 @@ class Streaks:
 
 @dataclass(slots=True)
 class StateJudge(Generic[S]):
-    """A judge that is a function of the update and of a state, of which every run has its own."""
+    """A judge that is a function of the update and of a state; every run has a copy of the state."""
 
     function: Callable[[View, S], Iterable[Finding]]
     state: S
@@ -191,7 +191,7 @@ class StateJudge(Generic[S]):
 
 
 def reading(*keys: str) -> Callable[[Callable[..., Iterator[Finding]]], Callable[..., Iterable[Finding]]]:
-    """Decorate a judge that takes the values of these keys behind the view: it is called where an update has all of them."""
+    """Decorate a judge that takes the values of these keys after the view; it is called only if an update has all of them."""
 
     def decorate(function: Callable[..., Iterator[Finding]]) -> Callable[..., Iterable[Finding]]:
         @wraps(function)
@@ -204,19 +204,19 @@ def reading(*keys: str) -> Callable[[Callable[..., Iterator[Finding]]], Callable
     return decorate
 
 
-ANNEALED_SHARE = 0.05  # share of the largest learning rate below which a schedule may well end at nothing
-WARMUP_UPDATES = 5  # updates at the beginning in which a schedule may not have begun to warm up
+ANNEALED_SHARE = 0.05  # share of the largest learning rate below which a schedule may end at 0
+WARMUP_UPDATES = 5  # updates at the start in which the learning rate may be 0 before its warm-up
 
 
 @dataclass(slots=True)
 class AnnealedRate:
-    """Tells a learning rate near 0 that a schedule led to from one that fell at once."""
+    """Distinguishes a learning rate that a schedule lowered to about 0 from one that fell abruptly."""
 
     highest: float = 0.0
     abrupt: bool = False
 
     def stopped(self, view: View) -> bool:
-        """True where the learning rate is near 0 on purpose."""
+        """Return True if a schedule has lowered the learning rate to about 0."""
         rate = view.get("opt/lr")
         if rate is None:
             return False
@@ -233,5 +233,5 @@ class AnnealedRate:
 
 
 def list_names(names: list[str]) -> str:
-    """The first three names, and the number of the others."""
+    """Return the first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -26,7 +26,7 @@ REDUCTIONS = {
     "float": "one value",
     "Tensor": "one value",
 }
-"""By the type with which a field's annotation begins; other reductions are means of values that ranks join in their own way."""
+"""Reductions by the first type in a field's annotation; other types are means that ranks merge in different ways."""
 
 PRIORITIES = ("critical", "high", "normal", "detail")
 
@@ -36,12 +36,12 @@ class MetricEntry:
     """One metric, its alarms and its histories.
 
     Attributes:
-        metric: its declaration.
-        priority: `critical` decides whether a run is wrong for certain, `high` is a headline, `normal` has bounds or feeds an alarm,
-            `detail` is read beside others.
+        metric: declaration of the metric.
+        priority: `critical` decides whether a run is certainly wrong, `high` is a headline, `normal` has bounds or is an input of an
+            alarm, `detail` is everything else.
         reduction: how the rows of an update become one number.
-        alarms: those that read it.
-        series: the endings under which it has a history, `{key}/ema` for one.
+        alarms: alarms that read it.
+        series: templates of the keys of its histories, such as `{key}/ema`.
     """
 
     metric: Metric
@@ -52,7 +52,7 @@ class MetricEntry:
 
     @property
     def name(self) -> str:
-        """Display name; the last segment of the key where a plugin declares none."""
+        """Display name; by default the last segment of the key."""
         return self.metric.name or self.metric.key.rpartition("/")[2].replace("_", " ")
 
     @property
@@ -63,11 +63,11 @@ class MetricEntry:
 
     @property
     def action(self) -> str:
-        """Advice for a value that is not normal; empty for a metric without bounds."""
+        """Advice for an abnormal value; empty for a metric without bounds."""
         return self.alarms[0].action if self.alarms else self.metric.advice
 
     def info(self) -> MetricInfo:
-        """Return the description that travels in the journal."""
+        """Return the description for the journal."""
         family = families().get(family_name(self.metric.key))
         first = family.first if family else ()
         return replace(

@@ -1,8 +1,8 @@
-"""The declaration of an alarm, and what its judge sees of an update.
+"""The declaration of an alarm, and the view of an update that its judge gets.
 
-One `AlarmRule` holds everything that belongs to one alarm: keys, bounds, judge, sentences, place among causes. Bounds are data with a name
-and a source, so that a user can change each, and a multiplier all of them. A judge is a callable from a `View` to findings, a function or
-one with a state of its own (`judges.StateJudge`, or a dataclass whose fields are that state): every run judges with a copy.
+One `AlarmRule` holds everything about one alarm: keys, bounds, judge, sentences, rank among causes. Bounds have names, so that a user can
+change each of them, or scale all by a multiplier. A judge is a callable from a `View` to findings: a function, or a callable with state
+(`judges.StateJudge`, or a dataclass). Every run gets a copy of the judge.
 """
 
 from __future__ import annotations
@@ -35,30 +35,32 @@ from esper_telemetry.core.requirements import (
 )
 
 CAUSE_LAST_RANK: Final = 900
-"""Rank from which on an alarm is never the cause of another one: the task, the end of the run, telemetry itself."""
+"""Rank from which an alarm is never the cause of another one: alarms about the task, the end of the run, and telemetry."""
 
 EvidencePiece = Literal["transitions", "layers", "stability", "pairs"]
-"""Part of the update that raised an alarm: transitions and optimizer steps, gradients by layer, non-finite tensors, modules beside their
+"""Part of the update that raised an alarm: transitions and optimizer steps, gradients by layer, non-finite tensors, modules with their
 hosts."""
 
-TEMPLATE: Final = re.compile(r"[a-z0-9_{}*]+(/[a-z0-9_{}*]+)*/?")  # of metric keys, their templates and beginnings
-WARNING: Final = 0.5  # severity of what is unusual and may be harmless or right: it raises the alarm and no level
+TEMPLATE: Final = re.compile(r"[a-z0-9_{}*]+(/[a-z0-9_{}*]+)*/?")  # metric keys, templates and prefixes of keys
+WARNING: Final = (
+    0.5  # severity of an unusual state that may be harmless: it raises an alarm but not the telemetry level
+)
 
 
 class Finding(NamedTuple):
     """The judgement of one update.
 
     Attributes:
-        severity: 0 to 1; 0.5 and more speaks for an alarm.
-        key: the metric that decided.
-        value: of that metric.
-        threshold: value from which on it speaks for an alarm, where a single number says so.
-        adaptive: the threshold follows the run's own history.
-        z: robust standard scores from that history.
-        instance: the head, group or layer, where a judge looks at each.
-        claim: a mistake in itself and no consequence, whatever else the type is raised for.
-        held: updates that a judgement over several of them is about, this one included: the alarm holds since the first.
-        advice: returns what to try in place of the rule's action, where that depends on the values.
+        severity: 0 to 1; 0.5 and more is evidence for an alarm.
+        key: the deciding metric.
+        value: value of this metric.
+        threshold: value of this metric at which the alarm is raised, if it is a single number.
+        adaptive: whether the threshold follows the run's history.
+        z: robust standard score relative to that history.
+        instance: the head, group or layer, if the judge looks at each.
+        claim: whether this finding is certainly a mistake and not a consequence of another one, even if its type need not be.
+        held: number of updates that the judgement covers, including this one; the alarm holds since the first.
+        advice: returns advice that replaces the rule's action, if it depends on the values.
         text: returns the clause that continues "Since update 7, ".
     """
 
@@ -75,20 +77,20 @@ class Finding(NamedTuple):
     text: Callable[[], str] | None = None
 
     def with_advice(self, advice: Callable[[], str] | None) -> Finding:
-        """Return the same with advice of its own; None leaves that of the rule."""
+        """Return the finding with its own advice; None keeps the rule's."""
         return self._replace(advice=advice)
 
     def says(self, words: str, *values: float | str | Callable[[], str]) -> Finding:
-        """Return the same with a clause: `{}` stands for a number or a text, `{:%}` for a share, `{:x}` for a ratio."""
+        """Return the finding with a clause: `{}` formats a number or a text, `{:%}` a share, `{:x}` a ratio."""
         return Finding(*self[:-1], lambda: WORDING.vformat(words, values, {}))
 
     def with_text(self, text: Callable[[], str]) -> Finding:
-        """Return the same with the clause that `text` returns."""
-        return Finding(*self[:-1], text)  # a third of the time of `_replace`, some ninety times per update
+        """Return the finding with the clause that `text` returns."""
+        return Finding(*self[:-1], text)  # three times as fast as `_replace`, about ninety times per update
 
 
 class Wording(Formatter):
-    """Fills values into the words of a clause."""
+    """Formats the values of a clause."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """Return a value as text; functions are called when the clause is read."""
@@ -101,9 +103,9 @@ WORDING: Final = Wording()
 
 
 def checked(finding: Finding) -> Finding:
-    """Return the finding with plain numbers, severity from 0 to 1; NumPy numbers and tensors of one element are numbers too.
+    """Return the finding with plain numbers and a severity from 0 to 1; NumPy numbers and one-element tensors are converted.
 
-    A `value`, `threshold` or `z` that is not finite becomes None. Raises TypeError or ValueError for anything else.
+    A non-finite `value`, `threshold` or `z` becomes None. Raises TypeError or ValueError for anything else.
     """
     if not isinstance(finding, Finding):
         raise TypeError(f"a judge yields instances of Finding, got {reprlib.repr(finding)}")
@@ -127,21 +129,21 @@ def _finite(value: Any) -> float | None:
 
 
 class View:
-    """One update as judges see it.
+    """One update, as judges see it.
 
     Attributes:
-        values: of the record.
-        previous: of the record before it.
-        facts: of the run.
+        values: values of the record.
+        previous: values of the previous record.
+        facts: facts of the run.
         limits: values of all bounds.
         baselines: histories of the keys that rules declare.
-        update: records so far, this one included.
-        progress: share of the run that is over, 0 to 1; None where its length is not known.
+        update: number of records so far, including this one.
+        progress: completed share of the run, 0 to 1; None if its length is not known.
         steps: optimizer steps of this update; None in the first.
         transitions: environment steps of this update; None in the first.
         env_step: environment steps of the run so far.
-        course: of the return since the start.
-        patience: times that rules wait longer in this run, because its updates are small; see `patience_factor`.
+        course: course of the return since the start.
+        patience: factor by which rules wait longer in a run with small updates; see `patience_factor`.
     """
 
     def __init__(self, facts: Mapping[str, Any], limits: Limits, baselines: Baselines) -> None:
@@ -162,7 +164,7 @@ class View:
         self._labelled: dict[tuple[str, str], list[tuple[str, str, float]]] = {}
 
     def protected(self) -> View:
-        """Return a copy for code that is not ours: its mappings cannot be changed, and what else is set in it stays in it."""
+        """Return a copy for user code: its mappings are read-only, and attributes set on it do not affect the original."""
         view, baselines = copy.copy(self), copy.copy(self.baselines)
         view.limits, view.course = copy.deepcopy((self.limits, self.course))
         view._keys, view._cache, view._labelled = set(self._keys), {}, {}
@@ -173,15 +175,15 @@ class View:
         return view
 
     def get(self, key: str) -> float | None:
-        """A value of the record."""
+        """Return a value of the record, or None."""
         return self.values.get(key)
 
     def z(self, key: str) -> float | None:
-        """Robust standard scores between a value and its history."""
+        """Return the robust standard score of a value relative to its history, or None."""
         return self.baselines.z.get(key)
 
     def look(self, values: Mapping[str, float]) -> None:
-        """Turn to the next record."""
+        """Move to the next record."""
         self.previous, self.values = self.values, values
         self.course.add(values)
         self._labelled.clear()
@@ -191,7 +193,7 @@ class View:
             self._cache.clear()
 
     def matching(self, start: str, end: str) -> list[str]:
-        """Keys of all records so far that begin and end so."""
+        """Return the keys of all records so far with this beginning and end."""
         keys = self._cache.get((start, end))
         if keys is None:
             keys = sorted(key for key in self._keys if key.startswith(start) and key.endswith(end))
@@ -200,15 +202,15 @@ class View:
 
     @property
     def rollout_steps(self) -> int:
-        """Environment steps of this update, in the first one by the run's settings; 0 where neither says."""
+        """Environment steps of this update, in the first one by the run's settings; 0 if neither is known."""
         if self.transitions is not None:
             return self.transitions
         return (self.facts.num_steps or 0) * (self.facts.num_envs or 0)
 
     def labelled(self, start: str, end: str) -> list[tuple[str, str, float]]:
-        """(label, key, value) of all keys that begin and end so, with one segment between."""
+        """Return (label, key, value) of all keys with this beginning and end and one segment, the label, between."""
         rows = self._labelled.get((start, end))
-        if rows is None:  # several rules ask for the layers of an update
+        if rows is None:  # several rules read the layers of an update
             cut, stop, values = len(start), -len(end) or None, self.values
             pairs = [(key[cut:stop], key) for key in self.matching(start, end) if key in values]
             rows = [(label, key, values[key]) for label, key in pairs if label and "/" not in label]
@@ -216,7 +218,7 @@ class View:
         return rows
 
     def usual(self, key: str) -> str:
-        """`(usually a-b)` of a key with a history, or nothing, as where the value is usual in a run that is wrong from its start."""
+        """Return ` (usually a-b)` for a key with a history; empty if the value is within this range, as in a run that is wrong from the start."""
         ends, value = self.baselines.usual(key), self.values.get(key)
         if ends is None or (value is not None and ends[0] <= value <= ends[1]):
             return ""
@@ -224,19 +226,19 @@ class View:
 
 
 MIN_UPDATE_STEPS: Final = 64
-"""Environment steps of an update from which on its statistics are worth judging; in smaller ones they are mostly chance."""
+"""Environment steps of an update above which its statistics are meaningful; in smaller updates they are mostly chance."""
 
 
 def patience_factor(facts: Facts) -> int:
-    """Times that a run's updates must be repeated to have as many steps as rules are made for; 1 where their number is not known."""
+    """Return the number of updates that together have as many steps as rules expect; 1 if the number of steps is not known."""
     steps = (facts.num_steps or 0) * (facts.num_envs or 0)
     return max(1, ceil(MIN_UPDATE_STEPS / steps)) if steps > 0 else 1
 
 
-segment_of = lru_cache(maxsize=4096)(segment)  # of names of parameters: every update has the same ones
+segment_of = lru_cache(maxsize=4096)(segment)  # cached because every update has the same names of parameters
 
 Judge = Callable[[View], Iterable[Finding]]
-"""Yields the findings of an update; none where the values do not say, which leaves the alarm as it was."""
+"""Yields the findings of an update; without a finding the alarm keeps its state."""
 
 
 def always(facts: Facts) -> bool:
@@ -246,39 +248,39 @@ def always(facts: Facts) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmRule:
-    """The declaration of one alarm; apart from metrics, because one alarm reads several keys and its advice belongs to the fault.
+    """The declaration of one alarm; separate from metrics, because an alarm reads several keys and its advice belongs to the fault.
 
     Attributes:
-        type: its name, `family/what`.
-        inputs: keys or key templates that show it, the deciding one first.
+        type: name, `family/what`.
+        inputs: keys or key templates that it reads, the deciding one first.
         meaning: what has happened, in one sentence.
-        action: what to try, the likeliest first.
-        judge: yields findings; a copy of it judges each run. None where another part of telemetry raises the alarm.
-        bounds: that the judge compares values with; users change them by name.
-        source: who says so, and the reasons behind bounds and patience.
-        rank: place among causes, small first: an alarm explains those of a larger rank that come with it. The built-in alarms lie in
-            steps of ten; a new one takes a free number between its causes and its effects.
-        hard: the run is wrong for certain, however well it seems to learn.
-        claim: a mistake in itself and no consequence: the cause even where it shows an update or two later.
-        effect: says how a run goes wrong and not why: alone it does not explain a bad outcome.
-        required: keys without which the alarm cannot be raised, the first of `inputs` by default; of a tuple of keys one is enough.
-        facts: of the run, likewise.
-        histories: keys whose history it compares with; `*` stands for a part of a segment.
-        applies: says by a run's facts whether the question makes sense.
-        warmup: updates at the beginning that raise nothing.
-        n_on, n_off: updates in a row that raise the alarm and end it; of updates of a few steps `patience_factor` times as many raise
-            one that is not `hard` or `certain`. A judge counts updates itself only where a miss must not start the count again.
-        debug_updates: updates at DEBUG that follow where it is critical.
-        evidence: keys whose values are attached; `*` stands for a part of a segment.
+        action: what to try, the most likely remedy first.
+        judge: yields findings; each run uses a copy. None if another part of telemetry raises the alarm.
+        bounds: bounds that the judge compares values with; users change them by name.
+        source: references, and the reasons for bounds and patience.
+        rank: place among causes: an alarm explains alarms of a larger rank that come with it. The built-in alarms have multiples of ten
+            and numbers between them; choose a free number between the causes and the effects of a new alarm.
+        hard: the run is certainly wrong, even if it seems to learn.
+        claim: always a mistake, never a consequence: the cause of an incident even if it appears an update or two later.
+        effect: shows how a run goes wrong but not why, so that it does not explain a bad outcome.
+        required: keys that the alarm cannot do without, by default the first of `inputs`; one key of a tuple suffices.
+        facts: facts of the run that the alarm cannot do without.
+        histories: keys whose history the judge uses; `*` matches part of a segment.
+        applies: whether the alarm makes sense for a run, by its facts.
+        warmup: updates at the start in which the alarm is not raised.
+        n_on, n_off: consecutive updates that raise and end the alarm. If updates have few steps, `n_on` is multiplied by `patience_factor`
+            unless the alarm is `hard` or `certain`. A judge counts updates itself only if a miss must not restart the count.
+        debug_updates: updates at DEBUG after the alarm became critical.
+        evidence: keys whose values are attached; `*` matches part of a segment.
         pieces: parts of the update that are attached.
-        histograms: beginnings of the keys whose histograms are attached; the family of the type by default.
-        relative: judges by history: after an intervention it restarts, with the judge's own state, and the alarm ends.
-        certain: is also raised right after an intervention, whose waves it cannot be.
-        sampled: its inputs are measured in some updates only.
-        optional: its inputs are there only where the run has what they measure, so that their absence says nothing.
-        partial: also judges the record of an update that did not end.
-        default_off: is raised only where a user switches it on.
-        settings: names of settings that the advice would change: those outside of all published values are named with it.
+        histograms: prefixes of the keys whose histograms are attached, by default the family of the type.
+        relative: uses history: an intervention resets the judge and ends the alarm.
+        certain: can also be raised right after an intervention, because an intervention cannot cause it.
+        sampled: its inputs are measured in sampled updates only.
+        optional: its inputs exist only in some runs, so their absence is not reported.
+        partial: also judges the record of an unfinished update.
+        default_off: off unless a user switches it on.
+        settings: settings that the advice would change; settings outside all published values are named in the alarm.
     """
 
     type: str
@@ -312,7 +314,7 @@ class AlarmRule:
     settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError, one sentence, for the first field that no run could use."""
+        """Raise TypeError or ValueError for the first invalid field."""
         check_key(self.type)
         try:
             self._check_fields()
@@ -342,23 +344,23 @@ class AlarmRule:
 
     @property
     def required_keys(self) -> tuple[tuple[str, ...], ...]:
-        """Keys without which the alarm cannot be raised, as alternatives of which one is enough."""
+        """Keys that the alarm cannot do without, as tuples of alternatives."""
         required = self.inputs[:1] if self.required is None else self.required
         return tuple([(keys,) if isinstance(keys, str) else keys for keys in required])
 
     @property
     def histogram_keys(self) -> tuple[str, ...]:
-        """Beginnings of the keys whose histograms are attached."""
+        """Prefixes of the keys whose histograms are attached."""
         return (f"{self.type.partition('/')[0]}/",) if self.histograms is None else self.histograms
 
     @property
     def single_bounds(self) -> tuple[Bound, ...]:
-        """All bounds, ramps as their two ends."""
+        """All bounds; a ramp counts as its two ends."""
         return tuple([bound for item in self.bounds for bound in (item.bounds if isinstance(item, Ramp) else (item,))])
 
 
 class AlarmDraft:
-    """A built-in alarm under declaration, a group of fields at a time; `judged` completes it. Fields are those of `AlarmRule`."""
+    """Builder of an `AlarmRule`, a group of fields at a time; `judged` completes it."""
 
     def __init__(self, type: str, *inputs: str, **fields: Any) -> None:
         self._fields: dict[str, Any] = {"type": type, "inputs": inputs, **fields}
@@ -368,23 +370,23 @@ class AlarmDraft:
         return self
 
     def reads(self, *inputs: str) -> Self:
-        """Add keys that show it, where they are many; the deciding one comes first."""
+        """Add keys that the alarm reads; the deciding one comes first."""
         return self._with(inputs=(*self._fields["inputs"], *inputs))
 
     def needs(self, *required: str | tuple[str, ...], **fields: Any) -> Self:
-        """Add keys without which it cannot be raised, and `facts` or `applies`."""
+        """Set the keys that the alarm cannot do without, and `facts` or `applies`."""
         return self._with(**({"required": required} if required else {}), **fields)
 
     def follows(self, *histories: str | History) -> Self:
-        """Add the keys whose history it compares with."""
+        """Set the keys whose history the judge uses."""
         return self._with(histories=histories)
 
     def changes(self, *settings: str) -> Self:
-        """Add the settings that the advice would change."""
+        """Set the settings that the advice would change."""
         return self._with(settings=settings)
 
     def says(self, meaning: str, action: str, source: str = "") -> Self:
-        """Add the sentences."""
+        """Set the sentences."""
         return self._with(meaning=meaning, action=action, source=source)
 
     def shows(self, *evidence: str, **fields: Any) -> Self:
@@ -392,7 +394,7 @@ class AlarmDraft:
         return self._with(evidence=(*self._fields.get("evidence", ()), *evidence), **fields)
 
     def judged(self, judge: Judge | None, *bounds: Bound | Ramp) -> AlarmRule:
-        """Return the rule with its judge, and the bounds that the judge compares with."""
+        """Return the rule with its judge and the judge's bounds."""
         return AlarmRule(judge=judge, bounds=bounds, **self._fields)
 
 
@@ -400,7 +402,7 @@ alarm = AlarmDraft
 
 
 def require_template(name: str, value: Any) -> str:
-    """Return a key, a template or the beginning of one, with `*` for a part of a segment."""
+    """Return a key, a template or a prefix, in which `*` matches part of a segment."""
     if not TEMPLATE.fullmatch(require_text(name, value)):
         raise ValueError(f"{name} must be a metric key such as 'policy/kl', got {value!r}")
     return str(value)

@@ -1,4 +1,4 @@
-"""All alarms that are installed: the built-in ones, and those of plugins."""
+"""All installed alarms: built-in ones and plugins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from esper_telemetry.core.messages import shown
 from esper_telemetry.core.redaction import error_line
 
 ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
-"""Entry points of plugins: each names an `AlarmRule` or an iterable of them."""
+"""Entry points of plugins: each is an `AlarmRule` or an iterable of them."""
 
 FAMILIES = (
     *(integrity_alarms, equation_alarms, trust_region_alarms, exploration_alarms, value_alarms, data_alarms),
@@ -45,9 +45,9 @@ _logger = logging.getLogger("esper_telemetry")
 
 @lru_cache(maxsize=1)
 def alarm_rules() -> tuple[AlarmRule, ...]:
-    """All installed alarms: the built-in ones by family, then those of entry points.
+    """Return all installed alarms: built-in ones by family, then plugins.
 
-    A plugin that cannot be loaded, or repeats a type, costs a warning and its alarms.
+    A plugin that cannot be loaded or repeats a type is skipped with a warning.
     """
     rules = list(BUILT_IN)
     for entry in entry_points(group=ENTRY_POINT_GROUP):
@@ -59,33 +59,33 @@ def alarm_rules() -> tuple[AlarmRule, ...]:
 
 
 def as_rules(value: AlarmRule | Iterable[AlarmRule]) -> Iterator[AlarmRule]:
-    """The rules of one rule or of several; raises TypeError for anything else."""
+    """Yield one rule or several; raises TypeError for anything else."""
     if not isinstance(value, AlarmRule | Iterable) or getattr(value, "ndim", None) is not None:
-        raise TypeError(f"alarms are instances of AlarmRule, got {shown(value)}")
+        raise TypeError(f"alarms must be instances of AlarmRule, got {shown(value)}")
     for rule in (value,) if isinstance(value, AlarmRule) else value:
         if not isinstance(rule, AlarmRule):
-            raise TypeError(f"alarms are instances of AlarmRule, got {shown(rule)}")
+            raise TypeError(f"alarms must be instances of AlarmRule, got {shown(rule)}")
         yield rule
 
 
 def with_alarms(rules: Iterable[AlarmRule], added: Iterable[AlarmRule]) -> tuple[AlarmRule, ...]:
-    """The rules and the added ones; raises ValueError where two have one type."""
+    """Return the rules and the added ones; raises ValueError for two rules with the same type."""
     by_type = {rule.type: rule for rule in rules}
     for rule in added:
         if rule.type in by_type:
-            raise ValueError(f"there is an alarm {rule.type!r} already; the type of an added alarm must be its own")
+            raise ValueError(f"an alarm {rule.type!r} already exists; give the new alarm a different type")
         by_type[rule.type] = rule
     return tuple(by_type.values())
 
 
 def is_foreign(rule: AlarmRule) -> bool:
-    """Return whether the code that judges an alarm is not of this package."""
+    """Return whether an alarm's judge is defined outside this package."""
     module = getattr(rule.judge, "__module__", None) or type(rule.judge).__module__
     return rule.judge is not None and module.partition(".")[0] != __name__.partition(".")[0]
 
 
 def alarms_reading(key: str) -> tuple[AlarmRule, ...]:
-    """Alarms that read a key or template; first those that it decides."""
+    """Return the alarms that read a key or template; alarms for which it is the deciding input come first."""
     rules = alarm_rules()
     if key.endswith(NONFINITE):
         return tuple(rule for rule in rules if rule.type == NONFINITE_KEY)

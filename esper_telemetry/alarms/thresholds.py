@@ -1,7 +1,7 @@
-"""Values of all bounds: each can be changed by name, and all of them by a multiplier.
+"""Values of all bounds, which can be changed one by one by name, or together by a multiplier.
 
-The bounds stand with the rules that read them. A bound is of one of three kinds: values above it speak for an alarm, values below it do,
-or it is a count that no multiplier changes.
+Bounds are declared next to the rules that read them. There are three kinds: bounds for values above them, bounds for values below them, and
+counts, which multipliers do not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ON, OFF = "on", "off"
 
 
 def bounds() -> dict[str, Bound]:
-    """The bounds of all installed alarms, by name."""
+    """Return the bounds of all installed alarms, by name."""
     return {bound.name: bound for rule in alarm_rules() for bound in rule.single_bounds}
 
 
@@ -29,29 +29,29 @@ def _default_off() -> frozenset[str]:
 
 
 class Thresholds(Limits):
-    """Bounds of all alarms, which can be read as attributes; `low` and `high` are the ends of ramps of severity.
+    """Bounds of all alarms, readable as attributes; `low` and `high` are the ends of ramps of severity.
 
     Args:
-        off: types of alarm that are not raised; by default those that only a user switches on.
+        off: types of alarm that are switched off; by default the rules with `default_off`.
         values: bounds by name.
 
     Raises:
-        TypeError: for a bound that does not exist.
-        ValueError: for a value that is no finite number.
+        TypeError: for an unknown bound.
+        ValueError: for a value that is not a finite number.
     """
 
     def __init__(self, *, off: Iterable[str] | None = None, **values: float) -> None:
         declared = bounds() if values else {}
         for name in values:
             if name not in declared:
-                raise TypeError(f"there is no threshold {name!r}{did_you_mean(name, list(declared))}")
+                raise TypeError(f"unknown threshold {name!r}{did_you_mean(name, list(declared))}")
         changed = {name: _number(declared[name], value) for name, value in values.items()}
         super().__init__({name: value for name, value in changed.items() if value != declared[name].default})
         self._check_ramps(changed)
         self._off = _default_off() if off is None else frozenset(off)
 
     def _check_ramps(self, changed: Mapping[str, float]) -> None:
-        """Raise ValueError if the ends of a changed ramp are the other way round."""
+        """Raise ValueError if the ends of a changed ramp are in the wrong order."""
         items = {item for rule in alarm_rules() for item in rule.bounds} if changed else set()
         for span in (item for item in items if isinstance(item, Ramp)):
             low, high = span.bounds
@@ -63,13 +63,13 @@ class Thresholds(Limits):
 
     @property
     def off(self) -> frozenset[str]:
-        """Types of alarm that are not raised."""
+        """Types of alarm that are switched off."""
         return self._off
 
     def __getattr__(self, name: str) -> float:
         bound = None if name.startswith("_") else bounds().get(name)
         if bound is None:
-            raise AttributeError(f"there is no threshold {name!r}")
+            raise AttributeError(f"unknown threshold {name!r}")
         return self[bound]
 
     def __eq__(self, other: object) -> bool:
@@ -83,56 +83,56 @@ class Thresholds(Limits):
 
     @classmethod
     def parse(cls, assignments: Iterable[str], before: Self | None = None) -> Self:
-        """Bounds that `NAME=VALUE` change, `before` or the defaults; a type of alarm is a name too, its value `on` or `off`.
+        """Return `before`, or the defaults, with the changes of `NAME=VALUE` texts; for a type of alarm the value is `on` or `off`.
 
-        Raises ValueError, in a sentence with the offending text.
+        Raises ValueError with the offending text.
         """
         changes: dict[str, str] = {}
         for text in assignments:
             name, separator, value = text.partition("=")
             if not separator:
-                raise ValueError(f"a threshold is given as NAME=VALUE, got {text!r}")
+                raise ValueError(f"a threshold must have the form NAME=VALUE, got {text!r}")
             changes[name.strip()] = value.strip()
         return (before or cls()).with_changes(changes)
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
-        """Bounds of a run with these facts: the defaults, but for its own that are valid here."""
+        """Return the bounds of a run: the defaults, with the changes in its facts that are valid here."""
         own, thresholds = Facts.of(facts).thresholds, cls()
         with suppress(ValueError):
             return thresholds.with_changes(own)
-        for name, value in own.items():  # a journal of another version, or one that somebody has edited
+        for name, value in own.items():  # a journal of another version, or an edited one
             with suppress(ValueError):
                 thresholds = thresholds.with_changes({name: value})
         return thresholds
 
     def changes(self) -> dict[str, float | str]:
-        """Differences from the defaults, as plain data that `with_changes` takes."""
+        """Return the differences from the defaults, as plain data for `with_changes`."""
         switched = {name: OFF if name in self._off else ON for name in sorted(self._off ^ _default_off())}
         return {**self._changes, **switched}
 
     def with_changes(self, changes: Mapping[str, float | str | bool]) -> Self:
-        """The same with other values by name; raises ValueError for an unknown name or a value that is no number."""
+        """Return the bounds with other values by name; raises ValueError for an unknown name or an invalid value."""
         off, values = set(self._off), dict(self._changes)
         declared, types = bounds(), {rule.type for rule in alarm_rules()}
         for name, value in changes.items():
             if name in types:
                 switch = (ON if value else OFF) if isinstance(value, bool) else value
                 if switch not in (ON, OFF):
-                    raise ValueError(f"alarm {name} can be set to on or off, got {value!r}")
+                    raise ValueError(f"alarm {name} must be on or off, got {value!r}")
                 (off.discard if switch == ON else off.add)(name)
             elif name in declared:
                 values[name] = _number(declared[name], value)
             else:
-                raise ValueError(f"there is no threshold {name!r}{did_you_mean(name, [*declared, *types])}")
+                raise ValueError(f"unknown threshold {name!r}{did_you_mean(name, [*declared, *types])}")
         return type(self)(off=off, **values)
 
     def without(self, types: Iterable[str]) -> Self:
-        """The same, with these types of alarm switched off."""
+        """Return the bounds with these types of alarm switched off."""
         return type(self)(off=self._off.union(types), **self._changes)
 
     def scaled(self, kappa: float) -> Self:
-        """All bounds `kappa` times as lenient, for curves of recall over false alarms; raises ValueError unless it is positive."""
+        """Return all bounds `kappa` times as lenient, to plot recall against false alarms; raises ValueError unless it is positive."""
         if not 0 < kappa < math.inf:
             raise ValueError(f"kappa must be positive and finite, got {kappa}")
         values = {name: self[bound] * kappa**bound.direction for name, bound in bounds().items() if bound.direction}
@@ -140,7 +140,7 @@ class Thresholds(Limits):
 
 
 def _number(bound: Bound, value: float | str | bool) -> float:
-    """Return the value of a bound as a number."""
+    """Return a valid value of a bound as a number."""
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -1,1 +1,1 @@
-"""The verdict on a run: its outcome, remarks on its settings, and what is unusual about it."""
+"""The verdict on a run: its outcome, remarks on its settings, and unusual values."""

@@ -1,7 +1,7 @@
-"""State of a value by the bounds of its metric. A bound is text with plain numbers:
+"""State of a value by the bounds of its metric. A bound is a text with plain numbers:
 
 > 0.1                                             a bound
-|.| > 0.5                                         of the size
+|.| > 0.5                                         a bound on the absolute value
 0.002 to 0.02                                     a range
 < 0.1 with policy/entropy_marginal_norm < 0.5     holds if the other metric is known to be beyond that bound
 < 0 unless value/loss_norm < 0.1                  holds unless the other metric is known to be beyond that bound
@@ -18,9 +18,7 @@ from typing import Final, Literal
 
 from esper_telemetry.core.record import MetricInfo
 
-Judgement = Literal[
-    "", "outside", "warn", "critical"
-]  # state of a value by its metric's bounds; empty within them or without plain bounds
+Judgement = Literal["", "outside", "warn", "critical"]  # empty within the bounds, or if they are not plain numbers
 Other = Callable[[str], float | None]  # returns the value of another metric at the same time, by its key or template
 NUMBER: Final = r"[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?"
 BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})\s*(?:[;:(].*)?")
@@ -29,20 +27,20 @@ LEADING_BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMB
 LEADING_RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})(?=$|[\s;:,(])")
 CONDITIONAL: Final = re.compile(rf"(.+) (with|unless) (\S+) ([<>]=? {NUMBER})")
 RELATIVE: Final = re.compile(r"\s*(of|%|times|x|std|batch sizes?|σ)\b")
-"""What follows a number in units of another value, which does not bound the value itself."""
+"""Units after a number that is relative to another value, and so does not bound the value itself."""
 
 HEAD: Final = "{head}"
-LATEST_RECORDS: Final = 10  # records over which a value that is critical for longer than a moment is the median
-MIN_LATEST_VALUES: Final = 3  # values among them, at least: metrics of sampled updates may have fewer
+LATEST_RECORDS: Final = 10  # records over which the median must be critical
+MIN_LATEST_VALUES: Final = 3  # smallest number of values in them: metrics of sampled updates have fewer
 
 
 @dataclass(frozen=True, slots=True)
 class HealthyRange:
-    """Healthy values of a metric as far as its declaration gives plain numbers.
+    """Healthy values of a metric, if its declaration has plain numbers.
 
     Attributes:
-        low, high: ends; None for a range that is open there.
-        condition: words after the numbers, such as "late in training": then a value outside need not be unhealthy.
+        low, high: ends of the range; None for an open end.
+        condition: words after the numbers, such as "late in training"; with a condition, a value outside need not be unhealthy.
     """
 
     low: float | None
@@ -93,7 +91,7 @@ def judge(info: MetricInfo | None, value: float, other: Other = lambda key: None
 
 
 def distance_beyond(text: str, value: float, other: Other = lambda key: None) -> float | None:
-    """Return `beyond_bound`, and 0 if the condition of the bound does not hold."""
+    """Return `beyond_bound`, or 0 if the condition of the bound does not hold."""
     condition = CONDITIONAL.fullmatch(text)
     if condition is None:
         return beyond_bound(text, value)
@@ -104,7 +102,7 @@ def distance_beyond(text: str, value: float, other: Other = lambda key: None) ->
 
 
 def beyond_bound(text: str, value: float) -> float | None:
-    """Return the decades by which a value is on the bad side of `> 0.03`, at least a little; 0 on the good side; None for other texts."""
+    """Return the decades by which a value exceeds a bound such as `> 0.03`, at least 0.01; 0 within the bound; None for other texts."""
     match = BOUND.fullmatch(text)
     if not match:
         return None
@@ -121,11 +119,11 @@ def beyond_bound(text: str, value: float) -> float | None:
 
 
 def critical_values(records: Iterable[Mapping[str, float]], metrics: Mapping[str, MetricInfo]) -> dict[str, float]:
-    """Return the values that are beyond the critical bound of their metric over the latest records, by key, as medians.
+    """Return the medians over the latest records that are beyond the critical bound of their metric, by key.
 
     Args:
-        records: values of the latest records, of which the last `LATEST_RECORDS` count; a single one is judged alone.
-        metrics: descriptions by key or template; keys of groups and layers are left out, keys of heads are judged.
+        records: values of the latest records; the last `LATEST_RECORDS` count.
+        metrics: descriptions by key or template; keys of heads are included, keys of groups and layers are not.
     """
     latest = [*records][-LATEST_RECORDS:]
     least = min(MIN_LATEST_VALUES, len(latest))

@@ -1,7 +1,7 @@
-"""The tone of a run: how its header, its colour and its summary read in every view and backend.
+"""The tone of a run, which all views and backends use for its header, colour and summary.
 
-One place decides it, by the outcome, the alarms that last, and the values beyond their critical bounds, so that no view calls a run that
-does not learn healthy.
+It depends on the outcome, on active alarms and on values beyond their critical bounds, so that no view calls a run healthy that does not
+learn.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from esper_telemetry.core.record import AlarmLevel
 class Tone(StrEnum):
     """State of a run in one word.
 
-    `good` has learned something, and nothing is wrong; `open` is not known to be good or bad; `warn` is flat or declines, has a lasting
-    warning, or has critical values before it has learned; `bad` failed or has a lasting critical alarm.
+    `good`: has learned something without active alarms or critical values. `open`: not known to be good or bad. `warn`: is flat or
+    declines, has an active warning, or has critical values before it has learned. `bad`: failed or has an active critical alarm.
     """
 
     GOOD = "good"
@@ -34,8 +34,8 @@ def tone_of(outcome: OutcomeKind | str, lasting: Iterable[AlarmLevel] = (), crit
     """Return the tone of a run.
 
     Args:
-        outcome: its kind; of a kind that is not known here nothing is known.
-        lasting: levels of its alarms that are not over.
+        outcome: kind of the outcome; an unknown kind counts as neither good nor bad.
+        lasting: levels of the active alarms.
         critical: keys of values beyond their critical bounds.
     """
     levels = set(lasting)

@@ -1,9 +1,9 @@
-"""Tuned settings of PPO that were published, as ranges with quantiles, and sentences on settings outside of them.
+"""Published tuned settings of PPO, as ranges with quantiles, and sentences about settings outside these ranges.
 
 The ranges pool 107 configurations, each counted once, in the units of this package: rl-baselines3-zoo `hyperparams/ppo.yml` and
-`ppo_lstm.yml` (76, at 22e3ff2, April 2026), the twelve PPO scripts of CleanRL that have settings of their own (fe8d8a0), the PPO examples
-of Sample Factory (10, 1894bd1), three RSL-RL configurations of Isaac Lab (ANYmal C, Franka lift, cartpole) and five of skrl (c29ced6).
-Settings that a configuration leaves out are the defaults of its trainer. A value loss without its factor of 1/2 counts twice.
+`ppo_lstm.yml` (76, at 22e3ff2, April 2026), the twelve PPO scripts of CleanRL with different settings (fe8d8a0), the PPO examples of Sample
+Factory (10, 1894bd1), three RSL-RL configurations of Isaac Lab (ANYmal C, Franka lift, cartpole) and five of skrl (c29ced6). Settings that
+a configuration leaves out are the defaults of its trainer. The coefficient of a value loss without the factor 1/2 counts twice.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from esper_telemetry.core.messages import number, span
 
 @dataclass(frozen=True, slots=True)
 class PublishedRange:
-    """Values that one setting has in published configurations.
+    """Values of one setting in published configurations.
 
     Attributes:
-        name: of the setting, as `PPOConfig` and the facts of a run have it.
-        lowest, p10, median, p90, highest: of the published values.
-        sb3: its name in Stable-Baselines3, if that is another one.
-        sb3_factor: value there over value here.
-        example: the published configurations at both ends.
+        name: name of the setting in `PPOConfig` and in the facts of a run.
+        lowest, p10, median, p90, highest: quantiles of the published values.
+        sb3: name in Stable-Baselines3, if it differs.
+        sb3_factor: value in Stable-Baselines3 over the value here.
+        example: published configurations at both ends.
     """
 
     name: str
@@ -59,22 +59,22 @@ PUBLISHED: Final[Mapping[str, PublishedRange]] = {
 INITIAL_STD: Final = PublishedRange(
     *("initial standard deviation", 0.037, 0.14, 1.0, 1.0, 1.0), example=f"{CAR}; CleanRL, RSL-RL"
 )
-"""In the units of the network's actions, of 67 configurations with continuous actions; actions with other bounds move it."""
+"""Of 67 configurations with continuous actions, in the units of the network's actions; bounds of the actions change it."""
 
-TOLERANCE: Final = 0.02  # relative distance beyond the end of a range that is rounding
+TOLERANCE: Final = 0.02  # relative distance beyond the end of a range that counts as rounding
 
 MIN_SEEN_SHARE: Final = 0.01
-"""Steps that a discount looks ahead, 1 / (1 - gamma), relative to the length of episodes: the least published is 0.015, of Atari games."""
+"""Steps that a discount factor looks ahead, 1 / (1 - gamma), over the length of episodes; the lowest published one is 0.015 (Atari)."""
 
 
 class OutsideSetting(NamedTuple):
-    """A setting outside of all published values.
+    """A setting outside all published values.
 
     Attributes:
-        name: of the setting, here.
-        value: that the run has.
-        limit: the end of the range that it is beyond.
-        text: the sentence.
+        name: name of the setting in this package.
+        value: value in the run.
+        limit: end of the published range that it exceeds.
+        text: sentence about it.
     """
 
     name: str
@@ -84,7 +84,7 @@ class OutsideSetting(NamedTuple):
 
 
 def settings_of(facts: Facts) -> dict[str, float]:
-    """Return the run's values of the settings that have a published range, by name: none for a language model, which needs others."""
+    """Return the run's values of settings with a published range, by name; empty for a language model, which needs other settings."""
     if facts.model == "language":
         return {}
     settings = {name: float(value) for name in PUBLISHED if (value := getattr(facts, name, None)) is not None}
@@ -97,14 +97,14 @@ def settings_of(facts: Facts) -> dict[str, float]:
 
 
 def is_outside(published: PublishedRange, value: float) -> bool:
-    """True for a value beyond all published ones."""
+    """True if a value is beyond all published values."""
     return (
         value < published.lowest * (1 - TOLERANCE) or value > published.highest + TOLERANCE * abs(published.highest)
     ) and not (published.name == "gamma" and published.highest < value < 1)
 
 
 def range_sentence(name: str, value: float, facts: Facts) -> str:
-    """`learning_rate is 0.1; published settings lie between 2.0e-5 and 0.003`, under the name that the run's trainer has for it."""
+    """Return `learning_rate is 0.1; published settings are 2.0e-5 to 0.003`, with the setting's name in the run's trainer."""
     published = PUBLISHED[name]
     theirs = published.sb3 if facts.of_sb3 else ""
     factor = published.sb3_factor if theirs else 1.0
@@ -112,17 +112,17 @@ def range_sentence(name: str, value: float, facts: Facts) -> str:
         f"{x:.4g}" if 0.9 < x < 1 else number(x)  # 0.9999 is not 1
         for x in (value * factor, published.lowest * factor, published.highest * factor)
     )
-    return f"{theirs or name} is {mine}; published settings lie between {low} and {high}"
+    return f"{theirs or name} is {mine}; published settings are {low} to {high}"
 
 
 def with_logged_rate(facts: Facts, rate: float | None) -> Facts:
-    """Return facts with the learning rate that was logged, where they have none and it is no warm-up: logs of others have no settings."""
+    """Return facts with the logged learning rate if they lack one, as in imported logs; small rates may be a warm-up and are ignored."""
     known = facts.learning_rate is not None or rate is None or rate <= PUBLISHED["learning_rate"].highest
     return facts if known else replace(facts, learning_rate=rate)
 
 
 def outside_settings(facts: Facts) -> Iterator[OutsideSetting]:
-    """Yield the settings of a run that no published configuration has."""
+    """Yield the settings of a run that are outside all published ranges."""
     for name, value in settings_of(facts).items():
         published = PUBLISHED[name]
         if is_outside(published, value):
@@ -131,12 +131,12 @@ def outside_settings(facts: Facts) -> Iterator[OutsideSetting]:
 
 
 def outside_sentences(names: Iterable[str], facts: Facts, rate: float | None) -> list[str]:
-    """Return sentences on those of these settings that are outside of all published values; `rate` is the learning rate that was logged."""
+    """Return sentences about the named settings that are outside all published ranges; `rate` is the logged learning rate."""
     values = settings_of(with_logged_rate(facts, rate)) if names else {}
     outside = [name for name in names if name in values and is_outside(PUBLISHED[name], values[name])]
     return [f"{range_sentence(name, values[name], facts)}." for name in outside]
 
 
 def spread_sentence(value: float) -> str:
-    """The sentence on an initial standard deviation."""
+    """Return the sentence about an initial standard deviation."""
     return f"the initial standard deviation is {number(value)} (published settings: {span(INITIAL_STD.lowest, INITIAL_STD.highest)})"

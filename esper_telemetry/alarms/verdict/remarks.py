@@ -1,7 +1,7 @@
-"""Remarks: what is unusual about a run and need not be wrong, reported once each as a journal event.
+"""Remarks: unusual properties of a run that need not be wrong, each reported once as a journal event.
 
-A remark is no alarm: correct runs have some. Where a return stays flat or declines, they are the first candidates for its explanation.
-Those that hold of many correct runs have `quiet` in their data: they are worth showing only beside such a return.
+Correct runs have remarks too. If a return stays flat or declines, they are the first candidates for an explanation. Remarks that apply to
+many correct runs have `quiet` in their data and are shown only with such a return.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from esper_telemetry.alarms.verdict.published_settings import (
 from esper_telemetry.core.messages import number, percent
 
 REMARK: Final = "remark"  # type of the journal event
-MIN_STEPS: Final = 5000  # environment steps without a reward that are worth a remark
-MIN_EPISODES: Final = 10  # episodes that end alike, before that is one
-MIN_LIMITED_STEPS: Final = 20  # steps of an episode from which on its length may be a time limit
-TINY_REWARD: Final = 1e-3  # largest reward below which the scale of rewards is worth a remark
+MIN_STEPS: Final = 5000  # environment steps without a reward that cause a remark
+MIN_EPISODES: Final = 10  # episodes with the same end that cause a remark
+MIN_LIMITED_STEPS: Final = 20  # episode length above which the length may be a time limit
+TINY_REWARD: Final = 1e-3  # largest reward below which the scale of rewards causes a remark
 
 SAME_STD: Final = 0.8
-"""Smallest over mean standard deviation, from which on a head has one for all states: else the setting does not say its size."""
+"""Smallest over mean standard deviation above which a head has the same one in all states, as the setting says."""
 
 UNEQUAL_FEATURES: Final = 1000.0  # largest over smallest feature of an observation
 
 NO_ACTION_EFFECT: Final = ((2000, 1.4), (1000, 1.0), (600, 0.9))
-"""Steps in which effects were looked for, and means of `policy/action_effect` below which none shows: chance gives about 0.9 however many
-steps there are, and the weakest of healthy runs 1.3 in 500 steps and 1.8 in 2,000."""
+"""Steps with a measured effect, and means of `policy/action_effect` below which actions have none: chance gives about 0.9 for any number of
+steps, and the weakest healthy run 1.3 in 500 steps and 1.8 in 2,000."""
 
 Remark = tuple[str, dict[str, Any]]  # name, and data of the event: `text`, `key`, `value`, `limit`, `quiet`
 
@@ -46,12 +46,12 @@ class RunSoFar:
     Attributes:
         reward_steps: environment steps with rewards.
         largest, spread: largest magnitude of a reward, and standard deviation within a record.
-        values: mean rewards of records in which all were equal.
-        episodes: that ended.
-        cut: some were cut off by a time limit.
-        shortest, longest: of those that terminated.
-        effect_records, effect_steps: that have `policy/action_effect`.
-        effect: sum of it.
+        values: mean rewards of records in which all rewards were equal.
+        episodes: number that ended.
+        cut: some were truncated by a time limit.
+        shortest, longest: lengths of terminated episodes.
+        effect_records, effect_steps: records and steps with `policy/action_effect`.
+        effect: sum of `policy/action_effect`.
     """
 
     reward_steps: int = 0
@@ -74,7 +74,7 @@ class RunSoFar:
         self.longest = max(self.longest, view.get("episode/terminated_length_max") or 0.0)
 
     def add_rewards(self, view: View) -> bool:
-        """Add the rewards of a record; True where it has any."""
+        """Add the rewards of a record; returns True if it has any."""
         largest, spread = view.get("reward/absmax"), view.get("reward/std")
         if largest is None or spread is None:
             return False
@@ -85,7 +85,7 @@ class RunSoFar:
         return True
 
     def add_effect(self, view: View) -> bool:
-        """Add the effect of the actions of a record; True where it is known."""
+        """Add the effect of the actions of a record; returns True if it has one."""
         effect = view.get("policy/action_effect")
         if effect is not None:
             self.effect_records, self.effect_steps = self.effect_records + 1, self.effect_steps + view.rollout_steps
@@ -127,15 +127,15 @@ class Remarks:
         yield from features_and_gradients(view)
 
     def _horizon(self, view: View) -> Iterator[Remark]:
-        """A discount that looks a few steps ahead in long episodes."""
+        """A discount factor that looks only a few steps ahead in long episodes."""
         gamma, length = view.facts.gamma, self._episode_length
         if gamma is None or not 0 <= gamma < 1 or not length or self._run.episodes < MIN_EPISODES:
             return
         seen = 1 / (1 - gamma)
         if seen < MIN_SEEN_SHARE * length:
             text = (
-                f"gamma is {number(gamma)} and looks about {number(seen)} steps ahead, {percent(seen / length)} of an episode of "
-                f"{number(length)} steps; published settings look ahead over 1.5 % and more"
+                f"gamma is {number(gamma)}, which looks about {number(seen)} steps ahead, {percent(seen / length)} of an episode of "
+                f"{number(length)} steps; published settings look ahead over 1.5 % or more"
             )
             yield "discount horizon", _data(text, "episode/length_mean", length, seen / MIN_SEEN_SHARE)
 
@@ -146,8 +146,8 @@ class Remarks:
         if few or ends.cut or ends.shortest != ends.longest:
             return
         text = (
-            f"all {number(ends.episodes)} episodes have ended after exactly {number(ends.longest)} steps and count as terminated: if that "
-            "is a time limit, it must be passed on as truncated, and the critic's estimate goes on behind it"
+            f"all {number(ends.episodes)} episodes have terminated after exactly {number(ends.longest)} steps: if this is a time limit, "
+            "report it as truncated, so that returns are bootstrapped from the critic's estimate"
         )
         yield "fixed length", _data(text, "episode/terminated_length_max", ends.longest, ends.longest)
 
@@ -156,50 +156,48 @@ class Remarks:
         if rewards.reward_steps < MIN_STEPS:
             return
         if rewards.largest == 0:
-            text = f"none of the first {rewards.reward_steps:,} steps has been paid a reward"
+            text = f"the first {rewards.reward_steps:,} steps have all had a reward of 0"
             yield "no reward", _data(text, "reward/absmax", 0.0, 0.0)
         elif rewards.largest < TINY_REWARD:
-            text = f"rewards are {number(rewards.largest)} at most: the critic's targets are next to nothing; scale them to about 1"
+            text = f"rewards are at most {number(rewards.largest)}, so the critic's targets are close to 0; scale rewards to about 1"
             yield "tiny rewards", _data(text, "reward/absmax", rewards.largest, TINY_REWARD)
         elif rewards.spread == 0 and len(rewards.values) == 1:
             (value,) = rewards.values
             text = (
-                f"every one of the first {rewards.reward_steps:,} steps has been paid the same reward, {number(value)}: "
-                "only the length of an episode counts"
+                f"the first {rewards.reward_steps:,} steps have all had the same reward, {number(value)}: "
+                "only the length of an episode matters"
             )
             yield "equal rewards", _data(text, "reward/std", 0.0, 0.0, quiet=True)
 
     def _effect_remark(self) -> Iterator[Remark]:
-        """Observations that do not change with the actions."""
+        """Observations that do not depend on the actions."""
         effects = self._run
         mean = effects.effect / effects.effect_records
         limit = next((limit for steps, limit in NO_ACTION_EFFECT if effects.effect_steps >= steps), 0.0)
         if mean < limit:
             text = (
-                f"in {effects.effect_steps:,} steps observations have not changed with the actions of the policy: check that env.step "
-                "receives them, in their units, also beneath wrappers (in a bandit they change nothing)"
+                f"in {effects.effect_steps:,} steps observations have not depended on the policy's actions: check that env.step "
+                "receives the actions unchanged, also inside wrappers (in a bandit actions never change observations)"
             )
             yield "ignored actions", _data(text, "policy/action_effect", mean, limit, quiet=True)
 
 
 LOW_RANK: Final = 2.0
-"""Dimensions that the features of a policy use, below which it can hardly tell states apart; correct small networks have 2.3 and more."""
+"""Effective rank of the features below which a policy can hardly tell states apart; correct small networks have 2.3 and more."""
 
 DOMINANT_CRITIC: Final = 3.5
-"""Decades by which the critic's gradient exceeds the actor's; correct runs with unscaled returns stay below 3."""
+"""Decades by which the critic's gradient may exceed the actor's; correct runs with unscaled returns stay below 3."""
 
 
 def features_and_gradients(view: View) -> Iterator[Remark]:
-    """Features of one or two dimensions, and a critic whose gradient is thousands of times the actor's."""
+    """Features with an effective rank below 2, and a critic whose gradient is thousands of times the actor's."""
     rank, ratio = view.get("repr/effective_rank"), view.get("grad/interference/log_ratio")
     if rank is not None and rank < LOW_RANK:
-        text = f"the features of the policy use {number(rank)} dimensions: inputs are unscaled, or units are saturated or dead"
+        text = f"the features of the policy use only {number(rank)} dimensions: inputs are unscaled, or units are saturated or dormant"
         yield "low rank", _data(text, "repr/effective_rank", rank, LOW_RANK, quiet=True)
     if ratio is not None and ratio > DOMINANT_CRITIC:
         factor = 10 ** min(ratio, 300.0)
-        text = (
-            f"the critic's gradient is {number(factor)} times the actor's: returns are unscaled, or its loss is a sum"
-        )
+        text = f"the critic's gradient is {number(factor)} times the actor's: returns are unscaled, or the value loss is a sum, not a mean"
         yield "dominant critic", _data(text, "grad/interference/log_ratio", ratio, DOMINANT_CRITIC, quiet=True)
 
 
@@ -208,18 +206,18 @@ def _data(text: str, key: str, value: float, limit: float, *, quiet: bool = Fals
 
 
 def initial_spread(view: View) -> Iterator[Remark]:
-    """Standard deviations that no published configuration begins with."""
+    """Initial standard deviations that no published configuration has."""
     for head, key, value in view.labelled("policy/head/", "/std/mean"):
         constant = (
             view.values.get(f"policy/head/{head}/std/min", value) > SAME_STD * value
-        )  # else it depends on the state
+        )  # otherwise it depends on the state
         if constant and is_outside(INITIAL_STD, value):
             limit = INITIAL_STD.lowest if value < INITIAL_STD.lowest else INITIAL_STD.highest
             yield f"initial std {head}", _data(spread_sentence(value), key, value, limit)
 
 
 def unequal_features(view: View) -> Iterator[Remark]:
-    """Features of which some are next to nothing beside the others."""
+    """Observations with some features far smaller than others."""
     ratio = view.get("obs/rms_ratio")
     if ratio is not None and ratio > UNEQUAL_FEATURES and not view.facts.normalize_observations:
         text = f"one entry of the observations is {number(ratio)} times as large as another one: normalise observations"

@@ -1,4 +1,4 @@
-"""The return of a run since its first episodes, for rules that ask whether anything was learned."""
+"""The return of a run since its first episodes, for rules that depend on whether the run has learned."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from math import isfinite
 from esper_telemetry.core.messages import number
 
 MEAN, STD, COUNT = "episode/return_mean", "episode/return_std", "episode/count"
-MIN_EPISODES = 20  # episodes that a level of the return is the mean of; fewer where an update has less than one
-MIN_UPDATES = 3  # updates with episodes that it is the mean of, at least
-MAX_UPDATES = 20  # updates with episodes that it is the mean of, at most
+MIN_EPISODES = 20  # episodes in the mean of a level; fewer if updates have less than one
+MIN_UPDATES = 3  # smallest number of updates with episodes in this mean
+MAX_UPDATES = 20  # largest number of updates with episodes in this mean
 CLEAR_ERRORS = 3.0  # standard errors by which two levels differ clearly
-FALL_ERRORS = 4.0  # the same for a fall that is looked for in every update
-CLEAR_SHARE = 0.02  # share of the first level by which they must differ besides
+FALL_ERRORS = 4.0  # the same for a fall, which is tested in every update
+CLEAR_SHARE = 0.02  # share of the first level by which they must also differ
 
 
 @dataclass(slots=True)
 class ReturnLevel:
-    """Mean return of some updates with episodes: (mean, variance, count) of each."""
+    """Mean return of some updates with episodes; `parts` has the mean, the variance and the count of each."""
 
     parts: deque[tuple[float, float, float]] = field(default_factory=deque)
 
     @property
     def full(self) -> bool:
-        """True where more episodes would not make it clearer."""
+        """True if the level has enough episodes or updates."""
         few = sum(count for _, _, count in self.parts) < MIN_EPISODES or len(self.parts) < MIN_UPDATES
         return not few or len(self.parts) >= MAX_UPDATES
 
     def moments(self) -> tuple[float, float]:
-        """Mean of the episodes, and the square of its standard error."""
+        """Return the mean of the episodes, and the square of its standard error."""
         total = sum(count for _, _, count in self.parts)
         mean = sum(mean * count for mean, _, count in self.parts) / total
         within = sum(variance * count for _, variance, count in self.parts)
@@ -50,7 +50,7 @@ class ReturnCourse:
     first: ReturnLevel = field(default_factory=ReturnLevel)
     latest: ReturnLevel = field(default_factory=ReturnLevel)
     _risen: bool | None = None
-    """Answer of `risen`, which several rules ask for in each update."""
+    """Cached value of `risen`."""
 
     def add(self, values: Mapping[str, float]) -> None:
         """Add the episodes of an update."""
@@ -71,7 +71,7 @@ class ReturnCourse:
 
     @property
     def risen(self) -> bool | None:
-        """True where the latest returns are clearly above the first ones; None before there are enough of both."""
+        """True if the latest returns are clearly above the first ones; None without enough of both."""
         if self._risen is None and self.latest.full:
             (before, error), (now, error_now) = self.first.moments(), self.latest.moments()
             self._risen = bool(now - before > max(CLEAR_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(before)))
@@ -85,11 +85,13 @@ class ReturnCourse:
         return bool(level - now > max(FALL_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(level)))
 
     def sentence(self, update: int) -> str:
-        """Return the course up to this update in words, `By update 7 the return has not risen: 21.3, and 20.9 at first.`; empty before
-        there are enough episodes.
+        """Return the course up to this update, `By update 7 the return has risen from 20.9 to 41.3.`; empty before there are enough
+        episodes.
         """
         risen = self.risen
         if risen is None:
             return ""
         before, now = self.first.moments()[0], self.latest.moments()[0]
-        return f"By update {update} the return has {'' if risen else 'not '}risen: {number(now)}, and {number(before)} at first."
+        if risen:
+            return f"By update {update} the return has risen from {number(before)} to {number(now)}."
+        return f"By update {update} the return has not risen: it is {number(now)}, and was {number(before)} at first."

@@ -1,29 +1,29 @@
 """Outcome of a run or of a part of it: solved, learning, converged, flat, declining, failed, or too short to tell.
 
-Judged on the records alone, so a journal gives the verdict that the live run had. The series that decides is the mean return of the
-episodes of an update. Without returns it is the return in evaluation or the mean reward; if all returns are equal, success or length.
+The outcome depends only on the records, so a journal gives the same verdict as the live run. It follows the mean return of the episodes of
+an update. Without returns it follows the return in evaluation or the mean reward; if all returns are equal, the success rate or the length.
 
-- failed: an exception ended the run, or it ended as failed or was killed; or numbers are not finite in each of its last `FAILED_RECORDS`
-  records, and it has not learned;
-- too short to tell: fewer than `MIN_EPISODES` episodes or `MIN_BLOCKS` blocks (`MIN_SPREAD_BLOCKS` where updates report the spread of their
-  episodes), unless a mean over the last hundred episodes drifts (`Drift`); for a flat curve fewer than `MIN_FLAT_UPDATES` updates or
-  `MIN_FLAT_EPISODES` episodes (`MIN_ENDED_UPDATES` and `MIN_ENDED_EPISODES` where the run has finished);
-- solved: rose, has not declined, and its return has passed the environment's own threshold and has not fallen far below it since;
-- converged: rose, and has kept to its last level for `STABLE_SHARE` of the run and `MIN_STABLE_BLOCKS` blocks;
-- learning: rose above the first rollouts otherwise;
-- declining: fell below the first rollouts, or lost `LOST_SHARE` of what it had gained, which also shows in its return;
+- failed: the run ended with an exception, as failed or killed; or numbers are non-finite in each of its last `FAILED_RECORDS` records
+  and it has not learned;
+- too short to tell: fewer than `MIN_EPISODES` episodes or `MIN_BLOCKS` blocks (`MIN_SPREAD_BLOCKS` if updates report the spread of their
+  episodes), unless a mean over the last hundred episodes drifts (`Drift`); for a flat curve, fewer than `MIN_FLAT_UPDATES` updates or
+  `MIN_FLAT_EPISODES` episodes (`MIN_ENDED_UPDATES` and `MIN_ENDED_EPISODES` if the run has finished);
+- solved: rose, has not declined, and its return has passed the environment's threshold and has not fallen far below it since;
+- converged: rose, and has stayed at its last level for `STABLE_SHARE` of the run and `MIN_STABLE_BLOCKS` blocks;
+- learning: rose above the first rollouts in any other way;
+- declining: fell below the first rollouts, or lost `LOST_SHARE` of its improvement, which is also visible in the return;
 - flat: neither rose above the first rollouts nor fell below them; if updates report the spread of their episodes, also if the level at the
   end does not differ enough from the first one (`Blocks.matters`).
 
-The return is the mean over the last hundred episodes (`history.recent_return`), and the best one is its highest value. No sentence
-contradicts them: a run whose return is not above the first rollouts has not learned, and one whose return is above them declines only if
+The return is the mean over the last hundred episodes (`history.recent_return`), and the best return is its highest value. The outcome never
+contradicts them: a run whose return is not above the first rollouts has not learned, and a run whose return is above them declines only if
 it has lost a clear part of its best.
 
-A block is a group of updates with `BLOCK_EPISODES` episodes. `history.course` says when a level is above the first one, by blocks alone,
-which is strict if few blocks rise slowly. `Blocks.shift` compares the first episodes with the last fifth of the updates.
+A block is a group of updates with `BLOCK_EPISODES` episodes. `history.course` decides by blocks when a level is above the first one, which
+is strict for a few slowly rising blocks. `Blocks.shift` compares the first episodes with the last fifth of the updates.
 
-During a run a new kind replaces the last one when it has lasted for `CONFIRMING_UPDATES` updates and `CONFIRMING_SHARE` of the
-run, or at once if the numbers contradict the last one. The verdict at the end is by all records.
+During a run a new outcome replaces the previous one after it has lasted for `CONFIRMING_UPDATES` updates and `CONFIRMING_SHARE` of the run,
+or at once if the numbers contradict the previous one. The verdict at the end uses all records.
 """
 
 from __future__ import annotations
@@ -52,36 +52,38 @@ from esper_telemetry.history.recent_return import (
     RecentMean,
 )
 
-NOT_REPORTED: Final = (
-    "no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after a rollout"
-)
+NOT_REPORTED: Final = "no returns are reported: check that the trainer records the returns of episodes"
+NOT_OBSERVED: Final = "no returns are reported: call telemetry.observe(esper_telemetry.metrics.episode_stats(returns, lengths)) after each rollout"
+"""The reason for an empty verdict, for a trainer and for an own loop that calls this package."""
 OUTCOME: Final = "outcome"  # type of the journal's event
 MIN_EPISODES: Final = 20
 MIN_BLOCKS: Final = 8
 MIN_SPREAD_BLOCKS: Final = 3
-"""Blocks from which on the spread of their episodes tells a rise or a fall, where updates report it."""
+"""Blocks needed for a rise or a fall if updates report the spread of their episodes."""
 MIN_DRIFT: Final = 2.5
-"""Standard errors of the changes of a moving average; a flat curve passes them on one side in 0.6 % of the cases."""
+"""Standard errors of the changes of a moving average; for a flat curve the probability to exceed them on one side is 0.6 %."""
 MIN_DRIFT_UPDATES: Final = 10
 MIN_FLAT_UPDATES: Final = 20
 MIN_FLAT_EPISODES: Final = 40
 MIN_ENDED_UPDATES: Final = 10
-MIN_ENDED_EPISODES: Final = 100  # the same for a run that has finished: nothing more can follow
+MIN_ENDED_EPISODES: Final = 100  # the same for a finished run
 MIN_FLAT_AVERAGED_EPISODES: Final = 300
-"""A flat curve needs more than a rising one: learning may begin late, and means of the last hundred episodes hold on to the first ones."""
+"""A flat curve needs more episodes than a rising one: learning may begin late, and a mean of a hundred episodes reacts slowly."""
 BLOCK_EPISODES: Final = 5
 AVERAGED_BLOCK_EPISODES: Final = 25
-"""Episodes of a block; more where the logged value is itself the mean of the last hundred."""
+"""Episodes of a block; more if the logged value is already a mean of the last hundred."""
 FIRST_LENGTHS: Final = 2.0
-"""Lengths of an episode, in steps per environment, before which only short ones have ended, unless all are cut off at one length."""
+"""Steps per environment, in lengths of an episode, before which only short episodes have ended, unless all are truncated at one length."""
 LOST_SHARE: Final = 0.5
 STABLE_SHARE: Final = 1 / 3
 STABLE_BAND: Final = 0.2
-"""Share of the rise within which a stable level stays, and of which a return above the first rollouts has to lose more to decline."""
+"""Share of the rise within which a stable level stays, and which a return above the first rollouts must lose to decline."""
 MIN_STABLE_BLOCKS: Final = 8
 SOLVED_EPISODES: Final = 100  # episodes before which the return cannot have passed a threshold
-SOLVED_BAND: Final = 0.1  # share of the way from the first rollouts to the threshold by which the return of a solved task may fall below it
-MIN_FALL_SHARE: Final = 0.02  # share of the first level that a run has to fall to decline
+SOLVED_BAND: Final = (
+    0.1  # a solved task's return may fall below the threshold by this share of its distance from the first rollouts
+)
+MIN_FALL_SHARE: Final = 0.02  # share of the first level that a declining run must lose
 CONFIRMING_UPDATES: Final = 2
 CONFIRMING_SHARE: Final = 0.1
 FAILED_RECORDS: Final = 3
@@ -101,7 +103,7 @@ NAMES: Final = {
 
 @lru_cache(maxsize=4096)
 def is_success(key: str) -> bool:
-    """Return whether a key is a success rate; cached, as every update has the same keys."""
+    """Return whether a key is a success rate; cached because every update has the same keys."""
     return SUCCESS.fullmatch(key) is not None
 
 
@@ -119,23 +121,23 @@ class OutcomeKind(StrEnum):
 
 GOOD: Final = frozenset({OutcomeKind.SOLVED, OutcomeKind.LEARNING, OutcomeKind.CONVERGED})
 BAD: Final = frozenset({OutcomeKind.FLAT, OutcomeKind.DECLINING, OutcomeKind.FAILED})
-"""Outcomes of a run that has learned something, and those that need an explanation."""
+"""Outcomes of a run that has learned something, and outcomes that need an explanation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Verdict on what a run does, with the numbers that decided.
+    """Verdict on a run, with the numbers that it is based on.
 
     Attributes:
         kind: the outcome.
-        text: in one sentence, which begins with the kind.
-        key: whose values decided; empty where none did.
-        updates, episodes: that were judged; episodes are estimated where no record counts them.
-        first: level of the first rollouts; None without one.
-        last: the return, which is the mean over the last hundred episodes, or over all while there are fewer.
-        best: its highest value, from 20 episodes on.
-        since: update from which on the level is stable, or above the threshold, or numbers are not finite; None for other kinds.
-        threshold: of the environment, if one is known.
+        text: one sentence that begins with the kind.
+        key: metric that the verdict follows; empty if there is none.
+        updates, episodes: number of judged updates and episodes; episodes are estimated if records do not count them.
+        first: level of the first rollouts, if any.
+        last: mean return over the last hundred episodes, or over all if there are fewer.
+        best: highest value of this mean after 20 episodes.
+        since: first update with a stable level, a return above the threshold, or non-finite numbers; None for other kinds.
+        threshold: reward threshold of the environment, if known.
     """
 
     kind: OutcomeKind = OutcomeKind.TOO_SHORT
@@ -151,27 +153,27 @@ class Outcome:
 
     @property
     def began_above(self) -> bool:
-        """True where the first rollouts were above the environment's threshold already."""
+        """True if the first rollouts were already above the environment's threshold."""
         return self.threshold is not None and self.first is not None and self.first >= self.threshold
 
     def data(self) -> dict[str, Any]:
-        """Return plain values, as the journal's event has them."""
+        """Return plain values for the journal's event."""
         return {"outcome": str(self.kind), **{name: getattr(self, name) for name in self.__slots__ if name != "kind"}}
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Outcome:
-        """Return the outcome of plain values; those that a later version added are ignored. Raises ValueError for an unknown kind."""
+        """Return the outcome from plain values, without keys added by a later version. Raises ValueError for an unknown kind."""
         values = {name: data[name] for name in cls.__slots__ if name in data and name != "kind"}
         return cls(OutcomeKind(data.get("outcome", "")), **values)
 
 
 @dataclass(slots=True)
 class Drift:
-    """Changes of a moving average from update to update, which are independent where the average itself is not.
+    """Changes of a moving average from update to update, which are independent although the averages are not.
 
     Attributes:
-        count, total, squares: of the changes.
-        first, last: values; None before the first.
+        count, total, squares: number, sum and sum of squares of the changes.
+        first, last: first and last average, if any.
     """
 
     count: int = 0
@@ -191,14 +193,14 @@ class Drift:
 
     @property
     def direction(self) -> int:
-        """1 for a rise and -1 for a fall by `MIN_DRIFT` standard errors; 0 for neither, and for few updates."""
+        """1 for a rise and -1 for a fall by `MIN_DRIFT` standard errors; otherwise, or for few updates, 0."""
         spread = self.squares - self.total**2 / max(self.count, 1)
         is_clear = self.count >= MIN_DRIFT_UPDATES and self.total**2 >= MIN_DRIFT**2 * max(spread, 0.0)
         return int(math.copysign(1, self.total)) if is_clear and self.total else 0
 
 
 class OutcomeCandidate(NamedTuple):
-    """A kind that is to be confirmed, and the number of updates when it was first found."""
+    """A kind that later updates must confirm, and the number of updates when it was first found."""
 
     kind: OutcomeKind
     since: int
@@ -208,11 +210,11 @@ class OutcomeJudge:
     """Judges a run record by record.
 
     Args:
-        facts: of the run: `reward_threshold`, `env`, `num_envs`, `normalize_rewards`.
+        facts: the run's `reward_threshold`, `env`, `num_envs` and `normalize_rewards`.
 
     Attributes:
         outcome: the verdict so far.
-        has_changed: it has been another one than too short to tell.
+        has_changed: it has been something other than too short to tell.
     """
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
@@ -231,7 +233,7 @@ class OutcomeJudge:
         self.outcome, self.has_changed = Outcome(), False
 
     def step(self, record: Record) -> Outcome | None:
-        """Add a record; return the outcome if its kind has changed. A long run is judged again when it has grown by 5 %."""
+        """Add a record; return the outcome if its kind has changed. A long run is judged again each time it has grown by 5 %."""
         before, was_failed = self.outcome.kind, bool(self._ending)
         self.add(record)
         if self._updates >= self._next or was_failed or self._nonfinite == FAILED_RECORDS:
@@ -240,13 +242,13 @@ class OutcomeJudge:
         return self._changed(before)
 
     def failure(self, sentence: str) -> Outcome | None:
-        """Take the sentence on the exception that ended the run, until a record follows; return the outcome if it is new."""
+        """Set the sentence about the exception that ended the run, until the next record; return the outcome if its kind has changed."""
         before, self._ending = self.outcome.kind, sentence
         self.outcome = self._judged()
         return self._changed(before)
 
     def end(self, status: RunStatus | None, sentence: str = "") -> Outcome:
-        """Return the outcome by all records, and by how the run ended; `sentence` says so if it ended badly."""
+        """Return the final outcome by all records and the run's status; `sentence` describes a bad end."""
         if status in (RunStatus.FAILED, RunStatus.KILLED) and not self._ending:
             self._ending = sentence or f"The run ended as {status} after update {self._updates:,}"
         self._ended = status is RunStatus.FINISHED
@@ -254,11 +256,11 @@ class OutcomeJudge:
         return self.so_far() if judged.kind is OutcomeKind.TOO_SHORT else judged
 
     def recent(self, key: str) -> float:
-        """Return the mean of a key over the last hundred episodes; NaN before its first value."""
+        """Return the mean of a key over the last hundred episodes; NaN without a value."""
         return self._recent[key].mean if key in self._recent else math.nan
 
     def so_far(self) -> Outcome:
-        """Return the outcome of a run that has not ended, by the numbers of all records."""
+        """Return the current outcome of a run that has not ended."""
         return self._confirmed(self._judged())[0]
 
     def _changed(self, before: OutcomeKind) -> Outcome | None:
@@ -284,7 +286,7 @@ class OutcomeJudge:
         self._note_threshold(update)
 
     def _add_episodes(self, record: Record) -> None:
-        """Add the episodes of a record to the series that are made of them."""
+        """Add the episodes of a record to the series of episodes."""
         values, update, environments = record.values, record.axes.update, self._facts.num_envs
         steps, self._env_step = record.axes.env_step - self._env_step, record.axes.env_step
         length = values.get(LENGTH, 0.0)
@@ -310,7 +312,7 @@ class OutcomeJudge:
                     self._put(key, values[key], episodes, update, own, **block)
 
     def _note_threshold(self, update: int) -> None:
-        """Note since when the return has been above the environment's threshold, or not far below it."""
+        """Record since when the return has been above the environment's threshold, or not far below it."""
         threshold = self._facts.reward_threshold
         recent = self._recent.get(RETURN) or self._recent.get(RECENT_RETURN)
         if threshold is None or recent is None or self._episodes < SOLVED_EPISODES:
@@ -335,7 +337,7 @@ class OutcomeJudge:
             self._recent.setdefault(key, RecentMean()).add(value, episodes, recent=recent)
 
     def _confirmed(self, judged: Outcome) -> tuple[Outcome, OutcomeCandidate | None]:
-        """Return the outcome after a judgement, and the kind that is to be confirmed: one judgement of another kind may be chance."""
+        """Return the outcome after a judgement, and the kind to be confirmed: a single judgement of another kind may be chance."""
         before, candidate = self.outcome, self._candidate
         kinds = {before.kind, judged.kind}
         at_once = (
@@ -350,18 +352,18 @@ class OutcomeJudge:
         if is_confirmed and judged.kind is not OutcomeKind.TOO_SHORT:
             return judged, None
         if before.kind is OutcomeKind.TOO_SHORT:
-            text = f"{OutcomeKind.TOO_SHORT}: {self._levels(judged)}, which more updates have to confirm"
+            text = f"{OutcomeKind.TOO_SHORT}: {self._levels(judged)}, to be confirmed by more updates"
             return replace(judged, kind=OutcomeKind.TOO_SHORT, text=text, since=None), candidate
         return self._worded(replace(judged, kind=before.kind, since=before.since)), candidate
 
     def _holds(self, kind: OutcomeKind, judged: Outcome) -> bool:
-        """Return whether the latest numbers allow a kind; another series, of which little is known yet, has none."""
+        """Return whether the latest numbers allow a kind; a new series without numbers does not contradict too short to tell."""
         if kind is OutcomeKind.TOO_SHORT or judged.last is None:
             return kind is OutcomeKind.TOO_SHORT
         return self._consistent(kind, judged) is kind
 
     def _consistent(self, kind: OutcomeKind, levels: Outcome, shift: int = 0) -> OutcomeKind:
-        """Return a kind that the first rollouts, the return and the best return do not contradict."""
+        """Return the kind, or another one if the first rollouts, the return and the best return contradict it."""
         assert levels.first is not None and levels.last is not None and levels.best is not None
         first, gain = abs(levels.first), self._sign * (levels.last - levels.first)
         risen, lost = self._sign * (levels.best - levels.first), self._sign * (levels.best - levels.last)
@@ -379,18 +381,19 @@ class OutcomeJudge:
         if self._ending:
             return replace(outcome, kind=OutcomeKind.FAILED, text=f"failed: {self._ending.rstrip('.')}")
         if self._nonfinite >= FAILED_RECORDS and outcome.kind not in GOOD:
-            text = f"failed: numbers have not been finite since update {since:,}"
+            text = f"failed: numbers have been NaN or infinite since update {since:,}"
             return replace(outcome, kind=OutcomeKind.FAILED, text=text, since=since)
         return outcome
 
     def _by_course(self) -> Outcome:
-        """Return the outcome by the series that says most: returns, else rewards; success or length if all returns are equal."""
+        """Return the outcome by the best series available: returns, otherwise rewards; success or length if all returns are equal."""
         self._sign, self._note = 1.0, ""
         key = next((key for key in (RETURN, RECENT_RETURN, EVALUATION) if key in self._series), "")
         if not key and self._episodes == 0 and REWARD in self._series:
             return self._by_series(REWARD)
         if not key:
-            why = "no episode has ended" if self._counted and not self._episodes else NOT_REPORTED
+            why = NOT_REPORTED if self._facts.trainer or self._facts.optimizer else NOT_OBSERVED
+            why = "no episode has ended" if self._counted and not self._episodes else why
             why = why if self._updates else "no update has been recorded"
             return Outcome(text=f"{OutcomeKind.TOO_SHORT}: {why}", updates=self._updates)
         value = self._series[key].constant
@@ -400,13 +403,13 @@ class OutcomeJudge:
         varied = [name for name in (*successes, LENGTH) if name in self._series and self._series[name].constant is None]
         if not varied or (varied[0] == LENGTH and value == 0):
             return self._by_series(key)
-        # A reward that is the same in every episode pays more per step if episodes are shorter, a penalty if they are longer.
+        # With equal positive returns shorter episodes are better, with equal penalties longer ones.
         self._sign = -1.0 if varied[0] == LENGTH and value > 0 else 1.0
         self._note = f" at a return of {number(value)} in every episode"
         return self._by_series(varied[0])
 
     def _by_series(self, key: str) -> Outcome:
-        """Return the outcome by one series, which is better when it is larger, or smaller if the sign is -1."""
+        """Return the outcome by one series; larger values are better, or smaller ones if the sign is -1."""
         blocks, recent, sign = self._series[key], self._recent[key], self._sign
         first = blocks.first_level
         base = Outcome(
@@ -458,7 +461,7 @@ class OutcomeJudge:
         return replace(outcome, text=text)
 
     def _levels(self, outcome: Outcome) -> str:
-        """Return `return 21 -> 340 in 48 updates`; it begins with the best return if that is what has been lost."""
+        """Return `return 21 -> 340 in 48 updates`; it starts from the best return if the run has fallen from it."""
         name = NAMES.get(outcome.key, outcome.key)
         first, last, best = (0.0 if level is None else level for level in (outcome.first, outcome.last, outcome.best))
         is_few = self._counted and outcome.episodes < RECENT_EPISODES
@@ -469,16 +472,16 @@ class OutcomeJudge:
         return f"{name} {number(first)} {reach}"
 
     def _flat_is_known(self, key: str, blocks: Blocks) -> bool:
-        """Return True for enough updates and episodes; a run that has finished with many episodes needs fewer updates."""
+        """Return True after enough updates and episodes; a finished run with many episodes needs fewer updates."""
         if self._ended and self._updates >= MIN_ENDED_UPDATES and blocks.episodes >= MIN_ENDED_EPISODES:
             return key != RECENT_RETURN or blocks.episodes >= MIN_FLAT_AVERAGED_EPISODES
         return self._updates >= MIN_FLAT_UPDATES and blocks.episodes >= flat_episodes(key)
 
 
 def course_of(values: Array, noise: Noise) -> tuple[OutcomeKind, int]:
-    """Return what a series of at least `MIN_BLOCKS` block means does, and the block from which on it is stable.
+    """Return the kind of a series of at least `MIN_BLOCKS` block means, and the index of its first stable block.
 
-    The kind is learning, converged, flat or declining; the block is the number of blocks if the series is not stable.
+    The kind is learning, converged, flat or declining; the index is the number of blocks if the series is not stable.
     """
     count = len(values)
     width, last_width = max(3, math.ceil(count / 10)), max(3, math.ceil(count / 15))
@@ -497,7 +500,7 @@ def course_of(values: Array, noise: Noise) -> tuple[OutcomeKind, int]:
 
 
 def _stable_from(values: Array, levels: Array, last: float, height: float, noise: Noise) -> int:
-    """Return the index from which on all levels keep to the last one, without a trend among them; else the number of values."""
+    """Return the index after which all levels stay near the last one without a trend; otherwise the number of values."""
     count, width = len(values), max(3, math.ceil(len(values) / 10))
     band = STABLE_BAND * height + noise.scale / math.sqrt(width)
     outside = np.flatnonzero(np.abs(levels - last) > band)
@@ -510,14 +513,14 @@ def _stable_from(values: Array, levels: Array, last: float, height: float, noise
 
 
 def flat_episodes(key: str) -> int:
-    """Return the episodes from which on a series can be called flat."""
+    """Return the number of episodes after which a series can be called flat."""
     return MIN_FLAT_AVERAGED_EPISODES if key == RECENT_RETURN else MIN_FLAT_EPISODES
 
 
 def _clause(outcome: Outcome, facts: Facts) -> str:
-    """Return the end of the sentence: what makes the kind."""
+    """Return the end of the sentence: the reason for the kind."""
     threshold = "" if outcome.threshold is None else number(outcome.threshold)
-    passed = f"; the first rollouts were above the environment's threshold of {threshold} already, as when rewards are scaled"
+    passed = f"; the first rollouts were already above the environment's threshold of {threshold}, as can happen when rewards are scaled"
     passed = passed if outcome.began_above else ""
     match outcome.kind:
         case OutcomeKind.SOLVED:
@@ -530,7 +533,7 @@ def _clause(outcome: Outcome, facts: Facts) -> str:
             return f", no lasting rise above the first rollouts{passed}"
         case OutcomeKind.TOO_SHORT:
             least = f"{MIN_FLAT_UPDATES} updates and {flat_episodes(outcome.key)} episodes"
-            return f", no change yet; a flat curve is recognised from {least} on"
+            return f", no change yet; to call a curve flat takes {least}"
         case _:
             return passed
 

@@ -1,7 +1,7 @@
-"""Values of a run that are most unusual, and ways to have measured what it lacks.
+"""The most unusual values of a run, and how to supply the inputs that it lacks.
 
-Values are compared with the metrics' own bounds, and with `healthy_values.json`: for each kind of task and each key without a unit of the
-task, five quantiles of the values of healthy runs. `benchmarks/healthy_values.py` makes it.
+Values are compared with the metrics' bounds and with `healthy_values.json`, which `benchmarks/healthy_values.py` writes: five quantiles of
+healthy runs for each kind of task and each key whose unit does not depend on the task.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from esper_telemetry.core.record import Level, Record, template_of
 
 MAX_UNUSUAL: Final = 10
 MIN_SCORE: Final = 1.0
-"""Score above which a value is unusual: it lies outside the middle 80 % of the values of healthy runs."""
-MAX_SAMPLES: Final = 400  # values of a key that are kept; of longer runs every second, every fourth and so on
+"""Score above which a value is unusual: it is outside the middle 80 % of the values of healthy runs."""
+MAX_SAMPLES: Final = 400  # values per key that are kept; longer runs keep every second value, every fourth and so on
 QUANTILES: Final = (0.01, 0.1, 0.5, 0.9, 0.99)
-WARN_SCORE, CRITICAL_SCORE = 2.0, 4.0  # of values beyond a metric's own bounds; the distance in decades adds to it
+WARN_SCORE, CRITICAL_SCORE = 2.0, 4.0  # scores of values beyond a metric's bounds, plus the distance in decades
 
 UNITS: Final = re.compile(
     r"fraction.*|share|nats.*|ratio|1( .*)?|cosine|σ|σ_R|decades|relative error|severity|Pearson|Spearman ρ|accuracy|dimensions|flag"
@@ -41,21 +41,21 @@ FAMILIES_ASIDE: Final = frozenset(
     {"perf", "telemetry", "alarm", "episode", "eval", "task", "train", "seed", "env", "norm"}
 )
 KEYS_ASIDE: Final = frozenset({"policy/entropy", "policy/entropy_marginal", "loss/entropy", "policy/logp/min"})
-"""Families and keys that depend on the machine, the task or the number of its actions."""
+"""Families and keys that depend on the machine, the task or the number of actions."""
 MIN_SPREADS: Final = {"ratio": 0.1, "dimensions": 0.5, "1 (excess)": 2.0, "relative error": 1e-3, "nats": 0.002}
 MIN_SPREAD: Final = 0.03
-"""Smallest distance of a quantile from the median that counts, by unit: two healthy runs differ by as much."""
+"""Smallest distance between a quantile and the median, by unit: two healthy runs differ by as much."""
 
 
 class Unusual(NamedTuple):
-    """One value that is unusual.
+    """An unusual value.
 
     Attributes:
-        key: of the metric.
-        value: its median over the run.
-        score: the larger, the more unusual.
-        is_far: it is beyond the range of healthy runs, or beyond the metric's own bounds.
-        text: the value beside its healthy range.
+        key: key of the metric.
+        value: median over the run.
+        score: larger is more unusual.
+        is_far: whether the value is beyond the range of healthy runs, or beyond the metric's bounds.
+        text: the value with its healthy range.
     """
 
     key: str
@@ -66,14 +66,14 @@ class Unusual(NamedTuple):
 
 
 class RunValues:
-    """Values of a run by key, thinned out where the run is long."""
+    """Values of a run by key, thinned out in a long run."""
 
     def __init__(self) -> None:
         self._values: dict[str, array[float]] = {}
         self._every = self._place = 0
 
     def add(self, record: Record) -> None:
-        """Add a record, unless it is one of those that are left out."""
+        """Add a record, unless thinning leaves it out."""
         self._every = self._every or 1
         if self._place % self._every == 0:
             known = scale_free()
@@ -86,7 +86,7 @@ class RunValues:
         self._place += 1
 
     def unusual(self, facts: Facts, limit: int = MAX_UNUSUAL) -> tuple[Unusual, ...]:
-        """Return the most unusual values, the worst first."""
+        """Return the most unusual values, worst first."""
         table = healthy_values().get(kind_of_task(facts), {})
         found, medians = [], {key: statistics.median(values) for key, values in self._values.items()}
         for key, value in medians.items():
@@ -97,7 +97,7 @@ class RunValues:
 
     @property
     def samples(self) -> Mapping[str, array[float]]:
-        """The values that are kept, by key."""
+        """The kept values by key."""
         return self._values
 
 
@@ -123,7 +123,7 @@ def healthy_values() -> Mapping[str, Mapping[str, list[float]]]:
 
 
 def kind_of_task(facts: Facts) -> str:
-    """Return the kind of task that a run's facts tell: `discrete` or `continuous`, `memory` with an LSTM; `any` where they do not say."""
+    """Return the kind of task by the run's facts: `discrete`, `continuous`, `memory` with an LSTM, or `any` if unknown."""
     if facts.policy == "lstm":
         return "memory"
     if not facts.heads:
@@ -134,10 +134,10 @@ def kind_of_task(facts: Facts) -> str:
 def judge_value(
     metric: Metric, value: float, quantiles: list[float] | None, other: Other = lambda key: None
 ) -> Unusual | None:
-    """Return how unusual the median of a metric over a run is; None if it is not.
+    """Return how unusual the median of a metric over a run is; None if it is not unusual.
 
-    With quantiles, the score is that of the distance from the median of healthy runs in units of their 10 % or 90 % quantile's, and the
-    metric's own bounds count only beyond their 1 % and 99 %: values that healthy runs have are within bounds, whatever these say.
+    With quantiles, the score depends on the distance from the median of healthy runs, relative to their 10 % or 90 % quantile's.
+    The metric's bounds count only beyond the 1 % and 99 % quantiles, so that values of healthy runs always pass.
     """
     if quantiles is None:
         score, is_far = bound_score(metric, value, other), True
@@ -157,7 +157,7 @@ def judge_value(
 
 
 def bound_score(metric: Metric, value: float, other: Other = lambda key: None) -> float:
-    """Return the score of a value by the metric's own bounds, as far as these are plain numbers; 0 within them."""
+    """Return the score of a value by the metric's bounds if they are plain numbers; 0 within the bounds."""
     for text, score in ((metric.critical, CRITICAL_SCORE), (metric.warn, WARN_SCORE)):
         distance = distance_beyond(text, value, other)
         if distance is not None and distance > 0:
@@ -170,7 +170,7 @@ def bound_score(metric: Metric, value: float, other: Other = lambda key: None) -
 
 
 def quantiles_of(runs: Iterable[Mapping[str, Iterable[float]]]) -> Iterator[tuple[str, list[float]]]:
-    """Yield each key with the quantiles of its values in several runs, every run with the same weight."""
+    """Yield each key with the quantiles of its values over several runs of equal weight."""
     by_key: dict[str, list[list[float]]] = {}
     for run in runs:
         for key, values in run.items():
@@ -181,7 +181,7 @@ def quantiles_of(runs: Iterable[Mapping[str, Iterable[float]]]) -> Iterator[tupl
         yield key, [pooled[min(len(pooled) - 1, int(share * len(pooled)))] for share in QUANTILES]
 
 
-WATCHED: Final = ("grad/global/", "grad/clip/", "opt/lr")  # beginnings of keys that `telemetry.watch` measures
+WATCHED: Final = ("grad/global/", "grad/clip/", "opt/lr")  # prefixes of the keys that `telemetry.watch` measures
 DERIVED_FROM: Final = {
     "value/r2": "value_fit",
     "value/loss_norm": "value_fit",
@@ -189,9 +189,9 @@ DERIVED_FROM: Final = {
     "policy/entropy_rate": "policy_entropy",
     "policy/action_shift_js": "action_shift",
 }
-"""Functions of the values from which keys of `history` are derived."""
+"""Functions that return the inputs of keys derived in `history`."""
 PART_FAMILIES: Final = frozenset({"lstm"})
-"""Families of parts that a network may lack: a run that names no such part, and reports none of the keys, is not asked about them."""
+"""Families of optional parts of a network: they are not requested from a run that neither names the part nor reports any of its keys."""
 
 
 class Supplier(NamedTuple):
@@ -203,7 +203,7 @@ class Supplier(NamedTuple):
 
 @lru_cache(maxsize=1)
 def suppliers() -> Mapping[str, Supplier]:
-    """Return the suppliers of all declared keys: the functions beside a group whose return annotation names it."""
+    """Return the suppliers of all declared keys: the functions in a group's module whose return annotation names the group."""
     found: dict[str, Supplier] = {}
     for group in groups():
         functions = []
@@ -219,15 +219,15 @@ def suppliers() -> Mapping[str, Supplier]:
 
 
 def key_remedy(key: str, facts: Facts) -> str:
-    """Return what has a key measured in a run of these facts."""
+    """Return the call or option with which a run with these facts measures a key."""
     supplier = suppliers().get(template_of(key, suppliers()))
     level = facts.level or "normal"
     if supplier is not None and level.upper() in Level.__members__ and supplier.metric.level > Level.parse(level):
         return f'level="{supplier.metric.level.name.lower()}"'
-    if facts.trainer or facts.optimizer:  # of an adapter, or of the bundled trainer
+    if facts.trainer or facts.optimizer:  # facts of an adapter, or of the bundled trainer
         if supplier is not None and supplier.metric.cost in ("sampled", "debug"):
             return 'a larger budget=, or level="debug": it is measured in sampled updates'
-        return "nothing yet: this trainer's adapter does not report it"
+        return "not available: this trainer's adapter does not report it"
     if key.startswith(WATCHED):
         return "telemetry.watch(agent, optimizer)"
     function = DERIVED_FROM.get(key) or next(iter(supplier.functions if supplier else ()), "")
@@ -235,5 +235,5 @@ def key_remedy(key: str, facts: Facts) -> str:
 
 
 def fact_remedy(names: tuple[str, ...]) -> str:
-    """Return what has a run say facts."""
+    """Return the call that declares facts of a run."""
     return f"Telemetry(facts={{{', '.join(f'{name!r}: ...' for name in names)}}})".replace("'", '"')
