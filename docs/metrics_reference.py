@@ -20,14 +20,14 @@ symptoms](#from-a-symptom-to-a-cause) below.
 
 **How to read a key.** The first part is the family, the last the statistic. `_max`, `_min`: over the minibatches of an update;
 `_first`: before the first optimizer step; `_last`: over the last epoch; `/max`, `/min`, `/absmax`: over single samples; `_nonfinite`:
-how many inputs were NaN or infinite and left out. What stands in braces is replaced: `{head}` by a part of the action, `{group}` by a
+how many inputs were NaN or infinite and left out. Names in braces are replaced: `{head}` by a part of the action, `{group}` by a
 part of the network, `{layer}` by a parameter.
 
 **A missing value is not a fault.** A number that is undefined (no episode ended, nothing varied, it was not sampled) is absent, never 0.
 Each entry says when.
 
 **What is normal** is given as bounds with their source. Published bounds name the paper; *measured* ones come from healthy and broken
-runs; a *heuristic* is our judgement. Where no bounds are given, compare with the run's own history or with another run.
+runs; a *heuristic* is our judgement. Without bounds, compare with the run's own history or with another run.
 
 **Words.** An *update* learns from one *rollout*: some steps of all environments, played by one policy. It goes through these rows a few
 times (*epochs*), each time in *minibatches*; every minibatch ends in one step of the *optimizer*. The *actor* is the part of the network
@@ -82,7 +82,7 @@ def _symptoms() -> str:
     head = [
         "## From a symptom to a cause",
         "",
-        "The first of these that applies tends to be the cause of the others.",
+        "The first one that applies is usually the cause of the others.",
         "",
         "| what has happened | look at | what to try |",
         "|---|---|---|",

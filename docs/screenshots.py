@@ -2,7 +2,7 @@
 
 python docs/screenshots.py                     # all of them, some minutes
 python docs/screenshots.py report watch        # some of them
-python docs/screenshots.py --runs DIR          # of the runs DIR/healthy and DIR/broken, which are made where they are missing
+python docs/screenshots.py --runs DIR          # of the runs DIR/healthy and DIR/broken, which are created if they are missing
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PATIENCE_SECONDS = 60.0
 DRAWING_SECONDS = 5.0
 FAULT = "lr_x100"
 FRAMES_BEFORE, FRAMES_AFTER, FRAME_MS, LAST_FRAME_MS = 8, 4, 350, 4000
-"""Updates of the animation around the one that raises the first alarm, and how long a picture stands."""
+"""Updates of the animation before and after the first alarm, and the duration of a picture."""
 WATCH_TITLE = f"esper-telemetry watch runs/{FAULT}"
 COLOURS = 64
 GROUP = "metrics-card-group-toolbar"
@@ -88,7 +88,7 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def browser(width: int = 1280, height: int = 900, *flags: str) -> Iterator[Any]:
-    """A Chromium without a window, with a profile of its own, and more flags."""
+    """Start a headless Chromium with a separate profile and more flags."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = webdriver.ChromeOptions()
         for flag in (*FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
@@ -121,7 +121,7 @@ def answers(url: str) -> bool:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -168,7 +168,7 @@ def take_alarms(run_dir: Path, picture: Path) -> None:
 
 
 def take_mlflow(run_dir: Path, picture: Path) -> None:
-    """The page of the run, at the address that training prints, without the assistant beside it."""
+    """The page of the run, at the address that training prints, without the assistant next to it."""
     with served("mlflow", "server", *mlflow_store(run_dir), alive="/health") as address, browser(1400, 1200) as driver:
         driver.get(address)
         driver.execute_script(
@@ -313,7 +313,7 @@ def seeds(place: Path) -> list[Path]:
 
 
 def trained(place: Path, *command: str) -> Path:
-    """A run of that command, which has ended; the one that is there, if any."""
+    """Return a finished run of that command, an existing one if there is any."""
     if place.exists():
         return place
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}

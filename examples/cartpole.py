@@ -1,4 +1,4 @@
-"""The bundled trainer with telemetry in TensorBoard and, where it is installed, MLflow and W&B (offline without a key).
+"""The bundled trainer with telemetry in TensorBoard and, if installed, MLflow and W&B (offline without a key).
 
 python examples/cartpole.py && tensorboard --logdir runs
 """

@@ -1,8 +1,8 @@
-"""An adapter for a trainer that knows nothing of telemetry: it listens to methods of one object and emits events.
+"""An adapter for a trainer without telemetry: it listens to the methods of one object and emits events.
 
     python examples/custom_adapter.py
 
-`Trainer` stands for somebody's PPO; `TrainerAdapter` is what you write, see docs/writing_an_adapter.md.
+`Trainer` represents an existing PPO implementation; `TrainerAdapter` is what you write, see docs/writing_an_adapter.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Minibatch(NamedTuple):
 
 
 class Trainer:
-    """Learns to name the largest of four numbers, in episodes of 16 guesses."""
+    """Learns to choose the largest of four numbers, in episodes of 16 guesses."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""An alarm of your own: a number that you log must not fall below a bound for three updates in a row."""
+"""A custom alarm: a number that you log must not stay below a bound for three updates in a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOST = AlarmRule(
     action="Raise entropy_coef; look at a video of an episode.",
     judge=OnRamp("explore/coverage", COVERAGE, "the agents see {percent} of the map{usual}"),
     bounds=(COVERAGE,),
-    source="a third of the map suffices to find the goal",
+    source="a third of the map is enough to find the goal",
     histories=("explore/coverage",),
     n_on=3,
 )

@@ -1,4 +1,4 @@
-"""A metric of your own: a frozen group whose fields say what they report, observed from a hook of the trainer.
+"""A custom metric: a frozen group whose fields declare what they report, observed from a hook of the trainer.
 
 python examples/custom_metric.py
 """
@@ -31,7 +31,7 @@ class Surprise(MetricGroup):
     """Distance between single rewards and the critic's expectation of the step."""
 
     mean: Mean = reports(Metric(key="surprise/mean", unit="reward", question="How wrong is one step's expectation?"))
-    worst: Max = reports(Metric(key="surprise/worst", unit="reward", question="And the worst of them?"))
+    worst: Max = reports(Metric(key="surprise/worst", unit="reward", question="How large is the largest one?"))
 
 
 def surprise(event: RolloutEnd) -> Surprise:

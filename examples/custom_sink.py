@@ -1,4 +1,4 @@
-"""Two sinks of your own: a function of one record, and a class with three methods.
+"""Two custom sinks: a function of one record, and a class with three methods.
 
 python examples/custom_sink.py
 """
@@ -41,7 +41,7 @@ class CsvSink:
 
 
 def warn_when_clipped(record: Record) -> None:
-    """Speaks up when more than a third of the ratios are clipped."""
+    """Prints a warning when more than a third of the ratios are clipped."""
     share = record.values.get("policy/clip_frac", 0.0)
     if share > 1 / 3:
         print(f"update {record.axes.update}: {share:.0%} of the ratios are clipped: lower the learning rate?")

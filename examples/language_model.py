@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--run-dir", default="auto")
-    parser.add_argument("--plain", action="store_true", help="without telemetry of its own")
+    parser.add_argument("--plain", action="store_true", help="do not attach telemetry")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -62,7 +62,7 @@ def main() -> None:
             output_dir=str(directory / "trl"),
             per_device_train_batch_size=32,
             num_generations=8,
-            num_iterations=2,  # with 1 every ratio is 1 by construction, and clipping cannot be seen
+            num_iterations=2,  # with 1 every ratio is 1 by construction, and nothing is ever clipped
             max_completion_length=6,
             learning_rate=3e-3,
             max_steps=options.steps,

@@ -1,4 +1,4 @@
-"""Reacts to alarms: somebody raises the learning rate a hundredfold in the middle of the run, and a callback takes it back.
+"""Reacts to alarms: the learning rate is raised a hundredfold in the middle of the run, and a callback restores it.
 
 python examples/on_alarm.py
 """
@@ -31,10 +31,10 @@ def main() -> None:
         print(f"{alarm.event}: {alarm.type} since update {alarm.since}. {alarm.text}")
         if alarm.event == "raise" and trainer.config.learning_rate > usual:
             trainer.config = replace(trainer.config, learning_rate=usual)
-            telemetry.notify_intervention("took the learning rate back", learning_rate=usual)
+            telemetry.notify_intervention("restored the learning rate", learning_rate=usual)
 
     trainer.hooks.on(UpdateEnd, learn_too_fast)
-    # without a process beside the trainer alarms come at the end of the very update, with it an update or two later
+    # without a worker process alarms come at the end of the same update, with one an update or two later
     with Telemetry(run_dir=options.run_dir or "auto", name="on-alarm", offload=False) as telemetry:
         attach(telemetry, trainer)
         telemetry.on_alarm(calm_down)

@@ -1,4 +1,4 @@
-"""A PPO loop of your own with four lines of telemetry, marked 1 to 4.
+"""A custom PPO loop with four lines of telemetry, marked 1 to 4.
 
 python examples/own_loop.py && tensorboard --logdir runs
 """
@@ -63,12 +63,12 @@ def train(telemetry: Telemetry, total_steps: int) -> None:
     telemetry.watch(agent, optimizer, actor=agent.actor, critic=agent.critic)  # 1: gradients, before and after clipping
 
     observation = torch.as_tensor(envs.reset(seed=1)[0])
-    running = torch.zeros(2, NUM_ENVS)  # return and length of the episodes under way
+    running = torch.zeros(2, NUM_ENVS)  # return and length so far of the current episodes
     for global_step in range(NUM_ENVS * NUM_STEPS, total_steps + 1, NUM_ENVS * NUM_STEPS):
         observations = torch.zeros(NUM_STEPS + 1, NUM_ENVS, 4)
         actions = torch.zeros(NUM_STEPS, NUM_ENVS, dtype=torch.long)
         rewards, dones = torch.zeros(NUM_STEPS, NUM_ENVS), torch.zeros(NUM_STEPS, NUM_ENVS)
-        finished = [torch.zeros(2, 0)]  # the same of those that end in this rollout
+        finished = [torch.zeros(2, 0)]  # return and length of the episodes that end in this rollout
         for t in range(NUM_STEPS):
             observations[t] = observation
             with torch.no_grad():

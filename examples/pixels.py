@@ -1,9 +1,9 @@
-"""An environment of your own with an image among its observations, and actions of two kinds.
+"""A custom environment with an image in its observations, and two kinds of actions.
 
-A lamp stands somewhere in a dark room of 16x16 pixels. Half of the reward is for naming the side of the room that it is
-in, the other half for pointing at its height; the camera may hang upside down, which the observation says. Nothing has to
-be said about networks: the image goes through convolutions, the rest through a layer, and every part of the action has
-a head of its own.
+There is a lamp at a random place in a dark room of 16x16 pixels. Half of the reward is for naming the side of the room
+with the lamp, the other half for pointing at its height. The camera may be upside down, and the observation says whether
+it is. The networks need no configuration: the image goes through convolutions, the rest through a layer, and every part
+of the action has a separate head.
 
 python examples/pixels.py
 """

@@ -24,7 +24,7 @@ def main() -> None:
         attach(telemetry, trainer)
         checkpoints = Checkpoints(trainer, options.run_dir / "checkpoints", every=1_000)
         if checkpoints.latest.exists():
-            trainer.load(checkpoints.latest)  # without one, training restarts; what is recorded stands
+            trainer.load(checkpoints.latest)  # without one, training restarts; existing records are kept
         trainer.learn(total_steps=options.total_steps)
         checkpoints.save()
 

@@ -23,7 +23,7 @@ ENVS, STEPS = 16, 64
 
 
 class SignedCartPole(VecEnv):  # type: ignore[misc] # the package has no type information
-    """CartPole-v1 where a positive action pushes right; a stand-in for Isaac Lab's environments."""
+    """CartPole-v1 in which a positive action pushes right; it replaces Isaac Lab's environments."""
 
     def __init__(self) -> None:
         self.num_envs, self.num_actions, self.max_episode_length, self.device = ENVS, 1, 500, "cpu"

@@ -1,4 +1,4 @@
-"""A PPO script that knows nothing of telemetry.
+"""A PPO script without telemetry.
 
 esper-telemetry run examples/unedited.py --total-steps 20480
 """

@@ -1,8 +1,8 @@
 """Alarms and verdicts from records; works without torch.
 
 An `AlarmRule` declares one way in which a run goes wrong. Its judge yields severities from an update's values and from their history in
-this run (`Baselines`). `AlarmState` turns severities into alarms that begin, get worse and end. `Incidents` groups alarms that come together
-and names the cause. `Thresholds` holds the values of all bounds. `RuleCoverage` reports rules whose inputs are missing.
+this run (`Baselines`). `AlarmState` turns severities into alarms that begin, get worse and end. `Incidents` groups alarms that come
+together and names the cause. `Thresholds` holds the values of all bounds. `RuleCoverage` reports rules whose inputs are missing.
 """
 
 from typing import TYPE_CHECKING

@@ -261,7 +261,7 @@ class RuleCoverage:
         reasons = {}
         for rule, facts, keys in self._gaps(sampled=sampled):
             if facts:
-                reasons[rule.type] = f"the run has no {', '.join(facts)}"
+                reasons[rule.type] = f"the facts of the run lack {', '.join(facts)}"
             else:
                 reasons[rule.type] = f"no record has {', '.join(' or '.join(names) for names in keys)}"
         return reasons

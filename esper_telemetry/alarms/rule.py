@@ -218,7 +218,7 @@ class View:
         return rows
 
     def usual(self, key: str) -> str:
-        """Return ` (usually a-b)` for a key with a history; empty if the value is within this range, as in a run that is wrong from the start."""
+        """Return ` (usually a-b)` for a key with a history; empty if the value is in this range, as in a run wrong from its start."""
         ends, value = self.baselines.usual(key), self.values.get(key)
         if ends is None or (value is not None and ends[0] <= value <= ends[1]):
             return ""

@@ -47,15 +47,15 @@ class EquationRow:
 
     Attributes:
         equation: the reference.
-        state: `variant` where a published variant explains every difference.
+        state: `variant` if a published variant explains every difference.
         updates: number of updates in which it was checked.
-        differing: number of those in which it differs, by these explanations if there are any.
-        since: first of them; None where it never differs.
-        error: largest one; None where it could not be checked.
-        explanations: hypotheses that give the numbers in every update that differs, else in most of them.
-        fitted: the latest fitted parameters, by the names of hypotheses.
-        reason: why it could not be checked, or what was sought and found.
-        over_run: how the sums over all updates differ, where no single one does.
+        differing: number of updates in which it differs, in the way of the explanations if there are any.
+        since: first differing update, if any.
+        error: largest error, if it was checked.
+        explanations: hypotheses that give the numbers in every differing update, otherwise in most of them.
+        fitted: latest fitted parameters, by the name of the hypothesis.
+        reason: why it could not be checked, or what was searched and found.
+        over_run: how the sums over all updates differ, if no single update does.
     """
 
     equation: Equation
@@ -148,7 +148,7 @@ class EquationHistory:
         self._sum: ActionSum | None = None
 
     def add(self, record: Record) -> None:
-        """Add a record; those of updates that did not end do not count."""
+        """Add a record; records of unfinished updates do not count."""
         if record.partial:
             return
         values = judgeable(record.values)
@@ -164,13 +164,13 @@ class EquationHistory:
             self._results.setdefault(schedules.equation.name, []).append((record.axes.update, schedules))
 
     def rows(self, run: RunInfo) -> list[EquationRow]:
-        """Return a row for each declared equation, causes before effects; the facts of `run` say what the trainer does not show."""
+        """Return a row for each declared equation, causes before effects; the facts of `run` name what the trainer does not show."""
         ordered = sorted(equations().values(), key=lambda equation: equation.rank)
         rows = [_row(equation, self._results.get(equation.name, ()), run) for equation in ordered]
         return [self._with_sum(row) if row.equation.name == ACTIONS else row for row in rows]
 
     def _with_sum(self, row: EquationRow) -> EquationRow:
-        """The row of the actions, with what shows over several rollouts alone."""
+        """The row of the actions, including differences that appear only over several rollouts."""
         if row.state != "matches" or self._sum is None or not self._sum.exceeds:
             return row
         error = abs(self._sum.total) / self._sum.bound
@@ -204,7 +204,7 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
 
 
 def _common(explanations: Sequence[tuple[Hypothesis, ...]]) -> tuple[Hypothesis, ...]:
-    """Return the hypotheses that explain every difference: an update tells apart what another one cannot. Else the most frequent ones."""
+    """Return the hypotheses that explain the differences in every update; if there are none, the most frequent ones."""
     counts = Counter(one.name for each in explanations for one in each)
     most = max(counts.values(), default=0)
     by_name = {one.name: one for each in explanations for one in each}
@@ -222,7 +222,7 @@ def _reason(equation: Equation, run: RunInfo) -> str:
 
 
 def as_dict(head: Mapping[str, Any], rows: Sequence[EquationRow]) -> dict[str, Any]:
-    """Return a table as plain values, after those of `head`."""
+    """Return the values of `head` and a table as plain values."""
     return {**head, "equations": [row.values() for row in rows]}
 
 

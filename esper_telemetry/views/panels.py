@@ -305,7 +305,7 @@ def _exploding(view: RunView) -> StripItem | None:
 
 
 def _dead_layers(view: RunView) -> StripItem | None:
-    """Tensors whose whole gradient was zero when it was last measured; not those of heads: one that no action needed has none."""
+    """Tensors whose whole gradient was zero in the last measurement, without heads, which have no gradient if no action used them."""
     heads = set(view.facts.heads or ())
     names = [(match[1], key) for key in view.keys if (match := ZERO_GRADIENTS.fullmatch(key))]
     dead = [

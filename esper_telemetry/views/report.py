@@ -59,7 +59,7 @@ def write_run_report(run_dir: Path) -> None:
     try:
         replace_file(run_dir / REPORT_NAME, report_html([open_view(run_dir, judged=True)]))
     except (Exception, SystemExit) as error:  # an installed plugin's code among others
-        _logger.warning("esper-telemetry: there is no %s of %s: %s", REPORT_NAME, run_dir, error)
+        _logger.warning("esper-telemetry: could not write %s of %s: %s", REPORT_NAME, run_dir, error)
 
 
 def _page(views: Sequence[RunView], charts: ReportCharts) -> Iterator[Any]:

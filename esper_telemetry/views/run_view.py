@@ -345,7 +345,7 @@ class RunView:
         # only the trainer could have logged more, so the reasons say what was not logged
         reasons = {
             kind: reason.replace("no record has ", "not logged: ").replace(
-                "the run does not say its ", "setting not logged: "
+                "the facts of the run lack ", "setting not logged: "
             )
             for kind, reason in unanswered.items()
         }
@@ -522,7 +522,7 @@ class RunView:
         """Return what a table shows of one of its rows: a sentence if there is nothing more."""
         declared = next((one for one in view_declarations().tables if one.name == table), None)
         if declared is None or declared.detail is None:
-            return "There is nothing more about this row."
+            return "No more is known about this row."
         detail = self._of_plugin(declared, partial(declared.detail, self, row))
         return self._problems.get(declared, "") if detail is None else detail
 

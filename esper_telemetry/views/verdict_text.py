@@ -48,7 +48,7 @@ def verdict_document(
         yield h("p", checks(diagnosis)) if ending else h("p", capitalized(diagnosis.summary), css=diagnosis.tone)
     for incident in diagnosis.incidents:
         if not (ending and incident.cause == RUN_FAILED):
-            note = " (a symptom; cause not known)" if _is_symptom_alone(diagnosis, incident) else ""
+            note = " (a symptom; its cause is unknown)" if _is_symptom_alone(diagnosis, incident) else ""
             states = ", ".join(f"{kind} ({end_text(end)})" for kind, end in incident.ends().items())
             yield h(
                 "article",
@@ -83,12 +83,12 @@ def checks(diagnosis: Diagnosis) -> str:
 
 
 def end_text(update: int | None) -> str:
-    """Return whether an alarm is over; `update` is None for an alarm that lasts."""
+    """Return the end of an alarm in words; an alarm without an end is still on."""
     return "still on" if update is None else f"over at update {update:,}"
 
 
 def findings(diagnosis: Diagnosis) -> Iterator[Element]:
-    """Yield what is known beyond alarms: values beyond their critical bounds, and what may explain a run that no alarm explains."""
+    """Yield the values beyond their critical bounds, and possible explanations of a run that no alarm explains."""
     if diagnosis.gradients_alone:
         yield h("p", f"{GRADIENTS_ALONE}.", css="note")
     if diagnosis.critical:
@@ -104,11 +104,11 @@ def findings(diagnosis: Diagnosis) -> Iterator[Element]:
 
 
 def _unexplained(diagnosis: Diagnosis) -> Iterator[Element]:
-    """Yield what is known of a run that failed, is flat or declines without an alarm: remarks, what is unusual, what was not measured."""
+    """Yield possible explanations of a run that failed, is flat or declines: remarks, unusual values, and inputs that were not measured."""
     is_open, verb = diagnosis.unexplained, OUTCOME_VERBS[diagnosis.outcome.kind]
     if diagnosis.unexplained:
         effects = diagnosis.effects & {alarm.type for incident in diagnosis.incidents for alarm in incident.alarms}
-        alarms = "its alarms say how and not why" if effects else "no alarm says why"
+        alarms = "its alarms show how but not why" if effects else "no alarm explains it"
         yield h("p", f"Unexplained: the run {verb}, and {alarms}.")
     else:
         yield h("p", f"The run {verb}, and its alarms were over before its end.")
@@ -121,13 +121,13 @@ def _unexplained(diagnosis: Diagnosis) -> Iterator[Element]:
         yield folded(title, items(values), is_open=is_open)
     if diagnosis.unexplained and not diagnosis.remarks and not any(entry.is_far for entry in diagnosis.unusual):
         known = "Each of these values occurs in some healthy runs" if diagnosis.unusual else NOTHING_UNUSUAL
-        yield h("p", f"{known}: the task may be too hard for this policy, or need more steps.")
+        yield h("p", f"{known}: the task may be too hard for this policy, or it may need more steps.")
     suppliers, lines = Counter(diagnosis.remedies.values()), []
     for remedy, count in suppliers.most_common(MAX_REMEDIES):
         kinds = [kind for kind, supplier in diagnosis.remedies.items() if supplier == remedy]
         lines.append(f"{remedy}: {', '.join(kinds[:3])}" + (f" and {count - 3} more" if count > 3 else ""))
     if lines:
-        yield folded("Not measured, and what measures it", items(lines), is_open=is_open)
+        yield folded("Not measured, and how to measure it", items(lines), is_open=is_open)
 
 
 def unanswered_by_reason(diagnosis: Diagnosis) -> dict[tuple[str, str], list[str]]:

@@ -35,8 +35,7 @@ def test_an_alarm_is_raised_once_and_cleared_with_its_duration() -> None:
 
     assert [(alarm.event, alarm.axes.update) for alarm in reported] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 36)]
     assert (
-        reported[1].text
-        == "Over since update 36, after 6 updates: One update moved the policy much further than usual."
+        reported[1].text == "Ended at update 36, after 6 updates: One update moved the policy much further than usual."
     )
     assert reported[1].level is reported[0].level and reported[1].severity == 0
     assert (reported[0].since, reported[0].streak, reported[1].since) == (30, 1, 30)
@@ -359,8 +358,8 @@ def test_without_facts_questions_stay_open_instead_of_being_guessed() -> None:
 
     assert alarms(verdicts) == []
     ((_, data),) = events
-    assert data["questions"]["integrity/ratio_init"] == "the run does not say its precision"
-    assert data["questions"]["policy/entropy_crash"] == "the run does not say its total_steps"
+    assert data["questions"]["integrity/ratio_init"] == "the facts of the run lack precision"
+    assert data["questions"]["policy/entropy_crash"] == "the facts of the run lack total_steps"
 
 
 def test_without_values_questions_stay_open_once() -> None:

@@ -106,7 +106,7 @@ def test_a_difference_without_an_explanation_is_a_warning_once_it_repeats() -> N
     assert alarm.level is AlarmLevel.WARN
     assert alarm.text.startswith(
         "Since update 3, the losses differ from their reference equation by 50 % of the largest number, and no known mistake explains it. "
-        "Try: Compare the lines of the trainer"
+        "Try: Compare the trainer's code"
     )
 
 

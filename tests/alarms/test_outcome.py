@@ -498,7 +498,7 @@ def test_a_failure_stands_until_a_record_follows() -> None:
 def test_numbers_that_are_not_finite_are_a_failure_unless_it_learns() -> None:
     flat = records(np.tile([1.0, 2.0], 20), more={"numerics/nonfinite": 3.0})
 
-    assert outcome_of(flat).text == "failed: numbers have not been finite since update 1"
+    assert outcome_of(flat).text == "failed: numbers have been NaN or infinite since update 1"
     assert outcome_of(records(np.arange(40.0), more={"numerics/nonfinite": 3.0})).kind in GOOD
 
 

@@ -84,7 +84,7 @@ def test_a_loop_without_returns_says_how_to_report_them(tmp_path: Path, capsys: 
     everything = diagnosis(tmp_path / "run", capsys, "--all")
 
     assert (
-        "Too short to tell: no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after a rollout"
+        "no returns are reported: call telemetry.observe(esper_telemetry.metrics.episode_stats(returns, lengths)) after each rollout"
         in text
     )
     assert "questions could not be answered, as values were not reported; --all lists them." in text
@@ -92,7 +92,7 @@ def test_a_loop_without_returns_says_how_to_report_them(tmp_path: Path, capsys: 
         "reward/constant: no record has reward/std, reward/absmax; supplied by telemetry.observe(reward_stats(...))"
         in everything
     )
-    assert 'the run does not say its total_steps; supplied by Telemetry(facts={"total_steps": ...})' in everything
+    assert 'the facts of the run lack total_steps; supplied by Telemetry(facts={"total_steps": ...})' in everything
     assert "lstm" not in everything
 
 

@@ -185,9 +185,9 @@ def test_a_worker_is_refused_for_an_alarm_that_the_script_defines(tmp_path: Path
     ("settings", "error", "sentence"),
     [
         ({"alarms": [my_rule(judge=lambda _: ())], "offload": True}, TypeError, "cannot be sent to the worker process"),
-        ({"alarms": [my_rule(type="policy/kl_spike")]}, ValueError, "there is an alarm 'policy/kl_spike' already"),
-        ({"alarms": [my_rule(), my_rule()]}, ValueError, "there is an alarm 'my/alarm' already"),
-        ({"alarms": [7]}, TypeError, "alarms are instances of AlarmRule, got 7"),
+        ({"alarms": [my_rule(type="policy/kl_spike")]}, ValueError, "an alarm 'policy/kl_spike' already exists"),
+        ({"alarms": [my_rule(), my_rule()]}, ValueError, "an alarm 'my/alarm' already exists"),
+        ({"alarms": [7]}, TypeError, "alarms must be instances of AlarmRule, got 7"),
         ({"alarms": my_rule(), "detect": False}, ValueError, "alarms are for detect=True"),
     ],
 )

@@ -175,7 +175,7 @@ def test_an_entry_leads_from_the_chart_to_what_to_try() -> None:
     assert "Which share of the samples left the trust region" in text
     assert "**normal** 0.02 to 0.2; **warning** > 0.3; **critical** > 0.5" in text
     assert "- when it is not (`policy/clip_saturation`): Much of the batch has left the trust region" in text
-    assert "**What to try:** Fewer epochs or a lower learning rate" in text
+    assert "**What to try:** Use fewer epochs or a lower learning rate" in text
     assert "TELE-119" in text
 
 
@@ -223,7 +223,7 @@ def test_a_tooltip_says_what_to_try() -> None:
     text = metric_description(ENTRIES["policy/clip_frac"].info())
 
     assert text.startswith("**Clip fraction.** Which share of the samples left the trust region")
-    assert "Not healthy? Fewer epochs or a lower learning rate" in text and text.endswith("TELE-119")
+    assert "Not healthy? Use fewer epochs or a lower learning rate" in text and text.endswith("TELE-119")
 
 
 def test_a_tooltip_of_a_users_metric_says_what_there_is() -> None:

@@ -57,13 +57,13 @@ def test_published_settings_get_no_remark() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("learning_rate", 0.1, "learning_rate is 0.1; published settings lie between 2.0e-5 and 0.003"),
+        ("learning_rate", 0.1, "learning_rate is 0.1; published settings range from 2.0e-5 to 0.003"),
         ("learning_rate", 1e-7, "learning_rate is 1.0e-7; published"),
-        ("gamma", 0.0, "gamma is 0; published settings lie between 0.8 and 0.9999"),
-        ("clip", 5.0, "clip is 5; published settings lie between 0.1 and 0.4"),
+        ("gamma", 0.0, "gamma is 0; published settings range from 0.8 to 0.9999"),
+        ("clip", 5.0, "clip is 5; published settings range from 0.1 to 0.4"),
         ("max_grad_norm", 0.001, "max_grad_norm is 0.001; published"),
-        ("num_epochs", 200, "num_epochs is 200; published settings lie between 1 and 20"),
-        ("entropy_coef", 1.0, "entropy_coef is 1; published settings lie between 0 and 0.01"),
+        ("num_epochs", 200, "num_epochs is 200; published settings range from 1 to 20"),
+        ("entropy_coef", 1.0, "entropy_coef is 1; published settings range from 0 to 0.01"),
     ],
 )
 def test_a_setting_outside_of_all_published_ones_is_remarked_at_once(name: str, value: float, said: str) -> None:
@@ -74,8 +74,7 @@ def test_a_setting_has_the_name_and_the_unit_of_its_trainer() -> None:
     """Their value loss has no factor of 1/2: vf_coef 10 is our 20."""
     assert range_sentence("clip", 5.0, Facts.of(SB3)).startswith("clip_range is 5")
     assert (
-        range_sentence("value_coef", 20.0, Facts.of(SB3))
-        == "vf_coef is 10; published settings lie between 0.19 and 2.5"
+        range_sentence("value_coef", 20.0, Facts.of(SB3)) == "vf_coef is 10; published settings range from 0.19 to 2.5"
     )
 
 
@@ -165,7 +164,7 @@ def test_advice_names_the_setting_its_value_and_the_usual_one() -> None:
     facts = {**SB3, "learning_rate": 0.1}
     (alarm,) = alarms(judged(run(31, set_to({"policy/kl": 5.0})), facts))
 
-    assert "learning_rate is 0.1; published settings lie between 2.0e-5 and 0.003." in alarm.text
+    assert "learning_rate is 0.1; published settings range from 2.0e-5 to 0.003." in alarm.text
     assert "published" not in alarms(judged(run(31, set_to({"policy/kl": 5.0}))))[0].text
 
 

@@ -119,7 +119,7 @@ def test_a_penalty_per_step_contradicts_a_threshold_above_0(threshold: float, cu
     said = [alarm for alarm in alarms(judged(run(20, penalty, since=1), facts)) if alarm.type == "reward/constant"]
 
     assert bool(said) is told
-    assert not told or "Turn the sign of the reward" in said[0].text
+    assert not told or "Flip the sign of the reward" in said[0].text
 
 
 def test_observations_that_change_at_resets_alone_are_constant() -> None:
@@ -128,7 +128,7 @@ def test_observations_that_change_at_resets_alone_are_constant() -> None:
     (alarm,) = [alarm for alarm in alarms(judged(run(6, blind, since=1))) if alarm.type == "obs/constant"]
 
     assert (alarm.axes.update, alarm.key) == (4, "obs/still_frac")
-    assert "only where episodes begin" in alarm.text
+    assert "only at the starts of episodes" in alarm.text
 
 
 def test_environments_in_step_are_no_copies_where_the_policy_has_made_up_its_mind() -> None:

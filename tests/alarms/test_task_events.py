@@ -30,7 +30,7 @@ def test_a_return_that_rises_and_then_stands_still() -> None:
 
     assert [(name, data["update"]) for name, data in found] == [("task/improvement", 20), ("task/plateau", 150)]
     assert found[1][1]["text"] == (
-        "the return has stood still at 100 for about 50 updates, 100 % of the way from its lowest to its highest"
+        "the return has stayed at 100 for about 50 updates, 100 % of the way from its lowest to its highest"
     )
 
 

@@ -37,12 +37,12 @@ def test_types_are_switched_by_name() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("kl_spke_high=1", "there is no threshold 'kl_spke_high'; did you mean kl_spike_high"),
-        ("kl_spike_high", "a threshold is given as NAME=VALUE, got 'kl_spike_high'"),
+        ("kl_spke_high=1", "unknown threshold 'kl_spke_high'; did you mean kl_spike_high"),
+        ("kl_spike_high", "a threshold must have the form NAME=VALUE, got 'kl_spike_high'"),
         ("kl_spike_high=much", "threshold kl_spike_high must be a finite number, got 'much'"),
         ("kl_spike_high=nan", "threshold kl_spike_high must be a finite number, got 'nan'"),
-        ("policy/kl_spike=1", "alarm policy/kl_spike can be set to on or off, got '1'"),
-        ("zzz=1", "there is no threshold 'zzz'"),
+        ("policy/kl_spike=1", "alarm policy/kl_spike must be on or off, got '1'"),
+        ("zzz=1", "unknown threshold 'zzz'"),
     ],
 )
 def test_a_mistake_is_one_sentence_with_the_offending_text(text: str, sentence: str) -> None:

@@ -25,7 +25,7 @@ def test_entropy_that_stands_in_the_loss_as_it_is_has_the_wrong_sign() -> None:
     told = first(set_to({"loss/entropy": 0.8}), "policy/entropy_crash")
 
     assert (told.since, told.axes.update, told.key) == (SINCE, SINCE + 1, "loss/entropy")
-    assert "exploring has been punished instead of rewarded" in told.text
+    assert "the loss has penalised exploration instead of rewarding it" in told.text
 
 
 def test_a_bonus_whose_weight_has_become_negative_is_none() -> None:

@@ -144,7 +144,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         (["diagnose", "a", "--jsn"], "did you mean --json? see esper-telemetry diagnose --help"),
         (
             [*CARTPOLE, "--threshold", "kl_spke_high=1"],
-            "there is no threshold 'kl_spke_high'; did you mean kl_spike_high",
+            "unknown threshold 'kl_spke_high'; did you mean kl_spike_high",
         ),
         ([*CARTPOLE, "--sink", "tensorbord"], "did you mean tensorboard?"),
         (

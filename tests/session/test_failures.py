@@ -30,7 +30,7 @@ NAN_OBSERVATIONS = {
 }
 SENTENCE = (
     "The run failed at update 7: ValueError: Expected parameter logits:; "
-    "the first tensor that is not finite: observations (3 of 32 values, environments 2)"
+    "the first non-finite tensor is observations (3 of 32 values, environments 2)"
 )
 
 
@@ -102,7 +102,7 @@ def test_diagnose_begins_with_the_failure(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("status", "failure", "said"),
     [
-        (RunStatus.FAILED, None, "The run ended as failed after update 6, and its journal names no exception"),
+        (RunStatus.FAILED, None, "The run failed after update 6 without an exception in its journal"),
         (RunStatus.KILLED, None, "The run was killed after update 6"),
         (RunStatus.FAILED, {"exception": "KeyError", "message": ""}, "The run failed at update 7: KeyError."),
         (RunStatus.FINISHED, None, "Too short to tell"),
@@ -232,7 +232,7 @@ def test_stable_baselines3_names_its_tensor(fault: str, tmp_path: Path, capsys: 
     assert ("raised an alarm" in text) is (fault != "crash") and "Unexplained" not in text
     if fault == "observation":
         assert "The run failed at update 3: ValueError: Expected parameter logits" in text
-        assert "the first tensor that is not finite: observations (3 of 32 values, environments 2)." in text
+        assert "the first non-finite tensor is observations (3 of 32 values, environments 2)." in text
         assert [alarm.type for alarm in memory.alarms] == ["numerics/nonfinite", "run/failed"]
     elif fault == "reward":
         assert "failed The run failed at update" in text
@@ -261,7 +261,7 @@ def test_gradients_alone_name_no_cause(tmp_path: Path, capsys: pytest.CaptureFix
     alone = output(["diagnose", str(tmp_path / "alone")], capsys)
     diagnosis = json.loads(output(["diagnose", str(tmp_path / "alone"), "--json"], capsys))
 
-    assert "Only gradients were seen, so the cause is not known" in alone
+    assert "Only gradients were recorded, so the cause is unknown" in alone
     assert "Unexplained" not in alone
     assert "Try:" not in alone
     assert diagnosis["gradients_alone"]

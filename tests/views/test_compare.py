@@ -360,7 +360,7 @@ def test_the_command_prints_writes_a_page_and_finds_runs_in_folders(
         (["{tmp}/none", "{tmp}/a"], "there is no run directory .*none"),
         (["{tmp}/a"], "at least two runs, got 1"),
         (["{tmp}/a", "{tmp}/a/"], "at least two runs, got 1"),
-        (["{tmp}/a", "{tmp}/folder"], "folder holds no run"),
+        (["{tmp}/a", "{tmp}/folder"], "folder does not contain a run"),
         (["{tmp}/a", "{tmp}/headless"], "no line that describes the run"),
         (["{tmp}/a", "{tmp}/b", "-o", "{tmp}/none/page.html"], "page cannot be written"),
     ],

@@ -104,7 +104,7 @@ def is_outside(published: PublishedRange, value: float) -> bool:
 
 
 def range_sentence(name: str, value: float, facts: Facts) -> str:
-    """Return `learning_rate is 0.1; published settings are 2.0e-5 to 0.003`, with the setting's name in the run's trainer."""
+    """Return `learning_rate is 0.1; published settings range from 2.0e-5 to 0.003`, with the setting's name in the run's trainer."""
     published = PUBLISHED[name]
     theirs = published.sb3 if facts.of_sb3 else ""
     factor = published.sb3_factor if theirs else 1.0
@@ -112,7 +112,7 @@ def range_sentence(name: str, value: float, facts: Facts) -> str:
         f"{x:.4g}" if 0.9 < x < 1 else number(x)  # 0.9999 is not 1
         for x in (value * factor, published.lowest * factor, published.highest * factor)
     )
-    return f"{theirs or name} is {mine}; published settings are {low} to {high}"
+    return f"{theirs or name} is {mine}; published settings range from {low} to {high}"
 
 
 def with_logged_rate(facts: Facts, rate: float | None) -> Facts:

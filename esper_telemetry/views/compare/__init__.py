@@ -357,7 +357,7 @@ def _notes(
 ) -> Iterator[str]:
     """Yield sentences on runs of which only a part, or nothing, is compared."""
     if len(groups) == 1:
-        yield "All runs have one configuration: there is no other group to compare them with."
+        yield "All runs have one configuration: there are not two groups to compare."
     if axis.reach < MIN_REACH_SHARE * max(run.last_step for run in runs):
         yield f"Runs have different lengths: they are compared up to {axis.reach:,.0f} environment steps."
     for run in runs:
@@ -381,4 +381,4 @@ def _notes(
     if repeated:
         yield f"{repeated} of the runs repeat{'s' if repeated == 1 else ''} a seed of the group: the longest run of each seed counts."
     if any(not run.seed for run in runs) and len(runs) > 1:
-        yield "Some runs record no seed: each counts as a seed of its own."
+        yield "Some runs record no seed: each is treated as a different seed."

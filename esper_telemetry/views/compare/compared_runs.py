@@ -115,7 +115,7 @@ def find_runs(places: Iterable[str]) -> list[str]:
             raise FileNotFoundError(f"there is no run directory {place}")
         here = list(_runs_in(directory, MAX_DEPTH))
         if not here:
-            raise FileNotFoundError(f"{place} holds no run: neither a journal.jsonl nor folders with one")
+            raise FileNotFoundError(f"{place} does not contain a run: neither a journal.jsonl nor folders with one")
         for path in here:
             runs.setdefault(path.resolve(), str(path))
     return list(runs.values())

@@ -137,7 +137,7 @@ def _metrics(pair: GroupComparison, count: int | None = None) -> Element:
             number(metric.second),
             "the last quarter" if metric.late else "the run",
             f"{metric.p:.2g}",
-            "in no part by itself" if metric.divergence is None else since_text(metric.divergence),
+            "in the whole run only" if metric.divergence is None else since_text(metric.divergence),
         )
         for metric in pair.metrics[:count]
     ]

@@ -82,7 +82,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         self.frozen = 0
 
     def show(self, fixed: Sequence[Line], lines: Sequence[Line]) -> None:
-        """Replace the lines, and redraw the ones that have changed."""
+        """Replace the lines and redraw changed ones."""
         before, moved = [*self._fixed, *self._visible()], len(fixed) != len(self._fixed)
         self._fixed, self._lines = (list(map(_printable, part)) for part in (fixed, lines))
         ids = self._ids

@@ -274,7 +274,7 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
     """Return everything about one incident: sentence, advice, its alarms and the evidence."""
     incident = next((one for one in view.incidents if one.number == number), None)
     if incident is None:
-        return [Line(Text("This incident is no longer there.", "dim"))]
+        return [Line(Text("This incident does not exist any more.", "dim"))]
     rows = []
     for row in incident.evidence:
         if row.value.startswith(("[", "{")):

@@ -38,14 +38,14 @@ class TrackioSink:
         return f"trackio:{self.project}"
 
     def open(self, run: RunInfo) -> None:
-        """Start the run, or resume the one of that id."""
+        """Start the run, or resume the run with this id."""
         import trackio
 
         settings = {"esper_run_id": run.run_id, **{key: str(value) for key, value in run.config.items()}}
         try:
             self._run = trackio.init(self.project, name=run.run_id, config=settings, resume="allow", embed=False)
         except ValueError as error:
-            raise PermanentSinkError(f"Trackio does not take the run: {error}") from error
+            raise PermanentSinkError(f"Trackio rejected the run: {error}") from error
 
     def write(self, records: Sequence[Record]) -> None:
         """Add a row per record, at its environment step."""
@@ -70,7 +70,7 @@ class TrackioSink:
         return stored
 
     def shown(self, run: RunInfo) -> Shown:
-        """Return the function that gives the numbers Trackio should hold of a record."""
+        """Return a function that returns the numbers Trackio should have for a record."""
         return _row
 
 
