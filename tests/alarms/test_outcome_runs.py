@@ -84,7 +84,7 @@ def test_a_loop_without_returns_says_how_to_report_them(tmp_path: Path, capsys: 
     everything = diagnosis(tmp_path / "run", capsys, "--all")
 
     assert (
-        "no returns are reported: call telemetry.observe(esper_telemetry.metrics.episode_stats(returns, lengths)) after each rollout"
+        "Too short to tell: no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after each rollout"
         in text
     )
     assert "questions could not be answered, as values were not reported; --all lists them." in text

@@ -53,7 +53,9 @@ from esper_telemetry.history.recent_return import (
 )
 
 NOT_REPORTED: Final = "no returns are reported: check that the trainer records the returns of episodes"
-NOT_OBSERVED: Final = "no returns are reported: call telemetry.observe(esper_telemetry.metrics.episode_stats(returns, lengths)) after each rollout"
+NOT_OBSERVED: Final = (
+    "no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after each rollout"
+)
 """The reason for an empty verdict, for a trainer and for an own loop that calls this package."""
 OUTCOME: Final = "outcome"  # type of the journal's event
 MIN_EPISODES: Final = 20
