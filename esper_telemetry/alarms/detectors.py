@@ -32,7 +32,7 @@ from esper_telemetry.alarms.rule_registry import alarm_rules, is_foreign, with_a
 from esper_telemetry.alarms.rules.task_alarms import Event, TaskEvents, bad_ending, failure_findings, failure_sentence
 from esper_telemetry.alarms.rules.telemetry_alarms import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.alarms.verdict.published_settings import outside_sentences
+from esper_telemetry.alarms.verdict.published_settings import in_trainers_names, outside_sentences
 from esper_telemetry.alarms.verdict.remarks import Remarks
 from esper_telemetry.alarms.verdict.run_outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.containment import Containment, call_note
@@ -430,7 +430,7 @@ def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, view: Vie
     since = state.since or update
     if event is AlarmEvent.CLEAR:
         return f"Ended at update {update}, after {update - since} updates: {rule.meaning}"
-    advice = finding.advice() if finding.advice else rule.action
+    advice = in_trainers_names(finding.advice() if finding.advice else rule.action, view.facts)
     if rule.type == RUN_FAILED:  # its sentence already names the update
         return f"{clause}. Try: {advice}"
     more = len(state.instances) - 1

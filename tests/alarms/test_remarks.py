@@ -9,7 +9,13 @@ import pytest
 from healthy_run import FACTS, Values, alarms, judged, record, run, set_to, values
 
 from esper_telemetry.alarms import diagnose
-from esper_telemetry.alarms.verdict.published_settings import PUBLISHED, outside_settings, range_sentence, settings_of
+from esper_telemetry.alarms.verdict.published_settings import (
+    PUBLISHED,
+    in_trainers_names,
+    outside_settings,
+    range_sentence,
+    settings_of,
+)
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.ppo.config import PRESETS, PPOConfig
 
@@ -76,6 +82,9 @@ def test_a_setting_has_the_name_and_the_unit_of_its_trainer() -> None:
     assert (
         range_sentence("value_coef", 20.0, Facts.of(SB3)) == "vf_coef is 10; published settings range from 0.19 to 2.5"
     )
+    advice = "Raise entropy_coef from 0.001; clip gradients."
+    assert in_trainers_names(advice, Facts.of(SB3)) == "Raise ent_coef from 0.001; clip gradients."
+    assert in_trainers_names(advice, Facts.of(FACTS)) == advice
 
 
 def test_minibatches_are_counted_in_rows() -> None:

@@ -93,10 +93,9 @@ def collapsed_heads(view: View, past: HeadEntropies) -> Iterator[Finding]:
 
 
 def explore_advice(view: View) -> str:
-    """Advice against too little exploration, in the names of the run's trainer."""
+    """Advice against too little exploration, by the settings of the run."""
     weight = view.facts.entropy_coef
-    name = "ent_coef" if view.facts.of_sb3 else "entropy_coef"
-    raised = f"Raise {name} from {number(weight)}" if weight else f"Set {name} to 0.01"
+    raised = f"Raise entropy_coef from {number(weight)}" if weight else "Set entropy_coef to 0.01"
     return f"{raised}, lower the learning rate, and check whether one action is rewarded by mistake."
 
 

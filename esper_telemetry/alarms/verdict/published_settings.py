@@ -8,6 +8,7 @@ a configuration leaves out are the defaults of its trainer. The coefficient of a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -113,6 +114,14 @@ def range_sentence(name: str, value: float, facts: Facts) -> str:
         for x in (value * factor, published.lowest * factor, published.highest * factor)
     )
     return f"{theirs or name} is {mine}; published settings range from {low} to {high}"
+
+
+def in_trainers_names(advice: str, facts: Facts) -> str:
+    """Return advice with the names that settings have in the run's trainer, such as `vf_coef` for `value_coef`."""
+    for setting in PUBLISHED.values():
+        if facts.of_sb3 and setting.sb3 and "_" in setting.name:  # "clip" is also a verb
+            advice = re.sub(rf"\b{setting.name}\b", setting.sb3, advice)
+    return advice
 
 
 def with_logged_rate(facts: Facts, rate: float | None) -> Facts:

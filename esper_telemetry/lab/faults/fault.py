@@ -219,7 +219,7 @@ def needs_relu(trainer: PPO) -> str | None:
 
 
 def needs_normalized_advantages(trainer: PPO) -> str | None:
-    """Advantages that are said to be normalised."""
+    """Advantages that are declared as normalised."""
     return None if trainer.config.normalize_advantages else "its advantages are not normalised"
 
 
