@@ -172,7 +172,7 @@ def test_the_page_explains_every_metric_and_its_links_lead_somewhere() -> None:
 def test_an_entry_leads_from_the_chart_to_what_to_try() -> None:
     text = entry_text(ENTRIES["policy/clip_frac"])
 
-    assert "Which share of the samples left the trust region" in text
+    assert "What share of the samples left the trust region" in text
     assert "**normal** 0.02 to 0.2; **warning** > 0.3; **critical** > 0.5" in text
     assert "- when it is not (`policy/clip_saturation`): Much of the batch has left the trust region" in text
     assert "**What to try:** Use fewer epochs or a lower learning rate" in text
@@ -222,7 +222,7 @@ def test_a_key_that_is_not_there_is_one_sentence(capfd: pytest.CaptureFixture[st
 def test_a_tooltip_says_what_to_try() -> None:
     text = metric_description(ENTRIES["policy/clip_frac"].info())
 
-    assert text.startswith("**Clip fraction.** Which share of the samples left the trust region")
+    assert text.startswith("**Clip fraction.** What share of the samples left the trust region")
     assert "Not healthy? Use fewer epochs or a lower learning rate" in text and text.endswith("TELE-119")
 
 

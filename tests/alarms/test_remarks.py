@@ -141,7 +141,7 @@ def test_rewards_that_are_missing_tiny_or_equal() -> None:
     tiny = {"reward/absmax": 1e-5, "reward/std": 1e-6, "reward/mean": 1e-6}
     equal = {"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": 1.0}
 
-    assert "none of the first 5,120 steps" in remarks(FACTS, none)["no reward"]
+    assert "the first 5,120 steps have all had a reward of 0" in remarks(FACTS, none)["no reward"]
     assert "scale them" in remarks(FACTS, tiny)["tiny rewards"]
     assert "only the length" in remarks(FACTS, equal)["equal rewards"]
 
@@ -157,7 +157,7 @@ def test_features_and_gradients_that_explain_a_flat_return() -> None:
     """A rank of 1.3, and a critic's gradient of 25,000 times the actor's."""
     told = remarks(FACTS, {"repr/effective_rank": 1.3, "grad/interference/log_ratio": 4.4})
 
-    assert "use 1.3 dimensions" in told["low rank"] and "25119 times" in told["dominant critic"]
+    assert "use only 1.3 dimensions" in told["low rank"] and "25119 times" in told["dominant critic"]
     assert not {"low rank", "dominant critic"} & remarks(FACTS).keys()
 
 

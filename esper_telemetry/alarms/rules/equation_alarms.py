@@ -84,7 +84,7 @@ def _others(others: Sequence[EquationResult]) -> str:
     if len(others) > MAX_OTHERS:
         names.append(f"{len(others) - MAX_OTHERS} more")
     *first, last = names or [""]
-    return f"; {', '.join(first)}{' and ' if first else ''}{last} also differ" if names else ""
+    return f"; {', '.join(first)}{' and ' if first else ''}{last} differ too" if names else ""
 
 
 EXCESS: Final = "integrity/actions/"
