@@ -142,7 +142,7 @@ def test_rewards_that_are_missing_tiny_or_equal() -> None:
     equal = {"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": 1.0}
 
     assert "the first 5,120 steps have all had a reward of 0" in remarks(FACTS, none)["no reward"]
-    assert "scale them" in remarks(FACTS, tiny)["tiny rewards"]
+    assert "scale rewards to about 1" in remarks(FACTS, tiny)["tiny rewards"]
     assert "only the length" in remarks(FACTS, equal)["equal rewards"]
 
 
