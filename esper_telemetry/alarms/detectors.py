@@ -429,7 +429,7 @@ def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, view: Vie
     clause = finding.text() if finding.text else rule.meaning.rstrip(".")
     since = state.since or update
     if event is AlarmEvent.CLEAR:
-        return f"Ended at update {update}, after {update - since} updates: {rule.meaning}"
+        return f"Ended at update {update}, after {update - since} update{'s'[: update - since != 1]}: {rule.meaning}"
     advice = in_trainers_names(finding.advice() if finding.advice else rule.action, view.facts)
     if rule.type == RUN_FAILED:  # its sentence already names the update
         return f"{clause}. Try: {advice}"
