@@ -2,7 +2,7 @@
 
 There is a lamp at a random place in a dark room of 16x16 pixels. Half of the reward is for naming the side of the room
 with the lamp, the other half for pointing at its height. The camera may be upside down, and the observation says whether
-it is. The networks need no configuration: the image goes through convolutions, the rest through a layer, and every part
+it is. The networks configure themselves: the image goes through convolutions, the rest through a layer, and every part
 of the action has a separate head.
 
 python examples/pixels.py
