@@ -55,7 +55,7 @@ class Truth:
 
 
 def truth_of(results: Path, name: str, seed: int) -> Truth:
-    """Return the truth about a run of the bed."""
+    """Return the truth about a long run."""
     directory = results / name / str(seed)
     if not (directory / "run.json").exists():
         return Truth("missing")

@@ -1,4 +1,4 @@
-"""Tables of the bed: what was said about harmful programs, false alarms, and outcomes, from the journals of the runs.
+"""Long runs on tasks: what was said about harmful programs, false alarms, and outcomes, from the journals of the runs.
 
 A harmful program is *named* where an alarm or a shown remark is one of its causes, *named wrongly* where other alarms were raised,
 *unexplained* where the verdict says so, and *called fine* otherwise. A remark counts beside a bad outcome alone, where it is shown.
@@ -14,15 +14,16 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from bed_programs import Program
-from bed_truth import Truth, harm, truth_of
-
 from esper_telemetry.alarms.diagnosis import NOT_EXPLAINING, Diagnosis, diagnose
 from esper_telemetry.alarms.rules.task_alarms import Failure
 from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, OutcomeKind
 from esper_telemetry.core.record import Alarm, AlarmEvent
-from esper_telemetry.equations.equation import EQUATION_KEY
+from esper_telemetry.equations.equation import EQUATION_KEY, equations
 from esper_telemetry.journal.read import read_run
+
+from .corpus import Program
+from .equation_score import named_by
+from .truth import Truth, harm, truth_of
 
 SEEDS: Final = (1, 2, 3)
 EQUATION: Final = "integrity/equation"
@@ -153,8 +154,9 @@ def shown_remarks(program: Program, verdict: Diagnosis) -> tuple[list[str], list
 
 def is_right(program: Program, alarm: Alarm) -> bool:
     """True for an alarm that names what is wrong with the program."""
-    if alarm.type == EQUATION and program.equations:
-        return alarm.key.removeprefix(EQUATION_KEY) in {*program.equations, "opt/lr"}
+    if alarm.type == EQUATION and program.quantities:
+        named = named_by((*program.quantities, *program.follows), equations(), losses=True)
+        return alarm.key.removeprefix(EQUATION_KEY) in {*named, "opt/lr"}
     return alarm.type in program.causes
 
 
@@ -189,7 +191,7 @@ def print_misses(programs: Sequence[Program], scores: Sequence[Score]) -> None:
         text = ", ".join((*one.alarms, *(f"remark {name}" for name in one.remarks))) or "none"
         harmful = {True: "yes", False: "no", None: "unknown"}[one.harmful]
         result = one.result + (", not first" if one.result == "named" else "")
-        env = sources[one.program].task.env.split("/")[-1]
+        env = sources[one.program].env.split("/")[-1]
         print(f"| {one.program} ({env}) | {one.seed} | {harmful} | {one.truth} | {one.outcome} | {result} | {text} |")
 
 
