@@ -187,13 +187,13 @@ SB3_NAMES: Final = {
 }
 
 
-def _program(section: str, key: str, entry: Mapping[str, Any]) -> Program:
+def _program(section: str, key: str, entry: Mapping[str, Any], *quantities: str) -> Program:
     """Return the program of an entry."""
     task = TASKS.get(entry.get("task", ""))
     trainer = {"force": "script", "variant": "script", "published": "sb3"}.get(section, section)
     library = section == "sb3" or (section == "bundled" and task is not None)
     continuous = section == "force" or (trainer == "script" and task is not None and task.continuous)
-    causes = {cause for quantity in entry.get("quantities", ()) for cause in _TASKS["causes"][quantity]}
+    causes = {cause for quantity in quantities for cause in _TASKS["causes"][quantity]}
     return Program(
         f"{section}-{key}",
         trainer,
@@ -203,7 +203,7 @@ def _program(section: str, key: str, entry: Mapping[str, Any]) -> Program:
         args=(entry["env"], "--fault", key)
         if "env" in entry
         else (*SECTION_ARGS.get(section, ()), *entry.get("args", ())),
-        quantities=tuple(entry.get("quantities", ())),
+        quantities=quantities,
         words=entry.get("words", ""),
         follows=tuple(entry.get("follows", ())),
         listed=entry.get("listed", True),
@@ -218,18 +218,15 @@ def _program(section: str, key: str, entry: Mapping[str, Any]) -> Program:
 
 
 def _all() -> Iterator[Program]:
-    files = (
-        _read("script.toml"),
-        _read("trainers.toml"),
-        {name: _TASKS[name] for name in ("sb3", "bundled", "variant")},
-    )
     named = {}
-    for sections in files:
-        for section, entries in sections.items():
+    for section, quantities in (_read("script.toml") | _read("trainers.toml")).items():
+        for quantity, entries in quantities.items():
             for key, entry in entries.items():
-                program = _program(section, key, entry)
+                program = _program(section, key, entry, quantity, *entry.get("also_in", ()))
                 named[program.name] = program
                 yield program
+    for section in ("sb3", "bundled", "variant"):
+        yield from (_program(section, key, entry) for key, entry in _TASKS[section].items())
     for key in _CHANGES["loop"]["of_script"]:
         program = named[f"script-{key}"]
         yield replace(

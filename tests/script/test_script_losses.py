@@ -20,7 +20,18 @@ def named_mistakes(directory: Path, text: str) -> dict[str, set[str]]:
     """Run a script; return the equations that its first record has, and the names of what explains them."""
     head, parser, body = text.partition("parser = ")
     (directory / "ppo.py").write_text(f"{head}def main():\n{textwrap.indent(parser + body, '    ')}\n\nmain()\n")
-    words = ["-m", "esper_telemetry", "run", "--run-dir", "run", "ppo.py", "--env-id", "CartPole-v1", "--total-timesteps", "768"]
+    words = [
+        "-m",
+        "esper_telemetry",
+        "run",
+        "--run-dir",
+        "run",
+        "ppo.py",
+        "--env-id",
+        "CartPole-v1",
+        "--total-timesteps",
+        "768",
+    ]
     run_python(*words, cwd=directory).check_returncode()
     run = read_run(directory / "run")
     results = [
