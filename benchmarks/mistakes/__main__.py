@@ -68,6 +68,8 @@ def score(options: argparse.Namespace, programs: list[Program]) -> None:
     """Print the tables of the runs that are there."""
     if options.set == "tasks":
         scores = training_score.score(RESULTS / "tasks", programs)
+        if options.save:
+            training_score.save_truth(RESULTS / "tasks", programs)
         if options.competitors:
             competitors.compare(RESULTS / "tasks", programs, scores, options.competitors)
         return
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="1; for tasks, up to 3 of wrong programs and their twins")
     parser.add_argument("--cleanrl", type=Path, help="directory with CleanRL's ppo.py and ppo_continuous_action.py")
     parser.add_argument("--competitors", type=Path, help="folder with zen-rl and rlwatch, to compare with on tasks")
+    parser.add_argument("--save", action="store_true", help="with the score of tasks: put the truth into truth.json")
     options = parser.parse_args()
     options.seeds = options.seeds or (3 if options.set == "tasks" else 1)
     programs = chosen(options)
