@@ -4,7 +4,7 @@
     python -m benchmarks.mistakes run equations --only subclass-pg     # programs whose names contain this
     python -m benchmarks.mistakes run correct --cleanrl DIR            # correct programs, for false alarms
     python -m benchmarks.mistakes run tasks --half tuning              # long runs; can be interrupted, finished runs are kept
-    python -m benchmarks.mistakes score tasks --half tuning            # tables, from the runs that are there
+    python -m benchmarks.mistakes score tasks --half tuning            # tables of the finished runs
     python -m benchmarks.mistakes run equations --tool "my-tool check" # another tool, on every program and its correct twin
     python -m benchmarks.mistakes score equations --tool "my-tool check"
     python -m benchmarks.mistakes sound                                # do the mistakes change what is trained?
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, programs: list[Program]) -> None:
 
 
 def score(options: argparse.Namespace, programs: list[Program]) -> None:
-    """Print the tables of the runs that are there."""
+    """Print the tables of the finished runs."""
     if options.set == "tasks":
         scores = training_score.score(RESULTS / "tasks", programs)
         if options.save:

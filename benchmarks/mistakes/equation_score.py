@@ -44,13 +44,13 @@ class Reading:
     """Result of the equations in a journal.
 
     Attributes:
-        status: how the process ended: "" is well.
+        status: how the process ended: empty if it succeeded.
         checked: number of records with an error of each equation.
         largest: largest error of each, over its tolerance.
         named: for each equation that failed, the names of the hypotheses in each such record.
         says: the sentences of these hypotheses.
         variants: equations of which every failing record names a published variant.
-        alarms: types and instances of the raised alarms; for correct programs, those of `integrity/`.
+        alarms: types and sentences of the raised alarms; for correct programs, only of `integrity/`.
         updates: number of records.
         weights: digest of what was trained.
         seconds: wall time of the process.
@@ -195,7 +195,7 @@ def judge_names(program: Program, name: str, records: Sequence[Sequence[str]], r
 
 
 def named_by(quantities: Iterable[str], declared: Mapping[str, Equation], *, losses: bool = False) -> list[str]:
-    """Return the equations of some quantities; with `losses`, the gradient is one of those of a loss."""
+    """Return the equations of some quantities; with `losses`, a loss includes the gradient."""
     also = ["gradient" for one in quantities if losses and one in LOSSES]
     patterns = [SEGMENTS.get(one, one) for one in dict.fromkeys([*quantities, *also])]
     return [name for pattern in patterns for name in declared if re.search(pattern, name)]
@@ -278,7 +278,7 @@ def print_correct(verdicts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_soundness(programs: Sequence[Program]) -> list[str]:
-    """Run programs and their twins without telemetry; print and return those that crash or train the weights of the correct program."""
+    """Run programs and their twins without telemetry; return each that crashes or trains the weights of its twin."""
     healthy: dict[tuple[str, tuple[str, ...]], str] = {}
     unsound = []
     for program in programs:

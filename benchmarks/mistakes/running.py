@@ -30,7 +30,7 @@ LONG_LIMIT_SECONDS = 900
 def forked(command: Sequence[str], directory: Path, limit_seconds: float = TIME_LIMIT_SECONDS) -> int:
     """Run a command of `esper-telemetry`, or a script, in a fork of this process, which has imported torch; return the exit code.
 
-    The fork has one core, so that the records are made in it and not in a worker process: that saves the import of torch in each.
+    The fork has one core. The records are therefore made in the fork and not in a worker process, which would import torch again.
     """
     pid = os.fork()
     if pid:
@@ -44,7 +44,7 @@ def forked(command: Sequence[str], directory: Path, limit_seconds: float = TIME_
         os.waitpid(pid, 0)
         return -signal.SIGKILL
     code = 1
-    atexit._clear()  # those of this process, the removal of the directory among them
+    atexit._clear()  # exit functions of this process would remove the directory
     try:
         for number, stream in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(directory / stream, os.O_WRONLY | os.O_CREAT), number)
@@ -71,7 +71,7 @@ def forked(command: Sequence[str], directory: Path, limit_seconds: float = TIME_
 
 
 def preload() -> None:
-    """Import what programs import, torch's compiler among it, which the first optimizer imports: it takes half the time of a program."""
+    """Import what programs import, and torch's compiler. The first optimizer imports the compiler, which takes half the time of a program."""
     import sb3_contrib
     import stable_baselines3
     import torch
@@ -89,7 +89,7 @@ def preload() -> None:
 
 
 def run_long(results: Path, programs: Iterable[Program], seeds: int) -> None:
-    """Run programs on their tasks, except for the runs that are there."""
+    """Run programs on their tasks, except for finished runs."""
     for program, seed in plan(results, list(programs), seeds):
         directory = results / program.name / str(seed)
         if (directory / "run.json").exists():
