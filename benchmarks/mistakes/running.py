@@ -71,7 +71,7 @@ def forked(command: Sequence[str], directory: Path, limit_seconds: float = TIME_
 
 
 def preload() -> None:
-    """Import what programs import, and torch's compiler. The first optimizer imports the compiler, which takes half the time of a program."""
+    """Import what programs import, and torch's compiler, whose import takes half the time of a program."""
     import sb3_contrib
     import stable_baselines3
     import torch
