@@ -9,7 +9,7 @@ import pytest
 from esper_telemetry import Alarm, Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.alarms import Thresholds
-from esper_telemetry.lab.faults.catalogue import find
+from esper_telemetry.lab.faults.fault_catalogue import find
 from esper_telemetry.lab.faults.sb3_models import MODELS
 from esper_telemetry.lab.faults.sb3_runs import BREAKS
 
