@@ -82,7 +82,7 @@ bench: install  ## every figure of docs/benchmarks.md, side by side with other t
 	@$(BIN)/python benchmarks/delivery.py --save
 	@$(BIN)/python benchmarks/paced.py --save
 	@$(BIN)/python benchmarks/detection.py --updates 45 --rounds 10 --save
-	@$(BIN)/python benchmarks/equations.py cost --save
+	@$(BIN)/python benchmarks/equation_cost.py --save
 
 docs: install  ## write the generated pages from the declarations in the code, and the site to build/site; no network
 	@$(BIN)/python docs/glossary.py

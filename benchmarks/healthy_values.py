@@ -1,22 +1,23 @@
 """Make `esper_telemetry/alarms/healthy_values.json`: quantiles of metrics in healthy runs by kind of task.
 
 python benchmarks/healthy_values.py DIRECTORY [--seeds 2]
-python benchmarks/healthy_values.py --bed
+python benchmarks/healthy_values.py --corpus
 
 Trains the bundled PPO and Stable-Baselines3 on classic control and cue recall, in DIRECTORY; runs that are there already are used again.
-With `--bed` the runs are those of correct programs in the tuning half of `benchmarks/bed`, and kinds of task that it lacks keep their rows.
+With `--corpus` the runs are those of correct programs in the tuning half of `benchmarks/mistakes`. Other kinds of task keep their rows.
 A run counts where its outcome is solved, learning or converged and no alarm about training was raised.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from mistakes.corpus import TASK_PROGRAMS
 
 from esper_telemetry.alarms.diagnosis import diagnose
 from esper_telemetry.alarms.verdict.run_outcome import GOOD
@@ -24,7 +25,7 @@ from esper_telemetry.alarms.verdict.unusual import RunValues, kind_of_task, quan
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.journal.read import read_run
 
-BED = Path(__file__).parent / "bed"
+RUNS = Path(__file__).parents[1] / "runs" / "mistakes" / "tasks"
 TABLE = Path(__file__).parents[1] / "esper_telemetry" / "alarms" / "healthy_values.json"
 
 BUNDLED = {
@@ -72,30 +73,28 @@ def train(directory: Path, seeds: int) -> None:
                 subprocess.run([sys.executable, "-c", SB3_SCRIPT, arguments], stdout=subprocess.DEVNULL, check=False)
 
 
-def runs_of_bed() -> Iterator[Path]:
-    """Yield the runs of correct programs in the tuning half of the bed."""
-    sys.path[:0] = [str(BED), str(BED.parent)]
-    programs = importlib.import_module("bed_programs").PROGRAMS_OF_BED
-    twins = {one.twin for one in programs if one.kind == "wrong" and one.half == "tuning"}
-    for one in programs:
+def runs_of_corpus() -> Iterator[Path]:
+    """Yield the runs of correct programs in the tuning half of the corpus."""
+    twins = {one.twin for one in TASK_PROGRAMS if one.kind == "wrong" and one.half == "tuning"}
+    for one in TASK_PROGRAMS:
         if one.name in twins or (one.half == "tuning" and one.kind in ("variant", "published")):
-            yield from sorted((BED.parents[1] / "runs" / "bed" / one.name).glob("*/run"))
+            yield from sorted((RUNS / one.name).glob("*/run"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--bed", action="store_true")
+    parser.add_argument("--corpus", action="store_true")
     options = parser.parse_args()
-    if options.bed:
-        paths = list(runs_of_bed())
+    if options.corpus:
+        paths = list(runs_of_corpus())
     elif options.directory:
         options.directory.mkdir(parents=True, exist_ok=True)
         train(options.directory, options.seeds)
         paths = sorted(options.directory.iterdir())
     else:
-        parser.error("give DIRECTORY or --bed")
+        parser.error("give DIRECTORY or --corpus")
     kinds: dict[str, list[dict[str, list[float]]]] = {}
     for path in paths:
         run = read_run(path)

@@ -444,7 +444,7 @@ MISTAKES = hypothesis_table(
     _ends_shared,
     "ends_of_others: GAE with the ends of episodes of other environments // A_tb = δ_tb + γλ (1 - end_{t,σ(b)}) A_{t+1,b}"
     " // Keep the order of environments in the flags: look for `roll`, for reshapes and for results of workers in another order."
-    " // program: sb3-ends_neighbour",
+    " // program: subclass-ends_neighbour",
     _ends_of_others,
     "last_end_ignored: GAE that bootstraps after the last step though that ended its episode // A_T = r_T + γ V(s_{T+1}) - V_T"
     " // Multiply the value after the last step by 1 - done of the last step."
@@ -498,7 +498,7 @@ MISTAKES = hypothesis_table(
     "sign: GAE with the opposite sign // A_t = -GAE_t // Advantages are returns less values. // program: bundled-adv_sign",
     lambda inputs: -gae(inputs),
     "absolute: GAE whose negative numbers have become positive, or 0 // A_t = |GAE_t|, GAE_t² or max(GAE_t, 0)"
-    " // Keep the signs: an action that is worse than expected is to become less likely. // program: sb3-abs",
+    " // Keep the signs: an action that is worse than expected is to become less likely. // program: subclass-abs",
     _without_signs,
     "rewards_late (unknown_row): GAE from the rewards of the step before // δ_t = r_{t-1} + γ V_{t+1} - V_t"
     " // Store each reward in the row of the action that earned it. // program: loop-reward_shift",
@@ -536,7 +536,7 @@ MISTAKES = hypothesis_table(
     " // Transpose before you reshape: `reshape` and `view` do not move entries. // program: loop-axes_gae",
     _axes_swapped,
     "rewards_swapped: GAE of rewards with steps and environments exchanged when they were reshaped // δ[t, b] = r.reshape(B, T)[b, t]"
-    " + γ V_{t+1} - V_t // Transpose before you reshape: `reshape` and `view` do not move entries. // program: sb3-axes_rewards",
+    " + γ V_{t+1} - V_t // Transpose before you reshape: `reshape` and `view` do not move entries. // program: subclass-axes_rewards",
     _rewards_swapped,
     "ends_swapped: GAE of ends, perhaps of rewards too, with steps and environments exchanged when they were reshaped // end[t, b] = "
     "ends.reshape(B, T)[b, t] // Transpose before you reshape: `reshape` and `view` do not move entries. // program: gae_programs",

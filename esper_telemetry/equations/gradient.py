@@ -77,7 +77,7 @@ OTHER_POLICY_LOSSES = hypothesis_table(
     " // L_policy of A - mean A // Divide by the standard deviation // program: sb3_own_loops",
     lambda x: x.of_advantages(x.raw - x.raw.mean()),
     "advantages_std_alone (needs raw): a policy loss whose advantages are divided by their deviation but not centred"
-    " // L_policy of A / std A // Subtract the mean before you divide // program: sb3-norm_no_mean",
+    " // L_policy of A / std A // Subtract the mean before you divide // program: subclass-norm_no_mean",
     lambda x: x.of_advantages(x.raw / (x.raw.std() + STD_EPS)),
     "returns_for_advantages: a policy loss with returns in place of advantages // L_policy of R"
     " // Subtract the values from the returns // program: sb3_own_loops",
@@ -512,7 +512,8 @@ GRADIENT = Equation(
             GradientInputs.without,
         ),
         "value_halved: the gradient of a loss whose value term counts half // g = ∇(L_policy + ½ c_v L_value - c_e H)"
-        " // The factor ½ of the squared error is applied twice, or the coefficient assumes that it is not there // program: sb3-v_half",
+        " // The factor ½ of the squared error is applied twice, or the coefficient assumes that it is not there"
+        " // program: subclass-v_half",
         partial(factor, term="value", times=0.5),
         "value_doubled: the gradient of a loss whose value term counts twice // g = ∇(L_policy + 2 c_v L_value - c_e H)"
         " // The factor ½ of the squared error is missing, or the coefficient includes it already // program: test_gradients",
@@ -558,13 +559,13 @@ GRADIENT = Equation(
         " // Compare the weight of the value loss with the setting; it is that of half the squared error // program: test_gradients",
         Fit("value_coef", partial(fit_weight, "value")),
         "entropy_weight: the gradient of a loss whose entropy bonus has another weight, // g = ∇(L_policy + c_v L_value - c H)"
-        " // Compare the weight of the entropy bonus with the setting // program: sb3-entropy_weight",
+        " // Compare the weight of the entropy bonus with the setting // program: subclass-entropy_weight",
         Fit("entropy_coef", partial(fit_weight, "entropy")),
         "policy_weight: the gradient of a loss whose policy term has a weight, // g = ∇(c L_policy + c_v L_value - c_e H)"
         " // The policy loss has the weight 1 // program: script-pg_sum",
         Fit("weight", partial(fit_weight, "policy")),
         "scaled: the gradient of the loss multiplied by a // g = c ∇L"
-        " // Look for a division of the loss, such as one for gradient accumulation // program: sb3-gradient_scaled",
+        " // Look for a division of the loss, such as one for gradient accumulation // program: subclass-gradient_scaled",
         Fit("factor", fit_scale),
         "clipped_by_value: the gradient of the loss, each entry cut at // g = clip(∇L, ±c) // PPO clips the global norm of the gradient"
         " // torch.nn.utils.clip_grad_value_",

@@ -179,7 +179,7 @@ MINIBATCHES = Equation(
         " // Move the bounds of the minibatch on by its size. // program: bundled-repeated_minibatches",
         _where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)),
         "one_minibatch: one minibatch per pass, which leaves the other rows out // the first minibatch of a permutation // Go on to the "
-        "other minibatches of the permutation: look for a break or a return in the loop. // program: sb3-first_minibatch_only",
+        "other minibatches of the permutation: look for a break or a return in the loop. // program: subclass-first_minibatch_only",
         _where(_one_minibatch),
         "environments_left_out: the rows of some environments, without those of the others // all t of some b"
         " // Flatten time and environments, and draw rows from all of them. // program: test_minibatches",

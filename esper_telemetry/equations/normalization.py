@@ -243,10 +243,10 @@ NORMALIZED_ADVANTAGES = Equation(
         " // Take mean and standard deviation over the rows of the mask. // NovaSky-AI/SkyRL#1305",
         _over_padding,
         "not_normalized (doubtful_without setting): advantages before normalisation // A"
-        " // Normalise them, or say in the settings that you do not. // program: sb3-norm_none",
+        " // Normalise them, or say in the settings that you do not. // program: subclass-norm_none",
         lambda inputs: inputs.advantages,
         "std_alone: advantages divided by their standard deviation without taking their mean away // A / std // Subtract the mean."
-        " // program: sb3-norm_no_mean",
+        " // program: subclass-norm_no_mean",
         _by_moments(lambda advantages, mean, std: advantages / (std + STD_EPS)),
         "mean_alone: advantages less their mean that were not divided by their standard deviation // A - mean"
         " // Divide by the standard deviation. // program: script-norm_no_std",
@@ -264,7 +264,7 @@ NORMALIZED_ADVANTAGES = Equation(
         "max(A, 0) // Keep the signs: an action that is worse than expected is to become less likely. // program: script-abs_before_norm",
         _without_signs,
         "other_rows: normalised advantages of other rows // A_j in row i"
-        " // Index advantages with the rows of the observations and actions. // program: sb3-pg_rows",
+        " // Index advantages with the rows of the observations and actions. // program: subclass-pg_rows",
         _reordered,
         "in_order: advantages of the rollout's first rows, second rows and so on, which are not the rows of the minibatch // A_k of the "
         "k-th row taken, whatever its index // Index advantages with the rows of the observations and actions. // program: loop-pg_rows",

@@ -240,7 +240,7 @@ OPTIMIZER_STEP = Equation(
         "twice: two steps with one gradient // θ' = step(step(θ)) // optimizer.step() is called twice // program: test_optimizer_step",
         _twice,
         "state_lost: those of an optimizer whose state was reset in the middle of training // t less than the number of steps"
-        " // Make the optimizer once, not in every update // program: sb3-state_lost",
+        " // Make the optimizer once, not in every update // program: subclass-state_lost",
         lambda inputs: inputs.changed(lost=0) if inputs.lost else None,
         "state_cleared: those of an optimizer whose state was cleared just before the step // m = v = 0, t = 0"
         " // Make the optimizer once, not in every step // program: loop-state_lost",
@@ -273,7 +273,7 @@ OPTIMIZER_STEP = Equation(
             lambda settings: settings._replace(epsilon_inside=True),
         ),
         "learning_rate: those with another learning rate than set, // θ' = θ - c step"
-        " // Set the rate of the schedule in every group of the optimizer before each update // program: sb3-lr_other",
+        " // Set the rate of the schedule in every group of the optimizer before each update // program: subclass-lr_other",
         Fit("lr", _fit_rate),
         "weight_decay: those of the optimizer and a decay of the weights by the fraction // θ' = step(θ) - c θ"
         " // Something else shrinks the weights after the step // program: loop-decay",

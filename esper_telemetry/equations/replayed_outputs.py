@@ -103,7 +103,7 @@ INPUT_HYPOTHESES = hypothesis_table(
     " // Copy the weights to the policy that acts before each rollout. // program: loop-stale_weights",
     _pass("older_weights"),
     "observation_before: those of the observation of the step before // f(o_{t-1})"
-    " // Pass the observation to the policy that the last step of the environment returned. // program: sb3-obs_alias",
+    " // Pass the observation to the policy that the last step of the environment returned. // program: subclass-obs_alias",
     partial(_of_step, name="observation_before", steps=-1),
     "observation_after: those of the observation of the step after // f(o_{t+1})"
     " // Store the observation that was acted on, not the one that the action led to. // program: test_collection",

@@ -270,7 +270,7 @@ RETURNS = Equation(
         "normalise advantages. // Huang et al. 2022: returns are computed before advantages are normalised",
         _with_normalized,
         "values_missing: advantages: the values were not added // R = A // Add the values, or the critic learns the advantage."
-        " // program: sb3-returns_are_advantages",
+        " // program: subclass-returns_are_advantages",
         lambda inputs: inputs.advantages,
         "values_alone: the values: the advantages were not added // R = V // Add the advantages, or the critic learns nothing."
         " // program: test_returns",

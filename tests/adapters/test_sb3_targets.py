@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from mistakes.corpus import BY_NAME
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
@@ -78,81 +80,41 @@ def limited(envs: int = 4) -> Any:
     return make_vec_env(Limited, envs, seed=2)
 
 
-class Buffer(RolloutBuffer):
-    """The loop of Stable-Baselines3, in parts that subclasses break."""
-
-    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
-        last, carried = last_values.clone().cpu().numpy().flatten(), 0.0
-        for step in reversed(range(self.buffer_size)):
-            goes_on, following = self.next_of(step, last, dones)
-            delta = self.rewards[step] + self.gamma * following * goes_on - self.values[step]
-            carried = delta + self.gamma * self.gae_lambda * goes_on * carried
-            self.advantages[step] = carried
-        self.returns = self.advantages + self.values
-
-    def next_of(self, step: int, last: Any, dones: Any) -> tuple[Any, Any]:
-        if step == self.buffer_size - 1:
-            return 1.0 - dones.astype(np.float32), last
-        return 1.0 - self.episode_starts[step + 1], self.values[step + 1]
+def of_corpus(name: str, *, correct: bool = False) -> Any:
+    """The classes `Buffer` and `OwnPPO` of a program with a mistake, or of its correct twin."""
+    program = BY_NAME[f"subclass-{name}"]
+    names: dict[str, Any] = {"__name__": name}
+    exec((program.correct() if correct else program).text(), names)
+    return SimpleNamespace(**names)
 
 
-class EndsOneStepLate(Buffer):
-    """`episode_starts[step]` in place of `episode_starts[step + 1]`."""
-
-    def next_of(self, step: int, last: Any, dones: Any) -> tuple[Any, Any]:
-        return 1.0 - self.episode_starts[step], super().next_of(step, last, dones)[1]
-
-
-class EndsIgnored(Buffer):
-    def next_of(self, step: int, last: Any, dones: Any) -> tuple[Any, Any]:
-        return 1.0, super().next_of(step, last, dones)[1]
-
-
-class LastEndIgnored(Buffer):
+class LastEndIgnored(RolloutBuffer):
     """The flag of the last step does not mask the value after it."""
 
-    def next_of(self, step: int, last: Any, dones: Any) -> tuple[Any, Any]:
-        return super().next_of(step, last, np.zeros_like(dones))
-
-
-class NoLastBootstrap(Buffer):
-    def next_of(self, step: int, last: Any, dones: Any) -> tuple[Any, Any]:
-        return super().next_of(step, np.zeros_like(last), dones)
-
-
-class NormalizedBeforeReturns(Buffer):
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
-        super().compute_returns_and_advantage(last_values, dones)
-        normalized = (self.advantages - self.advantages.mean()) / (self.advantages.std() + 1e-8)
-        self.returns = normalized + self.values
+        super().compute_returns_and_advantage(last_values, np.zeros_like(dones))
 
 
-class ReturnsFromNormalized(Buffer):
+class ReturnsFromNormalized(RolloutBuffer):
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
         super().compute_returns_and_advantage(last_values, dones)
         self.advantages = (self.advantages - self.advantages.mean()) / (self.advantages.std() + 1e-8)
         self.returns = self.advantages + self.values
 
 
-class NormalizedByEnvironment(Buffer):
+class NormalizedByEnvironment(RolloutBuffer):
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
         super().compute_returns_and_advantage(last_values, dones)
         self.advantages = (self.advantages - self.advantages.mean(0)) / (self.advantages.std(0) + 1e-8)
 
 
-class NormalizedAfterReturns(Buffer):
+class NormalizedAfterReturns(RolloutBuffer):
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
         super().compute_returns_and_advantage(last_values, dones)
         self.advantages = (self.advantages - self.advantages.mean()) / (self.advantages.std() + 1e-8)
 
 
-class OtherLambda(Buffer):
-    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
-        self.gae_lambda = 0.5
-        super().compute_returns_and_advantage(last_values, dones)
-
-
-class Stale(Buffer):
+class Stale(RolloutBuffer):
     """Returns the advantages of the rollout before."""
 
     previous: Any = None
@@ -203,51 +165,7 @@ class ShowsNothing(PPO):
     collect_rollouts = with_line("callback.update_locals(locals())", "pass", count=2)
 
 
-class WithoutTimeLimits(PPO):
-    """Adds no value after time limits, as before DLR-RM/stable-baselines3#633."""
-
-    collect_rollouts = with_line("rewards[idx] += self.gamma * terminal_value", "pass")
-
-
-class EveryEndIsATimeLimit(PPO):
-    """Adds a value after terminations too."""
-
-    collect_rollouts = with_line('and infos[idx].get("TimeLimit.truncated", False)', "")
-
-
-class TimeLimitsByTheCurrentValue(PPO):
-    """Adds the value of the last state that was acted in, as leggedrobotics/rsl_rl does."""
-
-    collect_rollouts = with_line(
-        "rewards[idx] += self.gamma * terminal_value", "rewards[idx] += self.gamma * float(values[idx])"
-    )
-
-
-class TimeLimitsByTheNextEpisode(PPO):
-    """Adds the value of the first state after the reset."""
-
-    collect_rollouts = with_line(
-        "rewards[idx] += self.gamma * terminal_value",
-        "rewards[idx] += self.gamma * self.policy.predict_values(obs_as_tensor(new_obs, self.device))[idx].item()",
-    )
-
-
-class OldLastValue(PPO):
-    """Bootstraps with the value of the last state that was acted in, as DLR-RM/stable-baselines3#183 did."""
-
-    collect_rollouts = with_line("values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))", "pass")
-
-
-class RewardsOfTheStepBefore(PPO):
-    """Stores each reward with the transition after it."""
-
-    collect_rollouts = with_line(
-        "self._update_info_buffer(infos, dones)",
-        "rewards, self.held = getattr(self, 'held', 0 * rewards), rewards.copy()",
-    )
-
-
-class ScaledRewards(Buffer):
+class ScaledRewards(RolloutBuffer):
     def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
         super().add(obs, action, 0.1 * reward, *rest, **named)
 
@@ -272,23 +190,23 @@ def named(model: Any, equation: str, name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("buffer", "equation", "name"),
     [
-        (EndsOneStepLate, "advantages", "ends_late"),
-        (EndsIgnored, "advantages", "ends_ignored"),
+        (of_corpus("ends_late").Buffer, "advantages", "ends_late"),
+        (of_corpus("ends_ignored").Buffer, "advantages", "ends_ignored"),
         (LastEndIgnored, "advantages", "last_end_ignored"),
-        (NoLastBootstrap, "advantages", "no_last_bootstrap"),
-        (OtherLambda, "advantages", "other_lambda"),
+        (of_corpus("no_bootstrap").Buffer, "advantages", "no_last_bootstrap"),
+        (of_corpus("lambda").Buffer, "advantages", "other_lambda"),
         (Stale, "advantages", "stale"),
-        (NormalizedBeforeReturns, "returns", "normalized"),
+        (of_corpus("returns_normalized").Buffer, "returns", "normalized"),
         (NormalizedByEnvironment, "advantages", "normalized_parts"),
     ],
 )
-def test_a_buffer_with_a_mistake_is_named(buffer: type[Buffer], equation: str, name: str, seed: int) -> None:
+def test_a_buffer_with_a_mistake_is_named(buffer: type[RolloutBuffer], equation: str, name: str, seed: int) -> None:
     sentences = named(broken(buffer, seed), equation, name)
 
     assert f"the {equation} equal" in sentences["integrity/equation"]
 
 
-class MonteCarloTargets(Buffer):
+class MonteCarloTargets(RolloutBuffer):
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
         super().compute_returns_and_advantage(last_values, dones)
         goes_on, total = np.append(1 - self.episode_starts[1:], [1.0 - dones], 0), 0.0
@@ -297,7 +215,7 @@ class MonteCarloTargets(Buffer):
             self.returns[step] = total
 
 
-class Centred(Buffer):
+class Centred(RolloutBuffer):
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
         super().compute_returns_and_advantage(last_values, dones)
         self.advantages = self.advantages - self.advantages.mean()
@@ -307,12 +225,14 @@ class Centred(Buffer):
     ("buffer", "equation", "name"),
     [
         (MonteCarloTargets, "returns", "monte_carlo_cut"),
-        (NormalizedBeforeReturns, "returns", "normalized"),
+        (of_corpus("returns_normalized").Buffer, "returns", "normalized"),
         (ReturnsFromNormalized, "returns", "normalized"),
         (Centred, "advantages", "mean_alone"),
     ],
 )
-def test_a_mistake_in_each_of_the_rollouts_of_a_record_is_named(buffer: type[Buffer], equation: str, name: str) -> None:
+def test_a_mistake_in_each_of_the_rollouts_of_a_record_is_named(
+    buffer: type[RolloutBuffer], equation: str, name: str
+) -> None:
     model = A2C("MlpPolicy", limited(), rollout_buffer_class=buffer, **{**SETTINGS, "n_steps": 16})
     records, _ = run(model, updates=60)
 
@@ -320,22 +240,22 @@ def test_a_mistake_in_each_of_the_rollouts_of_a_record_is_named(buffer: type[Buf
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "name"),
+    ("program", "name"),
     [
-        (WithoutTimeLimits, "time_limit_as_termination"),
-        (TimeLimitsByTheNextEpisode, "time_limit_next_episode"),
-        (EveryEndIsATimeLimit, "termination_bootstrapped"),
-        (OldLastValue, "old_last_bootstrap"),
+        ("timeouts_as_ends", "time_limit_as_termination"),
+        ("timeout_next_episode", "time_limit_next_episode"),
+        ("ends_as_timeouts", "termination_bootstrapped"),
+        ("last_value_of_old_obs", "old_last_bootstrap"),
     ],
 )
-def test_a_collecting_loop_with_a_mistake_is_named(algorithm: type[PPO], name: str) -> None:
-    sentences = named(algorithm("MlpPolicy", limited(), **MINIBATCHES), "advantages", name)
+def test_a_collecting_loop_with_a_mistake_is_named(program: str, name: str) -> None:
+    sentences = named(of_corpus(program).OwnPPO("MlpPolicy", limited(), **MINIBATCHES), "advantages", name)
 
     assert "the advantages equal" in sentences["integrity/equation"]
 
 
 def test_rewards_of_the_step_before_are_named_and_advantages_follow_them() -> None:
-    records, sentences = run(RewardsOfTheStepBefore("MlpPolicy", limited(), **MINIBATCHES))
+    records, sentences = run(of_corpus("reward_before_obs").OwnPPO("MlpPolicy", limited(), **MINIBATCHES))
 
     assert results(records, "stored_rewards")[1] == {"step_before"}
     assert results(records, "advantages")[0] < 1e-5
@@ -343,7 +263,7 @@ def test_rewards_of_the_step_before_are_named_and_advantages_follow_them() -> No
 
 
 def test_a_published_bootstrap_of_time_limits_is_named_and_raises_nothing() -> None:
-    model = TimeLimitsByTheCurrentValue("MlpPolicy", limited(), **MINIBATCHES)
+    model = of_corpus("timeout_old_value").OwnPPO("MlpPolicy", limited(), **MINIBATCHES)
 
     assert "integrity/equation" not in named(model, "advantages", "time_limit_current_value")
 
@@ -375,7 +295,7 @@ def scaled() -> Any:
 
 
 HEALTHY: dict[str, Callable[[], Any]] = {
-    "own loop": lambda: broken(Buffer),
+    "own loop": lambda: broken(of_corpus("lambda", correct=True).Buffer),
     "rewards scaled when they are stored": lambda: broken(ScaledRewards),
     "cartpole": lambda: PPO("MlpPolicy", make_vec_env("CartPole-v1", 1, seed=1), **MINIBATCHES),
     "undiscounted": lambda: PPO(

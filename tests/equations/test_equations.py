@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mistakes.corpus import BY_NAME
 from torch import Tensor
 
 from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
@@ -203,9 +204,8 @@ def test_declared_equations_and_their_hypotheses_have_labels_of_their_own() -> N
 
 
 def test_every_hypothesis_has_a_source_or_a_program_that_shows_it() -> None:
-    """A program is a mistake of benchmarks/equation_bugs_*.py, or a module of tests/ that names what it shows."""
+    """A program is one of benchmarks/mistakes, or a module of tests/ that names what it shows."""
     root = Path(__file__).parents[2]
-    bugs = "".join([path.read_text(encoding="utf-8") for path in root.glob("benchmarks/equation_bugs_*.py")])
     modules = {path.stem for path in root.glob("tests/*/*.py")}
 
     for equation in equations().values():
@@ -213,4 +213,4 @@ def test_every_hypothesis_has_a_source_or_a_program_that_shows_it() -> None:
             program = one.source.removeprefix("program: ")
             assert one.source, f"{equation.name}: {one.name}"
             if program != one.source:
-                assert program in modules or f'"{program.partition("-")[2]}"' in bugs, f"{equation.name}: {one.name}"
+                assert program in modules or program in BY_NAME, f"{equation.name}: {one.name}"

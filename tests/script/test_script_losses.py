@@ -1,23 +1,37 @@
-"""Losses and minibatches of a script that is run as it is: its mistake is named, and nothing else."""
+"""Losses and minibatches of a script whose code is in a function: its mistake is named, and nothing else."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
 from forked import run_python
+from mistakes.corpus import BY_NAME
 
 from esper_telemetry import read_run
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import equation_results
 
-SCRIPT = Path(__file__).parent / "scripts" / "wrong_losses.py"
 CHECKED = {"policy_loss", "value_loss", "entropy_loss", "total_loss", "minibatches"}
 
 
-def mistakes(directory: Path, bug: str) -> dict[str, set[str]]:
-    """Run the script; return the equations that its first record has, and the names of what explains them."""
-    words = ["-m", "esper_telemetry", "run", "--run-dir", "run", str(SCRIPT), "--bug", bug]
+def named_mistakes(directory: Path, text: str) -> dict[str, set[str]]:
+    """Run a script; return the equations that its first record has, and the names of what explains them."""
+    head, parser, body = text.partition("parser = ")
+    (directory / "ppo.py").write_text(f"{head}def main():\n{textwrap.indent(parser + body, '    ')}\n\nmain()\n")
+    words = [
+        "-m",
+        "esper_telemetry",
+        "run",
+        "--run-dir",
+        "run",
+        "ppo.py",
+        "--env-id",
+        "CartPole-v1",
+        "--total-timesteps",
+        "768",
+    ]
     run_python(*words, cwd=directory).check_returncode()
     run = read_run(directory / "run")
     results = [
@@ -28,20 +42,24 @@ def mistakes(directory: Path, bug: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("bug", "expected"),
+    ("name", "expected"),
     [
-        ("none", {}),
-        ("min", {"policy_loss": {"optimistic"}}),
-        pytest.param("sign", {"policy_loss": {"sign"}}, marks=pytest.mark.slow),
-        pytest.param("broadcast", {"value_loss": {"broadcast"}}, marks=pytest.mark.slow),
-        ("bonus", {"entropy_loss": {"sign"}}),
-        pytest.param("sample", {"entropy_loss": {"sample"}}, marks=pytest.mark.slow),
-        pytest.param("replace", {"minibatches": {"with_replacement"}}, marks=pytest.mark.slow),
-        pytest.param("slice", {"minibatches": {"same_minibatch"}}, marks=pytest.mark.slow),
+        ("pg_optimistic", {"policy_loss": {"optimistic"}}),
+        pytest.param("pg_sign", {"policy_loss": {"sign"}}, marks=pytest.mark.slow),
+        pytest.param("v_broadcast", {"value_loss": {"broadcast"}}, marks=pytest.mark.slow),
+        ("entropy_sign", {"entropy_loss": {"sign"}}),
+        pytest.param("entropy_sample", {"entropy_loss": {"sample"}}, marks=pytest.mark.slow),
+        pytest.param("with_replacement", {"minibatches": {"with_replacement"}}, marks=pytest.mark.slow),
+        pytest.param("first_minibatch_only", {"minibatches": {"same_minibatch"}}, marks=pytest.mark.slow),
     ],
 )
-def test_the_mistake_of_a_script_is_named(tmp_path: Path, bug: str, expected: dict[str, set[str]]) -> None:
-    found = mistakes(tmp_path, bug)
+def test_the_mistake_of_a_script_is_named(tmp_path: Path, name: str, expected: dict[str, set[str]]) -> None:
+    program = BY_NAME[f"script-{name}"]
+    names = named_mistakes(tmp_path, program.text())
 
-    assert found.keys() == CHECKED
-    assert {name: names for name, names in found.items() if names} == expected
+    assert names.keys() == CHECKED
+    assert {equation: of for equation, of in names.items() if of} == expected
+
+
+def test_the_correct_script_has_no_mistake(tmp_path: Path) -> None:
+    assert named_mistakes(tmp_path, BY_NAME["script-pg_sign"].correct().text()) == {name: set() for name in CHECKED}

@@ -22,7 +22,7 @@ from esper_telemetry.lab.faults.runs import FaultEnvironment, find_environment, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("env", default="cartpole")
-    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, help="directory of telemetry, which is off without it")
     parser.add_argument("--fault")
     parser.add_argument("--dose", type=float)
     parser.add_argument("--seed", type=int, default=1)
@@ -37,7 +37,8 @@ def main() -> None:
     )
     trainer = environment.trainer(args.seed, **args.settings)
     broken = inject(trainer, args.fault, args.dose) if args.fault else nullcontext()
-    with Telemetry([], run_dir=args.run_dir, level="debug", offload=False) as telemetry, broken:
+    level = "debug" if args.run_dir else "off"
+    with Telemetry([], run_dir=args.run_dir, level=level, offload=False) as telemetry, broken:
         attach(telemetry, trainer)
         train(trainer, updates=args.updates, planned=args.updates)
     parameters = torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])

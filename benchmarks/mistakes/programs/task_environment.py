@@ -1,8 +1,8 @@
-"""Environments of the bed: a Gymnasium task whose true returns are written to a file, with the mistakes of wrappers above it.
+"""Environments of long runs: a Gymnasium task whose true returns are written to a file, with the mistake of a wrapper above it.
 
-`make(env_id)` reads two variables of the environment: `BED_RETURNS`, a file that gets a line per episode (steps of all environments so far
-and the return), and `BED_WRAPPERS`, names of the functions in `MISTAKES`. Discrete observations become one-hot vectors, the 128 bytes of an
-Atari console numbers from 0 to 1.
+`make(env_id)` reads two variables of the environment: `TRUE_RETURNS`, a file that gets a line per episode (steps of all environments so
+far and the return), and `WRONG_WRAPPER`, a name in `MISTAKES`. Discrete observations become one-hot vectors, the 128 bytes of an Atari
+console numbers from 0 to 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TrueReturns(gym.Wrapper[Any, Any, Any, Any]):
         result = self.env.step(action)
         TrueReturns.steps += 1
         self._total += float(result[1])
-        if (result[2] or result[3]) and (path := os.environ.get("BED_RETURNS")):
+        if (result[2] or result[3]) and (path := os.environ.get("TRUE_RETURNS")):
             with open(path, "a") as file:  # noqa: PTH123 - a line per episode, in the program's own process
                 file.write(f"{TrueReturns.steps} {self._total:.6g}\n")
         return result
@@ -88,24 +88,15 @@ def _noise(env: Env) -> Callable[[float], float]:
 
 MISTAKES: dict[str, Callable[[Env], Env]] = {
     "constant_observation": lambda env: Mistake(env, observe=np.zeros_like),
-    "first_observation": lambda env: Mistake(env, observe=_first()),
     "frozen_statistics": lambda env: Mistake(env, observe=lambda x: ((x - 50) / 0.01).clip(-10, 10).astype(np.float32)),
     "unscaled_feature": lambda env: Mistake(env, observe=_first_times(1e5)),
-    "offset": lambda env: Mistake(env, observe=lambda x: (x + 1e4).astype(np.float32)),
-    "constant_reward": lambda env: Mistake(env, pay=lambda reward: 1.0),
     "zero_reward": lambda env: Mistake(env, pay=lambda reward: 0.0),
     "noise_reward": lambda env: Mistake(env, pay=_noise(env)),
     "huge_reward": lambda env: Mistake(env, pay=lambda reward: 1e5 * reward),
     "negative_reward": lambda env: Mistake(env, pay=lambda reward: -reward),
     "sampled_action": lambda env: Mistake(env, act=_sampled(env)),
-    "first_action": lambda env: Mistake(env, act=lambda action: type(action)(0)),
     "large_action": lambda env: Mistake(env, act=lambda action: np.sign(action) * env.action_space.high),  # type: ignore[attr-defined]
 }
-
-
-def _first() -> Callable[[Any], Any]:
-    first: list[Any] = []
-    return lambda x: (first or first.append(x) or first)[0]  # type: ignore[func-returns-value]
 
 
 def _first_times(factor: float) -> Callable[[Any], Any]:
@@ -118,7 +109,7 @@ def _first_times(factor: float) -> Callable[[Any], Any]:
 
 
 def make(env_id: str) -> Env:
-    """Return a task as the programs of the bed get it."""
+    """Return a task as the programs get it."""
     if env_id.startswith("ALE/"):
         import ale_py
 
@@ -132,6 +123,5 @@ def make(env_id: str) -> Env:
     elif isinstance(space, spaces.Box) and space.dtype == np.uint8:
         scaled = spaces.Box(0, 1, space.shape, np.float32)
         env = gym.wrappers.TransformObservation(env, lambda ram: (ram / 255).astype(np.float32), scaled)
-    for name in filter(None, os.environ.get("BED_WRAPPERS", "").split(",")):
-        env = MISTAKES[name](env)
-    return env
+    name = os.environ.get("WRONG_WRAPPER")
+    return MISTAKES[name](env) if name else env

@@ -19,12 +19,6 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.utils import obs_as_tensor
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--env-id", default="tasks:Drift-v0")
-parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--total-timesteps", type=int, default=2048)
-args = parser.parse_args()
-
 
 class Buffer(RolloutBuffer):
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
@@ -131,4 +125,10 @@ def main() -> None:
     print("weights", hashlib.sha256(parameters.numpy().tobytes()).hexdigest()[:12])
 
 
-main()
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--env-id", default="tasks:Drift-v0")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--total-timesteps", type=int, default=2048)
+    args = parser.parse_args()
+    main()

@@ -1,7 +1,7 @@
 """Verdicts of several diagnosers on the same logs: `zen-rl`, `rlwatch`, this package from the logs alone, and with tensors.
 
 The logs have the tags and scales of Stable-Baselines3, made from the journals. The other diagnosers are imported from a folder:
-`pip install --no-deps --target DIR zen-rl rlwatch`, then `python benchmarks/bed score --competitors DIR`.
+`pip install --no-deps --target DIR zen-rl rlwatch`, then `python -m benchmarks.mistakes score tasks --competitors DIR`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bed_programs import Program
-from bed_score import Score, is_right, share, shown_remarks, verdict_of
-
 from esper_telemetry.alarms.diagnosis import NOT_EXPLAINING, Diagnosis, diagnose
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.record import AlarmEvent, Record
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, read_foreign
 from esper_telemetry.journal.read import Run, read_run
+
+from .corpus import Program
+from .training_score import Score, is_right, share, shown_remarks, verdict_of
 
 TAGS: Final[Mapping[str, tuple[str, float]]] = {
     "train/approx_kl": ("policy/kl_last", 1.0),

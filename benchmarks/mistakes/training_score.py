@@ -1,7 +1,7 @@
-"""Tables of the bed: what was said about harmful programs, false alarms, and outcomes, from the journals of the runs.
+"""Long runs on tasks: what was said about harmful programs, false alarms, and outcomes, from the journals of the runs.
 
-A harmful program is *named* where an alarm or a shown remark is one of its causes, *named wrongly* where other alarms were raised,
-*unexplained* where the verdict says so, and *called fine* otherwise. A remark counts beside a bad outcome alone, where it is shown.
+A harmful program is *named* if an alarm or a shown remark is one of its causes, *named wrongly* if other alarms were raised,
+*unexplained* if the verdict says so, and *called fine* otherwise. A remark counts only next to a bad outcome, which shows it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from bed_programs import Program
-from bed_truth import Truth, harm, truth_of
-
 from esper_telemetry.alarms.diagnosis import NOT_EXPLAINING, Diagnosis, diagnose
 from esper_telemetry.alarms.rules.task_alarms import Failure
 from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, OutcomeKind
 from esper_telemetry.core.record import Alarm, AlarmEvent
-from esper_telemetry.equations.equation import EQUATION_KEY
+from esper_telemetry.equations.equation import EQUATION_KEY, equations
 from esper_telemetry.journal.read import read_run
+
+from .corpus import HERE, Program
+from .equation_score import named_by
+from .truth import Truth, harm, truth_of
 
 SEEDS: Final = (1, 2, 3)
 EQUATION: Final = "integrity/equation"
+TRUTH: Final = HERE / "truth.json"
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,15 @@ class Score:
 
     Attributes:
         program, kind, seed, updates: of the run.
-        harmful: of the program; None where too few seeds were run.
+        harmful: of the program; None if too few seeds were run.
         learns, truth: by the returns.
         outcome: by the package.
         result: named, named wrongly, unexplained, or called fine; of wrong programs.
-        root_first: the first incident is put down to a right cause.
+        root_first: the cause of the first incident is right.
         alarms: raised, as type and, for equations, the equation.
-        remarks: names of those that are shown.
+        remarks: names of the shown remarks.
         raised: number of alarms; one that is over and comes back counts again.
-        right_outcome: the outcome agrees with the truth; None where that is undecided.
+        right_outcome: the outcome agrees with the truth; None if the truth is undecided.
     """
 
     program: str
@@ -61,8 +63,8 @@ class Score:
     right_outcome: bool | None
 
 
-def score(results: Path, programs: Sequence[Program], path: Path | None) -> list[Score]:
-    """Print the tables and return the score of every run; write them to `path`."""
+def score(results: Path, programs: Sequence[Program]) -> list[Score]:
+    """Print the tables, write the score of every run to `scores.json`, and return the scores."""
     scores = list(scored(results, programs))
     runs = {
         (one.name, seed) for one in programs for seed in SEEDS if truth_of(results, one.name, seed).kind != "missing"
@@ -72,9 +74,20 @@ def score(results: Path, programs: Sequence[Program], path: Path | None) -> list
     print_misses(programs, scores)
     print_false_alarms(scores)
     print_outcomes(scores)
-    if path:
-        path.write_text(json.dumps([asdict(one) for one in scores], indent=1))
+    (results / "scores.json").write_text(json.dumps([asdict(one) for one in scores], indent=1))
     return scores
+
+
+def save_truth(results: Path, programs: Sequence[Program]) -> None:
+    """Put what the runs do, and whether a mistake does harm, into `truth.json`; programs that were not run keep their entry."""
+    known = json.loads(TRUTH.read_text())
+    for one in programs:
+        seeds = {seed: truth.text for seed in SEEDS if (truth := truth_of(results, one.name, seed)).kind != "missing"}
+        if seeds:
+            harmful = harm(results, one.name, one.twin, SEEDS) if one.kind == "wrong" else False
+            known[one.name] = {"harmful": harmful, "seeds": seeds}
+    lines = [f" {json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known)]
+    TRUTH.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def scored(results: Path, programs: Iterable[Program]) -> Iterator[Score]:
@@ -145,7 +158,7 @@ def score_of(program: Program, seed: int, harmful: bool | None, truth: Truth, ve
 
 
 def shown_remarks(program: Program, verdict: Diagnosis) -> tuple[list[str], list[str]]:
-    """Return the names of the remarks shown beside a bad outcome, and of those the ones that name what is wrong with the program."""
+    """Return the names of the remarks that a bad outcome shows, and the names among them that are causes of the program."""
     shown = [data for data in verdict.remarks if verdict.shows_remarks or not data.get("quiet")]
     names = [str(data["name"]) for data in shown] if verdict.outcome.kind in BAD else []
     return names, [name for name in names if any(f"remark/{name}".startswith(cause) for cause in program.causes)]
@@ -153,8 +166,9 @@ def shown_remarks(program: Program, verdict: Diagnosis) -> tuple[list[str], list
 
 def is_right(program: Program, alarm: Alarm) -> bool:
     """True for an alarm that names what is wrong with the program."""
-    if alarm.type == EQUATION and program.equations:
-        return alarm.key.removeprefix(EQUATION_KEY) in {*program.equations, "opt/lr"}
+    if alarm.type == EQUATION and program.quantities:
+        named = named_by((*program.quantities, *program.follows), equations(), losses=True)
+        return alarm.key.removeprefix(EQUATION_KEY) in {*named, "opt/lr"}
     return alarm.type in program.causes
 
 
@@ -189,7 +203,7 @@ def print_misses(programs: Sequence[Program], scores: Sequence[Score]) -> None:
         text = ", ".join((*one.alarms, *(f"remark {name}" for name in one.remarks))) or "none"
         harmful = {True: "yes", False: "no", None: "unknown"}[one.harmful]
         result = one.result + (", not first" if one.result == "named" else "")
-        env = sources[one.program].task.env.split("/")[-1]
+        env = sources[one.program].env.split("/")[-1]
         print(f"| {one.program} ({env}) | {one.seed} | {harmful} | {one.truth} | {one.outcome} | {result} | {text} |")
 
 
@@ -217,7 +231,7 @@ def print_outcomes(scores: Sequence[Score]) -> None:
     judged = [one for one in decided if one.outcome != OutcomeKind.TOO_SHORT]
     print(f"\nOutcome right: {share(sum(one.right_outcome is True for one in decided), len(decided))}; goal ≥ .95.")
     print(
-        f"Of those that are not too short to tell: {share(sum(one.right_outcome is True for one in judged), len(judged))}."
+        f"Without runs that are too short to tell: {share(sum(one.right_outcome is True for one in judged), len(judged))}."
     )
     pairs = Counter((one.truth.split()[0], one.outcome) for one in decided if not one.right_outcome)
     for (truth, outcome), count in pairs.most_common():

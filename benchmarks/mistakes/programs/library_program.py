@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import bed_environment
 import gymnasium as gym
+import task_environment
 import torch
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach
@@ -28,10 +28,11 @@ def main() -> None:
     parser.add_argument("--settings", type=json.loads, default={})
     parser.add_argument("--total-timesteps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, help="directory of telemetry, which is off without it")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with Telemetry([], run_dir=args.run_dir, offload=False) as telemetry:
+    level = "normal" if args.run_dir else "off"
+    with Telemetry([], run_dir=args.run_dir, level=level, offload=False) as telemetry:
         (train_sb3 if args.trainer == "sb3" else train_bundled)(args, dict(args.settings), telemetry)
 
 
@@ -41,7 +42,7 @@ def train_sb3(args: Any, settings: dict[str, Any], telemetry: Telemetry) -> None
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
 
-    env: Any = make_vec_env(lambda: bed_environment.make(args.env_id), settings.pop("n_envs", 1), seed=args.seed)
+    env: Any = make_vec_env(lambda: task_environment.make(args.env_id), settings.pop("n_envs", 1), seed=args.seed)
     if settings.pop("normalize", False):
         env = VecNormalize(env, gamma=settings.get("gamma", 0.99))
     if settings.pop("linear_rate", False):
@@ -56,7 +57,7 @@ def train_sb3(args: Any, settings: dict[str, Any], telemetry: Telemetry) -> None
 
 def train_bundled(args: Any, settings: dict[str, Any], telemetry: Telemetry) -> None:
     """`settings` are those of `PPOConfig` with `num_envs`."""
-    makers = [lambda: bed_environment.make(args.env_id) for _ in range(settings.pop("num_envs", 8))]
+    makers = [lambda: task_environment.make(args.env_id) for _ in range(settings.pop("num_envs", 8))]
     vector = gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     env = GymnasiumEnvironment(vector, name=args.env_id, seed=args.seed)
     trainer = PPO(env, PPOConfig(**settings, seed=args.seed))

@@ -1,17 +1,18 @@
-"""Truth about a run, by its returns alone, by a rule that was fixed before any run was scored. It uses no code of the package.
+"""Truth about a run, from its returns alone, by a rule that was fixed before any run was scored. It uses no code of the package.
 
-Episodes are those of the task itself, beneath all wrappers. *First* are those that ended in the first tenth of the steps (at least
-`MIN_EPISODES`, the earliest ones), *last* those of the last fifth, *best* those of the best fifth among all that begin at a tenth.
+Episodes are the task's own, beneath all wrappers. *First* episodes ended in the first tenth of the steps; there are at least
+`MIN_EPISODES`. *Last* episodes ended in the last fifth, *best* episodes in the best fifth that begins at a tenth of the steps.
 
 - failed: the program ended with an exception;
 - undecided: fewer than `3 * MIN_EPISODES` episodes;
-- a fifth is above the first where its mean exceeds theirs by `MIN_EFFECT` of their standard deviations and by `MIN_Z` standard errors;
+- a fifth is above the first episodes if its mean exceeds their mean by `MIN_EFFECT` of their standard deviations and by `MIN_Z` standard
+  errors;
 - declining: the last fifth is below the first episodes by the same measure, or half of a rise is lost;
 - learns: the last fifth is above the first episodes;
 - flat: neither.
 
-A program is harmful where most seeds are flat, declining or failed, and most seeds of its correct twin learn. Seeds that were not run do
-not count: one may decide.
+A program is harmful if most seeds are flat, declining or failed, and most seeds of its correct twin learn. Seeds that were not run do
+not count, so one seed can decide.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Truth:
 
     @property
     def good(self) -> bool | None:
-        """True for a run that learns, False for one that does not, None where that is not known."""
+        """True for a run that learns, False for one that does not, None if that is not known."""
         return None if self.kind in ("undecided", "missing") else self.kind == "learns"
 
     @property
@@ -55,7 +56,7 @@ class Truth:
 
 
 def truth_of(results: Path, name: str, seed: int) -> Truth:
-    """Return the truth about a run of the bed."""
+    """Return the truth about a long run."""
     directory = results / name / str(seed)
     if not (directory / "run.json").exists():
         return Truth("missing")
@@ -90,14 +91,14 @@ def judged(episodes: Sequence[tuple[int, float]]) -> Truth:
 
 
 def above(lower: Sequence[float], upper: Sequence[float]) -> bool:
-    """True where the second mean is above the first, by effect size and standard errors."""
+    """True if the second mean is above the first, by effect size and standard errors."""
     difference = fmean(upper) - fmean(lower)
     error = math.sqrt(pstdev(lower) ** 2 / len(lower) + pstdev(upper) ** 2 / len(upper))
     return difference > 0 and difference >= MIN_EFFECT * pstdev(lower) and difference >= MIN_Z * error
 
 
 def harm(results: Path, program: str, twin: str, seeds: Sequence[int]) -> bool | None:
-    """True for a program that ruins the return, False for one that does not; None where too few seeds say so."""
+    """True for a program that ruins the return, False for one that does not; None if too few seeds say so."""
     broken = majority([truth_of(results, program, seed).good for seed in seeds])
     learns = majority([truth_of(results, twin, seed).good for seed in seeds])
     if broken is None or learns is None:
@@ -106,6 +107,6 @@ def harm(results: Path, program: str, twin: str, seeds: Sequence[int]) -> bool |
 
 
 def majority(votes: Sequence[bool | None]) -> bool | None:
-    """Return what more than half of those say who say anything."""
+    """Return the vote of more than half of the seeds that have one."""
     yes, no = votes.count(True), votes.count(False)
     return None if yes == no else yes > no
