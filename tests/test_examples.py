@@ -237,7 +237,9 @@ def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
     rates = [record.values["opt/lr"] for record in result.records]
     mistake = 1 + next(i for i, rate in enumerate(rates) if rate > rates[0])
     assert rates[mistake - 1] > 20 * rates[0] > 20 * rates[-1]
-    assert next(event.data["reason"] for event in result.events if event.type == "intervention").startswith("restored the")
+    assert next(event.data["reason"] for event in result.events if event.type == "intervention").startswith(
+        "restored the"
+    )
     assert result.alarms[0].event == "raise" and result.alarms[0].since >= mistake
     assert f"raise: {result.alarms[0].type} since update" in capfd.readouterr().out
 

@@ -16,7 +16,7 @@ from esper_telemetry.core.files import replace_file, write_output
 from esper_telemetry.core.record import Axes, Record
 from esper_telemetry.core.redaction import masked, redacted
 from esper_telemetry.core.terminal import printable
-from esper_telemetry.delivery import catch_up, health
+from esper_telemetry.delivery import catch_up, delivery_health
 from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.journal import file as journal_file
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
@@ -86,15 +86,15 @@ def doctor(options: Doctor) -> int:
     with wrong_use(), without_warnings():
         named_sinks = [prepared_sink(uri) for uri in options.sink]
         directory = Path(options.run_dir).absolute()
-        uris = health.sink_uris(directory)
+        uris = delivery_health.sink_uris(directory)
         agreed = {uri for uri in uris.values() if not leads_outside(uri, directory) or _agrees_to_read(uri, options)}
         for uri in agreed:
             with suppress(ValueError, TypeError, ImportError):  # a sink that cannot be made from its name
                 prepared_sink(uri)
         with _comparison_progress() as progress:
-            run = health.doctor(options.run_dir, agreed=agreed, progress=progress)
+            run = delivery_health.doctor(options.run_dir, agreed=agreed, progress=progress)
         named = {
-            sink_name(sink): health.check_backend(directory, sink, name=sink_name(sink), ended=False)
+            sink_name(sink): delivery_health.check_backend(directory, sink, name=sink_name(sink), ended=False)
             for sink in named_sinks
         }
     sinks = [*(sink for sink in run.sinks if sink.name not in named), *named.values()]
@@ -138,7 +138,9 @@ def _comparison_progress() -> Iterator[Callable[[str], object]]:
         yield lambda name: status.update(Text(f"comparing {name}"))
 
 
-def _health_page(run_dir: str, run: health.RunHealth, ending: str, sinks: list[health.SinkCheck]) -> str:
+def _health_page(
+    run_dir: str, run: delivery_health.RunHealth, ending: str, sinks: list[delivery_health.SinkCheck]
+) -> str:
     if run.status is None:
         state = "continues" if run.under_way else "has not ended"
     else:

@@ -154,9 +154,9 @@ class _EventFile:
     """The event file of an open run."""
 
     def __init__(self, directory: Path, run: RunInfo, budget: KeyBudget) -> None:
-        from esper_telemetry.sinks.tensorboard import event_encoding as events
+        from esper_telemetry.sinks.tensorboard import event_encoding
 
-        self.events: Any = events
+        self.events: Any = event_encoding
         self.directory = directory
         self.run = run
         self.budget = budget
