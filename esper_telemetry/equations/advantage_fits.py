@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from esper_telemetry.core.lazy import Tensor, torch
-from esper_telemetry.equations.equation import TOLERANCES, Fit, hypothesis_table
+from esper_telemetry.equations.equation import TOLERANCES, mistake, variant
 from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, rows_that_count, standard
 
 ADVANTAGE_TOLERANCE = 1.0
@@ -336,47 +336,69 @@ def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) 
     return min(results, key=lambda one: float((one[1] - claimed)[counted].abs().amax()))
 
 
-FITTED = hypothesis_table(
-    "other_gamma: GAE with another discount, // A_t with another γ // Compare the discount that the advantages use with the setting."
-    " // program: loop-gamma",
-    Fit("gamma", fitted_gamma, fitted_normalized("gamma", returned="gamma")),
-    "other_lambda (of gae_lambda): GAE with another lambda, // A_t with another λ"
-    " // Compare the lambda that the advantages use with the setting. // program: loop-lambda",
-    Fit("lambda", fitted_lambda, fitted_normalized("gae_lambda", returned="gae_lambda")),
-    "time_limit_gamma: GAE with another discount of the values after time limits, // δ_t = r_t + γ' V(s_{t+1}) - V_t at time limits"
-    " // Use one discount for time limits and for all other steps. // program: gae_programs",
-    Fit("gamma", fitted_limit_gamma),
-    "step_gamma: GAE with another discount of the next values, and the one that is set in the trace, // δ_t = r_t + γ' V(s_{t+1}) - "
-    "V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1} // Use one discount for the next values and for the trace. // program: gae_programs",
-    Fit("gamma", fitted_step_gamma),
-    "both_gamma: GAE with another discount and another lambda, // A_t with other γ and λ // Compare both with the settings."
-    " // program: gae_programs",
-    Fit("gamma", fitted_both(0), fitted_normalized("gamma", "gae_lambda", returned="gamma")),
-    "both_lambda: the same with // A_t with other γ and λ // Compare both with the settings. // program: test_advantage_equations",
-    Fit("lambda", fitted_both(1), fitted_normalized("gamma", "gae_lambda", returned="gae_lambda")),
-    "terminal_reward: GAE with the same number added to the reward of each termination, // r_t + c at terminations"
-    " // Learn from the rewards that are stored. // program: gae_programs",
-    Fit("c", fitted_termination(constant=True)),
-    "termination_bootstrapped: GAE that adds a value after terminations, as if a time limit had ended the episode; // δ_t = r_t + γ "
-    "V(s_{t+1}) - V_t at terminations // Bootstrap where truncated is set and terminated is not. // Pardo et al. 2018, 1712.00378",
-    Fit("mean value", fitted_termination(constant=False)),
-    "other_last_value: GAE that bootstraps the last step with other values; // δ_T = r_T + γ x - V_T"
-    " // Ask the critic for the observation after the last step, with the weights and states of the rollout. // program: gae_programs",
-    Fit("their mean", fitted_last_value),
-    "other_ends: GAE with the ends of episodes in other steps than the environments returned them; // A_t = δ_t + γλ (1 - d_t) "
-    "A_{t+1} with flags d that are not the ends // Compare the flags that the advantages use with those that `env.step` returns, step"
-    " by step and in each environment. // program: script-ends_of_rollout_before",
-    Fit("differing steps", fitted_ends),
-    "other_rows (doubtful_without order): GAE of other rows; // A_j in row i // Index advantages with the rows of the observations "
-    "and actions, and shuffle all columns by the same permutation. // program: gae_programs",
-    Fit("rows that differ", other_rows, partial(other_rows, normalized=True)),
-    "reward_clip: GAE of rewards clipped to [-c, c], // δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t"
-    " // Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees. // program: gae_programs",
-    Fit("c", fitted_clip),
-    "scaled: GAE times a factor, // A_t = c GAE_t"
-    " // Look for a factor after the advantages are computed; normalised advantages need none. // program: gae_programs",
-    Fit("c", fitted_scale),
-    "reward_scale (variant): GAE of scaled rewards, // δ_t = c r_t + γ V_{t+1} - V_t //  // 2005.12729, section 3, reward scaling",
-    Fit("factor", fitted_reward_scale),
+FITTED = (
+    mistake("other_gamma", "GAE with another discount,")
+    .fits("A_t with another γ", "gamma", fitted_gamma, fitted_normalized("gamma", returned="gamma"))
+    .advises("Compare the discount that the advantages use with the setting.", source="program: loop-gamma"),
+    mistake("other_lambda", "GAE with another lambda,")
+    .fits("A_t with another λ", "lambda", fitted_lambda, fitted_normalized("gae_lambda", returned="gae_lambda"))
+    .given(of="gae_lambda")
+    .advises("Compare the lambda that the advantages use with the setting.", source="program: loop-lambda"),
+    mistake("time_limit_gamma", "GAE with another discount of the values after time limits,")
+    .fits("δ_t = r_t + γ' V(s_{t+1}) - V_t at time limits", "gamma", fitted_limit_gamma)
+    .advises("Use one discount for time limits and for all other steps.", source="program: gae_programs"),
+    mistake("step_gamma", "GAE with another discount of the next values, and the one that is set in the trace,")
+    .fits("δ_t = r_t + γ' V(s_{t+1}) - V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1}", "gamma", fitted_step_gamma)
+    .advises("Use one discount for the next values and for the trace.", source="program: gae_programs"),
+    mistake("both_gamma", "GAE with another discount and another lambda,")
+    .fits("A_t with other γ and λ", "gamma", fitted_both(0), fitted_normalized("gamma", "gae_lambda", returned="gamma"))
+    .advises("Compare both with the settings.", source="program: gae_programs"),
+    mistake("both_lambda", "the same with")
+    .fits(
+        "A_t with other γ and λ",
+        "lambda",
+        fitted_both(1),
+        fitted_normalized("gamma", "gae_lambda", returned="gae_lambda"),
+    )
+    .advises("Compare both with the settings.", source="program: test_advantage_equations"),
+    mistake("terminal_reward", "GAE with the same number added to the reward of each termination,")
+    .fits("r_t + c at terminations", "c", fitted_termination(constant=True))
+    .advises("Learn from the rewards that are stored.", source="program: gae_programs"),
+    mistake(
+        "termination_bootstrapped",
+        "GAE that adds a value after terminations, as if a time limit had ended the episode;",
+    )
+    .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", fitted_termination(constant=False))
+    .advises("Bootstrap where truncated is set and terminated is not.", source="Pardo et al. 2018, 1712.00378"),
+    mistake("other_last_value", "GAE that bootstraps the last step with other values;")
+    .fits("δ_T = r_T + γ x - V_T", "their mean", fitted_last_value)
+    .advises("Ask the critic for the observation after the last step, with the weights and states of the rollout.")
+    .cites("program: gae_programs"),
+    mistake("other_ends", "GAE with the ends of episodes in other steps than the environments returned them;")
+    .fits("A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends", "differing steps", fitted_ends)
+    .advises(
+        "Compare the flags that the advantages use with those that `env.step` returns, step by step and in "
+        "each environment."
+    )
+    .cites("program: script-ends_of_rollout_before"),
+    mistake("other_rows", "GAE of other rows;")
+    .fits("A_j in row i", "rows that differ", other_rows, partial(other_rows, normalized=True))
+    .given(doubtful_without="order")
+    .advises(
+        "Index advantages with the rows of the observations and actions, and shuffle all columns by the "
+        "same permutation."
+    )
+    .cites("program: gae_programs"),
+    mistake("reward_clip", "GAE of rewards clipped to [-c, c],")
+    .fits("δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t", "c", fitted_clip)
+    .advises("Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.")
+    .cites("program: gae_programs"),
+    mistake("scaled", "GAE times a factor,")
+    .fits("A_t = c GAE_t", "c", fitted_scale)
+    .advises("Look for a factor after the advantages are computed; normalised advantages need none.")
+    .cites("program: gae_programs"),
+    variant("reward_scale", "GAE of scaled rewards,")
+    .fits("δ_t = c r_t + γ V_{t+1} - V_t", "factor", fitted_reward_scale)
+    .cites("2005.12729, section 3, reward scaling"),
 )
 """Explanations with a parameter."""

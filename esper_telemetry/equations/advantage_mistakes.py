@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import product
 
 from esper_telemetry.core.lazy import Tensor, torch
-from esper_telemetry.equations.equation import hypothesis_table
+from esper_telemetry.equations.equation import mistake, variant
 from esper_telemetry.equations.gae import (
     STD_EPS,
     GaeInputs,
@@ -105,9 +105,9 @@ def _with_rows(flags: Tensor, *rows: tuple[int, tuple[Tensor | bool, ...]]) -> l
     variants = [flags]
     for row, contents in rows:
         copies = []
-        for variant in variants:
+        for one in variants:
             for content in contents:
-                copy = variant.clone()
+                copy = one.clone()
                 copy[row] = content
                 copies.append(copy)
         variants = copies
@@ -421,176 +421,227 @@ def _stale(inputs: GaeInputs) -> Tensor | None:
     return closest_whole(inputs, *kept)
 
 
-MISTAKES = hypothesis_table(
-    "ends_ignored: GAE that runs on over the ends of episodes // A_t = r_t + γ V_{t+1} - V_t + γλ A_{t+1}"
-    " // Multiply the trace, and the bootstrap, by 1 - done. // Huang et al. 2022, The 37 implementation details of PPO",
-    _ends_ignored,
-    "terminations_ignored: GAE that runs on over terminations, and not over time limits // A_t = δ_t + γλ (1 - truncated_t) A_{t+1}"
-    " // Multiply the trace, and the bootstrap, by 1 - terminated too. // program: gae_programs",
-    _terminations_ignored,
-    "ends_late (doubtful_without flags): GAE with the ends of episodes one step late // A_t = δ_t + γλ (1 - end_{t-1}) A_{t+1}"
-    " // Take the flag that the step itself returned: where `dones[t]` is the flag before step t, use `dones[t + 1]`."
-    " // automl/Mighty#126; vwxyzjn/cleanrl: dones[t + 1], not dones[t], says that step t ended an episode",
-    _ends_late,
-    "ends_early (doubtful_without flags): GAE with the ends of episodes one step early // A_t = δ_t + γλ (1 - end_{t+1}) A_{t+1}"
-    " // Take the flag that the step itself returned: where `dones[t]` belongs to step t, do not use `dones[t + 1]`."
-    " // program: loop-dones_after_step",
-    _ends_early,
-    "ends_inverted: GAE that goes on only where an episode ends // A_t = δ_t + γλ end_t A_{t+1} // Multiply by 1 - done, not by done."
-    " // program: gae_programs",
-    lambda inputs: _with_ends(inputs, ~inputs.ended),
-    "ends_shared: GAE in which the end of an episode in one environment ends those of all // A_t = δ_t + γλ (1 - max_b end_tb) "
-    "A_{t+1} // Use each environment's own flag: look for `any()` and for shapes that broadcast. // program: gae_programs",
-    _ends_shared,
-    "ends_of_others: GAE with the ends of episodes of other environments // A_tb = δ_tb + γλ (1 - end_{t,σ(b)}) A_{t+1,b}"
-    " // Keep the order of environments in the flags: look for `roll`, for reshapes and for results of workers in another order."
-    " // program: subclass-ends_neighbour",
-    _ends_of_others,
-    "last_end_ignored: GAE that bootstraps after the last step though that ended its episode // A_T = r_T + γ V(s_{T+1}) - V_T"
-    " // Multiply the value after the last step by 1 - done of the last step."
-    " // vwxyzjn/cleanrl: `next_done` masks the bootstrap of the last step",
-    _last_end_ignored,
-    "next_episode_bootstrap: GAE that bootstraps ends with the first value of the next episode"
-    " // δ_t = r_t + γ V_{t+1} - V_t at ends too // Multiply the next value by 1 - done. // program: gae_programs",
-    _next_episode_bootstrap,
-    "time_limit_as_termination: GAE that takes time limits for terminations // δ_t = r_t - V_t at time limits"
-    " // Add γ times the value of the episode's last observation where a time limit ended it."
-    " // Pardo et al. 2018, 1712.00378; DLR-RM/stable-baselines3#633",
-    _time_limit_bootstrap(lambda inputs: 0.0),
-    "time_limit_no_end: GAE that takes time limits for no end, so that the trace runs into the next episode // A_t = δ_t + γλ (1 - "
-    "terminated_t) A_{t+1} // Cut the trace where terminated or truncated is set, and mask the bootstrap by terminated alone. // "
-    "Pardo et al. 2018, 1712.00378",
-    _time_limit_no_end,
-    "time_limit_next_episode: GAE that bootstraps time limits with the first value of the next episode // δ_t = r_t + γ V_{t+1} - V_t"
-    " at time limits // Use the value of the episode's last observation (`final_observation`), not of the one after the reset. // "
-    "Unity-Technologies/ml-agents#574",
-    _time_limit_bootstrap(lambda inputs: inputs.following),
-    "time_limit_twice: GAE that adds the value after a time limit twice // δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits"
-    " // Add the value either to the reward or as the next value. // program: gae_programs",
-    _time_limit_bootstrap(lambda inputs: 2 * inputs.next_values),
-    "no_last_bootstrap: GAE without the value after the last step // δ_T = r_T - V_T // Bootstrap the last step with the value of the"
-    " state that follows the rollout. // Huang et al. 2022, The 37 implementation details of PPO",
-    _last_bootstrap(lambda inputs: 0.0),
-    "old_last_bootstrap: GAE that bootstraps the last step with the value of the state before it // δ_T = r_T + γ V_T - V_T"
-    " // Ask the critic for the observation after the last step. // program: loop-bootstrap_old_value",
-    _last_bootstrap(lambda inputs: inputs.values),
-    "current_value_bootstrap: GAE that bootstraps each step with the value of its own state // δ_t = r_t + γ V_t - V_t"
-    " // The next value is that of row t + 1. // program: gae_programs",
-    _current_value_bootstrap,
-    "values_exchanged: GAE with the value and the next value exchanged // δ_t = r_t + γ V_t - V_{t+1} // δ_t = r_t + γ V_{t+1} - V_t."
-    " // program: gae_programs",
-    lambda inputs: gae(inputs, values=inputs.next_values, next_values=inputs.values),
-    "not_flipped: GAE in reversed order of time // A_t = GAE_{T-t} // Reverse the list that the backward loop has filled."
-    " // program: gae_programs",
-    lambda inputs: gae(inputs).flip(0),
-    "forward: the recursion of GAE run forward in time // A_t = δ_t + γλ (1 - end_t) A_{t-1} // Loop over `reversed(range(T))`."
-    " // program: loop-forward",
-    _forward,
-    "exchanged: GAE with gamma and lambda exchanged // δ_t = r_t + λ V_{t+1} - V_t // Look at the order of the arguments."
-    " // program: gae_programs",
-    lambda inputs: gae(inputs, gamma=inputs.gae_lambda),
-    "undiscounted_bootstrap: GAE whose bootstrap is not discounted // δ_t = r_t + V_{t+1} - V_t // Multiply the next value by gamma."
-    " // program: gae_programs",
-    lambda inputs: gae(inputs, gamma=1.0),
-    "trace_without_gamma: GAE whose trace decays by lambda alone // A_t = δ_t + λ A_{t+1}"
-    " // Multiply the trace by gamma times lambda. // program: gae_programs",
-    lambda inputs: gae(inputs, decay=inputs.gae_lambda),
-    "sign: GAE with the opposite sign // A_t = -GAE_t // Advantages are returns less values. // program: bundled-adv_sign",
-    lambda inputs: -gae(inputs),
-    "absolute: GAE whose negative numbers have become positive, or 0 // A_t = |GAE_t|, GAE_t² or max(GAE_t, 0)"
-    " // Keep the signs: an action that is worse than expected is to become less likely. // program: subclass-abs",
-    _without_signs,
-    "rewards_late (unknown_row): GAE from the rewards of the step before // δ_t = r_{t-1} + γ V_{t+1} - V_t"
-    " // Store each reward in the row of the action that earned it. // program: loop-reward_shift",
-    _rewards_late,
-    "rewards_early (unknown_row): GAE from the rewards of the step after // δ_t = r_{t+1} + γ V_{t+1} - V_t"
-    " // Store each reward in the row of the action that earned it. // program: gae_programs",
-    _rewards_early,
-    "rewards_negated: GAE of the negative rewards // δ_t = -r_t + γ V_{t+1} - V_t // Rewards are maximised; costs need a minus sign."
-    " // program: gae_programs",
-    _of_rewards(lambda rewards: -rewards),
-    "rewards_clipped: GAE of rewards clipped to [-1, 1] // δ_t = clip(r_t, -1, 1) + γ V_{t+1} - V_t"
-    " // Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees."
-    " // Mnih et al. 2015: rewards of Atari are clipped in the environment",
-    _of_rewards(lambda rewards: rewards.clamp(-1, 1)),
-    "reward_signs: GAE of the signs of the rewards // δ_t = sign(r_t) + γ V_{t+1} - V_t"
-    " // Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees."
-    " // Mnih et al. 2015: rewards of Atari are clipped in the environment",
-    _of_rewards(lambda rewards: rewards.sign()),
-    "raw_rewards (needs raw_rewards): GAE of the rewards before normalisation // δ_t = raw r_t + γ V_{t+1} - V_t"
-    " // Store the normalised rewards, or train the critic on the raw ones too. // program: test_advantage_equations",
-    lambda inputs: gae(inputs, rewards=inputs.raw_rewards),
-    "returns_stored: returns: the values were not subtracted // A_t = GAE_t + V_t"
-    " // Subtract the values, or store returns and advantages apart. // program: gae_programs",
-    lambda inputs: gae(inputs) + inputs.values,
-    "values_missing: discounted sums of rewards, as if all values were 0 // A_t = Σ_k (γλ)^k r_{t+k}"
-    " // Fill the values before the advantages are computed. // program: gae_programs",
-    lambda inputs: gae(inputs, values=torch.zeros_like(inputs.values), next_values=torch.zeros_like(inputs.values)),
-    "monte_carlo_cut: discounted rewards to the end of the rollout, less values, without a bootstrap after the last step // A_t = Σ_k"
-    " γ^k r_{t+k} - V_t // Bootstrap the last step with the value of the state that follows the rollout. // program: gae_programs",
-    lambda inputs: None if inputs.gae_lambda == 1 else _monte_carlo_cut(inputs),
-    "rewards_to_go: discounted rewards to go without a baseline // A_t = Σ_k γ^k r_{t+k} // Subtract the values."
-    " // program: gae_programs",
-    lambda x: closest_whole(x, _monte_carlo_cut(x) + x.values, gae(x, decay=x.gamma) + x.values),
-    "axes_swapped: GAE with steps and environments exchanged when it was reshaped // A[t, b] = GAE.reshape(B, T)[b, t]"
-    " // Transpose before you reshape: `reshape` and `view` do not move entries. // program: loop-axes_gae",
-    _axes_swapped,
-    "rewards_swapped: GAE of rewards with steps and environments exchanged when they were reshaped // δ[t, b] = r.reshape(B, T)[b, t]"
-    " + γ V_{t+1} - V_t // Transpose before you reshape: `reshape` and `view` do not move entries. // program: subclass-axes_rewards",
-    _rewards_swapped,
-    "ends_swapped: GAE of ends, perhaps of rewards too, with steps and environments exchanged when they were reshaped // end[t, b] = "
-    "ends.reshape(B, T)[b, t] // Transpose before you reshape: `reshape` and `view` do not move entries. // program: gae_programs",
-    _ends_swapped,
-    "along_environments: the recursion of GAE over environments in place of steps // A_tb = δ_tb + γλ A_t,b+1"
-    " // Loop over the axis of time. // program: gae_programs",
-    _along_environments,
-    "chained: GAE of all environments as one sequence // A_n = δ_n + γλ A_{n+1} over the flattened rollout"
-    " // Compute advantages before the rollout is flattened. // program: gae_programs",
-    _chained,
-    "environment_mean: GAE averaged over the environments // A_tb = mean_b GAE_tb"
-    " // Keep the axis of environments: look for `mean()` and for shapes that broadcast. // program: gae_programs",
-    _environment_mean,
-    "broadcast_mean: differences of returns and values in which one of both is a mean over all rows // A_i = mean_j (R_j - V_i) // "
-    "Print the shapes of returns and values: [N] less [N, 1] is [N, N]. // PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74",
-    _broadcast_mean,
-    "normalized_parts: GAE normalised over each environment // A_tb = (GAE_tb - mean_b) / std_b"
-    " // Normalise over all rows of the batch or of the minibatch. // Huang et al. 2022, detail 7, normalises over the minibatch",
-    _normalized_along(0),
-    "normalized_steps: GAE normalised over the environments of each step // A_tb = (GAE_tb - mean_t) / std_t"
-    " // Normalise over all rows of the batch or of the minibatch. // Huang et al. 2022, detail 7, normalises over the minibatch",
-    _normalized_along(1),
-    "std_alone: GAE divided by its standard deviation without taking its mean away // A_t = GAE_t / std // Subtract the mean."
-    " // program: gae_programs",
-    _moved_and_scaled(lambda right, mean, std: right / std),
-    "mean_alone: GAE less its mean, which is not divided by its standard deviation // A_t = GAE_t - mean"
-    " // Divide by the standard deviation. // program: gae_programs",
-    _moved_and_scaled(lambda right, mean, std: right - mean),
-    "variance: GAE less its mean, divided by its variance // A_t = (GAE_t - mean) / std² // Divide by the standard deviation."
-    " // program: gae_programs",
-    _moved_and_scaled(lambda right, mean, std: (right - mean) / std.square()),
-    "precedence: GAE less the ratio of its mean and its standard deviation // A_t = GAE_t - mean / std"
-    " // Put `advantages - mean` in parentheses. // program: gae_programs",
-    _moved_and_scaled(lambda right, mean, std: right - mean / std),
-    "stale: the advantages of the rollout before // A_t = GAE_t of rollout k - 1"
-    " // Compute advantages after the rollout is complete, and clear the buffer after each update. // program: bundled-stale_adv",
-    _stale,
+MISTAKES = (
+    mistake("ends_ignored", "GAE that runs on over the ends of episodes")
+    .predicts("A_t = r_t + γ V_{t+1} - V_t + γλ A_{t+1}", _ends_ignored)
+    .advises("Multiply the trace, and the bootstrap, by 1 - done.")
+    .cites("Huang et al. 2022, The 37 implementation details of PPO"),
+    mistake("terminations_ignored", "GAE that runs on over terminations, and not over time limits")
+    .predicts("A_t = δ_t + γλ (1 - truncated_t) A_{t+1}", _terminations_ignored)
+    .advises("Multiply the trace, and the bootstrap, by 1 - terminated too.", source="program: gae_programs"),
+    mistake("ends_late", "GAE with the ends of episodes one step late")
+    .predicts("A_t = δ_t + γλ (1 - end_{t-1}) A_{t+1}", _ends_late)
+    .given(doubtful_without="flags")
+    .advises(
+        "Take the flag that the step itself returned: where `dones[t]` is the flag before step t, use `dones[t + 1]`."
+    )
+    .cites("automl/Mighty#126; vwxyzjn/cleanrl: dones[t + 1], not dones[t], says that step t ended an episode"),
+    mistake("ends_early", "GAE with the ends of episodes one step early")
+    .predicts("A_t = δ_t + γλ (1 - end_{t+1}) A_{t+1}", _ends_early)
+    .given(doubtful_without="flags")
+    .advises(
+        "Take the flag that the step itself returned: where `dones[t]` belongs to step t, do not use `dones[t + 1]`."
+    )
+    .cites("program: loop-dones_after_step"),
+    mistake("ends_inverted", "GAE that goes on only where an episode ends")
+    .predicts("A_t = δ_t + γλ end_t A_{t+1}", lambda inputs: _with_ends(inputs, ~inputs.ended))
+    .advises("Multiply by 1 - done, not by done.", source="program: gae_programs"),
+    mistake("ends_shared", "GAE in which the end of an episode in one environment ends those of all")
+    .predicts("A_t = δ_t + γλ (1 - max_b end_tb) A_{t+1}", _ends_shared)
+    .advises("Use each environment's own flag: look for `any()` and for shapes that broadcast.")
+    .cites("program: gae_programs"),
+    mistake("ends_of_others", "GAE with the ends of episodes of other environments")
+    .predicts("A_tb = δ_tb + γλ (1 - end_{t,σ(b)}) A_{t+1,b}", _ends_of_others)
+    .advises(
+        "Keep the order of environments in the flags: look for `roll`, for reshapes and for results of "
+        "workers in another order."
+    )
+    .cites("program: subclass-ends_neighbour"),
+    mistake("last_end_ignored", "GAE that bootstraps after the last step though that ended its episode")
+    .predicts("A_T = r_T + γ V(s_{T+1}) - V_T", _last_end_ignored)
+    .advises("Multiply the value after the last step by 1 - done of the last step.")
+    .cites("vwxyzjn/cleanrl: `next_done` masks the bootstrap of the last step"),
+    mistake("next_episode_bootstrap", "GAE that bootstraps ends with the first value of the next episode")
+    .predicts("δ_t = r_t + γ V_{t+1} - V_t at ends too", _next_episode_bootstrap)
+    .advises("Multiply the next value by 1 - done.", source="program: gae_programs"),
+    mistake("time_limit_as_termination", "GAE that takes time limits for terminations")
+    .predicts("δ_t = r_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: 0.0))
+    .advises("Add γ times the value of the episode's last observation where a time limit ended it.")
+    .cites("Pardo et al. 2018, 1712.00378; DLR-RM/stable-baselines3#633"),
+    mistake("time_limit_no_end", "GAE that takes time limits for no end, so that the trace runs into the next episode")
+    .predicts("A_t = δ_t + γλ (1 - terminated_t) A_{t+1}", _time_limit_no_end)
+    .advises("Cut the trace where terminated or truncated is set, and mask the bootstrap by terminated alone.")
+    .cites("Pardo et al. 2018, 1712.00378"),
+    mistake("time_limit_next_episode", "GAE that bootstraps time limits with the first value of the next episode")
+    .predicts("δ_t = r_t + γ V_{t+1} - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.following))
+    .advises("Use the value of the episode's last observation (`final_observation`), not of the one after the reset.")
+    .cites("Unity-Technologies/ml-agents#574"),
+    mistake("time_limit_twice", "GAE that adds the value after a time limit twice")
+    .predicts(
+        "δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits", _time_limit_bootstrap(lambda inputs: 2 * inputs.next_values)
+    )
+    .advises("Add the value either to the reward or as the next value.", source="program: gae_programs"),
+    mistake("no_last_bootstrap", "GAE without the value after the last step")
+    .predicts("δ_T = r_T - V_T", _last_bootstrap(lambda inputs: 0.0))
+    .advises("Bootstrap the last step with the value of the state that follows the rollout.")
+    .cites("Huang et al. 2022, The 37 implementation details of PPO"),
+    mistake("old_last_bootstrap", "GAE that bootstraps the last step with the value of the state before it")
+    .predicts("δ_T = r_T + γ V_T - V_T", _last_bootstrap(lambda inputs: inputs.values))
+    .advises("Ask the critic for the observation after the last step.")
+    .cites("program: loop-bootstrap_old_value"),
+    mistake("current_value_bootstrap", "GAE that bootstraps each step with the value of its own state")
+    .predicts("δ_t = r_t + γ V_t - V_t", _current_value_bootstrap)
+    .advises("The next value is that of row t + 1.", source="program: gae_programs"),
+    mistake("values_exchanged", "GAE with the value and the next value exchanged")
+    .predicts(
+        "δ_t = r_t + γ V_t - V_{t+1}", lambda inputs: gae(inputs, values=inputs.next_values, next_values=inputs.values)
+    )
+    .advises("δ_t = r_t + γ V_{t+1} - V_t.", source="program: gae_programs"),
+    mistake("not_flipped", "GAE in reversed order of time")
+    .predicts("A_t = GAE_{T-t}", lambda inputs: gae(inputs).flip(0))
+    .advises("Reverse the list that the backward loop has filled.", source="program: gae_programs"),
+    mistake("forward", "the recursion of GAE run forward in time")
+    .predicts("A_t = δ_t + γλ (1 - end_t) A_{t-1}", _forward)
+    .advises("Loop over `reversed(range(T))`.", source="program: loop-forward"),
+    mistake("exchanged", "GAE with gamma and lambda exchanged")
+    .predicts("δ_t = r_t + λ V_{t+1} - V_t", lambda inputs: gae(inputs, gamma=inputs.gae_lambda))
+    .advises("Look at the order of the arguments.", source="program: gae_programs"),
+    mistake("undiscounted_bootstrap", "GAE whose bootstrap is not discounted")
+    .predicts("δ_t = r_t + V_{t+1} - V_t", lambda inputs: gae(inputs, gamma=1.0))
+    .advises("Multiply the next value by gamma.", source="program: gae_programs"),
+    mistake("trace_without_gamma", "GAE whose trace decays by lambda alone")
+    .predicts("A_t = δ_t + λ A_{t+1}", lambda inputs: gae(inputs, decay=inputs.gae_lambda))
+    .advises("Multiply the trace by gamma times lambda.", source="program: gae_programs"),
+    mistake("sign", "GAE with the opposite sign")
+    .predicts("A_t = -GAE_t", lambda inputs: -gae(inputs))
+    .advises("Advantages are returns less values.", source="program: bundled-adv_sign"),
+    mistake("absolute", "GAE whose negative numbers have become positive, or 0")
+    .predicts("A_t = |GAE_t|, GAE_t² or max(GAE_t, 0)", _without_signs)
+    .advises("Keep the signs: an action that is worse than expected is to become less likely.")
+    .cites("program: subclass-abs"),
+    mistake("rewards_late", "GAE from the rewards of the step before")
+    .predicts("δ_t = r_{t-1} + γ V_{t+1} - V_t", _rewards_late)
+    .given(unknown_row=True)
+    .advises("Store each reward in the row of the action that earned it.", source="program: loop-reward_shift"),
+    mistake("rewards_early", "GAE from the rewards of the step after")
+    .predicts("δ_t = r_{t+1} + γ V_{t+1} - V_t", _rewards_early)
+    .given(unknown_row=True)
+    .advises("Store each reward in the row of the action that earned it.", source="program: gae_programs"),
+    mistake("rewards_negated", "GAE of the negative rewards")
+    .predicts("δ_t = -r_t + γ V_{t+1} - V_t", _of_rewards(lambda rewards: -rewards))
+    .advises("Rewards are maximised; costs need a minus sign.", source="program: gae_programs"),
+    mistake("rewards_clipped", "GAE of rewards clipped to [-1, 1]")
+    .predicts("δ_t = clip(r_t, -1, 1) + γ V_{t+1} - V_t", _of_rewards(lambda rewards: rewards.clamp(-1, 1)))
+    .advises("Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.")
+    .cites("Mnih et al. 2015: rewards of Atari are clipped in the environment"),
+    mistake("reward_signs", "GAE of the signs of the rewards")
+    .predicts("δ_t = sign(r_t) + γ V_{t+1} - V_t", _of_rewards(lambda rewards: rewards.sign()))
+    .advises("Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.")
+    .cites("Mnih et al. 2015: rewards of Atari are clipped in the environment"),
+    mistake("raw_rewards", "GAE of the rewards before normalisation")
+    .predicts("δ_t = raw r_t + γ V_{t+1} - V_t", lambda inputs: gae(inputs, rewards=inputs.raw_rewards))
+    .given(needs="raw_rewards")
+    .advises("Store the normalised rewards, or train the critic on the raw ones too.")
+    .cites("program: test_advantage_equations"),
+    mistake("returns_stored", "returns: the values were not subtracted")
+    .predicts("A_t = GAE_t + V_t", lambda inputs: gae(inputs) + inputs.values)
+    .advises("Subtract the values, or store returns and advantages apart.", source="program: gae_programs"),
+    mistake("values_missing", "discounted sums of rewards, as if all values were 0")
+    .predicts(
+        "A_t = Σ_k (γλ)^k r_{t+k}",
+        lambda inputs: gae(inputs, values=torch.zeros_like(inputs.values), next_values=torch.zeros_like(inputs.values)),
+    )
+    .advises("Fill the values before the advantages are computed.", source="program: gae_programs"),
+    mistake(
+        "monte_carlo_cut",
+        "discounted rewards to the end of the rollout, less values, without a bootstrap after the last step",
+    )
+    .predicts(
+        "A_t = Σ_k γ^k r_{t+k} - V_t", lambda inputs: None if inputs.gae_lambda == 1 else _monte_carlo_cut(inputs)
+    )
+    .advises("Bootstrap the last step with the value of the state that follows the rollout.")
+    .cites("program: gae_programs"),
+    mistake("rewards_to_go", "discounted rewards to go without a baseline")
+    .predicts(
+        "A_t = Σ_k γ^k r_{t+k}",
+        lambda x: closest_whole(x, _monte_carlo_cut(x) + x.values, gae(x, decay=x.gamma) + x.values),
+    )
+    .advises("Subtract the values.", source="program: gae_programs"),
+    mistake("axes_swapped", "GAE with steps and environments exchanged when it was reshaped")
+    .predicts("A[t, b] = GAE.reshape(B, T)[b, t]", _axes_swapped)
+    .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
+    .cites("program: loop-axes_gae"),
+    mistake("rewards_swapped", "GAE of rewards with steps and environments exchanged when they were reshaped")
+    .predicts("δ[t, b] = r.reshape(B, T)[b, t] + γ V_{t+1} - V_t", _rewards_swapped)
+    .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
+    .cites("program: subclass-axes_rewards"),
+    mistake(
+        "ends_swapped",
+        "GAE of ends, perhaps of rewards too, with steps and environments exchanged when they were reshaped",
+    )
+    .predicts("end[t, b] = ends.reshape(B, T)[b, t]", _ends_swapped)
+    .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
+    .cites("program: gae_programs"),
+    mistake("along_environments", "the recursion of GAE over environments in place of steps")
+    .predicts("A_tb = δ_tb + γλ A_t,b+1", _along_environments)
+    .advises("Loop over the axis of time.", source="program: gae_programs"),
+    mistake("chained", "GAE of all environments as one sequence")
+    .predicts("A_n = δ_n + γλ A_{n+1} over the flattened rollout", _chained)
+    .advises("Compute advantages before the rollout is flattened.", source="program: gae_programs"),
+    mistake("environment_mean", "GAE averaged over the environments")
+    .predicts("A_tb = mean_b GAE_tb", _environment_mean)
+    .advises("Keep the axis of environments: look for `mean()` and for shapes that broadcast.")
+    .cites("program: gae_programs"),
+    mistake("broadcast_mean", "differences of returns and values in which one of both is a mean over all rows")
+    .predicts("A_i = mean_j (R_j - V_i)", _broadcast_mean)
+    .advises("Print the shapes of returns and values: [N] less [N, 1] is [N, N].")
+    .cites("PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74"),
+    mistake("normalized_parts", "GAE normalised over each environment")
+    .predicts("A_tb = (GAE_tb - mean_b) / std_b", _normalized_along(0))
+    .advises("Normalise over all rows of the batch or of the minibatch.")
+    .cites("Huang et al. 2022, detail 7, normalises over the minibatch"),
+    mistake("normalized_steps", "GAE normalised over the environments of each step")
+    .predicts("A_tb = (GAE_tb - mean_t) / std_t", _normalized_along(1))
+    .advises("Normalise over all rows of the batch or of the minibatch.")
+    .cites("Huang et al. 2022, detail 7, normalises over the minibatch"),
+    mistake("std_alone", "GAE divided by its standard deviation without taking its mean away")
+    .predicts("A_t = GAE_t / std", _moved_and_scaled(lambda right, mean, std: right / std))
+    .advises("Subtract the mean.", source="program: gae_programs"),
+    mistake("mean_alone", "GAE less its mean, which is not divided by its standard deviation")
+    .predicts("A_t = GAE_t - mean", _moved_and_scaled(lambda right, mean, std: right - mean))
+    .advises("Divide by the standard deviation.", source="program: gae_programs"),
+    mistake("variance", "GAE less its mean, divided by its variance")
+    .predicts("A_t = (GAE_t - mean) / std²", _moved_and_scaled(lambda right, mean, std: (right - mean) / std.square()))
+    .advises("Divide by the standard deviation.", source="program: gae_programs"),
+    mistake("precedence", "GAE less the ratio of its mean and its standard deviation")
+    .predicts("A_t = GAE_t - mean / std", _moved_and_scaled(lambda right, mean, std: right - mean / std))
+    .advises("Put `advantages - mean` in parentheses.", source="program: gae_programs"),
+    mistake("stale", "the advantages of the rollout before")
+    .predicts("A_t = GAE_t of rollout k - 1", _stale)
+    .advises("Compute advantages after the rollout is complete, and clear the buffer after each update.")
+    .cites("program: bundled-stale_adv"),
 )
-VARIANTS = hypothesis_table(
-    "lambda_one (variant): returns less values (lambda = 1) // A_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n}) - V_t // "
-    " // A2C, 1602.01783; 1506.02438, eq. 16",
-    lambda inputs: gae(inputs, decay=inputs.gamma),
-    "lambda_zero (variant): one-step TD errors (lambda = 0) // A_t = r_t + γ V_{t+1} - V_t //  // 1506.02438, eq. 16",
-    lambda inputs: gae(inputs, decay=0.0),
-    "v_trace (variant): one-step advantages against lambda-returns, as in V-trace // A_t = r_t + γ v_{t+1} - V_t // "
-    " // IMPALA, 1802.01561, section 4.2",
-    _v_trace,
-    "time_limit_current_value (variant): GAE that bootstraps time limits with the value of the last state acted in"
-    " // δ_t = r_t + γ V_t - V_t at time limits //  // leggedrobotics/rsl_rl, Rudin et al. 2021, 2109.11978",
-    _time_limit_bootstrap(lambda inputs: inputs.values),
-    "normalized (variant, of scale): GAE that was normalised over the whole batch // A = (GAE - mean) / std // "
-    " // openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns",
-    normalized,
-    "normalized_returns (variant): discounted rewards to the end of each episode, normalised over the whole batch, less the values"
-    " // A_t = (Σ_k γ^k r_{t+k} - mean) / std - V_t //  // https://github.com/nikhilbarhate99/PPO-PyTorch, PPO.update",
-    _normalized_returns,
+VARIANTS = (
+    variant("lambda_one", "returns less values (lambda = 1)")
+    .predicts("A_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n}) - V_t", lambda inputs: gae(inputs, decay=inputs.gamma))
+    .cites("A2C, 1602.01783; 1506.02438, eq. 16"),
+    variant("lambda_zero", "one-step TD errors (lambda = 0)")
+    .predicts("A_t = r_t + γ V_{t+1} - V_t", lambda inputs: gae(inputs, decay=0.0))
+    .cites("1506.02438, eq. 16"),
+    variant("v_trace", "one-step advantages against lambda-returns, as in V-trace")
+    .predicts("A_t = r_t + γ v_{t+1} - V_t", _v_trace)
+    .cites("IMPALA, 1802.01561, section 4.2"),
+    variant("time_limit_current_value", "GAE that bootstraps time limits with the value of the last state acted in")
+    .predicts("δ_t = r_t + γ V_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.values))
+    .cites("leggedrobotics/rsl_rl, Rudin et al. 2021, 2109.11978"),
+    variant("normalized", "GAE that was normalised over the whole batch")
+    .predicts("A = (GAE - mean) / std", normalized)
+    .given(of="scale")
+    .cites("openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns"),
+    variant(
+        "normalized_returns",
+        "discounted rewards to the end of each episode, normalised over the whole batch, less the values",
+    )
+    .predicts("A_t = (Σ_k γ^k r_{t+k} - mean) / std - V_t", _normalized_returns)
+    .cites("https://github.com/nikhilbarhate99/PPO-PyTorch, PPO.update"),
 )

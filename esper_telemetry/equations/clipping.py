@@ -10,7 +10,7 @@ from esper_telemetry.core.arrays import as_floats
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished
-from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake
 from esper_telemetry.equations.gradient import fitted, flat64, gradient_scale
 
 Gradients: TypeAlias = "Mapping[str, Tensor] | Sequence[Tensor]"
@@ -73,24 +73,27 @@ CLIPPING = Equation(
     compute=ClipInputs.clipped,
     tolerance=1.0,  # errors of healthy runs: 5e-7 and below
     advice="Something changes the gradient between the backward pass and the optimizer's step",
-    hypotheses=hypothesis_table(
-        "not_clipped: gradients that are not clipped, or only after the step // g // Clip between the backward pass and optimizer.step()"
-        " // program: test_optimizer_step",
-        lambda inputs: inputs.gradient / inputs.scale,
-        "by_value (needs max_norm): gradients with each entry cut at the limit of the norm // clip(g, ±c)"
-        " // Use clip_grad_norm_ in place of clip_grad_value_ // torch.nn.utils.clip_grad_value_",
-        lambda inputs: inputs.gradient.clamp(-inputs.max_norm, inputs.max_norm) / inputs.scale,
-        "each_tensor: gradients of which each tensor is clipped by its own norm // g_k min(1, c / ‖g_k‖)"
-        " // Clip all parameters in one call, by their global norm // program: test_optimizer_step",
-        _each_tensor,
-        "cleared: zero // 0 // Call zero_grad() before the backward pass, not between it and the step // program: test_optimizer_step",
-        lambda inputs: torch.zeros_like(inputs.gradient),
-        "norm: gradients of another norm than the limit allows, // g c / ‖g‖ // Compare the limit with the setting"
-        " // program: test_optimizer_step",
-        Fit("norm", _fit_norm),
-        "value: gradients with each entry cut at // clip(g, ±c) // Use clip_grad_norm_ in place of clip_grad_value_"
-        " // torch.nn.utils.clip_grad_value_",
-        Fit("c", _fit_value),
+    hypotheses=(
+        mistake("not_clipped", "gradients that are not clipped, or only after the step")
+        .predicts("g", lambda inputs: inputs.gradient / inputs.scale)
+        .advises("Clip between the backward pass and optimizer.step()", source="program: test_optimizer_step"),
+        mistake("by_value", "gradients with each entry cut at the limit of the norm")
+        .predicts("clip(g, ±c)", lambda inputs: inputs.gradient.clamp(-inputs.max_norm, inputs.max_norm) / inputs.scale)
+        .given(needs="max_norm")
+        .advises("Use clip_grad_norm_ in place of clip_grad_value_", source="torch.nn.utils.clip_grad_value_"),
+        mistake("each_tensor", "gradients of which each tensor is clipped by its own norm")
+        .predicts("g_k min(1, c / ‖g_k‖)", _each_tensor)
+        .advises("Clip all parameters in one call, by their global norm", source="program: test_optimizer_step"),
+        mistake("cleared", "zero")
+        .predicts("0", lambda inputs: torch.zeros_like(inputs.gradient))
+        .advises("Call zero_grad() before the backward pass, not between it and the step")
+        .cites("program: test_optimizer_step"),
+        mistake("norm", "gradients of another norm than the limit allows,")
+        .fits("g c / ‖g‖", "norm", _fit_norm)
+        .advises("Compare the limit with the setting", source="program: test_optimizer_step"),
+        mistake("value", "gradients with each entry cut at")
+        .fits("clip(g, ±c)", "c", _fit_value)
+        .advises("Use clip_grad_norm_ in place of clip_grad_value_", source="torch.nn.utils.clip_grad_value_"),
     ),
 )
 

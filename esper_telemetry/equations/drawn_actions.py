@@ -18,7 +18,7 @@ from esper_telemetry.core.reduction import Sum
 from esper_telemetry.equations import calibration
 from esper_telemetry.equations.calibration import Z_BOUND, Z_EXPLAINED, ActionInputs
 from esper_telemetry.equations.comparison import EquationCheck, unchecked
-from esper_telemetry.equations.equation import Equation, Explanation, hypothesis_table
+from esper_telemetry.equations.equation import Equation, Explanation, mistake, variant
 from esper_telemetry.equations.log_probs import ActionColumns, named_columns
 from esper_telemetry.metrics.statistics import same_shape
 
@@ -55,41 +55,98 @@ ACTIONS = CalibrationEquation(
     inputs="actions, and the distributions that were acted on",
     compute=lambda inputs: calibration.largest(calibration.scores(inputs)),
     advice="Take the actions from the distribution whose parameters are stored, in the same step and environment.",
-    hypotheses=hypothesis_table(
-        "deterministic (hides permuted step_before step_after repeated cut_at_bounds squashed same_noise coloured_noise shuffled "
-        "independent): always the likeliest ones // a_t = argmax π(· | s_t) // Draw actions while training; take the likeliest one in "
-        "evaluations only (`deterministic=False`). // program: force-mean_action",
-        calibration.deterministic,
-        "permuted (hides independent shuffled): those of another environment // a_{t,b} ~ π(· | s_{t,σ(b)})"
-        " // Keep the order of environments from the policy's output to `env.step` and to the buffer; check reshapes of [T, B]."
-        " // program: test_action_calibration",
-        calibration.permuted,
-        "step_before (hides independent shuffled): drawn from the distribution of the step before // a_t ~ π(· | s_{t-1})"
-        " // Store observation, distribution and action of one step in one row. // program: test_action_calibration",
-        partial(calibration.displaced, steps=-1),
-        "step_after (hides independent shuffled): drawn from the distribution of the step after // a_t ~ π(· | s_{t+1})"
-        " // Store observation, distribution and action of one step in one row. // program: test_action_calibration",
-        partial(calibration.displaced, steps=1),
-        "repeated: repeated from the step before // a_t = a_{t-1}, else a_t ~ π(· | s_t) // Ask the policy in every step; where actions "
-        "are repeated on purpose, store one transition for all of them. // program: loop-sticky",
-        calibration.repeated,
-        "cut_at_bounds (hides independent shuffled): cut at their bounds before they were stored // a_t = clip(u, low, high), u ~ π(· | "
-        "s_t) // Store the action as it was drawn, and cut only what the environment gets. // program: force-clipped_before_log_prob",
-        calibration.cut_at_bounds,
-        "squashed (variant, hides independent shuffled): the tanh of draws // a_t = tanh u, u ~ π(· | s_t) //  // 1801.01290, appendix C",
-        calibration.squashed,
-        "same_noise: drawn with the same noise in all environments // a_{t,b} = F_b⁻¹(ε_t)"
-        " // Draw noise for every environment; give processes seeds of their own. // program: script-repeated_env",
-        calibration.same_noise,
-        "coloured_noise (variant): drawn with noise that is correlated in time // ε_t = ρ ε_{t-1} + √(1 - ρ²) η_t // "
-        " // 2312.11091; 2005.05719",
-        calibration.coloured_noise,
-        "shuffled: those of any environment of the same step // a_{t,b} ~ π(· | s_{t,σ_t(b)})"
-        " // Keep the order of environments from the policy's output to `env.step` and to the buffer. // program: loop-independent",
-        calibration.shuffled,
-        "independent: independent of the distributions // a_t ~ q(·)"
-        " // Step the environments with the actions of the policy, and store those. // program: force-independent",
-        calibration.independent,
+    hypotheses=(
+        mistake("deterministic", "always the likeliest ones")
+        .predicts("a_t = argmax π(· | s_t)", calibration.deterministic)
+        .given(
+            hides=(
+                "permuted",
+                "step_before",
+                "step_after",
+                "repeated",
+                "cut_at_bounds",
+                "squashed",
+                "same_noise",
+                "coloured_noise",
+                "shuffled",
+                "independent",
+            )
+        )
+        .advises("Draw actions while training; take the likeliest one in evaluations only (`deterministic=False`).")
+        .cites("program: force-mean_action"),
+        mistake("permuted", "those of another environment")
+        .predicts("a_{t,b} ~ π(· | s_{t,σ(b)})", calibration.permuted)
+        .given(
+            hides=(
+                "independent",
+                "shuffled",
+            )
+        )
+        .advises(
+            "Keep the order of environments from the policy's output to `env.step` and to the buffer; check "
+            "reshapes of [T, B]."
+        )
+        .cites("program: test_action_calibration"),
+        mistake("step_before", "drawn from the distribution of the step before")
+        .predicts("a_t ~ π(· | s_{t-1})", partial(calibration.displaced, steps=-1))
+        .given(
+            hides=(
+                "independent",
+                "shuffled",
+            )
+        )
+        .advises("Store observation, distribution and action of one step in one row.")
+        .cites("program: test_action_calibration"),
+        mistake("step_after", "drawn from the distribution of the step after")
+        .predicts("a_t ~ π(· | s_{t+1})", partial(calibration.displaced, steps=1))
+        .given(
+            hides=(
+                "independent",
+                "shuffled",
+            )
+        )
+        .advises("Store observation, distribution and action of one step in one row.")
+        .cites("program: test_action_calibration"),
+        mistake("repeated", "repeated from the step before")
+        .predicts("a_t = a_{t-1}, else a_t ~ π(· | s_t)", calibration.repeated)
+        .advises(
+            "Ask the policy in every step; where actions are repeated on purpose, store one transition for all of them."
+        )
+        .cites("program: loop-sticky"),
+        mistake("cut_at_bounds", "cut at their bounds before they were stored")
+        .predicts("a_t = clip(u, low, high), u ~ π(· | s_t)", calibration.cut_at_bounds)
+        .given(
+            hides=(
+                "independent",
+                "shuffled",
+            )
+        )
+        .advises("Store the action as it was drawn, and cut only what the environment gets.")
+        .cites("program: force-clipped_before_log_prob"),
+        variant("squashed", "the tanh of draws")
+        .predicts("a_t = tanh u, u ~ π(· | s_t)", calibration.squashed)
+        .given(
+            hides=(
+                "independent",
+                "shuffled",
+            )
+        )
+        .cites("1801.01290, appendix C"),
+        mistake("same_noise", "drawn with the same noise in all environments")
+        .predicts("a_{t,b} = F_b⁻¹(ε_t)", calibration.same_noise)
+        .advises("Draw noise for every environment; give processes seeds of their own.")
+        .cites("program: script-repeated_env"),
+        variant("coloured_noise", "drawn with noise that is correlated in time")
+        .predicts("ε_t = ρ ε_{t-1} + √(1 - ρ²) η_t", calibration.coloured_noise)
+        .cites("2312.11091; 2005.05719"),
+        mistake("shuffled", "those of any environment of the same step")
+        .predicts("a_{t,b} ~ π(· | s_{t,σ_t(b)})", calibration.shuffled)
+        .advises("Keep the order of environments from the policy's output to `env.step` and to the buffer.")
+        .cites("program: loop-independent"),
+        mistake("independent", "independent of the distributions")
+        .predicts("a_t ~ q(·)", calibration.independent)
+        .advises("Step the environments with the actions of the policy, and store those.")
+        .cites("program: force-independent"),
     ),
 )
 

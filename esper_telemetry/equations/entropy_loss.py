@@ -14,7 +14,7 @@ from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.equations.comparison import EquationCheck, compare
-from esper_telemetry.equations.equation import Equation, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.minibatch_losses import (
     LOSS_TOLERANCE,
     Minibatches,
@@ -115,69 +115,100 @@ ENTROPY_LOSS = Equation(
     compute=entropy_loss,
     tolerance=LOSS_TOLERANCE,
     advice="Compare the line of the entropy with the distribution's.",
-    hypotheses=hypothesis_table(
-        "sign: the entropy itself, without its minus sign: descent lowers it // L = mean H"
-        " // Subtract the entropy from the loss, so that the bonus rewards exploring. // program: script-entropy_sign",
-        lambda x: -entropy_loss(x),
-        "sample (needs sampled, gradient entropy_of_sample): the log-probability of the chosen action, whose gradient is noise // L = "
-        "mean log π(a) // Take the entropy of the distribution: the expected gradient of log π(a) is 0. // program: loop-entropy_sample",
-        lambda x: x.minibatches.mean(x.sampled),
-        "sample_sign (needs sampled, gradient entropy_of_sample_sign): the negative log-probability of the chosen action // L = -mean log"
-        " π(a) // Take the entropy of the distribution: the expected gradient of log π(a) is 0. // program: test_entropy_and_total",
-        lambda x: -x.minibatches.mean(x.sampled),
-        "chosen_term (needs sampled): the term p log p of the chosen action alone, without those of the other actions // L = mean π(a) "
-        "log π(a) // Sum -p log p over all actions of each row. // program: test_script_styles",
-        lambda x: x.minibatches.mean(x.sampled.exp() * x.sampled),
-        "squashed_sample (variant, needs trained): the log-probability of the chosen action after a squash, whose entropy has no closed "
-        "form // L = mean log π(a) //  // Stable-Baselines3, PPO.train",
-        lambda x: x.minibatches.mean(x.trained),
-        "sum: the sum of the entropies over the rows in place of the mean // L = -Σ H"
-        " // Take the mean, so that the bonus does not grow with the minibatch. // program: test_entropy_and_total",
-        lambda x: entropy_loss(x) * x.minibatches.counts,
-        "unmasked (needs unmasked, gradient entropy_unmasked): the negative entropy over all choices, masked ones included"
-        " // L = -mean H(π without its mask) // Take the entropy of the masked distribution. // 2006.14171 (invalid action masking)",
-        lambda x: -x.summed(x.unmasked),
-        "irrelevant_heads (needs relevance): the negative entropy of all heads, irrelevant ones included // L = -mean Σ_{all heads} H"
-        " // Count a head in the rows where its choice matters. // program: test_entropy_and_total",
-        lambda x: entropy_loss(replace(x, relevance={})),
-        "relevant_rows (variant, needs relevance): the negative entropy of each head, as a mean over the rows where it is relevant"
-        " // L = -Σ_heads mean_{relevant rows} H //  // program: test_entropy_and_total",
-        _over_relevant_rows,
-        "mean_of_heads (variant): the mean of the heads' negative entropies in place of their sum // L = -mean mean_heads H // "
-        " // program: test_entropy_and_total",
-        lambda x: entropy_loss(x) / len(x.sizes()) if len(x.sizes()) > 1 else None,
-        "mean_of_entries (variant): the mean over the actions or dimensions of each head in place of the sum"
-        " // L = mean_{rows, actions} p log p //  // https://github.com/openai/spinningup, ppo.py",
-        _mean_of_entries,
-        "bits (variant): the negative entropy in bits // L = -mean H / log 2 //  // program: test_entropy_and_total",
-        lambda x: entropy_loss(x) / math.log(2),
-        "normalized (variant): the negative entropy over its largest value // L = -mean Σ_heads H / log A // "
-        " // program: test_entropy_and_total",
-        lambda x: (
-            None
-            if x.log_std or min(x.sizes().values()) < 2
-            else -x.summed({head: rows / math.log(x.sizes()[head]) for head, rows in x.entropies.items()})
-        ),
-        "std (needs log_std): the negative standard deviation in place of the entropy // L = -mean Σ σ"
-        " // Take the entropy, which grows with log σ. // program: test_entropy_and_total",
-        _of_std(lambda log_std: log_std.exp().sum(-1)),
-        "mean_std (needs log_std): the negative mean of the standard deviations in place of the entropy // L = -mean σ"
-        " // Take the entropy, which grows with log σ. // program: test_entropy_and_total",
-        _of_std(lambda log_std: log_std.exp().mean(-1)),
-        "variance (needs log_std): the entropy with the variance in place of the standard deviation // L = -mean Σ (2 log σ + ½ log 2πe)"
-        " // Pass the standard deviation to the distribution, and not its square. // program: test_entropy_and_total",
-        _of_std(lambda log_std: (2 * log_std + GAUSSIAN_ENTROPY).sum(-1)),
-        "log_std (variant, needs log_std): the negative log standard deviation, which is the entropy but for a constant"
-        " // L = -mean Σ log σ //  // program: test_entropy_and_total",
-        _of_std(lambda log_std: log_std.sum(-1)),
-        "probabilities: the sum of the squared probabilities // L = mean Σ p² // Multiply the probabilities by their logarithms."
-        " // program: test_entropy_and_total",
-        lambda x: None if x.log_std else x.summed({head: p.exp().square().sum(-1) for head, p in x.log_probs.items()}),
-        "weighted (variant, needs weight, of weight): the negative entropy times the weight of its bonus // L = -c mean H // "
-        " // program: test_entropy_and_total",
-        lambda x: x.weight * entropy_loss(x),
+    hypotheses=(
+        mistake("sign", "the entropy itself, without its minus sign: descent lowers it")
+        .predicts("L = mean H", lambda x: -entropy_loss(x))
+        .advises("Subtract the entropy from the loss, so that the bonus rewards exploring.")
+        .cites("program: script-entropy_sign"),
+        mistake("sample", "the log-probability of the chosen action, whose gradient is noise")
+        .predicts("L = mean log π(a)", lambda x: x.minibatches.mean(x.sampled))
+        .given(needs="sampled", gradient="entropy_of_sample")
+        .advises("Take the entropy of the distribution: the expected gradient of log π(a) is 0.")
+        .cites("program: loop-entropy_sample"),
+        mistake("sample_sign", "the negative log-probability of the chosen action")
+        .predicts("L = -mean log π(a)", lambda x: -x.minibatches.mean(x.sampled))
+        .given(needs="sampled", gradient="entropy_of_sample_sign")
+        .advises("Take the entropy of the distribution: the expected gradient of log π(a) is 0.")
+        .cites("program: test_entropy_and_total"),
+        mistake("chosen_term", "the term p log p of the chosen action alone, without those of the other actions")
+        .predicts("L = mean π(a) log π(a)", lambda x: x.minibatches.mean(x.sampled.exp() * x.sampled))
+        .given(needs="sampled")
+        .advises("Sum -p log p over all actions of each row.", source="program: test_script_styles"),
+        variant(
+            "squashed_sample",
+            "the log-probability of the chosen action after a squash, whose entropy has no closed form",
+        )
+        .predicts("L = mean log π(a)", lambda x: x.minibatches.mean(x.trained))
+        .given(needs="trained")
+        .cites("Stable-Baselines3, PPO.train"),
+        mistake("sum", "the sum of the entropies over the rows in place of the mean")
+        .predicts("L = -Σ H", lambda x: entropy_loss(x) * x.minibatches.counts)
+        .advises("Take the mean, so that the bonus does not grow with the minibatch.")
+        .cites("program: test_entropy_and_total"),
+        mistake("unmasked", "the negative entropy over all choices, masked ones included")
+        .predicts("L = -mean H(π without its mask)", lambda x: -x.summed(x.unmasked))
+        .given(needs="unmasked", gradient="entropy_unmasked")
+        .advises("Take the entropy of the masked distribution.", source="2006.14171 (invalid action masking)"),
+        mistake("irrelevant_heads", "the negative entropy of all heads, irrelevant ones included")
+        .predicts("L = -mean Σ_{all heads} H", lambda x: entropy_loss(replace(x, relevance={})))
+        .given(needs="relevance")
+        .advises("Count a head in the rows where its choice matters.", source="program: test_entropy_and_total"),
+        variant("relevant_rows", "the negative entropy of each head, as a mean over the rows where it is relevant")
+        .predicts("L = -Σ_heads mean_{relevant rows} H", _over_relevant_rows)
+        .given(needs="relevance")
+        .cites("program: test_entropy_and_total"),
+        variant("mean_of_heads", "the mean of the heads' negative entropies in place of their sum")
+        .predicts("L = -mean mean_heads H", lambda x: entropy_loss(x) / len(x.sizes()) if len(x.sizes()) > 1 else None)
+        .cites("program: test_entropy_and_total"),
+        variant("mean_of_entries", "the mean over the actions or dimensions of each head in place of the sum")
+        .predicts("L = mean_{rows, actions} p log p", _mean_of_entries)
+        .cites("https://github.com/openai/spinningup, ppo.py"),
+        variant("bits", "the negative entropy in bits")
+        .predicts("L = -mean H / log 2", lambda x: entropy_loss(x) / math.log(2))
+        .cites("program: test_entropy_and_total"),
+        variant("normalized", "the negative entropy over its largest value")
+        .predicts(
+            "L = -mean Σ_heads H / log A",
+            lambda x: (
+                None
+                if x.log_std or min(x.sizes().values()) < 2
+                else -x.summed({head: rows / math.log(x.sizes()[head]) for head, rows in x.entropies.items()})
+            ),
+        )
+        .cites("program: test_entropy_and_total"),
+        mistake("std", "the negative standard deviation in place of the entropy")
+        .predicts("L = -mean Σ σ", _of_std(lambda log_std: log_std.exp().sum(-1)))
+        .given(needs="log_std")
+        .advises("Take the entropy, which grows with log σ.", source="program: test_entropy_and_total"),
+        mistake("mean_std", "the negative mean of the standard deviations in place of the entropy")
+        .predicts("L = -mean σ", _of_std(lambda log_std: log_std.exp().mean(-1)))
+        .given(needs="log_std")
+        .advises("Take the entropy, which grows with log σ.", source="program: test_entropy_and_total"),
+        mistake("variance", "the entropy with the variance in place of the standard deviation")
+        .predicts(
+            "L = -mean Σ (2 log σ + ½ log 2πe)", _of_std(lambda log_std: (2 * log_std + GAUSSIAN_ENTROPY).sum(-1))
+        )
+        .given(needs="log_std")
+        .advises("Pass the standard deviation to the distribution, and not its square.")
+        .cites("program: test_entropy_and_total"),
+        variant("log_std", "the negative log standard deviation, which is the entropy but for a constant")
+        .predicts("L = -mean Σ log σ", _of_std(lambda log_std: log_std.sum(-1)))
+        .given(needs="log_std")
+        .cites("program: test_entropy_and_total"),
+        mistake("probabilities", "the sum of the squared probabilities")
+        .predicts(
+            "L = mean Σ p²",
+            lambda x: (
+                None if x.log_std else x.summed({head: p.exp().square().sum(-1) for head, p in x.log_probs.items()})
+            ),
+        )
+        .advises("Multiply the probabilities by their logarithms.", source="program: test_entropy_and_total"),
+        variant("weighted", "the negative entropy times the weight of its bonus")
+        .predicts("L = -c mean H", lambda x: x.weight * entropy_loss(x))
+        .given(needs="weight", of="weight")
+        .cites("program: test_entropy_and_total"),
         with_padding(entropy_loss, "-H")[0],
-        *rescaled(entropy_loss, "the negative entropy", "-mean H", variant=True),
+        *rescaled(entropy_loss, "the negative entropy", "-mean H", scale=variant),
     ),
 )
 

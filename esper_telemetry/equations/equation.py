@@ -6,11 +6,10 @@ An `Equation` is a module constant in the file of the function that checks it. A
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypedDict, Unpack
 
 from esper_telemetry.core.catalogue import declaring_modules
 from esper_telemetry.core.facts import Facts
@@ -29,6 +28,19 @@ MAX_EXPLANATIONS: Final = 3
 
 TOLERANCES: Final[Mapping[str, float]] = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
 """Largest relative error that rounding explains, by the precision of the trainer's arithmetic."""
+
+
+class HypothesisFacts(TypedDict, total=False):
+    """Facts of a hypothesis; see `Hypothesis`."""
+
+    parameter: str
+    exact: bool
+    needs: str
+    gradient: str
+    doubtful_without: str
+    of: str
+    hides: tuple[str, ...]
+    unknown_row: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,32 @@ class Hypothesis:
     hides: tuple[str, ...] = ()
     unknown_row: bool = False
 
+    def predicts(self, equation: str, compute: Callable[[Any], Any] | None = None) -> Hypothesis:
+        """Return the hypothesis with its equation and the function that computes it, if one function does."""
+        return replace(self, equation=equation, compute=compute)
+
+    def fits(
+        self,
+        equation: str,
+        parameter: str,
+        fit: Callable[[Any, Any], Any],
+        normalized: Callable[[Any, Any], Any] | None = None,
+    ) -> Hypothesis:
+        """Return the hypothesis with an equation that has a fitted parameter."""
+        return replace(self, equation=equation, parameter=parameter, fit=fit, normalized_fit=normalized)
+
+    def given(self, **facts: Unpack[HypothesisFacts]) -> Hypothesis:
+        """Return the hypothesis with facts."""
+        return replace(self, **facts)
+
+    def advises(self, advice: str, *, source: str = "") -> Hypothesis:
+        """Return the hypothesis with what to change."""
+        return replace(self, advice=advice, source=source or self.source)
+
+    def cites(self, source: str) -> Hypothesis:
+        """Return the hypothesis with its source."""
+        return replace(self, source=source)
+
     @property
     def citation(self) -> str:
         """The source; empty if it is a program of ours."""
@@ -84,42 +122,14 @@ class Hypothesis:
         return self.says if fitted is None else f"{self.says} {self.parameter} = {fitted:.6g}"
 
 
-class Fit(NamedTuple):
-    """How a hypothesis is fitted: the name of its parameter, and the functions that `Hypothesis` describes."""
-
-    parameter: str
-    function: Callable[[Any, Any], Any]
-    normalized: Callable[[Any, Any], Any] | None = None
+def mistake(name: str, says: str) -> Hypothesis:
+    """Return a hypothesis that is a mistake; its methods add the rest, each to a copy."""
+    return Hypothesis(name, says)
 
 
-FLAGS: Final = ("variant", "exact", "unknown_row")
-TEXT: Final = re.compile(r"(?P<name>\w+)(?: \((?P<facts>[^)]*)\))?: (?P<says>.*)", re.DOTALL)
-
-
-def hypothesis_table(*parts: str | Callable[[Any], Any] | Fit | Hypothesis) -> tuple[Hypothesis, ...]:
-    """Return the hypotheses of a table: texts, each followed by the function that computes the values, or by a `Fit`.
-
-    A text is "name: says // equation // advice // source". Facts stand in parentheses after the name, as in "name (variant, needs clip)":
-    flags by their name, other fields of `Hypothesis` with a value, several values of `hides` with spaces between them.
-    """
-    rows: list[Hypothesis] = []
-    for part in parts:
-        if isinstance(part, Hypothesis):
-            rows.append(part)
-        elif isinstance(part, str):
-            head, *rest = part.split(" // ")
-            text = TEXT.fullmatch(head)
-            assert text is not None, part
-            facts: dict[str, Any] = dict(zip(("equation", "advice", "source"), rest, strict=False))
-            for fact in (text["facts"] or "").split(", ") if text["facts"] else ():
-                name, _, value = fact.partition(" ")
-                facts[name] = name in FLAGS or (tuple(value.split()) if name == "hides" else value)
-            rows.append(Hypothesis(text["name"], text["says"], **facts))
-        elif isinstance(part, Fit):
-            rows[-1] = replace(rows[-1], parameter=part.parameter, fit=part.function, normalized_fit=part.normalized)
-        else:
-            rows[-1] = replace(rows[-1], compute=part)
-    return tuple(rows)
+def variant(name: str, says: str) -> Hypothesis:
+    """Return a hypothesis that is published and correct."""
+    return Hypothesis(name, says, variant=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished
 from esper_telemetry.equations.entropy_loss import ENTROPY_LOSS, EntropyInputs, entropy_loss
-from esper_telemetry.equations.equation import Equation, Fit, Hypothesis, hypothesis_table
+from esper_telemetry.equations.equation import Equation, Hypothesis, mistake, variant
 from esper_telemetry.equations.minibatch_losses import STD_EPS
 from esper_telemetry.equations.policy_loss import KL_ESTIMATES, POLICY_LOSS, PolicyLossInputs, clipped_surrogate
 from esper_telemetry.equations.value_loss import VALUE_LOSS, ValueLossInputs, clipped_at, value_loss
@@ -69,38 +69,50 @@ TERMS: Final = {
 }
 """Terms of the loss by name, in the order in which they are added."""
 
-OTHER_POLICY_LOSSES = hypothesis_table(
-    "advantages_normalized: a policy loss whose advantages are normalised though the setting is off // L_policy of (A - mean A) / std"
-    " A in place of A // Leave the advantages as they are, or switch the setting on // stable-baselines3, normalize_advantage",
-    lambda x: x.of_advantages(x.minibatches.normalized(x.advantages)) if x.raw is None else None,
-    "advantages_centred (needs raw): a policy loss whose advantages are centred but not divided by their deviation"
-    " // L_policy of A - mean A // Divide by the standard deviation // program: sb3_own_loops",
-    lambda x: x.of_advantages(x.raw - x.raw.mean()),
-    "advantages_std_alone (needs raw): a policy loss whose advantages are divided by their deviation but not centred"
-    " // L_policy of A / std A // Subtract the mean before you divide // program: subclass-norm_no_mean",
-    lambda x: x.of_advantages(x.raw / (x.raw.std() + STD_EPS)),
-    "returns_for_advantages: a policy loss with returns in place of advantages // L_policy of R"
-    " // Subtract the values from the returns // program: sb3_own_loops",
-    lambda x: x.of_advantages(x.returns),
-    "advantages_attached: a policy loss that reaches the values through the advantages // L_policy of A = R - V, with ∇V"
-    " // Detach the advantages, or compute them without gradients // program: sb3_own_loops",
-    lambda x: x.of_advantages(
-        x.returns - x.values if x.raw is None else x.minibatches.normalized(x.returns - x.values)
-    ),
+OTHER_POLICY_LOSSES = (
+    mistake("advantages_normalized", "a policy loss whose advantages are normalised though the setting is off")
+    .predicts(
+        "L_policy of (A - mean A) / std A in place of A",
+        lambda x: x.of_advantages(x.minibatches.normalized(x.advantages)) if x.raw is None else None,
+    )
+    .advises("Leave the advantages as they are, or switch the setting on")
+    .cites("stable-baselines3, normalize_advantage"),
+    mistake("advantages_centred", "a policy loss whose advantages are centred but not divided by their deviation")
+    .predicts("L_policy of A - mean A", lambda x: x.of_advantages(x.raw - x.raw.mean()))
+    .given(needs="raw")
+    .advises("Divide by the standard deviation", source="program: sb3_own_loops"),
+    mistake("advantages_std_alone", "a policy loss whose advantages are divided by their deviation but not centred")
+    .predicts("L_policy of A / std A", lambda x: x.of_advantages(x.raw / (x.raw.std() + STD_EPS)))
+    .given(needs="raw")
+    .advises("Subtract the mean before you divide", source="program: subclass-norm_no_mean"),
+    mistake("returns_for_advantages", "a policy loss with returns in place of advantages")
+    .predicts("L_policy of R", lambda x: x.of_advantages(x.returns))
+    .advises("Subtract the values from the returns", source="program: sb3_own_loops"),
+    mistake("advantages_attached", "a policy loss that reaches the values through the advantages")
+    .predicts(
+        "L_policy of A = R - V, with ∇V",
+        lambda x: x.of_advantages(
+            x.returns - x.values if x.raw is None else x.minibatches.normalized(x.returns - x.values)
+        ),
+    )
+    .advises("Detach the advantages, or compute them without gradients", source="program: sb3_own_loops"),
 )
 """Mistakes that only the gradient of the policy loss is compared with."""
 
-OTHER_VALUE_LOSSES = hypothesis_table(
-    "value_unclipped (needs clip): a value loss that is not clipped though the setting is on // L_value = ½ mean (V - R)²"
-    " // Clip the values to the old ones ± clip_range_vf, or switch the setting off"
-    " // 2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better",
-    lambda x: clipped_at(x, None),
-    "value_clip_maximum (variant, needs clip): a clipped value loss with the maximum // L_value = ½ mean max((V - R)², (V_clip - R)²)"
-    " //  // 2005.12729, section 3",
-    lambda x: clipped_at(x, x.clip),
-    "value_clip_no_maximum (variant, needs clip): a clipped value loss without the maximum // L_value = ½ mean (V_clip - R)² // "
-    " // stable-baselines3, clip_range_vf",
-    lambda x: x.half(x.near_error().square()),
+OTHER_VALUE_LOSSES = (
+    mistake("value_unclipped", "a value loss that is not clipped though the setting is on")
+    .predicts("L_value = ½ mean (V - R)²", lambda x: clipped_at(x, None))
+    .given(needs="clip")
+    .advises("Clip the values to the old ones ± clip_range_vf, or switch the setting off")
+    .cites("2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better"),
+    variant("value_clip_maximum", "a clipped value loss with the maximum")
+    .predicts("L_value = ½ mean max((V - R)², (V_clip - R)²)", lambda x: clipped_at(x, x.clip))
+    .given(needs="clip")
+    .cites("2005.12729, section 3"),
+    variant("value_clip_no_maximum", "a clipped value loss without the maximum")
+    .predicts("L_value = ½ mean (V_clip - R)²", lambda x: x.half(x.near_error().square()))
+    .given(needs="clip")
+    .cites("stable-baselines3, clip_range_vf"),
 )
 """The same of the value loss, where the settings say how values are clipped."""
 
@@ -449,20 +461,19 @@ def fit_kl(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | No
 
 
 def _of_each_term(
-    says: str, equation: str, advice: str, compute: Callable[..., Any], source: str = "program: test_gradients"
-) -> tuple[Hypothesis, ...]:
-    """Return a mistake in each term: texts with its words, its `symbol` and its weight; `compute` takes the inputs and the term's name."""
-    rows: list[Any] = []
-    for name, term in TERMS.items():
-        words = {"term": name, "words": term.words, "symbol": f"L_{name}", "weighted": f"{term.weight}L_{name}"}
-        rows += [
-            f"{says} // g = ∇({equation}) // {advice} // {source}".format(**words),
-            partial(_of_term, compute, name),
-        ]
-    return hypothesis_table(*rows)
+    name: str, says: str, equation: str, advice: str, compute: Callable[[GradientInputs, str], Any]
+) -> Iterator[Hypothesis]:
+    """Yield a mistake in each term: texts with the term's name, words, symbol and weight."""
+    for term, loss in TERMS.items():
+        fill = partial(str.format, term=term, words=loss.words, symbol=f"L_{term}", weighted=f"{loss.weight}L_{term}")
+        yield (
+            mistake(fill(name), fill(says))
+            .predicts(f"g = ∇({fill(equation)})", partial(_of_term, compute, term))
+            .advises(fill(advice), source="program: test_gradients")
+        )
 
 
-def _of_term(compute: Callable[..., Any], name: str, inputs: GradientInputs) -> Any:
+def _of_term(compute: Callable[[GradientInputs, str], Any], name: str, inputs: GradientInputs) -> Any:
     return compute(inputs, name)
 
 
@@ -486,95 +497,120 @@ GRADIENT = Equation(
     compute=GradientInputs.total,
     tolerance=1.0,  # errors of the bundled trainer and of Stable-Baselines3 on a CPU: 0, because both passes run the same kernels
     advice="Compare the terms of the loss in the update with the equation, one at a time",
-    hypotheses=hypothesis_table(
-        "not_cleared: the sum of this minibatch's gradient and the one before // g_k = ∇L_k + g_{k-1}"
-        " // Call optimizer.zero_grad() before each backward pass // torch.optim.Optimizer.zero_grad",
-        _sum_with_previous,
-        "parts_not_cleared: the gradient of the loss, in some parameters added to the one before // g_k = ∇L_k in some parameters, ∇L_k +"
-        " g_{k-1} in others // Clear the gradients of all parameters: optimizer.zero_grad() clears those that the optimizer has // "
-        "torch.optim.Optimizer.zero_grad",
-        parts_with_previous,
-        "zero: zero // g = 0 // The loss is detached, or the gradient is cleared after the backward pass // program: test_gradients",
-        lambda inputs: torch.zeros_like(inputs.claimed),
-        "sign: the gradient with the opposite sign // g = -∇L // The optimizer climbs the loss: remove the minus sign"
-        " // program: test_gradients",
-        lambda inputs: -inputs.total(),
+    hypotheses=(
+        mistake("not_cleared", "the sum of this minibatch's gradient and the one before")
+        .predicts("g_k = ∇L_k + g_{k-1}", _sum_with_previous)
+        .advises("Call optimizer.zero_grad() before each backward pass", source="torch.optim.Optimizer.zero_grad"),
+        mistake("parts_not_cleared", "the gradient of the loss, in some parameters added to the one before")
+        .predicts("g_k = ∇L_k in some parameters, ∇L_k + g_{k-1} in others", parts_with_previous)
+        .advises("Clear the gradients of all parameters: optimizer.zero_grad() clears those that the optimizer has")
+        .cites("torch.optim.Optimizer.zero_grad"),
+        mistake("zero", "zero")
+        .predicts("g = 0", lambda inputs: torch.zeros_like(inputs.claimed))
+        .advises("The loss is detached, or the gradient is cleared after the backward pass")
+        .cites("program: test_gradients"),
+        mistake("sign", "the gradient with the opposite sign")
+        .predicts("g = -∇L", lambda inputs: -inputs.total())
+        .advises("The optimizer climbs the loss: remove the minus sign", source="program: test_gradients"),
         *_of_each_term(
-            "{term}_sign: the gradient of a loss whose {words} has the wrong sign",
+            "{term}_sign",
+            "the gradient of a loss whose {words} has the wrong sign",
             "L - 2 {weighted}",
             "Minimise the policy loss, which is the negative surrogate, and the value loss; subtract the entropy",
             partial(factor, times=-1.0),
         ),
         *_of_each_term(
-            "{term}_missing: the gradient of the loss without its {words}",
+            "{term}_missing",
+            "the gradient of the loss without its {words}",
             "L - {weighted}",
             "The {words} is missing from the total, or computed from detached numbers",
             GradientInputs.without,
         ),
-        "value_halved: the gradient of a loss whose value term counts half // g = ∇(L_policy + ½ c_v L_value - c_e H)"
-        " // The factor ½ of the squared error is applied twice, or the coefficient assumes that it is not there"
-        " // program: subclass-v_half",
-        partial(factor, term="value", times=0.5),
-        "value_doubled: the gradient of a loss whose value term counts twice // g = ∇(L_policy + 2 c_v L_value - c_e H)"
-        " // The factor ½ of the squared error is missing, or the coefficient includes it already // program: test_gradients",
-        partial(factor, term="value", times=2.0),
-        "summed: the gradient of the sum of the rows in place of their mean // g = N ∇L // Take the mean over the minibatch"
-        " // program: test_gradients",
-        partial(summed, terms=tuple(TERMS)),
+        mistake("value_halved", "the gradient of a loss whose value term counts half")
+        .predicts("g = ∇(L_policy + ½ c_v L_value - c_e H)", partial(factor, term="value", times=0.5))
+        .advises("The factor ½ of the squared error is applied twice, or the coefficient assumes that it is not there")
+        .cites("program: subclass-v_half"),
+        mistake("value_doubled", "the gradient of a loss whose value term counts twice")
+        .predicts("g = ∇(L_policy + 2 c_v L_value - c_e H)", partial(factor, term="value", times=2.0))
+        .advises("The factor ½ of the squared error is missing, or the coefficient includes it already")
+        .cites("program: test_gradients"),
+        mistake("summed", "the gradient of the sum of the rows in place of their mean")
+        .predicts("g = N ∇L", partial(summed, terms=tuple(TERMS)))
+        .advises("Take the mean over the minibatch", source="program: test_gradients"),
         *_of_each_term(
-            "{term}_summed: the gradient of a loss whose {words} is a sum over the rows",
+            "{term}_summed",
+            "the gradient of a loss whose {words} is a sum over the rows",
             "L + (N - 1) {weighted}",
             "Take the mean of the {words} over the minibatch",
             lambda inputs, term: summed(inputs, (term,)),
         ),
-        *_of_each_term(
-            "{term}_padded: the gradient of a loss whose {words} is a mean over padding too",
-            "L with {symbol} of rows and padding",
-            "Leave padding out of the {words} with the mask of the minibatch",
-            lambda inputs, term: inputs.replaced(f"{term}_padded"),
-            "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
+        *(
+            one.cites("https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75")
+            for one in _of_each_term(
+                "{term}_padded",
+                "the gradient of a loss whose {words} is a mean over padding too",
+                "L with {symbol} of rows and padding",
+                "Leave padding out of the {words} with the mask of the minibatch",
+                lambda inputs, term: inputs.replaced(f"{term}_padded"),
+            )
         ),
-        "critic_stopped: the gradient of a loss whose value term does not reach the shared parameters // g = ∇L without c_v ∇L_value in "
-        "shared parameters // The critic's input is detached from the trunk that it shares with the actor // program: test_gradients",
-        partial(stopped, terms=("value",)),
-        "actor_stopped: the gradient of a loss whose policy term does not reach the shared parameters"
-        " // g = ∇L without ∇(L_policy - c_e H) in shared parameters"
-        " // The actor's input is detached from the trunk that it shares with the critic // program: test_gradients",
-        partial(stopped, terms=("policy", "entropy")),
-        "critic_leaks: the gradient of a loss whose value term reaches the trunk that it was meant to be stopped at"
-        " // g = ∇L + c_v ∇L_value in the trunk // Detach the trunk's output before the critic reads it // program: test_gradients",
-        leaks,
-        "parts_missing: the gradient of the loss with some parameters left out // g = ∇L in some parameters, 0 in others // Some "
-        "parameters have no gradient although the loss depends on them: look for detach() and no_grad() // program: test_gradients",
-        parts_missing,
+        mistake("critic_stopped", "the gradient of a loss whose value term does not reach the shared parameters")
+        .predicts("g = ∇L without c_v ∇L_value in shared parameters", partial(stopped, terms=("value",)))
+        .advises("The critic's input is detached from the trunk that it shares with the actor")
+        .cites("program: test_gradients"),
+        mistake("actor_stopped", "the gradient of a loss whose policy term does not reach the shared parameters")
+        .predicts(
+            "g = ∇L without ∇(L_policy - c_e H) in shared parameters", partial(stopped, terms=("policy", "entropy"))
+        )
+        .advises("The actor's input is detached from the trunk that it shares with the critic")
+        .cites("program: test_gradients"),
+        mistake(
+            "critic_leaks",
+            "the gradient of a loss whose value term reaches the trunk that it was meant to be stopped at",
+        )
+        .predicts("g = ∇L + c_v ∇L_value in the trunk", leaks)
+        .advises("Detach the trunk's output before the critic reads it", source="program: test_gradients"),
+        mistake("parts_missing", "the gradient of the loss with some parameters left out")
+        .predicts("g = ∇L in some parameters, 0 in others", parts_missing)
+        .advises("Some parameters have no gradient although the loss depends on them: look for detach() and no_grad()")
+        .cites("program: test_gradients"),
         *_of_losses("policy"),
         *_of_losses("value"),
         *_of_losses("entropy"),
-        "other_errors (variant): the gradient of a loss whose value term is another increasing function of the size of the error"
-        " // L_value = mean f(|V - R|), f increasing and convex //  // 2006.05990 (Andrychowicz et al.), 3.4: the Huber loss",
-        "clipped_already (variant): the gradient of the loss, clipped by its norm // g = ∇L min(1, c / ‖∇L‖) // "
-        " // torch.nn.utils.clip_grad_norm_",
-        by_norm,
-        "value_weight: the gradient of a loss whose value term has another weight, // g = ∇(L_policy + c L_value - c_e H)"
-        " // Compare the weight of the value loss with the setting; it is that of half the squared error // program: test_gradients",
-        Fit("value_coef", partial(fit_weight, "value")),
-        "entropy_weight: the gradient of a loss whose entropy bonus has another weight, // g = ∇(L_policy + c_v L_value - c H)"
-        " // Compare the weight of the entropy bonus with the setting // program: subclass-entropy_weight",
-        Fit("entropy_coef", partial(fit_weight, "entropy")),
-        "policy_weight: the gradient of a loss whose policy term has a weight, // g = ∇(c L_policy + c_v L_value - c_e H)"
-        " // The policy loss has the weight 1 // program: script-pg_sum",
-        Fit("weight", partial(fit_weight, "policy")),
-        "scaled: the gradient of the loss multiplied by a // g = c ∇L"
-        " // Look for a division of the loss, such as one for gradient accumulation // program: subclass-gradient_scaled",
-        Fit("factor", fit_scale),
-        "clipped_by_value: the gradient of the loss, each entry cut at // g = clip(∇L, ±c) // PPO clips the global norm of the gradient"
-        " // torch.nn.utils.clip_grad_value_",
-        Fit("limit", fit_limit),
-        "weight_penalty: the gradient of the loss with a penalty on the weights, // g = ∇L + c w"
-        " // Remove the penalty, or set weight_decay of the optimizer in its place // program: test_gradients",
-        Fit("weight", fit_penalty),
-        "kl_penalty (variant): the gradient of the loss with a penalty on the KL divergence, // g = ∇(L + β KL) //  // 1707.06347, eq. 8",
-        Fit("β", fit_kl),
+        variant(
+            "other_errors",
+            "the gradient of a loss whose value term is another increasing function of the size of the error",
+        )
+        .predicts("L_value = mean f(|V - R|), f increasing and convex")
+        .cites("2006.05990 (Andrychowicz et al.), 3.4: the Huber loss"),
+        variant("clipped_already", "the gradient of the loss, clipped by its norm")
+        .predicts("g = ∇L min(1, c / ‖∇L‖)", by_norm)
+        .cites("torch.nn.utils.clip_grad_norm_"),
+        mistake("value_weight", "the gradient of a loss whose value term has another weight,")
+        .fits("g = ∇(L_policy + c L_value - c_e H)", "value_coef", partial(fit_weight, "value"))
+        .advises("Compare the weight of the value loss with the setting; it is that of half the squared error")
+        .cites("program: test_gradients"),
+        mistake("entropy_weight", "the gradient of a loss whose entropy bonus has another weight,")
+        .fits("g = ∇(L_policy + c_v L_value - c H)", "entropy_coef", partial(fit_weight, "entropy"))
+        .advises("Compare the weight of the entropy bonus with the setting")
+        .cites("program: subclass-entropy_weight"),
+        mistake("policy_weight", "the gradient of a loss whose policy term has a weight,")
+        .fits("g = ∇(c L_policy + c_v L_value - c_e H)", "weight", partial(fit_weight, "policy"))
+        .advises("The policy loss has the weight 1", source="program: script-pg_sum"),
+        mistake("scaled", "the gradient of the loss multiplied by a")
+        .fits("g = c ∇L", "factor", fit_scale)
+        .advises("Look for a division of the loss, such as one for gradient accumulation")
+        .cites("program: subclass-gradient_scaled"),
+        mistake("clipped_by_value", "the gradient of the loss, each entry cut at")
+        .fits("g = clip(∇L, ±c)", "limit", fit_limit)
+        .advises("PPO clips the global norm of the gradient", source="torch.nn.utils.clip_grad_value_"),
+        mistake("weight_penalty", "the gradient of the loss with a penalty on the weights,")
+        .fits("g = ∇L + c w", "weight", fit_penalty)
+        .advises("Remove the penalty, or set weight_decay of the optimizer in its place")
+        .cites("program: test_gradients"),
+        variant("kl_penalty", "the gradient of the loss with a penalty on the KL divergence,")
+        .fits("g = ∇(L + β KL)", "β", fit_kl)
+        .cites("1707.06347, eq. 8"),
     ),
 )
 

@@ -16,7 +16,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, by_head, 
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
-from esper_telemetry.equations.equation import Equation, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.metrics.statistics import same_shape
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -233,53 +233,65 @@ LOG_PROBS = Equation(
     compute=log_prob,
     tolerance=LOG_PROB_TOLERANCE,
     advice="Compute the log-probability of the very action that is stored, under the distribution that it was drawn from.",
-    hypotheses=hypothesis_table(
-        "clipped_actions: those of what was drawn, while the actions stored were cut at their bounds // log π(u), a = clip(u, low, high)"
-        " // Store the action as it was drawn, and cut only what the environment gets. // https://github.com/thu-ml/tianshou/issues/312",
-        _clipped_actions,
-        "mean_over_dimensions: means over the action dimensions in place of sums // 1/D Σ_i log π(a_i | s)"
-        " // Sum the log-probabilities over the action dimensions. // program: test_log_probs",
-        _mean_over_dimensions,
-        "log_det_missing (needs squashed): those of the Gaussian before its tanh // log N(u; μ, σ), a = tanh u"
-        " // Subtract Σ log(1 - tanh² u). // 1801.01290, appendix C, eq. 21",
-        lambda inputs: log_prob(replace(inputs, squashed=frozenset())),
-        "squashed_gaussian (variant): those of a Gaussian that goes through a tanh // log N(u; μ, σ) - Σ log(1 - tanh² u), stored u // "
-        " // 1801.01290, appendix C, eq. 21",
-        _with_log_det,
-        "squashed_actions (variant): those of a Gaussian that goes through a tanh, of the actions after it"
-        " // log N(u; μ, σ) - Σ log(1 - a²), u = atanh a //  // 1801.01290, appendix C, eq. 21",
-        partial(_of_atanh, slope=True),
-        "squashed_before_storing: those of what was drawn before its tanh, while the actions stored are those after it"
-        " // log N(u; μ, σ), a = tanh u // Store the action before the tanh, or subtract Σ log(1 - a²). // 1801.01290, appendix C, eq. 21",
-        partial(_of_atanh, slope=False),
-        "mask_missing (needs masks): those of the distributions without their masks // log softmax(logits)[a] over all choices"
-        " // Mask the logits before the log-probability is computed. // 2006.14171",
-        lambda inputs: log_prob(replace(inputs, masks={})),
-        "likeliest_action: those of the likeliest action, whatever was done // max_a log π(a | s)"
-        " // Compute the log-probability of the action that was drawn. // program: test_log_probs",
-        _of_likeliest,
-        "permuted_choices: those of other choices than the stored ones, always the same in their place // log π(σ(a) | s), σ a "
-        "permutation of the choices // Use one numbering of the choices for the distribution, the environment and the buffer. // program:"
-        " loop-action_permuted_stored",
-        _permuted_choices,
-        "heads_left_out (doubtful_without heads): sums that leave heads out // Σ over some heads of log π_i(a_i | s)"
-        " // Add the log-probabilities of all heads. // program: test_log_probs",
-        _of_some_heads,
-        "irrelevant_heads (needs relevant): sums over all heads, those that played no part included"
-        " // Σ over all heads of log π_i(a_i | s) // Leave a head out where its choice has no effect. // program: test_log_probs",
-        lambda inputs: log_prob(replace(inputs, relevant={})),
-        "not_stored: zeros, as of a buffer that nothing was written to // 0"
-        " // Store the log-probability of each step: the ratio is that of the new policy to 1 otherwise."
-        " // https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py",
-        lambda inputs: torch.zeros_like(inputs.stored),
-        "probabilities: probabilities, without a logarithm // π(a | s) // Store the logarithm. // program: test_log_probs",
-        lambda inputs: log_prob(inputs).exp(),
-        "step_before: those of the step before // log π(a_{t-1} | s_{t-1}) // Store action and log-probability in the same row."
-        " // program: test_log_probs",
-        partial(_shifted, steps=-1),
-        "step_after: those of the step after // log π(a_{t+1} | s_{t+1}) // Store action and log-probability in the same row."
-        " // program: test_log_probs",
-        partial(_shifted, steps=1),
+    hypotheses=(
+        mistake("clipped_actions", "those of what was drawn, while the actions stored were cut at their bounds")
+        .predicts("log π(u), a = clip(u, low, high)", _clipped_actions)
+        .advises("Store the action as it was drawn, and cut only what the environment gets.")
+        .cites("https://github.com/thu-ml/tianshou/issues/312"),
+        mistake("mean_over_dimensions", "means over the action dimensions in place of sums")
+        .predicts("1/D Σ_i log π(a_i | s)", _mean_over_dimensions)
+        .advises("Sum the log-probabilities over the action dimensions.", source="program: test_log_probs"),
+        mistake("log_det_missing", "those of the Gaussian before its tanh")
+        .predicts("log N(u; μ, σ), a = tanh u", lambda inputs: log_prob(replace(inputs, squashed=frozenset())))
+        .given(needs="squashed")
+        .advises("Subtract Σ log(1 - tanh² u).", source="1801.01290, appendix C, eq. 21"),
+        variant("squashed_gaussian", "those of a Gaussian that goes through a tanh")
+        .predicts("log N(u; μ, σ) - Σ log(1 - tanh² u), stored u", _with_log_det)
+        .cites("1801.01290, appendix C, eq. 21"),
+        variant("squashed_actions", "those of a Gaussian that goes through a tanh, of the actions after it")
+        .predicts("log N(u; μ, σ) - Σ log(1 - a²), u = atanh a", partial(_of_atanh, slope=True))
+        .cites("1801.01290, appendix C, eq. 21"),
+        mistake(
+            "squashed_before_storing",
+            "those of what was drawn before its tanh, while the actions stored are those after it",
+        )
+        .predicts("log N(u; μ, σ), a = tanh u", partial(_of_atanh, slope=False))
+        .advises("Store the action before the tanh, or subtract Σ log(1 - a²).")
+        .cites("1801.01290, appendix C, eq. 21"),
+        mistake("mask_missing", "those of the distributions without their masks")
+        .predicts("log softmax(logits)[a] over all choices", lambda inputs: log_prob(replace(inputs, masks={})))
+        .given(needs="masks")
+        .advises("Mask the logits before the log-probability is computed.", source="2006.14171"),
+        mistake("likeliest_action", "those of the likeliest action, whatever was done")
+        .predicts("max_a log π(a | s)", _of_likeliest)
+        .advises("Compute the log-probability of the action that was drawn.", source="program: test_log_probs"),
+        mistake("permuted_choices", "those of other choices than the stored ones, always the same in their place")
+        .predicts("log π(σ(a) | s), σ a permutation of the choices", _permuted_choices)
+        .advises("Use one numbering of the choices for the distribution, the environment and the buffer.")
+        .cites("program: loop-action_permuted_stored"),
+        mistake("heads_left_out", "sums that leave heads out")
+        .predicts("Σ over some heads of log π_i(a_i | s)", _of_some_heads)
+        .given(doubtful_without="heads")
+        .advises("Add the log-probabilities of all heads.", source="program: test_log_probs"),
+        mistake("irrelevant_heads", "sums over all heads, those that played no part included")
+        .predicts("Σ over all heads of log π_i(a_i | s)", lambda inputs: log_prob(replace(inputs, relevant={})))
+        .given(needs="relevant")
+        .advises("Leave a head out where its choice has no effect.", source="program: test_log_probs"),
+        mistake("not_stored", "zeros, as of a buffer that nothing was written to")
+        .predicts("0", lambda inputs: torch.zeros_like(inputs.stored))
+        .advises("Store the log-probability of each step: the ratio is that of the new policy to 1 otherwise.")
+        .cites(
+            "https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py"
+        ),
+        mistake("probabilities", "probabilities, without a logarithm")
+        .predicts("π(a | s)", lambda inputs: log_prob(inputs).exp())
+        .advises("Store the logarithm.", source="program: test_log_probs"),
+        mistake("step_before", "those of the step before")
+        .predicts("log π(a_{t-1} | s_{t-1})", partial(_shifted, steps=-1))
+        .advises("Store action and log-probability in the same row.", source="program: test_log_probs"),
+        mistake("step_after", "those of the step after")
+        .predicts("log π(a_{t+1} | s_{t+1})", partial(_shifted, steps=1))
+        .advises("Store action and log-probability in the same row.", source="program: test_log_probs"),
     ),
 )
 

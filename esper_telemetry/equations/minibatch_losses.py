@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, shown
 from esper_telemetry.core.lazy import Tensor, torch
-from esper_telemetry.equations.equation import Fit, Hypothesis, hypothesis_table
+from esper_telemetry.equations.equation import Hypothesis, mistake, variant
 from esper_telemetry.metrics.statistics import same_shape
 
 LOSS_TOLERANCE: Final = 0.05
@@ -194,18 +194,24 @@ def scaled(reference: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
     return None if accumulated(reference, claimed) is not None else proportional(reference, claimed)
 
 
-def rescaled(loss: Callable[[Any], Tensor], says: str, equation: str, *, variant: bool) -> tuple[Hypothesis, ...]:
-    """Return the hypotheses that a loss is divided by a number of accumulated parts, and that it has another factor, a `variant` or not."""
-    other = hypothesis_table(
-        f"scaled: {says} times a factor, // L = c ({equation})"
-        " // Look for a weight that is not the setting, or a division by another number than the rows. // program: test_losses",
-        Fit("c", lambda inputs, claimed: scaled(loss(inputs), claimed)),
-    )
-    return hypothesis_table(
-        f"accumulated (variant): {says}, divided by a number of accumulated parts: // L = ({equation}) / k // "
-        " // program: test_losses",
-        Fit("k", lambda inputs, claimed: accumulated(loss(inputs), claimed)),
-        replace(other[0], variant=variant),
+def rescaled(
+    loss: Callable[[Any], Tensor], says: str, equation: str, *, scale: Callable[[str, str], Hypothesis] = mistake
+) -> tuple[Hypothesis, ...]:
+    """Return the hypotheses of a loss that is divided by a number of accumulated parts, and of one with another factor.
+
+    Args:
+        loss: (inputs) -> losses [M].
+        says, equation: of the loss.
+        scale: whether another factor is a `mistake` or a `variant`.
+    """
+    return (
+        variant("accumulated", f"{says}, divided by a number of accumulated parts:")
+        .fits(f"L = ({equation}) / k", "k", lambda inputs, claimed: accumulated(loss(inputs), claimed))
+        .cites("program: test_losses"),
+        scale("scaled", f"{says} times a factor,")
+        .fits(f"L = c ({equation})", "c", lambda inputs, claimed: scaled(loss(inputs), claimed))
+        .advises("Look for a weight that is not the setting, or a division by another number than the rows.")
+        .cites("program: test_losses"),
     )
 
 
@@ -222,13 +228,18 @@ def with_padding(loss: Callable[[Any], Tensor], equation: str) -> tuple[Hypothes
         return lambda x: None if bool(x.minibatches.valid.all()) else change(x, x.minibatches.with_padding())
 
     source = "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75"
-    return hypothesis_table(
-        f"padding_included: the mean over all rows, padding included // L = mean_{{all rows}} {equation}"
-        f" // Take the mean over the valid rows. // {source}",
-        padded(lambda x, everything: loss(replace(x, minibatches=everything))),
-        "padding_counted: the sum over the valid rows, divided by the number of all rows, padding included"
-        f" // L = Σ_{{valid}} {equation} / N // Divide by the number of valid rows. // {source}",
-        padded(lambda x, everything: loss(x) * x.minibatches.counts / everything.counts),
+    return (
+        mistake("padding_included", "the mean over all rows, padding included")
+        .predicts(
+            f"L = mean_{{all rows}} {equation}", padded(lambda x, everything: loss(replace(x, minibatches=everything)))
+        )
+        .advises("Take the mean over the valid rows.", source=source),
+        mistake("padding_counted", "the sum over the valid rows, divided by the number of all rows, padding included")
+        .predicts(
+            f"L = Σ_{{valid}} {equation} / N",
+            padded(lambda x, everything: loss(x) * x.minibatches.counts / everything.counts),
+        )
+        .advises("Divide by the number of valid rows.", source=source),
     )
 
 

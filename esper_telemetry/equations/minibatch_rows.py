@@ -12,7 +12,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
-from esper_telemetry.equations.equation import Equation, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.metrics.statistics import same_shape
 
 MAX_ROWS = 1 << 24
@@ -154,45 +154,64 @@ MINIBATCHES = Equation(
     inputs="the rows of each minibatch",
     compute=each_row_once,
     advice="Draw one permutation per pass and cut it into minibatches.",
-    hypotheses=hypothesis_table(
-        "same_order (variant): one permutation that is used in every pass // the same minibatches in each pass // "
-        " // https://github.com/leggedrobotics/rsl_rl, RolloutStorage.mini_batch_generator",
-        _where(lambda x: bool(x.alike) and _whole(x) and not _in_order(x)),
-        "unshuffled (variant): the rows in the order of the rollout, which are not shuffled // rows 1 to N, N + 1 to 2N, ..."
-        " // Shuffle the rows: neighbours in time are correlated."
-        " // https://github.com/leggedrobotics/rsl_rl, RolloutStorage.recurrent_mini_batch_generator",
-        _where(_in_order),
-        "last_dropped (variant): a permutation without its last rows, fewer than a minibatch // the last, smaller minibatch is dropped"
-        " //  // torch.utils.data, drop_last",
-        _where(_one_minibatch_short),
-        "with_replacement: rows that are drawn with replacement within a minibatch // row ~ uniform, each by itself // Draw a permutation"
-        " per pass: rows that are drawn by themselves leave a third of the rollout out. // program: loop-with_replacement",
-        _where(lambda x: _repeats_within(x) and not _same_visits(x)),
-        "overlapping: minibatches that have rows in common, and leave others out // each minibatch drawn by itself"
-        " // Cut one permutation per pass into minibatches that have no row in common. // program: loop-overlapping",
-        _where(lambda x: x.repeats and not (_repeats_within(x) or _same_visits(x) or _same_minibatch(x))),
-        "same_rows: the same rows several times in each pass, and others never // equal visits in each pass, not one for each row"
-        " // Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for all passes."
-        " // program: test_minibatches",
-        _where(lambda x: x.repeats and _same_visits(x) and not _same_minibatch(x)),
-        "same_minibatch: one minibatch that is taken several times in each pass // rows 1 to N, rows 1 to N, ..."
-        " // Move the bounds of the minibatch on by its size. // program: bundled-repeated_minibatches",
-        _where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)),
-        "one_minibatch: one minibatch per pass, which leaves the other rows out // the first minibatch of a permutation // Go on to the "
-        "other minibatches of the permutation: look for a break or a return in the loop. // program: subclass-first_minibatch_only",
-        _where(_one_minibatch),
-        "environments_left_out: the rows of some environments, without those of the others // all t of some b"
-        " // Flatten time and environments, and draw rows from all of them. // program: test_minibatches",
-        _where(_environments_left_out),
-        "times_left_out: the first rows of the rollout, without the later ones // rows 1 to K of R"
-        " // Draw indices up to steps times environments. // program: test_minibatches",
-        _where(_times_left_out),
-        "left_out: a permutation without some of its rows, a minibatch of them or more // each row at most once"
-        " // Compare the number of minibatches times their size with the size of the rollout. // program: loop-rows_left_out",
-        _where(_left_out),
-        "padding: rows that are padding or resets, and not transitions // rows that do not count // Draw minibatches from the valid rows."
-        " // program: test_minibatches",
-        _where(lambda x: x.outside and not x.repeats and not x.missing),
+    hypotheses=(
+        variant("same_order", "one permutation that is used in every pass")
+        .predicts(
+            "the same minibatches in each pass", _where(lambda x: bool(x.alike) and _whole(x) and not _in_order(x))
+        )
+        .cites("https://github.com/leggedrobotics/rsl_rl, RolloutStorage.mini_batch_generator"),
+        variant("unshuffled", "the rows in the order of the rollout, which are not shuffled")
+        .predicts("rows 1 to N, N + 1 to 2N, ...", _where(_in_order))
+        .advises("Shuffle the rows: neighbours in time are correlated.")
+        .cites("https://github.com/leggedrobotics/rsl_rl, RolloutStorage.recurrent_mini_batch_generator"),
+        variant("last_dropped", "a permutation without its last rows, fewer than a minibatch")
+        .predicts("the last, smaller minibatch is dropped", _where(_one_minibatch_short))
+        .cites("torch.utils.data, drop_last"),
+        mistake("with_replacement", "rows that are drawn with replacement within a minibatch")
+        .predicts("row ~ uniform, each by itself", _where(lambda x: _repeats_within(x) and not _same_visits(x)))
+        .advises("Draw a permutation per pass: rows that are drawn by themselves leave a third of the rollout out.")
+        .cites("program: loop-with_replacement"),
+        mistake("overlapping", "minibatches that have rows in common, and leave others out")
+        .predicts(
+            "each minibatch drawn by itself",
+            _where(lambda x: x.repeats and not (_repeats_within(x) or _same_visits(x) or _same_minibatch(x))),
+        )
+        .advises("Cut one permutation per pass into minibatches that have no row in common.")
+        .cites("program: loop-overlapping"),
+        mistake("same_rows", "the same rows several times in each pass, and others never")
+        .predicts(
+            "equal visits in each pass, not one for each row",
+            _where(lambda x: x.repeats and _same_visits(x) and not _same_minibatch(x)),
+        )
+        .advises(
+            "Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for "
+            "all passes."
+        )
+        .cites("program: test_minibatches"),
+        mistake("same_minibatch", "one minibatch that is taken several times in each pass")
+        .predicts(
+            "rows 1 to N, rows 1 to N, ...",
+            _where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)),
+        )
+        .advises("Move the bounds of the minibatch on by its size.", source="program: bundled-repeated_minibatches"),
+        mistake("one_minibatch", "one minibatch per pass, which leaves the other rows out")
+        .predicts("the first minibatch of a permutation", _where(_one_minibatch))
+        .advises("Go on to the other minibatches of the permutation: look for a break or a return in the loop.")
+        .cites("program: subclass-first_minibatch_only"),
+        mistake("environments_left_out", "the rows of some environments, without those of the others")
+        .predicts("all t of some b", _where(_environments_left_out))
+        .advises("Flatten time and environments, and draw rows from all of them.")
+        .cites("program: test_minibatches"),
+        mistake("times_left_out", "the first rows of the rollout, without the later ones")
+        .predicts("rows 1 to K of R", _where(_times_left_out))
+        .advises("Draw indices up to steps times environments.", source="program: test_minibatches"),
+        mistake("left_out", "a permutation without some of its rows, a minibatch of them or more")
+        .predicts("each row at most once", _where(_left_out))
+        .advises("Compare the number of minibatches times their size with the size of the rollout.")
+        .cites("program: loop-rows_left_out"),
+        mistake("padding", "rows that are padding or resets, and not transitions")
+        .predicts("rows that do not count", _where(lambda x: x.outside and not x.repeats and not x.missing))
+        .advises("Draw minibatches from the valid rows.", source="program: test_minibatches"),
     ),
 )
 
@@ -298,32 +317,46 @@ LOG_RATIOS = Equation(
     tolerance=RATIO_TOLERANCE,
     rank=48,
     advice="Compare the rows and the order of the two log-probabilities.",
-    hypotheses=hypothesis_table(
-        "inverted: the old log-probabilities less the new ones: the ratio is inverted // log r = log π_old - log π"
-        " // Take exp(new log-probability - old log-probability). // program: loop-pg_ratio_inverted",
-        lambda x: x.stored - x.now,
-        "recomputed: zeros: the old log-probabilities are those of now // log r = log π - log π"
-        " // Store the log-probabilities at collection, once: otherwise nothing is ever clipped. // program: test_log_ratios",
-        lambda x: 0 * x.now,
-        "no_old: the new log-probabilities, without the old ones // log r = log π // Subtract the log-probabilities at collection."
-        " // program: test_log_ratios",
-        lambda x: x.now,
-        "quotient: the quotient of the log-probabilities in place of that of the probabilities // r = log π / log π_old"
-        " // Take the exponential of the difference. // program: test_log_ratios",
-        lambda x: (x.now / x.stored).log(),
-        "rows_in_order: the new log-probabilities less old ones in the order of the rollout: they are not indexed with the minibatch"
-        " // log r_i = log π_i - log π_old,start+i // Index the old log-probabilities with the rows of the minibatch."
-        " // program: test_log_ratios",
-        lambda x: x.to(x.in_order),
-        "axes_swapped: the new log-probabilities less old ones that are flattened with steps and environments exchanged"
-        " // log r = log π_tb - log π_old,bt // Flatten all columns of the rollout in the same order. // program: test_log_ratios",
-        lambda x: x.to(x.swapped),
-        "actions_swapped: log-probabilities of actions that are flattened with steps and environments exchanged, less the old ones"
-        " // log r = log π(a_bt|s_tb) - log π_old,tb // Flatten all columns of the rollout in the same order. // program: test_log_ratios",
-        lambda x: None if x.now_swapped is None else x.now_swapped - x.stored,
-        "shifted_rows: the new log-probabilities less the old ones of the row before // log r_i = log π_i - log π_old,i-1"
-        " // Index both log-probabilities with the same rows. // program: test_log_ratios",
-        lambda x: x.now - x.stored.roll(1),
+    hypotheses=(
+        mistake("inverted", "the old log-probabilities less the new ones: the ratio is inverted")
+        .predicts("log r = log π_old - log π", lambda x: x.stored - x.now)
+        .advises("Take exp(new log-probability - old log-probability).", source="program: loop-pg_ratio_inverted"),
+        mistake("recomputed", "zeros: the old log-probabilities are those of now")
+        .predicts("log r = log π - log π", lambda x: 0 * x.now)
+        .advises("Store the log-probabilities at collection, once: otherwise nothing is ever clipped.")
+        .cites("program: test_log_ratios"),
+        mistake("no_old", "the new log-probabilities, without the old ones")
+        .predicts("log r = log π", lambda x: x.now)
+        .advises("Subtract the log-probabilities at collection.", source="program: test_log_ratios"),
+        mistake("quotient", "the quotient of the log-probabilities in place of that of the probabilities")
+        .predicts("r = log π / log π_old", lambda x: (x.now / x.stored).log())
+        .advises("Take the exponential of the difference.", source="program: test_log_ratios"),
+        mistake(
+            "rows_in_order",
+            "the new log-probabilities less old ones in the order of the rollout: they are not indexed with the "
+            "minibatch",
+        )
+        .predicts("log r_i = log π_i - log π_old,start+i", lambda x: x.to(x.in_order))
+        .advises("Index the old log-probabilities with the rows of the minibatch.")
+        .cites("program: test_log_ratios"),
+        mistake(
+            "axes_swapped",
+            "the new log-probabilities less old ones that are flattened with steps and environments exchanged",
+        )
+        .predicts("log r = log π_tb - log π_old,bt", lambda x: x.to(x.swapped))
+        .advises("Flatten all columns of the rollout in the same order.", source="program: test_log_ratios"),
+        mistake(
+            "actions_swapped",
+            "log-probabilities of actions that are flattened with steps and environments exchanged, less the old ones",
+        )
+        .predicts(
+            "log r = log π(a_bt|s_tb) - log π_old,tb",
+            lambda x: None if x.now_swapped is None else x.now_swapped - x.stored,
+        )
+        .advises("Flatten all columns of the rollout in the same order.", source="program: test_log_ratios"),
+        mistake("shifted_rows", "the new log-probabilities less the old ones of the row before")
+        .predicts("log r_i = log π_i - log π_old,i-1", lambda x: x.now - x.stored.roll(1))
+        .advises("Index both log-probabilities with the same rows.", source="program: test_log_ratios"),
     ),
 )
 

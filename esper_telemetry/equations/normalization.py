@@ -14,7 +14,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
-from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.gae import STD_EPS
 from esper_telemetry.equations.returns import MIN_ROWS, ranked
 from esper_telemetry.metrics.statistics import same_shape
@@ -229,55 +229,78 @@ NORMALIZED_ADVANTAGES = Equation(
     compute=normalized_advantages,
     tolerance=NORMALIZED_TOLERANCE,
     advice="Look at every line that changes advantages between the rollout and the loss.",
-    hypotheses=hypothesis_table(
-        "over_minibatch: advantages normalised over each minibatch // (A - mean_minibatch) / std_minibatch"
-        " // Set over which rows advantages are normalised, in one place. // program: test_returns",
-        _over("minibatch"),
-        "over_rollout: advantages normalised over the whole rollout // (A - mean_rollout) / std_rollout"
-        " // Set over which rows advantages are normalised, in one place. // program: test_returns",
-        _over("rollout"),
-        "over_environments: advantages normalised over each environment // (A - mean_b) / std_b"
-        " // Take mean and standard deviation over both axes. // program: test_returns",
-        _over_environments,
-        "over_padding: advantages normalised with the rows of padding // mean and std over all N rows"
-        " // Take mean and standard deviation over the rows of the mask. // NovaSky-AI/SkyRL#1305",
-        _over_padding,
-        "not_normalized (doubtful_without setting): advantages before normalisation // A"
-        " // Normalise them, or say in the settings that you do not. // program: subclass-norm_none",
-        lambda inputs: inputs.advantages,
-        "std_alone: advantages divided by their standard deviation without taking their mean away // A / std // Subtract the mean."
-        " // program: subclass-norm_no_mean",
-        _by_moments(lambda advantages, mean, std: advantages / (std + STD_EPS)),
-        "mean_alone: advantages less their mean that were not divided by their standard deviation // A - mean"
-        " // Divide by the standard deviation. // program: script-norm_no_std",
-        _by_moments(lambda advantages, mean, std: advantages - mean),
-        "variance (of loss): advantages less their mean, divided by their variance // (A - mean) / std²"
-        " // Divide by the standard deviation. // program: test_returns",
-        _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)),
-        "precedence: advantages less the ratio of mean and standard deviation // A - mean / std"
-        " // Put `advantages - mean` in parentheses. // program: test_returns",
-        _by_moments(lambda advantages, mean, std: advantages - mean / (std + STD_EPS)),
-        "sign (of loss): normalised advantages with the opposite sign // -(A - mean) / std"
-        " // The sign of advantages decides which actions become likelier. // program: test_returns",
-        lambda inputs: -normalized_advantages(inputs),
-        "absolute: advantages whose negative numbers have become positive, or 0, before or after they were normalised // |A|, A² or "
-        "max(A, 0) // Keep the signs: an action that is worse than expected is to become less likely. // program: script-abs_before_norm",
-        _without_signs,
-        "other_rows: normalised advantages of other rows // A_j in row i"
-        " // Index advantages with the rows of the observations and actions. // program: subclass-pg_rows",
-        _reordered,
-        "in_order: advantages of the rollout's first rows, second rows and so on, which are not the rows of the minibatch // A_k of the "
-        "k-th row taken, whatever its index // Index advantages with the rows of the observations and actions. // program: loop-pg_rows",
-        _in_order,
-        "other_std (variant, of loss): advantages normalised with the other of biased and unbiased standard deviation"
-        " // std over N in place of N - 1, or the reverse //  // NumPy's std is biased, torch's is not",
-        lambda inputs: (
-            None if inputs.over == "nothing" else inputs.standard(inputs.over, correction=1 - inputs.correction)
-        ),
-        "rms (variant): advantages divided by their root mean square // A / sqrt(mean A²) //  // program: test_returns",
-        _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS)),
-        "clipped (variant): normalised advantages clipped to [-c, c], // clip((A - mean) / std, -c, c) //  // program: test_returns",
-        Fit("c", _clipped),
+    hypotheses=(
+        mistake("over_minibatch", "advantages normalised over each minibatch")
+        .predicts("(A - mean_minibatch) / std_minibatch", _over("minibatch"))
+        .advises("Set over which rows advantages are normalised, in one place.", source="program: test_returns"),
+        mistake("over_rollout", "advantages normalised over the whole rollout")
+        .predicts("(A - mean_rollout) / std_rollout", _over("rollout"))
+        .advises("Set over which rows advantages are normalised, in one place.", source="program: test_returns"),
+        mistake("over_environments", "advantages normalised over each environment")
+        .predicts("(A - mean_b) / std_b", _over_environments)
+        .advises("Take mean and standard deviation over both axes.", source="program: test_returns"),
+        mistake("over_padding", "advantages normalised with the rows of padding")
+        .predicts("mean and std over all N rows", _over_padding)
+        .advises("Take mean and standard deviation over the rows of the mask.", source="NovaSky-AI/SkyRL#1305"),
+        mistake("not_normalized", "advantages before normalisation")
+        .predicts("A", lambda inputs: inputs.advantages)
+        .given(doubtful_without="setting")
+        .advises("Normalise them, or say in the settings that you do not.", source="program: subclass-norm_none"),
+        mistake("std_alone", "advantages divided by their standard deviation without taking their mean away")
+        .predicts("A / std", _by_moments(lambda advantages, mean, std: advantages / (std + STD_EPS)))
+        .advises("Subtract the mean.", source="program: subclass-norm_no_mean"),
+        mistake("mean_alone", "advantages less their mean that were not divided by their standard deviation")
+        .predicts("A - mean", _by_moments(lambda advantages, mean, std: advantages - mean))
+        .advises("Divide by the standard deviation.", source="program: script-norm_no_std"),
+        mistake("variance", "advantages less their mean, divided by their variance")
+        .predicts(
+            "(A - mean) / std²",
+            _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)),
+        )
+        .given(of="loss")
+        .advises("Divide by the standard deviation.", source="program: test_returns"),
+        mistake("precedence", "advantages less the ratio of mean and standard deviation")
+        .predicts("A - mean / std", _by_moments(lambda advantages, mean, std: advantages - mean / (std + STD_EPS)))
+        .advises("Put `advantages - mean` in parentheses.", source="program: test_returns"),
+        mistake("sign", "normalised advantages with the opposite sign")
+        .predicts("-(A - mean) / std", lambda inputs: -normalized_advantages(inputs))
+        .given(of="loss")
+        .advises("The sign of advantages decides which actions become likelier.", source="program: test_returns"),
+        mistake(
+            "absolute",
+            "advantages whose negative numbers have become positive, or 0, before or after they were normalised",
+        )
+        .predicts("|A|, A² or max(A, 0)", _without_signs)
+        .advises("Keep the signs: an action that is worse than expected is to become less likely.")
+        .cites("program: script-abs_before_norm"),
+        mistake("other_rows", "normalised advantages of other rows")
+        .predicts("A_j in row i", _reordered)
+        .advises("Index advantages with the rows of the observations and actions.")
+        .cites("program: subclass-pg_rows"),
+        mistake(
+            "in_order",
+            "advantages of the rollout's first rows, second rows and so on, which are not the rows of the minibatch",
+        )
+        .predicts("A_k of the k-th row taken, whatever its index", _in_order)
+        .advises("Index advantages with the rows of the observations and actions.", source="program: loop-pg_rows"),
+        variant("other_std", "advantages normalised with the other of biased and unbiased standard deviation")
+        .predicts(
+            "std over N in place of N - 1, or the reverse",
+            lambda inputs: (
+                None if inputs.over == "nothing" else inputs.standard(inputs.over, correction=1 - inputs.correction)
+            ),
+        )
+        .given(of="loss")
+        .cites("NumPy's std is biased, torch's is not"),
+        variant("rms", "advantages divided by their root mean square")
+        .predicts(
+            "A / sqrt(mean A²)",
+            _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS)),
+        )
+        .cites("program: test_returns"),
+        variant("clipped", "normalised advantages clipped to [-c, c],")
+        .fits("clip((A - mean) / std, -c, c)", "c", _clipped)
+        .cites("program: test_returns"),
     ),
 )
 

@@ -14,7 +14,7 @@ from esper_telemetry.core.arrays import as_floats, shown
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
-from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.gradient import fitted, spread
 
 if TYPE_CHECKING:
@@ -230,54 +230,77 @@ OPTIMIZER_STEP = Equation(
     tolerance=10.0,  # errors of healthy runs: 1e-5 to 3.1e-4, most of it rounding of the weights to fp32
     compute=StepInputs.changed,
     advice="Look for changes of weights, of the learning rate and of the optimizer's state outside of its step",
-    hypotheses=hypothesis_table(
-        "no_step: zero // θ' = θ // The optimizer has other parameters than the policy that is trained, or the weights are put back"
-        " // program: test_optimizer_step",
-        lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale),
-        "left_out: those of an optimizer that lacks some of the parameters // θ' = θ for some parameters with a gradient"
-        " // Give all parameters of the policy to the optimizer, after the last layer is made // program: loop-missing_parameter",
-        _left_out,
-        "twice: two steps with one gradient // θ' = step(step(θ)) // optimizer.step() is called twice // program: test_optimizer_step",
-        _twice,
-        "state_lost: those of an optimizer whose state was reset in the middle of training // t less than the number of steps"
-        " // Make the optimizer once, not in every update // program: subclass-state_lost",
-        lambda inputs: inputs.changed(lost=0) if inputs.lost else None,
-        "state_cleared: those of an optimizer whose state was cleared just before the step // m = v = 0, t = 0"
-        " // Make the optimizer once, not in every step // program: loop-state_lost",
-        _cleared,
-        "ascent: the opposite of the optimizer's steps // θ' = θ + lr step"
-        " // The learning rate is negative, or the step is added with the wrong sign // program: test_optimizer_step",
-        lambda inputs: -inputs.changed(),
-        "negated_gradient: steps with the opposite gradient // g = ∇(-L)"
-        " // The optimizer maximises: compare its maximize flag with the sign of the loss // program: test_optimizer_step",
-        lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)),
-        "gradient_descent: those of plain gradient descent // θ' = θ - lr g // The optimizer is another one than the settings name"
-        " // program: loop-other_optimizer",
-        _if(lambda settings: settings.kind != "sgd" or settings.momentum != 0, _plain),
-        "no_bias_correction: those of Adam without correction of its bias // θ' = θ - lr m / (√v + ε)"
-        " // Divide m by 1 - β₁ᵗ and v by 1 - β₂ᵗ // 1412.6980, section 3",
-        _if(lambda settings: settings.kind == "adam", lambda settings: settings._replace(corrects_bias=False)),
-        "decay_coupling: those with weight decay through the gradient in place of the weights, or the reverse // g + λ θ in place of (1 -"
-        " lr λ) θ, or the reverse // AdamW decays the weights, Adam adds the decay to the gradient // 1711.05101",
-        _if(
-            lambda settings: settings.weight_decay != 0,
-            lambda settings: settings._replace(decoupled=not settings.decoupled),
-        ),
-        "no_decay: those without the weight decay that is set // λ = 0 // The optimizer ignores its weight_decay"
-        " // program: test_optimizer_step",
-        _if(lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(weight_decay=0.0)),
-        "epsilon_inside (variant): those of RMSprop with ε under the root // θ' = θ - lr g / √(v + ε) // "
-        " // stable-baselines3, RMSpropTFLike",
-        _if(
-            lambda settings: settings.kind == "rmsprop" and not settings.epsilon_inside,
-            lambda settings: settings._replace(epsilon_inside=True),
-        ),
-        "learning_rate: those with another learning rate than set, // θ' = θ - c step"
-        " // Set the rate of the schedule in every group of the optimizer before each update // program: subclass-lr_other",
-        Fit("lr", _fit_rate),
-        "weight_decay: those of the optimizer and a decay of the weights by the fraction // θ' = step(θ) - c θ"
-        " // Something else shrinks the weights after the step // program: loop-decay",
-        Fit("c", _fit_decay),
+    hypotheses=(
+        mistake("no_step", "zero")
+        .predicts("θ' = θ", lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale))
+        .advises("The optimizer has other parameters than the policy that is trained, or the weights are put back")
+        .cites("program: test_optimizer_step"),
+        mistake("left_out", "those of an optimizer that lacks some of the parameters")
+        .predicts("θ' = θ for some parameters with a gradient", _left_out)
+        .advises("Give all parameters of the policy to the optimizer, after the last layer is made")
+        .cites("program: loop-missing_parameter"),
+        mistake("twice", "two steps with one gradient")
+        .predicts("θ' = step(step(θ))", _twice)
+        .advises("optimizer.step() is called twice", source="program: test_optimizer_step"),
+        mistake("state_lost", "those of an optimizer whose state was reset in the middle of training")
+        .predicts("t less than the number of steps", lambda inputs: inputs.changed(lost=0) if inputs.lost else None)
+        .advises("Make the optimizer once, not in every update", source="program: subclass-state_lost"),
+        mistake("state_cleared", "those of an optimizer whose state was cleared just before the step")
+        .predicts("m = v = 0, t = 0", _cleared)
+        .advises("Make the optimizer once, not in every step", source="program: loop-state_lost"),
+        mistake("ascent", "the opposite of the optimizer's steps")
+        .predicts("θ' = θ + lr step", lambda inputs: -inputs.changed())
+        .advises("The learning rate is negative, or the step is added with the wrong sign")
+        .cites("program: test_optimizer_step"),
+        mistake("negated_gradient", "steps with the opposite gradient")
+        .predicts(
+            "g = ∇(-L)",
+            lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)),
+        )
+        .advises("The optimizer maximises: compare its maximize flag with the sign of the loss")
+        .cites("program: test_optimizer_step"),
+        mistake("gradient_descent", "those of plain gradient descent")
+        .predicts("θ' = θ - lr g", _if(lambda settings: settings.kind != "sgd" or settings.momentum != 0, _plain))
+        .advises("The optimizer is another one than the settings name", source="program: loop-other_optimizer"),
+        mistake("no_bias_correction", "those of Adam without correction of its bias")
+        .predicts(
+            "θ' = θ - lr m / (√v + ε)",
+            _if(lambda settings: settings.kind == "adam", lambda settings: settings._replace(corrects_bias=False)),
+        )
+        .advises("Divide m by 1 - β₁ᵗ and v by 1 - β₂ᵗ", source="1412.6980, section 3"),
+        mistake(
+            "decay_coupling", "those with weight decay through the gradient in place of the weights, or the reverse"
+        )
+        .predicts(
+            "g + λ θ in place of (1 - lr λ) θ, or the reverse",
+            _if(
+                lambda settings: settings.weight_decay != 0,
+                lambda settings: settings._replace(decoupled=not settings.decoupled),
+            ),
+        )
+        .advises("AdamW decays the weights, Adam adds the decay to the gradient", source="1711.05101"),
+        mistake("no_decay", "those without the weight decay that is set")
+        .predicts(
+            "λ = 0",
+            _if(lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(weight_decay=0.0)),
+        )
+        .advises("The optimizer ignores its weight_decay", source="program: test_optimizer_step"),
+        variant("epsilon_inside", "those of RMSprop with ε under the root")
+        .predicts(
+            "θ' = θ - lr g / √(v + ε)",
+            _if(
+                lambda settings: settings.kind == "rmsprop" and not settings.epsilon_inside,
+                lambda settings: settings._replace(epsilon_inside=True),
+            ),
+        )
+        .cites("stable-baselines3, RMSpropTFLike"),
+        mistake("learning_rate", "those with another learning rate than set,")
+        .fits("θ' = θ - c step", "lr", _fit_rate)
+        .advises("Set the rate of the schedule in every group of the optimizer before each update")
+        .cites("program: subclass-lr_other"),
+        mistake("weight_decay", "those of the optimizer and a decay of the weights by the fraction")
+        .fits("θ' = step(θ) - c θ", "c", _fit_decay)
+        .advises("Something else shrinks the weights after the step", source="program: loop-decay"),
     ),
 )
 

@@ -14,7 +14,7 @@ from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.equations.comparison import EquationCheck, compare
-from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.minibatch_losses import (
     LOSS_TOLERANCE,
     Minibatches,
@@ -184,121 +184,183 @@ POLICY_LOSS = Equation(
     compute=clipped_surrogate,
     tolerance=LOSS_TOLERANCE,
     advice="Compare the line of the policy loss with the equation, term by term.",
-    hypotheses=hypothesis_table(
-        "sign: the clipped surrogate without its minus sign, so that descent lowers the gain // L = mean min(r A, clip(r) A)"
-        " // Minimise the negative of the surrogate. // program: loop-pg_sign",
-        lambda x: -clipped_surrogate(x),
-        "negated_advantages (needs clip, gradient advantages_negated): the clipped surrogate of the advantages with the opposite sign // "
-        "L = mean max(r A, clip(r) A) // Use max only with the two negative terms: max(-r A, -clip(r) A). // program: bundled-loss_sign",
-        _of_negated_advantages,
-        "optimistic (needs clip, gradient maximum): the larger of the two gains in place of the smaller // L = -mean max(r A, clip(r) A)"
-        " // Take min of the gains, or max of the losses. // program: test_losses",
-        lambda x: x.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)),
-        "no_minimum (needs clip, gradient no_minimum): the clipped term alone, without the minimum // L = -mean clip(r, 1 - ε, 1 + ε) A"
-        " // Take the minimum of r A and clip(r) A: the clipped term alone has no gradient that brings a ratio back."
-        " // program: loop-pg_no_minimum",
-        lambda x: x.mean(x.clipped() * x.advantages),
-        "no_clip (needs clip, gradient no_clip): the surrogate without clipping // L = -mean r A // Clip the ratio in the second term."
-        " // 1707.06347, eq. 6",
-        lambda x: x.mean(x.ratio * x.advantages),
-        "minimum_of_ratios: the advantage times the smaller ratio, whatever the sign of the advantage // L = -mean min(r, clip(r)) A"
-        " // Multiply both ratios by the advantage before the minimum. // program: test_losses",
-        lambda x: x.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages),
-        "inverted_ratio (needs clip, gradient ratio_inverted): the clipped surrogate with the ratio inverted: the old probability over "
-        "the new one // L = -mean min(A / r, clip(1 / r) A) // Take exp(new log-probability - old log-probability). // program: "
-        "script-pg_ratio_inverted",
-        lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio)),
-        "no_exponential (needs clip, gradient probability_difference): the clipped surrogate with the log-ratio in place of the ratio"
-        " // L = -mean min(log r A, clip(log r, 1 - ε, 1 + ε) A) // Take the exponential of the difference of the log-probabilities."
-        " // program: test_losses",
-        lambda x: x.mean(
-            torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)
-        ),
-        "log_prob (needs log_probs, doubtful_without ratio, gradient no_ratio): the policy gradient of the log-probability, without a "
-        "ratio // L = -mean log π(a) A // Multiply the advantage by the ratio: over several epochs the log-probability is biased. // "
-        "1602.01783 (A2C)",
-        lambda x: x.mean(x.log_probs * x.advantages),
-        "clip_around_zero: the clipped surrogate with the ratio clipped to ±ε in place of 1 ± ε // L = -mean min(r A, clip(r, -ε, ε) A)"
-        " // Clip to 1 - ε and 1 + ε. // program: test_losses",
-        lambda x: between(x, -x.clip, x.clip),
-        "upper_clip_only: the clipped surrogate without the lower bound of the ratio // L = -mean min(r A, min(r, 1 + ε) A)"
-        " // Clip the ratio on both sides. // program: test_losses",
-        lambda x: between(x, -torch.inf, 1 + x.clip),
-        "lower_clip_only: the clipped surrogate without the upper bound of the ratio // L = -mean min(r A, max(r, 1 - ε) A)"
-        " // Clip the ratio on both sides. // program: test_losses",
-        lambda x: between(x, 1 - x.clip, torch.inf),
-        "clipped_product: the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped and not the ratio // L = -mean "
-        "min(r A, clip(r A, 1 - ε, 1 + ε)) // Clip the ratio before it is multiplied by the advantage. // program: test_losses",
-        lambda x: x.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)),
-        "clipped_log_ratio: the clipped surrogate with the log-ratio clipped to ±ε // L = -mean min(r A, exp(clip(log r, -ε, ε)) A)"
-        " // Clip the ratio: bounds of the log-ratio are log(1 - ε) and log(1 + ε). // program: test_losses",
-        lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()),
-        "broadcast (gradient advantages_broadcast): the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]"
-        " // L = -mean_ij min(r_i A_j, clip(r_i) A_j) // Flatten log-probabilities and advantages to [N] both."
-        " // PacktPublishing/Deep-Reinforcement-Learning-Hands-On#33",
-        _of_all_pairs,
-        "sum: the sum over the rows in place of the mean // L = -Σ min(r A, clip(r) A)"
-        " // Take the mean, so that the step does not grow with the minibatch. // program: loop-pg_sum",
-        lambda x: clipped_surrogate(x) * x.minibatches.counts,
-        "unnormalized (needs raw_advantages, gradient advantages_raw): the clipped surrogate of the advantages before normalisation"
-        " // L = -mean min(r A_raw, clip(r) A_raw) // Use the normalised advantages in the loss."
-        " // Huang et al. 2022, The 37 implementation details of PPO",
-        lambda x: x.of_advantages(x.raw_advantages),
-        "shifted_rows (gradient advantages_shifted): the clipped surrogate with each ratio beside the advantage of the row before"
-        " // L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1}) // Index ratios and advantages with the same rows. // program: test_losses",
-        lambda x: x.of_advantages(x.advantages[x.minibatches.followers(-1)]),
-        "following_rows: the clipped surrogate with each ratio beside the advantage of the row after"
-        " // L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1}) // Index ratios and advantages with the same rows. // program: test_losses",
-        lambda x: x.of_advantages(x.advantages[x.minibatches.followers(1)]),
-        "reversed_rows (gradient advantages_reversed): the clipped surrogate with the advantages in the reverse order of the rows"
-        " // L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i}) // Index ratios and advantages with the same rows. // program: test_losses",
-        lambda x: x.of_advantages(x.advantages[x.minibatches.reversed()]),
-        "normalized_again (variant): the clipped surrogate of the advantages, normalised over each minibatch"
-        " // L = -mean min(r Â, clip(r) Â), Â = (A - mean A) / std A //  // Huang et al. 2022, The 37 implementation details of PPO",
-        lambda x: x.of_advantages(x.minibatches.normalized(x.advantages)),
-        "per_head (variant): the sum of the heads' clipped surrogates, each with its own ratio // L = -Σ_h mean min(r_h A, clip(r_h) A)"
-        " //  // 1903.01344 (H-PPO)",
-        _per_head,
-        "dual_clip (variant, needs clip, gradient dual_clip): the surrogate with dual clipping at 3"
-        " // L = -mean max(min(r A, clip(r) A), 3 A) where A < 0 //  // 1912.09729 (dual-clip PPO)",
-        _dual_clipped,
-        "truncated (variant): the surrogate with the ratio truncated at 1 // L = -mean min(r, 1) A //  // 1802.01561 (V-trace)",
-        lambda x: x.mean(x.ratio.clamp(max=1.0) * x.advantages),
-        "with_entropy (variant, needs bonus, of bonus): the clipped surrogate with the entropy bonus in it"
-        " // L = -mean min(r A, clip(r) A) - c H //  // program: test_losses",
-        lambda x: clipped_surrogate(x) + x.bonus,
-        "annealed_clip (variant): the clipped surrogate with a smaller clip range than the setting, annealed or set elsewhere,"
-        " // L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A) //  // Huang et al. 2022, The 37 implementation details of PPO",
-        Fit("ε", _bound(lambda x, clip: between(x, 1 - clip, 1 + clip), lambda x: (0.0, x.width))),
-        "clip_range: the clipped surrogate with a larger clip range than the setting, // L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)"
-        " // Compare the bounds in the loss with the setting. // program: test_losses",
-        Fit(
+    hypotheses=(
+        mistake("sign", "the clipped surrogate without its minus sign, so that descent lowers the gain")
+        .predicts("L = mean min(r A, clip(r) A)", lambda x: -clipped_surrogate(x))
+        .advises("Minimise the negative of the surrogate.", source="program: loop-pg_sign"),
+        mistake("negated_advantages", "the clipped surrogate of the advantages with the opposite sign")
+        .predicts("L = mean max(r A, clip(r) A)", _of_negated_advantages)
+        .given(needs="clip", gradient="advantages_negated")
+        .advises("Use max only with the two negative terms: max(-r A, -clip(r) A).")
+        .cites("program: bundled-loss_sign"),
+        mistake("optimistic", "the larger of the two gains in place of the smaller")
+        .predicts(
+            "L = -mean max(r A, clip(r) A)",
+            lambda x: x.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)),
+        )
+        .given(needs="clip", gradient="maximum")
+        .advises("Take min of the gains, or max of the losses.", source="program: test_losses"),
+        mistake("no_minimum", "the clipped term alone, without the minimum")
+        .predicts("L = -mean clip(r, 1 - ε, 1 + ε) A", lambda x: x.mean(x.clipped() * x.advantages))
+        .given(needs="clip", gradient="no_minimum")
+        .advises(
+            "Take the minimum of r A and clip(r) A: the clipped term alone has no gradient that brings a ratio back."
+        )
+        .cites("program: loop-pg_no_minimum"),
+        mistake("no_clip", "the surrogate without clipping")
+        .predicts("L = -mean r A", lambda x: x.mean(x.ratio * x.advantages))
+        .given(needs="clip", gradient="no_clip")
+        .advises("Clip the ratio in the second term.", source="1707.06347, eq. 6"),
+        mistake("minimum_of_ratios", "the advantage times the smaller ratio, whatever the sign of the advantage")
+        .predicts("L = -mean min(r, clip(r)) A", lambda x: x.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages))
+        .advises("Multiply both ratios by the advantage before the minimum.", source="program: test_losses"),
+        mistake("inverted_ratio", "the clipped surrogate with the ratio inverted: the old probability over the new one")
+        .predicts(
+            "L = -mean min(A / r, clip(1 / r) A)", lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio))
+        )
+        .given(needs="clip", gradient="ratio_inverted")
+        .advises("Take exp(new log-probability - old log-probability).", source="program: script-pg_ratio_inverted"),
+        mistake("no_exponential", "the clipped surrogate with the log-ratio in place of the ratio")
+        .predicts(
+            "L = -mean min(log r A, clip(log r, 1 - ε, 1 + ε) A)",
+            lambda x: x.mean(
+                torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)
+            ),
+        )
+        .given(needs="clip", gradient="probability_difference")
+        .advises("Take the exponential of the difference of the log-probabilities.", source="program: test_losses"),
+        mistake("log_prob", "the policy gradient of the log-probability, without a ratio")
+        .predicts("L = -mean log π(a) A", lambda x: x.mean(x.log_probs * x.advantages))
+        .given(needs="log_probs", doubtful_without="ratio", gradient="no_ratio")
+        .advises("Multiply the advantage by the ratio: over several epochs the log-probability is biased.")
+        .cites("1602.01783 (A2C)"),
+        mistake("clip_around_zero", "the clipped surrogate with the ratio clipped to ±ε in place of 1 ± ε")
+        .predicts("L = -mean min(r A, clip(r, -ε, ε) A)", lambda x: between(x, -x.clip, x.clip))
+        .advises("Clip to 1 - ε and 1 + ε.", source="program: test_losses"),
+        mistake("upper_clip_only", "the clipped surrogate without the lower bound of the ratio")
+        .predicts("L = -mean min(r A, min(r, 1 + ε) A)", lambda x: between(x, -torch.inf, 1 + x.clip))
+        .advises("Clip the ratio on both sides.", source="program: test_losses"),
+        mistake("lower_clip_only", "the clipped surrogate without the upper bound of the ratio")
+        .predicts("L = -mean min(r A, max(r, 1 - ε) A)", lambda x: between(x, 1 - x.clip, torch.inf))
+        .advises("Clip the ratio on both sides.", source="program: test_losses"),
+        mistake(
+            "clipped_product",
+            "the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped and not the ratio",
+        )
+        .predicts(
+            "L = -mean min(r A, clip(r A, 1 - ε, 1 + ε))",
+            lambda x: x.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)),
+        )
+        .advises("Clip the ratio before it is multiplied by the advantage.", source="program: test_losses"),
+        mistake("clipped_log_ratio", "the clipped surrogate with the log-ratio clipped to ±ε")
+        .predicts(
+            "L = -mean min(r A, exp(clip(log r, -ε, ε)) A)",
+            lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()),
+        )
+        .advises("Clip the ratio: bounds of the log-ratio are log(1 - ε) and log(1 + ε).")
+        .cites("program: test_losses"),
+        mistake("broadcast", "the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]")
+        .predicts("L = -mean_ij min(r_i A_j, clip(r_i) A_j)", _of_all_pairs)
+        .given(gradient="advantages_broadcast")
+        .advises("Flatten log-probabilities and advantages to [N] both.")
+        .cites("PacktPublishing/Deep-Reinforcement-Learning-Hands-On#33"),
+        mistake("sum", "the sum over the rows in place of the mean")
+        .predicts("L = -Σ min(r A, clip(r) A)", lambda x: clipped_surrogate(x) * x.minibatches.counts)
+        .advises("Take the mean, so that the step does not grow with the minibatch.", source="program: loop-pg_sum"),
+        mistake("unnormalized", "the clipped surrogate of the advantages before normalisation")
+        .predicts("L = -mean min(r A_raw, clip(r) A_raw)", lambda x: x.of_advantages(x.raw_advantages))
+        .given(needs="raw_advantages", gradient="advantages_raw")
+        .advises("Use the normalised advantages in the loss.")
+        .cites("Huang et al. 2022, The 37 implementation details of PPO"),
+        mistake("shifted_rows", "the clipped surrogate with each ratio beside the advantage of the row before")
+        .predicts(
+            "L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1})",
+            lambda x: x.of_advantages(x.advantages[x.minibatches.followers(-1)]),
+        )
+        .given(gradient="advantages_shifted")
+        .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
+        mistake("following_rows", "the clipped surrogate with each ratio beside the advantage of the row after")
+        .predicts(
+            "L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1})",
+            lambda x: x.of_advantages(x.advantages[x.minibatches.followers(1)]),
+        )
+        .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
+        mistake("reversed_rows", "the clipped surrogate with the advantages in the reverse order of the rows")
+        .predicts(
+            "L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i})",
+            lambda x: x.of_advantages(x.advantages[x.minibatches.reversed()]),
+        )
+        .given(gradient="advantages_reversed")
+        .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
+        variant("normalized_again", "the clipped surrogate of the advantages, normalised over each minibatch")
+        .predicts(
+            "L = -mean min(r Â, clip(r) Â), Â = (A - mean A) / std A",
+            lambda x: x.of_advantages(x.minibatches.normalized(x.advantages)),
+        )
+        .cites("Huang et al. 2022, The 37 implementation details of PPO"),
+        variant("per_head", "the sum of the heads' clipped surrogates, each with its own ratio")
+        .predicts("L = -Σ_h mean min(r_h A, clip(r_h) A)", _per_head)
+        .cites("1903.01344 (H-PPO)"),
+        variant("dual_clip", "the surrogate with dual clipping at 3")
+        .predicts("L = -mean max(min(r A, clip(r) A), 3 A) where A < 0", _dual_clipped)
+        .given(needs="clip", gradient="dual_clip")
+        .cites("1912.09729 (dual-clip PPO)"),
+        variant("truncated", "the surrogate with the ratio truncated at 1")
+        .predicts("L = -mean min(r, 1) A", lambda x: x.mean(x.ratio.clamp(max=1.0) * x.advantages))
+        .cites("1802.01561 (V-trace)"),
+        variant("with_entropy", "the clipped surrogate with the entropy bonus in it")
+        .predicts("L = -mean min(r A, clip(r) A) - c H", lambda x: clipped_surrogate(x) + x.bonus)
+        .given(needs="bonus", of="bonus")
+        .cites("program: test_losses"),
+        variant(
+            "annealed_clip",
+            "the clipped surrogate with a smaller clip range than the setting, annealed or set elsewhere,",
+        )
+        .fits(
+            "L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
+            "ε",
+            _bound(lambda x, clip: between(x, 1 - clip, 1 + clip), lambda x: (0.0, x.width)),
+        )
+        .cites("Huang et al. 2022, The 37 implementation details of PPO"),
+        mistake("clip_range", "the clipped surrogate with a larger clip range than the setting,")
+        .fits(
+            "L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
             "ε",
             _bound(
                 lambda x, clip: between(x, 1 - clip, 1 + clip),
                 lambda x: (x.width, max(float((x.ratio - 1).abs().max()), x.width)),
             ),
-        ),
-        "decoupled_clip (variant): the clipped surrogate with an upper bound of its own,"
-        " // L = -mean min(r A, clip(r, 1 - ε, 1 + ε_high) A) //  // 2503.14476 (DAPO), eq. 10",
-        Fit(
+        )
+        .advises("Compare the bounds in the loss with the setting.", source="program: test_losses"),
+        variant("decoupled_clip", "the clipped surrogate with an upper bound of its own,")
+        .fits(
+            "L = -mean min(r A, clip(r, 1 - ε, 1 + ε_high) A)",
             "ε_high",
             _bound(
                 lambda x, clip: between(x, 1 - x.width, 1 + clip),
                 lambda x: (0.0, max(float(x.ratio.max()) - 1, x.width)),
             ),
-        ),
-        "other_dual_clip (variant): the surrogate with dual clipping, // L = -mean max(min(r A, clip(r) A), c A) where A < 0 // "
-        " // 1912.09729 (dual-clip PPO)",
-        Fit("c", _bound(_dual_clipped, lambda x: (1.0, max(float(x.ratio.max()), 1.0)))),
-        "kl_penalty (variant): the clipped surrogate with a penalty on the divergence, // L = -mean min(r A, clip(r) A) + β KL // "
-        " // 1707.06347, eq. 8",
-        Fit("β", lambda x, claimed: _kl_penalty(x, claimed, clipped_surrogate(x))),
-        "kl_penalty_alone (variant): the surrogate without clipping and with a penalty on the divergence, // L = -mean r A + β KL // "
-        " // 1707.06347, eq. 8",
-        Fit("β", lambda x, claimed: _kl_penalty(x, claimed, x.mean(x.ratio * x.advantages))),
+        )
+        .cites("2503.14476 (DAPO), eq. 10"),
+        variant("other_dual_clip", "the surrogate with dual clipping,")
+        .fits(
+            "L = -mean max(min(r A, clip(r) A), c A) where A < 0",
+            "c",
+            _bound(_dual_clipped, lambda x: (1.0, max(float(x.ratio.max()), 1.0))),
+        )
+        .cites("1912.09729 (dual-clip PPO)"),
+        variant("kl_penalty", "the clipped surrogate with a penalty on the divergence,")
+        .fits(
+            "L = -mean min(r A, clip(r) A) + β KL",
+            "β",
+            lambda x, claimed: _kl_penalty(x, claimed, clipped_surrogate(x)),
+        )
+        .cites("1707.06347, eq. 8"),
+        variant("kl_penalty_alone", "the surrogate without clipping and with a penalty on the divergence,")
+        .fits("L = -mean r A + β KL", "β", lambda x, claimed: _kl_penalty(x, claimed, x.mean(x.ratio * x.advantages)))
+        .cites("1707.06347, eq. 8"),
         *with_padding(clipped_surrogate, "-min(r A, clip(r) A)"),
-        *rescaled(clipped_surrogate, "the clipped surrogate", "-mean min(r A, clip(r) A)", variant=False),
+        *rescaled(clipped_surrogate, "the clipped surrogate", "-mean min(r A, clip(r) A)"),
     ),
 )
 

@@ -17,7 +17,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare
-from esper_telemetry.equations.equation import Equation, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake
 from esper_telemetry.equations.log_probs import shifted
 from esper_telemetry.metrics.statistics import same_shape
 
@@ -91,59 +91,74 @@ def _pass(name: str) -> Callable[[ReplayInputs], Tensor | None]:
     return lambda inputs: inputs.alternative(name)
 
 
-INPUT_HYPOTHESES = hypothesis_table(
-    "other_observations: those of the observations that the policy received when it acted, which are not the stored ones"
-    " // f(o'), stored o ≠ o' // Store the very observation that is passed to the policy. // program: script-obs_alias",
-    _pass("other_observations"),
-    "other_statistics: those of observations that were normalised with other statistics than the stored ones"
-    " // f((o - m') / s'), stored (o - m) / s // Normalise an observation once, before it is acted on, and store it so."
-    " // https://github.com/leggedrobotics/rsl_rl/pull/225",
-    _pass("other_statistics"),
-    "older_weights: those of the policy with the weights of an earlier update // f(o; θ'), θ' before the last update"
-    " // Copy the weights to the policy that acts before each rollout. // program: loop-stale_weights",
-    _pass("older_weights"),
-    "observation_before: those of the observation of the step before // f(o_{t-1})"
-    " // Pass the observation to the policy that the last step of the environment returned. // program: subclass-obs_alias",
-    partial(_of_step, name="observation_before", steps=-1),
-    "observation_after: those of the observation of the step after // f(o_{t+1})"
-    " // Store the observation that was acted on, not the one that the action led to. // program: test_collection",
-    partial(_of_step, name="observation_after", steps=1),
-    "other_mode: those of a policy whose dropout or batch norm works in the other mode // f_train(o) in place of f_eval(o), or the "
-    "reverse // Act and train in the same mode, without dropout, and with batch statistics frozen. // "
-    "https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.eval",
-    _other_mode,
-    "random_passes: those of a policy whose passes differ from one another, because dropout is active"
-    " // f(o, ε), ε drawn again in every pass // Switch dropout off: the ratio is to compare two policies, not two draws."
-    " // https://github.com/huggingface/trl/issues/4",
-    _random_passes,
-    "memory_zero (of memory): those of a memory that begins the rollout empty // h_0 = 0"
-    " // Begin the pass over a sequence with the state that the rollout began with. // program: bundled-h0_zero",
-    _pass("memory_zero"),
-    "memory_stored_late (of memory): those of the states before each step, in place of which those after it are stored // f(o_t, "
-    "h_t), stored h_{t+1} // Store the hidden state that the policy received with the observation, before the next one replaces it. "
-    "// program: sb3_collection",
-    _pass("memory_stored_late"),
-    "other_memory: those of the states that the policy received when it acted, which are not the stored ones"
-    " // f(o, h'), stored h ≠ h' // Store the very hidden state that is passed to the policy. // program: test_script_equations",
-    _pass("other_memory"),
-    "memory_not_reset (of memory): those of a memory that is not reset where an episode begins // h_t carried over the ends of "
-    "episodes // Set the hidden state to zero where an episode begins, both when acting and in training. // "
-    "https://github.com/ikostrikov/pytorch-a2c-ppo-acktr-gail/issues/206",
-    _pass("memory_not_reset"),
-    "memory_reset_late (of memory): those of a memory that is reset one step late // h_t = 0 in the second step of an episode"
-    " // Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset."
-    " // https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
-    _pass("memory_reset_late"),
-    "memory_reset_early (of memory): those of a memory that is reset one step early // h_t = 0 in the last step of an episode"
-    " // Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset."
-    " // https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
-    _pass("memory_reset_early"),
-    "memory_empty (of memory): those of a policy whose memory is empty in every step // h_t = 0"
-    " // Pass the state of the last step on to the next one. // program: test_collection",
-    _pass("memory_empty"),
-    "mask_missing: those of the policy without action masks // π(a | o) over all choices"
-    " // Store the mask of every step, and apply it both when acting and in training. // 2006.14171",
-    _pass("mask_missing"),
+INPUT_HYPOTHESES = (
+    mistake(
+        "other_observations",
+        "those of the observations that the policy received when it acted, which are not the stored ones",
+    )
+    .predicts("f(o'), stored o ≠ o'", _pass("other_observations"))
+    .advises("Store the very observation that is passed to the policy.", source="program: script-obs_alias"),
+    mistake("other_statistics", "those of observations that were normalised with other statistics than the stored ones")
+    .predicts("f((o - m') / s'), stored (o - m) / s", _pass("other_statistics"))
+    .advises("Normalise an observation once, before it is acted on, and store it so.")
+    .cites("https://github.com/leggedrobotics/rsl_rl/pull/225"),
+    mistake("older_weights", "those of the policy with the weights of an earlier update")
+    .predicts("f(o; θ'), θ' before the last update", _pass("older_weights"))
+    .advises("Copy the weights to the policy that acts before each rollout.")
+    .cites("program: loop-stale_weights"),
+    mistake("observation_before", "those of the observation of the step before")
+    .predicts("f(o_{t-1})", partial(_of_step, name="observation_before", steps=-1))
+    .advises("Pass the observation to the policy that the last step of the environment returned.")
+    .cites("program: subclass-obs_alias"),
+    mistake("observation_after", "those of the observation of the step after")
+    .predicts("f(o_{t+1})", partial(_of_step, name="observation_after", steps=1))
+    .advises("Store the observation that was acted on, not the one that the action led to.")
+    .cites("program: test_collection"),
+    mistake("other_mode", "those of a policy whose dropout or batch norm works in the other mode")
+    .predicts("f_train(o) in place of f_eval(o), or the reverse", _other_mode)
+    .advises("Act and train in the same mode, without dropout, and with batch statistics frozen.")
+    .cites("https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.eval"),
+    mistake("random_passes", "those of a policy whose passes differ from one another, because dropout is active")
+    .predicts("f(o, ε), ε drawn again in every pass", _random_passes)
+    .advises("Switch dropout off: the ratio is to compare two policies, not two draws.")
+    .cites("https://github.com/huggingface/trl/issues/4"),
+    mistake("memory_zero", "those of a memory that begins the rollout empty")
+    .predicts("h_0 = 0", _pass("memory_zero"))
+    .given(of="memory")
+    .advises("Begin the pass over a sequence with the state that the rollout began with.")
+    .cites("program: bundled-h0_zero"),
+    mistake("memory_stored_late", "those of the states before each step, in place of which those after it are stored")
+    .predicts("f(o_t, h_t), stored h_{t+1}", _pass("memory_stored_late"))
+    .given(of="memory")
+    .advises("Store the hidden state that the policy received with the observation, before the next one replaces it.")
+    .cites("program: sb3_collection"),
+    mistake("other_memory", "those of the states that the policy received when it acted, which are not the stored ones")
+    .predicts("f(o, h'), stored h ≠ h'", _pass("other_memory"))
+    .advises("Store the very hidden state that is passed to the policy.")
+    .cites("program: test_script_equations"),
+    mistake("memory_not_reset", "those of a memory that is not reset where an episode begins")
+    .predicts("h_t carried over the ends of episodes", _pass("memory_not_reset"))
+    .given(of="memory")
+    .advises("Set the hidden state to zero where an episode begins, both when acting and in training.")
+    .cites("https://github.com/ikostrikov/pytorch-a2c-ppo-acktr-gail/issues/206"),
+    mistake("memory_reset_late", "those of a memory that is reset one step late")
+    .predicts("h_t = 0 in the second step of an episode", _pass("memory_reset_late"))
+    .given(of="memory")
+    .advises("Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset.")
+    .cites("https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169"),
+    mistake("memory_reset_early", "those of a memory that is reset one step early")
+    .predicts("h_t = 0 in the last step of an episode", _pass("memory_reset_early"))
+    .given(of="memory")
+    .advises("Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset.")
+    .cites("https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169"),
+    mistake("memory_empty", "those of a policy whose memory is empty in every step")
+    .predicts("h_t = 0", _pass("memory_empty"))
+    .given(of="memory")
+    .advises("Pass the state of the last step on to the next one.", source="program: test_collection"),
+    mistake("mask_missing", "those of the policy without action masks")
+    .predicts("π(a | o) over all choices", _pass("mask_missing"))
+    .advises("Store the mask of every step, and apply it both when acting and in training.")
+    .cites("2006.14171"),
 )
 
 REPLAYED_LOG_PROBS = Equation(

@@ -13,7 +13,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
-from esper_telemetry.equations.equation import TOLERANCES, Equation, hypothesis_table
+from esper_telemetry.equations.equation import TOLERANCES, Equation, mistake, variant
 from esper_telemetry.equations.gae import STD_EPS, standard
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
@@ -265,56 +265,71 @@ RETURNS = Equation(
     compute=lambda inputs: inputs.advantages + inputs.values,
     tolerance=RETURNS_TOLERANCE,
     advice="Check that advantages, values and returns are indexed and masked alike.",
-    hypotheses=hypothesis_table(
-        "normalized: values plus advantages that were normalised before // R = (A - mean) / std + V // Compute the returns before you "
-        "normalise advantages. // Huang et al. 2022: returns are computed before advantages are normalised",
-        _with_normalized,
-        "values_missing: advantages: the values were not added // R = A // Add the values, or the critic learns the advantage."
-        " // program: subclass-returns_are_advantages",
-        lambda inputs: inputs.advantages,
-        "values_alone: the values: the advantages were not added // R = V // Add the advantages, or the critic learns nothing."
-        " // program: test_returns",
-        lambda inputs: inputs.values,
-        "values_subtracted: advantages less values, or values less advantages // R = ±(A - V) // Returns are advantages plus values."
-        " // program: test_returns",
-        lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages),
-        "next_values (needs next_values): advantages plus the values of the next states // R_t = A_t + V(s_{t+1})"
-        " // Add the value of the state that the action was taken in. // program: test_returns",
-        lambda inputs: inputs.advantages + inputs.next_values,
-        "new_values: advantages plus values of after the update began // R = A + V_new"
-        " // Add the values that were stored at collection, once, before the first epoch. // program: script-returns_new_values",
-        _new_values,
-        "rewards: the rewards // R_t = r_t // Store advantages plus values. // program: test_returns",
-        lambda inputs: inputs.rewards,
-        "monte_carlo_cut: discounted rewards to the end of the rollout, without a bootstrap after the last step // R_t = Σ_k γ^k r_{t+k}"
-        " // Bootstrap the last step with the value of the state that follows the rollout. // program: script-returns_mc_cut",
-        _discounted(bootstrap=False),
-        "axes_swapped: advantages plus values with steps and environments exchanged // R[t, b] = A[t, b] + V.reshape(B, T)[b, t]"
-        " // Transpose before you reshape: `reshape` and `view` do not move entries. // program: test_returns",
-        _swapped,
-        "mean_value: advantages plus the mean value of all rows // R_i = A_i + mean_j V_j // Print the shapes of advantages and values: "
-        "[N] plus [N, 1] is [N, N]. // PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74",
-        _mean_value,
-        "other_rows: advantages plus values, of other rows // R_i = A_j + V_j // Index advantages, values and returns with the same rows."
-        " // program: test_returns",
-        _other_rows,
-        "unrelated: numbers that are unrelated to advantages, values and rewards // R_i independent of A, V and r"
-        " // Look at what the targets are assigned from: the critic cannot learn them. // program: bundled-returns_shuffled",
-        _unrelated,
-        "normalized_after (variant): values plus advantages before these were normalised over the whole batch // A = (R - V - mean) / std"
-        " //  // openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns",
-        _normalized_after,
-        "normalized_returns (variant): advantages plus values, normalised over the batch // R = (A + V - mean) / std // "
-        " // 2006.05990, section 3.3, value function normalisation",
-        _normalized_sum,
-        "rescaled (variant): advantages plus values, moved and scaled as the critic's estimates are // R = (A + V - m) / s // "
-        " // van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm",
-        _rescaled,
-        "monte_carlo (variant): discounted rewards with the last value (lambda = 1) // R_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n}) // "
-        " // openai/spinningup ppo: rewards-to-go are the targets of the value function",
-        _discounted(bootstrap=True),
-        "td_targets (variant): one-step targets (lambda = 0) // R_t = r_t + γ V(s_{t+1}) //  // Sutton & Barto 2018, section 13.5",
-        _td_targets,
+    hypotheses=(
+        mistake("normalized", "values plus advantages that were normalised before")
+        .predicts("R = (A - mean) / std + V", _with_normalized)
+        .advises("Compute the returns before you normalise advantages.")
+        .cites("Huang et al. 2022: returns are computed before advantages are normalised"),
+        mistake("values_missing", "advantages: the values were not added")
+        .predicts("R = A", lambda inputs: inputs.advantages)
+        .advises("Add the values, or the critic learns the advantage.")
+        .cites("program: subclass-returns_are_advantages"),
+        mistake("values_alone", "the values: the advantages were not added")
+        .predicts("R = V", lambda inputs: inputs.values)
+        .advises("Add the advantages, or the critic learns nothing.", source="program: test_returns"),
+        mistake("values_subtracted", "advantages less values, or values less advantages")
+        .predicts(
+            "R = ±(A - V)",
+            lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages),
+        )
+        .advises("Returns are advantages plus values.", source="program: test_returns"),
+        mistake("next_values", "advantages plus the values of the next states")
+        .predicts("R_t = A_t + V(s_{t+1})", lambda inputs: inputs.advantages + inputs.next_values)
+        .given(needs="next_values")
+        .advises("Add the value of the state that the action was taken in.", source="program: test_returns"),
+        mistake("new_values", "advantages plus values of after the update began")
+        .predicts("R = A + V_new", _new_values)
+        .advises("Add the values that were stored at collection, once, before the first epoch.")
+        .cites("program: script-returns_new_values"),
+        mistake("rewards", "the rewards")
+        .predicts("R_t = r_t", lambda inputs: inputs.rewards)
+        .advises("Store advantages plus values.", source="program: test_returns"),
+        mistake(
+            "monte_carlo_cut", "discounted rewards to the end of the rollout, without a bootstrap after the last step"
+        )
+        .predicts("R_t = Σ_k γ^k r_{t+k}", _discounted(bootstrap=False))
+        .advises("Bootstrap the last step with the value of the state that follows the rollout.")
+        .cites("program: script-returns_mc_cut"),
+        mistake("axes_swapped", "advantages plus values with steps and environments exchanged")
+        .predicts("R[t, b] = A[t, b] + V.reshape(B, T)[b, t]", _swapped)
+        .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
+        .cites("program: test_returns"),
+        mistake("mean_value", "advantages plus the mean value of all rows")
+        .predicts("R_i = A_i + mean_j V_j", _mean_value)
+        .advises("Print the shapes of advantages and values: [N] plus [N, 1] is [N, N].")
+        .cites("PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74"),
+        mistake("other_rows", "advantages plus values, of other rows")
+        .predicts("R_i = A_j + V_j", _other_rows)
+        .advises("Index advantages, values and returns with the same rows.", source="program: test_returns"),
+        mistake("unrelated", "numbers that are unrelated to advantages, values and rewards")
+        .predicts("R_i independent of A, V and r", _unrelated)
+        .advises("Look at what the targets are assigned from: the critic cannot learn them.")
+        .cites("program: bundled-returns_shuffled"),
+        variant("normalized_after", "values plus advantages before these were normalised over the whole batch")
+        .predicts("A = (R - V - mean) / std", _normalized_after)
+        .cites("openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns"),
+        variant("normalized_returns", "advantages plus values, normalised over the batch")
+        .predicts("R = (A + V - mean) / std", _normalized_sum)
+        .cites("2006.05990, section 3.3, value function normalisation"),
+        variant("rescaled", "advantages plus values, moved and scaled as the critic's estimates are")
+        .predicts("R = (A + V - m) / s", _rescaled)
+        .cites("van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm"),
+        variant("monte_carlo", "discounted rewards with the last value (lambda = 1)")
+        .predicts("R_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n})", _discounted(bootstrap=True))
+        .cites("openai/spinningup ppo: rewards-to-go are the targets of the value function"),
+        variant("td_targets", "one-step targets (lambda = 0)")
+        .predicts("R_t = r_t + γ V(s_{t+1})", _td_targets)
+        .cites("Sutton & Barto 2018, section 13.5"),
     ),
 )
 

@@ -17,7 +17,7 @@ from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.rate_schedule import MIN_TOLERANCE, Array, RateSchedule
 from esper_telemetry.equations.comparison import EquationCheck, unchecked
-from esper_telemetry.equations.equation import Equation, Explanation, Fit, Hypothesis, hypothesis_table
+from esper_telemetry.equations.equation import Equation, Explanation, Hypothesis, mistake, variant
 
 UPDATE_SHARES: Final = 1.5
 """Updates by which a schedule may run before or behind the environment steps."""
@@ -402,72 +402,99 @@ SCHEDULES = Equation(
     rank=65,
     over_run=True,
     advice="Compare the learning rate that each update uses with the schedule that is set.",
-    hypotheses=hypothesis_table(
-        "constant: the first one throughout, although a schedule is set // lr = lr_0 // Set the rate of the optimizer's parameter groups "
-        "in every update; a schedule that nobody steps changes nothing. // program: test_schedules",
-        _constant,
-        "annealed: a line down to 0, although a constant rate is set // lr = lr_0 (1 - n / N)"
-        " // Look for a scheduler that is on by default. // program: test_schedules",
-        _annealed,
-        "per_epoch: a schedule that counts epochs as updates // lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs"
-        " // Step the scheduler once per update. // program: test_schedules",
-        lambda inputs: _per_count(inputs, "num_epochs"),
-        "per_minibatch: a schedule that counts optimizer steps as updates // lr = lr_0 + (lr_1 - lr_0) min(1, E M n / N), E epochs of M "
-        "minibatches // Step the scheduler once per update, or give it the number of optimizer steps. // program: test_schedules",
-        lambda inputs: _per_count(inputs, "num_epochs", "num_minibatches"),
-        "per_epoch_negative: a schedule that counts epochs as updates and goes on below its end // lr = lr_0 + (lr_1 - lr_0) E n / N, E "
-        "epochs // Step the scheduler once per update: a negative rate climbs the loss. // program: test_schedules",
-        lambda inputs: _per_count(inputs, "num_epochs", stops=False),
-        "per_env: a schedule that counts steps of the vector of environments in place of environment steps // lr = lr_0 + (lr_1 - lr_0) n"
-        " / (B N), B environments // Multiply the steps by the number of environments. // program: test_schedules",
-        lambda inputs: (
-            inputs.line(1 / inputs.schedule.counts["num_envs"])
-            if _anneals(inputs) and inputs.schedule.counts.get("num_envs", 1) > 1
-            else None
-        ),
-        "per_env_step: a schedule that multiplies environment steps by the number of environments once more"
-        " // lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments // Count every environment's step once. // program: test_schedules",
-        lambda inputs: _per_count(inputs, "num_envs"),
-        "rising: a schedule that runs backwards, from its end to its beginning // lr = lr_1 + (lr_0 - lr_1) n / N"
-        " // Use the share of the run that is left, not the one that is over. // program: test_schedules",
-        _rising,
-        "cosine (variant): a cosine schedule // lr = lr_1 + (lr_0 - lr_1) (1 + cos(π n / N)) / 2 //  // 1608.03983",
-        lambda inputs: (
-            inputs.schedule.final
-            + (inputs.schedule.initial - inputs.schedule.final) * (1 + np.cos(np.pi * inputs.progress)) / 2
-            if _anneals(inputs)
-            else None
-        ),
-        "restarting: a schedule that restarts again and again, each time after a share of the run of // lr = lr_0 + c (n mod p N) / N"
-        " // Make the schedule once, with the number of updates of the whole run. // program: loop-schedule_restarts",
-        Fit("p", _fit_restarts),
-        "ending_early: a schedule that ends too soon, after a share of the run of // lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))"
-        " // Give the schedule the number of updates of the whole run. // program: loop-schedule_ends_early",
-        Fit("p", _fit_early_end),
-        "starting_late: a schedule that starts too late, after a share of the run of // lr = lr_0 where n < p N"
-        " // Set the rate in every update, from the first one on. // program: test_schedules",
-        Fit("p", _fit_late_start),
-        "negative: a schedule that goes on below its end, which it reaches after a share of the run of // lr = lr_0 + (lr_1 - lr_0) n / "
-        "(p N) // Give the schedule the number of updates of the whole run: a negative rate climbs the loss. // program: "
-        "loop-schedule_negative",
-        Fit("p", _fit_negative),
-        "warm_up (variant): a schedule after a straight rise from 0, which takes a share of the run of"
-        " // lr = lr_0 n / (p N) where n < p N //  // 1706.02677, section 2.2",
-        Fit("p", _fit_warm_up),
-        "exponential (variant): an exponential schedule, which leaves of the first rate a share of // lr = lr_0 s^(n / N) // "
-        " // torch.optim.lr_scheduler.ExponentialLR",
-        Fit("s", _fit_exponential),
-        "stepped (variant): a schedule in steps, each smaller than the one before by a // lr = lr_0 c^k, k the number of steps so far // "
-        " // torch.optim.lr_scheduler.MultiStepLR",
-        Fit("factor", _fit_steps),
-        "adaptive (variant): a rate that follows the divergence of the policies, up and down by a"
-        " // lr = lr_0 c^k, k ± 1 as KL is below or above its target //  // leggedrobotics/rsl_rl, PPO.update, schedule 'adaptive'",
-        Fit("factor", _adaptive),
-        "other_end (variant): a straight schedule that ends at // lr = lr_0 + (l - lr_0) n / N //  // program: test_schedules",
-        Fit("l", _fit_unset_end),
-        "unfinished: a schedule that does not reach its end, and stops at // lr = lr_0 + (l - lr_0) n / N"
-        " // Give the schedule the number of updates of this run; it was made for a longer one. // program: test_schedules",
-        Fit("l", _fit_set_end),
+    hypotheses=(
+        mistake("constant", "the first one throughout, although a schedule is set")
+        .predicts("lr = lr_0", _constant)
+        .advises(
+            "Set the rate of the optimizer's parameter groups in every update; a schedule that nobody steps "
+            "changes nothing."
+        )
+        .cites("program: test_schedules"),
+        mistake("annealed", "a line down to 0, although a constant rate is set")
+        .predicts("lr = lr_0 (1 - n / N)", _annealed)
+        .advises("Look for a scheduler that is on by default.", source="program: test_schedules"),
+        mistake("per_epoch", "a schedule that counts epochs as updates")
+        .predicts(
+            "lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs", lambda inputs: _per_count(inputs, "num_epochs")
+        )
+        .advises("Step the scheduler once per update.", source="program: test_schedules"),
+        mistake("per_minibatch", "a schedule that counts optimizer steps as updates")
+        .predicts(
+            "lr = lr_0 + (lr_1 - lr_0) min(1, E M n / N), E epochs of M minibatches",
+            lambda inputs: _per_count(inputs, "num_epochs", "num_minibatches"),
+        )
+        .advises("Step the scheduler once per update, or give it the number of optimizer steps.")
+        .cites("program: test_schedules"),
+        mistake("per_epoch_negative", "a schedule that counts epochs as updates and goes on below its end")
+        .predicts(
+            "lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs", lambda inputs: _per_count(inputs, "num_epochs", stops=False)
+        )
+        .advises("Step the scheduler once per update: a negative rate climbs the loss.")
+        .cites("program: test_schedules"),
+        mistake("per_env", "a schedule that counts steps of the vector of environments in place of environment steps")
+        .predicts(
+            "lr = lr_0 + (lr_1 - lr_0) n / (B N), B environments",
+            lambda inputs: (
+                inputs.line(1 / inputs.schedule.counts["num_envs"])
+                if _anneals(inputs) and inputs.schedule.counts.get("num_envs", 1) > 1
+                else None
+            ),
+        )
+        .advises("Multiply the steps by the number of environments.", source="program: test_schedules"),
+        mistake("per_env_step", "a schedule that multiplies environment steps by the number of environments once more")
+        .predicts(
+            "lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments", lambda inputs: _per_count(inputs, "num_envs")
+        )
+        .advises("Count every environment's step once.", source="program: test_schedules"),
+        mistake("rising", "a schedule that runs backwards, from its end to its beginning")
+        .predicts("lr = lr_1 + (lr_0 - lr_1) n / N", _rising)
+        .advises("Use the share of the run that is left, not the one that is over.")
+        .cites("program: test_schedules"),
+        variant("cosine", "a cosine schedule")
+        .predicts(
+            "lr = lr_1 + (lr_0 - lr_1) (1 + cos(π n / N)) / 2",
+            lambda inputs: (
+                inputs.schedule.final
+                + (inputs.schedule.initial - inputs.schedule.final) * (1 + np.cos(np.pi * inputs.progress)) / 2
+                if _anneals(inputs)
+                else None
+            ),
+        )
+        .cites("1608.03983"),
+        mistake("restarting", "a schedule that restarts again and again, each time after a share of the run of")
+        .fits("lr = lr_0 + c (n mod p N) / N", "p", _fit_restarts)
+        .advises("Make the schedule once, with the number of updates of the whole run.")
+        .cites("program: loop-schedule_restarts"),
+        mistake("ending_early", "a schedule that ends too soon, after a share of the run of")
+        .fits("lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))", "p", _fit_early_end)
+        .advises("Give the schedule the number of updates of the whole run.")
+        .cites("program: loop-schedule_ends_early"),
+        mistake("starting_late", "a schedule that starts too late, after a share of the run of")
+        .fits("lr = lr_0 where n < p N", "p", _fit_late_start)
+        .advises("Set the rate in every update, from the first one on.", source="program: test_schedules"),
+        mistake("negative", "a schedule that goes on below its end, which it reaches after a share of the run of")
+        .fits("lr = lr_0 + (lr_1 - lr_0) n / (p N)", "p", _fit_negative)
+        .advises("Give the schedule the number of updates of the whole run: a negative rate climbs the loss.")
+        .cites("program: loop-schedule_negative"),
+        variant("warm_up", "a schedule after a straight rise from 0, which takes a share of the run of")
+        .fits("lr = lr_0 n / (p N) where n < p N", "p", _fit_warm_up)
+        .cites("1706.02677, section 2.2"),
+        variant("exponential", "an exponential schedule, which leaves of the first rate a share of")
+        .fits("lr = lr_0 s^(n / N)", "s", _fit_exponential)
+        .cites("torch.optim.lr_scheduler.ExponentialLR"),
+        variant("stepped", "a schedule in steps, each smaller than the one before by a")
+        .fits("lr = lr_0 c^k, k the number of steps so far", "factor", _fit_steps)
+        .cites("torch.optim.lr_scheduler.MultiStepLR"),
+        variant("adaptive", "a rate that follows the divergence of the policies, up and down by a")
+        .fits("lr = lr_0 c^k, k ± 1 as KL is below or above its target", "factor", _adaptive)
+        .cites("leggedrobotics/rsl_rl, PPO.update, schedule 'adaptive'"),
+        variant("other_end", "a straight schedule that ends at")
+        .fits("lr = lr_0 + (l - lr_0) n / N", "l", _fit_unset_end)
+        .cites("program: test_schedules"),
+        mistake("unfinished", "a schedule that does not reach its end, and stops at")
+        .fits("lr = lr_0 + (l - lr_0) n / N", "l", _fit_set_end)
+        .advises("Give the schedule the number of updates of this run; it was made for a longer one.")
+        .cites("program: test_schedules"),
     ),
 )
 

@@ -8,7 +8,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
-from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.minibatch_losses import LOSS_TOLERANCE, added, informative, rescaled
 from esper_telemetry.metrics.statistics import same_shape
 
@@ -48,55 +48,72 @@ TOTAL_LOSS = Equation(
     inputs="the total loss, its terms, and their weights",
     compute=total_loss,
     tolerance=LOSS_TOLERANCE,
-    hypotheses=hypothesis_table(
-        "entropy_sign (needs entropy_weight): the sum with the entropy added in place of subtracted: the bonus punishes exploring"
-        " // L = L_policy + c_value L_value + c_entropy mean H // Subtract the weighted entropy. // program: loop-entropy_sign",
-        lambda x: x.total(entropy=-x.entropy_weight),
-        "value_sign: the sum with the value loss subtracted: the critic climbs its error // L = L_policy - c_value L_value + c_entropy "
-        "L_entropy // Add the weighted value loss: the minus sign of eq. 9 belongs to an objective that is maximised. // program: "
-        "test_entropy_and_total",
-        lambda x: x.total(value=-x.value_weight),
-        "policy_sign: the sum with the policy loss subtracted // L = -L_policy + c_value L_value + c_entropy L_entropy"
-        " // Add the policy loss, which is the negative surrogate. // program: test_entropy_and_total",
-        lambda x: x.total(policy=-1.0),
-        "sign: the sum with the opposite sign // L = -(L_policy + c_value L_value + c_entropy L_entropy) // Minimise the loss."
-        " // program: test_entropy_and_total",
-        lambda x: -x.total(),
-        "entropy_missing (needs entropy_weight): the sum without the entropy bonus that the settings ask for"
-        " // L = L_policy + c_value L_value // Add the entropy loss times its weight. // program: test_entropy_and_total",
-        lambda x: x.total(entropy=0.0),
-        "value_missing (variant): the sum without the value loss // L = L_policy + c_entropy L_entropy // "
-        " // separate optimizers of actor and critic",
-        lambda x: x.total(value=0.0),
-        "policy_missing: the sum without the policy loss // L = c_value L_value + c_entropy L_entropy // Add the policy loss."
-        " // program: test_entropy_and_total",
-        lambda x: x.total(policy=0.0),
-        "value_doubled (variant): the sum with the value loss as the mean squared error without the factor ½"
-        " // L = L_policy + 2 c_value L_value + c_entropy L_entropy //  // Stable-Baselines3, PPO.train",
-        lambda x: x.total(value=2 * x.value_weight),
-        "value_halved (variant): the sum with one more factor ½ of the value loss"
-        " // L = L_policy + ½ c_value L_value + c_entropy L_entropy //  // program: test_entropy_and_total",
-        lambda x: x.total(value=x.value_weight / 2),
-        "value_unweighted (variant): the sum with the value loss without its weight // L = L_policy + L_value + c_entropy L_entropy // "
-        " // program: loop-value_weight",
-        lambda x: x.total(value=1.0),
-        "entropy_unweighted (needs entropy_weight): the sum with the entropy without its weight"
-        " // L = L_policy + c_value L_value + L_entropy // Multiply the entropy by its weight. // program: test_entropy_and_total",
-        lambda x: x.total(entropy=1.0),
-        "weights_swapped (needs entropy_weight): the sum with the two weights exchanged // L = L_policy + c_entropy L_value + c_value "
-        "L_entropy // Compare the weights with the terms that they multiply. // program: test_entropy_and_total",
-        lambda x: x.total(value=x.entropy_weight, entropy=x.value_weight),
-        "entropy_alone_weighted (needs entropy_weight): the value loss and the entropy, both times the weight of the entropy"
-        " // L = L_policy + c_entropy (L_value + L_entropy) // Compare the weights with the terms that they multiply."
-        " // program: test_entropy_and_total",
-        lambda x: x.total(value=x.entropy_weight),
-        "entropy_weight (variant): the sum with another weight of the entropy than the setting, annealed or set elsewhere,"
-        " // L = L_policy + c_value L_value + c L_entropy //  // program: loop-entropy_weight",
-        Fit("c", lambda x, claimed: _other_weight(x, claimed, x.entropy, x.total(entropy=0.0))),
-        "value_weight (variant): the sum with another weight of the value loss than the setting,"
-        " // L = L_policy + c L_value + c_entropy L_entropy //  // program: test_entropy_and_total",
-        Fit("c", lambda x, claimed: _other_weight(x, claimed, x.value, x.total(value=0.0))),
-        *rescaled(total_loss, "the sum", "L_policy + c_value L_value + c_entropy L_entropy", variant=True),
+    hypotheses=(
+        mistake("entropy_sign", "the sum with the entropy added in place of subtracted: the bonus punishes exploring")
+        .predicts("L = L_policy + c_value L_value + c_entropy mean H", lambda x: x.total(entropy=-x.entropy_weight))
+        .given(needs="entropy_weight")
+        .advises("Subtract the weighted entropy.", source="program: loop-entropy_sign"),
+        mistake("value_sign", "the sum with the value loss subtracted: the critic climbs its error")
+        .predicts("L = L_policy - c_value L_value + c_entropy L_entropy", lambda x: x.total(value=-x.value_weight))
+        .advises("Add the weighted value loss: the minus sign of eq. 9 belongs to an objective that is maximised.")
+        .cites("program: test_entropy_and_total"),
+        mistake("policy_sign", "the sum with the policy loss subtracted")
+        .predicts("L = -L_policy + c_value L_value + c_entropy L_entropy", lambda x: x.total(policy=-1.0))
+        .advises("Add the policy loss, which is the negative surrogate.", source="program: test_entropy_and_total"),
+        mistake("sign", "the sum with the opposite sign")
+        .predicts("L = -(L_policy + c_value L_value + c_entropy L_entropy)", lambda x: -x.total())
+        .advises("Minimise the loss.", source="program: test_entropy_and_total"),
+        mistake("entropy_missing", "the sum without the entropy bonus that the settings ask for")
+        .predicts("L = L_policy + c_value L_value", lambda x: x.total(entropy=0.0))
+        .given(needs="entropy_weight")
+        .advises("Add the entropy loss times its weight.", source="program: test_entropy_and_total"),
+        variant("value_missing", "the sum without the value loss")
+        .predicts("L = L_policy + c_entropy L_entropy", lambda x: x.total(value=0.0))
+        .cites("separate optimizers of actor and critic"),
+        mistake("policy_missing", "the sum without the policy loss")
+        .predicts("L = c_value L_value + c_entropy L_entropy", lambda x: x.total(policy=0.0))
+        .advises("Add the policy loss.", source="program: test_entropy_and_total"),
+        variant("value_doubled", "the sum with the value loss as the mean squared error without the factor ½")
+        .predicts("L = L_policy + 2 c_value L_value + c_entropy L_entropy", lambda x: x.total(value=2 * x.value_weight))
+        .cites("Stable-Baselines3, PPO.train"),
+        variant("value_halved", "the sum with one more factor ½ of the value loss")
+        .predicts("L = L_policy + ½ c_value L_value + c_entropy L_entropy", lambda x: x.total(value=x.value_weight / 2))
+        .cites("program: test_entropy_and_total"),
+        variant("value_unweighted", "the sum with the value loss without its weight")
+        .predicts("L = L_policy + L_value + c_entropy L_entropy", lambda x: x.total(value=1.0))
+        .cites("program: loop-value_weight"),
+        mistake("entropy_unweighted", "the sum with the entropy without its weight")
+        .predicts("L = L_policy + c_value L_value + L_entropy", lambda x: x.total(entropy=1.0))
+        .given(needs="entropy_weight")
+        .advises("Multiply the entropy by its weight.", source="program: test_entropy_and_total"),
+        mistake("weights_swapped", "the sum with the two weights exchanged")
+        .predicts(
+            "L = L_policy + c_entropy L_value + c_value L_entropy",
+            lambda x: x.total(value=x.entropy_weight, entropy=x.value_weight),
+        )
+        .given(needs="entropy_weight")
+        .advises("Compare the weights with the terms that they multiply.", source="program: test_entropy_and_total"),
+        mistake("entropy_alone_weighted", "the value loss and the entropy, both times the weight of the entropy")
+        .predicts("L = L_policy + c_entropy (L_value + L_entropy)", lambda x: x.total(value=x.entropy_weight))
+        .given(needs="entropy_weight")
+        .advises("Compare the weights with the terms that they multiply.", source="program: test_entropy_and_total"),
+        variant(
+            "entropy_weight", "the sum with another weight of the entropy than the setting, annealed or set elsewhere,"
+        )
+        .fits(
+            "L = L_policy + c_value L_value + c L_entropy",
+            "c",
+            lambda x, claimed: _other_weight(x, claimed, x.entropy, x.total(entropy=0.0)),
+        )
+        .cites("program: loop-entropy_weight"),
+        variant("value_weight", "the sum with another weight of the value loss than the setting,")
+        .fits(
+            "L = L_policy + c L_value + c_entropy L_entropy",
+            "c",
+            lambda x, claimed: _other_weight(x, claimed, x.value, x.total(value=0.0)),
+        )
+        .cites("program: test_entropy_and_total"),
+        *rescaled(total_loss, "the sum", "L_policy + c_value L_value + c_entropy L_entropy", scale=variant),
     ),
 )
 

@@ -16,7 +16,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, explained, unchecked
-from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.log_probs import shifted
 from esper_telemetry.metrics.statistics import same_shape
 
@@ -97,30 +97,47 @@ TRANSITIONS = Equation(
     compute=lambda columns: columns.outcomes[:-1],
     tolerance=0.01,
     advice="Compare what `env.step` returns with what is stored and acted on.",
-    hypotheses=hypothesis_table(
-        "never_updated: those of the step before: they are never updated // o_{t+1} = o_t // Assign what `env.step` returns to the "
-        "observation that is acted on next, and look for wrappers that return an old one. // program: loop-obs_never_updated",
-        lambda columns: columns.inputs[:-1],
-        "sometimes_updated: those of the step before in some steps, in which they are not updated // o_{t+1} = o_t in some steps"
-        " // Assign what `env.step` returns to the observation that is acted on next, in every step. // program: test_transitions",
-        _sometimes_updated,
-        "stale: those that the environment returned one step earlier // o_{t+1} = outcome of a_{t-1}"
-        " // Act on what the last `env.step` returned, not on what was returned before it. // program: loop-acts_on_stale_obs",
-        lambda columns: shifted(columns.outcomes[:-1], -1, columns.inputs[1:]),
-        "next_stored: those that the action led to, in place of those that it was chosen on // o_t = outcome of a_t"
-        " // Store the observation before it is replaced by the next one. // program: loop-obs_alias",
-        lambda columns: columns.outcomes[1:],
-        "final_observation: the last ones of the episodes that ended, where the first ones of the next belong // o_{t+1} = last "
-        "observation of the episode that ended with a_t // After an end act on what `reset` returns; keep the last observation for the "
-        "bootstrap only. // https://gymnasium.farama.org/main/api/vector/autoreset/",
-        _final_observations,
-        "reset_elsewhere (parameter resets): those from before a reset that the rollout did not make: something else uses its "
-        "environments; // o_{t+1} = outcome of a_t, while the environment has begun another episode // Evaluate in environments of their "
-        "own, made by a second call of the function that makes the first. // "
-        "https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation",
-        "other_environment: those of another environment // o_{t+1,b} = outcome of a_{t,σ(b)}"
-        " // Keep the order of environments; check reshapes of [T, B]. // program: test_transitions",
-        _other_environment,
+    hypotheses=(
+        mistake("never_updated", "those of the step before: they are never updated")
+        .predicts("o_{t+1} = o_t", lambda columns: columns.inputs[:-1])
+        .advises(
+            "Assign what `env.step` returns to the observation that is acted on next, and look for wrappers "
+            "that return an old one."
+        )
+        .cites("program: loop-obs_never_updated"),
+        mistake("sometimes_updated", "those of the step before in some steps, in which they are not updated")
+        .predicts("o_{t+1} = o_t in some steps", _sometimes_updated)
+        .advises("Assign what `env.step` returns to the observation that is acted on next, in every step.")
+        .cites("program: test_transitions"),
+        mistake("stale", "those that the environment returned one step earlier")
+        .predicts(
+            "o_{t+1} = outcome of a_{t-1}", lambda columns: shifted(columns.outcomes[:-1], -1, columns.inputs[1:])
+        )
+        .advises("Act on what the last `env.step` returned, not on what was returned before it.")
+        .cites("program: loop-acts_on_stale_obs"),
+        mistake("next_stored", "those that the action led to, in place of those that it was chosen on")
+        .predicts("o_t = outcome of a_t", lambda columns: columns.outcomes[1:])
+        .advises("Store the observation before it is replaced by the next one.", source="program: loop-obs_alias"),
+        mistake(
+            "final_observation", "the last ones of the episodes that ended, where the first ones of the next belong"
+        )
+        .predicts("o_{t+1} = last observation of the episode that ended with a_t", _final_observations)
+        .advises("After an end act on what `reset` returns; keep the last observation for the bootstrap only.")
+        .cites("https://gymnasium.farama.org/main/api/vector/autoreset/"),
+        mistake(
+            "reset_elsewhere",
+            "those from before a reset that the rollout did not make: something else uses its environments;",
+        )
+        .predicts("o_{t+1} = outcome of a_t, while the environment has begun another episode")
+        .given(parameter="resets")
+        .advises("Evaluate in environments of their own, made by a second call of the function that makes the first.")
+        .cites(
+            "https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment "
+            "for evaluation"
+        ),
+        mistake("other_environment", "those of another environment")
+        .predicts("o_{t+1,b} = outcome of a_{t,σ(b)}", _other_environment)
+        .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
     ),
 )
 
@@ -193,28 +210,33 @@ STORED_REWARDS = Equation(
     inputs="the rewards that were stored, and those that the environments returned",
     compute=lambda columns: columns[1],
     advice="Compare the rewards that `env.step` returns with those that are stored.",
-    hypotheses=hypothesis_table(
-        "step_before: those of the step before // r_t = reward of a_{t-1} // Store the reward in the row of the action that earned it."
-        " // program: loop-reward_before_obs",
-        _other_step(-1),
-        "step_after: those of the step after // r_t = reward of a_{t+1} // Store the reward in the row of the action that earned it."
-        " // program: test_transitions",
-        _other_step(1),
-        "other_environment: those of another environment // r_{t,b} = reward of a_{t,σ(b)}"
-        " // Keep the order of environments; check reshapes of [T, B]. // program: test_transitions",
-        _best_order,
-        "axes_swapped: those of the environments with steps and environments exchanged when they were reshaped"
-        " // r[t, b] = rewards.reshape(B, T)[b, t] // Transpose before you reshape: `reshape` and `view` do not move entries."
-        " // program: test_transitions",
-        _axes_swapped,
-        "clipped (variant): those of the environments, clipped, // r_t = min(max(r, low), high) // "
-        " // 1312.5602, section 5: rewards clipped to -1, 0 and 1",
-        Fit("upper bound", _clipped),
-        "scaled (variant): those of the environments, scaled, // r_t = c r //  // 1708.02596, section 4.2: reward scaling",
-        Fit("factor", _scaled),
-        "raw: those before normalisation // r_t is the reward before it is normalised"
-        " // Store the normalised rewards that the environments return, or do not normalise them. // program: sb3_collection",
-        lambda columns: columns[2] if len(columns) > 2 else None,
+    hypotheses=(
+        mistake("step_before", "those of the step before")
+        .predicts("r_t = reward of a_{t-1}", _other_step(-1))
+        .advises("Store the reward in the row of the action that earned it.")
+        .cites("program: loop-reward_before_obs"),
+        mistake("step_after", "those of the step after")
+        .predicts("r_t = reward of a_{t+1}", _other_step(1))
+        .advises("Store the reward in the row of the action that earned it.", source="program: test_transitions"),
+        mistake("other_environment", "those of another environment")
+        .predicts("r_{t,b} = reward of a_{t,σ(b)}", _best_order)
+        .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
+        mistake(
+            "axes_swapped", "those of the environments with steps and environments exchanged when they were reshaped"
+        )
+        .predicts("r[t, b] = rewards.reshape(B, T)[b, t]", _axes_swapped)
+        .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
+        .cites("program: test_transitions"),
+        variant("clipped", "those of the environments, clipped,")
+        .fits("r_t = min(max(r, low), high)", "upper bound", _clipped)
+        .cites("1312.5602, section 5: rewards clipped to -1, 0 and 1"),
+        variant("scaled", "those of the environments, scaled,")
+        .fits("r_t = c r", "factor", _scaled)
+        .cites("1708.02596, section 4.2: reward scaling"),
+        mistake("raw", "those before normalisation")
+        .predicts("r_t is the reward before it is normalised", lambda columns: columns[2] if len(columns) > 2 else None)
+        .advises("Store the normalised rewards that the environments return, or do not normalise them.")
+        .cites("program: sb3_collection"),
     ),
 )
 
@@ -280,32 +302,46 @@ EXECUTED = Equation(
     compute=lambda columns: columns[1],
     tolerance=0.01,
     advice="Follow the actions from the policy's output through all wrappers to `env.step`.",
-    hypotheses=hypothesis_table(
-        "other_environment: those of other environments // executed a_{t,b} = a_{t,σ(b)}"
-        " // Keep the order of environments; check reshapes of [T, B]. // program: test_transitions",
-        _any_order,
-        "step_before: those of the step before // executed a_t = a_{t-1}"
-        " // Step the environments with the actions that were chosen for this step. // program: test_transitions",
-        _other_step(-1),
-        "late: those of earlier steps, // executed a_t = a_{t-k} // Step the environments with the actions of this step; where the delay "
-        "is intended, show the agent those to come. // program: force-actions_late",
-        Fit("delay", _steps_late),
-        "unrelated: choices that do not depend on them, // executed a_t independent of a_t"
-        " // Step the environments with the actions that the policy chose and the rollout stores. // program: script-actions_late",
-        Fit("share of equal ones", _unrelated),
-        "replaced: those that the policy chose, some of them replaced by others, // executed a_t = a_t or another action, by chance"
-        " // Explore by the policy's own distribution: the log-probabilities are those of the actions that the policy chose."
-        " // program: test_transitions",
-        Fit("share", partial(_replaced, sticky=False)),
-        "sticky (variant): those that the policy chose, or by chance those that arrived in the step before,"
-        " // executed a_t = a_t or executed a_{t-1}, by chance //  // 1709.06009, section 5.2: sticky actions",
-        Fit("share", partial(_replaced, sticky=True)),
-        "late_effect (variant, parameter delay): those of earlier steps, as far as what they change shows, // o_{t+k+1} - o_{t+k} depends"
-        " on a_t, and no earlier change does // Follow the actions through all wrappers; where the delay is intended, show the agent "
-        "those still to take effect. // program: test_effects",
-        "scaled (variant): those that the policy chose, scaled, // executed a_t = c a_t // "
-        " // policies that act in [-1, 1], in environments with other bounds",
-        Fit("factor", _scaled),
+    hypotheses=(
+        mistake("other_environment", "those of other environments")
+        .predicts("executed a_{t,b} = a_{t,σ(b)}", _any_order)
+        .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
+        mistake("step_before", "those of the step before")
+        .predicts("executed a_t = a_{t-1}", _other_step(-1))
+        .advises("Step the environments with the actions that were chosen for this step.")
+        .cites("program: test_transitions"),
+        mistake("late", "those of earlier steps,")
+        .fits("executed a_t = a_{t-k}", "delay", _steps_late)
+        .advises(
+            "Step the environments with the actions of this step; where the delay is intended, show the agent "
+            "those to come."
+        )
+        .cites("program: force-actions_late"),
+        mistake("unrelated", "choices that do not depend on them,")
+        .fits("executed a_t independent of a_t", "share of equal ones", _unrelated)
+        .advises("Step the environments with the actions that the policy chose and the rollout stores.")
+        .cites("program: script-actions_late"),
+        mistake("replaced", "those that the policy chose, some of them replaced by others,")
+        .fits("executed a_t = a_t or another action, by chance", "share", partial(_replaced, sticky=False))
+        .advises(
+            "Explore by the policy's own distribution: the log-probabilities are those of the actions that the "
+            "policy chose."
+        )
+        .cites("program: test_transitions"),
+        variant("sticky", "those that the policy chose, or by chance those that arrived in the step before,")
+        .fits("executed a_t = a_t or executed a_{t-1}, by chance", "share", partial(_replaced, sticky=True))
+        .cites("1709.06009, section 5.2: sticky actions"),
+        variant("late_effect", "those of earlier steps, as far as what they change shows,")
+        .predicts("o_{t+k+1} - o_{t+k} depends on a_t, and no earlier change does")
+        .given(parameter="delay")
+        .advises(
+            "Follow the actions through all wrappers; where the delay is intended, show the agent those still "
+            "to take effect."
+        )
+        .cites("program: test_effects"),
+        variant("scaled", "those that the policy chose, scaled,")
+        .fits("executed a_t = c a_t", "factor", _scaled)
+        .cites("policies that act in [-1, 1], in environments with other bounds"),
     ),
 )
 

@@ -17,7 +17,7 @@ from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.equations.comparison import EquationCheck, compare
-from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
+from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.minibatch_losses import (
     LOSS_TOLERANCE,
     Minibatches,
@@ -182,81 +182,109 @@ VALUE_LOSS = Equation(
     multiples=ValueLossInputs.multiples,
     tolerance=LOSS_TOLERANCE,
     advice="Compare the line of the value loss with the equation, term by term.",
-    hypotheses=hypothesis_table(
-        "mean_square (variant, exact): the mean squared error without the factor ½ // L = mean (V - R)² // "
-        " // Stable-Baselines3, PPO.train",
-        lambda x: 2 * value_loss(x),
-        "weighted (variant, needs weight, of weight): the squared error times the weight of the value loss // L = c ½ mean (V - R)² // "
-        " // program: test_losses",
-        lambda x: x.weight * value_loss(x),
-        "clipped (variant, needs policy_clip, gradient value_clipped): the squared error of values that are clipped, which the settings "
-        "do not say // L = ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²) //  // Huang et al. 2022, The 37 implementation details of PPO",
-        lambda x: clipped_at(x, x.policy_clip) if x.clip is None else None,
-        "huber (variant, gradient value_huber): the Huber loss // L = mean of ½ d² where |d| < 1, |d| - ½ elsewhere, d = V - R // "
-        " // 2006.05990 (Andrychowicz et al.), 3.4",
-        _huber,
-        "sign: the squared error with a minus sign // L = -½ mean (V - R)² // Minimise the squared error. // program: test_losses",
-        lambda x: -value_loss(x),
-        "sum: the sum of the squared errors in place of the mean // L = ½ Σ (V - R)²"
-        " // Take the mean, so that the step does not grow with the minibatch. // program: script-v_sum",
-        lambda x: value_loss(x) * x.minibatches.counts,
-        "advantage_target (gradient target_advantages): the squared error to the advantages in place of the returns"
-        " // L = ½ mean (V - A)² // Regress on returns = advantages + values. // program: script-v_advantage",
-        lambda x: _to(x, x.raw()),
-        "normalized_advantage_target (needs advantages, gradient target_normalized): the squared error to the normalised advantages in "
-        "place of the returns // L = ½ mean (V - Â)² // Regress on returns = advantages + values, with the advantages before "
-        "normalisation. // program: loop-v_advantage",
-        lambda x: _to(x, x.normalized()),
-        "normalized_advantages_in_target: the squared error to normalised advantages plus old values // L = ½ mean (V - Â - V_old)²"
-        " // Compute the returns before the advantages are normalised. // program: test_losses",
-        lambda x: _to_estimates(x, x.advantages, x.old_values),
-        "moving_target (gradient target_moving): the squared error to advantages plus the values of now, which are never reached"
-        " // L = ½ mean (V - (A + V))² // Add the values at collection to the advantages, once per rollout. // program: test_losses",
-        lambda x: _to_estimates(x, x.raw(), x.values),
-        "old_value_target (needs old_values, gradient target_old_values): the squared error to the values at collection"
-        " // L = ½ mean (V - V_old)² // Regress on the returns. // program: loop-v_old_values",
-        lambda x: x.half((x.values - x.old_values).square()),
-        "old_values (needs old_values): the squared error of the values at collection, which do not depend on the weights"
-        " // L = ½ mean (V_old - R)² // Use the values of this forward pass. // program: test_losses",
-        lambda x: x.half((x.old_values - x.returns).square()),
-        "unclipped (variant, needs clip): the squared error without clipping, which the settings ask for // L = ½ mean (V - R)² // "
-        " // 2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better",
-        lambda x: clipped_at(x, None),
-        "no_maximum (needs clip): the squared error of the clipped value alone, without the maximum // L = ½ mean (clip(V, V_old ± ε) - "
-        "R)² // Take the maximum with the error of the value: the clipped one alone has no gradient beyond the range. // Huang et al. "
-        "2022, The 37 implementation details of PPO",
-        lambda x: x.half(x.near_error().square()),
-        "minimum (needs range, gradient value_clip_minimum): the smaller of the two squared errors in place of the larger"
-        " // L = ½ mean min((V - R)², (clip(V, V_old ± ε) - R)²) // Take the maximum of the errors."
-        " // Huang et al. 2022, The 37 implementation details of PPO",
-        lambda x: x.half(torch.minimum(x.error().square(), x.near_error().square())),
-        "broadcast (gradient values_broadcast): the mean over all pairs of a value and a return: [N] was broadcast against [N, 1]"
-        " // L = ½ mean_ij (V_i - R_j)² // Flatten values and returns to [N] both. // RLinf/RLinf#1568",
-        _of_all_pairs,
-        "absolute (gradient value_absolute): the absolute error // L = mean |V - R|"
-        " // Take the square: the absolute error regresses on the median. // program: test_losses",
-        lambda x: x.half(x.error().abs()),
-        "root (gradient value_root): the root of the mean squared error // L = √ mean (V - R)² // Take the mean squared error itself."
-        " // program: test_losses",
-        lambda x: 0.5 * (2 * clipped_at(x, None)).sqrt(),
-        "squared_mean: the square of the mean error // L = ½ (mean (V - R))² // Square each row's error before the mean."
-        " // program: test_losses",
-        lambda x: 0.5 * x.minibatches.mean(x.error()).square(),
-        "normalized_returns (gradient target_normalized_returns): the squared error to returns that are normalised over the minibatch"
-        " // L = ½ mean (V - (R - mean R) / std R)²"
-        " // Regress on the returns themselves, or use the same statistics for values in the advantages. // program: test_losses",
-        lambda x: _to(x, x.minibatches.normalized(x.returns)),
-        "shifted_rows (gradient target_shifted): the squared error to the return of the row before // L = ½ mean (V_i - R_{i-1})²"
-        " // Index values and returns with the same rows. // program: test_losses",
-        lambda x: _to(x, x.returns[x.minibatches.followers(-1)]),
-        "following_rows (gradient target_following): the squared error to the return of the row after // L = ½ mean (V_i - R_{i+1})²"
-        " // Index values and returns with the same rows. // program: test_losses",
-        lambda x: _to(x, x.returns[x.minibatches.followers(1)]),
-        "clip_range (variant): the squared error with another clip range of the values than the setting,"
-        " // L = ½ mean max((V - R)², (clip(V, V_old ± ε') - R)²) //  // Huang et al. 2022, The 37 implementation details of PPO",
-        Fit("ε", _other_range),
+    hypotheses=(
+        variant("mean_square", "the mean squared error without the factor ½")
+        .predicts("L = mean (V - R)²", lambda x: 2 * value_loss(x))
+        .given(exact=True)
+        .cites("Stable-Baselines3, PPO.train"),
+        variant("weighted", "the squared error times the weight of the value loss")
+        .predicts("L = c ½ mean (V - R)²", lambda x: x.weight * value_loss(x))
+        .given(needs="weight", of="weight")
+        .cites("program: test_losses"),
+        variant("clipped", "the squared error of values that are clipped, which the settings do not say")
+        .predicts(
+            "L = ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²)",
+            lambda x: clipped_at(x, x.policy_clip) if x.clip is None else None,
+        )
+        .given(needs="policy_clip", gradient="value_clipped")
+        .cites("Huang et al. 2022, The 37 implementation details of PPO"),
+        variant("huber", "the Huber loss")
+        .predicts("L = mean of ½ d² where |d| < 1, |d| - ½ elsewhere, d = V - R", _huber)
+        .given(gradient="value_huber")
+        .cites("2006.05990 (Andrychowicz et al.), 3.4"),
+        mistake("sign", "the squared error with a minus sign")
+        .predicts("L = -½ mean (V - R)²", lambda x: -value_loss(x))
+        .advises("Minimise the squared error.", source="program: test_losses"),
+        mistake("sum", "the sum of the squared errors in place of the mean")
+        .predicts("L = ½ Σ (V - R)²", lambda x: value_loss(x) * x.minibatches.counts)
+        .advises("Take the mean, so that the step does not grow with the minibatch.")
+        .cites("program: script-v_sum"),
+        mistake("advantage_target", "the squared error to the advantages in place of the returns")
+        .predicts("L = ½ mean (V - A)²", lambda x: _to(x, x.raw()))
+        .given(gradient="target_advantages")
+        .advises("Regress on returns = advantages + values.", source="program: script-v_advantage"),
+        mistake("normalized_advantage_target", "the squared error to the normalised advantages in place of the returns")
+        .predicts("L = ½ mean (V - Â)²", lambda x: _to(x, x.normalized()))
+        .given(needs="advantages", gradient="target_normalized")
+        .advises("Regress on returns = advantages + values, with the advantages before normalisation.")
+        .cites("program: loop-v_advantage"),
+        mistake("normalized_advantages_in_target", "the squared error to normalised advantages plus old values")
+        .predicts("L = ½ mean (V - Â - V_old)²", lambda x: _to_estimates(x, x.advantages, x.old_values))
+        .advises("Compute the returns before the advantages are normalised.", source="program: test_losses"),
+        mistake("moving_target", "the squared error to advantages plus the values of now, which are never reached")
+        .predicts("L = ½ mean (V - (A + V))²", lambda x: _to_estimates(x, x.raw(), x.values))
+        .given(gradient="target_moving")
+        .advises("Add the values at collection to the advantages, once per rollout.", source="program: test_losses"),
+        mistake("old_value_target", "the squared error to the values at collection")
+        .predicts("L = ½ mean (V - V_old)²", lambda x: x.half((x.values - x.old_values).square()))
+        .given(needs="old_values", gradient="target_old_values")
+        .advises("Regress on the returns.", source="program: loop-v_old_values"),
+        mistake("old_values", "the squared error of the values at collection, which do not depend on the weights")
+        .predicts("L = ½ mean (V_old - R)²", lambda x: x.half((x.old_values - x.returns).square()))
+        .given(needs="old_values")
+        .advises("Use the values of this forward pass.", source="program: test_losses"),
+        variant("unclipped", "the squared error without clipping, which the settings ask for")
+        .predicts("L = ½ mean (V - R)²", lambda x: clipped_at(x, None))
+        .given(needs="clip")
+        .cites("2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better"),
+        mistake("no_maximum", "the squared error of the clipped value alone, without the maximum")
+        .predicts("L = ½ mean (clip(V, V_old ± ε) - R)²", lambda x: x.half(x.near_error().square()))
+        .given(needs="clip")
+        .advises(
+            "Take the maximum with the error of the value: the clipped one alone has no gradient beyond the range."
+        )
+        .cites("Huang et al. 2022, The 37 implementation details of PPO"),
+        mistake("minimum", "the smaller of the two squared errors in place of the larger")
+        .predicts(
+            "L = ½ mean min((V - R)², (clip(V, V_old ± ε) - R)²)",
+            lambda x: x.half(torch.minimum(x.error().square(), x.near_error().square())),
+        )
+        .given(needs="range", gradient="value_clip_minimum")
+        .advises("Take the maximum of the errors.")
+        .cites("Huang et al. 2022, The 37 implementation details of PPO"),
+        mistake("broadcast", "the mean over all pairs of a value and a return: [N] was broadcast against [N, 1]")
+        .predicts("L = ½ mean_ij (V_i - R_j)²", _of_all_pairs)
+        .given(gradient="values_broadcast")
+        .advises("Flatten values and returns to [N] both.", source="RLinf/RLinf#1568"),
+        mistake("absolute", "the absolute error")
+        .predicts("L = mean |V - R|", lambda x: x.half(x.error().abs()))
+        .given(gradient="value_absolute")
+        .advises("Take the square: the absolute error regresses on the median.", source="program: test_losses"),
+        mistake("root", "the root of the mean squared error")
+        .predicts("L = √ mean (V - R)²", lambda x: 0.5 * (2 * clipped_at(x, None)).sqrt())
+        .given(gradient="value_root")
+        .advises("Take the mean squared error itself.", source="program: test_losses"),
+        mistake("squared_mean", "the square of the mean error")
+        .predicts("L = ½ (mean (V - R))²", lambda x: 0.5 * x.minibatches.mean(x.error()).square())
+        .advises("Square each row's error before the mean.", source="program: test_losses"),
+        mistake("normalized_returns", "the squared error to returns that are normalised over the minibatch")
+        .predicts("L = ½ mean (V - (R - mean R) / std R)²", lambda x: _to(x, x.minibatches.normalized(x.returns)))
+        .given(gradient="target_normalized_returns")
+        .advises("Regress on the returns themselves, or use the same statistics for values in the advantages.")
+        .cites("program: test_losses"),
+        mistake("shifted_rows", "the squared error to the return of the row before")
+        .predicts("L = ½ mean (V_i - R_{i-1})²", lambda x: _to(x, x.returns[x.minibatches.followers(-1)]))
+        .given(gradient="target_shifted")
+        .advises("Index values and returns with the same rows.", source="program: test_losses"),
+        mistake("following_rows", "the squared error to the return of the row after")
+        .predicts("L = ½ mean (V_i - R_{i+1})²", lambda x: _to(x, x.returns[x.minibatches.followers(1)]))
+        .given(gradient="target_following")
+        .advises("Index values and returns with the same rows.", source="program: test_losses"),
+        variant("clip_range", "the squared error with another clip range of the values than the setting,")
+        .fits("L = ½ mean max((V - R)², (clip(V, V_old ± ε') - R)²)", "ε", _other_range)
+        .cites("Huang et al. 2022, The 37 implementation details of PPO"),
         *with_padding(value_loss, "½ (V - R)²"),
-        *rescaled(value_loss, "the squared error", "½ mean (V - R)²", variant=False),
+        *rescaled(value_loss, "the squared error", "½ mean (V - R)²"),
     ),
 )
 
