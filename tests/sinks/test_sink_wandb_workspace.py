@@ -22,7 +22,7 @@ from esper_telemetry.cli.stored_runs import keys
 from esper_telemetry.core.record import MetricInfo, RunInfo, RunStatus
 from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run, read_run
-from esper_telemetry.sinks import WandbSink, protocol
+from esper_telemetry.sinks import WandbSink, sink_protocol
 from esper_telemetry.sinks.pages import safe
 from esper_telemetry.sinks.wandb.workspace import specification, workspace
 
@@ -223,7 +223,7 @@ def test_without_the_package_a_sentence_says_how_to_get_it(run_dir: Path, monkey
     def without(name: str) -> ModuleSpec | None:
         return None if name == "wandb_workspaces" else ModuleSpec(name, None)
 
-    monkeypatch.setattr(protocol, "find_spec", without)
+    monkeypatch.setattr(sink_protocol, "find_spec", without)
     needed = r"a W&B workspace needs wandb-workspaces: pip install 'esper-telemetry\[wandb\]'"
 
     with pytest.raises(WrongUse, match=needed):
