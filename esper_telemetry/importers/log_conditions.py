@@ -191,7 +191,7 @@ def _fall(rows: Rows) -> Remark | None:
         return None
     since = points[min(top + width, len(points) - 1)][0]
     share = percent(lost / (best - first))
-    text = f"the return has fallen from {number(best)} to {number(last)} since update {since:,}: {share} of what was learned is lost"
+    text = f"the return has fallen from {number(best)} to {number(last)} since update {since:,}: {share} of the improvement is lost"
     return Remark(since, text)
 
 

@@ -107,7 +107,7 @@ def _runs_below(path: Path, kinds: Sequence[tuple[str, str]]) -> list[LoggedRun]
     if path.is_file() and not problems:
         return read_text(path)
     what = "event files of TensorBoard" if len(kinds) == 1 else "logs"
-    raise ValueError(problems[0] if problems else f"{path} holds no {what}")
+    raise ValueError(problems[0] if problems else f"found no {what} in {path}")
 
 
 def _names(folders: Mapping[Path, Sequence[Path]]) -> set[str]:
@@ -158,7 +158,7 @@ def read_tensorboard(directory: str) -> list[LoggedRun]:
     """Return the runs in a folder of event files, or in one file, the oldest first."""
     path = Path(directory)
     if not path.exists():
-        raise FileNotFoundError(f"there is no {directory}")
+        raise FileNotFoundError(f"{directory} does not exist")
     return _event_runs(path.parent, [path]) if path.is_file() else _runs_below(path, KINDS[:1])
 
 
@@ -245,7 +245,7 @@ def read_wandb(path: str) -> list[LoggedRun]:
     import wandb
 
     if not wandb.login(prompt=False):  # without a key, the API would ask for one
-        raise ValueError("W&B has no key here: wandb login, or set WANDB_API_KEY")
+        raise ValueError("W&B needs a key: run `wandb login`, or set WANDB_API_KEY")
     try:
         run = wandb.Api(timeout=30).run(path)
         rows = [_numbers_of(row) for row in run.scan_history()]
@@ -253,7 +253,7 @@ def read_wandb(path: str) -> list[LoggedRun]:
         if reason := unreachable(error):
             raise ValueError(f"W&B cannot be read: {reason}") from None
         message = str(error).splitlines()[0] if str(error) else repr(error)
-        raise ValueError(f"W&B has no run {path} to read: {message}") from None
+        raise ValueError(f"cannot read run {path} from W&B: {message}") from None
     return runs_of(run.name, rows, dict(run.config))
 
 
@@ -314,14 +314,14 @@ def read_mlflow(address: str) -> list[LoggedRun]:
     uri = uri or get_tracking_uri()
     database, where = Path(uri.removeprefix(SQLITE)), masked(uri)
     if uri.startswith(SQLITE) and not database.is_file():  # MLflow would create one
-        raise FileNotFoundError(f"there is no {database}")
+        raise FileNotFoundError(f"{database} does not exist")
     try:
         client = MlflowClient(tracking_uri=uri)
         run = client.get_run(query)
         history = {key: client.get_metric_history(query, key) for key in run.data.metrics}
     except Exception as error:  # of MLflow, or of the client of a database
         if isinstance(error, MlflowException) and error.error_code == RUN_MISSING:
-            raise ValueError(f"MLflow at {where} has no run {query} to read") from None
+            raise ValueError(f"run {query} does not exist in MLflow at {where}") from None
         raise ValueError(f"MLflow at {where} cannot be read: {client_error(error)}") from None
     points = {
         key: [LoggedPoint(metric.step, metric.value) for metric in sorted(metrics, key=lambda m: (m.step, m.timestamp))]

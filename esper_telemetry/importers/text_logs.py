@@ -47,7 +47,7 @@ def read_text(file: str | Path) -> list[LoggedRun]:
     """
     path = Path(file)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
+        raise FileNotFoundError(f"{file} is not a file")
     name = path.name.partition(".")[0]
     name = (
         path.absolute().parent.name if name in UNNAMED_LOGS or name.isdigit() else path.name.removesuffix(path.suffix)
@@ -68,8 +68,8 @@ def read_text(file: str | Path) -> list[LoggedRun]:
         ]
     if not rows:
         raise ValueError(
-            f"{path} has no line with metrics: tables, JSON lines, {{'loss': 0.1, ...}}, step:1 - tag:0.1, the tables of Stable-Baselines3 "
-            "and what Sample Factory, RSL-RL, OpenRLHF and NeMo-RL print are read"
+            f"found no line with metrics in {path}: tables, JSON lines, {{'loss': 0.1, ...}}, step:1 - tag:0.1, the tables of "
+            "Stable-Baselines3 and what Sample Factory, RSL-RL, OpenRLHF and NeMo-RL print are read"
         )
     return runs_of(name, rows, config)
 
@@ -196,7 +196,7 @@ def _table_runs(path: Path, name: str, lines: Iterator[str]) -> list[LoggedRun]:
     except csv.Error as error:
         raise ValueError(f"{path} is not a table: {error}") from None
     if not any(rows):
-        raise ValueError(f"{path} has no rows")
+        raise ValueError(f"found no rows in {path}")
     if names[:3] == ["r", "l", "t"]:
         return [monitor_run(name, rows)]
     if names == ["Wall time", "Step", "Value"]:
@@ -282,13 +282,13 @@ def points_of(
 
 
 class Block(NamedTuple):
-    """What a trainer prints of a step in several lines: a heading, and below it a line per metric.
+    """Lines that a trainer prints for one step: a heading, then one line per metric.
 
     Attributes:
-        heading: whose first group is the number of the step.
-        metric: whose groups are name and value.
-        tags: of the trainer's backends by names that it prints; None leaves out all other names.
-        prefix: of tags whose names are in lower case with underscores.
+        heading: pattern of the heading. Its first group is the step's number.
+        metric: pattern of a metric's line. Its groups are name and value.
+        tags: maps printed names to the tags that the trainer sends to its backends. Names that map to None are left out.
+        prefix: prefix of tags whose names are in lower case with underscores.
     """
 
     heading: re.Pattern[str]

@@ -50,11 +50,11 @@ def test_a_line_that_is_no_row_is_passed_over(line: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("address", "content", "sentence"),
     [
-        ("log:trainer_state.json", DEEP, "trainer_state.json has no line with metrics"),
-        ("log:trainer_state.json", '{"log_history": ' + DEEP + "}", "trainer_state.json has no line with metrics"),
+        ("log:trainer_state.json", DEEP, "found no line with metrics in trainer_state.json"),
+        ("log:trainer_state.json", '{"log_history": ' + DEEP + "}", "found no line with metrics in trainer_state.json"),
         ("csv:a.csv", TABLE + '"' + "x" * 200_000 + '"', "a.csv is not a table: field larger than field limit"),
-        ("csv:fifo", "", "there is no file fifo"),
-        ("log:fifo", "", "there is no file fifo"),
+        ("csv:fifo", "", "fifo is not a file"),
+        ("log:fifo", "", "fifo is not a file"),
         ("tensorboard:.", "", "events.out.tfevents.1.fifo is not a regular file"),
     ],
 )

@@ -37,7 +37,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
             "rl_games_drop.csv",
             "learning",
             [],
-            "the return has fallen from 1206 to 782 since update 85: 37 % of what was learned is lost",
+            "the return has fallen from 1206 to 782 since update 85: 37 % of the improvement is lost",
         ),
         ("sample_factory.csv", "learning", [], "Returns of the first"),
         ("sb3_solved_constant.csv", "learning", [], ""),
@@ -112,7 +112,7 @@ def test_columns_of_an_unknown_trainer(
     [
         (["--map", "episode/return_mean"], "--map needs KEY=COLUMN, such as episode/return_mean=reward"),
         (["--map", "episode/return=reward"], "there is no metric episode/return; there are "),
-        (["--map", "episode/return_mean=rewards"], "there is no column rewards; there are reward"),
+        (["--map", "episode/return_mean=rewards"], "unknown column rewards; similar ones are reward"),
         (["--run", "2"], "holds 1 run, and --run asks for 2"),
     ],
 )
