@@ -3,8 +3,8 @@
     def test_advantages() -> None:
         assert_gae(rewards, values, advantages, ended=dones, next_values=next_values, gamma=0.99, gae_lambda=0.95)
 
-An assertion raises AssertionError where the numbers differ from the reference equation, with the mistake that explains them, and where they
-could not be checked. A published variant passes.
+An assertion raises AssertionError if the numbers differ from the reference equation, and names the mistake that explains them. It
+also raises if the numbers could not be checked. A published variant passes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tools for tests of sinks: `check_sink` runs the checks of `CHECKS`, `MemorySink` stores what it gets, `FailingSink` fails on demand.
 
-A check delivers runs of its own, with records and alarms of every kind, also through a wrapper that fails on purpose.
+Each check delivers its own runs, with records and alarms of every kind. It also delivers them through a wrapper that fails on purpose.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ BATCH_RECORDS = 200
 
 
 def run_in(directory: Path, **changes: Any) -> RunInfo:
-    """Return a run with an id of its own in that directory; `changes` replace its name, settings and tags."""
+    """Return a run with a new id in that directory; `changes` replace its name, settings and tags."""
     metrics = {"policy/kl": MetricInfo("nats", "Is the policy moving?", level="minimal")}
     fields = {"name": "conformance", "config": {"learning_rate": 3e-4, "sizes": [64, 64]}, "tags": ("kit",), **changes}
     return RunInfo(secrets.token_hex(6), run_dir=directory, started=time.time(), metrics=metrics, **fields)
 
 
 def record(update: int, *, keys: int = 3, values: dict[str, float] | None = None) -> Record:
-    """Return a record with that many keys, or with these values; every axis has another number."""
+    """Return a record with that many keys, or with these values; all axes have different numbers."""
     numbers = {f"policy/key_{index}": update + index / 1000 for index in range(keys)} if values is None else values
     axes = Axes(update, update * 128, update * 16, 1.7e9 + update / 8)
     counts = Histogram((0.0, 0.5, 1.0), (float(update), 1.0))
@@ -73,7 +73,7 @@ def alarm(update: int, event: AlarmEvent) -> Alarm:
 
 
 def journalled(run: RunInfo, records: Iterable[Record], *, status: RunStatus | None = RunStatus.FINISHED) -> Path:
-    """Write a journal of these records into the run's directory and return that; without status the run has no end."""
+    """Write a journal of these records into the run's directory and return the directory. Without `status` the run does not end."""
     assert run.run_dir is not None
     journal = Journal.create(run.run_dir)
     journal.write(encode_run(run))
@@ -94,7 +94,7 @@ def delivered(sink: Sink, run: RunInfo, records: Sequence[Record], status: RunSt
 
 
 def expect_equal(run_dir: Path, sink: Sink) -> None:
-    """Fail unless the backend holds what the journal holds; pass a sink whose backend cannot be read."""
+    """Fail if the backend's content differs from the journal's. A sink whose backend cannot be read passes."""
     result = audit(run_dir, sink)
     if result is None:
         return
@@ -155,11 +155,11 @@ def check_sink(factory: Factory, *, only: Collection[str] = (), leave_out: Colle
         factory: creates a new sink at each call; what it writes goes to `run.run_dir`, or is identified by `run.run_id`.
         only, leave_out: names of checks, as in `CHECKS`.
 
-    Raises ValueError for a name that is no check.
+    Raises ValueError for an unknown check.
     """
     unknown = {*only, *leave_out} - CHECKS.keys()
     if unknown:
-        raise ValueError(f"there is no check {sorted(unknown)[0]!r}: there are {', '.join(CHECKS)}")
+        raise ValueError(f"unknown check {sorted(unknown)[0]!r}: choose from {', '.join(CHECKS)}")
     chosen = [name for name in CHECKS if (not only or name in only) and name not in leave_out]
     for name in chosen:
         with tempfile.TemporaryDirectory(prefix="esper-kit-", ignore_cleanup_errors=True) as directory:
@@ -174,9 +174,9 @@ def _protocol(factory: Factory, _: Path) -> None:
     """The sink has the three methods with their arguments, a constant name, and can be pickled for the sink process."""
     sink = factory()
     for method in ("open", "write", "close"):
-        assert callable(getattr(sink, method, None)), f"it has no method {method}"
+        assert callable(getattr(sink, method, None)), f"the method {method} is missing"
         inspect.signature(getattr(sink, method)).bind(object())
-    assert isinstance(getattr(sink, "name", ""), str), "its name is no text"
+    assert isinstance(getattr(sink, "name", ""), str), "its name is not a string"
     assert getattr(sink, "name", "") == getattr(factory(), "name", ""), "its name changes from one to the next"
     if not runs_in_process(sink):
         pickle.loads(pickle.dumps(sink))
@@ -247,7 +247,7 @@ def _alarms(factory: Factory, directory: Path) -> None:
 
 
 def _fails_once(factory: Factory, directory: Path) -> None:
-    """A failure before any of its methods costs nothing: it is called again, also when it was open."""
+    """No data are lost if a method fails before it does anything: it is called again, even if the sink was open."""
     for method in ("open", "write", "close"):
         failed: list[str] = []
 
@@ -296,7 +296,7 @@ def _hangs(factory: Factory, directory: Path) -> None:
 
 
 def _fork(factory: Factory, directory: Path) -> None:
-    """A forked copy of the process ends, and the sink goes on as if nothing had happened."""
+    """A forked copy of the process ends, and the sink continues unaffected."""
     run, records = run_in(directory), [record(update) for update in range(1, 7)]
     journalled(run, records)
     sink = factory()
@@ -343,7 +343,7 @@ def _sigterm(factory: Factory, directory: Path) -> None:
 
 
 def _resume(factory: Factory, directory: Path) -> None:
-    """A run that was killed goes on in the same place of the backend."""
+    """A run that was killed continues in the same place of the backend."""
     run, records = run_in(directory), [record(update) for update in range(1, 21)]
     journalled(run, records)
     delivered(factory(), run, records[:10], RunStatus.KILLED)

@@ -130,7 +130,7 @@ class Incomplete:
         (Stepless, "steps", "the backend lacks 8[0-9] numbers"),
         (Sanitising, "collisions", "numbers differ from the journal's"),
         (Fragile, "closes twice", "list.remove"),
-        (Incomplete, "protocol", "it has no method close"),
+        (Incomplete, "protocol", "the method close is missing"),
     ],
 )
 def test_a_broken_sink_is_told_what_is_wrong(kind: Callable[[], Any], check: str, sentence: str) -> None:
@@ -141,5 +141,5 @@ def test_a_broken_sink_is_told_what_is_wrong(kind: Callable[[], Any], check: str
 
 
 def test_a_check_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ValueError, match="there is no check 'everything': there are protocol, steps"):
+    with pytest.raises(ValueError, match="unknown check 'everything': choose from protocol, steps"):
         check_sink(MemorySink, only=["everything"])
