@@ -1,4 +1,4 @@
-"""What stands between a trainer's events and the records of its updates: `UpdateRecorder` and the probes of sampled updates.
+"""Turns a trainer's events into records of its updates: `UpdateRecorder` and the probes of sampled updates.
 
-It is a part of its own above `updates` and the session: it measures, submits and flushes there, and `updates` knows no session.
+This package is separate from `updates`, which does not depend on the session. It measures with `updates`, and submits to the session.
 """

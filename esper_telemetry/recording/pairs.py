@@ -1,4 +1,4 @@
-"""Gradients of a module next to those of the network that hosts it."""
+"""Compares the gradients of a module and of the network that hosts it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measure_pair(
     """Measure the gradients of `module` and `host` at every optimizer step; see `watch_pair`."""
     own, hosts = ({id(parameter) for parameter in part.parameters()} for part in (module, host))
     if not own or not hosts:
-        raise ValueError(f"pair {name!r} needs a module and a host with parameters, and one of them has none")
+        raise ValueError(f"pair {name!r} needs a module and a host with parameters, and one of them lacks them")
     if own & hosts:
         raise ValueError(f"pair {name!r} needs a module and a host apart, and they share {len(own & hosts)} parameters")
     if session.level < Level.NORMAL:
@@ -43,7 +43,7 @@ def measure_pair(
 
 
 class PairProbe:
-    """Observes one pair. The gradient at the module's output is the last that came before all gradients were there."""
+    """Observes one pair. The gradient at the module's output is the last one before all parameters have gradients."""
 
     def __init__(self, telemetry: TelemetrySession, name: str, module: nn.Module, host: nn.Module) -> None:
         self._telemetry = telemetry
@@ -96,7 +96,7 @@ class _NoProbe:
 
 
 def _gradients(event: BackwardEnd, parameters: Iterable[Tensor]) -> Mapping[int, Tensor]:
-    """Gradients of these parameters, as far as they exist, by their index in the event."""
+    """Gradients of these parameters by their index in the event; parameters without a gradient are left out."""
     wanted = {id(parameter) for parameter in parameters}
     trained = {index: event.parameters[name] for index, name in enumerate(event.names)}
     return {index: p.grad for index, p in trained.items() if id(p) in wanted and p.grad is not None}

@@ -1,8 +1,9 @@
-"""Sampled updates: whole gradients, the optimizer's state, and the policy shown its rollout once more, before and after the update.
+"""Probes of sampled updates: whole gradients, the optimizer's state, and passes of the policy over its rollout before and after the
+update.
 
-The hooks of these probes exist only while an update is sampled, so they cost nothing in the others, and each ends as soon as its sample is
-complete. Copies and measurements leave no trace in training. States of the optimizer and zeros in gradients are sampled although their
-tensors are there anyway: to copy and correct Adam's moments in float64 takes one to four training steps.
+The hooks of these probes exist only while an update is sampled, so other updates are not slowed down. Each hook is removed as soon
+as its sample is complete. Copies and measurements do not change training. Optimizer states and zeros in gradients are sampled
+because copying and correcting Adam's moments in float64 takes as long as one to four training steps.
 """
 
 from __future__ import annotations
@@ -39,30 +40,33 @@ from esper_telemetry.updates.update import GradientSample, JoinedMinibatches
 Event = TypeVar("Event")
 
 SHARDS = 2
-"""Parts of the first minibatch whose gradients tell noise from signal. Each is a pass of its own, and by far the most expensive part of a
-sample; two are enough, because estimates are averaged over updates anyway. Minibatches would not do: they are taken at parameters that
-drift, which inflates the noise."""
+"""Parts of the first minibatch whose gradients separate noise from signal. Each takes a separate pass, by far the most expensive
+part of a sample. Two are enough, because estimates are averaged over updates. Whole minibatches would not work: the parameters
+change between them, which inflates the noise.
+"""
 
 MAX_SAMPLE_ENTRIES = 1 << 26
-"""Entries of a sample's gradients; of larger networks two minibatches are copied, in addition to the optimizer's states."""
+"""Largest number of entries in a sample's gradients. Two minibatches of larger networks are copied, in addition to the optimizer's
+states.
+"""
 
 MAX_TRAVELLING_ENTRIES = 1 << 20
 """Entries of a sample that may travel to the worker: four megabytes. Larger samples are measured in the trainer's process."""
 
 VECTORS_BESIDES_STATES = 8
-"""Vectors as long as the gradient for which there is room in addition to the optimizer's states, of which each has four."""
+"""Number of gradient-sized vectors that fit in addition to the optimizer's states, which take four vectors each."""
 
 CAPACITY_PERIOD = 10
-"""Samples from one in which a copy of the network is trained to the next."""
+"""Number of samples from one that trains a copy of the network to the next."""
 
 
 class TimedListener:
-    """Registers hooks whose time counts as telemetry's, and removes them all at once.
+    """Registers hooks, adds their time to telemetry's clock, and removes them together.
 
     Args:
         clock: telemetry's.
         hooks: of the source.
-        attempt: calls a hook with an event and contains what it raises; without it everything is raised in the trainer.
+        attempt: calls a hook with an event and contains its exceptions. Without it, exceptions are raised in the trainer.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class TimedListener:
         self._removers.append(self._hooks.on(event_type, timed))
 
     def once(self, event_type: type[Event], hook: Callable[[Event], None]) -> None:
-        """Call `hook` with the next event of that type, and then no more: the source need not build the others."""
+        """Call `hook` with the next event of that type only: the source need not build later ones."""
 
         def timed(event: Event) -> None:
             remove()
@@ -95,7 +99,7 @@ class TimedListener:
         self._removers.append(remove)
 
     def untimed(self, event_type: type[Event], hook: Callable[[Event], None]) -> None:
-        """Call a hook that takes less time than to time it."""
+        """Call a hook that takes less time than timing it would."""
         self._removers.append(self._hooks.on(event_type, hook))
 
     def keep(self, event_type: type[Event], *, late: bool = False) -> list[Event]:
@@ -105,7 +109,7 @@ class TimedListener:
         return events
 
     def another(self) -> TimedListener:
-        """Return a listener like this one that may end before; it ends with this one."""
+        """Return a listener like this one that may end earlier; it ends no later than this one."""
         listener = TimedListener(self._clock, self._hooks, self._attempt)
         self._removers.append(listener.stop)
         return listener
@@ -131,7 +135,7 @@ class GradientProbe:
         self._clear()
 
     def begin(self, *, every_step: bool) -> None:
-        """Sample the update that begins now: every step of the optimizer for which there is room, or the first one only."""
+        """Sample the update that begins now: as many optimizer steps as fit, or only the first."""
         self._listener.on(MinibatchStart, self._keep_shards)
         self._listener.on(TrunkBackward, self._keep_shared)
         self._backward.on(BackwardEnd, self._keep_gradient)
@@ -162,7 +166,7 @@ class GradientProbe:
         return {"initial_norm": self._initial_norm, "steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self._initial_norm, self._steps = state["initial_norm"], state["steps"]
 
     def stop(self) -> None:
@@ -189,7 +193,7 @@ class GradientProbe:
         self._sample = self._sample._replace(shards=tuple(gradients), samples=tuple(samples))
 
     def _keep_shared(self, event: TrunkBackward) -> None:
-        """Take the two losses' gradients on to the parameters that they share, through the first minibatch's graph."""
+        """Take the gradients of both losses with respect to their shared parameters, through the first minibatch's graph."""
         shared = [parameter for parameter in event.shared if parameter.requires_grad]
         if event.step > 0 or not shared or len(event.outputs) != 1 or not event.outputs[0].requires_grad:
             return
@@ -198,7 +202,7 @@ class GradientProbe:
         self._sample = self._sample._replace(actor=through(event.actor), critic=through(event.critic))
 
     def _keep_heads(self, event: HeadsBackward) -> None:
-        """Take the gradient of each head on to the parameters of the trunk, through the first minibatch's graph."""
+        """Take each head's gradient with respect to the trunk's parameters, through the first minibatch's graph."""
         trunk = {name: parameter for name, parameter in event.parameters.items() if parameter.requires_grad}
         if not trunk:
             return
@@ -209,7 +213,7 @@ class GradientProbe:
 
     @torch.no_grad()
     def _keep_gradient(self, event: BackwardEnd) -> None:
-        """Copy the gradients of the first epoch's minibatches, as far as they are of the same parameters."""
+        """Copy the gradients of the first epoch's minibatches that have the same parameters."""
         if self._initial_norm is None:
             self._initial_norm = weight_norm(list(event.parameters.values()))
         if event.epoch > 0:
@@ -231,7 +235,7 @@ class GradientProbe:
 
     @torch.no_grad()
     def _keep_state(self, event: OptimizerStep) -> None:
-        """Copy the state after this step; where there is no room for so many, after every second, fourth and so on from the first."""
+        """Copy the state after this step. If not all states fit, only every second, fourth and so on is copied, from the first."""
         vectors = VECTORS_BESIDES_STATES + 4 * len(self._states) + 4
         due = event.step % self._stride == 0
         if self._states and due and vectors * sum(self._sample.numels) > MAX_TRAVELLING_ENTRIES:
@@ -252,8 +256,8 @@ class GradientProbe:
 class ReplayProbe:
     """Shows copies of the policy its rollout before and after sampled updates, here or in the worker.
 
-    Exact divergences after the last step, churn, staleness of states and gradients through time need the policy itself: as columns of an
-    event they would cost every update a pass.
+    Exact divergences after the last step, churn, stale recurrent states and gradients through time need the policy itself. As
+    columns of an event they would add a pass to every update.
 
     Attributes:
         samples: number of sampled updates so far; a checkpoint keeps it.
@@ -283,7 +287,7 @@ class ReplayProbe:
         return replay
 
     def after_minibatches(self, minibatches: JoinedMinibatches) -> None:
-        """Compare the first minibatch of a sampled update with what was acted on."""
+        """Compare the first minibatch of a sampled update with the outputs used in acting."""
         self._telemetry.measure(self._collection.after_minibatches(minibatches, self._telemetry.precision))
 
     def stop(self) -> None:
@@ -337,6 +341,6 @@ class ReplayProbe:
 
 
 def gradient_through(output: Tensor, parameters: Sequence[Tensor], gradient: Tensor) -> Tensor:
-    """Return the gradients of the parameters below `output`, one after the other, that its gradient leads to; keeps the graph."""
+    """Return the gradients of the parameters below `output`, concatenated, from the gradient at `output`. The graph is kept."""
     options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     return flat(torch.autograd.grad(output, parameters, grad_outputs=gradient, **options))

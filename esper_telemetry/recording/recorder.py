@@ -1,8 +1,8 @@
-"""The update under way: what its trainer hands over, joined into one record when it is over.
+"""The current update: the trainer's data, joined into one record when the update ends.
 
-The bundled trainer and loops that emit events are heard on their hooks. Adapters call `UpdateRecorder.minibatch` with rows of their own,
-and say once per update what these mean: between two minibatches the trainer's code has filled the caches, and a line takes three to six
-times as long as in a loop over all rows when the update is over. Hence only references are kept there.
+The recorder listens to the hooks of the bundled trainer and of loops that emit events. Adapters call `UpdateRecorder.minibatch`
+with rows in their own format, and explain the format once per update. `minibatch` only keeps references. Between two minibatches
+the caches hold the trainer's code, so a line takes three to six times as long as in a loop over all rows after the update.
 """
 
 from __future__ import annotations
@@ -70,28 +70,28 @@ RECENT_EPISODES = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
 
 MAX_ROLLOUT_STEPS = 1 << 24
-"""More steps than a rollout has, so that ends of a later rollout are larger numbers."""
+"""A number larger than the steps of any rollout, so that ends of a later rollout get larger numbers."""
 
 MAX_EVIDENCE_ENTRIES = 1 << 22
 """Entries of a gradient up to which DEBUG shows it layer by layer."""
 
 PROGRESS_SECONDS = 0.5
-"""Shortest time between two events about an update under way: `watch` redraws its screen as often."""
+"""Shortest time between two events about the current update; `watch` redraws its screen at this interval."""
 
 MAX_FEATURE_ROWS = 512
-"""Rows of features that are enough to tell their rank (Moalla 2024)."""
+"""Rows of features that suffice to estimate their rank (Moalla 2024)."""
 
 
 class UpdateRecorder:
-    """Collects what belongs to the update under way, and submits it when it ends.
+    """Collects the data of the current update, and submits them when it ends.
 
-    Tensors stay as they are until the update ends, so only references are kept before. Hooks of a shared trunk follow when `RunStart` shows
-    that the run has one.
+    Tensors do not change until the update ends, so only references are kept until then. Hooks of a shared trunk are added when
+    `RunStart` shows that the run has one.
 
     Args:
         telemetry: receives the updates, at a level above OFF.
         source: emits the events. The checkpoints of a `CheckpointedSource` keep what later updates are compared with.
-        join: joins the minibatches of a source that passes rows of its own to `minibatch`, and emits no `MinibatchEnd`.
+        join: joins the minibatches of a source that passes rows in its own format to `minibatch`, instead of emitting `MinibatchEnd`.
 
     Attributes:
         hooks: of the source.
@@ -162,11 +162,11 @@ class UpdateRecorder:
 
         Args:
             progress: update, environment steps and optimizer steps so far.
-            optimizers: of the trainer; the learning rate and beta2 are those of the first one. Without any, `fields` have the rate.
+            optimizers: of the trainer. The first one gives the learning rate and beta2. Without any, `fields` have the rate.
             parameters: by name.
             groups: returns names of parameters by part of the network.
             times: of the phases.
-            fields: further fields of `UpdateEnd`, and those that replace what the optimizers say.
+            fields: further fields of `UpdateEnd`, which take precedence over the optimizers' values.
         """
         seconds, cpu_seconds = times.take()
         known = {**(rate_fields(optimizers, parameters, groups) if optimizers else {}), **fields}
@@ -214,9 +214,9 @@ class UpdateRecorder:
         return update
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next update is compared with; the journal holds the records of those before when this returns.
+        """Return what the next update is compared with. When this returns, the records of all previous updates are in the journal.
 
-        Averages and baselines are not among it: they are read from the journal.
+        Averages and baselines are not included: they are read from the journal.
         """
         return {
             "counts": self._telemetry.state_dict(),
@@ -228,7 +228,7 @@ class UpdateRecorder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self._telemetry.load_state_dict(state["counts"])
         self._recent = deque(state["recent"], maxlen=RECENT_EPISODES)
         self._history.load_state_dict(state["rollouts"])
@@ -238,7 +238,7 @@ class UpdateRecorder:
         self._replay_probe.samples = state.get("looks", 0)
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
-        """Yield the tensors of the update under way, in forward order; between updates the parameters that the last one left."""
+        """Yield the tensors of the current update in forward order; between updates, the current parameters."""
         for rollout in self._rollouts[-1:]:
             yield from of_rollout(rollout)
         minibatches = self._joined()
@@ -264,7 +264,7 @@ class UpdateRecorder:
         if facts.groups.get("shared") and not self._listens_to_trunk:
             self._listener.on(TrunkBackward, self._keep_trunk_gradients)
             self._listens_to_trunk = True
-        # where values are clipped, NORMAL measures the critic's move in every update
+        # if values are clipped, NORMAL measures the critic's change in every update
         level, clips_values = self._telemetry.level, facts.clip_value is not None
         self._keeps_critic = level >= Level.DEBUG or (level is Level.NORMAL and clips_values)
 
@@ -312,7 +312,7 @@ class UpdateRecorder:
             self._telemetry.report_progress(partial(kind.from_events, tuple(events)))
 
     def _rolled_back(self, event: Rollback) -> None:
-        """Announce that weights and moments jump, so that no detector takes it for a fault."""
+        """Announce a jump of weights and moments, so that detectors do not report it as a fault."""
         self._step_probe.forget()
         self._telemetry.notify_intervention("the update was undone", update=event.update, rollbacks=event.rollbacks)
 

@@ -1,4 +1,4 @@
-"""Sampled updates: one step of the optimizer is copied, for its gradient, the clip, and the change of the weights to be recomputed.
+"""Copies one optimizer step of each sampled update, so that its gradient, clipping and weight change can be recomputed.
 
 The gradient of the whole loss takes a forward and a backward pass with a copy of the policy, in the worker if there is one, else here.
 Only if the gradient differs from the trainer's, each term and each alternative to it takes a separate backward pass. Everything else is
@@ -39,16 +39,16 @@ MAX_TRAVELLING_ENTRIES = 1 << 21
 """Entries of the gradients of networks whose steps are checked in the worker: seven vectors and a minibatch, some 60 MB, wait for it."""
 
 EXPENSIVE_PASS_SECONDS = 0.02
-"""Processor time of a pass over a minibatch from which on gradients are checked less often than steps, as of a recurrent policy."""
+"""Processor time of a minibatch pass above which gradients are checked less often than steps, for example with a recurrent policy."""
 
 EXPENSIVE_PASS_PERIOD = 8
-"""Samples from one with such a pass to the next, except at DEBUG: samples of everything else would come as rarely as it costs."""
+"""Number of samples from one with such a pass to the next, except at DEBUG. It keeps the other samples frequent."""
 
 
 class StepProbe:
-    """Checks the last step but one of each sampled update, where ratios are clipped and a gradient has been there before.
+    """Checks the second-to-last step of each sampled update, when ratios are clipped and parameters already have a gradient.
 
-    Where an update stops early, the step that is checked in the next one is the last that this one has taken.
+    If an update stops early, the next update's check uses the index of the last step taken.
 
     Attributes:
         precision: of the trainer's arithmetic; None if it is not known.
@@ -76,7 +76,7 @@ class StepProbe:
         self._listener.once(AfterUpdate, lambda event: self.finish())
 
     def finish(self) -> None:
-        """The update is over: check its last step, or remember how many steps it had where it stopped before the one that was due."""
+        """End the update: check its last step. If the update stopped before the step to be checked, remember its number of steps."""
         if self._checking:
             self._last_possible = None if self._taken else max(0, self._last_seen - 1)
             self._end()
@@ -97,7 +97,7 @@ class StepProbe:
         self._uncounted.clear()
 
     def _objective(self, event: MinibatchObjective) -> None:
-        """Begin with the step whose turn it is; the minibatch after it ends the check."""
+        """Begin the check at the chosen step; the next minibatch ends it."""
         if self._step is not None:
             self._last_possible = None
             self._end()
@@ -119,7 +119,7 @@ class StepProbe:
         self._listener.once(OptimizerStep, self._optimizer_step)
 
     def _prepare_loss(self, event: MinibatchObjective, parameters: Sequence[Tensor]) -> None:
-        """Keep what the gradient is recomputed from, or recompute it; nothing if the source cannot do it, or it is not due."""
+        """Keep the inputs of the recomputed gradient, or recompute it now. Do nothing if the source cannot do it, or if it is not due."""
         assert self._step is not None
         if event.forward is None:
             terms = None if event.terms is None else event.terms()
@@ -149,7 +149,7 @@ class StepProbe:
     def _policy_pass(
         self, forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer
     ) -> PolicyPass | None:
-        """Return the pass for the worker; None if there is none, or if the policy is too large or cannot be copied."""
+        """Return the pass for the worker; None without a pass, or if the policy is too large or cannot be copied."""
         few = sum(parameter.numel() for parameter in parameters) <= MAX_TRAVELLING_ENTRIES
         if not (self._telemetry.has_worker and few and self._travels):
             return None
@@ -158,7 +158,7 @@ class StepProbe:
         return travelling
 
     def _backward(self, event: BackwardEnd) -> None:
-        """Keep the gradient, and check it where the policy has to be asked."""
+        """Keep the gradient, and check it if this takes a pass through the policy."""
         step, objective = self._step, self._objective_event
         if step is None or objective is None:
             return
@@ -188,7 +188,7 @@ class StepProbe:
         if step is None or objective is None or not taken:
             return
         rate, own = step.learning_rate, {one.lr for one in step.settings if one is not None}
-        # A rate that was set after the backward pass, and one that was set back since, are not that of the trainer's settings.
+        # A rate that was set or reset after the backward pass is not the rate in the trainer's settings.
         if step.by_name and _only_rate(objective.optimizer) == (own.pop() if len(own) == 1 else None):
             rate = objective.learning_rate
         weights = _flat([parameter.detach() for parameter in objective.parameters.values()])
@@ -262,5 +262,5 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _gradient_of(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the gradients [d] of all parameters, a copy; 0 if there is none."""
+    """Return a copy of the gradients [d] of all parameters; a missing gradient is 0."""
     return _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
