@@ -18,7 +18,7 @@ class EnvironmentTable:
     """Follows the episodes of single environments over rollouts; takes 0.1 ms and 3 kB per update with 64 environments.
 
     Args:
-        resumed: the run goes on in the middle of episodes, whose returns are not known.
+        resumed: the run continues in the middle of episodes, whose returns are not known.
     """
 
     def __init__(self, *, resumed: bool = False) -> None:
@@ -26,9 +26,9 @@ class EnvironmentTable:
         self._columns: dict[str, npt.NDArray[np.float64]] = {}
 
     def add(self, update: Update) -> dict[str, Any] | None:
-        """Return the table after a rollout: columns by environment, None where a number is not known.
+        """Return the table after a rollout: columns by environment, with None for unknown numbers.
 
-        None for a run with a single environment, on a device, or whose extensions have a table of their own.
+        None if the run has a single environment, is on a device, or has extensions with their own table.
         """
         rollout = update.rollout
         if rollout is None or update.extensions or rollout.rewards.shape[1] < 2 or not rollout.rewards.is_cpu:

@@ -1,4 +1,4 @@
-"""The equations that the columns of a sampled update allow to check."""
+"""Checks of the equations whose columns a sampled update has."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.target_equations import certain, target_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
-ROUNDING = "a small difference in the first minibatch may be that of the device's arithmetic"
+ROUNDING = "a small difference in the first minibatch may come from the device's arithmetic"
 
 
 def equation_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
-    """Yield the check of every equation whose columns the update has; `facts` are those of the run."""
+    """Yield the check of every equation whose columns the update has; `facts` are the run's."""
     yield from target_checks(update, facts)
     if update.rollout is not None:
         yield from collection_checks(update.rollout, facts)
@@ -96,9 +96,9 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
 
 
 def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts: Facts) -> Iterator[MetricGroup]:
-    """Compare what training computes in its first minibatch, before any step, with what was stored: a script's policy cannot be asked.
+    """Compare the outputs in the first minibatch, before any step, with the stored ones: a script's policy cannot be called.
 
-    A difference without an explanation counts where log-probabilities have it, by more than rounding: values may be stored in other units.
+    An unexplained difference of log-probabilities counts if it exceeds rounding. One of values does not, as their units may differ.
     """
     if minibatches.rows is None or not minibatches.counts:
         return
@@ -128,7 +128,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     replay = replayed(rollout.values, new[first])
 
     def of_step(steps: int) -> Tensor | None:
-        """The pass over the observation `steps` later, where the minibatch has it."""
+        """The pass over the observation `steps` later, for rows whose observation is in the minibatch."""
         known = shifted(valid, steps, torch.zeros_like(valid))
         other = shifted(replay, steps, rollout.values.double())
         return None if known is None or other is None else torch.where(known, other, rollout.values.double())
@@ -140,13 +140,14 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     alternatives |= dict.fromkeys([name for name in known if name not in alternatives], rollout.values.double)
     values = check_values(rollout.values, replay, alternatives=alternatives, valid=valid, precision=precision)
     sure = values.explained or (moved and (values.error or 0.0) > FIRST_DIFFERENCE)
-    yield from values if sure else unchecked(VALUES, "values may be stored in other units than those of the loss")
+    yield from values if sure else unchecked(VALUES, "values may be stored in units that differ from the loss")
 
 
 def _of_memory(rollout: RolloutEnd, now: Tensor, valid: Tensor, facts: Facts) -> tuple[str, ...]:
     """Return the hypotheses about a memory that say in which rows log-probabilities differ: before or after the first end of an episode.
 
-    A memory that is reset with an episode forgets what it began the rollout with, and one that is not differs from there on alone.
+    If memory is reset with each episode, its state at the rollout's start affects only the rows before the first end. If it is not
+    reset, only later rows differ.
     """
     if facts.policy not in RECURRENT or rollout.ended.shape != now.shape:
         return ()
@@ -162,8 +163,8 @@ def _of_memory(rollout: RolloutEnd, now: Tensor, valid: Tensor, facts: Facts) ->
 def _drawn(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[MetricGroup]:
     """Check log-probabilities and actions. A trainer that names its heads shows what it acts on.
 
-    Of any other program the distributions are those that it asked for a log-probability, which may be of other actions, or of a part of
-    them: these are those acted on only where they give the stored log-probabilities, or a known mistake does.
+    For other programs, the recorded distributions are the ones whose log-probabilities it computed, perhaps of other actions or of
+    a part of them. They count as acted on only if they, or a known mistake, give the stored log-probabilities.
     """
     check = check_log_probs(
         rollout.actions,
@@ -199,9 +200,10 @@ def _actions(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[Met
 def _effects(
     rollout: RolloutEnd | RolloutActions, change: Tensor, facts: Facts, *, late: bool
 ) -> Iterator[MetricGroup]:
-    """Yield the effect of the actions, and test that none comes several steps late, where the actions were drawn from what is there.
+    """Yield the effect of the actions, and test that it is not delayed by several steps, if the actions were drawn from these
+    distributions.
 
-    `change` is of the observation after each step; of the last step it may be unknown.
+    `change` is the change of the observation after each step. The last step's change may be unknown.
     """
     inputs = _inputs_of(rollout, facts)
     if inputs is None or not judge_actions(inputs).matches:
@@ -216,7 +218,7 @@ def _effects(
 
 
 def _inputs_of(rollout: RolloutEnd | RolloutActions, facts: Facts) -> ActionInputs | None:
-    """Return actions and distributions; None of noise that is correlated on purpose, or that a squash has lost."""
+    """Return actions and distributions; None if the noise is correlated on purpose, or cannot be recovered after a squash."""
     squashed = bool(facts.squashed)
     lost = squashed and any(bool((rollout.actions[head].abs() > MAX_SQUASHED).any()) for head in rollout.means)
     if facts.correlated_noise or lost:
@@ -232,8 +234,8 @@ def _inputs_of(rollout: RolloutEnd | RolloutActions, facts: Facts) -> ActionInpu
 
 
 def _explained(check: Callable[..., EquationCheck], *columns: Any, **settings: Any) -> Measurement:
-    """Return the check, without differences that no known mistake explains: programs change observations, rewards and actions on their way
-    on purpose.
+    """Return the check, without differences that no known mistake explains: programs transform observations, rewards and actions on
+    purpose.
     """
 
     def run() -> Iterable[MetricGroup]:
@@ -247,20 +249,20 @@ MAX_LOG_PROB_ERROR = 1e-3
 """Difference up to which two log-probabilities are the same, in nats, in single precision."""
 
 MIN_MEMORY_ROWS = 8
-"""Rows before the first end of an episode, and after it, from which on a difference in the one or the other part is no coincidence."""
+"""Rows needed before and after the first end of an episode, so that a difference in one part is not a coincidence."""
 
 RECURRENT = ("lstm", "gru")
 """Policies whose minibatches hold whole sequences, by the fact `policy`."""
 
 
 class LossClaims(NamedTuple):
-    """Losses that a trainer computed, and what they were computed from.
+    """Losses that a trainer computed, and their inputs.
 
     Attributes:
         batches: minibatches with R rows.
         rollout: None if the source does not give it.
         raw_advantages: before normalisation, [R]; None if they are not known.
-        weights: of the losses `value` and `entropy`, as far as they are known.
+        weights: known weights of the losses `value` and `entropy`.
         facts: of the run.
     """
 
@@ -288,14 +290,14 @@ class LossClaims(NamedTuple):
         return None if entropy is None or not weight else weight * entropy
 
     def log_probs(self) -> Tensor | None:
-        """Return the log-probabilities of the actions now [R], by those at collection and the ratio."""
+        """Return the current log-probabilities of the actions [R], from the old log-probabilities and the ratio."""
         stored = None if self.rollout is None else self.of_rows(self.rollout.log_probs)
         return None if stored is None else stored + self.batches.log_ratio
 
     def chosen_log_probs(self, rows: Tensor | None = None) -> Tensor | None:
         """Return the same [R] by the distributions of the minibatches; None if these or an action are not known.
 
-        With `rows` [R] those of the actions in these rows of the rollout.
+        With `rows` [R], the actions are taken from these rows of the rollout.
         """
         batches, rollout = self.batches, self.rollout
         if rollout is None or not set(batches.log_std) <= set(batches.means):
@@ -319,7 +321,7 @@ class LossClaims(NamedTuple):
 
 
 def loss_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
-    """Yield the checks of the losses that the trainer computed, and of its minibatches; `facts` are those of the run."""
+    """Yield the checks of the trainer's losses and of its minibatches; `facts` are the run's."""
     batches = update.minibatches
     if batches is None:
         return
@@ -347,7 +349,7 @@ def loss_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
 
 
 def _log_ratios(claims: LossClaims) -> EquationCheck:
-    """Compare with the recorded distributions, where these give the stored log-probabilities in the first minibatch, before any step."""
+    """Compare with the recorded distributions, if they give the stored log-probabilities in the first minibatch, before any step."""
     batches, rollout = claims.batches, claims.rollout
     chosen = claims.chosen_log_probs()
     stored = None if rollout is None else claims.of_rows(rollout.log_probs)
@@ -369,7 +371,7 @@ def _log_ratios(claims: LossClaims) -> EquationCheck:
         return check
     places = torch.arange(len(chosen), device=chosen.device) % rollout.log_probs.numel()
     rows, (steps, envs) = batches.rows, rollout.log_probs.shape
-    # rows in which steps and environments change places, in both ways that columns can be flattened
+    # rows with steps and environments swapped, for both ways of flattening columns
     exchanged = [rows % steps * envs + rows // steps, rows % envs * steps + rows // envs]
     return compared(
         in_order=rollout.log_probs.flatten()[places],
@@ -379,13 +381,13 @@ def _log_ratios(claims: LossClaims) -> EquationCheck:
 
 
 def _nearest(columns: Sequence[Tensor | None], claimed: Tensor) -> Tensor | None:
-    """Return the column that is nearest to what the trainer claims."""
+    """Return the column that is nearest to the trainer's loss."""
     known = [column for column in columns if column is not None]
     return min(known, key=lambda column: float((column - claimed).abs().sum()), default=None)
 
 
 def _policy_loss(claims: LossClaims) -> EquationCheck | None:
-    """Check the clipped surrogate. A single step without a ratio is that of A2C, whose settings may be those of PPO too."""
+    """Check the clipped surrogate. A single step without a ratio may be A2C, which can have PPO's settings too."""
     batches, facts, loss = claims.batches, claims.facts, claims.claim("policy")
     if loss is None or facts.clip is None:
         return None
@@ -404,7 +406,7 @@ def _policy_loss(claims: LossClaims) -> EquationCheck | None:
     )
     single = len(batches.counts) == 1 and facts.columns_by_name and not bool(batches.log_ratio.any())
     if single and any(one.doubtful_without == "ratio" for one in check.hypotheses):
-        return unchecked(POLICY_LOSS, "it has no ratio, as that of A2C, beside a setting of its clip")
+        return unchecked(POLICY_LOSS, "it lacks a ratio, like A2C, although a clip range is set")
     return check
 
 
@@ -429,8 +431,8 @@ def _value_loss(claims: LossClaims) -> EquationCheck | None:
 
 
 def _entropy_loss(claims: LossClaims) -> EquationCheck | None:
-    """Distributions that do not give the log-probabilities of the ratio need not be all of the policy, or are those before a squash: then
-    a difference without an explanation tells nothing.
+    """Check the entropy. Distributions that do not give the ratio's log-probabilities may be part of the policy, or from before a
+    squash. An unexplained difference is then inconclusive.
     """
     batches, loss = claims.batches, claims.claim("entropy")
     if loss is None or not (batches.logits or batches.log_std):
@@ -444,7 +446,7 @@ def _entropy_loss(claims: LossClaims) -> EquationCheck | None:
         relevance=batches.relevance,
         valid=batches.valid,
         counts=batches.counts,
-        chosen_log_probs=trained if chosen is None else chosen,  # where the actions are not known, it may be either
+        chosen_log_probs=trained if chosen is None else chosen,  # if the actions are not known, it may be either
         log_probs=trained if differs else None,
         weight=claims.weights.get("entropy"),
         precision=claims.facts.precision,
@@ -455,7 +457,7 @@ def _entropy_loss(claims: LossClaims) -> EquationCheck | None:
 
 
 def _total_loss(claims: LossClaims) -> EquationCheck | None:
-    """Check the sum of the terms; if it differs, they may have their weights already, or the bonus with them."""
+    """Check the sum of the terms. If it differs, they may already include their weights, or the bonus."""
     total, policy, value, entropy = (claims.claim(name) for name in ("total", "policy", "value", "entropy"))
     value_coef, entropy_coef = (claims.weights.get(name) for name in ("value", "entropy"))
     bonus = claims.bonus
@@ -486,7 +488,7 @@ def _includes(check: EquationCheck | None, part: str) -> bool:
 
 
 def short_passes(parts: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the passes of a source that does not count them, which all take the same few rows in several minibatches; none of others."""
+    """Return the passes of a source that does not count them, if all take the same few rows in several minibatches; otherwise empty."""
     taken, passes = set[int](), list[list[Tensor]]()
     for part in parts:
         rows = set(part.tolist())
@@ -502,11 +504,11 @@ def short_passes(parts: Sequence[Tensor]) -> list[list[Tensor]]:
 def _minibatches(batches: JoinedMinibatches, rollout: RolloutEnd, *, shuffled: bool, ends_early: bool) -> EquationCheck:
     """Compare the rows of each pass with a permutation; a source that does not count passes gives them all as one.
 
-    An only pass without all rows may be one that ended early, unless some come again.
+    A single pass without all rows may have ended early, unless some rows are repeated.
     """
     rows, size = batches.rows, rollout.rewards.numel()
     if rows is None or int(rows.max()) >= size:
-        return unchecked(MINIBATCHES, "its rows are not those of the rollout")
+        return unchecked(MINIBATCHES, "its rows are not from the rollout")
     count = size if rollout.valid is None else int(rollout.valid.sum())
     passes: dict[int, list[Tensor]] = {}
     uncounted = len(set(batches.epochs)) == 1 and len(rows) > count

@@ -1,7 +1,8 @@
 """Evidence for alarms: plain values that show what an update looked like, computed only when an alarm calls for it.
 
-The flight recorder (optimizer steps and the transitions that the policy moved away from most), the gradient of every parameter tensor, and
-the tensors that are not finite, in forward order. Sizes are bounded so that an alarm stays within some tens of kilobytes.
+It covers the flight recorder (optimizer steps, and the transitions whose probability changed most) and the gradient of every
+parameter tensor. It also lists tensors with non-finite entries, in forward order. Sizes are bounded to some tens of kilobytes per
+alarm.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MAX_VALUES: Final = 32
 MAX_HISTOGRAMS: Final = 4
 
 CAUSES_WITHOUT_EVIDENCE: Final = ("ok", "undefined", "host_fast")
-"""Causes of an intensity ratio that need no attention."""
+"""Harmless causes of an intensity ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class StepEvidence:
     """One optimizer step, counted from 0.
 
     Attributes:
-        kl: estimate k3 of the policy's move, nats.
+        kl: k3 estimate of the policy's change, nats.
         norm, groups: of the gradient before clipping, whole and of the declared groups.
         clip_coef: factor of the clipping.
     """
@@ -60,7 +61,7 @@ class StepEvidence:
 
 @dataclass(frozen=True, slots=True)
 class HeadShift:
-    """Choice of one head, and its log-probability at collection and now; None where the source does not give it."""
+    """Choice of one head, and its log-probability at collection and now; None if the source does not give it."""
 
     action: int | float | list[float] | None = None
     old_log_prob: float | None = None
@@ -69,15 +70,15 @@ class HeadShift:
 
 @dataclass(frozen=True, slots=True)
 class WorstRow:
-    """A transition whose probability changed more than that of others.
+    """A transition whose probability changed most.
 
     Attributes:
         log_ratio: log-probability now minus at collection.
-        advantage: what multiplies the ratio.
+        advantage: factor of the ratio.
         step, epoch: the optimizer step whose minibatch it was in; `Flight.steps` has the gradient of that minibatch.
-        time, env: where it stands in the rollout; None where the trainer does not say.
+        time, env: its place in the rollout; None if the trainer does not say.
         old_log_prob, new_log_prob: of all heads together.
-        heads: each by itself.
+        heads: the choice of each head.
     """
 
     log_ratio: float
@@ -93,14 +94,14 @@ class WorstRow:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Optimizer steps of an update, and the transitions that the policy moved away from most."""
+    """Optimizer steps of an update, and the transitions whose probability changed most."""
 
     steps: tuple[StepEvidence, ...] = ()
     worst: tuple[WorstRow, ...] = ()
 
 
 def flight_of(update: Update, facts: Facts, *, rows: int = MAX_ROWS) -> Flight:
-    """Return every step of an update and its `rows` largest |log-ratio|; those that are not finite come first."""
+    """Return every step of an update and its `rows` largest |log-ratio|, non-finite ones first."""
     return Flight(tuple(_steps(update, facts)), tuple(_worst_rows(update, rows)))
 
 
@@ -135,7 +136,7 @@ def _step_norms(part: BackwardGradients, facts: Facts) -> list[dict[str, Any]]:
 
 
 def _table(mean: Mean | None) -> list[list[float | None]]:
-    """Per step one number per label, None where it is undefined."""
+    """One number per label for each step; None if it is undefined."""
     if mean is None:
         return []
     totals, counts = torch.as_tensor(mean.total), torch.as_tensor(mean.count)
@@ -188,11 +189,11 @@ class LayerLine:
     Attributes:
         name: of the parameter.
         entries: how many there are.
-        norm, mean, std, min, max: None where no entry is finite; the deviation is that of the population.
+        norm, mean, std, min, max: None if no entry is finite; `std` is the population's.
         zero_frac, small_frac, large_frac: share of entries that are exactly 0, below 1e-6, 10 or more.
-        nan, infinite: how many entries are.
-        norm_mean, norm_max: of the norms at all steps of the update.
-        decades: how many entries lie in each power of ten; see `metrics.gradients.DECADE_EDGES`.
+        nan, infinite: numbers of such entries.
+        norm_mean, norm_max: over all steps of the update.
+        decades: number of entries in each power of ten; see `metrics.gradients.DECADE_EDGES`.
     """
 
     name: str
@@ -213,7 +214,7 @@ class LayerLine:
 
 
 def layer_table(update: Update) -> tuple[LayerLine, ...]:
-    """Return one line per tensor, in the order of the network; nothing where no gradient was kept whole."""
+    """Return one line per tensor, in the order of the network; empty if no gradient was kept whole."""
     sample = update.sample
     if sample is None or not sample.minibatches:
         return ()
@@ -250,7 +251,7 @@ def _layer_line(name: str, gradient: Tensor, norms: Tensor | None) -> LayerLine:
 
 @dataclass(frozen=True, slots=True)
 class NormLine:
-    """The norms of one tensor's gradient at all steps of an update, before clipping; None where none is finite."""
+    """The norms of one tensor's gradient over an update's steps, before clipping; None if none is finite."""
 
     name: str
     entries: int
@@ -273,7 +274,7 @@ def norm_table(update: Update) -> tuple[NormLine, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Offender:
-    """A tensor that is not finite everywhere: numbers of NaN and of infinite entries, and `indices` of the first `MAX_INDICES` of them."""
+    """A tensor with non-finite entries: numbers of NaN and of infinite entries, and `indices` of the first `MAX_INDICES`."""
 
     name: str
     shape: tuple[int, ...]
@@ -284,8 +285,8 @@ class Offender:
 
 @dataclass(frozen=True, slots=True)
 class StabilityReport:
-    """Tensors of an update that are not finite, in forward order, the name of the `first` (empty if all are finite), and the `largest`
-    finite |entry| of every tensor by name.
+    """Tensors of an update with non-finite entries, in forward order. `first` is the name of the first, empty if all are finite;
+    `largest` is the largest finite |entry| of every tensor by name.
     """
 
     first: str
@@ -294,7 +295,7 @@ class StabilityReport:
 
 
 def stability_report(update: Update) -> StabilityReport:
-    """Return the tensors of an update that are not finite, in the order in which they were computed."""
+    """Return the tensors of an update with non-finite entries, in the order in which they were computed."""
     offenders: list[Offender] = []
     largest: dict[str, float] = {}
     for name, tensor in _tensors(update):
@@ -332,9 +333,9 @@ class AlarmedUpdate:
 
     Attributes:
         record: its metrics.
-        updates: its data; with several ranks those of the first.
+        updates: its data; rank 0's data if there are several ranks.
         facts: of the run.
-        pairs: cause of the learning speed of each module beside its host, by name.
+        pairs: cause of each module's learning speed relative to its host, by name.
         health_cause: largest deduction from the health of the gradients: `nonfinite`, `vanish`, `explode`, `imbalance` or `zero`.
     """
 
@@ -364,9 +365,9 @@ class EvidenceChoice(Protocol):
 def evidence_of(alarm: Alarm, alarmed: AlarmedUpdate, choice: EvidenceChoice | None) -> dict[str, Any]:
     """Return the evidence for an alarm that the update of `alarmed` raised, by name, as plain values.
 
-    `values` are the metrics that it reads; by its declaration come `steps`, `worst` (transitions), `layers`, `stability`, `histograms`
-    and `pairs`, the cause of unhealthy gradients (`health_cause`), and with several ranks the `rank` of the rows. Without a declaration
-    there is the deciding value alone.
+    `values` are the metrics that it reads. Its declaration can add `steps`, `worst` (transitions), `layers`, `stability`,
+    `histograms`, `pairs`, the cause of unhealthy gradients (`health_cause`), and the `rank` of the rows if there are several ranks.
+    Without a declaration, only the deciding value is returned.
     """
     values = alarmed.record.values
     if choice is None:
@@ -393,12 +394,12 @@ def evidence_of(alarm: Alarm, alarmed: AlarmedUpdate, choice: EvidenceChoice | N
 
 
 def weak_pairs(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the pairs, by name, whose module does not learn well beside its host."""
+    """Return the pairs, by name, whose module does not learn well in its host."""
     return {name: why for name, why in pairs.items() if why["cause"] not in CAUSES_WITHOUT_EVIDENCE}
 
 
 def _flight(update: Update, facts: Facts) -> dict[str, Any]:
-    """All steps, or as many as there may be, evenly spaced from the first to the last; and the worst transitions."""
+    """All steps, or as many as are allowed, evenly spaced from the first to the last; and the worst transitions."""
     flight = flight_of(update, facts)
     steps = flight.steps
     if len(steps) > MAX_STEPS:
@@ -407,7 +408,7 @@ def _flight(update: Update, facts: Facts) -> dict[str, Any]:
 
 
 def _stability(update: Update, _: Facts) -> dict[str, Any]:
-    """The first tensors that are not finite, and the largest of those that are."""
+    """The first tensors with non-finite entries, and the finite tensors with the largest entries."""
     report = stability_report(update)
     if not report.offenders:
         return {}
@@ -417,7 +418,9 @@ def _stability(update: Update, _: Facts) -> dict[str, Any]:
 
 
 def _layers(update: Update, _: Facts) -> dict[str, Any]:
-    """The whole table of a sampled update, else the norms; of many tensors those with the largest, or no finite, norm."""
+    """The whole table of a sampled update, else the norms. If there are many tensors, only the largest and the non-finite norms are
+    kept.
+    """
     lines: tuple[LayerLine | NormLine, ...] = layer_table(update) or norm_table(update)
     by_size = sorted(lines, key=lambda line: -(float("inf") if line.norm_max is None else line.norm_max))
     names = {line.name for line in by_size[:MAX_LAYERS]}

@@ -1,6 +1,6 @@
 """Events of plugins as columns of an update, metric groups and evidence.
 
-A plugin that emits events of its own on a trainer's hooks declares one class that joins them, and names it in the entry-point group
+A plugin that emits its own events on a trainer's hooks declares one class that joins them, and names it in the entry-point group
 `esper_telemetry.updates`:
 
     [project.entry-points."esper_telemetry.updates"]
@@ -50,10 +50,10 @@ class UpdateExtension(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """True where tensors are not on the CPU: then the update is measured in the trainer's process."""
+        """True if tensors are not on the CPU: then the update is measured in the trainer's process."""
 
     def measure(self, facts: Facts, level: Level) -> Iterable[Measurement]:
-        """Yield metric functions with their arguments; those that raise cost their group and a warning."""
+        """Yield metric functions with their arguments. If one raises, its group is left out and a warning is logged."""
 
     def evidence(self, facts: Facts) -> Iterable[Capture]:
         """Yield what the journal keeps of an update at DEBUG."""
@@ -61,7 +61,7 @@ class UpdateExtension(Protocol):
 
 @runtime_checkable
 class SupportsEvents(Protocol):
-    """An extension with events of its own in the journal, for views: tables that hold more than metrics can."""
+    """An extension that writes its own events to the journal, for views: tables that hold more than metrics can."""
 
     def events(self, facts: Facts) -> Iterable[Capture]:
         """Yield the events that the journal keeps of every update, at NORMAL and DEBUG; a few kilobytes each."""
@@ -69,7 +69,7 @@ class SupportsEvents(Protocol):
 
 @runtime_checkable
 class SupportsProgress(Protocol):
-    """An extension whose views move while an update is under way, because it takes seconds."""
+    """An extension whose views change during an update, because it takes seconds."""
 
     def progress(self, facts: Facts) -> Iterable[Capture]:
         """Yield the journal's events about the update so far, at NORMAL and DEBUG; the training thread asks at most twice a second."""
@@ -77,20 +77,20 @@ class SupportsProgress(Protocol):
 
 @runtime_checkable
 class SupportsAlarmEvidence(Protocol):
-    """An extension that says more about an alarm than metrics do."""
+    """An extension that adds evidence to alarms."""
 
     def alarm_evidence(self, alarm: Alarm) -> Mapping[str, Any]:
-        """Return plain values that join the evidence of an alarm which this update has raised; empty where it is another's."""
+        """Return plain values for the evidence of an alarm that this update has raised; empty for other alarms."""
 
 
 def progress_of(extension: UpdateExtension, facts: Facts) -> Iterable[Capture]:
-    """Return the events of an extension about the update so far; none if it does not support them."""
+    """Return an extension's events about the update so far; empty if it does not support them."""
     return extension.progress(facts) if isinstance(extension, SupportsProgress) else ()
 
 
 @lru_cache(maxsize=1)
 def update_extensions() -> tuple[type[UpdateExtension], ...]:
-    """Return the classes that installed plugins declare; one that cannot be imported costs a warning."""
+    """Return the classes that installed plugins declare. A warning is logged for a class that cannot be imported."""
     classes: list[type[UpdateExtension]] = []
     for entry in entry_points(group=GROUP):
         try:

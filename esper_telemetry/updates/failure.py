@@ -37,14 +37,14 @@ MAX_ENVIRONMENTS = 64
 
 
 class SupportsClose(Protocol):
-    """A context manager, as far as its end is concerned."""
+    """Anything that can end like a context manager."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """End it; a second call does nothing."""
 
 
 class Candidate(NamedTuple):
-    """A tensor in which a NaN or an infinity would explain an exception; `environments` is its dimension of environments, if it has one."""
+    """A tensor whose NaN or infinity would explain an exception; `environments` is its dimension of environments, if it has one."""
 
     name: str
     tensor: Tensor
@@ -83,10 +83,10 @@ def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
 
 
 def _contained(source: Candidates) -> Iterator[Candidate]:
-    """Yield a source's candidates up to the first that raises: after an exception anything may be in any state."""
+    """Yield a source's candidates up to the first that raises: after an exception their state is undefined."""
     try:
         yield from source()
-    except Exception as error:  # whatever it is, training's own exception is what matters
+    except Exception as error:  # training's own exception matters more
         logger.warning("a search for non-finite tensors ended early: %s", error_line(error))
 
 
@@ -114,7 +114,7 @@ def local_data(error: BaseException) -> Iterator[Candidate]:
 def local_tensors(error: BaseException) -> Iterator[Candidate]:
     """Yield floating tensors and arrays among the local variables of the frames that an arithmetic exception left, outermost first.
 
-    Also those in tuples, lists and dictionaries. Negative infinity is left alone: masks are made of it.
+    Tuples, lists and dictionaries are searched too. Negative infinity is allowed: masks are made of it.
     """
     if not isinstance(error, ARITHMETIC):
         return
@@ -139,10 +139,9 @@ def named_tensors(name: str, value: object) -> Iterator[Candidate]:
 
 
 def at_exit(telemetry: SupportsClose) -> Callable[[], None]:
-    """Close `telemetry` at interpreter exit; unregister the returned function when it is closed before.
+    """Close `telemetry` at interpreter exit; unregister the returned function if it is closed earlier.
 
-    The registration keeps it alive: a function that makes one and returns has not ended the run. An exception that ended the script is in
-    `sys.last_value`.
+    The registration keeps it alive after the function that made it returns. An exception that ended the script is in `sys.last_value`.
     """
 
     def close() -> None:

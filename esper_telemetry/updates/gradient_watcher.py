@@ -1,9 +1,10 @@
-"""Gradients of models in a loop of one's own, before and after clipping, without a line in the loop.
+"""Measures gradients in a user's own loop, before and after clipping, without changes to the loop.
 
-Gradients are read where backward ends and where the optimizer begins; clipping is what happens between, so no clip function is patched, and
-two clip calls, or clipping by value, are measured alike. Hooks are registered on parameters and on the optimizer: they fire for compiled
-modules too. A hook that waits for all gradients would make `torch.autograd.grad` on watched parameters fail, so the first gradient of a
-pass asks to be called when the pass is over, twice in a row, because averaging over ranks ends there too.
+Gradients are read when backward ends and when the optimizer begins; a change between the two is clipping. No clip function is patched, so
+two clip calls and clipping by value are measured as well. Hooks are registered on parameters and on the optimizer, so they also fire for
+compiled modules. A hook that waits for all gradients would make `torch.autograd.grad` on watched parameters fail. Therefore the first
+gradient of a pass queues a callback for the end of the pass. The callback queues itself a second time, because averaging over ranks ends
+there too.
 """
 
 from __future__ import annotations
@@ -44,26 +45,26 @@ MAX_SCALER_DEPTH = 8
 
 BY_HAND = (
     "ranks train a model that is not wrapped in DistributedDataParallel: if you average its gradients by hand, their norms before clipping "
-    "are those of this rank alone; after clipping they are right"
+    "are local to this rank; after clipping they are right"
 )
 UNMEASURED = (
-    "the optimizer took a step that no backward pass came before: its gradients are left out (graphs that are replayed, and gradients that "
-    "are set by hand, pass autograd by)"
+    "the optimizer took a step without a backward pass before it: its gradients are left out (replayed CUDA graphs and gradients "
+    "that are set by hand bypass autograd)"
 )
 SILENT = (
-    "no step of the watched optimizer was seen in this update, so it has no gradients (a step inside a CUDA graph calls no hooks, and a "
-    "gradient scaler skips steps whose gradients overflow)"
+    "no step of the watched optimizer was seen in this update, so its gradients are not measured: a step inside a CUDA graph calls "
+    "no hooks, and a gradient scaler skips steps whose gradients overflow"
 )
 SCALED = "clip_grad_norm_ was given gradients that a GradScaler had scaled: call scaler.unscale_(optimizer) before it"
 LARGER = (
-    "the gradients that the optimizer used were larger than those that backward left: something else than clipping changes them (averaging "
-    "over ranks by hand, gradients that are set), so their norms before clipping are not those of the step"
+    "the gradients at the optimizer's step were larger than after backward: something other than clipping changes them (averaging "
+    "over ranks by hand, gradients that are set), so their norms before clipping are not the step's norms"
 )
 
 
 class StepNorms(NamedTuple):
     """One optimizer step: the K parameters with a gradient, their numbers of entries, and the norms [K] before and after clipping;
-    `found_inf`, 0-d, is above 0 where a fused optimizer skips the step, None for other optimizers.
+    `found_inf`, 0-d, is above 0 if a fused optimizer skips the step, None for other optimizers.
     """
 
     names: tuple[str, ...]
@@ -77,7 +78,7 @@ class GradientTap:
     """Records the gradients of the parameters that one optimizer changes.
 
     Args:
-        model: gives the parameters their names; one that is wrapped or compiled gives them those of the module inside.
+        model: gives the parameters their names; if it is wrapped or compiled, the inner module's names are used.
         optimizer: whose steps are watched.
         clock: counts the time that this takes.
 
@@ -148,7 +149,7 @@ class GradientTap:
             logger.warning("%s", sentence)
 
     def _in_backward(self, _: Tensor) -> None:
-        """Ask for a call when backward ends, after whatever was queued before, such as the averaging over ranks."""
+        """Queue a callback for the end of backward, after earlier ones such as the averaging over ranks."""
         if os.getpid() == self._pid:
             marks = self._marks()
             queue = torch.autograd.Variable._execution_engine.queue_callback  # as torch's wrappers do
@@ -217,7 +218,7 @@ class GradientTap:
         """Contain exceptions; each is logged once."""
         try:
             yield
-        except Exception as error:  # whatever it is, training continues
+        except Exception as error:  # training continues after any error
             self.warn(f"gradients of a step could not be measured: {type(error).__name__}: {error}")
 
     def _parameters(self) -> Iterator[Tensor]:
@@ -243,7 +244,7 @@ def norms_of(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def scale_around() -> Tensor | None:
-    """Return the scale of the gradient scaler that takes the step under way, 0-d; None where none does."""
+    """Return the scale [0-d] of the gradient scaler that takes the current step; None without a scaler."""
     frame: Any = sys._getframe(1)
     for _ in range(MAX_SCALER_DEPTH):
         frame = frame.f_back
@@ -265,7 +266,7 @@ def averaged_by_hand(model: nn.Module) -> bool:
 
 
 def inner_name(name: str) -> str:
-    """Return a parameter's name without those of wrappers."""
+    """Return a parameter's name without the prefixes of wrappers."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
@@ -277,7 +278,7 @@ def grown(step: StepNorms) -> bool:
 def group_names(model: nn.Module, members: Members) -> list[str]:
     """Return the names of the members' parameters.
 
-    Raises ValueError for a name that the model does not have, and for something that is no part of it.
+    Raises ValueError for a name or a member that the model does not have.
     """
     named = {inner_name(name): parameter for name, parameter in model.named_parameters()}
     group: dict[str, None] = {}
@@ -290,13 +291,13 @@ def group_names(model: nn.Module, members: Members) -> list[str]:
             searched = {id(p) for p in member.parameters()} if isinstance(member, nn.Module) else {id(member)}
             names = [name for name, parameter in named.items() if id(parameter) in searched]
         if not names:
-            raise ValueError(f"{shown} is no part of the model, which has {', '.join(named) or 'no parameters'}")
+            raise ValueError(f"{shown} is not part of the model, which has {', '.join(named) or 'no parameters'}")
         group.update(dict.fromkeys(names))
     return list(group)
 
 
 class WatchedModels:
-    """Taps, one per optimizer, whose steps are put side by side where there are equally many.
+    """Taps, one per optimizer. Steps of optimizers that step equally often are joined.
 
     Args:
         clock: counts the time that this takes.
@@ -342,7 +343,7 @@ class WatchedModels:
             self._remove(tap)
 
     def take(self, *, whole: bool) -> Update:
-        """Return the gradients of all steps since the last call: a `whole` update or what there is of it."""
+        """Return the gradients of all steps since the last call: a `whole` update, or its steps so far."""
         return Update(gradients=tuple(stacked([tap.take(whole=whole) for tap in self._taps])))
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
@@ -359,7 +360,7 @@ class WatchedModels:
 
 
 def stacked(taps: Iterable[Sequence[StepNorms]]) -> list[BackwardGradients]:
-    """Return steps with gradients in the same parameters together; those of several optimizers that step equally often as one."""
+    """Return steps grouped by the parameters with gradients. Steps of several optimizers that step equally often are joined."""
     parts = [steps for steps in taps if steps]
     if len({len(steps) for steps in parts}) == 1:
         parts = [[joined(at_once) for at_once in zip(*parts, strict=True)]]

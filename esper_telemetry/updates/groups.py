@@ -1,7 +1,7 @@
-"""Measures one update: pure functions from `Update` to metric functions with their arguments, so that any process can do it.
+"""Measures one update: pure functions from `Update` to metric functions with their arguments. Any process can call them.
 
-Costly metrics are sampled by update, not by minibatch: a sampled update has whole gradients, optimizer states and more columns, and the
-metrics here are those of whatever columns there are.
+Costly metrics are sampled by update, not by minibatch. A sampled update has whole gradients, optimizer states and more columns, and
+the columns of an update decide its metrics.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ HEAD_GROUP = "head:"
 """Beginning of the names of parameter groups that are the policy's heads."""
 
 MAX_RANKED_FEATURES = 256
-"""Width of the features up to which NORMAL reports their rank, whose cost grows with its third power; on an accelerator, which a
-decomposition waits for, and for wider features only DEBUG does."""
+"""Largest width of features whose rank NORMAL reports; the cost grows with the width's third power. Only DEBUG reports the rank of
+wider features, or on an accelerator, where a decomposition synchronises.
+"""
 
 MAX_LAYERS = 64
 """Parameter tensors of which NORMAL still reports each; DEBUG reports all."""
@@ -139,7 +140,7 @@ class Measurements(NamedTuple):
 
 
 def measure(update: Update, facts: Facts, level: Level) -> Iterator[Measurements]:
-    """Yield everything that is measured of an update, in the order in which it happened; `facts` are those of the run."""
+    """Yield all measurements of an update, in the order of its phases; `facts` are the run's."""
     rollout, minibatches, progress = update.rollout, update.minibatches, update.progress
     if rollout is not None:
         yield Measurements(_rollout(rollout, update.context.constant))
@@ -291,9 +292,9 @@ def _minibatches(
 
 
 def _used_advantages(minibatches: JoinedMinibatches, update: Update, facts: Facts) -> MetricGroup:
-    """Measure normalised advantages beside the raw ones, which are paired by rank where the source does not say which rows they are.
+    """Measure normalised advantages against the raw ones, which are paired by rank if the source does not give their rows.
 
-    Normalisation over a rollout keeps the order, so the share of signs that it flips needs no columns of the rollout.
+    Normalisation over a rollout keeps the order, so the share of flipped signs follows without columns of the rollout.
     """
     rollout, collected = update.rollout, update.collected
     raw = None if collected is None else columns_in_grid(collected, minibatches.counts).advantages
@@ -312,7 +313,9 @@ def _details(
     facts: Facts,
     coefficients: Mapping[str, float],
 ) -> Iterator[Measurement]:
-    """Measure the moves of the critic and of the policy over all actions, and the weight of the entropy bonus in the policy's gradient."""
+    """Measure the changes of the critic and of the policy over all actions, and the weight of the entropy bonus in the policy's
+    gradient.
+    """
     valid, relevant = minibatches.valid, minibatches.relevance
     if minibatches.values is None or minibatches.old_values is None or minibatches.returns is None:
         return
@@ -357,7 +360,7 @@ def _features(features: Tensor | None, valid: Tensor | None, facts: Facts, level
     if features is None:
         return
     rows = None if valid is None else valid[0, : len(features)]
-    activation: Any = facts.activation  # trainers say only those that it knows
+    activation: Any = facts.activation  # trainers report only exceptions that it knows
     yield lambda: unit_activity({"features": features}, activation=activation, valid=rows).all
     if level >= Level.DEBUG or (features.is_cpu and features.shape[-1] <= MAX_RANKED_FEATURES):
         yield partial(feature_rank, features, valid=rows)
@@ -368,7 +371,7 @@ def _losses(
     entropy: Callable[[], PolicyEntropy] | None,
     coefficients: Mapping[str, float | None],
 ) -> LossComponents:
-    """Measure the losses; those that the trainer did not compute are made of those that it did."""
+    """Measure the losses. Losses that the trainer did not compute are derived from the others."""
     policy, value = minibatches.losses["policy"], minibatches.losses["value"]
     bonus, total = minibatches.losses.get("entropy"), minibatches.losses.get("total")
     if bonus is None and entropy is not None:
@@ -382,7 +385,7 @@ def _losses(
 
 
 def _gradients(gradients: BackwardGradients, facts: Facts, counts: Sequence[int] | None) -> Iterator[Measurement]:
-    """Norms and interference; `counts` are a rank's rows of each minibatch, where several ranks report together."""
+    """Norms and interference; `counts` are a rank's rows of each minibatch, if several ranks report together."""
     per_tensor = partial(gradient_norms, gradients.norms, gradients.names, facts.groups, gradients.numels)
     norms = cache(partial(per_tensor, max_norm=gradients.max_norm, applied=gradients.applied))
     yield norms
@@ -427,7 +430,7 @@ def _progress(progress: TrainingProgress) -> Iterator[Measurement]:
 def nonfinite_in(update: Update) -> Numerics:
     """Entries that are not finite in the rollout, the forward passes, the losses, the gradients and, where kept, the weights.
 
-    Of gradients whose norms alone are known, each tensor counts once per step.
+    If only the norms of gradients are known, each tensor counts once per step.
     """
     total: Tensor | float = 0.0
     for tensors, valid in _parts(update):
@@ -501,7 +504,7 @@ KEY_ENDS = tuple(
 
 
 def without_many_layers(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the values without those of single layers where a network has more than `MAX_LAYERS`."""
+    """Return the values, without single layers' values if a network has more than `MAX_LAYERS`."""
     for before, after in KEY_ENDS:
         keys = {key for key in values if key.startswith(before) and key.endswith(after)}
         if len(keys) > MAX_LAYERS:

@@ -1,4 +1,4 @@
-"""Joins the events of an update: rollouts with those before them, minibatches one after the other, backward passes stacked."""
+"""Joins the events of an update: rollouts with previous rollouts, minibatches one after the other, backward passes stacked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DRIFT_UPDATES = 10
 """Updates over which the drift of a normaliser is measured."""
 
 MAX_OBSERVATION_ENTRIES = 1 << 15
-"""Entries of a rollout's observations up to which they travel: then to copy them costs less than to look at them."""
+"""Largest number of entries of a rollout's observations that are sent to the worker: copying so few costs less than measuring them."""
 
 
 def rows_that_count(valid: Tensor | None, relevant: Tensor | None) -> Tensor | None:
@@ -49,8 +49,8 @@ def rows_that_count(valid: Tensor | None, relevant: Tensor | None) -> Tensor | N
 class RolloutHistory:
     """Puts each rollout next to the previous rollouts.
 
-    Resets of memory are read off the states, which are exactly zero if a step begins without memory, and not off the flags that should
-    have reset them: otherwise a trainer that forgets to reset would look like one that does not.
+    Resets of memory are read from the states, which are exactly zero if a step begins without memory. The flags are not used,
+    because a trainer that forgets to reset would look correct.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class RolloutHistory:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self._choices = {head: ActionChoices(*choices) for head, choices in state["chosen"].items()}
         self._ages = state["ages"]
         self._means = {head: ActionTotal(*total) for head, total in state["means"].items()}
@@ -120,7 +120,7 @@ class RolloutHistory:
         )
         if sampled:
             context = context._replace(previous_targets=self._targets)
-        # the targets of the first environment [6, T], so that a sampled update can tell whether advantages are stale
+        # the targets of the first environment [6, T], so that a sampled update can detect stale advantages
         valid = torch.ones_like(event.ended[:, 0]) if event.valid is None else event.valid[:, 0]
         columns = [valid if name == "valid" else getattr(event, name)[:, 0] for name in TARGET_COLUMNS]
         self._targets = torch.stack([column.to(event.rewards.dtype) for column in columns])
@@ -248,7 +248,7 @@ class TrunkGradients(NamedTuple):
 def stacked_backwards(
     backwards: Sequence[BackwardEnd], trunk: Sequence[TrunkGradients]
 ) -> tuple[BackwardGradients, ...]:
-    """Return all passes, those with gradients in the same parameters together: a frozen part of the network makes another group."""
+    """Return all passes, grouped by the parameters with gradients: a frozen part of the network makes another group."""
     groups: dict[tuple[str, ...], list[BackwardEnd]] = {}
     for event in backwards:
         groups.setdefault(event.names, []).append(event)
@@ -262,7 +262,7 @@ def _stacked(passes: Sequence[BackwardEnd]) -> BackwardGradients:
     last = passes[-1]
 
     def of_passes(columns: Sequence[Tensor | None]) -> Tensor | None:
-        """One row of each pass; None if a pass has none."""
+        """One row of each pass; None if a pass lacks it."""
         present = [row for row in columns if row is not None]
         return torch.stack(present) if len(present) == len(passes) else None
 

@@ -1,4 +1,4 @@
-"""Pickles of policies, and of objects that hold them, without their tensors, which travel beside the pickle and are copied once each."""
+"""Pickles of policies, and of objects that hold them. Tensors are sent separately from the pickle and copied once each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIN_ARRAY_BYTES = 1 << 10
 
 
 class PolicyPickle(NamedTuple):
-    """A policy without its optimizer, or objects that hold a policy, without that.
+    """Pickle of a policy without its optimizer, or of objects without the policy that they hold.
 
     Attributes:
         content: pickle without tensors.
@@ -61,7 +61,7 @@ def pickled_policy(policy: nn.Module, *, local: bool = False) -> PolicyPickle | 
     """Return a pickle with copies of its tensors; None if another process cannot load it: see `TensorPickler.is_portable`.
 
     Args:
-        policy: any.
+        policy: the policy.
         local: this process alone loads it.
 
     Raises:
@@ -101,7 +101,7 @@ def pickled_around(
 
 
 class TensorPickler:
-    """Pickles objects, one behind the other, without their tensors and large arrays.
+    """Pickles objects in sequence, without their tensors and large arrays.
 
     Args:
         without: (type -> reduction, as `copyreg` has them) of objects that are pickled in part.
@@ -130,7 +130,7 @@ class TensorPickler:
         """Pickle an object; if it cannot be, return False, or raise TypeError if it is local."""
         try:
             self._pickler.dump(content)
-        except Exception as error:  # pickling runs code of policies, which need not be made for it
+        except Exception as error:  # pickling runs a policy's code, which may not support it
             if self._local:
                 raise TypeError(f"the policy cannot be copied: {type(error).__name__}: {error}") from error
             return False
@@ -260,25 +260,25 @@ def left_out(_: object) -> Any:
 
 
 def _restored(*_: object) -> Tensor:
-    """Stand in a pickle for a tensor."""
+    """Placeholder of a tensor in a pickle."""
     raise AssertionError("only the unpickler knows its tensors")
 
 
 def _restored_array(*_: object) -> Any:
-    """Stand in a pickle for an array."""
+    """Placeholder of an array in a pickle."""
     raise AssertionError("only the unpickler knows its arrays")
 
 
 def _reference(place: int) -> Any:
-    """Stand in a pickle for a class or a function."""
+    """Placeholder of a class or a function in a pickle."""
     raise AssertionError("only the unpickler knows its classes")
 
 
 def _closure(*_: object) -> Any:
-    """Stand in a pickle for a function that another one has made."""
+    """Placeholder of a closure in a pickle."""
     raise AssertionError("only the unpickler knows its functions")
 
 
 def _policy() -> nn.Module:
-    """Stand in a pickle for the policy."""
+    """Placeholder of the policy in a pickle."""
     raise AssertionError("only the unpickler knows the policy")

@@ -1,8 +1,7 @@
-"""The policy of a sampled update passes over its rollout once more, before the first step and after the last.
+"""Replays a sampled update's rollout through its policy, before the first step and after the last.
 
-All passes are taken with copies of the policy (`UpdateReplay`): with a worker where the update is measured, without one on the training
-thread.
-Shapes: N transitions, which stand in a grid [T, B].
+All passes use copies of the policy (`UpdateReplay`). They run in the worker if there is one, and otherwise on the training thread.
+Shapes: N transitions, which form a grid [T, B].
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ MAX_COMPARED_TRANSITIONS = 512
 """Transitions whose features before and after an update are compared."""
 
 MAX_REPLAYED_ENTRIES = 1 << 21
-"""Entries of the policy and of what it is shown up to which they travel to the worker: eight megabytes."""
+"""Largest number of entries of the policy and its inputs that are sent to the worker: eight megabytes."""
 
 FIRST_RATIO = 1e-3
 """Nats by which the first minibatch's log-ratio exceeds rounding: the critical bound of `integrity/ratio_init` in single precision."""
@@ -71,7 +70,7 @@ class GridColumn(NamedTuple):
 
 
 class UpdateReplay(NamedTuple):
-    """The policy before and after an update, and the rollout that it is shown.
+    """The policy before and after an update, and the rollout that is replayed.
 
     Attributes:
         inputs: `PolicyReplay` and `CollectionReplay`.
@@ -87,7 +86,7 @@ class UpdateReplay(NamedTuple):
     with_capacity: bool
 
     def load(self) -> tuple[PolicyReplay, CollectionReplay | None]:
-        """Return what the policy before the update is asked with."""
+        """Return the replay of the policy before the update."""
         policy: nn.Module = self.before.load()
         for module, mode in zip(policy.modules(), self.modes or (), strict=self.modes is not None):
             module.training = mode
@@ -95,14 +94,14 @@ class UpdateReplay(NamedTuple):
         return replay
 
     def load_after(self) -> PolicyReplay:
-        """Return what the policy after the update is asked with."""
+        """Return the replay of the policy after the update."""
         assert self.after is not None
         replay: PolicyReplay = self.inputs.load(self.after.load())[0]
         return replay
 
 
 def update_replay(event: BeforeUpdate, *, with_capacity: bool, local: bool = False) -> UpdateReplay | None:
-    """Return the replay with a copy of the policy; None if it is too large for another process, or that cannot load it.
+    """Return the replay with a copy of the policy; None if it is too large for another process, or cannot be loaded there.
 
     Raises:
         TypeError: if this process is to load it (`local`), and the policy cannot be copied.
@@ -129,7 +128,7 @@ def _shown_part(rollout: RolloutEnd) -> tuple[type[RolloutEnd], tuple[Any, ...]]
 
 
 def replay_measurements(replay: UpdateReplay, precision: str | None, level: Level) -> Iterator[Measurement]:
-    """Yield everything that is measured of the policy before and after an update, with its copies."""
+    """Yield all measurements that take copies of the policy before and after an update."""
     passes = FirstPasses.take(*replay.load())
     yield from passes.measurements(CollectionProbe(), precision, level, with_capacity=replay.with_capacity)
     if replay.after is not None:
@@ -140,8 +139,8 @@ class FirstPasses(NamedTuple):
     """Passes of the policy before the first step.
 
     Attributes:
-        policy, collection: that gave them.
-        stored, now: outputs that were acted on, and those of the policy.
+        policy, collection: replays that gave them.
+        stored, now: outputs that were acted on, and outputs of the policy.
     """
 
     policy: PolicyReplay
@@ -151,7 +150,7 @@ class FirstPasses(NamedTuple):
 
     @classmethod
     def take(cls, policy: PolicyReplay, collection: CollectionReplay | None) -> FirstPasses:
-        """Take the passes; those of a collection have values too."""
+        """Take the passes; passes of a collection also give values."""
         now = None if collection is None else collection.outputs("")
         return cls(policy, collection, policy.stored(), policy.outputs() if now is None else now)
 
@@ -163,7 +162,7 @@ class FirstPasses(NamedTuple):
     def measurements(
         self, probe: CollectionProbe, precision: str | None, level: Level, *, with_capacity: bool
     ) -> Iterator[Measurement]:
-        """Yield everything that is measured before the first step."""
+        """Yield all measurements before the first step."""
         yield from self.checks(probe, precision)
         if self.stored.memory is not None and self.now.memory is not None:
             yield partial(first_staleness, self.stored.memory, self.now.memory)
@@ -213,7 +212,7 @@ def _memory_metrics(policy: PolicyReplay) -> Iterator[Measurement]:
 
 
 class CollectionProbe:
-    """Compares what was acted on in a sampled update with what the policy gives before the first step.
+    """Compares the outputs acted on in a sampled update with the policy's outputs before the first step.
 
     Attributes:
         needs_modes: passes in the mode of training are compared with minibatches, in the samples to come.
@@ -227,14 +226,14 @@ class CollectionProbe:
         self.needs_modes = False
 
     def leave_to_worker(self, replay: UpdateReplay) -> None:
-        """Leave the checks before the first step to the worker; they are repeated here where the first minibatch differs."""
+        """Leave the checks before the first step to the worker; they are repeated here if the first minibatch differs."""
         self._stored = self._training = None
         self._left = replay
 
     def before_update(
         self, stored: Outputs, now: Outputs, collection: CollectionReplay, precision: str | None
     ) -> Iterator[Measurement]:
-        """Yield the checks; `stored` are the outputs that were acted on, `now` those of the policy."""
+        """Yield the checks; `stored` are the outputs that were acted on, `now` the policy's outputs."""
         self._stored = self._training = self._left = None
         grid = partial(_grid, collection)
         if now.values is not None:
@@ -247,9 +246,9 @@ class CollectionProbe:
                 self._training = None if training is None else grid(_log_probs(training, collection)).numbers
 
     def first_minibatch(self, event: FirstMinibatch, precision: str | None) -> Iterator[Measurement]:
-        """Yield the check of a minibatch in which a known mistake of training alone explains a ratio that is not 1.
+        """Yield the check of a minibatch if a known mistake that only training makes explains a ratio that is not 1.
 
-        What acting and training have in common cancels out, and where the rollout differs from its own replay, that says why.
+        Mistakes that acting and training share cancel out. If the rollout differs from its replay, the replay's check gives the reason.
         """
         stored, trained = event.stored.detach().double(), event.trained.detach().double()
         if not FIRST_RATIO < float((trained - stored).abs().max()) < torch.inf:
@@ -277,15 +276,15 @@ class CollectionProbe:
         self._stored = self._training = self._left = self._first_stored = None
         if not differs or stored is None or rows is None or int(rows.max()) >= stored.numbers.numel():
             return
-        self.needs_modes = True  # in the samples to come: what differs may depend on the mode in code of its own
+        self.needs_modes = True  # in later samples: custom code of the policy may depend on the mode
         if training is not None:
             acted = stored.numbers.flatten()[rows]
             trained = training.flatten()[rows]
-            # dropout and batch norm give other numbers in each pass: so the difference is known by its size alone
+            # dropout and batch norm give other numbers in each pass, so only the size of the difference is known
             similar = 1 / 4 < float((trained - acted).square().mean().sqrt() / ratio.square().mean().sqrt()) < 4
             other = {"other_mode": lambda: acted + ratio} if similar else {}
             check = check_replayed_log_probs(acted + ratio, acted, alternatives=other, precision=precision)
-            # stored log-probabilities that are not those of the stored actions are a difference of their own
+            # a mismatch of stored log-probabilities and stored actions is a separate difference
             is_sound = (
                 first_stored is not None
                 and first_stored.shape == acted.shape
@@ -371,7 +370,7 @@ def used_advantages(event: UsedAdvantages, precision: str | None) -> Iterator[Me
         valid=event.valid,
         precision=precision,
     )
-    # a policy loss with another sign or weight gives some of the same numbers: its gradient tells
+    # a policy loss with another sign or weight gives some of the same numbers; its gradient decides
     of_loss = any(one.of == "loss" for one in check.hypotheses)
     if check.explained and not of_loss:
         yield lambda: check
@@ -386,7 +385,7 @@ def _first_rows(event: UsedAdvantages) -> Tensor | None:
 def _alternatives(
     collection: CollectionReplay, numbers: Callable[[Outputs], Tensor | None]
 ) -> dict[str, Callable[[], Tensor | None]]:
-    """Return the numbers of every hypothesis, computed when they are asked for."""
+    """Return the numbers of every hypothesis, computed on access."""
 
     def run(name: str) -> Tensor | None:
         outputs = collection.outputs(name)

@@ -1,4 +1,4 @@
-"""Sources of events, and what they may offer in addition to their hooks."""
+"""Sources of events, and the optional protocols that they may support."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class EventSource(Protocol):
 
 @runtime_checkable
 class ExtendedSource(Protocol):
-    """A source that emits events beyond those of `events`, and says what joins them."""
+    """A source that emits events in addition to the ones in `events`, and names the classes that join them."""
 
     @property
     def extensions(self) -> Collection[type[UpdateExtension]]:
-        """Classes that join its own events; those of plugins are asked as well."""
+        """Classes that join its own events, in addition to the plugins' classes."""
 
 
 class Checkpointable(Protocol):

@@ -60,7 +60,7 @@ class MinibatchLoss(NamedTuple):
 
 
 class TermGradients(NamedTuple):
-    """Gradients [d] of the terms of a loss and of alternatives, float64, of a source that takes no pass through the policy."""
+    """Gradients [d] of the terms of a loss and of alternatives, float64, from a source that does not replay the policy."""
 
     terms: Mapping[str, Tensor]
 
@@ -127,10 +127,10 @@ class CheckedStep(NamedTuple):
     Attributes:
         shapes, dtypes: of the K parameters.
         weights, after: before and after the step.
-        previous: gradient that stood in `.grad` before the backward pass; None if nothing did.
+        previous: gradient in `.grad` before the backward pass; None if it was empty.
         gradient: after the backward pass; None if its loss is not known.
         applied: that the optimizer read.
-        missing: of the K parameters, those of which the optimizer read no gradient.
+        missing: parameters without a gradient at the optimizer's step.
         settings: of each parameter's step; None if the optimizer does not have it.
         default: after the step, of parameters that the optimizer does not have; None if its update rule is not known.
         rule: class of the optimizer.
@@ -138,11 +138,11 @@ class CheckedStep(NamedTuple):
         state: its tensors, one after the other.
         counts: steps that each state has counted.
         lost: steps that the optimizer has taken and its state has not counted.
-        learning_rate: by the trainer's settings; None if the optimizer's own is meant.
+        learning_rate: by the trainer's settings; None for the optimizer's own rate.
         coefficients: weights of the terms of the loss.
         max_norm: limit of the gradient's global norm by the trainer's settings; None if nothing is clipped.
         by_name: as of `MinibatchObjective`.
-        loss: what its gradient is recomputed from; None if it is not, or is already.
+        loss: inputs of the recomputed gradient; None if the gradient is not recomputed, or is already.
         value_gradient: of the trainer's loss at the values, [N]; None if it is not known.
     """
 
@@ -194,7 +194,7 @@ class CheckedStep(NamedTuple):
 
 
 def step_checks(step: CheckedStep, precision: str | None) -> Iterator[Measurement]:
-    """Yield the checks of a step; `precision` is that of the trainer's arithmetic."""
+    """Yield the checks of a step; `precision` is the trainer's arithmetic precision."""
     if step.loss is not None and step.gradient is not None:
         loss, gradient = step.loss, step.gradient
         yield lambda: gradient_check(step, loss.loss(step), gradient, precision)
@@ -204,7 +204,7 @@ def step_checks(step: CheckedStep, precision: str | None) -> Iterator[Measuremen
 
 
 def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, precision: str | None) -> EquationCheck:
-    """Return the comparison of the gradient after the backward pass with that of the loss."""
+    """Return the comparison of the gradient after the backward pass with the loss's gradient."""
     claimed, bound = gradient.double(), GRADIENT.tolerance_at(precision)
     if not torch.isfinite(claimed).all():
         return unchecked(GRADIENT, "some of the numbers are NaN or infinite")
@@ -235,7 +235,7 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
 
 
 def _with_other_errors(check: EquationCheck, step: CheckedStep, loss: MinibatchLoss, claimed: Tensor) -> EquationCheck:
-    """Return the check with the explanation that the value loss is another function of the errors, where the rest equals the reference."""
+    """Return the check. If only the value loss is another function of the errors, it is explained by that."""
     value, reference = (
         (None if step.value_gradient is None else loss.of_errors(step.value_gradient)),
         loss.gradients("value"),
@@ -268,12 +268,12 @@ def _step_check(step: CheckedStep, precision: str | None) -> EquationCheck:
 
 
 def _certain(check: EquationCheck) -> EquationCheck:
-    """Return the check of columns that were found by name, in which a difference without an explanation says nothing."""
+    """Return the check of columns that were found by name, in which an unexplained difference is inconclusive."""
     return check if check.explained else unchecked(check.equation, "the variables that were found do not fit it")
 
 
 def with_generators(rows: RowsPass, parameters: Sequence[Tensor], host: Tensor | None = None) -> RowsPass:
-    """Return `rows` with the random numbers of now, which are those of the pass that the trainer takes next; those of `host` if given."""
+    """Return `rows` with the current random state, which the trainer's next pass uses; `host` replaces the CPU's state if given."""
     devices = {parameter.device for parameter in parameters if parameter.is_cuda}
     state = torch.get_rng_state() if host is None else host
     others = {device: torch.cuda.get_rng_state(device) for device in devices}

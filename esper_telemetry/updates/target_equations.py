@@ -34,11 +34,11 @@ from esper_telemetry.updates.update import (
 UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names may mean something else in this script"
 
 MIN_NORMALIZED_ROWS, NORMALIZED_ERROR = 32, 1e-4
-"""Rows from which on a standard deviation of 1, up to this error, and a mean of 0 show that advantages are normalised."""
+"""Rows above which a standard deviation of 1, up to this error, and a mean of 0 show that advantages are normalised."""
 
 
 def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
-    """Yield the checks of a rollout's targets; `facts` are those of the run."""
+    """Yield the checks of a rollout's targets; `facts` are the run's."""
     rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
     if rollout is None or not rollout.advantages.numel():
         return
@@ -50,7 +50,7 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
         check = partial(_advantages, rollout, inputs, facts)
         if gae_lambda is None:
             inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, facts)
-        # flags may mean the step before or after, unless the environments tell; a script may shuffle all of its columns
+        # flags may be for the step before or after, unless the environments report them; a script may shuffle all of its columns
         shown = {"flags": rollout.time_limits is not None, "order": _values_in_order(rollout, inputs)}
         yield partial(certain, facts, check, *(name for name, known in shown.items() if not known))
     if rollout.returns_known:
@@ -64,9 +64,9 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
 
 
 def certain(facts: Facts, check: Callable[[], EquationCheck | None], *missing: str) -> Iterable[MetricGroup]:
-    """Return the check, if there is one. If columns were found by name, a difference says nothing without an explanation beyond doubt.
+    """Return the check, if there is one. If columns were found by name, a difference without a certain explanation is inconclusive.
 
-    `missing` is what the script does not show and some hypotheses are doubtful without.
+    `missing` names data that the script does not show; some hypotheses are doubtful without them.
     """
     result = check()
     if result is None:
@@ -126,7 +126,7 @@ def _last_values(rollout: RolloutEnd) -> Tensor | None:
 
 
 def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:
-    """Check the advantages; where a script hides what follows time limits, of the other steps."""
+    """Check the advantages; if a script hides the values after time limits, only the other steps."""
     if inputs is None:
         return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
     check = compare_advantages(inputs, precision=facts.precision)
@@ -144,14 +144,14 @@ def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> 
 
 
 def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, facts: Facts) -> EquationCheck:
-    """Check the advantages of a program that does not say its lambda: at 1, else at the one that gives its advantages."""
+    """Check the advantages of a program whose lambda is unknown: at 1, else at the lambda that gives its advantages."""
     check = _advantages(rollout, _gae_inputs(rollout, 1.0, previous), facts)
     own = [one.fitted for one in check.explanations if one.hypothesis.of == "gae_lambda" and one.fitted is not None]
     return _advantages(rollout, _gae_inputs(rollout, round(own[0], 6), previous), facts) if own else check
 
 
 def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) -> GaeInputs | None:
-    """The first environment of the rollout before."""
+    """The first environment of the previous rollout."""
     if columns is None or (rollout.last_values is not None and len(rollout.last_values) > 1):
         return None
     named = {name: row.unsqueeze(1) for name, row in zip(TARGET_COLUMNS, columns.double(), strict=True)}
@@ -171,10 +171,10 @@ def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) ->
 
 
 def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:
-    """Check the returns of the rollout; several rollouts that a record joins stand side by side.
+    """Check the returns of the rollout; several rollouts in one record are side by side.
 
-    Advantages may be stored after something was done to them: returns are right where they equal GAE plus values, and wrong where they are
-    made of GAE that is normalised. `inputs` are those of GAE; None if it is not known.
+    Advantages may be stored after a transformation. Returns are right if they equal GAE plus values, and wrong if they are made of
+    normalised GAE. `inputs` are GAE's inputs; None if GAE is not known.
     """
     count = 1 if rollout.last_values is None else len(rollout.last_values)
     several = count > 1
@@ -220,7 +220,9 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> Equ
 def _in_each_rollout(
     check: EquationCheck, targets: Sequence[Tensor], settings: Mapping[str, Any], count: int
 ) -> EquationCheck:
-    """Return a check of `count` rollouts side by side with what explains each of them that differs, as where each is normalised."""
+    """Return a check of `count` rollouts side by side, with an explanation of each rollout that differs, for example if each is
+    normalised.
+    """
 
     def part(value: Any, place: int) -> Any:
         return value.chunk(count, 1)[place] if isinstance(value, Tensor) else value
@@ -243,20 +245,22 @@ def _in_each_rollout(
 def _returns_in_use(
     rollout: RolloutEnd, minibatches: JoinedMinibatches, collected: CollectedRows, facts: Facts
 ) -> EquationCheck:
-    """Check the targets of the minibatches, where they are not those of the rollout, against its advantages and values in their rows."""
+    """Check the minibatches' targets against the rollout's advantages and values in the same rows, if they differ from the
+    rollout's targets.
+    """
     old_values, returns, rows = minibatches.old_values, minibatches.returns, minibatches.rows
     if old_values is None or returns is None or rows is None:
         return unchecked(RETURNS, "the minibatches do not show their targets and rows")
     if int(rows.max()) >= rollout.returns.numel():
-        return unchecked(RETURNS, "the rows of the minibatches are not those of the rollout")
+        return unchecked(RETURNS, "the rows of the minibatches are not from the rollout")
     if torch.equal(returns, rollout.returns.flatten()[rows]):
-        return unchecked(RETURNS, "the targets are those of the rollout")
+        return unchecked(RETURNS, "the minibatches use the rollout's targets")
     valid = minibatches.valid
     compared = partial(check_returns, collected.advantages, old_values, returns, new_values=minibatches.values)
     check = compared(valid=valid, precision=facts.precision)
     if check.explained:
         return check
-    # values of before each pass are those of its first minibatch alone
+    # only a pass's first minibatch has the values from before the pass
     counts = torch.tensor(minibatches.counts, device=returns.device)
     passes = torch.tensor([-1, *minibatches.epochs], device=returns.device).diff() != 0
     first = torch.repeat_interleave(passes, counts)
@@ -264,7 +268,7 @@ def _returns_in_use(
 
 
 def _first_pass(minibatches: JoinedMinibatches, collected: CollectedRows) -> tuple[JoinedMinibatches, CollectedRows]:
-    """Return what the checks of targets need of the minibatches of the first pass."""
+    """Return the first pass's columns that the checks of targets need."""
     count = minibatches.epochs.count(minibatches.epochs[0])
     rows = slice(sum(minibatches.counts[:count]))
 
@@ -290,10 +294,10 @@ def _first_pass(minibatches: JoinedMinibatches, collected: CollectedRows) -> tup
 def _normalized(
     rollout: RolloutEnd, minibatches: JoinedMinibatches, collected: CollectedRows, facts: Facts
 ) -> EquationCheck:
-    """Check the advantages in use against those of the rollout in the same rows."""
+    """Check the advantages in use against the rollout's advantages in the same rows."""
     normalizes, own = facts.normalize_advantages, facts.normalize_minibatches
     over: Scope | None = "nothing" if normalizes is False else None
-    if normalizes and own is not None and not facts.columns_by_name:  # scripts do not say over which rows
+    if normalizes and own is not None and not facts.columns_by_name:  # scripts do not show over which rows
         over = "minibatch" if own else "rollout"
     counts, rows = minibatches.counts, minibatches.rows
     grid = in_grid(minibatches)

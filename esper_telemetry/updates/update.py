@@ -1,7 +1,8 @@
 """Records of one update: its events as they came, all minibatches joined, nothing measured yet.
 
-`Update` holds the events `RolloutEnd` and `UpdateEnd` themselves, so their columns are declared once. The records
-beside them are named tuples, because those are built and pickled for the worker in half the time of frozen dataclasses.
+`Update` holds the events `RolloutEnd` and `UpdateEnd` themselves, so their columns are declared once. The other records are named
+tuples, which are built and pickled for the worker in half the time of frozen dataclasses.
+
 Shapes: T steps, B environments, A actions; M minibatches of R rows in all, K parameters.
 """
 
@@ -32,15 +33,15 @@ TARGET_COLUMNS: Final = ("rewards", "values", "next_values", "advantages", "ende
 
 
 class JoinedMinibatches(NamedTuple):
-    """All minibatches of an update, joined: columns of `events.MinibatchEnd` with R rows in place of N, one minibatch after the other.
+    """All minibatches of an update, joined: columns of `events.MinibatchEnd` with R rows instead of N, one minibatch after the other.
 
     Attributes:
         epochs: epoch of each of the M minibatches.
         counts: rows of each, R in all.
         losses: [M] by name.
         log_std: per Gaussian head [R, D].
-        head_log_ratios: empty where there is one head.
-        values, old_values, returns, means: in sampled updates, and where values are clipped; else None and empty.
+        head_log_ratios: empty if the policy has one head.
+        values, old_values, returns, means: in sampled updates, and if values are clipped; else None and empty.
     """
 
     epochs: tuple[int, ...]
@@ -63,7 +64,7 @@ class JoinedMinibatches(NamedTuple):
 
     @property
     def has_critic(self) -> bool:
-        """True where the critic's columns are known."""
+        """True if the critic's columns are known."""
         return self.values is not None and self.old_values is not None and self.returns is not None
 
 
@@ -72,7 +73,7 @@ class ActionChoices(NamedTuple):
 
     Attributes:
         actions: [T, B], indices.
-        counted: [T, B], bool, where the head mattered; None where it always did.
+        counted: [T, B], bool: steps in which the head mattered; None if it always did.
     """
 
     actions: Tensor
@@ -123,17 +124,17 @@ class Normalizer(NamedTuple):
 
 
 class RolloutContext(NamedTuple):
-    """Earlier rollouts that a rollout is compared with, and sums over columns that are too large to travel.
+    """Earlier rollouts that a rollout is compared with, and sums over columns that are too large to send.
 
     Attributes:
-        previous_choices: per categorical head those of the rollout before; empty after the first.
-        mean_actions: per Gaussian head the mean action of the rollout before; None after the first.
+        previous_choices: choices of each categorical head in the previous rollout; empty after the first.
+        mean_actions: mean action of each Gaussian head in the previous rollout; None after the first.
         memory: of a recurrent policy.
         normalizers: running normalisers that are on.
-        constant: [B], bool: environments that gave one observation all the time; None where the observations travel themselves.
-        window: [t, B, d], the first steps of observations that do not travel; see `metrics.rollout.observation_window`.
-        previous_targets: `TARGET_COLUMNS` of the first environment in the rollout before, [6, T]; None after the first, and where the
-            update is not sampled.
+        constant: [B], bool: environments that always gave the same observation; None if the observations are sent themselves.
+        window: [t, B, d], the first steps of observations that are not sent; see `metrics.rollout.observation_window`.
+        previous_targets: `TARGET_COLUMNS` of the first environment in the previous rollout, [6, T]; None after the first rollout,
+            or if the update is not sampled.
     """
 
     previous_choices: Mapping[str, ActionChoices] = NONE
@@ -149,9 +150,9 @@ class Episodes(NamedTuple):
     """Episodes that finished, and the last hundred of the run.
 
     Attributes:
-        returns, lengths: of those that finished in this update.
+        returns, lengths: of episodes that finished in this update.
         recent_returns: of the last hundred.
-        recent_ends: order of their ends, as numbers that grow over the run alike in all processes; None with one process.
+        recent_ends: numbers that order their ends and increase over the run equally in all processes; None with one process.
     """
 
     returns: tuple[float, ...]
@@ -178,18 +179,18 @@ class CollectedRows(NamedTuple):
 
 
 class BackwardGradients(NamedTuple):
-    """Backward passes with gradients in the same parameters, stacked: a pickle of one tensor costs a fraction of a pickle of each
-    pass's own, and the parameters of `BackwardEnd` do not travel.
+    """Backward passes with gradients in the same parameters, stacked: pickling one tensor is much faster than one per pass. The
+    parameters of `BackwardEnd` are not sent.
 
     Attributes:
         epochs: epoch of each of the M passes.
         names: of the K parameters with a gradient.
         numels: their numbers of entries.
         norms: [M, K] before clipping.
-        max_norm: limit of the global norm; None where nothing is clipped.
-        leaves: where actor and critic share a trunk.
-        applied: [M, K] of the gradients that the optimizer used, where they were measured.
-        heads: [M, H] of the policy's heads that share parameters; None where each has its own.
+        max_norm: limit of the global norm; None without clipping.
+        leaves: if actor and critic share a trunk.
+        applied: [M, K] of the gradients that the optimizer used, if they were measured.
+        heads: [M, H] of the policy's heads that share parameters; None if each has its own.
     """
 
     epochs: tuple[int, ...]
@@ -215,8 +216,8 @@ class GradientSample(NamedTuple):
         heads: at DEBUG, per head of the policy [t]: gradient of the actor's loss through it, with respect to the trunk's parameters.
         trunk: names and numbers of entries of these parameters.
         states: of the optimizer after the sampled steps.
-        state_names: of the parameters that have a state.
-        previous_steps: [K'], steps that the optimizer had counted in the sampled update before.
+        state_names: parameters with a state.
+        previous_steps: [K'], steps that the optimizer had counted in the previous sampled update.
         initial_norm: 0-d, of all weights when training began.
         measured: everything is measured already, and only evidence needs it.
     """
@@ -263,8 +264,8 @@ class TrainingProgress(NamedTuple):
         end: the event that ended it.
         env_steps: steps collected for it.
         elapsed: seconds of wall time, of the whole update.
-        collected: the update that its data were collected for; None where the source does not say.
-        sample_every: one update in so many is sampled; None where none is.
+        collected: the update that its data were collected for; None if the source does not say.
+        sample_every: one update in so many is sampled; None if none is.
     """
 
     end: UpdateEnd
@@ -275,24 +276,24 @@ class TrainingProgress(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One update as far as it got; parts that did not happen are None or empty.
+    """One update, complete or not. Missing parts are None or empty.
 
-    Its tensors may be the trainer's own: they stay as they are until the next rollout is collected, and `copied` gives some that last.
+    Its tensors may be the trainer's own, which do not change until the next rollout is collected. `copied` returns lasting copies.
 
     Attributes:
-        rollout: without the columns that no metric reads and `context` sums up: distributions, states, scales, many observations.
-        context: what the rollout is compared with.
+        rollout: without columns that no metric reads or that `context` sums up: distributions, states, scales, many observations.
+        context: earlier rollouts and sums that the rollout is compared with.
         episodes: that finished.
-        minibatches: `values`, `old_values`, `returns` and `means` only in sampled updates and where values are clipped.
+        minibatches: `values`, `old_values`, `returns` and `means` only in sampled updates and if values are clipped.
         features: [n, F], inputs of the heads in the first rows of the first minibatch.
         collected: rollout columns of the minibatches' rows, in sampled updates.
         gradients: of the backward passes.
         sample: whole gradients and optimizer states, in sampled updates.
-        replay: the policy before and after the update; None where it was not sampled, or is measured already.
-        step: of the optimizer, whose equations are to be checked; None where none is, or it is checked already.
-        progress: None where the update did not end.
+        replay: the policy before and after the update; None if it was not sampled, or is measured already.
+        step: of the optimizer, whose equations are to be checked; None without such a step, or if it is checked already.
+        progress: None if the update did not end.
         extensions: records of plugins.
-        sampled: the update was sampled: the rollout has all its columns, unless they are too large to travel.
+        sampled: the update was sampled: the rollout has all its columns, unless they are too large to send.
     """
 
     rollout: RolloutEnd | None = None
@@ -315,7 +316,7 @@ class Update(NamedTuple):
 
     @property
     def on_device(self) -> bool:
-        """True where tensors have to be copied to the host before another process can have them."""
+        """True if tensors must be copied to the host before another process can receive them."""
         rollout = [] if self.rollout is None else [self.rollout.rewards]
         minibatches = [] if self.minibatches is None else [self.minibatches.log_ratio]
         backwards = [part.norms for part in self.gradients]
@@ -352,7 +353,7 @@ Tree = TypeVar("Tree")
 
 
 def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
-    """Return the same tuples, mappings and dataclasses with what `change` makes of every tensor."""
+    """Return the same tuples, mappings and dataclasses with `change` applied to every tensor."""
     copy: Any = tree
     match tree:
         case Tensor():
@@ -377,7 +378,9 @@ Table = TypeVar("Table", JoinedMinibatches, CollectedRows)
 
 
 def in_grid(minibatches: JoinedMinibatches) -> JoinedMinibatches:
-    """Return the same with [M, N, ...] in place of [R, ...], N the rows of the longest; shorter ones end in rows that do not count."""
+    """Return the same with [M, N, ...] instead of [R, ...], N the rows of the longest; shorter ones are padded with rows that do
+    not count.
+    """
     if minibatches.valid is None and len(set(minibatches.counts)) > 1:
         minibatches = minibatches._replace(valid=torch.ones_like(minibatches.log_ratio, dtype=torch.bool))
     return columns_in_grid(minibatches, minibatches.counts)

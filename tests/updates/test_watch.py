@@ -325,8 +325,8 @@ def test_gradients_that_cannot_be_measured_cost_a_warning(caplog: pytest.LogCapt
 
     assert PRE not in by_hand
     assert [message.partition(":")[0][:40] for message in caplog.messages] == [
-        "the optimizer took a step that no backward pass came before"[:40],
-        "the gradients that the optimizer used were larger"[:40],
+        "the optimizer took a step without a backward pass"[:40],
+        "the gradients at the optimizer's step were larger"[:40],
         "no step of the watched optimizer was seen in this update"[:40],
     ]
 
@@ -397,9 +397,9 @@ def test_what_is_watched_can_be_saved_copied_and_let_go() -> None:
 def test_what_cannot_be_watched(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     with loop() as own:
-        with pytest.raises(ValueError, match=r"'actr' is no part of the model, which has actor\.weight"):
+        with pytest.raises(ValueError, match=r"'actr' is not part of the model, which has actor\.weight"):
             own.telemetry.watch(own.agent, own.optimizer, actor="actr")
-        with pytest.raises(ValueError, match="a Linear is no part of the model"):
+        with pytest.raises(ValueError, match="a Linear is not part of the model"):
             own.telemetry.watch(own.agent, own.optimizer, critic=nn.Linear(1, 1))
         with pytest.raises(ValueError, match="the optimizer changes no parameter of the model"):
             own.telemetry.watch(nn.Linear(1, 1), own.optimizer)
