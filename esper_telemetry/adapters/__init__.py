@@ -1,1 +1,1 @@
-"""Foreign trainers made to emit the events of `events`."""
+"""Adapters that make other libraries' trainers emit the events of `events`."""

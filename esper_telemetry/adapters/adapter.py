@@ -1,6 +1,6 @@
 """`Adapter`, the base of adapters: taps, the counters of an update, gradients before they are clipped, optimizer steps and records.
 
-An adapter of a trainer says where to tap, what the trainer's columns are called, and what its facts are. Everything else is here.
+An adapter defines where to tap a trainer, the names of its columns, and its facts. Everything else is here.
 Shapes: K parameters with a gradient.
 """
 
@@ -39,7 +39,7 @@ class Adapter:
 
     A subclass calls `begin_run`, `listen` and `follow` when training begins, `begin_update` for every rollout, `begin_minibatch` for every
     minibatch, and `stop` when training ends, also after an exception. `end_update` writes the record; `begin_update` and `stop` call it,
-    too, so a subclass may leave it out. An exception in a listener costs its events and a warning.
+    too, so a subclass may leave it out. If a listener raises, its events are lost and a warning is logged.
 
     Args:
         telemetry: receives the records, at a level above OFF.
@@ -50,14 +50,14 @@ class Adapter:
         hooks: emit the events, also to listeners of your own.
         prefix: first segment of the keys of logged numbers.
         logged: what the trainer has logged in this update, by its own names.
-        update, env_step, gradient_step: counts so far; the steps of the update under way are added when it ends.
+        update, env_step, gradient_step: counts so far; the current update's steps are added when it ends.
         epoch, step: pass over the rollout and optimizer steps within this update, from 0.
         emits_steps: `OptimizerStep` is emitted; the state of its optimizer is then copied in sampled updates.
         updating: True until the record of an update is written.
         learning: minibatches of an update may come.
         rollout_event: of the update; None if it is not known.
-        stepped: `id` of the optimizers that have stepped in the minibatch under way.
-        row: columns of the minibatch under way, passed to `join` once an optimizer has stepped; None without a `join`.
+        stepped: `id` of the optimizers that have stepped in the current minibatch.
+        row: columns of the current minibatch, passed to `join` once an optimizer has stepped; None without a `join`.
     """
 
     prefix: ClassVar[str] = ""
@@ -88,14 +88,14 @@ class Adapter:
         self.session.search_on_failure(self.nonfinite_candidates)
         self.session.on_close(self.stop)
 
-    # What a subclass may replace.
+    # Methods that a subclass may override.
 
     def groups(self) -> Mapping[str, Sequence[str]]:
         """Return the names of the parameters of each part of the network, as in the fact `groups`."""
         return {}
 
     def end_fields(self) -> dict[str, Any]:
-        """Return further fields of `UpdateEnd`, such as `epochs` and `coefficients`; they also replace what the optimizers say."""
+        """Return further fields of `UpdateEnd`, such as `epochs` and `coefficients`; they take precedence over the optimizers' values."""
         return {}
 
     def episodes(self, rollout: RolloutEnd) -> EpisodeEnd | None:
@@ -117,7 +117,7 @@ class Adapter:
         """Call `listener(args, kwargs, result)` after every call of that method of that object, until `stop`.
 
         Args:
-            timed: count its time as telemetry's, unless it takes less time than to time it.
+            timed: add its time to telemetry's, unless timing would take longer than the call.
         """
 
         def timed_listener(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -141,7 +141,7 @@ class Adapter:
         parameters: Mapping[str, Tensor],
         clipped_apart: Iterable[Sequence[str]] = (),
     ) -> None:
-        """Emit `BackwardEnd` and `OptimizerStep` for the steps of these optimizers from now on, and of no others.
+        """Emit `BackwardEnd` and `OptimizerStep` for the steps of only these optimizers from now on.
 
         Norms are taken before clipping: at the first `clip_grad_norm_` of a minibatch, or at the step if nothing clips.
 
@@ -155,7 +155,7 @@ class Adapter:
         apart = tuple(map(tuple, clipped_apart))
         self._clipped_apart = tuple(map(frozenset, apart))
         whole = tuple(parameters)
-        # norms of single calls are put together if each parameter is in one of them; else all are taken at the first call
+        # norms of single calls are combined if each parameter is in one call; otherwise all are taken at the first call
         self._parts = apart if sum(map(len, apart)) == len(set().union(*apart)) == len(whole) else (whole,)
         if self._stop_clipping is None:
             self._stop_clipping = listen_to_clipping(self, self.session.failed)
@@ -198,7 +198,7 @@ class Adapter:
         self.epoch, self._open = epoch, True
 
     def finish_minibatch(self) -> None:
-        """Keep the row of the minibatch under way, unless no optimizer has stepped."""
+        """Keep the row of the current minibatch if an optimizer has stepped."""
         if self.stepped:
             if self.row is not None:
                 self.recorder.minibatch(self.row)
@@ -221,7 +221,7 @@ class Adapter:
             self.gradient_step += self.step
             if (
                 self.rollout_event is not None and not self.rollout_event.ended.is_cpu
-            ):  # to read them earlier would wait for the device
+            ):  # reading them earlier would wait for the device
                 self.session.attempt(self._emit_episodes, self.rollout_event)
 
     def end_update(self) -> None:
@@ -236,7 +236,7 @@ class Adapter:
             self.rollout_event = None
 
     def stop(self) -> None:
-        """Listen to nothing any more, and write the record of the update under way."""
+        """Stop listening, and write the record of the current update."""
         stop_clipping, self._stop_clipping = self._stop_clipping, None
         if stop_clipping is not None:
             stop_clipping()
@@ -269,7 +269,7 @@ class Adapter:
 
     @torch.no_grad()
     def emit_gradients(self, max_norm: float | None) -> None:
-        """Emit the norms of all gradients before any was clipped; without a clip `max_norm` is None."""
+        """Emit the norms of all gradients before clipping. `max_norm` is None without a clip."""
         self._measured = True
         kept = [(part, self._clipped[part]) for part in self._parts if part in self._clipped]
         names, columns = [name for part, _ in kept for name in part], [norms for _, norms in kept]
@@ -324,7 +324,7 @@ def _call_all(removers: list[Remover]) -> None:
 
 
 def named_parameters(**parts: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of parts of a network by name, such as `actor.0.weight`; one that several have by its first name."""
+    """Return the parameters of parts of a network by name, such as `actor.0.weight`. A shared parameter has its first name."""
     known: dict[int, tuple[str, Tensor]] = {}
     for part, module in parts.items():
         for name, parameter in module.named_parameters():
@@ -346,7 +346,7 @@ def parameter_groups(
 
 
 def last_layer(names: Collection[str]) -> list[str]:
-    """Return the fact `value_head` from the names of the critic's parameters: the last weight and what follows it."""
+    """Return the fact `value_head` from the names of the critic's parameters: the last weight and the parameters after it."""
     listed = list(names)
     weights = [place for place, name in enumerate(listed) if name.endswith("weight")]
     return listed[weights[-1] :] if weights else []

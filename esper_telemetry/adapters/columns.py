@@ -1,7 +1,7 @@
 """Columns that adapters share: tensors of another trainer in the terms of `events`.
 
-An adapter reads values, actions, distributions and episode ends from a trainer that it does not own. The functions here turn them into the
-columns of `RolloutEnd`, `MinibatchEnd`, `JoinedMinibatches` and `EpisodeEnd`; `docs/writing_an_adapter.md` says which columns there are.
+An adapter reads values, actions, distributions and episode ends from a trainer. The functions here convert them into columns of
+`RolloutEnd`, `MinibatchEnd`, `JoinedMinibatches` and `EpisodeEnd`; `docs/writing_an_adapter.md` lists the columns.
 
 Shapes: T steps, B environments, N rows, A actions, D action dimensions.
 """
@@ -72,7 +72,7 @@ def head_columns(parts: Mapping[str, Any]) -> HeadColumns:
             logits[name] = torch.stack([torch.zeros_like(odds), odds], -1)
         elif hasattr(part, "logits"):
             logits[name] = part.logits.detach()
-            # classes of scripts have an empty list without a mask, and may have numbers of 0 and 1
+            # scripts' classes have an empty list without a mask, and masks may be numbers 0 and 1
             mask = getattr(part, "masks", None)
             if isinstance(mask, Tensor) and mask.shape == logits[name].shape:
                 masks[name] = mask.bool()
@@ -82,12 +82,12 @@ def head_columns(parts: Mapping[str, Any]) -> HeadColumns:
 
 
 def cat(columns: Sequence[Tensor]) -> Tensor:
-    """Return columns one after the other; a single one as it is."""
+    """Return columns concatenated; a single column is returned as it is."""
     return columns[0] if len(columns) == 1 else torch.cat(tuple(columns))
 
 
 def join_columns(columns: Sequence[HeadColumns], join: Join) -> HeadColumns:
-    """Join each column of several `HeadColumns`; a kind of column that some of them lack is left out."""
+    """Join each column of several `HeadColumns`. Columns that some of them lack are left out."""
     if len(columns) == 1 and join is torch.cat:
         return columns[0]
     joined: list[dict[str, Tensor]] = []
@@ -166,8 +166,8 @@ def value_loss(columns: LossColumns, clip: float | None, *, maximum: bool = Fals
 
     Args:
         columns: of the rows.
-        clip: limit of a value's move since collection; None if they are not clipped.
-        maximum: take the larger one of the losses of the value and of the clipped value, as OpenAI Baselines and RSL-RL do.
+        clip: limit of a value's change since collection; None if values are not clipped.
+        maximum: take the larger of the losses of the value and of the clipped value, as OpenAI Baselines and RSL-RL do.
     """
     values = columns.values
     if clip is not None:
@@ -206,7 +206,7 @@ def minibatch_means(column: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 class EvaluatedMinibatch(NamedTuple):
-    """Columns [N] or [N, 1] of a minibatch from which its losses follow.
+    """Columns [N] or [N, 1] of a minibatch that determine its losses.
 
     Attributes:
         epoch: pass over the rollout, from 0.
@@ -214,7 +214,7 @@ class EvaluatedMinibatch(NamedTuple):
         advantages: as used.
         old_log_probs, old_values, returns: at collection.
         log_probs: of the actions now.
-        gaussian: mean and standard deviation of a Gaussian now, [N, D] each, or the latter alone; empty for other distributions.
+        gaussian: current mean and standard deviation of a Gaussian, [N, D] each, or only the latter; empty for other distributions.
         values: the critic's estimates now.
     """
 
@@ -239,7 +239,7 @@ def evaluated_minibatches(
     counts = tuple([size if own is None else len(own) for own, size in zip(fields.rows, sizes, strict=True)])
 
     def counted(columns: Sequence[Tensor]) -> Tensor:
-        """Columns [n, ...] joined; not cut if all rows count: to cut twenty takes as long as to join them."""
+        """Columns [n, ...] joined. They are not cut if all rows count, because cutting takes as long as joining."""
         if sizes != counts:
             columns = [column[:count] for column, count in zip(columns, counts, strict=True)]
         return torch.cat(tuple(columns))
@@ -310,10 +310,10 @@ def normalized_advantages(advantages: Tensor, valid: Tensor | None = None) -> Te
 
 
 def next_values(values: Tensor, last: Tensor, ended: Tensor, bootstrap: Tensor | None = None) -> Tensor:
-    """Estimates [T, B] of the state that follows each step.
+    """Estimates [T, B] of the state after each step.
 
     Args:
-        values: [T, B], estimates of the states that were acted in.
+        values: [T, B], estimates of the states before each step.
         last: [B], estimates of the states after the last step.
         ended: [T, B], bool: the step ended its episode.
         bootstrap: [T, B], estimates of the last states of episodes that a time limit ended, 0 elsewhere; None if no

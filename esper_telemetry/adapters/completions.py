@@ -1,6 +1,6 @@
-"""Events of language models that learn from completions, and their metrics; adapters of trainers for language models emit them.
+"""Events of language models that learn from completions, and their metrics. Adapters of trainers for language models emit them.
 
-They need no library of such a trainer: the worker process imports this module.
+This module does not import a trainer's library, because the worker process imports it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class CompletionsEnd:
     """B completions that were generated and scored.
 
     Attributes:
-        prompts: [B], numbers that are equal where prompts are.
+        prompts: [B], numbers that are equal for equal prompts.
         lengths: [B] in tokens.
-        rewards: by reward function [B]; NaN where it gave none.
+        rewards: by reward function [B]; NaN if it gave none.
         weights: of the reward functions, in their order.
-        truncated: [B], bool; None where end tokens are not known.
-        advantages: [B]; None where they are not the weighted rewards less their group's mean, up to a positive scale.
+        truncated: [B], bool; None if end tokens are not known.
+        advantages: [B]; None if they are not the weighted rewards minus their group's mean, up to a positive scale.
         group_size: completions that the trainer compares with each other, one after another.
     """
 
@@ -55,7 +55,7 @@ class CompletionsEnd:
 
     @property
     def total_rewards(self) -> Tensor:
-        """Weighted sum over reward functions [B]; NaN where none gave any."""
+        """Weighted sum over reward functions [B]; NaN if none gave a reward."""
         rewards = torch.stack(tuple(self.rewards.values()), -1).double()
         weights = torch.tensor(self.weights, dtype=torch.float64, device=rewards.device)
         return torch.where(rewards.isnan().all(-1), torch.nan, (rewards * weights).nansum(-1))
@@ -80,7 +80,7 @@ class CompletionsUpdate:
         return not self.generations[0].lengths.is_cpu
 
     def measure(self, facts: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
-        """Yield lengths, rewards and groups; at DEBUG, or where there are several, each reward function by itself."""
+        """Yield lengths, rewards and groups; also each reward function separately at DEBUG, or if there are several."""
         for event in self.generations:
             yield partial(completion_stats, event.lengths, event.truncated)
             yield partial(
@@ -101,18 +101,18 @@ class CompletionsUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TokensEnd:
-    """The tokens of one forward pass that is learned from, [B, T] each.
+    """The tokens of one training forward pass, [B, T] each.
 
     Attributes:
         step: optimizer step within the update, from 0.
         log_probs: of the tokens, before the step.
-        mask: True where a token is learned from.
+        mask: True for tokens that are trained on.
         entropy: of the distribution of each token.
-        old: log-probabilities at collection; None where the trainer uses those of the same pass, so that every ratio is 1.
+        old: log-probabilities at collection; None if the trainer uses `log_probs` instead, so that every ratio is 1.
         reference: log-probabilities under the reference model.
-        sampling: log-probabilities that the sampling engine gave; NaN where it gave none.
-        ends: True where a token is an end token; None where the mask does not follow from them.
-        whole: the tokens are sampled from the whole distribution, not from its likeliest part.
+        sampling: the sampling engine's log-probabilities; NaN if it gave none.
+        ends: True for end tokens; None if the mask does not follow from them.
+        whole: the tokens are sampled from the whole distribution, not from its most likely part.
     """
 
     step: int
@@ -145,14 +145,14 @@ class TokensUpdate:
         return not self.passes[0].log_probs.is_cpu
 
     def measure(self, facts: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
-        """Yield the metrics of tokens; those that compare with collection only of the passes for which they hold."""
+        """Yield the metrics of tokens. Comparisons with collection use only the passes for which they are valid."""
         for event in self.passes:
             log_probs, mask, old, step = event.log_probs, event.mask, event.old, event.step
             yield partial(token_stats, log_probs, mask, entropy=event.entropy, ends=event.ends)
             yield partial(_origin, event)
             if event.entropy is not None and step == 0 and event.whole:
                 yield partial(calibration, log_probs, event.entropy, mask)
-            if event.sampling is not None and step == 0:  # at the weights of collection, whatever was stored
+            if event.sampling is not None and step == 0:  # at the weights of collection, regardless of what was stored
                 yield partial(sampling_mismatch, log_probs, event.sampling, mask)
             if event.reference is not None:
                 yield partial(reference_kl, log_probs, event.reference, mask)

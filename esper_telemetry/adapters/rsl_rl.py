@@ -49,7 +49,7 @@ GAUSSIAN = ("GaussianDistribution", "HeteroscedasticGaussianDistribution")
 
 
 class RunnerListener(Adapter):
-    """Emits the events of an `OnPolicyRunner` with PPO that learns, from `start` to `stop`."""
+    """Emits the events of a learning `OnPolicyRunner` with PPO, from `start` to `stop`."""
 
     prefix = "rsl_rl"
 
@@ -98,7 +98,7 @@ class RunnerListener(Adapter):
             self.until_stop(GeneratorTap(alg.storage, name, self._after_batch, self.session.failed).remove)
 
     def stop(self) -> None:
-        """Listen to nothing any more; if an exception has ended the update, its record is left to the session."""
+        """Stop listening. If an exception has ended the update, its record is left to the session."""
         self.updating = self.updating and not self.learning
         self.learning = False
         super().stop()
@@ -117,7 +117,7 @@ class RunnerListener(Adapter):
         self.listen(logger, "init_logging_writer", after_writer)
 
     def add_scalar(self, tag: str, value: Any) -> None:
-        """Add a number that RSL-RL logs to the record of the update under way, unless it is the same number over seconds."""
+        """Add a number that RSL-RL logs to the current update's record, unless it repeats the number over seconds."""
         if not tag.endswith("/time"):
             self.logged[tag] = float(value)
 
@@ -169,7 +169,7 @@ class RunnerListener(Adapter):
             heads = {"means": {HEAD: means}, "log_std": {HEAD: stds.log()}}
         observations, scales = self._observations(), {}
         if observations is not None and self._normalizes and hasattr(self._actor.obs_normalizer, "mean"):
-            normalizer = self._actor.obs_normalizer  # it cuts nothing, so any entries do
+            normalizer = self._actor.obs_normalizer  # it does not clip, so any bounds work
             scales = {"obs": Scale(normalizer.mean, normalizer.std, torch.inf, observations)}
         return RolloutEnd(
             update=self.update,
@@ -270,12 +270,12 @@ class RunnerListener(Adapter):
             self._divergences.append(result.detach())
 
     def after_step(self, optimizer: Any) -> None:
-        """Keep the rate, which may change with every step."""
+        """Keep the learning rate, which may change with every step."""
         super().after_step(optimizer)
         self._rates.append(float(optimizer.param_groups[0]["lr"]))
 
     def finish_minibatch(self) -> None:
-        """Keep what the models said of the minibatch."""
+        """Keep the models' outputs for the minibatch."""
         if self._evaluated is not None and self._values is not None:
             self.row = EvaluatedMinibatch._make((*self._evaluated, self._values))
         super().finish_minibatch()
@@ -301,7 +301,7 @@ class RunnerListener(Adapter):
         return {**groups, **({"lstm": recurrent} if recurrent else {})}
 
     def end_fields(self) -> dict[str, Any]:
-        """Log the divergences by which RSL-RL sets the rate, and which it does not log; the record has the mean rate."""
+        """Log the divergences that set RSL-RL's learning rate, which it does not log. The record has the mean rate."""
         alg, rates = self._alg, self._rates
         if rates:
             self.logged |= {"learning_rate/min": min(rates), "learning_rate/max": max(rates)}
@@ -332,7 +332,7 @@ class RunnerListener(Adapter):
         return evaluated_minibatches(rows, HEAD, clip=alg.clip_param, clip_value=clip_value, clip_maximum=True)
 
     def _facts(self, iterations: int | None) -> dict[str, Any]:
-        """What alarms need to know of a run of so many iterations."""
+        """Facts for the alarms about a run of so many iterations."""
         runner, alg, cell = self._runner, self._alg, self._cell
         env, storage, kinds = runner.env, alg.storage, {type(part) for part in self._actor.modules()}
         steps, envs, ranks = int(storage.num_transitions_per_env), int(storage.num_envs), self._ranks
@@ -401,7 +401,7 @@ def attach_runner(telemetry: Telemetry, runner: Any) -> ObservedSource:
     Nothing that the runner computes changes: weights are bit-identical. At level OFF nothing is installed.
 
     Raises:
-        TypeError: for something else than a `Telemetry`, and for a runner whose algorithm is not PPO.
+        TypeError: if `telemetry` is not a `Telemetry`, or the runner's algorithm is not PPO.
     """
     check_runner(runner)
     if not isinstance(telemetry, Telemetry):
@@ -436,12 +436,12 @@ def check_runner(runner: Any) -> None:
 
 
 class TelemetryWriter(LogWriter):  # type: ignore[misc] # the package has no type information
-    """A log writer of RSL-RL that records every update of the runner that makes it, and passes everything on to the usual writer.
+    """A log writer of RSL-RL that records every update of its runner, and forwards everything to the usual writer.
 
         config["logger"] = {"class_name": "esper_telemetry.adapters.rsl_rl:TelemetryWriter", "sinks": ["tensorboard"]}
 
-    RSL-RL passes only its log directory to a writer, so the runner is searched for among the calls under way. The run ends with `learn`;
-    a runner that learns again in the same directory continues it.
+    RSL-RL passes only its log directory to a writer, so the runner is searched for on the call stack. The run ends with `learn`. A
+    runner that learns again in the same directory continues it.
 
     Args:
         log_dir: of RSL-RL. The run directory is `telemetry` in it, unless `run_dir` names another one.
@@ -453,7 +453,7 @@ class TelemetryWriter(LogWriter):  # type: ignore[misc] # the package has no typ
 
     Raises:
         ModuleNotFoundError: RSL-RL is older than 5.4.
-        ValueError: for another `writer`; and as `Telemetry` for settings that cannot be.
+        ValueError: for another `writer`, or for invalid settings of `Telemetry`.
     """
 
     def __init__(self, log_dir: str, *, writer: str | dict[str, Any] | None = "tensorboard", **settings: Any) -> None:

@@ -1,13 +1,12 @@
-"""Listeners on the methods of single objects, and on gradients at the moment before they are clipped.
+"""Listeners on the methods of single objects, and on gradients just before they are clipped.
 
-A foreign trainer is observed on the objects that it holds, never on classes: a tap hides one of an object's
-methods. An object with a tap can be pickled and copied, and loses it then, so that what is saved during training is clean, and the
-adapter's own passes through copies of the policy reach no listener.
+A trainer is observed on the objects that it holds, never on classes: a tap shadows one of an object's methods. A tapped object can be
+pickled and copied, and the copy lacks the tap. So saved objects are clean, and the adapter's own passes through copies of the policy do
+not reach listeners.
 
-Norms before clipping are taken where `clip_grad_norm_` receives parameters: the one moment at which every `.grad` is there and none is
-clipped. A hook on each parameter costs a call per tensor and sees gradients that are not stored yet. A clip needs the norms first, so it is
-made from them, bit for bit as torch makes it, in half of torch's time. It is the one function of a module that is replaced while a model
-learns.
+Norms before clipping are taken when `clip_grad_norm_` receives parameters: only then does every `.grad` exist unclipped. A hook on each
+parameter takes a call per tensor and sees gradients that are not stored yet. Clipping needs the norms first, so it reuses them. The
+result equals torch's bit for bit, in half of torch's time. No other module-level function is replaced while a model learns.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def reraise(listener: Callable[..., object], error: Exception) -> NoReturn:
 
 
 class Tap:
-    """Attribute of an object that hides one of its methods and calls listeners after every call."""
+    """Attribute of an object that shadows one of its methods and calls listeners after every call."""
 
     def __init__(self, owner: object, name: str) -> None:
         self._owner, self._name = owner, name
@@ -68,7 +67,7 @@ class Tap:
         return getattr(self._method, name)
 
     def remove(self) -> None:
-        """Put back what was there; a tap that something else has replaced stays in its place and is silent."""
+        """Restore the method. A tap that something else has replaced is not removed, but no longer calls listeners."""
         if vars(self._owner).get(self._name) is not self:
             return
         if self._previous is None:
@@ -95,7 +94,7 @@ def listen(owner: object, name: str, listener: Listener, on_error: ErrorHandler 
 
 
 class SurroundingTap(Tap):
-    """Tap that calls functions before each call, and after it, also if it raises."""
+    """Tap that calls functions before and after each call, even if the call raises."""
 
     def __init__(self, owner: object, name: str, before: Callable[..., object], after: Callable[[], object]) -> None:
         super().__init__(owner, name)
@@ -139,10 +138,10 @@ class GeneratorTap(Tap):
 
 @contextmanager
 def without_trace(policy: nn.Module) -> Iterator[None]:
-    """Context for passes through a copy of a policy; after it the generators of random numbers are what they were.
+    """Context for passes through a copy of a policy. It restores the random number generators afterwards.
 
-    Layers such as dropout draw from the global generators, and from these only. Buffers and attributes of modules are
-    restored too, so that every pass begins alike.
+    Layers such as dropout draw only from the global generators. Buffers and attributes of modules are restored too, so that every pass
+    begins in the same state.
     """
     buffers = [(buffer, buffer.clone()) for buffer in policy.buffers()]
     attributes = [(vars(module), dict(vars(module))) for module in policy.modules()]
@@ -164,7 +163,7 @@ def without_trace(policy: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_mode(policy: nn.Module, *, training: bool, set_mode: Callable[[bool], object] | None = None) -> Iterator[None]:
-    """Context in which `policy` and its modules are in that mode, as `set_mode` sets it; after it each is in its own again."""
+    """Context in which `policy` and its modules are in that mode, as `set_mode` sets it. Their modes are restored afterwards."""
     modes = [(module, module.training) for module in policy.modules()]
     (set_mode or policy.train)(training)
     try:
@@ -188,14 +187,16 @@ class ClipListener(Protocol):
         """Return True for the parameters that it observes."""
 
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float, norms: Tensor | None) -> None:
-        """These parameters are about to be clipped together; norms [K] of all with a gradient, None if they were not computed."""
+        """Handle parameters that are about to be clipped together. `norms` [K] are the norms of all gradients; None if they were
+        not computed.
+        """
 
 
 class ClipFunction:
-    """Replaces `torch.nn.utils.clip_grad_norm_` with the same result to the last bit, and shares the norms that it computes.
+    """Replaces `torch.nn.utils.clip_grad_norm_`, with a bit-identical result, and shares the norms that it computes.
 
-    Taken a second time for telemetry, norms would cost more than everything else that it does in a minibatch. Parameters that no
-    listener owns, devices and types where bits could differ, and everything but a plain call are left to torch.
+    Computing the norms twice would take longer than all of telemetry's other work in a minibatch. Torch handles parameters that no
+    listener owns, devices and types whose bits could differ, and calls with further arguments.
     """
 
     def __init__(self, clip: Callable[..., Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""TorchRL: telemetry for PPO with `ClipPPOLoss`, in a loop of the user's own (`attach_loss`) and in a `Trainer` (`attach_trainer`).
+"""TorchRL: telemetry for PPO with `ClipPPOLoss`, in the user's own loop (`attach_loss`) and in a `Trainer` (`attach_trainer`).
 
-Only the training loop calls the loss module, so everything is read where it passes: advantages and returns when the value estimator (`GAE`)
-has computed them, ratios, distributions and values within the loss, gradients when they are clipped. Losses are the loss module's own.
-An update is over when the estimator has computed the advantages of other data, and when training ends. A `Trainer` says so itself.
+The adapter reads data at the calls of the training loop. Advantages and returns are read when the value estimator (`GAE`) has computed
+them. Ratios, distributions and values are read within the loss, and gradients when they are clipped. Losses are the loss module's own.
+An update ends when the estimator has computed the advantages of other data, and when training ends. A `Trainer` reports its end.
 
 Shapes: T steps, B environments, N rows of a minibatch, R rows of all M minibatches, D action dimensions, A actions.
 """
@@ -44,7 +44,7 @@ TANH_BOUND = 1 - 1e-6
 """Largest action of a squashed policy that is taken through the inverse of the squash, relative to the end of its range."""
 
 MAX_ROUNDING = 1e-4
-"""Nats by which log-probabilities of the same transition differ, after a constant that all of them have."""
+"""Nats by which log-probabilities of the same transition may differ, apart from a common constant."""
 
 
 class LossListener(Adapter):
@@ -55,7 +55,7 @@ class LossListener(Adapter):
         optimizers: of its parameters.
         estimator: computes advantages; None if the loss does so itself: then the rollout is not known.
         frame_skip: environment steps of one frame.
-        settings: further facts; they also replace what is read from the objects.
+        settings: further facts, which take precedence over the objects' attributes.
 
     Attributes:
         frames: environment steps that the trainer has counted; None if it counts none.
@@ -105,7 +105,7 @@ class LossListener(Adapter):
             self.listen(self._estimator, "forward", self._after_estimator, timed=True)
 
     def rollout(self, batch: Any) -> None:
-        """A batch was collected, and has its advantages: begin an update, or the next pass over the data of this one."""
+        """A batch with advantages was collected: begin an update, or the next pass over the current data."""
         if self._is_new(batch):
             self._begin(batch)
         elif self.step or self.row is not None:
@@ -123,7 +123,7 @@ class LossListener(Adapter):
         return {"epochs": (self.epoch if self.step else self._pass) + 1, "coefficients": self._coefficients()}
 
     def finish_minibatch(self) -> None:
-        """Count the rows that were learned from."""
+        """Count the rows that were trained on."""
         if self.stepped and self.row is not None:
             self._learned_rows += len(self.row[0].log_ratio)
         super().finish_minibatch()
@@ -218,7 +218,7 @@ class LossListener(Adapter):
     def _rows_of(self, index: Tensor | None, old_log_probs: Tensor | None) -> Tensor | None:
         """Transitions [R] of the rollout, t B + b, from places in the replay buffer, which follow environment by environment.
 
-        None if log-probabilities say that these are others.
+        None if the log-probabilities do not match these transitions.
         """
         rollout = self.rollout_event
         if rollout is None or index is None or old_log_probs is None or int(index.max()) >= rollout.rewards.numel():
@@ -297,7 +297,7 @@ class LossListener(Adapter):
     # Facts.
 
     def _facts(self, batch: Any) -> dict[str, Any]:
-        """What alarms need to know of a run, from what the objects say; `batch` is the first one, None if none is known."""
+        """Facts for the alarms about a run, from the objects' attributes; `batch` is the first one, None if it is not known."""
         loss, estimator, optimizer = self._loss, self._estimator, self.optimizers[0]
         distribution = None if batch is None else acting_distribution(batch, loss)
         own, averaged = (
@@ -359,7 +359,7 @@ def is_squared(loss: Any) -> bool:
 
 
 def log_range(distribution: Any) -> float | Tensor:
-    """Return what a squashed policy's log-probabilities gain if actions are counted from -1 to 1, as `RolloutEnd` counts them."""
+    """Return the change of a squashed policy's log-probabilities if actions range from -1 to 1, as in `RolloutEnd`."""
     if not is_squashed(distribution):
         return 0.0
     half = (torch.as_tensor(distribution.high) - torch.as_tensor(distribution.low)) / 2
@@ -399,14 +399,14 @@ def rollout_actions(actions: Tensor, distribution: Any) -> Tensor:
 
 
 def gamma_of(loss: Any, estimator: Any) -> float | None:
-    """Return the discount of the estimator, or of the loss module's own; None if neither says."""
+    """Return the discount of the estimator, or of the loss module; None if neither has one."""
     own = getattr(loss, "_value_estimator", None)
     known = (getattr(one, "gamma", None) for one in (estimator, own))
     return next((_number(gamma) for gamma in known if gamma is not None), None)
 
 
 def environment_facts(env: Any) -> dict[str, Any]:
-    """Return what an environment says of itself and its transforms; nothing if the collector hides it."""
+    """Return the facts about an environment and its transforms; empty if the collector hides it."""
     transforms = {type(transform).__name__ for transform in getattr(getattr(env, "transform", None), "transforms", ())}
     while env is not None and hasattr(env, "base_env"):
         env = env.base_env
@@ -447,7 +447,7 @@ def attach_loss(
     frame_skip: int = 1,
     facts: Mapping[str, Any] | None = None,
 ) -> LossListener | None:
-    """Make `telemetry` record every update of a loop with a `ClipPPOLoss`; returns what ends this by `stop()`, None at level OFF.
+    """Make `telemetry` record every update of a loop with a `ClipPPOLoss`; returns an object whose `stop()` ends this, None at level OFF.
 
         attach_loss(telemetry, loss_module, optimizer, gae, facts={"total_steps": 100_000, "env": "CartPole-v1"})
         for batch in collector:
@@ -464,7 +464,7 @@ def attach_loss(
         facts: of the run, such as `total_steps`, `env`, `horizon`, `reward_threshold`.
 
     Raises:
-        TypeError: for something else than a `Telemetry` and a PPO loss.
+        TypeError: if the arguments are not a `Telemetry` and a PPO loss.
     """
     if not isinstance(telemetry, Telemetry) or not all(hasattr(loss, name) for name in ("_log_weight", "tensor_keys")):
         raise TypeError(

@@ -1,11 +1,11 @@
 """`TelemetryCallback`, the callback that makes TRL's `GRPOTrainer` emit events.
 
-An update is what is learned from one batch of completions: `steps_per_generation` times `num_iterations` passes, with one record. That is
-the unit of rewards, of groups and of the first pass at the weights of collection. With `num_iterations` above 1, only such a unit has
-ratios before the first step and after it. If several batches feed one optimizer step, they share a record.
+An update is the training on one batch of completions: `steps_per_generation` times `num_iterations` passes, with one record.
+Rewards, groups and the first pass at the weights of collection belong to one batch. With `num_iterations` above 1, only a whole
+batch has ratios before the first step and after it. If several batches feed one optimizer step, they share a record.
 
-Environment steps count completions: a completion is an episode with one reward, their number is known without asking the device, and runs
-whose completions grow or shrink stay comparable. Tokens are `lm/tokens`.
+Environment steps count completions: a completion is an episode with one reward. Their number is known without waiting for the
+device, and runs stay comparable if the length of completions changes. Tokens are `lm/tokens`.
 
 The trainer is found on the stack when training begins: transformers gives its callbacks the model and the optimizer, not the trainer.
 """
@@ -59,7 +59,7 @@ MAX_CHECKED_PARAMETERS = 1 << 24
 
 
 class TrainerListener(Adapter):
-    """Emits the events of a trainer that learns on the callback's hooks, from `start` to `stop`."""
+    """Emits the events of a learning trainer on the callback's hooks, from `start` to `stop`."""
 
     prefix = "trl"
 
@@ -109,7 +109,7 @@ class TrainerListener(Adapter):
         self.after_step(getattr(optimizer, "optimizer", optimizer))
         passes, self._passes = self._passes, []
         ratios = [(tokens.log_probs - tokens.old).flatten() for tokens, _ in passes if tokens.old is not None]
-        # without log-probabilities at collection every ratio is 1 by construction and says nothing
+        # without log-probabilities at collection every ratio is 1 by construction
         if ratios and len(ratios) == len(passes):
             advantages = torch.cat([advantages.flatten() for _, advantages in passes])
             valid = torch.cat([tokens.mask.flatten() for tokens, _ in passes])
@@ -221,8 +221,9 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         with Telemetry([TensorBoardSink()], run_dir="runs/a") as telemetry:
             GRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, callbacks=[TelemetryCallback(telemetry)]).train()
 
-    The callback listens to methods of one trainer while that learns and alters nothing: weights are bit-identical with it and without.
-    What TRL logs joins the record under `trl/`. It detaches when training ends, when `telemetry` is closed, and on `detach()`.
+    The callback listens to methods of one trainer while it learns. It does not change training: weights are bit-identical with and
+    without it. Numbers that TRL logs are in the record under `trl/`. It detaches when training ends, when `telemetry` is closed,
+    and on `detach()`.
 
     Args:
         telemetry: receives the records; stays open when training ends.
@@ -233,7 +234,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         extensions: classes that join the events of completions and tokens.
 
     Raises:
-        TypeError: for something else than a `Telemetry`; when training begins, for a trainer without the methods of `GRPOTrainer`.
+        TypeError: if `telemetry` is not a `Telemetry`; when training begins, for a trainer without the methods of `GRPOTrainer`.
     """
 
     extensions = (CompletionsUpdate, TokensUpdate)
@@ -251,7 +252,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         return 0 if self._listener is None else self._listener.update
 
     def detach(self) -> None:
-        """Listen to nothing any more; harmless before and after training, twice, and after an exception."""
+        """Stop listening. It can be called at any time and repeatedly, also after an exception."""
         if self._listener is not None:
             self._listener.stop()
 
@@ -296,7 +297,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._listener.start(trainer, state)
 
     def _attempt(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function on telemetry's clock; what it raises costs its events and a warning."""
+        """Call a function on telemetry's clock. If it raises, its events are lost and a warning is logged."""
         session = session_of(self.telemetry)
         with session.clock:
             session.attempt(lambda given: (function(*given), None)[1], arguments)
@@ -333,7 +334,7 @@ def _tokenizer(trainer: Any) -> Any:
 
 
 def samples_whole_distribution(trainer: Any) -> bool:
-    """Return whether no setting keeps unlikely tokens from being sampled."""
+    """Return whether tokens are sampled from the whole distribution, including unlikely ones."""
     args = trainer.args
     top_p, top_k, min_p = (getattr(args, name, None) for name in ("top_p", "top_k", "min_p"))
     penalty = getattr(args, "repetition_penalty", None)
@@ -348,7 +349,7 @@ def generation_passes(trainer: Any) -> int:
 
 
 def progress_of(trainer: Any, steps: int) -> tuple[int, int, int]:
-    """Return updates, completions and steps after that many optimizer steps, of a trainer that continues from a checkpoint."""
+    """Return updates, completions and steps after that many optimizer steps, for a trainer that continues from a checkpoint."""
     generations = -(-steps * trainer.args.gradient_accumulation_steps // generation_passes(trainer))
     shared = max(1, trainer.args.gradient_accumulation_steps // generation_passes(trainer))
     return -(-generations // shared), generations * completions_per_generation(trainer), steps
@@ -370,7 +371,7 @@ def config_of(trainer: Any) -> dict[str, Any]:
 
 
 def facts_of(trainer: Any, max_steps: int) -> dict[str, Any]:
-    """Return what alarms need to know of a run of that many optimizer steps, as plain values."""
+    """Return the facts for the alarms about a run of that many optimizer steps, as plain values."""
     args = trainer.args
     accumulated, passes = args.gradient_accumulation_steps, generation_passes(trainer)
     loss = getattr(args, "loss_type", "grpo")

@@ -57,7 +57,7 @@ class ModelListener:
     """Emits the events of a model that is ready to learn until `stop`; `session` handles exceptions of the listeners.
 
     Args:
-        progress: so far, as axes are to count it.
+        progress: so far, in the units of the axes.
         updates_per_record: number of updates that share a record.
 
     Attributes:
@@ -95,7 +95,7 @@ class ModelListener:
         self._for_update: list[Remover] = []
 
     def rollout_begins(self) -> None:
-        """The update before it, if there is one, is over."""
+        """End the previous update, if there is one."""
         self.update_ends()
         self.recorder.begin(whole=self._session.samples_next)
         self._times.begin()
@@ -119,7 +119,7 @@ class ModelListener:
         self._for_update = [*taps, *self.minibatches.taps()]
 
     def update_ends(self) -> None:
-        """An update is over, and with it, perhaps, a record; nothing happens if none was under way."""
+        """End an update, and perhaps its record. Nothing happens between updates."""
         if not self._learning:
             return
         self._learning = False
@@ -131,13 +131,13 @@ class ModelListener:
             self._record_ends()
 
     def training_ends(self) -> None:
-        """Emit what is left, also if a record wants more updates."""
+        """Emit the remaining events, even if the record is incomplete."""
         self.update_ends()
         if self._updates:
             self._record_ends()
 
     def stop(self) -> None:
-        """Listen to nothing any more; emit what is open first."""
+        """Emit the remaining events, then stop listening."""
         self.recorder.stop()
         _remove_all(self._for_update)
         _remove_all(self._always)
@@ -168,7 +168,7 @@ class ModelListener:
         self._session.attempt(lambda minibatches: minibatches.record(), self.minibatches)
 
     def _emit_rollouts(self, *, update_follows: bool = False) -> None:
-        """Emit what was collected for a record; keep the last rollout's inputs, which the buffer will put in another order."""
+        """Emit the collected rollouts of a record. Keep the last rollout's inputs, which the buffer will reorder."""
         hooks, model, recorder = self._hooks, self._model, self.recorder
         rollouts, recorder.rollouts = recorder.rollouts, []
         episodes, recorder.episodes = recorder.episodes, []
@@ -193,7 +193,7 @@ class ModelListener:
             self._before_update = BeforeUpdate(event.update, replay, replay.collection(), model.policy, modes)
 
     def _first_minibatch_comes(self, *_: Any) -> None:
-        """A program may have set other weights since the rollout ended: the weights that it trains now begin the update."""
+        """A program may have set other weights since the rollout ended, so the update begins with the current weights."""
         event, self._before_update = self._before_update, None
         if event is not None:
             self._replay, self._older_weights = event.policy, copied_weights(self._model.policy)
@@ -221,18 +221,19 @@ class TelemetryCallback(BaseCallback):
         with Telemetry([TensorBoardSink()], run_dir="runs/a") as telemetry:
             PPO("MlpPolicy", "CartPole-v1").learn(100_000, callback=TelemetryCallback(telemetry))
 
-    The callback listens to the policy, the buffer and the optimizer of one model while that learns and alters nothing: weights are
-    bit-identical with it and without. A record, the last one too, has the environment step at which its data were collected. What
-    Stable-Baselines3 logs joins it under `sb3/`. A model can be saved, and a policy pickled, during training.
+    The callback listens to the policy, the buffer and the optimizer of one model while it learns. It does not change training:
+    weights are bit-identical with and without it. Every record has the environment step at which its data were collected.
+    Numbers that Stable-Baselines3 logs are in the record under `sb3/`. A model can be saved, and a policy pickled, during
+    training.
 
     It detaches when training ends, when `telemetry` is closed, after an exception, on `detach()` and at the end of
     `with TelemetryCallback(telemetry) as callback:`. A callback that learns again continues its run.
 
     Args:
         telemetry: receives the records; stays open when training ends.
-        updates_per_record: how many updates share a record. By default each has its own; of A2C, which makes a single step with every
-            rollout, as many share one as collect 2048 transitions. Sums are over all of them. The updates left when training ends
-            have a record too.
+        updates_per_record: number of updates that share a record; by default 1. A2C takes a single step per rollout, so its default
+            is the number of updates that collect 2048 transitions. Sums are over all updates of a record. The updates left when
+            training ends have a record too.
         verbose: see `BaseCallback`.
 
     Attributes:
@@ -241,7 +242,7 @@ class TelemetryCallback(BaseCallback):
 
     Raises:
         ValueError: for a number of updates below 1.
-        TypeError: for something else than a `Telemetry`; from `learn`, for a model of another algorithm.
+        TypeError: if `telemetry` is not a `Telemetry`; from `learn`, for a model of another algorithm.
     """
 
     def __init__(self, telemetry: Telemetry, *, updates_per_record: int | None = None, verbose: int = 0) -> None:
@@ -270,7 +271,7 @@ class TelemetryCallback(BaseCallback):
         return 0 if self._listener is None else self._listener.progress.update
 
     def detach(self) -> None:
-        """Listen to nothing any more; harmless before and after training, twice, and after an exception."""
+        """Stop listening. It can be called at any time and repeatedly, also after an exception."""
         learning, self._learning = self._learning, False
         if learning and self._listener is not None:
             self._log_copy.remove()
@@ -340,13 +341,13 @@ class TelemetryCallback(BaseCallback):
         return self._listener.minibatches.joined(blocks)
 
     def _attempt(self, function: Callable[[Any], None], owner: object) -> None:
-        """Call a method on telemetry's clock; what it raises costs its events and a warning."""
+        """Call a method on telemetry's clock. If it raises, its events are lost and a warning is logged."""
         with self._session.clock:
             self._session.attempt(function, owner)
 
 
 class LogCopy(KVWriter):
-    """One more output of a model's logger, which keeps the numbers that pass; the other outputs notice nothing."""
+    """An additional output of a model's logger that keeps the logged numbers; the other outputs are not affected."""
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger

@@ -1,7 +1,7 @@
 """Steps of the environments as Stable-Baselines3 takes them; see `event_parts.Transitions`.
 
-Of a step small parts of the observations, the rewards and the actions on their way are copied; everything else happens when the rollout is
-complete. Shapes: T steps, B environments.
+At each step, small parts of the observations, the rewards and the executed actions are copied. Everything else happens when the
+rollout is complete. Shapes: T steps, B environments.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from esper_telemetry.core.event_parts import Transitions
 from esper_telemetry.equations.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_KEPT_ENTRIES = 1 << 12
-"""Entries of a step's observations up to which they are copied as the policy received them."""
+"""Largest number of entries in a step's observations that are copied as the policy received them."""
 
 MAX_KEPT_ROLLOUT_ENTRIES = 1 << 22
-"""The same of a rollout: 16 megabytes."""
+"""The same limit for a rollout: 16 megabytes."""
 
 STEP_FUNCTIONS = ("step_wait", "step")
 """Methods of environments that step together, which also reset an environment whose episode has ended."""
@@ -118,7 +118,8 @@ class StepRecorder:
         columns: Any = zip(*self._outcomes, strict=True)
         paid, returned, shown = map(np.stack, columns)
         kept, delayed = (shown == returned).all(-1), (shown[1:] == returned[:-1]).all(-1)
-        # a loop that exchanges some of them, or delays all, makes a mistake; one that scales them acts on what it shows
+        # a loop that swaps some observations, or delays all, makes a mistake; a loop that scales them acts on the
+        # observations that it shows
         if 2 * max(kept.mean(), delayed.mean() if delayed.size else 0.0) < 1:
             returned = shown
         own = _entries(stored.reshape(-1, *stored.shape[2:])).reshape(*stored.shape[:2], -1)
@@ -156,7 +157,7 @@ class StepRecorder:
 
 
 class ResetCounter:
-    """Counts resets of the training environments that are not part of their steps, if the trainer then acts on what it saw before.
+    """Counts resets of the training environments outside their steps, if the trainer then acts on an earlier observation.
 
     An evaluation in these environments is such a reset. A program that resets them on purpose replaces the model's last observation.
 

@@ -1,7 +1,7 @@
 """Actions and action distributions of a Stable-Baselines3 policy, by head.
 
-`ActionHeads.capture` is called between the trainer's own steps, where every line counts: it returns references to as few tensors as
-possible, and `joined` turns many captures into columns at once.
+`ActionHeads.capture` is called between the trainer's own steps, so its speed matters. It returns references to as few tensors as
+possible, and `joined` turns many captures into columns together.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from esper_telemetry.adapters.columns import (
 )
 
 SQUASH_BOUND = math.atanh(0.99)
-"""From this size on, before the squash, a squashed action is at its bound: 99 % of the way."""
+"""Size before the squash from which a squashed action counts as at its bound: 99 % of the way."""
 
 MAX_CAPTURES = 16
-"""Captures that are joined at once. References to a few tensors of every call of an update would wake Python's garbage collector. Its
-full collection takes a fifth of a second in a process that has loaded torch, more than everything else that telemetry does."""
+"""Captures that are joined together. References to a few tensors of every call of an update would trigger Python's garbage
+collector. Its full collection takes 0.2 s in a process that has loaded torch, more than all of telemetry's other work.
+"""
 
 
 def last_distribution(policy: Any) -> Any:
@@ -40,7 +41,7 @@ def last_distribution(policy: Any) -> Any:
 
 
 class ActionHeads:
-    """The parts of an action under the names that the bundled trainer would give them.
+    """The parts of an action under the bundled trainer's names.
 
     Args:
         space: of actions: Discrete, MultiDiscrete, MultiBinary or Box.
@@ -97,13 +98,13 @@ class ActionHeads:
         return {name: chosen_log_probs(columns.logits[name], actions[name]) for name in self.names}
 
     def score_counts(self, scores: int) -> list[int]:
-        """Return how many of a layer's scores each head has; empty if the space does not say."""
+        """Return the number of a layer's scores for each head; empty if the space does not define it."""
         heads = len(self.names)
         sizes = self._space.nvec.ravel().tolist() if isinstance(self._space, spaces.MultiDiscrete) else []
         return sizes if sum(sizes) == scores else [] if sizes or scores % heads else [scores // heads] * heads
 
     def capture(self, policy: Any) -> Any:
-        """Return what `joined` needs of the distribution that the policy sampled from or evaluated last."""
+        """Return the inputs of `joined` from the distribution that the policy sampled from or evaluated last."""
         distribution = last_distribution(policy)
         if self.continuous:
             return distribution.mean.detach(), distribution.stddev.detach()
@@ -122,7 +123,7 @@ class ActionHeads:
         return HeadColumns(logits={name: join(first)}, action_masks={name: join(second)} if masked else {})
 
     def summary(self, policy: Any, shape: tuple[int, int]) -> HeadColumns | None:
-        """Columns of a rollout [T, B] that updates need which are not sampled, from the policy that has collected it.
+        """Columns of a rollout [T, B] for updates that are not sampled, from the policy that has collected it.
 
         None if only captures of its steps give them: several heads, masks, and a spread that depends on the state.
         """

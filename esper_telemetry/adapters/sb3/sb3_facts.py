@@ -24,7 +24,7 @@ SETTINGS = (
 )
 
 A2C_RECORD_TRANSITIONS = 2048
-"""Transitions of a record of A2C: as many as PPO collects for one by default."""
+"""Transitions in a record of A2C: PPO's default number per update."""
 
 ACTOR = ("policy_net", "pi_features_extractor", "action_net", "log_std", "lstm_actor")
 CRITIC = ("value_net", "vf_features_extractor", "critic", "lstm_critic")
@@ -33,7 +33,7 @@ FORMULA_FUNCTIONS = ("abs", "float", "int", "max", "min", "pow", "round")
 """Built-in functions that a formula may call."""
 
 STORING = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR")
-"""Instructions by which a function changes something else than its own variables."""
+"""Instructions by which a function changes something other than its own variables."""
 
 
 class ModelProgress(NamedTuple):
@@ -58,9 +58,10 @@ def minibatches_of(model: Any) -> int:
 
 
 def default_updates_per_record(model: Any) -> int:
-    """1 if a rollout is learned from in several passes; the updates with 2048 transitions for A2C, whose updates are single steps.
+    """1 if training takes several passes over a rollout; for A2C, whose updates are single steps, the number of updates with 2048
+    transitions.
 
-    A run that is shorter has a single record, whose last update is checked. A record that does not become full is not checked.
+    A shorter run has a single record, whose last update is checked. An incomplete record is not checked.
     """
     if hasattr(model, "n_epochs"):
         return 1
@@ -79,7 +80,7 @@ def config_of(model: Any) -> dict[str, Any]:
 
 
 def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
-    """Return what alarms need to know of a run whose records have that many updates each, as plain values."""
+    """Return the facts for the alarms about a run whose records have that many updates each, as plain values."""
     policy, scaled, rate = model.policy, model.get_vec_normalize_env(), schedule_of(model)
     epochs, minibatches = getattr(model, "n_epochs", 1), minibatches_of(model)
     losses = ("log_ratios", "policy_loss", "value_loss", "entropy_loss", "total_loss")
@@ -139,20 +140,22 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
             **dict.fromkeys(("gradient", "replayed_log_probs", "values") if uncopied else (), uncopied),
             **dict.fromkeys(losses, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
             **({"actions": "gSDE draws the noise of many steps at once"} if getattr(model, "use_sde", False) else {}),
-            "schedules": "the learning rate is a function of its own, which is not called: it may count its calls",
+            "schedules": "the learning rate is a custom function, which is not called because it may count its calls",
         },
     }
 
 
 def schedule_of(model: Any) -> Callable[[float], float] | None:
-    """Return the learning rate by what remains of training; None of a function that may count its calls, or change something else."""
+    """Return the learning rate as a function of the remaining training. None for a function that may count its calls, or have other
+    side effects.
+    """
     schedule: Any = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
     is_library = str(getattr(schedule, "__module__", "")).startswith("stable_baselines3.")
     return schedule if is_library or is_formula(schedule) else None
 
 
 def is_formula(function: Any) -> bool:
-    """Return True for a Python function that computes with its argument, with numbers and with `math` alone: a call leaves no trace."""
+    """Return True for a Python function that uses only its argument, numbers and `math`: calling it is free of side effects."""
     if not isinstance(function, FunctionType):
         return False
     code, known = function.__code__, function.__globals__

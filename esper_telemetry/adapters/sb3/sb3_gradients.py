@@ -1,9 +1,10 @@
 """Losses and gradients of a Stable-Baselines3 model: norms at the clip, norms of heads, gradients at the trunk and of parts of a minibatch.
 
-**Norms before clipping** are taken by `adapters.taps`. Trainers that clip in another way are observed at `policy.parameters`.
+**Norms before clipping** are taken by `adapters.taps`. Trainers that clip differently are observed at `policy.parameters`.
 
-**The two losses are separated inside the backward pass**: gradients arrive at the outputs of the two heads first, and from there a
-separate pass takes each to the trunk's output while the graph below is untouched. A loss that is computed elsewhere stays as it is.
+**The two losses are separated inside the backward pass**: gradients arrive at the outputs of the two heads first. From there, a
+separate pass takes each to the trunk's output, and the graph below is not changed. A loss that is computed elsewhere is not
+affected.
 
 The losses follow Stable-Baselines3 2.9, whose `train` keeps them to itself. Shapes: N rows of a minibatch, padding included.
 """
@@ -31,10 +32,10 @@ from esper_telemetry.events import HeadsBackward, Hooks, Remover, TrunkBackward
 from esper_telemetry.updates.pickles import policy_copy
 
 LIBRARIES = ("stable_baselines3.", "sb3_contrib.")
-"""Beginnings of the modules whose policies evaluate actions as they should."""
+"""Prefixes of the modules whose policies evaluate actions correctly."""
 
 HEAD_PARAMETERS = ("action_net", "log_std")
-"""Parameters of the actor that belong to its heads alone."""
+"""Parameters that belong only to the actor's heads."""
 
 MAX_PADDING = 1e-8
 """Entries of a minibatch's mask up to which rows are padding, as RecurrentPPO reads it."""
@@ -110,7 +111,7 @@ class TrunkListener:
     def _receive(self, head: str, scores: Tensor, gradient: Tensor) -> None:
         """Take the gradient of a head's scores to the trunk's output."""
         output = self._awaited.pop(head, None)
-        if output is None:  # the pass below comes by here again
+        if output is None:  # the pass below calls this hook again
             return
         if output.requires_grad:
             options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
@@ -151,7 +152,7 @@ class TrunkListener:
 
 
 def advantages_as_used(model: Any, advantages: Tensor, valid: Tensor | None) -> Tensor:
-    """The values [N] that multiply the ratio: normalised over the minibatch where the model does so."""
+    """Factors [N] of the ratio: the advantages, normalised over the minibatch if the model does so."""
     single_row = len(advantages) < 2 and hasattr(model, "clip_range") and valid is None
     if not model.normalize_advantage or single_row:
         return advantages
@@ -182,9 +183,9 @@ def minibatch_forward(model: Any, samples: Any) -> MinibatchForward:
 def loss_rows(
     policy: Any, *, samples: Any, advantages: Tensor, clip: float | None, clip_value: float | None
 ) -> Iterator[LossRows]:
-    """Pass a minibatch through the policy without a trace; padding is left out.
+    """Pass a minibatch through the policy without side effects; padding is left out.
 
-    The policy's class is asked, not the object, whose method may be what a trainer has changed.
+    The method of the policy's class is called, because a trainer may have replaced the object's method.
     """
     valid = _valid_rows(samples)
     with without_trace(policy):
@@ -212,8 +213,8 @@ def loss_rows(
 def _entropies(policy: Any, samples: Any, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the entropies [N] of a minibatch's distributions, and those without action masks if the policy returns these.
 
-    If a policy of the user's class makes a known mistake, they come from the library's class. Other entropies that it returns with the
-    same log-probabilities are its own choice.
+    If a user's policy class makes a known mistake, the entropies come from the library's class. Other entropies with the same
+    log-probabilities are treated as intended.
     """
     evaluate = _library_evaluation(policy)
     if entropy is None:
@@ -232,7 +233,7 @@ def _entropies(policy: Any, samples: Any, log_probs: Tensor, entropy: Tensor | N
 
 
 def _library_evaluation(policy: Any) -> Callable[..., Evaluation] | None:
-    """Return how the library's class of a policy evaluates actions; None if no class of the library is a base of it."""
+    """Return the `evaluate_actions` of a policy's library class; None if the policy does not derive from the library."""
     kinds = (kind for kind in type(policy).__mro__ if kind.__module__.startswith(LIBRARIES))
     return next((kind.evaluate_actions for kind in kinds if hasattr(kind, "evaluate_actions")), None)
 
@@ -257,7 +258,7 @@ def first_minibatch_event(model: Any, samples: Any, trained: Tensor) -> FirstMin
 
 
 def _mistaken(samples: Any, name: str) -> Any:
-    """Return a minibatch as a training that makes this mistake reads it; None if it does not apply."""
+    """Return a minibatch as training with this mistake reads it; None if the mistake does not apply."""
     if name == "mask_missing" and "action_masks" in samples._fields:
         return samples._replace(action_masks=None)
     if "lstm_states" not in samples._fields:
@@ -322,7 +323,7 @@ def _cut(name: str, value: Any, rows: slice, sequences: slice) -> Any:
 
 
 def _gradient(model: Any, policy: Any, samples: Any, advantages: Tensor) -> Tensor:
-    """[d]: all gradients of the loss one after the other, zero of what is frozen or not reached."""
+    """[d]: all gradients of the loss, concatenated; zero for parameters that are frozen or not reached."""
     values, log_probs, entropy = _evaluate(policy, samples, policy.evaluate_actions)
     columns = LossColumns(
         log_ratio=log_probs - samples.old_log_prob,
@@ -350,7 +351,7 @@ Evaluation: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _evaluate(policy: Any, samples: Any, evaluate: Callable[..., Evaluation]) -> Evaluation:
-    """Values [N, 1], log-probabilities [N] and entropies [N] of a minibatch, as `train` asks the policy for them."""
+    """Values [N, 1], log-probabilities [N] and entropies [N] of a minibatch, as `train` computes them."""
     actions, fields = samples.actions, samples._fields
     if isinstance(policy.action_space, spaces.Discrete):
         actions = actions.long().flatten()

@@ -1,9 +1,9 @@
-"""Minibatches of a Stable-Baselines3 update: references between the trainer's steps, joined columns when it is over.
+"""Minibatches of a Stable-Baselines3 update: references between the trainer's steps, joined columns after the update.
 
-**The minibatches of an update are joined once**: three hundred of 64 rows in an update cost a seventh of the trainer's time when each was
-an event. Between two minibatches the trainer's own code has filled the caches, and a line takes five times as
-long as in a loop: so only references are kept there, nothing is computed but the norms of gradients, and sixteen minibatches are joined at
-a time. A tuple of references is one object for Python's garbage collector, whose passes cost as much as all the rest.
+**The minibatches of an update are joined once**: with one event per minibatch, an update of 300 minibatches with 64 rows took a seventh
+longer. Between two minibatches the caches hold the trainer's own code, and a line takes five times as long as in a loop. Therefore only
+references are kept there, and only the norms of gradients are computed. Sixteen minibatches are joined at a time. A tuple of references is
+one object for Python's garbage collector, whose passes take as long as all the rest.
 
 Shapes: N rows of a minibatch, padding included; R rows of all minibatches, without padding; M minibatches; H heads.
 """
@@ -51,7 +51,7 @@ from esper_telemetry.updates.update import JoinedMinibatches
 sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
     "old_log_prob", "advantages", "old_values", "returns", "actions"
 )
-"""The columns of a buffer's minibatch that are kept: all but the observations, which are large, and states."""
+"""The columns of a buffer's minibatch that are kept: all except the large observations and the states."""
 
 MinibatchRow: TypeAlias = tuple[int, int, Array, Tensor | None, tuple[Tensor, ...], Tensor, Tensor, Tensor | None, Any]
 """An evaluated minibatch: epoch, index of its rollout in the record, numbers of its samples in the buffer, padding mask,
@@ -84,7 +84,7 @@ class Fetched(NamedTuple):
     Attributes:
         numbers: of its samples in the buffer.
         place: counts the minibatches that the buffer has returned in this update, from 1.
-        alone: every minibatch before it was evaluated, or one after that.
+        alone: every earlier minibatch was evaluated, or a later one.
     """
 
     samples: Any
@@ -95,7 +95,7 @@ class Fetched(NamedTuple):
 
 
 class MinibatchListener:
-    """Records gradients and steps at once, and minibatches sixteen at a time.
+    """Records gradients and steps immediately, and minibatches sixteen at a time.
 
     Args:
         listen: calls a listener after every call of a method of an object; returns the function that ends this.
@@ -130,7 +130,7 @@ class MinibatchListener:
         self.begin(0)
 
     def begin(self, place: int, *, gradient_step: int = 0) -> None:
-        """An update begins; `place` is the index of its rollout in the record, `gradient_step` counts the steps before it."""
+        """Begin an update; `place` is the index of its rollout in the record, `gradient_step` counts the earlier steps."""
         self._policy = self._model.policy
         named = dict(self._policy.named_parameters())
         self.epoch, self.step = -1, 0
@@ -149,7 +149,7 @@ class MinibatchListener:
         self._wants_steps = self._hooks.wants(OptimizerStep)
 
     def taps(self) -> list[Remover]:
-        """Return taps on what is called while minibatches are learned from."""
+        """Return taps on the methods that training on minibatches calls."""
         policy, buffer, listen = self._policy, self._model.rollout_buffer, self._listen
         self._optimizer = None
         self._follow_optimizer()
@@ -180,7 +180,7 @@ class MinibatchListener:
         self.epoch += 1
 
     def _after_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: Any) -> None:
-        """The buffer returned a minibatch; one before it that led to no step, because training stops, is done."""
+        """Handle a minibatch that the buffer returned. An earlier minibatch without a step, because training stops, is done."""
         self.finish()
         epoch, alone = max(self.epoch, 0), self._newest_evaluated == self._fetched_count
         self._fetched_count += 1
@@ -231,7 +231,9 @@ class MinibatchListener:
                 log_probs.register_hook(self._gradients_of_log_probs.append)
 
     def _evaluated(self, observations: Any) -> Fetched | None:
-        """Return the minibatch with these observations; of changed ones the only one left, unless some were fetched ahead."""
+        """Return the minibatch with these observations. If they were changed, return the only open minibatch, unless several were
+        fetched.
+        """
         fetched = self._fetched.pop(id(observations), None)
         if fetched is None and self._fetched:
             (key, last), *others = self._fetched.items()
@@ -253,7 +255,7 @@ class MinibatchListener:
         return self._open is not None and [*map(id, parameters)] == self._parameter_ids
 
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float, norms: Tensor | None) -> None:
-        """The policy's gradients are about to be clipped; `norms` [K] of all there are, None if they were not computed."""
+        """Record gradients before clipping; `norms` [K] of all gradients, None if they were not computed."""
         if not self._sees_clipping:
             self._sees_clipping = True
             self._when_clipping_is_seen()
@@ -279,7 +281,7 @@ class MinibatchListener:
         self.step += 1
 
     def _emit_used_advantages(self, minibatch: MinibatchRow) -> None:
-        """Emit what multiplied the ratios, which were 1: the gradient at log-probability i of a mean over N rows is -A_i / N."""
+        """Emit the factors of the ratios, which were 1: the gradient at log-probability i of a mean over N rows is -A_i / N."""
         gradients, raw, buffer = self._gradients_of_log_probs, self._raw_advantages, self._model.rollout_buffer
         self._gradients_of_log_probs = []
         _, _, numbers, mask, (_, _, old_values, _, _), *_ = minibatch
@@ -290,7 +292,7 @@ class MinibatchListener:
         rows, values = (
             torch.as_tensor(column, device=raw.device).flatten() for column in (buffer.advantages, buffer.values)
         )
-        if torch.equal(values[at].to(raw), old_values.flatten()[valid].to(raw)):  # the buffer counts its rows so
+        if torch.equal(values[at].to(raw), old_values.flatten()[valid].to(raw)):  # the order of rows in the buffer
             own[valid] = rows[at].to(raw)
         event = UsedAdvantages(
             raw=own,

@@ -1,4 +1,4 @@
-"""The rollout, passed through a Stable-Baselines3 policy again: as it was stored, and as a known mistake would read it.
+"""Replays the rollout through a Stable-Baselines3 policy: as it was stored, and as a known mistake would read it.
 
 See `event_parts.PolicyReplay` and `event_parts.CollectionReplay`. Shapes: T steps, B environments, N = T B transitions counted time by
 time, H width of a recurrent state, F width of latents.
@@ -30,13 +30,13 @@ CHUNK_ROWS = 1024
 """Rows of a feed-forward pass at once."""
 
 PART_ROWS = 512
-"""Transitions that are enough to say how layers respond (Moalla 2024)."""
+"""Transitions that suffice to measure how layers respond (Moalla 2024)."""
 
 MAX_GRADIENT_ENVS = 4
 """Environments through whose time gradients are taken."""
 
 MAX_OLDER_ENTRIES = 1 << 20
-"""Entries of the weights that are copied in a sampled update, for a comparison in the next one."""
+"""Largest number of weights that are copied in a sampled update, for a comparison in the next one."""
 
 ACTOR_PARTS = ("features_extractor", "pi_features_extractor", "mlp_extractor", "lstm_actor")
 """Networks between observations and the actor's latents."""
@@ -44,7 +44,7 @@ ACTOR_PARTS = ("features_extractor", "pi_features_extractor", "mlp_extractor", "
 NONLINEAR = (nn.ReLU, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Mish, nn.Softplus)
 
 MODE_LAYERS = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-"""Layers that work differently in training."""
+"""Layers that behave differently in training."""
 
 Observations: TypeAlias = "Tensor | dict[str, Tensor]"
 
@@ -53,7 +53,7 @@ LstmState: TypeAlias = tuple[Tensor, Tensor]
 
 
 class StoredRollout(NamedTuple):
-    """Inputs of a rollout from the buffer, before its rows are put in another order.
+    """Inputs of a rollout from the buffer, before its rows are reordered.
 
     Attributes:
         observations: [T, B, ...], or several by name.
@@ -80,7 +80,7 @@ class StoredRollout(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """States in which the first step of a rollout began; `critic` is None if the critic lacks an LSTM."""
+    """States before the first step of a rollout; `critic` is None if the critic lacks an LSTM."""
 
     actor: LstmState
     critic: LstmState | None
@@ -96,7 +96,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def received(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], of_lstm: LstmState) -> Memory:
-        """Return what the policy was called with; `of_lstm` is what its actor's LSTM was called with."""
+        """Return the arguments of the policy's call; `of_lstm` are the arguments of its actor's LSTM."""
         states: Any = args[1] if len(args) > 1 else kwargs.get("lstm_states")
         return cls(states.pi, states.vf) if hasattr(states, "pi") and hasattr(states, "vf") else cls(of_lstm, None)
 
@@ -114,7 +114,7 @@ class Memory(NamedTuple):
 
 
 class RolloutReplay:
-    """A `PolicyReplay` of a model with a full buffer; its passes write to the policy, so that they are for copies.
+    """A `PolicyReplay` of a model with a full buffer. Its passes write to the policy, so they need a copy.
 
     Args:
         rollout: the event of the rollout.
@@ -147,7 +147,7 @@ class RolloutReplay:
             self._used_advantages, self._clip, self._entropy_coef = used, clip_of(model), float(model.ent_coef)
 
     def collection(self) -> CollectionReplay:
-        """Return the passes of what the policy acted on."""
+        """Return the passes over the inputs that the policy acted on."""
         rollout = self._rollout
         has_modes = any(isinstance(module, MODE_LAYERS) for module in self._policy.modules())
         rows = torch.arange(rollout.rewards.numel(), device=self._policy.device)
@@ -195,7 +195,7 @@ class RolloutReplay:
 
     @torch.no_grad()
     def activations(self) -> Activations:
-        """See `PolicyReplay`; layers of a recurrent policy respond to memory as it was stored."""
+        """See `PolicyReplay`; layers of a recurrent policy respond to the stored memory."""
         policy, calls = self._policy, list[tuple[str, Tensor, Tensor]]()
         parts = {"features": policy.features_extractor, "actor": policy.mlp_extractor.policy_net}
         with without_trace(policy), ExitStack() as stack:
@@ -256,7 +256,7 @@ class RolloutReplay:
         return self._inputs.rows(self._part, self._policy.device)
 
     def _mistaken(self, name: str) -> tuple[StoredRollout, Memory | None] | None:
-        """Return what a mistake reads instead of the stored inputs; None if it does not apply."""
+        """Return the inputs that a mistake reads instead of the stored ones; None if it does not apply."""
         inputs, memory = self._inputs, self._memory
         if not name:
             return inputs, memory
@@ -286,7 +286,7 @@ class RolloutReplay:
         return (inputs._replace(starts=flags[name]), memory) if name in flags else None
 
     def _other_observations(self) -> Array | None:
-        """Observations as the policy received them, unless they are stored for the same, the previous or the next step."""
+        """Observations as the policy received them; None if they are stored for the same, the previous or the next step."""
         stored, acted = self._inputs.observations, self._acted
         if acted is None or not isinstance(stored, np.ndarray) or acted.numel() != stored.size:
             return None
@@ -308,7 +308,7 @@ class RolloutReplay:
                 parameter.data = weights
 
     def _pass(self, inputs: StoredRollout, memory: Memory | None, *, critic: bool = True) -> Outputs:
-        """Outputs in the policy's present mode; memory runs through the whole rollout."""
+        """Outputs in the policy's current mode; memory runs through the whole rollout."""
         policy, hidden, rows = self._policy, None, np.arange(inputs.starts.size)
         chunks = (
             _features(policy, inputs.rows(rows[start : start + CHUNK_ROWS], policy.device))
@@ -327,7 +327,7 @@ class RolloutReplay:
     def _recurrent(
         self, chunks: Iterable[tuple[Tensor, Tensor]], starts: Array, memory: Memory, *, critic: bool
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, H] of the actor, and what the critic reads."""
+        """Hidden states [N, H] of the actor, and the critic's inputs."""
         policy = self._policy
         features, of_critic = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         begins = torch.as_tensor(starts, dtype=torch.float32, device=policy.device)

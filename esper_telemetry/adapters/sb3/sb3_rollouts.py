@@ -1,8 +1,8 @@
 """Rollouts of Stable-Baselines3: their steps as they are taken, and the events of a record's rollouts.
 
-What the buffer holds when the rollout is complete, rewards among it, is read there; between two steps only the rest is recorded. To
-record distributions, observations and actions on their way took 4 % of the trainer's time: a rollout whose update is not sampled goes
-without them, and the policy is listened to in every sixteenth step, for the time that environments take.
+The buffer of a complete rollout has most of the data, including rewards; only other data are recorded between steps. Recording
+distributions, observations and executed actions took 4 % of the trainer's time. Therefore they are only recorded if the update is sampled.
+Otherwise the policy is observed in every sixteenth step, to time the environments.
 
 Shapes: T steps, B environments, I inputs and H width of an LSTM.
 """
@@ -33,10 +33,10 @@ NORMALIZER_EPS = 1e-8
 """Added to the variances of a VecNormalize; its setting does not matter."""
 
 MAX_JOINED_ENTRIES = 1 << 20
-"""Entries of the observations of several rollouts up to which they are joined."""
+"""Largest number of entries in the observations of several rollouts that are joined."""
 
 TIMED_STEPS = 16
-"""Steps from one that is timed to the next: its environments if the rollout is not sampled, its recording if it is."""
+"""Steps from one timed step to the next. The environments are timed if the rollout is not sampled, else the recording."""
 
 NOT_TIMED = nullcontext()
 
@@ -66,7 +66,7 @@ class RolloutRecorder:
         steps: of this rollout.
         recurrent_steps: likewise; empty for a feed-forward policy.
         first_memory: states that the policy received with the first of them.
-        needs_steps: every rollout has to be recorded whole: a smaller record of an earlier one would have lacked something.
+        needs_steps: every rollout must be recorded completely, because a partial record of an earlier one was not enough.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RolloutRecorder:
         self.begin(whole=True)
 
     def begin(self, *, whole: bool) -> None:
-        """Forget all steps: a rollout begins; `whole`: all of its steps are recorded, and not only the ends of episodes."""
+        """Forget all steps: a rollout begins. With `whole`, all of its steps are recorded, not only the ends of episodes."""
         self._whole = whole or self.needs_steps
         self._rewards: list[Array] = []
         self._raw_rewards: list[Array] = []
@@ -108,14 +108,14 @@ class RolloutRecorder:
             self._stop_listening = self._listen(self._policy, "forward", self.after_action)
 
     def taps(self) -> list[Remover]:
-        """Return taps on the memory, on the resets of the environments, and on their answers."""
+        """Return taps on the memory, on the resets of the environments, and on their results."""
         owners: list[object] = [self._policy.lstm_actor] if self._recurrent else []
         memory = [self._listen(owner, "forward", self.after_lstm) for owner in owners]
         resets = [self._listen(owner, "reset", self._resets.after_reset) for owner in self._resets.owners]
         return [*memory, *resets, self._listen(self._model.get_env(), "step_wait", self.after_answer)]
 
     def stop(self) -> None:
-        """Listen to the policy no more."""
+        """Stop listening to the policy."""
         if self._stop_listening is not None:
             self._stop_listening()
             self._stop_listening = None
@@ -198,13 +198,13 @@ class RolloutRecorder:
             for end in self._ends:
                 ended[end.step] = end.dones
             paid = np.stack(self._rewards).astype(stored.dtype)
-        else:  # what the buffer has, which does not tell time limits
+        else:  # the buffer's flags, which do not distinguish time limits
             self._raw_rewards, self._ends = [], []
             ended = np.concatenate([buffer.episode_starts[1:], self._model._last_episode_starts[None]]).astype(bool)
         raw = np.stack(self._raw_rewards) if self._raw_rewards else None
         time_limits = self._finish_episodes(paid if raw is None else raw)
         if raw is not None and np.array_equal(raw.astype(stored.dtype)[~ended], stored[~ended]):
-            paid = raw.astype(stored.dtype)  # the buffer has the rewards from before the environments normalised them
+            paid = raw.astype(stored.dtype)  # the buffer has the rewards before normalisation
         stores_paid = np.array_equal(paid[~ended], stored[~ended], equal_nan=True)
         heads = self._head_columns(stored.shape, can_be_partial=stores_paid and ends_known)
         last = self._asked_last_values(last_values.detach().cpu().flatten())  # the buffer has just waited for them
@@ -276,8 +276,8 @@ class RolloutRecorder:
     ) -> tuple[Array, Array, bool]:
         """Return rewards before bootstraps were added, the critic's estimates after time limits, [T, B] each, and whether both are known.
 
-        `rewards` may be None: the buffer has other ones than the environments paid. A right trainer adds the critic's estimates, so that
-        nothing is left to ask the critic for.
+        None as `rewards` means that the buffer's rewards differ from the environments'. A correct trainer adds the critic's
+        estimates, so the critic need not be called.
         """
         buffer, gamma = self._model.rollout_buffer, self._model.gamma
         stored, known, is_changed = buffer.rewards, rewards is not None, False
@@ -309,7 +309,9 @@ class RolloutRecorder:
         return None if estimates is None else values
 
     def _asked_last_values(self, given: Tensor) -> Tensor:
-        """Return the critic's estimates [B] after the last step, asked for if the trainer took the previous step's, or 0."""
+        """Return the critic's estimates [B] after the last step. They are recomputed if the trainer used the previous step's
+        estimates, or 0.
+        """
         before = torch.from_numpy(self._model.rollout_buffer.values[-1])
         if self._recurrent or not (torch.equal(given, before) or not given.any()):
             return given
@@ -350,9 +352,9 @@ class RolloutRecorder:
 
 
 def _without_bootstraps(stored: Array, paid: Array, bootstraps: Array) -> tuple[Array, bool]:
-    """Return the rewards [T, B] of which the buffer has stored other ones; True if these are scaled or clipped with their bootstraps.
+    """Return the original rewards [T, B] if the buffer's differ; True if the buffer's are scaled or clipped with their bootstraps.
 
-    Otherwise the bootstraps are subtracted in the rows in which they are stored: one step late if they are.
+    Otherwise the bootstraps are subtracted in the rows in which they are stored, even if that is one step late.
     """
     plain = bootstraps == 0.0
     size = float(np.square(paid[plain]).sum())
@@ -407,7 +409,7 @@ def _single_layer(lstm: nn.LSTM, layer: int) -> nn.LSTM:
     """An LSTM of one layer with the weights of that layer."""
     width = lstm.input_size if layer == 0 else lstm.hidden_size
     device = lstm.get_parameter("weight_ih_l0").device
-    # begun on no device, because random weights would be drawn from the generator of the run
+    # created on the meta device, because random weights would be drawn from the run's generator
     single = nn.LSTM(width, lstm.hidden_size, bias=lstm.bias, device="meta").to_empty(device=device)
     with torch.no_grad():
         for name, parameter in single.named_parameters():
