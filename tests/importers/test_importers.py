@@ -273,7 +273,7 @@ def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixtu
             "these are the columns of no known trainer: accuracy; name what they hold: esper-telemetry diagnose",
         ),
         ("wandb:nothing", "wandb: needs a folder of a run, or entity/project/run, got 'nothing'"),
-        ("mlflow:sqlite:///x.db?run=a", "there is no x.db"),
+        ("mlflow:sqlite:///x.db?run=a", "x.db does not exist"),
         ("mlflow:?run=a", "there is no "),
         ("mlflow:sqlite:///other.csv?run=a", "cannot be read: DatabaseError: (sqlite3.DatabaseError) file is not"),
         ("mlflow:folder?run=a", "MLflow at folder cannot be read: MlflowException: "),

@@ -18,7 +18,7 @@ MAX_INPUT_ENTRIES = 1 << 22
 """Entries of the inputs of one rollout that are copied."""
 
 MAX_GRAPH_ENTRIES = 1 << 14
-"""Entries of the inputs of a layer with a graph, which may be those of a minibatch, that are copied."""
+"""Largest number of input entries that are copied for a layer with a graph, which may be training on a minibatch."""
 
 MAX_LAYERS = 16
 """Layers of the acting network that are known."""
@@ -27,20 +27,20 @@ SAME_INPUT = 1e-5
 """Difference up to which two inputs are the same, next to the largest one."""
 
 MIN_GROUP = 3
-"""Rows from which on it shows whether inputs are others times a number, plus another one."""
+"""Rows that suffice to decide whether inputs are other inputs scaled and shifted."""
 
 MIN_SCALED = 0.95
-"""Share of groups and inputs in which they must be: normalisers cut a few."""
+"""Share of groups and inputs that must fit, because normalisers clip a few."""
 
 DRIFT_STEPS, DRIFT = 8, 1e-3
-"""Steps within which running statistics are the same, up to this share of the variance."""
+"""Largest change of running statistics between nearby steps, as a share of the variance."""
 
 MIN_SHARE = 0.5
-"""Share of rows with other inputs from which on a script acts on other observations than it trains on."""
+"""Share of rows with different inputs above which a script acts on other observations than it trains on."""
 
 
 class Acting(NamedTuple):
-    """What a script acted on.
+    """The inputs and the network that a script acted with.
 
     Attributes:
         inputs: [T, B, n], of the first layer.
@@ -91,7 +91,7 @@ class Acting(NamedTuple):
 
 
 def _scales_drift(acted: Tensor, stored: Tensor) -> bool:
-    """Return True if inputs [T, B, n] are the stored ones, moved and scaled by numbers that hardly change between steps."""
+    """Return True if inputs [T, B, n] are the stored ones, shifted and scaled by numbers that hardly change between steps."""
     whole = len(acted) // DRIFT_STEPS * DRIFT_STEPS
     delayed = torch.isclose(acted[1:], stored[:-1]).all(-1), torch.isclose(acted[:-1], stored[1:]).all(-1)
     if not whole or max(float(one.double().mean()) for one in delayed) > MIN_SHARE:
@@ -103,7 +103,7 @@ def _scales_drift(acted: Tensor, stored: Tensor) -> bool:
 
 
 def _are_scaled(acted: Tensor, own: Tensor, tolerance: float = SAME_INPUT) -> bool:
-    """Return True if inputs [K, M, n] are others times a number, plus another one.
+    """Return True if inputs [K, M, n] are the other inputs, scaled and shifted.
 
     The numbers may differ between the K groups, as running statistics do between steps.
     """
@@ -132,7 +132,7 @@ class ActingLog:
             return  # neither its inputs nor its weights would be kept
         if has_graph and inputs.numel() > MAX_GRAPH_ENTRIES:
             return
-        # to read the weight of a parametrised layer computes it, and may change the layer's buffers
+        # reading the weight of a parametrised layer computes it, and may change the layer's buffers
         weight = layer._parameters.get("weight")
         if not self._steps and isinstance(weight, Tensor) and len(self._weights) < MAX_LAYERS:
             self._weights.setdefault(id(weight), weakref.ref(weight))
@@ -140,7 +140,7 @@ class ActingLog:
             self._pending, self._training = inputs.detach().reshape(-1, inputs.shape[-1]).clone(), layer.training
 
     def before_backward(self) -> None:
-        """What was called since the last step of the environments was training."""
+        """Treat all calls since the last step of the environments as training."""
         self._pending = None
         if not self._steps:
             self._weights.clear()

@@ -81,14 +81,14 @@ SCALARS = "scalars"
 
 
 SAME_CLIP = 1e-5
-"""Difference up to which a clip range is the one that is set."""
+"""Largest difference between a clip range and its setting."""
 
 MAX_OTHER_LOSSES = 256
-"""Losses without a policy's term after which a script is taken for one that does not train by a policy gradient."""
+"""Losses without a policy's term after which a script is assumed not to use a policy gradient."""
 
 
 class OptimizerCall(NamedTuple):
-    """An optimizer step under way, and the losses whose gradients it applies."""
+    """The current optimizer step, and the losses whose gradients it applies."""
 
     optimizer: Optimizer
     variables: Variables
@@ -100,8 +100,8 @@ class ScriptListener:
 
     Args:
         begin: called once, before the first event.
-        log: receives numbers for the record of the update under way.
-        on_error: receives the reader of losses and what it has raised, which costs the reading and nothing else.
+        log: receives numbers for the record of the current update.
+        on_error: receives the reader of losses and its exception. Only the reading is lost.
 
     Attributes:
         hooks: where to listen.
@@ -162,7 +162,7 @@ class ScriptListener:
         self._call: OptimizerCall | None = None
         self._announced: Optimizer | None = None
         self._shown = self._several = False
-        self._stepping = False  # an optimizer takes a step: of the passes of its closure only it knows which ones count
+        self._stepping = False  # an optimizer takes a step: only it knows which passes of its closure count
         self._scales: object = None
         self._last_clips: weakref.WeakKeyDictionary[Optimizer, list[ClipCall]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -174,7 +174,7 @@ class ScriptListener:
 
     @property
     def missing(self) -> list[str]:
-        """Parts of an update that are searched for and not measured, in words."""
+        """Descriptions of the parts of an update that were searched for but are not measured."""
         wanted = [GRADIENTS, RATIOS, ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, *([MEMORY] if self.lstm_count else [])]
         return [what for what in wanted if not any(finding.startswith(what) for finding in self.findings)]
 
@@ -248,7 +248,7 @@ class ScriptListener:
         optimizer = optimizers[0] if len(optimizers) == 1 else None  # whose parameters the gradient reaches
         if self._announced is not None:
             if optimizer is self._announced or not self._several:
-                # of several passes none is that of the whole loss: a second announcement ends the check
+                # with several passes, no single one has the whole loss: a second announcement ends the check
                 self._emit_objective(self._announced, variables)
             return
         if optimizer is None or ((reading is None or reading.policy is None) and not self._several):
@@ -264,9 +264,9 @@ class ScriptListener:
         self._scales = variables.find_instance(GradScaler)
 
     def _with_left_out(self, reading: LossReading) -> LossReading:
-        """Return a reading with the critic's term that its loss leaves out, unless the critic has losses of its own.
+        """Return a reading with the critic's term that its loss leaves out, unless the critic has separate losses.
 
-        Its targets are the mean return: that the term is missing shows with any targets.
+        Its targets are the mean return, because any targets show that the term is missing.
         """
         value, rollout = reading.left_out, self._rollout
         if value is None or value.values is None or rollout is None or self._minibatches.critic_apart:
@@ -289,7 +289,9 @@ class ScriptListener:
         return any(not leaves.isdisjoint(map(id, _parameters_of(one))) for one in climbing)
 
     def after_backward(self) -> None:
-        """It has ended. A script that clips by a function of its own shows its gradients only now, one that scales them only later."""
+        """The backward pass has ended. Gradients of a script that clips with its own function are available now, scaled gradients
+        later.
+        """
         announced = self._announced
         if announced is not None and not self._shown and not self._last_clips.get(announced) and self._scales is None:
             self._emit_gradients(announced)
@@ -321,14 +323,16 @@ class ScriptListener:
         )
 
     def _steps_with_turns(self) -> int:
-        """A number of steps by which one optimizer is checked in one update, and another one in the next: they take turns, or the one takes
-        all of its steps before the other.
+        """Number of steps after which the check is due. It makes successive updates check different optimizers, whether they
+        alternate or step in sequence.
         """
         in_turns = self._early[0] != self._early[1]
         return 3 + self.updates % 2 if in_turns else self._last_steps if self.updates % 2 else 3
 
     def _rate_of_settings(self, optimizer: Optimizer, variables: Variables) -> float | None:
-        """The learning rate that the settings say of the only optimizer, where its own is constant and no other setting says that."""
+        """The only optimizer's learning rate by the settings, if the optimizer's own rate is constant and the settings do not
+        explain this.
+        """
         rate = float(optimizer.param_groups[0]["lr"])
         if self._several or not self.updates or rate != self._first_rate:
             return None
@@ -336,7 +340,9 @@ class ScriptListener:
         return None if any(names.as_number(value) == rate for value in others) else self._stated.get("learning_rate")
 
     def _max_norm(self, optimizer: Optimizer, variables: Variables) -> float | None:
-        """The limit to which the last step was clipped; the setting where no norm was, and None if there were several or of a part."""
+        """The limit to which the last step was clipped; the setting if nothing was clipped, and None for several limits or a
+        partial clip.
+        """
         positive = variables.find(
             settings.MAX_NORM, lambda value: limit if (limit := names.as_number(value) or 0) > 0 else None
         )
@@ -354,7 +360,7 @@ class ScriptListener:
         if gradients is not None:
             self._shown = True
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
-            self._trained |= parameters  # an update's passes may be of several optimizers
+            self._trained |= parameters  # an update's passes may belong to several optimizers
             self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=self._trained, **gradients._asdict()))
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -377,7 +383,7 @@ class ScriptListener:
         self._gradient_step += 1
 
     def end_update(self) -> None:
-        """The environments go on, or the script is over; nothing happens between updates."""
+        """End the update: the environments continue, or the script is over. Nothing happens between updates."""
         if not self.open:
             return
         self._emit_minibatches(all_of_them=True)
@@ -403,7 +409,7 @@ class ScriptListener:
         )
 
     def _rates_of(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> list[GroupRate]:
-        """Return the rates of an optimizer; an only one has the name of the network whose loss it follows, or of its variable."""
+        """Return the rates of an optimizer. A single rate has the name of the network whose loss it follows, or of its variable."""
         rates = group_rates(optimizer)
         if len(rates) != 1:
             return rates
@@ -419,7 +425,7 @@ class ScriptListener:
     def after_env_step(
         self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False
     ) -> None:
-        """The script has called `step` of an environment, or of a `foreign` object that may be one: the result tells."""
+        """The script has called `step` of an environment, or of a `foreign` object that may be one, depending on the result."""
         parts = step_parts(result) if foreign else result
         if parts is None:
             return
@@ -451,7 +457,7 @@ class ScriptListener:
     def _announce_run(
         self, variables: Variables, rollout: ScriptRollout | None, found: Mapping[str, str], first: LossReading | None
     ) -> None:
-        """Emit `RunStart`; the first rollout may tell settings that have no name. `found` are variables by role."""
+        """Emit `RunStart`; the first rollout may show unnamed settings. `found` are variables by role."""
         lines = self._source.lines
         traced = {
             role.replace("log_probs", "log-probabilities"): f"in `{name}` ({lines[name]})" if name in lines else name
@@ -473,7 +479,7 @@ class ScriptListener:
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
 
     def _data_of(self, variables: Variables) -> object:
-        """Identify the data that are learned from, where no environment step came between: by the steps, else the script's counter."""
+        """Identify the training data of updates without environment steps between them: by the steps, else the script's counter."""
         return self.environments.steps or variables.find(names.GLOBAL_STEP, names.as_integer)
 
     def _begin_update(self, variables: Variables, readings: Sequence[LossReading]) -> None:
@@ -564,13 +570,13 @@ class ScriptListener:
         chosen: Tensor | None,
         observations: Tensor | None,
     ) -> RolloutActions | None:
-        """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
+        """Return the actions of the rollout with their distributions and the environments' results; None without distributions."""
         actions, log_probs, ended = finder.actions(chosen), finder.log_probs, finder.ended
         if log_probs is None or ended is None:
             return None
         count, by_head = len(heads.logits) + len(heads.means), dict[str, Tensor]()
         if actions is not None and (count < 2 or actions.shape[-1] >= count):
-            # without distributions in acting those of training, if it is one, are of the same head
+            # without distributions in acting, a single distribution in training is of the same head
             names = head_names(max(1, count))
             whole = not actions.is_floating_point() or bool((actions == actions.round()).all())
             by_head = head_actions(actions, names, heads.means if count or whole else names, log_probs.shape)
@@ -668,14 +674,14 @@ class ScriptListener:
             if reading.entropy is None and reading.is_whole and self._stated.get("entropy_coef"):
                 reading = reading._replace(entropy=unused_entropy(reading.heads))
             if policy.log_ratio is None and rows is not None and not (reading.heads.logits or reading.heads.means):
-                # what was acted on is what is trained
+                # the distributions acted on are the ones trained
                 reading = reading._replace(heads=_rows_of(self._acted_heads, rows))
             losses = losses_of(reading, value, self._weights())
             if losses:
                 self.findings[LOSSES] = None
             self.hooks.emit(
                 MinibatchEnd(
-                    epoch=minibatch.epoch if counted else 0,  # where a pass ends is not known
+                    epoch=minibatch.epoch if counted else 0,  # the end of a pass is not known
                     step=minibatch.step,
                     log_ratio=minibatch.log_ratio,
                     advantages=policy.advantages,
@@ -715,7 +721,7 @@ class ScriptListener:
             ]
 
     def _named_parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """The optimizer's parameters by name; those that were not there in the beginning by their number."""
+        """The optimizer's parameters by name; parameters that were added later are numbered."""
         named = self._parameters
         return {
             named.get(id(parameter), f"parameter_{len(named) + place}"): parameter

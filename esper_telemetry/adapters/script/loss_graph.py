@@ -1,8 +1,9 @@
-"""The terms of a loss, read off its graph before the backward pass, whatever the script calls its variables.
+"""Reads the terms of a loss from its graph before the backward pass, independent of the script's variable names.
 
-A graph keeps what a backward pass needs: the ratio where it is clipped, the advantages that multiply it, the bounds of the clip, the error
-of the critic. From the loss downwards, sums, means and products with numbers are followed to the *terms*: the first operations that are not
-linear. `torch.autograd.grad` up to these terms gives their weights. It leaves `.grad`, weights and the graph as they are.
+A graph keeps the tensors that a backward pass needs: the ratio that is clipped, the advantages that multiply it, the bounds of the
+clip, the error of the critic. From the loss downwards, sums, means and products with numbers are followed to the *terms*: the first
+operations that are not linear. `torch.autograd.grad` up to these terms gives their weights. It leaves `.grad`, weights and the
+graph as they are.
 
 Shapes: N rows of the minibatch, A actions, D action dimensions.
 """
@@ -28,23 +29,23 @@ Operands = Callable[[int], Tensor]
 """Returns the numbers of an operand of a node; raises LookupError if they are not known."""
 
 MAX_NODES = 20_000
-"""Nodes of a graph that are read: a policy with memory has thousands."""
+"""Largest number of nodes of a graph that are read: a policy with memory has thousands."""
 
 MAX_VALUE_DEPTH = 16
-"""Operations from which a number is recomputed that the graph does not keep."""
+"""Depth of operations for recomputing a number that the graph does not keep."""
 
 ROUNDING = 1e-6
 """Relative difference up to which two numbers in single precision are the same."""
 
 MIN_SUMMED_ROWS = 4
-"""Rows above which a slope of 1 for each is that of a sum, and no weight of a mean."""
+"""Rows above which a slope of 1 for each row shows a sum, not a mean with a weight."""
 
 RESHAPES = {
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1"),
     *("SqueezeBackward2", "UnsqueezeBackward0", "CloneBackward0", "AliasBackward0", "ToCopyBackward0"),
 }
 VIEWS = {*RESHAPES, "ExpandBackward0", "TransposeBackward0", "PermuteBackward0"}
-"""Operations that change the shape of their input, and no entry; after `RESHAPES` the entries are in the same order."""
+"""Operations that change only the shape of their input, not its entries; after `RESHAPES` the entries are in the same order."""
 
 SUMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "MeanBackward0", "MeanBackward1"}
 JOINTS = {"StackBackward0", "CatBackward0"}
@@ -85,17 +86,18 @@ class PolicyTerm(NamedTuple):
     """The policy's term of a loss.
 
     Attributes:
-        log_ratio: [N]; None of a policy gradient without a ratio.
+        log_ratio: [N]; None for a policy gradient without a ratio.
         advantages: [N], as they multiply the ratio, or the log-probability.
-        clip: range of the ratio around 1; None if none is cut.
+        clip: range of the ratio around 1; None if it is not clipped.
         loss: 0-d, without its weight; None if the graph does not keep its rows.
         weight: of the loss.
         valid: [N], bool: rows that count; None if every row does.
-        edge: where gradients of the log-ratio, or of the log-probability, go on.
-        log_probs: [N], of the actions now; None if the graph does not tell.
-        inverted: the loss has the ratio of the old policy to the new one; `log_ratio` is that of the new one to the old one.
-        attached: where gradients of the advantages go on, of their negatives where `negated`; None if they have none, as they should.
-        reshaped: another function of the ratio than a clip is multiplied, in this term or in one beside it: the loss is not that of PPO.
+        edge: edge of the graph at which gradients of the log-ratio, or of the log-probability, continue.
+        log_probs: [N], of the actions now; None if the graph does not show them.
+        inverted: the loss has the ratio of the old policy to the new one; `log_ratio` is new to old.
+        attached: edge at which gradients of the advantages continue, of their negatives if `negated`; None if they are detached,
+            as they should be.
+        reshaped: this term or a related one multiplies a function of the ratio other than a clip: the loss is not PPO's.
     """
 
     log_ratio: Tensor | None
@@ -112,9 +114,9 @@ class PolicyTerm(NamedTuple):
     reshaped: bool = False
 
     def preferred(self, other: PolicyTerm) -> PolicyTerm:
-        """Return the one of two terms of a loss that has a ratio and is not reshaped, the first of equal ones.
+        """Return whichever of two terms has a ratio and is not reshaped, or the first if they are equal.
 
-        Beside a reshaped term it is a part of a loss that is not PPO's, and counts as reshaped.
+        If the other term is reshaped, the loss is not PPO's, and the returned term is marked as reshaped too.
         """
         first, second = sorted((self, other), key=lambda one: (one.log_ratio is None, one.reshaped))
         return first._replace(loss=None, clip=None, reshaped=True) if second.reshaped else first
@@ -129,13 +131,13 @@ class ValueTerm(NamedTuple):
     """The critic's term of a loss.
 
     Attributes:
-        values, returns: [N], estimates now, and their targets; `values` is None if the graph does not tell them.
+        values, returns: [N], current estimates, and their targets; `values` is None if the graph does not show them.
         old_values: [N], around which the values are clipped; None without a clip.
         clip: range of the values; None without one.
         kind: "squared", "Huber" or "absolute".
-        edge: where gradients of the values go on.
-        loss: 0-d, without a weight, so that it is half the mean error squared where it is a mean of squares.
-        weight: of the loss; 0 of a critic that the loss leaves out.
+        edge: edge of the graph at which gradients of the values continue.
+        loss: 0-d, without a weight: for squared errors, half the mean squared error.
+        weight: of the loss; 0 for a critic that the loss leaves out.
     """
 
     values: Tensor | None
@@ -154,8 +156,8 @@ class EntropyTerm(NamedTuple):
     Attributes:
         entropies: [N], [N, D] or their mean; [N, A] of a softmax that the script computes itself, to be summed over choices.
         loss: 0-d, the negative mean over rows, without its weight.
-        weight: of the loss; negative where entropy is punished, 0 if it was computed and left out.
-        edge: where gradients of the entropies go on; of their negatives where `negated`; None if the graph has none, or several.
+        weight: of the loss; negative if entropy is penalised, 0 if it was computed and left out.
+        edge: edge at which gradients of the entropies continue, of their negatives if `negated`; None without exactly one.
     """
 
     entropies: Tensor
@@ -186,15 +188,15 @@ class LossReading(NamedTuple):
     """The terms of a loss.
 
     Attributes:
-        total: 0-d, the loss itself; its negative where it is climbed.
-        complete: there is no other term.
-        left_out: the critic's estimates of these rows, which the loss does not depend on; None if it does, or where none were computed.
+        total: 0-d, the loss itself; its negative if it is maximised.
+        complete: the loss lacks other terms.
+        left_out: the critic's estimates of these rows, if the loss does not depend on them; None otherwise.
         inputs: [N, ...], the network's inputs in these rows; None if the graph does not keep them.
         logits: [N, A], of a policy that computes its log-probabilities itself.
-        actions: [N], that it takes them of.
+        actions: [N], whose log-probabilities it takes.
         source: of the logits.
-        climbed: the optimizer maximises the loss; the terms are those of its negative.
-        heads: distributions of its rows, where the script has asked any for the log-probabilities.
+        climbed: the optimizer maximises the loss; the terms belong to its negative.
+        heads: distributions of its rows, if the script has used any for the log-probabilities.
     """
 
     policy: PolicyTerm | None
@@ -212,13 +214,14 @@ class LossReading(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if the loss is that of the policy and of the critic, which it may leave out."""
+        """True if the loss includes the policy's and the critic's terms, or leaves the critic out."""
         return self.complete and (self.value or self.left_out) is not None
 
 
 class _Product(NamedTuple):
-    """Advantages times a ratio or a log-probability: the factor [N], the node that it multiplies, the clip between both, and where
-    gradients of the factor go on, if it has any. With `reshaped` another function of the ratio is multiplied.
+    """Advantages times a ratio or a log-probability: the factor [N], the node that it multiplies, and the clip between both.
+    `attached` is the edge at which the factor's gradients continue, if any. With `reshaped`, another function of the ratio is
+    multiplied.
     """
 
     factor: Tensor
@@ -237,7 +240,7 @@ def read_loss(
     values: Sequence[Tensor] = (),
     climbed: bool = False,
 ) -> LossReading | None:
-    """Return the terms of a loss that a backward pass is about to begin with; None if it has none of a policy or critic.
+    """Return the terms of a loss before its backward pass; None if it lacks terms of a policy and a critic.
 
     Args:
         loss: 0-d, with its graph.
@@ -260,7 +263,7 @@ def graph_of(output: Tensor) -> Collection[Node]:
 
 
 def leaves_of(output: Tensor) -> list[Tensor]:
-    """Return the tensors in which the graph of an output ends: those that its backward pass adds gradients to."""
+    """Return the leaves of an output's graph, to which its backward pass adds gradients."""
     return [node.variable for node in _below(output.grad_fn) if hasattr(node, "variable")]
 
 
@@ -281,7 +284,7 @@ class _LossReader:
         self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
 
     def read(self, *, climbed: bool) -> LossReading | None:
-        """Return the terms; None if there is none of a policy or critic."""
+        """Return the terms; None without a term of a policy or critic."""
         terms = list(dict.fromkeys(self._terms(self.loss.grad_fn)))
         edges = [GradientEdge(node, number) for node, number in terms]
         descended = -self.loss if climbed else self.loss
@@ -325,7 +328,7 @@ class _LossReader:
         if policy is not None and not others:
             entropy = self._unused_entropy(len(policy.advantages)) if entropy is None else entropy
             left_out = self._unused_values(len(policy.advantages)) if value is None else None
-        if entropy is not None and policy is not None:  # of several choices in a row the entropy is the sum
+        if entropy is not None and policy is not None:  # the entropy is the sum over the choices of a row
             choices = max(1, entropy.entropies.numel() // len(policy.advantages))
             entropy = entropy._replace(weight=entropy.weight / choices, loss=entropy.loss * choices)
         return LossReading(
@@ -352,7 +355,7 @@ class _LossReader:
         return ValueTerm(unused[-1].detach().reshape(-1), None, None, None, "squared", _edge(unused[-1]))
 
     def _joins_estimates(self, tensor: Tensor) -> bool:
-        """Return True for the critic's estimates of several steps, one after the other."""
+        """Return True for the critic's estimates of several steps, concatenated."""
         own = {one.grad_fn for one in self.values}
         waiting, visited = [tensor.grad_fn], set[Node]()
         while waiting:
@@ -365,7 +368,7 @@ class _LossReader:
         return len(visited) > 1 and not own.isdisjoint(visited)
 
     def _unused_entropy(self, count: int) -> EntropyTerm | None:
-        """The entropies of the rows that the loss does not depend on: of the last distribution alone."""
+        """The entropies of the rows that the loss does not depend on, from the last distribution."""
         unused = [one for one in self.outputs.entropies if one.dim() and len(one) == count]
         if len(unused) != 1 or unused[0].grad_fn in self.consumers:
             return None
@@ -373,7 +376,7 @@ class _LossReader:
         return EntropyTerm(entropies, -entropies.sum() / count, 0.0, _edge(unused[0]))
 
     def _own_gradient(self, place: int, edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> Tensor:
-        """Gradient of the loss with respect to a term without what comes through the other terms, which may lie above it."""
+        """Gradient of the loss with respect to a term, without paths through the other terms, which may be above it."""
         others = [
             (edge, gradient)
             for other, (edge, gradient) in enumerate(zip(edges, gradients, strict=True))
@@ -439,7 +442,7 @@ class _LossReader:
         negated = self._is_negated(node, factor, gradient, is_ratio=plain.is_ratio)
         rows = self.value(node)
         slopes = gradient.reshape(-1)
-        # a mean has slopes of weight / N; the weight of a sum is that of each row, so that the sum shows
+        # a mean has slopes of weight / N; a sum gets weight 1, so that its size shows
         is_sum = plain.is_ratio and len(slopes) > MIN_SUMMED_ROWS and bool(((slopes.abs() - 1).abs() < ROUNDING).all())
         weight, valid = 1.0 if is_sum else float(slopes.abs().sum()), slopes != 0
         reshaped = any(one.reshaped for one in products)
@@ -463,12 +466,12 @@ class _LossReader:
         )
 
     def _is_negated(self, node: Node, factor: Tensor, gradient: Tensor, *, is_ratio: bool) -> bool:
-        """Return True if a factor is the negative advantages: the script holds these, the larger of two losses is taken, or gains of one
-        that is not clipped are subtracted.
+        """Return True if a factor is the negative advantages: the script holds them, the larger of two losses is taken, or the
+        gains of an unclipped loss are subtracted.
         """
         for sign in (False, True):
             own = -factor.reshape(-1) if sign else factor.reshape(-1)
-            # products with a ratio of 1 are no advantages
+            # products with a ratio of 1 are not advantages
             columns = (one for one in self.columns if one.numel() == len(own) and not (is_ratio and one.requires_grad))
             if any(torch.equal(own, one.reshape(-1)) for one in columns):
                 return sign
@@ -525,7 +528,7 @@ class _LossReader:
         return None
 
     def _unclipped(self, node: Node) -> tuple[Node, float | None]:
-        """Return what is cut to a range around 1, with half of that range; the node itself if nothing is."""
+        """Return the node that is clipped to a range around 1, with half of that range; the node itself without a clip."""
         if _kind(node) not in ("ClampBackward0", "ClampBackward1"):
             return node, None
         low, high = _number(node._saved_min), _number(node._saved_max)
@@ -534,7 +537,7 @@ class _LossReader:
         return self._through_views(_children(node)[0]), max(high - 1, 1 - low)
 
     def _without_sign(self, node: Node) -> tuple[Node, bool]:
-        """Return what is negated, and whether it is: an odd number of times, through views."""
+        """Return the node below negations and views, and whether the number of negations is odd."""
         negative, node = False, self._through_views(node)
         while _kind(node) == "NegBackward0":
             negative, node = not negative, self._through_views(_children(node)[0])
@@ -603,11 +606,11 @@ class _LossReader:
         return HeadColumns(), None, None
 
     def _layer_of(self, log_softmax: Node) -> LayerOutputs | None:
-        """The outputs of a linear layer that a softmax is taken of."""
+        """The outputs of a linear layer below a softmax."""
         return self._layer_at(_children(log_softmax)[0], _shape(log_softmax)[-1])
 
     def _layer_at(self, node: Node, count: int) -> LayerOutputs | None:
-        """The outputs of a linear layer that a node is, perhaps some of several."""
+        """The outputs of a linear layer at a node, perhaps only some of the outputs."""
         node, start = self._through_views(node), 0
         while _kind(node) == "SliceBackward0":
             start += _axis(node._saved_start) if _axis(node._saved_dim) in (-1, len(_shape(node)) - 1) else 0
@@ -644,7 +647,7 @@ class _LossReader:
         return error._replace(loss=loss, weight=weight)
 
     def _error(self, node: Node) -> ValueTerm | None:
-        """Differences of values and targets: both columns as far as they are known, and the clip."""
+        """Differences of values and targets: both columns if they are known, and the clip."""
         kind, children = _kind(node), _children(node)
         if kind in EXTREMES:
             errors = [self._error(self._through_views(child)) for child in children if child is not None]
@@ -696,7 +699,7 @@ class _LossReader:
         return clipped.old_values + (clipped.values - clipped.old_values).clamp(-clipped.clip, clipped.clip)
 
     def _clipped_error(self, node: Node, values: Tensor | None, returns: Tensor | None, kind: str) -> ValueTerm:
-        """Follow values to those before a clip around others: old + clamp(values - old), or clamp(values, old - clip, old + clip)."""
+        """Follow clipped values to the unclipped ones: old + clamp(values - old), or clamp(values, old - clip, old + clip)."""
         node = self._through_views(node)
         if (
             _kind(node) == "ClampBackward0"
@@ -734,10 +737,10 @@ class _LossReader:
         entropies = self.entropies.get(node)
         if entropies is not None:
             numbers, slopes = entropies, gradient
-        elif sampled and node in self.log_probs:  # of the actions taken, in place of the entropy
+        elif sampled and node in self.log_probs:  # of the actions taken, instead of the entropy
             numbers, slopes = -self.log_probs[node], -gradient
         elif self._is_plogp(node):
-            used = gradient != 0  # perhaps of the chosen actions alone
+            used = gradient != 0  # perhaps only of the chosen actions
             numbers, slopes = -(node._saved_self * node._saved_other).detach(), -gradient
             if not bool(used.all()):
                 numbers, slopes = numbers[used], slopes[used]
@@ -754,7 +757,7 @@ class _LossReader:
         return EntropyTerm(numbers, loss, weight, GradientEdge(node, 0), negated=entropies is None)
 
     def _joined_entropies(self, node: Node) -> Tensor | None:
-        """Entropies of the distributions of several steps, one after the other, with the shape that the script gives them."""
+        """Entropies of the distributions of several steps, concatenated in the script's shape."""
         parts = [self._entropies_of(child) for child in _children(node)]
         known = [part.reshape(-1) for part in parts if part is not None]
         count = sum(map(len, known))
@@ -793,7 +796,7 @@ class _LossReader:
     # numbers of nodes
 
     def value(self, node: Node, depth: int = MAX_VALUE_DEPTH) -> Tensor | None:
-        """Return the numbers that an operation has returned, as far as the script or the graph keeps them."""
+        """Return the result of an operation from the numbers that the script or the graph keeps."""
         held = self.held.get(node)
         if held is not None or not depth:
             return held
@@ -842,7 +845,7 @@ class _LossReader:
 
 
 def _errors(node: Node, _: Operands) -> Tensor:
-    """What `F.mse_loss` and its relatives return."""
+    """The result of `F.mse_loss` and related functions."""
     reduction = ("none", "mean", "sum")[node._saved_reduction]
     own, target, loss = node._saved_self, node._saved_target, torch.nn.functional
     if _kind(node) == "MseLossBackward0":
@@ -857,7 +860,7 @@ def _all(node: Node, operand: Operands) -> list[Tensor]:
 
 
 def _layer_output(node: Node, _: Operands) -> Tensor:
-    """What a linear layer has returned, from its inputs and its parameters."""
+    """The result of a linear layer, from its inputs and its parameters."""
     bias, inputs, turned = _children(node)
     leaf, weight = getattr(bias, "variable", None), getattr(_children(turned)[0], "variable", None) if turned else None
     if (inputs is not None and node._saved_mat1 is None) or leaf is None or weight is None:
@@ -888,11 +891,11 @@ FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
     **dict.fromkeys(ERRORS, _errors),
     **dict.fromkeys(RESHAPES, lambda node, operand: operand(0).reshape(_shape(node))),
 }
-"""What operations return, from the tensors that their nodes keep and from their operands; LookupError if one is not known."""
+"""The results of operations, from the tensors that their nodes keep and from their operands; LookupError if one is not known."""
 
 
 def _of_shape(factor: Tensor, shape: torch.Size) -> Tensor:
-    """Return a factor with the shape of what it multiplies; its mean where several of its entries multiply one, as [N, N] times [N]."""
+    """Return a factor in the shape of the other factor. If several entries multiply one, as in [N, N] times [N], return their mean."""
     whole = torch.broadcast_shapes(shape, factor.shape)
     padded = (1,) * (len(whole) - len(shape)) + shape
     axes = [axis for axis, size in enumerate(padded) if size != whole[axis]]
@@ -906,7 +909,7 @@ def _edge(output: Any) -> GradientEdge:
 
 
 def _below(node: Node) -> dict[Node, None]:
-    """All nodes below one, itself included, those near it first."""
+    """A node and all nodes below it, the nearest first."""
     found: dict[Node, None] = {node: None}
     waiting = deque([node])
     while waiting and len(found) < MAX_NODES:
@@ -926,7 +929,7 @@ def _kind(node: Node) -> str:
 
 
 def _shape(node: Node, number: int = 0) -> torch.Size:
-    """The shape of what an operation has returned."""
+    """The shape of an operation's result."""
     return torch.Size(node._input_metadata[number].shape)
 
 

@@ -1,4 +1,4 @@
-"""`TelemetryCallback` for the Stable-Baselines3 models and the TRL trainers of a script, each with a run of its own."""
+"""`TelemetryCallback` for the Stable-Baselines3 models and the TRL trainers of a script, each with its own run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ Callback = TypeVar("Callback", "TelemetryCallback", "trl.TelemetryCallback")
 class ScriptModels:
     """Adds a `TelemetryCallback` to the callbacks of every `learn`, unless the script has one there itself.
 
-    A model that learns again continues its run. Another model gets a run of its own, which ends the runs of models that do not learn
-    at that moment.
+    A model that learns again continues its run. Another model gets a new run, which ends the runs of models that are not learning.
 
     Args:
         make: makes the telemetry of the model with that number, from 1.
         say: writes a line for people.
-        before_attach: called before a callback is attached to a model, or the model is left to a callback of the script's own.
+        before_attach: called before a callback is attached to a model, or before the model is left to the script's own callback.
 
     Attributes:
         last: the callback that was attached last; None before the first.
-        own: the script has a `TelemetryCallback` of its own.
+        own: the script has its own `TelemetryCallback`.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class ScriptModels:
         return both
 
     def watch(self, trainer: Any) -> None:
-        """Add a callback to a trainer of transformers that is about to train, if it is TRL's `GRPOTrainer` and has none."""
+        """Add a callback to a trainer of transformers that is about to train, if it is TRL's `GRPOTrainer` without a callback."""
         from esper_telemetry.adapters.trl import METHODS, TelemetryCallback
 
         present = [part for part in trainer.callback_handler.callbacks if isinstance(part, TelemetryCallback)]
@@ -80,7 +79,7 @@ class ScriptModels:
             self._open.pop().telemetry.__exit__(type(error) if error else None, error, None)
 
     def _leave_alone(self) -> None:
-        """Leave the model to a callback of the script's own."""
+        """Leave the model to the script's own callback."""
         if os.getpid() == self._pid:
             self.own = True
             self._before_attach()

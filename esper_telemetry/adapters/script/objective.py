@@ -1,7 +1,7 @@
 """Gradients of the terms that PPO's objective would have in a script's minibatch, through the graph of the script's own loss.
 
-The terms are computed from the numbers that the loss was computed from, and their gradients go on where the graph of the loss has these
-numbers. `torch.autograd.grad` leaves `.grad`, weights and random numbers as they are; the graph stays for the script's own pass.
+The terms are computed from the same numbers as the loss, and their gradients continue in the graph of the loss at these numbers.
+`torch.autograd.grad` does not change `.grad`, weights or random numbers. The graph is kept for the script's own pass.
 
 Shapes: N rows of the minibatch, d entries of the parameters, one after the other.
 """
@@ -37,7 +37,7 @@ def loss_terms(
     parameters: Sequence[Tensor],
     settings: Mapping[str, float] = {},
 ) -> LossTerms | None:
-    """Return the terms of the loss that a backward pass is for; the whole loss as `policy` where its terms are not all known.
+    """Return the terms of a backward pass's loss; the whole loss as `policy` if some terms are not known.
 
     Args:
         loss: what the pass begins with.
@@ -61,8 +61,8 @@ def loss_terms(
 def left_out(
     loss: Tensor, variables: Variables, parameters: Iterable[Tensor], others: Iterable[Tensor] = ()
 ) -> dict[str, Tensor]:
-    """Return the parameters, by name, that no optimizer trains: those that the loss depends on, and those with a gradient that the script's
-    smallest module with all of `parameters` has besides these and `others`, which other optimizers train.
+    """Return the parameters, by name, that are not trained by any optimizer. They include parameters that the loss depends on, and
+    parameters with a gradient in the script's smallest module that has all `parameters`. `others` are trained by other optimizers.
     """
     own, elsewhere = ({id(parameter) for parameter in part} for part in (parameters, others))
     module_parameters: dict[str, Tensor] | None = None
@@ -86,7 +86,7 @@ def left_out(
 def _terms(
     loss: Tensor, reading: LossReading, parameters: Sequence[Tensor], settings: Mapping[str, float]
 ) -> LossTerms | None:
-    """The terms of a loss whose parts are all known, with those that it leaves out at the weights of the settings; None of another."""
+    """The terms of a loss whose parts are all known, with omitted terms at the weights of the settings; None for other losses."""
     policy, value, entropy = reading.policy, reading.value, reading.entropy
     clipless = policy is None or (policy.log_ratio is not None and policy.clip is None)
     if policy is None or clipless or policy.valid is not None or not reading.complete:
@@ -113,7 +113,7 @@ def _terms(
         sources["value"] = value.edge, value.values, lambda leaf: TERMS["value"].of(rows(values=leaf))
         weights["value"] = value.weight / scale or settings.get("value", 1.0)
     if entropy is not None and entropy.edge is not None and (entropy.weight or settings.get("entropy")):
-        # mean over rows of the sum over the choices of a row; of a mean that the script has taken, itself
+        # mean over rows of the sum over the choices of a row; the script's own mean if it has taken one
         divisor = (count if entropy.entropies.numel() >= count else 1) * (-1 if entropy.negated else 1)
         sources["entropy"] = entropy.edge, entropy.entropies, lambda leaf: -leaf.sum() / divisor
         weights["entropy"] = abs(entropy.weight / scale) or settings["entropy"]  # the bonus is subtracted
@@ -137,7 +137,7 @@ def _terms(
 
 
 def _rows(policy: PolicyTerm, value: ValueTerm | None, **changes: Tensor) -> LossRows:
-    """The rows of a minibatch, with leaves in place of some columns."""
+    """The rows of a minibatch, with some columns replaced by leaves."""
     zeros = torch.zeros_like(policy.advantages)
     values = zeros if value is None or value.values is None else value.values
     columns: dict[str, Any] = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def compiled(script: str) -> CodeType:
-    """The script's code; raises OSError where it cannot be read. A SyntaxError is left to the caller."""
+    """The script's code; raises OSError if it cannot be read. A SyntaxError is left to the caller."""
     path = Path(script)
     with io.open_code(str(path.absolute())) as file:
         source = file.read()
@@ -29,8 +29,8 @@ def compiled(script: str) -> CodeType:
 def run_as_main(code: CodeType, script: str, arguments: Sequence[str]) -> None:
     """Execute the code as the module `__main__`, with the script's arguments and its directory first on the path.
 
-    What the script raises is raised, SystemExit and KeyboardInterrupt too. The module stays `__main__` afterwards, for what was pickled in
-    it, started from it or registered for the interpreter's exit.
+    The script's exceptions are raised, including SystemExit and KeyboardInterrupt. The module stays `__main__` afterwards, for
+    pickles, threads and exit handlers that it has made.
     """
     path = str(Path(script).absolute())
     main = ModuleType("__main__")
@@ -57,7 +57,7 @@ def hide_own_frames(path: str) -> None:
 
 
 def findings_line(script: ScriptListener, name: str, run_dir: Path | None) -> str:
-    """The line after the first update: what is measured, what is missing, and where the journal is."""
+    """The line after the first update, with measured parts, missing parts, and the path of the journal."""
     labels = {"memory": "recurrent states", "episodes": "episodes"}
     if script.hides_episodes:
         labels["episodes"] += " (the script itself misses them: Gymnasium 1.x reports them elsewhere)"
@@ -74,7 +74,7 @@ def last_line(
     error: BaseException | None,
     updates: int | None = None,
 ) -> str:
-    """The last line of a run; `updates` are those of a model, where the script itself was not listened to."""
+    """The last line of a run; `updates` are a model's updates if the script itself was not observed."""
     if error is not None:
         return f"{name}: telemetry stopped and the script went on: {type(error).__name__}: {error}"
     if run_dir is None:
@@ -87,7 +87,7 @@ def last_line(
 
 
 def log_to_stderr(*, tracebacks: bool) -> None:
-    """Send telemetry's log to stderr, with a prefix, and not where the script sends its own log."""
+    """Send telemetry's log to stderr, with a prefix, separately from the script's own log."""
     logger = logging.getLogger("esper_telemetry")
     if tracebacks:
         logger.setLevel(logging.DEBUG)
@@ -98,7 +98,7 @@ def log_to_stderr(*, tracebacks: bool) -> None:
 
 
 def say(sentence: str) -> None:
-    """Write a line on stderr; a stream that is closed or gone is no error."""
+    """Write a line on stderr; a closed or missing stream is ignored."""
     try:
         sys.stderr.write(f"esper-telemetry: {printable(masked(sentence))}\n")
         sys.stderr.flush()

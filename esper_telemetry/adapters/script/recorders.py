@@ -26,7 +26,7 @@ from esper_telemetry.core.tensors import gradient_norms
 from esper_telemetry.equations.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_DISTRIBUTIONS = 64
-"""Distributions of one minibatch that are recorded: more of them are no heads."""
+"""Largest number of distributions recorded for one minibatch: more of them are not heads."""
 
 MAX_DISTRIBUTION_ENTRIES = 1 << 22
 """Entries of the distributions of one rollout that are recorded."""
@@ -59,7 +59,7 @@ MAX_RECENT_RETURNS = 100
 """Returns of episodes with which reported ones are compared."""
 
 SAME_RETURN = 0.02
-"""Share of the largest return within which a reported one lies among those that the environments show."""
+"""Largest difference between a reported return and an environment's, as a share of the largest return."""
 
 MAX_TAGS = 256
 """Different tags of a script's scalars that are copied."""
@@ -91,11 +91,11 @@ class Asked(NamedTuple):
 
 
 class DistributionLog:
-    """Records what the script asks its distributions for. What is followed by a step of the environments belongs to the rollout, what has a
-    graph before a loss to the minibatch.
+    """Records the results of the script's distributions. Results before a step of the environments belong to the rollout. Results
+    with a graph before a loss belong to the minibatch.
 
     Attributes:
-        chosen: actions [N, ...] of the last log-probabilities with a graph; None if they are no tensor.
+        chosen: actions [N, ...] of the last log-probabilities with a graph; None if they are not a tensor.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,9 @@ class DistributionLog:
         self.chosen: Tensor | None = None
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
-        """Record a distribution over rows that has returned log-probabilities of actions; of others only these are recorded."""
+        """Record a distribution over rows that has returned log-probabilities of actions. For other distributions, record only the
+        log-probabilities.
+        """
         chosen = actions.detach() if isinstance(actions, Tensor) else None
         self.chosen = chosen if log_probs.requires_grad else self.chosen
         self._recent.append(Asked(log_probs, chosen, _columns_of(distribution)))
@@ -127,7 +129,7 @@ class DistributionLog:
             self._entropies.append(entropies)
 
     def after_env_step(self) -> None:
-        """The environments have taken a step: what was recorded before it were the distributions that it acted on."""
+        """The environments have taken a step: the distributions recorded before it were acted on."""
         columns = [column for one in self._recent for column in one.columns or ()]
         self._entries += sum(part.numel() for column in columns for part in column.values())
         if self._entries <= MAX_DISTRIBUTION_ENTRIES:
@@ -146,9 +148,9 @@ class DistributionLog:
         return DistributionGraphs([one.log_probs for one in self._recent if one.log_probs.requires_grad], entropies)
 
     def take_minibatch(self, rows: int, nodes: Container[Any]) -> HeadColumns:
-        """Return the heads of so many rows whose log-probabilities are among these nodes, those of a loss; empty without any.
+        """Return the heads of so many rows whose log-probabilities are among these nodes of a loss; empty without any.
 
-        What else has a graph may be of the loss of other rows that comes next, before the same optimizer step.
+        Other results with a graph may belong to the next loss, of other rows, before the same optimizer step.
         """
         taken = [one for one in self._recent if one.log_probs.requires_grad and one.log_probs.grad_fn in nodes]
         heads = [_as_rows(one.columns, rows) for one in taken if one.columns is not None]
@@ -161,12 +163,12 @@ class DistributionLog:
         return _merge(heads)
 
     def after_optimizer_step(self) -> None:
-        """The minibatch is over: what is recorded from here on is of another one, or acts."""
+        """End the minibatch: later results are of another minibatch, or of acting."""
         self._recent.clear()
         self._drawn.clear()
 
     def take_rollout(self, steps: int, envs: int) -> tuple[list[Asked], HeadColumns]:
-        """Return what was asked for in acting since the last call, and the heads of the rollout, [T, B, ...] each, if they fit it."""
+        """Return the results in acting since the last call, and the heads of the rollout, [T, B, ...] each, if they fit it."""
         asked, drawn, complete = self._acted, self._drawn_from, self._entries <= MAX_DISTRIBUTION_ENTRIES
         self._acted, self._drawn_from, self._entries = [], [], 0
         if steps > 1 and len(asked) % steps and not len(asked) % (steps - 1):  # asked after each step, not before
@@ -204,7 +206,7 @@ def _columns_of(distribution: Any) -> HeadColumns | None:
 
 
 def _as_rows(columns: HeadColumns, rows: int) -> HeadColumns:
-    """The same with one number in each of so many rows, where a Gaussian was given them as one row."""
+    """The same with one number in each of so many rows, if a Gaussian was given them as one row."""
     alone = _rows(columns) == 1 != rows and bool(columns.means) and next(iter(columns.means.values())).shape[1] == rows
     return columns.map(lambda column: column.reshape(rows, 1)) if alone else columns
 
@@ -228,7 +230,7 @@ def _merge(heads: Sequence[HeadColumns]) -> HeadColumns:
 class LastEstimate(NamedTuple):
     """An output [B] of the acting network after the last step of the environments, and the same one before it, if there is one.
 
-    The output may be the critic's, or the policy's: the one before the step tells which.
+    The output may be the critic's or the policy's. The output before the step decides between them.
     """
 
     output: Tensor
@@ -236,7 +238,7 @@ class LastEstimate(NamedTuple):
 
 
 class EstimateLog:
-    """Keeps the last outputs of layers with few units, as a critic's: scripts drop them when they have their targets."""
+    """Keeps the last outputs of layers with few units, such as a critic: scripts release them after computing the targets."""
 
     def __init__(self) -> None:
         self._outputs: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
@@ -315,7 +317,7 @@ class IndexLog:
             self._recent.append(index)
 
     def take(self, count: int) -> list[Tensor]:
-        """Return what `recent` does, and forget it."""
+        """Return the result of `recent`, and forget it."""
         taken = self.recent(count)
         self._recent.clear()
         return taken
@@ -404,7 +406,7 @@ class StepGradients(NamedTuple):
 
 
 class ClipCall(NamedTuple):
-    """A call that clips gradients: `id` of its parameters, and the limit of their norm, None of one that clips by value."""
+    """A call that clips gradients: `id` of its parameters, and the limit of their norm, None if it clips by value."""
 
     parameters: frozenset[int]
     max_norm: float | None
@@ -424,18 +426,18 @@ class ClipLog:
 
     @torch.no_grad()
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
-        """Gradients are about to be clipped together; those that were clipped in this step before keep their norms."""
+        """Record gradients that are about to be clipped together. Gradients that were already clipped in this step keep their norms."""
         self._add(parameters)
         self._calls.append(ClipCall(frozenset(map(id, parameters)), max_norm))
         self.max_norm = self.max_norm if max_norm is None else max_norm
 
     def clear(self) -> None:
-        """Forget the norms: they are recorded, or the step is not one of PPO."""
+        """Forget the norms: they are recorded, or the step is not PPO's."""
         self._norms = {}
 
     @torch.no_grad()
     def take(self, parameters: Mapping[str, Tensor]) -> StepGradients | None:
-        """Return the norms of these parameters; None if none has a gradient. Clipped in several parts, they have no one limit."""
+        """Return the norms of these parameters; None if none has a gradient. The limit is None if they were clipped in several parts."""
         present = {name: p for name, p in parameters.items() if p.grad is not None}
         unclipped = self._add(present.values())
         norms, own = self._norms, set(map(id, present.values()))
@@ -462,7 +464,7 @@ class ClipLog:
 
 
 class _Running:
-    """Return and length of the episodes under way in one environment, or in several that step together.
+    """Return and length of the current episodes in one environment, or in several that step together.
 
     Attributes:
         index: number of the environment, in the order in which they were stepped first.
@@ -531,7 +533,7 @@ class ObservedSteps:
         ended: [T, B], bool: steps that ended an episode.
         time_limits: [T, B], bool: those by truncation.
         rewards: [T, B], float64.
-        cut: the script has ended the episode of the last step, which may be that of the rollout alone.
+        cut: the script has ended the episode of the last step, perhaps only the rollout's part of it.
     """
 
     def __init__(self, calls: Sequence[EnvCall], space: Any) -> None:
@@ -582,7 +584,7 @@ class ObservedSteps:
         return torch.from_numpy(np.stack([low, high])) if same else None
 
     def transitions(self, stored: Tensor, actions: Tensor | None) -> Transitions | None:
-        """Return the steps beside the stored observations [T, B, ...] and actions [T, B, D]; None if these are of another shape."""
+        """Return the steps with the stored observations [T, B, ...] and actions [T, B, D]; None if these are of another shape."""
         calls, observations = self._calls, stored.detach().cpu()
         size = observations[0, 0].numel()
         table = self._grid([call.returned if call.reset_to is None else call.reset_to for call in calls])
@@ -621,13 +623,13 @@ def _rows_of(value: Any, envs: int) -> Any:
 class EpisodeLog:
     """Records the steps of environments, and counts episodes there: scripts written for Gymnasium 0.29 see none under 1.x.
 
-    Its environments are those that the script has stepped before it takes its first optimizer step.
+    It records the environments that the script has stepped before its first optimizer step.
 
     Attributes:
         steps: environment steps so far.
         hidden: episodes ended, and the environments report them in a way that scripts for Gymnasium 0.29 do not read.
         closed: no further environments join.
-        inside: a step of an environment is under way.
+        inside: a step of an environment is in progress.
         seconds: spent in environments since the rollout began.
     """
 
@@ -651,9 +653,9 @@ class EpisodeLog:
         return env in self._running
 
     def after_step(self, env: Any, result: Any, action: Any = None, *, foreign: bool = False) -> None:
-        """A step with that action returned observations, rewards, terminations, truncations and infos, or `done` in place of both flags.
+        """Record a step. Its result has observations, rewards, terminations, truncations and infos, or `done` instead of both flags.
 
-        A `foreign` environment is of no class of Gymnasium, whose reports of episodes scripts may miss.
+        A `foreign` environment is not of a class of Gymnasium, whose reports of episodes scripts may miss.
         """
         if len(result) == 4:
             result = _with_two_flags(result)
@@ -689,12 +691,12 @@ class EpisodeLog:
         self._finished += [FinishedEpisode(*episode, self._count - 1) for episode in episodes]
 
     def reset(self, env: Any, result: Any = None) -> None:
-        """Restart all episodes of an environment, which returned that. The script itself has ended one that was under way."""
+        """Restart all episodes of an environment, which returned that. The script itself has ended the current episode."""
         running = self._running.get(env)
         if running is None:
             return
         call, length = running.last_call, int(running.lengths[0])
-        # of an episode that a rollout's end cuts the return is a part, unless it is the whole rollout
+        # an episode that a rollout's end cuts has a partial return, unless it is the whole rollout
         if len(running.returns) == 1 and length and (call is not None or length >= self._last_count):
             self._finished.append(FinishedEpisode(float(running.returns[0]), length, max(0, self._count - 1)))
             if call is not None:
@@ -741,7 +743,7 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
 
 
 def _with_two_flags(result: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """What a step of an environment of Gym before 0.26 returned, with the flags of Gymnasium."""
+    """The result of a step of an environment of Gym before 0.26, with the flags of Gymnasium."""
     observations, rewards, done, infos = result
     each = (infos,) if isinstance(infos, Mapping) else infos if isinstance(infos, Sequence) else ()
     marks = [one.get("TimeLimit.truncated", False) for one in each if isinstance(one, Mapping)]
@@ -751,7 +753,7 @@ def _with_two_flags(result: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def _reported_episodes(infos: Any) -> list[tuple[float, int]] | None:
-    """Episodes that `RecordEpisodeStatistics` reports, whose rewards are those before other wrappers; None without it."""
+    """Episodes that `RecordEpisodeStatistics` reports, with rewards from before other wrappers; None without it."""
     if not isinstance(infos, Mapping):
         return None
     if "episode" not in infos and isinstance(infos.get("final_info"), Mapping):
@@ -765,7 +767,7 @@ def _reported_episodes(infos: Any) -> list[tuple[float, int]] | None:
 
 
 class ReturnLog:
-    """Returns of episodes that a script prints or writes itself: they count where those that its environments show are others."""
+    """Returns of episodes that a script prints or writes itself. They are used if they differ from the environments' returns."""
 
     def __init__(self) -> None:
         self._reported: dict[str, list[float]] = {}
@@ -807,7 +809,7 @@ class ScalarLog:
         self._sums: dict[str, tuple[float, int]] = {}
 
     def add(self, tag: Any, value: Any) -> None:
-        """Record a scalar; what is no finite number is passed over."""
+        """Record a scalar; anything except a finite number is ignored."""
         if not isinstance(tag, str) or (tag not in self.tags and len(self.tags) >= MAX_TAGS):
             return
         self.tags.add(tag)

@@ -1,7 +1,7 @@
-"""The minibatches of a script: columns and losses as its losses' graphs show them.
+"""The minibatches of a script: columns and losses from the graphs of its losses.
 
-A script with an optimizer for each network computes the losses of a minibatch apart, perhaps all of the actor's before the first of the
-critic's. The first loss of the critic then belongs to the first one of the actor, the second to the second, and so on.
+A script with an optimizer for each network computes the losses of a minibatch separately, perhaps all of the actor's losses first.
+Then the critic's first loss belongs to the actor's first loss, the second to the second, and so on.
 
 Shapes: N rows.
 """
@@ -21,10 +21,10 @@ from esper_telemetry.adapters.script.loss_graph import EntropyTerm, LossReading,
 from esper_telemetry.equations.entropy_loss import GAUSSIAN_ENTROPY
 
 SAME_WEIGHT = 0.02
-"""Relative difference up to which the weight of a loss is the one that the settings say."""
+"""Largest relative difference between the weight of a loss and its setting."""
 
 HALF_SQUARE = (1.0, 2.0)
-"""Factors that the weight of a squared error may have beside its setting: it is half of the square, or the square."""
+"""Factors between the weight of a squared error and its setting: the loss is half of the square, or the square."""
 
 
 MIN_PASS = 0.75
@@ -40,7 +40,7 @@ class ScriptMinibatch(NamedTuple):
     Attributes:
         epoch, step: pass over the rollout and optimizer step within the update, from 0.
         policy: term of its losses.
-        reading: of its losses, not `complete` if the terms are losses of their own.
+        reading: of its losses, not `complete` if the terms are separate losses.
         indices: [N] each, whole numbers of the script that may be the transitions of its rows.
         inputs: [N], checksums of the policy's inputs.
     """
@@ -54,7 +54,7 @@ class ScriptMinibatch(NamedTuple):
 
     @property
     def log_ratio(self) -> Tensor:
-        """The log-ratio [N]; 0 of a policy gradient without a ratio, which learns from each rollout once."""
+        """The log-ratio [N]; 0 for a policy gradient without a ratio, which uses each rollout once."""
         ratio = self.policy.log_ratio
         return torch.zeros_like(self.policy.advantages) if ratio is None else ratio
 
@@ -123,15 +123,15 @@ class MinibatchQueue:
     """Joins the losses of each minibatch of an update, in order.
 
     Attributes:
-        minibatches: that wait for the critic's loss, or for those before them.
-        critic_apart: the critic has had a loss of its own.
+        minibatches: that wait for the critic's loss, or for earlier minibatches.
+        critic_apart: the critic has had a separate loss.
     """
 
     minibatches: list[ScriptMinibatch] = field(default_factory=list)
     critic_apart: bool = False
 
     def add_value(self, value: ValueTerm) -> None:
-        """Add a loss of the critic alone to the first minibatch that lacks one; dropped if none does."""
+        """Add a loss of only the critic to the first minibatch that lacks one; otherwise drop it."""
         self.critic_apart = True
         place = self._first_waiting()
         if place < len(self.minibatches):
@@ -154,7 +154,7 @@ class MinibatchQueue:
 def losses_of(reading: LossReading, value: ValueTerm | None, weights: Mapping[str, float]) -> dict[str, Tensor]:
     """Return the losses of a minibatch with that term of the critic, 0-d each, by the names of `MinibatchEnd`.
 
-    A weight that differs from the one that the settings say, by more than the factor ½ of a squared error, shows in the loss.
+    A weight that differs from its setting, by more than the factor ½ of a squared error, changes the loss.
     """
     policy, entropy, losses = reading.policy, reading.entropy, dict[str, Tensor]()
     assert policy is not None
@@ -183,8 +183,8 @@ def unused_entropy(heads: HeadColumns) -> EntropyTerm | None:
 def common_factor(
     policy: PolicyTerm, value: ValueTerm | None, entropy: EntropyTerm | None, weights: Mapping[str, float]
 ) -> float:
-    """Return the factor of a whole loss: the weight of the policy's term where the weights of the other terms are those of the settings
-    times it; 1 of any other loss.
+    """Return the factor of a whole loss. It is the weight of the policy's term if the other terms have that factor times their
+    settings, and 1 otherwise.
     """
     scale, terms = policy.weight, ((value, "value", HALF_SQUARE), (entropy, "entropy", (1.0,)))
     known = [
@@ -196,7 +196,7 @@ def common_factor(
 
 
 def _excess(weight: float, setting: float | None, factors: tuple[float, ...]) -> float:
-    """The weight of a loss over the one that is set, unless they are the same, up to one of these factors, or it is left out."""
+    """The weight of a loss divided by its setting; 1 if they are equal up to one of these factors, or if the loss is left out."""
     if not setting or not weight:
         return -1.0 if weight < 0 else 1.0
     return 1.0 if any(abs(weight / setting / factor - 1) < SAME_WEIGHT for factor in factors) else weight / setting

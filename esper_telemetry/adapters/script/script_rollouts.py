@@ -1,9 +1,9 @@
 """The rollout that a script learns from: its own arrays, recognised by where their numbers come from and go to.
 
-Taps say which rewards were paid, which episodes ended, what the network gave in acting, and by which rows the script indexed its arrays.
-The loss of the first minibatch, before any step, says which log-probabilities, values, returns and advantages it was computed from. The
-arrays that hold these numbers are the script's columns, whatever their names; a name decides only between arrays that nothing else tells
-apart.
+Taps record rewards, ends of episodes, the network's outputs in acting, and the rows by which the script indexed its arrays. The
+loss of the first minibatch, before any step, shows its log-probabilities, values, returns and advantages. The arrays with these
+numbers are the script's columns, independent of their names. A name decides only between arrays that cannot be distinguished
+otherwise.
 
 Shapes: T steps, B environments, R = T B transitions, N rows of a minibatch.
 """
@@ -36,25 +36,25 @@ NAMES = {
     "actions": ("actions", "acts"),
     "observations": ("obs", "observations", "states"),
 }
-"""Names that choose between arrays that nothing else tells apart; `Variables.find` also takes those with a prefix, as in `b_rewards`."""
+"""Names that decide between arrays that cannot be distinguished otherwise. `Variables.find` also accepts a prefix, as in `b_rewards`."""
 
 MAX_ARRAYS = 128
 """Arrays of a rollout's size that are compared."""
 
 SAME_NUMBER = 4e-6
-"""Difference up to which numbers of single precision are the same that were recomputed from sums, next to the largest of them."""
+"""Largest difference between equal numbers that were recomputed from sums in single precision, relative to the largest number."""
 
 MIN_SHARE = 0.99
-"""Share of a minibatch's numbers that an array must hold to be the one that they are from."""
+"""Share of a minibatch's numbers that its source array must hold."""
 
 MAX_SHARED_NUMBERS = 1 << 14
-"""Rows of a minibatch whose number several transitions have that are looked at one by one."""
+"""Largest number of rows with ambiguous transitions that are resolved one by one."""
 
 MIN_SAME_ROWS = 0.75
-"""Share of a minibatch's rows in which two columns agree that name the same transitions."""
+"""Share of a minibatch's rows in which two columns must agree if they identify the same transitions."""
 
 MIN_DISTINCT = 8
-"""Different numbers from which on finding them in an array is no chance."""
+"""Number of distinct numbers above which finding them in an array is not a coincidence."""
 
 SAME_LINE = 1e-5
 """Largest difference of two columns that are the same up to a factor and an offset, next to the largest entry."""
@@ -74,9 +74,9 @@ class ScriptRollout(NamedTuple):
     """A rollout, [T, B] each; copies, because scripts reuse the memory.
 
     Attributes:
-        terminated: bool: ends of episodes, without those by a time limit if the script estimates the states there.
-        time_limits: bool: those by a time limit otherwise; None if they are not known, or estimated.
-        next_values: estimates of the state after each step, 0 if the script does not show that of an episode's last one.
+        terminated: bool: ends of episodes, without time limits if the script estimates the states there.
+        time_limits: bool: ends by a time limit otherwise; None if they are not known, or estimated.
+        next_values: estimates of the state after each step, 0 if the script does not show the estimate after an episode.
         last_values: [1, B], estimates of the states after the last step.
         returns_known: the script has an array with the returns.
     """
@@ -94,9 +94,9 @@ class ScriptRollout(NamedTuple):
     returns_known: bool = True
 
     def targets(self, targets: Tensor | None, rows: Tensor, in_use: Tensor | None = None) -> Tensor | None:
-        """Return the critic's targets [N] in these transitions: those of its loss, as stored if both are the same up to rounding.
+        """Return the critic's targets [N] in these transitions: the loss's targets, as stored if both are the same up to rounding.
 
-        A loss that has another column of the rollout for targets, or the advantages in use [N], is compared with the stored returns.
+        If the loss uses another column of the rollout or the advantages in use [N] as targets, return the stored returns.
         """
         stored = self.returns.reshape(-1)[rows]
         if targets is None or len(targets) != len(stored):
@@ -110,17 +110,17 @@ class ScriptRollout(NamedTuple):
 
 
 class RolloutFinder:
-    """Finds the parts of the rollout that a script learns from now.
+    """Finds the parts of a script's current rollout.
 
     Args:
         variables: of the script.
-        collected: steps since the previous rollout, as the environments returned them; None if they do not say.
+        collected: steps since the previous rollout, as the environments returned them; None if they are not known.
         reading: of the loss of the first minibatch, before any step.
-        indices: whole numbers [N] by which the script took the rows of that minibatch, as far as that is known.
+        indices: whole numbers [N] by which the script took the rows of that minibatch, if they are known.
         estimates: outputs of the critic that may be in no variable any more.
         last_estimates: outputs after the last step of the environments.
-        acted: log-probabilities and actions of the steps in the order in which they were taken, as far as that is known.
-        targets: names of the variable that the critic's own loss has had its targets from.
+        acted: log-probabilities and actions of the steps in the order in which they were taken, if they are known.
+        targets: names of the variable with the targets of the critic's own loss.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RolloutFinder:
         self._env_major = False
         self._order: Tensor | None = None  # [R], transitions of the entries of arrays that the script has shuffled
         self._entries: Tensor | None = None  # [N], of these arrays that are the rows of the first minibatch
-        self._mixed = False  # columns are shuffled in a way that numbers do not tell
+        self._mixed = False  # columns are shuffled in a way that the numbers do not show
         self._grids: list[Tensor] = []
         self._names: dict[int, str] = {}
         self._with_graph: set[int] = set()
@@ -187,7 +187,7 @@ class RolloutFinder:
     # arrays by what they hold
 
     def _arrays(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the arrays of a rollout's size with their names, as their owner has shaped them."""
+        """Yield the arrays of a rollout's size with their names, in the script's shapes."""
         size, visited = self.steps * self.envs, set[tuple[int, torch.Size]]()
         for name, value in chain(self._variables.named_values(), (("", one) for one in self._estimates)):
             array = stacked(value)
@@ -203,12 +203,12 @@ class RolloutFinder:
                 return
 
     def _free(self) -> list[Tensor]:
-        """Arrays [T, B] that are no column yet."""
+        """Arrays [T, B] that are not yet assigned to a column."""
         whole = (grid for grid in self._grids if len(grid) == self.steps)
         return [grid for grid in whole if not self._is_taken(grid) and not self._is_product(grid)]
 
     def _is_product(self, array: Tensor) -> bool:
-        """Return True for an array with a graph beside a ratio: advantages times a ratio of 1 have their numbers."""
+        """Return True for an array with a graph if there is a ratio: advantages times a ratio of 1 equal the advantages."""
         return array.data_ptr() in self._with_graph and self._has_ratio
 
     def _is_taken(self, grid: Tensor) -> bool:
@@ -216,7 +216,7 @@ class RolloutFinder:
         return any(grid.data_ptr() == one.data_ptr() for one in self._columns.values())
 
     def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Find the columns, by what the first minibatch was computed from."""
+        """Find the columns from the inputs of the first minibatch's loss."""
         columns, tables = self._columns, [_sorted(grid[: self.steps]) for grid in self._grids]
         is_permuted = self._identify_shown(pairs, tables, ("log_probs", "values", "advantages"))
         self._restore_order(tables)
@@ -230,11 +230,11 @@ class RolloutFinder:
             longer = (grid for grid in self._grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values))
             columns["values"] = next(longer, values)
         for role in () if is_permuted else ("values", "log_probs")[: 1 if self._has_ratio else 2]:
-            column = self._shown.get(role)  # the script stores none: those of its only minibatch
+            column = self._shown.get(role)  # the script stores none: use its only minibatch
             if role not in columns and column is not None and column.numel() == self.steps * self.envs:
                 whole = self._as_grid(column)
                 columns |= {} if whole is None else {role: whole}
-        if "returns" not in columns:  # the loss has another column for targets, or the critic has a loss of its own
+        if "returns" not in columns:  # the loss has another column for targets, or the critic has a separate loss
             named = self._variables.find((*self._targets, *NAMES["returns"]), self._free_grid)
             columns |= {} if named is None else {"returns": named}
         self._identify_rewards()
@@ -277,7 +277,7 @@ class RolloutFinder:
     def _restore_order(self, tables: Sequence[Tensor]) -> None:
         """Put columns that the script has shuffled together back into the order in which actions were taken.
 
-        A shuffled array has all log-probabilities in another order, and its rows are those of the minibatch in other columns too.
+        A shuffled array has all log-probabilities in another order, and its rows match the minibatch in other columns too.
         """
         own, acted, columns = self._shown.get("log_probs"), self._acted, self._columns
         if own is None or acted is None:
@@ -318,7 +318,7 @@ class RolloutFinder:
         return torch.empty_like(array).index_copy_(0, self._order, array)
 
     def _identify_advantages(self) -> None:
-        """Find the advantages before they were normalised: they differ from those in use by a factor and an offset."""
+        """Find the advantages before normalisation, which differ from the advantages in use by a factor and an offset."""
         columns, own = self._columns, self._shown.get("advantages")
         used = columns.get("advantages")
         if used is not None:  # normalised before the passes: the array from before may be there too
@@ -340,7 +340,7 @@ class RolloutFinder:
                     return
 
     def _identify_acting_values(self) -> None:
-        """Find the values of acting where the critic of training is another one: their last row is its output before the last step."""
+        """Find the values of acting if training uses another critic: their last row is its output before the last step."""
         outputs = [one.before for one in self._last_estimates if one.before is not None]
         held = [grid for grid in self._grids if any(_is_same(output, grid[self.steps - 1]) for output in outputs)]
         free = [grid for grid in held if any(grid is one for one in self._free())]
@@ -348,13 +348,15 @@ class RolloutFinder:
         self._columns |= {"values": free[0]} if len(free) == 1 and not is_acting else {}
 
     def _free_grid(self, value: object) -> Tensor | None:
-        """Accept an array [T, B] that is no column yet: a script may call its returns rewards."""
+        """Accept an array [T, B] that is not yet assigned to a column: a script may call its returns rewards."""
         grid = self._in_grid(value)
         taken = grid is None or any(torch.equal(grid, one[: self.steps]) for one in self._columns.values())
         return None if taken else grid
 
     def _identify_rewards(self) -> None:
-        """Find the array with the rewards that were paid, perhaps scaled; else the one with such a name, else what was paid."""
+        """Find the array with the environments' rewards, perhaps scaled; else an array with such a name, else the environments'
+        rewards.
+        """
         named, paid = self._variables.find(NAMES["rewards"], self._free_grid), self._paid
         if paid is not None:
             free = self._free()
@@ -373,7 +375,9 @@ class RolloutFinder:
         self._columns |= {} if named is None else {"rewards": named}
 
     def _identify_next_values(self) -> None:
-        """Find the array with the values of the next states: within episodes they are those of the next step, or 0 but at time limits."""
+        """Find the array with the values of the next states. Within episodes they equal the next step's values, or are 0 except at
+        time limits.
+        """
         values, ends, limits = self._columns.get("values"), self.ended, self._limits
         if values is None or ends is None or self.steps < 2:
             return
@@ -430,19 +434,21 @@ class RolloutFinder:
         return array.reshape(1, self.envs) if steps == 1 else self._as_grid(array)
 
     def find(self, role: str) -> Tensor | None:
-        """Return a column [T, B] of the rollout: that of the loss, or one with such a name."""
+        """Return a column [T, B] of the rollout: the loss's column, or an array with such a name."""
         column = self._columns.get(role)
         return self._variables.find(NAMES[role], self._in_grid) if column is None else column[: self.steps]
 
     def names(self) -> dict[str, str]:
-        """Return the names of the variables with the columns that were found, by role; empty where a column has none."""
+        """Return the names of the variables with the columns that were found, by role; empty for a column without a variable."""
         found = {"log_probs": self.log_probs, **self._columns}
         return {role: self._names.get(one.data_ptr(), "") for role, one in found.items() if one is not None}
 
     # actions and observations
 
     def actions(self, chosen: Tensor | None) -> Tensor | None:
-        """Return actions [T, B, D], copied: under such a name, those with the chosen ones [N, ...] of the minibatch, or those taken."""
+        """Return a copy of the actions [T, B, D]: an array with such a name, with the minibatch's actions [N, ...], or the executed
+        actions.
+        """
 
         def accept(value: object) -> Tensor | None:
             array = self._by_step(value)
@@ -458,7 +464,7 @@ class RolloutFinder:
         return torch.stack([one.reshape(self.envs, -1) for one in self._taken]) if whole and same else None
 
     def observations(self, inputs: Tensor | None) -> Tensor | None:
-        """Return observations [T, B, ...], the script's own: under such a name, or those with the inputs [N, ...] of the minibatch."""
+        """Return the script's observations [T, B, ...]: an array with such a name, or with the inputs [N, ...] of the minibatch."""
 
         def accept(value: object) -> Tensor | None:
             array = self._by_step(value)
@@ -527,7 +533,7 @@ class RolloutFinder:
         following = self._columns.get("next_values")
         final = self._columns.get("limit_values") if following is None else following
         if following is None and final is not None and limits is not None:
-            # what is added to the rewards may be γ times the values, or values that lack γ: numbers do not tell
+            # the rewards may include γ times the values, or values without γ: the numbers do not show which
             added = (returns - rewards - final.to(values))[limits].abs()
             final = None if float(added.max()) <= SAME_NUMBER * float(returns.abs().max()) else final
         if limits is not None and final is not None:
@@ -548,13 +554,13 @@ class RolloutFinder:
         )
 
     def _last_values(self, values: Tensor, ended: Tensor, implied: Tensor | None) -> Tensor | None:
-        """Values [B] after the last step: of the script's arrays, of the network's outputs, or those that the last returns imply."""
+        """Values [B] after the last step: from the script's arrays, from the network's outputs, or implied by the last returns."""
         if bool(ended[-1].all()):
             return values[-1]
         whole = self._columns.get("values")
         if whole is not None and len(whole) == self.steps + 1:
             return whole[-1].to(values)
-        # of the layer that gave the values before it, or of the only one
+        # of the layer with the earlier values, or of the only layer
         sized = [one for one in self._last_estimates if one.output.numel() == self.envs]
         acting = [one for one in sized if one.before is not None and _is_same(values[-1], one.before)]
         fresh = [one for one in sized if one.before is None]
@@ -577,7 +583,7 @@ class RolloutFinder:
 
 
 def name_of(column: Tensor, size: int, variables: Variables) -> str:
-    """Return the name of the first array of so many numbers that holds those of a column; empty without any."""
+    """Return the name of the first array of so many numbers that holds a column's numbers; empty without any."""
     for name, value in variables.named_values():
         array = stacked(value)
         if array is None or not array.numel() == size > 1:
@@ -588,7 +594,7 @@ def name_of(column: Tensor, size: int, variables: Variables) -> str:
 
 
 def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:
-    """The columns of a first minibatch that its rollout has too; a policy gradient without a ratio learns from those of acting."""
+    """The columns of a first minibatch that its rollout has too. A policy gradient without a ratio uses the columns of acting."""
     policy, value = reading.policy, reading.value or reading.left_out
     log_probs = None if policy is None else policy.log_probs if policy.log_ratio is None else policy.old_log_probs
     return {
@@ -600,7 +606,7 @@ def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:
 
 
 def _has_rows(array: Tensor, rows: Tensor, own: Tensor) -> bool:
-    """Return True if these rows of an array [R, ...] are those [N, ...] of a minibatch."""
+    """Return True if these rows of an array [R, ...] equal the rows [N, ...] of a minibatch."""
     return _is_same(own, array[rows.to(array.device)])
 
 
@@ -640,7 +646,7 @@ def _held(numbers: Tensor, table: Tensor) -> float:
 def _line_errors(rows: Tensor, other: Tensor) -> Tensor:
     """Largest differences [K] of an array from each of `rows` [K, R] times a positive number, plus another one, next to its largest entry.
 
-    Correlations do not tell arrays whose difference is small.
+    Correlations do not distinguish arrays whose difference is small.
     """
     first, second = rows.double(), other.double().reshape(-1)
     first, second = first - first.mean(1, keepdim=True), second - second.mean()
@@ -654,7 +660,7 @@ def _line_error(one: Tensor, other: Tensor) -> float:
 
 
 class RowFinder:
-    """Finds the transitions of a rollout that the rows of minibatches are, by numbers that both have.
+    """Finds the rollout's transitions for the rows of minibatches, by numbers that both have.
 
     Args:
         columns: of the rollout [T, B], by role.
@@ -673,10 +679,10 @@ class RowFinder:
     def rows_of(self, columns: Mapping[str, Tensor | None], indices: Sequence[Tensor] = ()) -> Tensor | None:
         """Return the transitions [N] of a minibatch, counted time by time; None if they are not certain.
 
-        A script may mix up one of its columns: then the transitions are those of most others.
+        A script may mix up one of its columns: then most other columns decide.
 
         Args:
-            columns: [N] each, numbers of the minibatch by role; None for those that are not known.
+            columns: [N] each, numbers of the minibatch by role; None for unknown columns.
             indices: [N] each, whole numbers of the script that may be its rows, perhaps counted one environment after the other.
         """
         known = {name: column for name, column in columns.items() if column is not None and name in self._columns}
@@ -689,7 +695,7 @@ class RowFinder:
             return best
         enough = self._shape.numel() // 2
         matches: list[tuple[Tensor, dict[int, Tensor]]] = []
-        for name in COLUMNS:  # that tell most transitions apart
+        for name in COLUMNS:  # that distinguish most transitions
             match = self._matches(name, own) if name in own and self._apart[name] > enough else None
             if match is not None:
                 shares = [
@@ -729,9 +735,9 @@ class RowFinder:
         return None if other is None or torch.equal(other.to(rows), rows) else other
 
     def _matches(self, first: str, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[int, Tensor]] | None:
-        """Return the transitions with these numbers in one column, and by place all that are equal to the one there.
+        """Return the transitions with these numbers in one column, and by place all equal transitions.
 
-        If several have a number, they are those that are nearest in all columns.
+        If several have a number, the nearest in all columns are returned.
         """
         table, order = self._columns[first].sort(stable=True)
         limit = self._limits[first]
@@ -746,13 +752,13 @@ class RowFinder:
             distances = torch.zeros_like(candidates, dtype=torch.float64)
             for name, column in own.items():
                 apart = (self._columns[name][candidates] - column[place]).abs()
-                # A column counts once, however far off: in one that a script has permuted, another row's number may be the nearest.
+                # A column counts once, however large the difference: in a permuted column, another row's number may be the nearest.
                 distances += (apart / max(self._limits[name], torch.finfo(apart.dtype).tiny)).clamp(max=1.0)
             equal[place] = candidates[distances == distances.min()]
         return rows, equal
 
     def _in_turns(self, rows: Tensor, equal: Mapping[int, Tensor]) -> Tensor:
-        """Return the transitions, of equal ones one after the other: a pass has each of them once."""
+        """Return the transitions. Equal ones are used in turn, because a pass has each of them once."""
         for place, candidates in equal.items():
             key = int(candidates[0])
             rows[place] = candidates[self._turns[key] % len(candidates)]

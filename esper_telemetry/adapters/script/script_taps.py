@@ -1,7 +1,7 @@
 """Taps on the functions of torch, Gymnasium and TensorBoard that a script calls, while it runs.
 
-Every tap calls what it replaces with the script's arguments, and returns what that returns. An exception in a tap ends all of them. Nothing
-here imports torch or NumPy before the script does: it may set what they read.
+Every tap calls the replaced function with the script's arguments, and returns its result. An exception in a tap ends all taps.
+Nothing here imports torch or NumPy before the script does, because the script may set variables that they read.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 RETURN_WORD = re.compile("episod.*(return|reward)|return|score", re.IGNORECASE)
-"""In the tag of a scalar that is the return of episodes."""
+"""Part of the tag of a scalar with the return of episodes."""
 
 TIMED_EVERY = 17
-"""One brief call in so many is timed. Brief calls come in rhythms: a prime meets all of them."""
+"""One brief call in so many is timed. Brief calls are periodic, so a prime number samples all of them."""
 
 MAX_HEAD_OUTPUTS = 32
-"""Outputs of a layer that may be the critic's, perhaps beside those of the policy."""
+"""Largest number of outputs of a layer that may be the critic, perhaps together with the policy."""
 
 MAX_SEARCHES = 16
 """Passes in acting before the first step of a known environment, at which environments of other classes are searched for."""
 
 
 class AfterImport(MetaPathFinder):
-    """Finds modules as all other finders would, and calls back when one of them has been loaded, whoever imports it.
+    """Finds modules like all other finders, and calls back when one of them has been loaded by any importer.
 
     Args:
         callbacks: by the full name of the module.
@@ -92,7 +92,7 @@ class Patches:
         self._replaced: list[tuple[object, str, Any, bool]] = []
 
     def replace(self, owner: object, name: str, wrap: Wrap) -> None:
-        """Wrap the function `owner.name`; nothing happens where there is none, or where it is wrapped already."""
+        """Wrap the function `owner.name`; nothing happens if it does not exist, or is wrapped already."""
         original = getattr(owner, name, None)
         if original is None or getattr(original, "tapped", False):
             return
@@ -117,13 +117,13 @@ class Taps:
 
     Args:
         make: makes the script's listener, when torch is there.
-        join: returns the callback with which a model of Stable-Baselines3 learns, for the one that the script gave it.
-        watch: is called with a trainer of transformers that is about to train.
+        join: returns the callback for a model of Stable-Baselines3 from the script's callback.
+        watch: called with a trainer of transformers that is about to train.
 
     Attributes:
         script: the listener; None before torch is there.
-        error: what went wrong in a tap, after which all are off.
-        clock: telemetry's, which counts what the taps take; None before there is any.
+        error: exception in a tap, after which all taps are off.
+        clock: telemetry's, which counts the time of the taps; None before it exists.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Taps:
         self._model_patches.undo()
 
     def leave_script(self) -> None:
-        """Listen to the `learn` of models alone: a library trains, not the script."""
+        """Listen only to the `learn` of models: a library trains, not the script."""
         self._imports.remove()
         self._patches.undo()
         for remove in self._removers:
@@ -168,7 +168,7 @@ class Taps:
         self._removers, self.script = [], None
 
     def call(self, function: Callable[[ScriptListener], object], weight: int = 1) -> None:
-        """Call a function with the listener, if it listens; an exception ends all taps and goes no further.
+        """Call a function with the listener, if it listens. An exception ends all taps and is not raised.
 
         Args:
             weight: how many calls the time of this one counts for; 0 to count none.
@@ -183,18 +183,18 @@ class Taps:
             else:
                 with clock.weighing(weight):
                     function(script)
-        except Exception as error:  # whatever it is, the script goes on
+        except Exception as error:  # the script continues after any error
             self.error = error
         finally:
             self._calling = calling
 
     def _call_briefly(self, function: Callable[[ScriptListener], object]) -> None:
-        """The same for what takes about as long as reading the clock: one call in several is timed, and counts for all."""
+        """The same for functions that take about as long as reading the clock: one call in several is timed, and counts for all."""
         self._calls += 1
         self.call(function, 0 if self._calls % TIMED_EVERY else TIMED_EVERY)
 
     def _contained(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function without its exceptions, which end all taps: the script goes on, whatever the version of a library."""
+        """Return the function without its exceptions, which end all taps: the script continues with any version of a library."""
 
         def contained(*args: Any) -> Any:
             if self.error is None:
@@ -279,7 +279,7 @@ class Taps:
         return clipped
 
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """With a default device torch calls the method once more, for the same pass. `autograd.grad` is one if it ends in leaves."""
+        """With a default device torch calls the method again for the same pass. `autograd.grad` counts if it ends in leaves."""
 
         @functools.wraps(backward)
         def passed(*args: Any, **options: Any) -> Any:
@@ -304,7 +304,7 @@ class Taps:
         @functools.wraps(take)
         def taken(source: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            plain = type(source).__name__ == "Tensor" and not source.requires_grad  # no stand-in of a compiler
+            plain = type(source).__name__ == "Tensor" and not source.requires_grad  # not a compiler's placeholder
             if script is not None and plain and args and not self._calling:
                 script.indices.add(source, args[-1] if axis else args[0])
             return take(source, *args, **options)
@@ -312,7 +312,7 @@ class Taps:
         return taken
 
     def _asked(self, method: Callable[..., Any], record: Callable[..., object]) -> Callable[..., Any]:
-        """Record what a distribution returns to the script, and not what it asks the distribution that it is made of."""
+        """Record a distribution's results for the script, but not for another distribution that contains it."""
 
         @functools.wraps(method)
         def tapped(*args: Any, **options: Any) -> Any:
@@ -344,7 +344,7 @@ class Taps:
         return passed
 
     def _tap_modules(self, script: ScriptListener, *_: Any, **__: Any) -> None:
-        """Tap calls of modules from the first LSTM on, so that scripts without one pay nothing."""
+        """Tap calls of modules from the first LSTM on, so that scripts without one are not slowed down."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         def before_forward(module: Any, arguments: tuple[Any, ...]) -> None:
@@ -356,9 +356,9 @@ class Taps:
             self._removers.append(register_module_forward_pre_hook(before_forward).remove)
 
     def _tap_environments(self, module: Any) -> None:
-        """Tap `step` and `reset` of all environments and wrappers of Gymnasium, or of Gym, those that the script will define too."""
+        """Tap `step` and `reset` of all environments and wrappers of Gymnasium, or of Gym, including later definitions in the script."""
         kinds = [module.Env]
-        with suppress(ImportError):  # vector environments of some versions are no `Env`
+        with suppress(ImportError):  # vector environments of some versions are not an `Env`
             kinds.append(import_module(f"{module.__name__}.vector").VectorEnv)
         for base in kinds:
             for kind in (base, *_subclasses(base)):
@@ -371,7 +371,7 @@ class Taps:
                 self._patches.replace(kind, name, wrap)
 
     def _search_environments(self, script: ScriptListener) -> None:
-        """Tap the variables of a script that acts which can `step` and `reset`, and are of no class of Gymnasium or Gym."""
+        """Tap the variables of an acting script that can `step` and `reset` but are not of a class of Gymnasium or Gym."""
         from esper_telemetry.adapters.script.variables import calling_variables
 
         self._searches = 0 if script.environments.steps else self._searches - 1
@@ -381,7 +381,7 @@ class Taps:
                 self._patches.replace(type(value), "reset", self._reset)
 
     def _foreign_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Record the steps of an environment of another class, unless those of one within it are recorded."""
+        """Record the steps of an environment of another class, unless the steps of an inner environment are recorded."""
 
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
@@ -442,7 +442,7 @@ class Taps:
         return self._observed(reset, record)
 
     def _tap_connections(self, module: Any) -> None:
-        """Tap the pipes to environments in other processes: an answer with a reward and flags is what `step` returned."""
+        """Tap the pipes to environments in other processes: an answer with a reward and flags is the result of `step`."""
         sent: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
         def wrap_send(send: Callable[..., Any]) -> Callable[..., Any]:
@@ -474,7 +474,7 @@ class Taps:
         self._patches.replace(module._ConnectionBase, "recv", wrap_receive)
 
     def _tap_stable_baselines3(self, module: Any) -> None:
-        """Every `learn` of every algorithm prepares its callbacks there, those of sb3-contrib too."""
+        """Every `learn` of every algorithm, including sb3-contrib, prepares its callbacks there."""
 
         def wrap(prepare: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(prepare)
@@ -531,7 +531,7 @@ def _action(*args: Any, **options: Any) -> Any:
 
 
 def _step_result(answer: Any) -> tuple[Any, ...] | None:
-    """Return observation, reward, flags and information from the answer of an environment, whose parts their types tell; None of others."""
+    """Return observation, reward, flags and information from an environment's answer, recognised by their types; None for others."""
     if isinstance(answer, tuple | list) and answer and isinstance(answer[0], tuple):  # with whether it succeeded
         answer = answer[0]
     if not isinstance(answer, tuple | list) or len(answer) < 3:
@@ -548,7 +548,7 @@ def _step_result(answer: Any) -> tuple[Any, ...] | None:
 
 
 def _loss_of(outputs: Any, inputs: Any = None, *_: Any, **options: Any) -> Any:
-    """The loss of a pass over its graph; None of one with respect to anything but leaves, such as a penalty on gradients."""
+    """The loss of a pass over its graph; None for a pass with respect to anything except leaves, such as a penalty on gradients."""
     outputs = outputs[0] if isinstance(outputs, list | tuple) and len(outputs) == 1 else outputs
     ends = inputs if isinstance(inputs, list | tuple) else [inputs] if hasattr(inputs, "is_leaf") else []
     single = hasattr(outputs, "grad_fn") and not options.get("create_graph")

@@ -1,4 +1,4 @@
-"""Settings of a script: what its arguments and constants say of the algorithm."""
+"""Settings of a script, from its arguments and constants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FACTS: Mapping[str, Aliases] = {
     "entropy_coef": ("ent_coef", "entropy_coef", "entropy_weight", "c_e", "c2", "entropy_beta"),
     "total_steps": ("total_timesteps", "total_steps", "max_steps"),
     "target_kl": ("target_kl",),
-    "mean_noise": ("rpo_alpha",),  # of the policy's means in training alone, https://arxiv.org/abs/2212.07536
+    "mean_noise": ("rpo_alpha",),  # of the policy's means, only in training, https://arxiv.org/abs/2212.07536
     "env": ("env_id", "env_name", "env"),
 }
 """Settings that alarms read."""
@@ -43,7 +43,7 @@ MIN_TRACE_DECAY = 0.5
 """Smallest `tau` that is the lambda of advantages."""
 
 MIN_STEPS = 8
-"""Steps within episodes from which on discounts are read from advantages."""
+"""Steps within episodes that suffice to fit discounts to advantages."""
 
 MAX_NORM: Aliases = (
     *("max_grad_norm", "max_gradient_norm", "grad_clip", "clip_grad_norm", "grad_clip_norm", "max_norm"),
@@ -55,7 +55,7 @@ UPDATES: Aliases = (
     *("updates", "iterations"),
 )
 MIN_UPDATES = 4
-"""Smallest number under such a name that is one of updates to come; below it may be a count of those that are over."""
+"""Smallest number under such a name that is a planned number of updates; a smaller one may count finished updates."""
 
 CLIPS_VALUES: Aliases = ("clip_vloss", "clip_value_loss", "clip_vf")
 
@@ -66,7 +66,7 @@ def is_rate(name: str) -> bool:
 
 
 def read_coefficients(reading: LossReading) -> dict[str, float]:
-    """Return the weights of the losses `value` and `entropy` in a loss, next to that of its policy's term."""
+    """Return the weights of the losses `value` and `entropy` in a loss, relative to the policy's term."""
     weight = 0.0 if reading.policy is None else reading.policy.weight
     terms = {"value": reading.value, "entropy": reading.entropy}
     return {
@@ -89,7 +89,7 @@ def stated_numbers(variables: Variables) -> dict[str, float]:
 
 
 def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[LossReading] = ()) -> dict[str, Any]:
-    """Return the facts that alarms read, as far as the script's settings, and its first losses, say them."""
+    """Return the facts for the alarms that follow from the script's settings and its first losses."""
     facts: dict[str, Any] = {
         "precision": "fp32",
         "max_grad_norm": max_norm,
@@ -121,15 +121,15 @@ def _plain(value: object, kinds: tuple[type, ...]) -> Any:
 
 
 def _trace_decay(value: object) -> float | None:
-    """Return a number that decays a trace; None of a small one, by which other algorithms move the weights of a target network."""
+    """Return a number that decays a trace. None for a small one, by which other algorithms update a target network."""
     number = as_number(value)
     return number if number is not None and number >= MIN_TRACE_DECAY else None
 
 
 def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any], factors: Sequence[float]) -> dict[str, float]:
-    """Return the discount factor and the lambda of advantages: those that they follow with, else the script's literals.
+    """Return the discount factor and the lambda that give the advantages, else the script's literals.
 
-    Of two literals that advantages do not follow with the larger one discounts, and the other one decays the trace.
+    If two literals do not give the advantages, the larger one is the discount, and the other one the lambda.
     """
     found = _fitted_discounts(rollout, facts)
     literals = sorted((one for one in factors if one not in facts.values()), reverse=True)
@@ -139,7 +139,7 @@ def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any], factors: Se
 
 
 def _fitted_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[str, float]:
-    """Return the two with which the advantages of a rollout [T, B] follow from its rewards and values; empty if none do.
+    """Return discount and lambda that give the advantages of a rollout [T, B] from its rewards and values; empty if none do.
 
     Within episodes s A_t + m = r_t - V_t + γ V_{t+1} + γ λ (s A_{t+1} + m), with s = 1 and m = 0 unless the advantages are normalised.
     Least squares give s, γ, γ λ s and m - γ λ m. Steps next to ends are left out: mistakes are common there.
@@ -154,7 +154,7 @@ def _fitted_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[
     size, gamma, carried, _ = torch.linalg.lstsq(columns, target).solution.tolist()
     gamma = float(facts.get("gamma", gamma))
     gae_lambda = float(facts.get("gae_lambda", carried / (size * gamma)))
-    for digits in range(2, 6):  # the shortest numbers are those of the script
+    for digits in range(2, 6):  # the script's numbers are the shortest
         pair = (round(gamma, digits), round(gae_lambda, digits))
         rest = target - pair[0] * columns[:, 1]
         own = torch.stack([columns[:, 0] + pair[0] * pair[1] * columns[:, 2], columns[:, 3]], -1)
@@ -165,7 +165,7 @@ def _fitted_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[
 
 
 def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return why equations of a script cannot be checked that its settings do not allow; `facts` are those found."""
+    """Return why equations cannot be checked with the script's settings; `facts` are the facts that were found."""
     reasons = {}
     if SCHEDULE_FACT not in facts:
         reasons["schedules"] = (
@@ -197,14 +197,14 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "value_loss": ("returns", "values"),
     "entropy_loss": ("entropy",),
 }
-"""What the equations of a script need to be traced to variables, or to the loss."""
+"""Columns that a script's equations need, traced to variables or to the loss."""
 
 
 def untraced_equations(traced: Mapping[str, str], loss: str) -> dict[str, str]:
-    """Return what was sought for each equation and what was found in its place; counts where it is not checked.
+    """Return the missing and found columns of each equation; it is used if the equation is not checked.
 
     Args:
-        traced: variables with their places in the source, by role; empty where the role has none.
+        traced: variables with their places in the source, by role; empty for a role without variables.
         loss: place of the loss.
     """
     texts = {}
@@ -223,9 +223,9 @@ def untraced_equations(traced: Mapping[str, str], loss: str) -> dict[str, str]:
 def find_schedule(
     variables: Variables, facts: Mapping[str, Any], rate: float, collected: int = 0, *, sets_rate: bool = True
 ) -> dict[str, Any]:
-    """Return the fact of the learning rate's schedule, where the script says whether it is annealed.
+    """Return the fact of the learning rate's schedule, if the script shows whether it is annealed.
 
-    A straight scheduler of torch for as many iterations as the run has updates says it as a setting does, and to which rate.
+    A linear scheduler of torch, for as many iterations as the run has updates, shows it like a setting, and also shows the final rate.
 
     Args:
         rate: of the first step.
@@ -256,6 +256,6 @@ def find_schedule(
 
 
 def find_config(variables: Variables) -> dict[str, Any]:
-    """Return the script's settings, as far as they are plain values."""
+    """Return the script's settings that are plain values."""
     settings = variables.find(SETTINGS, lambda value: settings_of(value) or None) or {}
     return {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool | None)}

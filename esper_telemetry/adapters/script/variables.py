@@ -1,4 +1,4 @@
-"""Variables of a script: where it calls into torch, and what its names and containers hold.
+"""Variables of a script at its calls into torch, and members of its containers.
 
 Shapes: T steps, B environments, N rows.
 """
@@ -39,7 +39,7 @@ CRITIC = r"(^|\.|_)(critic|value|vf|v|val|q)(_|\.|\d|$|net|head)"
 """Names of parameters, as regular expressions; the critic's are tried first. Parameters that match neither serve both."""
 
 SKIPPED_PACKAGES = {"torch", "esper_telemetry", "accelerate", "contextlib", "gymnasium", "gym"}
-"""Packages whose frames stand between the script and the tap."""
+"""Packages whose frames are between the script and the tap."""
 
 LIBRARIES = {
     *SKIPPED_PACKAGES,
@@ -52,7 +52,7 @@ LIBRARIES = {
     "wandb",
     "random",
 }
-"""Packages whose objects are no containers of the script."""
+"""Packages whose objects are not containers of the script."""
 
 MAX_FRAMES = 4
 """Frames of the script that are searched, the innermost first."""
@@ -73,19 +73,19 @@ HOLDER_WORDS = {
     *("buf", "buffer", "batch", "mb", "minibatch", "t", "th", "tensor", "arr", "array", "lst", "list", "all", "flat"),
     *("b", "np", "hist", "memory", "mem", "rollout", "data", "seq", "my"),
 }
-"""Parts of names that say how something is held, not what it is."""
+"""Parts of names that describe how something is stored, not its meaning."""
 
 MIN_FACTOR = 0.5
 """Smallest literal that may discount or decay."""
 
 CO_OPTIMIZED = 0x1
-"""Flag of code whose local variables are no dictionary."""
+"""Flag of code whose local variables are not a dictionary."""
 
 
 class Variables:
-    """The variables of frames, the innermost first, then the members of objects in them, then those of their settings.
+    """The variables of frames, the innermost first, then the members of objects in them, then the members of their settings.
 
-    An instance keeps alive what the script would release: do not store it beyond the call that made it.
+    An instance keeps objects alive that the script would release: do not store it beyond the call that made it.
     """
 
     def __init__(self, scopes: list[Mapping[str, Any]]) -> None:
@@ -93,9 +93,9 @@ class Variables:
         self._nested: list[Mapping[str, Any]] | None = None
 
     def find(self, names: Aliases, accept: Callable[[Any], T | None]) -> T | None:
-        """Return what `accept` makes of the first variable with one of these names that it accepts.
+        """Return the result of `accept` for the first variable with one of these names that it accepts.
 
-        Variables come before members of containers, and exact names before those that differ in what `plain_name` leaves out.
+        Variables precede members of containers. Exact names precede names that match only after `plain_name`.
         """
         for members in (False, True):
             scopes = self.nested if members else self._scopes
@@ -150,7 +150,7 @@ class Variables:
         }
 
     def indices(self, count: int) -> list[Tensor]:
-        """Copies of the vectors of so many whole numbers, among which those with the rows of a minibatch may be."""
+        """Copies of the vectors of so many whole numbers, which may include the rows of a minibatch."""
         arrays = (value for value in self.values() if isinstance(value, np.ndarray | Tensor))
         whole = (one for one in arrays if one.ndim == 1 and len(one) == count and one.dtype in (torch.long, np.int64))
         return [torch.as_tensor(one).clone() for one in islice(whole, MAX_INDICES)]
@@ -166,14 +166,14 @@ COUNTERS = frozenset({"epoch", "step", "update", "iteration", "minibatch"})
 
 @lru_cache(maxsize=4096)
 def plain_name(name: str) -> str:
-    """Return a name without what tells how the thing is held: `oldLogProbs_t` and `old_log_prob` become `oldlogprob`."""
+    """Return a name without its storage details: `oldLogProbs_t` and `old_log_prob` become `oldlogprob`."""
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().split("_")
     plain = [word.rstrip("s") if len(word) > 2 else word for word in words if word and word not in HOLDER_WORDS]
     return "".join(plain) or name.lower()
 
 
 def _containers(scopes: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the members of the containers in some scopes, then those of the containers in these."""
+    """Yield the members of the containers in some scopes, then the members of nested containers."""
     visited, level = set[int](), list(scopes)
     for _ in range(MAX_CONTAINER_DEPTH):
         deeper: list[Mapping[str, Any]] = []
@@ -248,7 +248,7 @@ def calling_variables() -> Variables:
 
 
 class Source(NamedTuple):
-    """What the files of the script's frames say.
+    """Settings in the files of the script's frames.
 
     Attributes:
         numbers: with a name: by assignments, defaults of arguments and calls.
@@ -264,7 +264,7 @@ class Source(NamedTuple):
 
 
 def read_source() -> Source:
-    """Return what the files of the script's frames say."""
+    """Return the settings in the files of the script's frames."""
     named: dict[str, float] = {}
     lines: dict[str, str] = {}
     factors: dict[float, None] = {}
@@ -313,7 +313,7 @@ def _sets_rate(node: ast.AST) -> bool:
 
 
 def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
-    """Yield those of calls and assignments, then those that are defaults of arguments, which calls replace."""
+    """Yield the settings in calls and assignments, then the defaults of arguments, which calls replace."""
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in sorted(ast.walk(tree), key=lambda node: isinstance(node, ast.arguments)):
         pairs: list[tuple[Any, Any]] = []
@@ -354,8 +354,8 @@ def _frames() -> Iterator[FrameType]:
 def _locals(frame: FrameType) -> Mapping[str, Any]:
     """A copy of a frame's variables.
 
-    Python 3.11 and 3.12 keep a dictionary of a function's variables with its frame once anyone has read them. Tensors are taken out of it
-    again, or they would live longer than the script lets them.
+    Python 3.11 and 3.12 keep a dictionary of a function's variables with its frame after they have been read. Tensors are removed
+    from it, as they would otherwise live longer than in the script.
     """
     variables = frame.f_locals
     if not frame.f_code.co_flags & CO_OPTIMIZED:
