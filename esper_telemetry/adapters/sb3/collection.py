@@ -1,7 +1,9 @@
 """Steps of the environments as Stable-Baselines3 takes them; see `event_parts.Transitions`.
 
 At each step, small parts of the observations, the rewards and the executed actions are copied. Everything else happens when the
-rollout is complete. Shapes: T steps, B environments.
+rollout is complete.
+
+Shapes: T steps, B environments.
 """
 
 from __future__ import annotations

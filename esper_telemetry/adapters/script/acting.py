@@ -33,7 +33,7 @@ MIN_SCALED = 0.95
 """Share of groups and inputs that must fit, because normalisers clip a few."""
 
 DRIFT_STEPS, DRIFT = 8, 1e-3
-"""Largest change of running statistics between nearby steps, as a share of the variance."""
+"""Steps within which running statistics change by at most this share of the variance."""
 
 MIN_SHARE = 0.5
 """Share of rows with different inputs above which a script acts on other observations than it trains on."""

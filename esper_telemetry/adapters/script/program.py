@@ -76,7 +76,7 @@ def last_line(
 ) -> str:
     """The last line of a run; `updates` are a model's updates if the script itself was not observed."""
     if error is not None:
-        return f"{name}: telemetry stopped and the script went on: {type(error).__name__}: {error}"
+        return f"{name}: telemetry stopped and the script continued: {type(error).__name__}: {error}"
     if run_dir is None:
         if script is not None and script.value_loss_alone:
             return f"{name}: found a squared error in {script.value_loss_alone}, and no loss of a policy: nothing was measured"

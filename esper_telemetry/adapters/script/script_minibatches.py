@@ -196,7 +196,9 @@ def common_factor(
 
 
 def _excess(weight: float, setting: float | None, factors: tuple[float, ...]) -> float:
-    """The weight of a loss divided by its setting; 1 if they are equal up to one of these factors, or if the loss is left out."""
+    """The weight of a loss divided by its setting; 1 if they are equal up to one of these factors. Without either, only the sign
+    counts.
+    """
     if not setting or not weight:
         return -1.0 if weight < 0 else 1.0
     return 1.0 if any(abs(weight / setting / factor - 1) < SAME_WEIGHT for factor in factors) else weight / setting

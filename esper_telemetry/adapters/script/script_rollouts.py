@@ -48,7 +48,7 @@ MIN_SHARE = 0.99
 """Share of a minibatch's numbers that its source array must hold."""
 
 MAX_SHARED_NUMBERS = 1 << 14
-"""Largest number of rows with ambiguous transitions that are resolved one by one."""
+"""Largest number of a minibatch's rows with several possible transitions that are resolved one by one."""
 
 MIN_SAME_ROWS = 0.75
 """Share of a minibatch's rows in which two columns must agree if they identify the same transitions."""
