@@ -463,7 +463,7 @@ def _mapped(trainer: Trainer, logged: LoggedRun, columns: Mapping[str, str]) -> 
         for name, names, what in ((key, keys, "metric"), (column, {*logged.points, logged.axis}, "column")):
             if name not in names:
                 near = ", ".join(get_close_matches(name, names, 4, 0.4)) or ", ".join(sorted(names)[:8])
-                raise ValueError(f"--map {key}={column}: unknown {what} {name}; similar ones are {near}")
+                raise ValueError(f"--map {key}={column}: unknown {what} {name}; known ones include {near}")
     own = {key: column for key, column in columns.items() if key != "env_step"}
     kept = [alias for alias in trainer.aliases if alias.key not in own]
     aliases = (*kept, *(Alias(re.escape(column), key) for key, column in own.items()))

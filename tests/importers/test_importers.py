@@ -274,7 +274,7 @@ def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
         ("wandb:nothing", "wandb: needs a folder of a run, or entity/project/run, got 'nothing'"),
         ("mlflow:sqlite:///x.db?run=a", "x.db does not exist"),
-        ("mlflow:?run=a", "there is no "),
+        ("mlflow:?run=a", " does not exist"),
         ("mlflow:sqlite:///other.csv?run=a", "cannot be read: DatabaseError: (sqlite3.DatabaseError) file is not"),
         ("mlflow:folder?run=a", "MLflow at folder cannot be read: MlflowException: "),
         ("mlflow:sqlite:///x.db", "mlflow: needs the run, such as mlflow:sqlite:///mlflow.db?run=0123456789abcdef"),

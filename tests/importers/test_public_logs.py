@@ -111,8 +111,8 @@ def test_columns_of_an_unknown_trainer(
     ("words", "sentence"),
     [
         (["--map", "episode/return_mean"], "--map needs KEY=COLUMN, such as episode/return_mean=reward"),
-        (["--map", "episode/return=reward"], "there is no metric episode/return; there are "),
-        (["--map", "episode/return_mean=rewards"], "unknown column rewards; similar ones are reward"),
+        (["--map", "episode/return=reward"], "unknown metric episode/return; known ones include "),
+        (["--map", "episode/return_mean=rewards"], "unknown column rewards; known ones include reward"),
         (["--run", "2"], "holds 1 run, and --run asks for 2"),
     ],
 )
