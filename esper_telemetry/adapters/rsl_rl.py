@@ -79,7 +79,7 @@ class RunnerListener(Adapter):
         self._forget_steps()
 
     def start(self, iterations: int | None) -> None:
-        """The runner begins to learn for so many iterations; None if their number is not known."""
+        """Begin a run of that many iterations; None if their number is not known."""
         self.stop()
         runner, alg = self._runner, self._alg
         total = None if iterations is None else self.update + iterations
@@ -141,7 +141,9 @@ class RunnerListener(Adapter):
             self._time_outs.append(extras["time_outs"].to(rewards.device, copy=True))
 
     def _after_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-        """The critic estimated values of a minibatch, or of a step: the last ones before an update are of the states after the rollout."""
+        """Keep the critic's estimates of a minibatch or a step. The last estimates before an update belong to the states after the
+        rollout.
+        """
         if self.learning:
             self._values = result.detach()
         else:
@@ -332,7 +334,7 @@ class RunnerListener(Adapter):
         return evaluated_minibatches(rows, HEAD, clip=alg.clip_param, clip_value=clip_value, clip_maximum=True)
 
     def _facts(self, iterations: int | None) -> dict[str, Any]:
-        """Facts for the alarms about a run of so many iterations."""
+        """Facts for the alarms about a run of that many iterations."""
         runner, alg, cell = self._runner, self._alg, self._cell
         env, storage, kinds = runner.env, alg.storage, {type(part) for part in self._actor.modules()}
         steps, envs, ranks = int(storage.num_transitions_per_env), int(storage.num_envs), self._ranks

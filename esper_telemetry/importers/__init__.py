@@ -1,4 +1,4 @@
-"""Logs of other trainers, read as records: without torch, from nothing but what was logged."""
+"""Reads logs of other trainers as records, without torch and only from logged data."""
 
 from typing import TYPE_CHECKING
 

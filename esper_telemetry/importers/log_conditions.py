@@ -1,7 +1,7 @@
-"""What holds for the values of a log alone: negative divergences, undefined fits, adaptive rates, and remarks.
+"""Corrections and remarks for logs: negative divergences, undefined fits, adaptive rates.
 
-A measured run says what a number is. For a log it is inferred from the numbers: `correct` takes out what a rule would misread, and
-`remarks_on` says what rules cannot see.
+A measured run defines its numbers. For a log, the definitions are inferred from the values: `correct` removes values that a rule would
+misread, and `remarks_on` reports problems that rules cannot detect.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ USEFUL_FIT: Final = 0.5
 COLLAPSED_NATS: Final = 1e-3
 """Entropy of a policy that takes one action with a probability of 0.9999."""
 ESCAPE_ROWS: Final = 3
-"""Rows after a collapsed phase in which the divergence from the collapsed policy says nothing."""
+"""Rows after a collapsed phase in which the divergence from the collapsed policy is meaningless."""
 UNEXPLAINED_FIT: Final = 0.05
 FALLEN_SHARE: Final = 0.3
-"""Share of what was learned that is worth a remark if it is lost and stays lost; the outcome asks for a half."""
+"""Share of the improvement whose permanent loss is worth a remark; the outcome requires a half."""
 NOISE_ERRORS: Final = 4.0
 FAR_FROM_REFERENCE: Final = 5.0
 """Nats per token; trained models stay below 1 (TRL's and verl's published runs)."""
@@ -52,7 +52,7 @@ NORM_GROWTH: Final = 30.0
 
 
 class Remark(NamedTuple):
-    """A sentence on a run, and the update from which on it holds."""
+    """A sentence on a run, and the first update for which it holds."""
 
     update: int
     text: str
@@ -63,7 +63,7 @@ Rows = Sequence[tuple[int, dict[str, float]]]
 
 
 def adaptive_rate(rates: Sequence[float]) -> bool:
-    """Return whether a learning rate moves by steps of 1.5, as schedules do that follow the KL divergence."""
+    """Return whether a learning rate changes by factors of 1.5, like schedules that follow the KL divergence."""
     changes = [abs(math.log(other / one, RATE_STEP)) for one, other in pairwise(rates) if one > 0 and other > 0]
     steps = [change for change in changes if change > 1e-6]
     whole = [step for step in steps if step > 0.5 and abs(step - round(step)) < 0.05]
@@ -71,12 +71,12 @@ def adaptive_rate(rates: Sequence[float]) -> bool:
 
 
 def schedule_facts(rates: Sequence[float], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the KL that the learning rate is adapted to, if it is and the settings do not say which."""
+    """Return the KL that the learning rate is adapted to, if it is adapted and the settings lack the target."""
     return {"desired_kl": DEFAULT_DESIRED_KL} if "desired_kl" not in facts and adaptive_rate(rates) else {}
 
 
 def correct(rows: Rows, sources: dict[str, str]) -> None:
-    """Take out of the rows, and of the sources, what rules would misread."""
+    """Remove values that rules would misread from the rows and sources."""
     kls = [values[KL] for _, values in rows if KL in values]
     if kls and min(kls) < -1e-6 - 1e-4 * max(map(abs, kls)):  # a divergence is not negative
         for _, values in rows:
@@ -103,7 +103,7 @@ def correct(rows: Rows, sources: dict[str, str]) -> None:
 
 
 def remarks_on(rows: Rows, means: Mapping[str, Sequence[float]], was_zero: bool) -> list[Remark]:
-    """Return what no rule can see in a log.
+    """Return remarks on problems that no rule can detect in a log.
 
     Args:
         rows: corrected.
@@ -143,7 +143,7 @@ def unused_divergence(rows: Rows) -> bool:
 
 
 def _collapse(rows: Rows) -> Remark | None:
-    """A policy over a few actions that does the same in every state, by its entropy alone."""
+    """A policy over a few actions that does the same in every state, judged only by its entropy."""
     entropies = [(update, values[ENTROPY]) for update, values in rows if ENTROPY in values]
     if any(STD in values for _, values in rows) or any(value < 0 for _, value in entropies):
         return None
@@ -169,7 +169,7 @@ def _unexplained(rows: Rows) -> Remark | None:
 
 
 def _fall(rows: Rows) -> Remark | None:
-    """A part of what was learned that is lost, and stays lost."""
+    """A permanent loss of part of the improvement."""
     key = RETURN_100 if any(RETURN_100 in values for _, values in rows) else RETURN
     points = [(update, values[key]) for update, values in rows if key in values]
     width = max(3, len(points) // 20)

@@ -1,8 +1,8 @@
-"""Records made from what another trainer logged.
+"""Records made from another trainer's log.
 
 Logged points become one row of this package's keys per update; rows become records with the histories that can be derived from them.
 Signs, factors and rollouts that are logged late are corrected here, so that no alarm needs to know other trainers. A value that
-replaces another one is named; what was not logged stays missing.
+replaces another one is named; values that were not logged stay missing.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ RECENT_EPISODES: Final = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
 
 MAY_BE_UNDEFINED: Final = {"value/explained_variance"}
-"""Keys that trainers log as NaN where they are undefined."""
+"""Keys that trainers log as NaN if they are undefined."""
 
 MAX_UPDATES: Final = 600
 """Rows that are judged; each takes 1.5 ms."""
 SETTLING_SHARE: Final = 0.2
 """Share of the run within which the first episodes end."""
 MUCH_DENSER: Final = 4
-"""Returns for each loss from which on returns give the positions of updates."""
+"""Number of returns per loss above which returns give the positions of updates."""
 MAX_EPISODE_GROUPS: Final = 200
 """Rows of a log of single episodes."""
 
@@ -75,7 +75,7 @@ STEPS: Final = ("environment steps", "collected frames", "steps of all environme
 """Units of positions from which the number of episodes can be estimated."""
 OUTCOME_KEYS: Final = frozenset({*RETURNS, COUNT, LENGTH, EVALUATION, SPEED})
 BREAKING: Final = ("loss/", "grad/", "policy/kl", "policy/ratio/", "lm/kl", "policy/head/")
-"""Beginnings of keys whose values are finite in every update of a run that is not broken."""
+"""Prefixes of keys whose values are finite in every update of a working run."""
 EXTREMES: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
     RATIO_MIN: min,
     RATIO_MAX: max,
@@ -106,7 +106,7 @@ SUBSTITUTES: Final = {
     "value/r2": (FIT, "blind to a constant error"),
     RETURN_100: (RETURN, "of one update"),
 }
-"""Keys that detectors read, with a related key that trainers log and what it misses."""
+"""Keys that detectors read, with a related key that trainers log and a note on the difference."""
 
 
 class LoggedPoint(NamedTuple):
@@ -123,9 +123,9 @@ class LoggedRun(NamedTuple):
         name: of the run.
         points: by tag, in the order in which they were written; values may be NaN.
         config: settings that the backend has.
-        x: unit of the positions, if the log itself says it.
+        x: unit of the positions, if the log has it.
         axis: column that holds the positions, if there is one.
-        notes: what was read of several runs and files.
+        notes: on the choice among several runs and files.
         address: it was read from.
     """
 
@@ -235,8 +235,8 @@ def _read_series(
 ) -> dict[str, str]:
     """Put the values of an alias into the rows; return the tags that count in another unit, with this reason.
 
-    A mean of no episodes is NaN, as is what is logged before the first update: `numerics/nonfinite` counts what was finite before, and
-    losses, divergences and gradients that never are.
+    A mean of no episodes is NaN, like values logged before the first update. `numerics/nonfinite` counts values that were finite
+    before, and losses, divergences and gradients that never are.
     """
     places: dict[int, list[float]] = {}
     dropped = {}
@@ -325,12 +325,12 @@ class ImportedRun(NamedTuple):
         records: one per update.
         used: the source of each key's values, in words.
         unused: tags that were not read, with the reason if the trainer is known to write them.
-        notes: on what was read and what holds for it, a sentence each.
-        unit: what a row of the log is: an update, an episode, or a row if the log does not say.
-        hints: how the trainer logs what is missing, by the beginning of the key.
+        notes: on the data that were read and their limits, a sentence each.
+        unit: meaning of a row of the log: an update, an episode, or a row if it is not known.
+        hints: how to make the trainer log missing values, by the prefix of the key.
         missing: tags of the trainer that this log does not have, by key.
         off_policy: PPO's checks do not hold for the algorithm.
-        remarks: on what no rule can see in a log.
+        remarks: on problems that no rule can detect in a log.
     """
 
     name: str
@@ -361,7 +361,7 @@ def read_foreign(logged: LoggedRun, columns: Mapping[str, str] | None = None) ->
 
     Args:
         logged: the run.
-        columns: the column that holds the values of a key, instead of what is known of the trainer; `env_step` is the position.
+        columns: the column of a key's values, instead of the trainer's known tag; `env_step` is the position.
 
     Raises ValueError for columns of an unknown trainer, with a command that maps them; for a wrong key or column; and without updates.
     """
@@ -434,8 +434,8 @@ def read_foreign(logged: LoggedRun, columns: Mapping[str, str] | None = None) ->
 def _settled(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], str]:
     """Return the rows without the returns of the first ones if only short episodes had ended there, and a note on them.
 
-    If episodes are cut off at one length, the shorter ones end first. They are too good, or too bad, for a run whose
-    number of environments is not known. Returns that rise with the length are left: there a longer episode is learned.
+    If episodes are cut off at one length, the shorter ones end first. Their returns are biased, and the number of environments is
+        not known. Returns that rise with the length are kept: longer episodes are then learned.
     """
     lengths = [(place, row.values[LENGTH]) for place, row in enumerate(rows) if LENGTH in row.values]
     longest = max((length for _, length in lengths), default=0.0)

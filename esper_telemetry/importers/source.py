@@ -33,7 +33,7 @@ KINDS: Final = (
     ("csv", r".*\.(csv|tsv)(\.gz)?"),
     ("log", r".*\.(jsonl|log|out|txt)(\.gz)?"),
 )
-"""Readers, and the names of the files that a folder is searched for; the first ones say most."""
+"""Readers, and the names of the files that a folder is searched for, the most informative first."""
 
 MAX_NAMED_RUNS: Final = 5
 LFS_POINTER: Final = b"version https://git-lfs"
@@ -43,7 +43,7 @@ def read_source(address: str, run: int | None = None) -> LoggedRun:
     """Return the run at an address.
 
     Args:
-        address: a file, a folder that is searched, or a kind and what to read.
+        address: a file, a folder that is searched, or a kind and its argument.
         run: number of the run, from 1, if there are several; the newest by default.
 
     Raises:
@@ -76,7 +76,7 @@ def read_source(address: str, run: int | None = None) -> LoggedRun:
 
 
 def _runs_below(path: Path, kinds: Sequence[tuple[str, str]]) -> list[LoggedRun]:
-    """Return the runs of the first kind of which files are here, the oldest first; a run has the files of one folder.
+    """Return the runs of the first kind with files in the folder, the oldest first. A run has the files of one folder.
 
     Raises ValueError if none is found, with the reason.
     """
@@ -115,7 +115,7 @@ def _names(folders: Mapping[Path, Sequence[Path]]) -> set[str]:
 
 
 def _shown(path: Path, folders: Mapping[Path, Sequence[Path]], runs: Sequence[LoggedRun]) -> str:
-    """Return the file that was read, or how many."""
+    """Return the name of the file that was read, or the number of files."""
     files = [file for own in folders.values() for file in own]
     return (
         str(files[0].relative_to(path))
@@ -125,12 +125,12 @@ def _shown(path: Path, folders: Mapping[Path, Sequence[Path]], runs: Sequence[Lo
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Key by which run_10 comes after run_9."""
+    """Sort key that puts run_10 after run_9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def _age(file: Path) -> float:
-    """Return when a file was begun, or last written to the minute: files that were copied together are of one age."""
+    """Return the time at which a file was begun, or last written, to the minute: files that were copied together have the same time."""
     begun = re.search(r"tfevents\.(\d{9,11})\.", file.name)
     return float(begun[1]) if begun else file.stat().st_mtime // 60
 
@@ -163,7 +163,7 @@ def read_tensorboard(directory: str) -> list[LoggedRun]:
 
 
 def _event_runs(folder: Path, files: Sequence[Path]) -> list[LoggedRun]:
-    """Return the runs in the event files of a folder. A file that begins again with tags of the file before is of another run."""
+    """Return the runs in the event files of a folder. A file that begins again with tags of the previous file belongs to another run."""
     runs: list[dict[str, list[LoggedPoint]]] = []
     for file in sorted(files, key=lambda file: (_age(file), _natural(file))):
         points = _scalars(file)
@@ -302,7 +302,7 @@ def _numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_mlflow(address: str) -> list[LoggedRun]:
-    """Return a run of MLflow: `URI?run=ID`, in the default store where the URI is empty."""
+    """Return a run of MLflow: `URI?run=ID`, in the default store if the URI is empty."""
     uri, mark, query = address.rpartition("?run=")
     if not mark or not query:
         raise ValueError(f"mlflow: needs the run, such as {EXAMPLES['mlflow']}, got mlflow:{address}")

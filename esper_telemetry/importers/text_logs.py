@@ -1,4 +1,4 @@
-"""Runs in text: tables, JSON, and what trainers printed, compressed or not."""
+"""Runs in text: tables, JSON, and printed output of trainers, compressed or not."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ MAX_TEXT_CHARACTERS: Final = 1 << 29
 """Of one file; a compressed one may hold any amount."""
 TABLES: Final = {".csv", ".tsv"}
 UNNAMED_LOGS: Final = {"progress", "result", "monitor", "trainer_state", "console", "output", "log", "sf_log", "train"}
-"""Names of files that say nothing of the run: it has the name of their folder."""
+"""Names of files that do not identify the run, which then has the name of their folder."""
 RESTART_SHARE: Final = 0.05
-"""Share of the range of a run below which a position that falls is the first one of another run."""
+"""Share of a run's range below which a falling position starts another run."""
 
 COUNTER: Final = r"(?:.*/)?(?:epochs?|iterations?|updates?|episodes?)"
-"""Columns that count on where the position begins again with each epoch."""
+"""Columns that keep counting if the position restarts with each epoch."""
 
 Row = Mapping[str, float]
 
 
 def read_text(file: str | Path) -> list[LoggedRun]:
-    """Return the runs in a table, in JSON, or in what a trainer printed, in their order.
+    """Return the runs in a table, in JSON, or in a trainer's printed output, in their order.
 
     JSON is a row per line, a list of rows, lists by column, `trainer_state.json` of transformers or `training_status.json` of ML-Agents.
-    Printed lines without metrics are passed over (`_printed_rows`).
+    Printed lines without metrics are ignored (`_printed_rows`).
 
     Raises:
         FileNotFoundError: for a missing file.
@@ -226,7 +226,7 @@ def monitor_run(name: str, rows: Iterable[Mapping[str, float]]) -> LoggedRun:
 
 
 def runs_of(name: str, rows: Iterable[Row], config: Mapping[str, Any] | None = None) -> list[LoggedRun]:
-    """Return the runs in rows that follow each other: the position of a row falls to the beginning where another one begins.
+    """Return the runs in consecutive rows. The position falls to the beginning when another run begins.
 
     Rows of one run are sorted by position: W&B has a row per call, and exports them in any order. Without a column that holds a position
     it is the row's number.
@@ -363,7 +363,7 @@ class _StepCounter:
 
 
 def _printed_rows(lines: Iterable[str]) -> Iterator[object]:
-    """Yield what a trainer printed of each step, in a row or in several: as a table, or below a heading.
+    """Yield the row that a trainer printed for each step: in one line or several, as a table, or below a heading.
 
     Rows come from transformers (`{'loss': 0.1, ...}`), verl (`step:1 - actor/ppo_kl:0.1 - ...`), OpenRLHF
     (`Global step 1: {'ppo_kl': 0.1, ...}`), NeMo-RL (`step_metrics={...}`), CleanRL (`global_step=1, episodic_return=1`) and Sample
@@ -407,7 +407,7 @@ def _printed_rows(lines: Iterable[str]) -> Iterator[object]:
 
 
 def _printed_row(line: str) -> object:
-    """Return what a line says of a step; None for other lines."""
+    """Return a line's metrics of a step; None for other lines."""
     line = WRAPPED.sub(r"\1", line)
     if step := re.search(r"\bstep:(\d+) - (\S.*)", line):
         cells = (cell.rpartition(":") for cell in step[2].split(" - "))
@@ -427,7 +427,7 @@ def _printed_row(line: str) -> object:
 
 
 PREFIXED_ROW: Final = re.compile(r"(?:\bGlobal step (\d+): |\bstep_metrics=)$")
-"""What OpenRLHF and NeMo-RL print before metrics whose tags have the prefix `train/` in their backends."""
+"""Text that OpenRLHF and NeMo-RL print before metrics whose tags have the prefix `train/` in their backends."""
 
 WRAPPED: Final = re.compile(r"\b(?:np\.\w+|tensor)\(([^(),]*)(?:, [^()]*)?\)")
 """Numbers as NumPy and torch print them."""

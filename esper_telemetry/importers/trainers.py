@@ -1,7 +1,7 @@
-"""The tags of other trainers, how their values differ from this package's, and what their x-axes count.
+"""The tags of other trainers, the differences of their values from this package's, and the units of their x-axes.
 
 The source is each trainer's code. In this package a value loss is half the mean square, an entropy is positive, and a KL divergence is
-Schulman's k3 unless a note says otherwise. A trainer is recognised by its tags alone, in any file or backend.
+Schulman's k3 unless a note says otherwise. A trainer is recognised only by its tags, in any file or backend.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Alias:
         factor: by which its values are multiplied.
         episodes: written for every episode, and not for every update.
         late: written one rollout late.
-        zero_if_off: 0 in all updates where it is not computed, and left out then.
+        zero_if_off: 0 in all updates if it is not computed; it is then left out.
         note: how else its values differ.
     """
 
@@ -50,13 +50,13 @@ class Trainer:
 
     Attributes:
         name: of the trainer.
-        signs: regular expressions for tags that only this trainer writes; one of them is enough, or all of one tuple.
+        signs: regular expressions for tags that only this trainer writes; a match of one, or of all in one tuple, suffices.
         aliases: of its tags.
         x: unit of its x-axis.
-        hints: how it is made to log what is missing, by the beginning of the key; under an empty key, what holds for all its logs.
+        hints: how to make it log missing values, by the prefix of the key; under an empty key, a hint on all its logs.
         idle: tags that are all exactly 0 in updates in which no completion has an advantage.
         facts: of every run of the trainer.
-        batch_tag: tag that is written once per batch of completions, where each pass over the batch writes the others again.
+        batch_tag: tag that is written once per batch of completions, if each pass over the batch writes the other tags again.
         settings: names of settings by fact, if the shared names mean something else.
     """
 
@@ -532,7 +532,7 @@ AXES: Final = {
     "step": "",
     "epoch": "epochs",
 }
-"""Columns that hold the position of a row, the best first, and their units if these are not the trainer's."""
+"""Columns with the position of a row, the best first, and their units if they differ from the trainer's."""
 
 _MEAN, _EPISODE = (
     r"(?:average|avg|mean|total|cumulative|recent|true|raw|last|100)*",
@@ -551,7 +551,7 @@ LIKELY: Final = {
     BEFORE: r"(?:global)?grad(?:ient)?(?:global)?g?norm",
     RATE: r"(?:cur)?(?:learningrate|lr)",
 }
-"""What columns of unknown trainers are likely to hold, by their last part in lower case, letters and digits alone."""
+"""Likely keys of unknown trainers' columns, by the column's last part in lower case, with only letters and digits."""
 
 
 def trainer_of(tags: Iterable[str]) -> Trainer | None:
@@ -568,7 +568,7 @@ def trainer_of(tags: Iterable[str]) -> Trainer | None:
 
 
 def likely_columns(tags: Iterable[str]) -> dict[str, str]:
-    """Return the column that is likely to hold each key, of the columns of an unknown trainer."""
+    """Return the likely column of each key among an unknown trainer's columns."""
     ordered = sorted(tags, key=lambda tag: (not re.search(r"ep|mean|average|total", tag, re.IGNORECASE), len(tag)))
     leaves = {tag: re.sub(r"[^a-z0-9]", "", re.split(r"[/|]", tag)[-1].lower()) for tag in ordered}
     found = {}

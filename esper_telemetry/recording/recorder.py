@@ -73,7 +73,7 @@ MAX_ROLLOUT_STEPS = 1 << 24
 """A number larger than the steps of any rollout, so that ends of a later rollout get larger numbers."""
 
 MAX_EVIDENCE_ENTRIES = 1 << 22
-"""Entries of a gradient up to which DEBUG shows it layer by layer."""
+"""Largest number of entries of a gradient that DEBUG shows layer by layer."""
 
 PROGRESS_SECONDS = 0.5
 """Shortest time between two events about the current update; `watch` redraws its screen at this interval."""

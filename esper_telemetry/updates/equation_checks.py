@@ -66,7 +66,7 @@ def equation_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
 
 
 def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[Measurement]:
-    """Yield the checks of what was stored when the rollout was collected."""
+    """Yield the checks of the data stored when the rollout was collected."""
     transitions, valid = rollout.transitions, rollout.valid
     distributions = rollout.logits or rollout.means
     if distributions and all(head in rollout.actions for head in (*rollout.logits, *rollout.means)):
@@ -246,7 +246,7 @@ def _explained(check: Callable[..., EquationCheck], *columns: Any, **settings: A
 
 
 MAX_LOG_PROB_ERROR = 1e-3
-"""Difference up to which two log-probabilities are the same, in nats, in single precision."""
+"""Largest difference between equal log-probabilities in single precision, in nats."""
 
 MIN_MEMORY_ROWS = 8
 """Rows needed before and after the first end of an episode, so that a difference in one part is not a coincidence."""

@@ -25,7 +25,7 @@ from esper_telemetry.updates.update import JoinedMinibatches
 logger = logging.getLogger("esper_telemetry")
 
 ARITHMETIC = (ValueError, ArithmeticError, RuntimeError, AssertionError)
-"""Exceptions that a non-finite number may raise; others say nothing about the tensors of their frames."""
+"""Exceptions that a non-finite number may raise; others are unrelated to the tensors of their frames."""
 DATA = re.compile(r"(?i)(^|_)(obs|observations?|rewards?|rews?)(\b|_|\d)")
 """Names of data of the environment, which come before everything that is computed from them."""
 MAX_PARTS = 64

@@ -174,7 +174,7 @@ class FirstPasses(NamedTuple):
                 yield partial(capacity_loss, copy.network, copy.parameters, copy.observations)
 
     def compared(self, after: PolicyReplay) -> Iterator[Measurement]:
-        """Yield the distance of the policy after the update from what was acted on, and from its outputs before the update."""
+        """Yield the distance of the policy after the update from the outputs acted on, and from its outputs before the update."""
         stored, before, now = self.stored, self.now, after.outputs()
         if stored.logits or stored.means:  # else another object than the policy has acted
             yield lambda: kl_after_update(kl_rows(stored, now), relevant=now.relevance)

@@ -201,7 +201,7 @@ def loss_rows(
             "returns": samples.returns,
             "raw_advantages": samples.advantages,
         }
-        # Stable-Baselines3 takes the squared error of the clipped value alone
+        # Stable-Baselines3 takes only the squared error of the clipped value
         of_rows = partial(LossRows, clip=clip, clip_value=clip_value, clip_maximum=False)
         if valid is None:
             yield of_rows(**columns, unmasked_entropy=unmasked)

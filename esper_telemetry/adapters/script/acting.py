@@ -24,7 +24,7 @@ MAX_LAYERS = 16
 """Layers of the acting network that are known."""
 
 SAME_INPUT = 1e-5
-"""Difference up to which two inputs are the same, next to the largest one."""
+"""Largest difference between equal inputs, relative to the largest input."""
 
 MIN_GROUP = 3
 """Rows that suffice to decide whether inputs are other inputs scaled and shifted."""

@@ -71,7 +71,7 @@ from esper_telemetry.events import (
 )
 
 DEFAULT_GAMMA = 0.99
-"""Discount factor of scripts that do not say theirs."""
+"""Discount factor of scripts whose own is not known."""
 
 GRADIENTS = "gradients"
 CLIPPED_GRADIENTS = "gradients before and after clipping"

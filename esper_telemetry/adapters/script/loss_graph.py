@@ -35,7 +35,7 @@ MAX_VALUE_DEPTH = 16
 """Depth of operations for recomputing a number that the graph does not keep."""
 
 ROUNDING = 1e-6
-"""Relative difference up to which two numbers in single precision are the same."""
+"""Largest relative difference between equal numbers in single precision."""
 
 MIN_SUMMED_ROWS = 4
 """Rows above which a slope of 1 for each row shows a sum, not a mean with a weight."""

@@ -148,7 +148,7 @@ class DistributionLog:
         return DistributionGraphs([one.log_probs for one in self._recent if one.log_probs.requires_grad], entropies)
 
     def take_minibatch(self, rows: int, nodes: Container[Any]) -> HeadColumns:
-        """Return the heads of so many rows whose log-probabilities are among these nodes of a loss; empty without any.
+        """Return the heads with that many rows whose log-probabilities are among these nodes of a loss; empty without any.
 
         Other results with a graph may belong to the next loss, of other rows, before the same optimizer step.
         """
@@ -206,7 +206,7 @@ def _columns_of(distribution: Any) -> HeadColumns | None:
 
 
 def _as_rows(columns: HeadColumns, rows: int) -> HeadColumns:
-    """The same with one number in each of so many rows, if a Gaussian was given them as one row."""
+    """The same with one number in each of that many rows, if a Gaussian was given them as one row."""
     alone = _rows(columns) == 1 != rows and bool(columns.means) and next(iter(columns.means.values())).shape[1] == rows
     return columns.map(lambda column: column.reshape(rows, 1)) if alone else columns
 
@@ -323,7 +323,7 @@ class IndexLog:
         return taken
 
     def recent(self, count: int) -> list[Tensor]:
-        """Return copies of the different vectors of so many whole numbers, the latest first."""
+        """Return copies of the distinct vectors of that many whole numbers, the latest first."""
         taken: list[Tensor] = []
         for index in reversed(self._recent):
             if len(index) != count or (isinstance(index, list) and not all(isinstance(one, int) for one in index)):
@@ -383,7 +383,7 @@ class LstmLog:
             self._steps.append((torch.stack([part.detach() for part in states], 1), rows.detach().clone()))
 
     def take(self, steps: int, envs: int) -> RecordedLstm | None:
-        """Return what was recorded since the last call of a rollout's T steps; None if that does not fit it."""
+        """Return the records of a rollout's T steps since the last call; None if they do not fit it."""
         recorded, self._steps, self._entries = self._steps[:steps], [], 0
         from_zero, self._trained_from_zero = self._trained_from_zero, None
         if (
@@ -779,7 +779,7 @@ class ReturnLog:
             self.add(match["label"], float(match["number"]))
 
     def add(self, label: str, number: float) -> None:
-        """Record a number under a name that says that it is a return."""
+        """Record a number whose name shows that it is a return."""
         if math.isfinite(number) and len(self._reported.setdefault(label.lower(), [])) < MAX_RECENT_RETURNS:
             self._reported[label.lower()].append(number)
 

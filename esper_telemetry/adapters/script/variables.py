@@ -150,7 +150,7 @@ class Variables:
         }
 
     def indices(self, count: int) -> list[Tensor]:
-        """Copies of the vectors of so many whole numbers, which may include the rows of a minibatch."""
+        """Copies of the vectors of that many whole numbers, which may include the rows of a minibatch."""
         arrays = (value for value in self.values() if isinstance(value, np.ndarray | Tensor))
         whole = (one for one in arrays if one.ndim == 1 and len(one) == count and one.dtype in (torch.long, np.int64))
         return [torch.as_tensor(one).clone() for one in islice(whole, MAX_INDICES)]
