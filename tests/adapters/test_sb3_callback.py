@@ -315,12 +315,12 @@ def test_their_logger_tensorboard_and_callbacks_receive_the_same(tmp_path: Path)
 @pytest.mark.parametrize(
     "place",
     [
-        "minibatches.loss_columns",
-        "minibatches.sample_columns",
-        "minibatches.MinibatchListener.before_clip",
-        "minibatches.ops.checked_norms",
-        "rollouts.RolloutRecorder.after_action",
-        "rollouts.RolloutRecorder.after_step",
+        "sb3_minibatches.loss_columns",
+        "sb3_minibatches.sample_columns",
+        "sb3_minibatches.MinibatchListener.before_clip",
+        "sb3_minibatches.ops.checked_norms",
+        "sb3_rollouts.RolloutRecorder.after_action",
+        "sb3_rollouts.RolloutRecorder.after_step",
     ],
 )
 def test_a_bug_in_it_costs_its_events_and_a_warning(
