@@ -169,7 +169,7 @@ def disturbed(work: Work) -> Run:
 
 
 def ours(work: Work, *, hooks: Any = None, **settings: Any) -> tuple[Any, deque[float]]:
-    """This trainer, with `hooks` instead of its own where they are given, and where the returns of its episodes go."""
+    """Return the bundled trainer, with these hooks if there are any, and the returns of its latest episodes."""
     from esper_telemetry.events import EpisodeEnd
     from esper_telemetry.ppo import PPO, PPOConfig
     from esper_telemetry.ppo.environments import make_env

@@ -15,6 +15,7 @@ Programs run one after the other, in a process each. `runs/mistakes/`, which git
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Iterable
@@ -94,16 +95,22 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="with the score of tasks: put the truth into truth.json")
     options = parser.parse_args()
     options.seeds = options.seeds or (3 if options.set == "tasks" else 1)
+    if options.set == "language" and importlib.util.find_spec("trl") is None:
+        parser.error("the set language needs TRL: pip install '.[trl]'")
+    results = (
+        RESULTS / "tools" / outside_tool.slug(options.tool) / options.set if options.tool else RESULTS / options.set
+    )
+    if options.what == "score" and not any(results.rglob("*.json")):
+        parser.error(f"no finished runs of {options.set}: python -m benchmarks.mistakes run {options.set}")
     programs = chosen(options)
     if options.what == "list":
         for one in programs:
             place = one.env if one.task else equation_score.quantity(one)
             print(f"{one.half:8}{one.kind:11}{one.name:42}{place:22}{one.source}")
     elif options.tool:
-        directory = RESULTS / "tools" / outside_tool.slug(options.tool) / options.set
         if options.what == "run":
-            outside_tool.run(options.tool, programs, directory, long=options.set == "tasks")
-        outside_tool.print_score(directory)
+            outside_tool.run(options.tool, programs, results, long=options.set == "tasks")
+        outside_tool.print_score(results)
     elif options.what == "sound":
         running.preload()
         sys.exit(bool(equation_score.check_soundness(programs)))

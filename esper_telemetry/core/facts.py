@@ -79,6 +79,7 @@ class Facts(Mapping[str, Any]):
     entropy_coef: float | None = None
     target_kl: float | None = None  # KL at which an update stops
     desired_kl: float | None = None  # KL by which the learning rate is adapted
+    adaptive_rate: bool | None = None  # the learning rate of a log is adapted to a KL that the log does not have
 
     gamma: float | None = None
     gae_lambda: float | None = None
@@ -107,6 +108,11 @@ class Facts(Mapping[str, Any]):
     def of_sb3(self) -> bool:
         """True if Stable-Baselines3 or sb3-contrib trains: settings have other names there."""
         return (self.trainer or "").startswith("stable-baselines3")
+
+    @property
+    def rate_follows_kl(self) -> bool:
+        """True if the learning rate is adapted to the KL divergence."""
+        return bool(self.desired_kl or self.adaptive_rate)
 
     @property
     def shows_normalization(self) -> bool:

@@ -50,7 +50,7 @@ class ActionEffect(MetricGroup):
         Metric.ratio("policy/action_effect", 176, "effect of actions on observations", cost="sampled")
         .asks(
             "Do observations change with the actions? The largest correlation between the part of an action that was drawn by chance and "
-            "the change of the observation within four steps, over the largest that chance alone gives: about 1 where there is no effect."
+            "the change of the observation within four steps, over the largest that chance alone gives: about 1 without an effect."
         )
         .bounds(healthy="> 1.7", source="15 tasks of Gymnasium have 1.4 to 21, and 0.2 to 1.7 where no action arrives")
         .absent(

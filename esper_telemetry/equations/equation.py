@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, Final, NamedTuple, TypedDict, Unpack
+from typing import Any, Final, NamedTuple
 
 from esper_telemetry.core.catalogue import declaring_modules
 from esper_telemetry.core.facts import Facts
@@ -28,19 +28,6 @@ MAX_EXPLANATIONS: Final = 3
 
 TOLERANCES: Final[Mapping[str, float]] = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
 """Largest relative error that rounding explains, by the precision of the trainer's arithmetic."""
-
-
-class HypothesisFacts(TypedDict, total=False):
-    """Facts of a hypothesis; see `Hypothesis`."""
-
-    parameter: str
-    exact: bool
-    needs: str
-    gradient: str
-    doubtful_without: str
-    of: str
-    hides: tuple[str, ...]
-    unknown_row: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +87,8 @@ class Hypothesis:
         """Return the hypothesis with an equation that has a fitted parameter."""
         return replace(self, equation=equation, parameter=parameter, fit=fit, normalized_fit=normalized)
 
-    def given(self, **facts: Unpack[HypothesisFacts]) -> Hypothesis:
-        """Return the hypothesis with facts."""
+    def given(self, **facts: Any) -> Hypothesis:
+        """Return the hypothesis with other fields, such as `needs` and `gradient`."""
         return replace(self, **facts)
 
     def advises(self, advice: str, *, source: str = "") -> Hypothesis:

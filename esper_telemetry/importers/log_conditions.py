@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from esper_telemetry.core.messages import number, percent
 from esper_telemetry.importers.trainers import (
@@ -30,8 +30,6 @@ from esper_telemetry.importers.trainers import (
 RATE_STEP: Final = 1.5
 """Factor of the KL-adaptive schedules of RSL-RL, skrl, rl_games and Sample Factory."""
 MIN_RATE_STEPS: Final = 4
-DEFAULT_DESIRED_KL: Final = 0.01
-"""RSL-RL's; rl_games and skrl have 0.008."""
 MIN_ROWS: Final = 10
 FITTED_SHARE: Final = 1e-3
 """Share of the largest value loss below which returns vary too little for a fit of them to mean anything."""
@@ -68,11 +66,6 @@ def adaptive_rate(rates: Sequence[float]) -> bool:
     steps = [change for change in changes if change > 1e-6]
     whole = [step for step in steps if step > 0.5 and abs(step - round(step)) < 0.05]
     return len(whole) >= MIN_RATE_STEPS and 2 * len(whole) >= len(steps)
-
-
-def schedule_facts(rates: Sequence[float], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the KL that the learning rate is adapted to, if it is adapted and the settings lack the target."""
-    return {"desired_kl": DEFAULT_DESIRED_KL} if "desired_kl" not in facts and adaptive_rate(rates) else {}
 
 
 def correct(rows: Rows, sources: dict[str, str]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.core.record import MAX_COUNT, Axes, Level, Record
 from esper_telemetry.history.derive import RunHistory
-from esper_telemetry.importers.log_conditions import Remark, correct, remarks_on, schedule_facts, unused_divergence
+from esper_telemetry.importers.log_conditions import Remark, adaptive_rate, correct, remarks_on, unused_divergence
 from esper_telemetry.importers.trainers import (
     ADVANTAGES,
     COUNT,
@@ -387,7 +387,8 @@ def read_foreign(logged: LoggedRun, columns: Mapping[str, str] | None = None) ->
     x = logged.x or trainer.x
     facts = {**trainer.facts, **facts_of(logged.config, trainer.settings), **({} if x in STEPS else {"step_unit": x})}
     facts = {name: value for name, value in facts.items() if name not in wrong_facts(facts)}
-    facts |= schedule_facts([value for _, value in logged.points.get(sources.get(RATE, ""), ())], facts)
+    if adaptive_rate([value for _, value in logged.points.get(sources.get(RATE, ""), ())]):
+        facts["adaptive_rate"] = True
     updates = [(place, row.values) for place, row in enumerate(table.rows, 1)]
     was_zero = unused_divergence(updates)
     correct(updates, sources)

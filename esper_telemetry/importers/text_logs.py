@@ -281,7 +281,7 @@ def points_of(
     return points
 
 
-class Block(NamedTuple):
+class StepBlock(NamedTuple):
     """Lines that a trainer prints for one step: a heading, then one line per metric.
 
     Attributes:
@@ -300,7 +300,7 @@ class Block(NamedTuple):
 _NUMBER = r"(-?(?:[\d.]+(?:e[+-]?\d+)?|nan|inf))"
 NEMO_RL_EPOCH: Final = re.compile(r"={5,} Epoch (\d{1,15})/\d+ ={5,}")
 BLOCKS: Final = (
-    Block(
+    StepBlock(
         re.compile(r"={5,} Step (\d{1,15})/\d+ ={5,}"),
         re.compile(rf"• ([A-Z][\w ()-]+): {_NUMBER}(?![\w.])"),
         {
@@ -317,7 +317,7 @@ BLOCKS: Final = (
         },
         "train/",
     ),
-    Block(
+    StepBlock(
         re.compile(r"Learning iteration (\d{1,15})/\d+"),
         re.compile(rf"^\s*(?:Mean )?([A-Za-z][\w ]+?):\s+{_NUMBER}\s*$"),
         {

@@ -24,9 +24,9 @@ from esper_telemetry.recording.probes import TimedListener
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.steps import (
     CheckedStep,
+    LossTermGradients,
     MinibatchLoss,
     PolicyPass,
-    TermGradients,
     gradient_check,
     policy_pass,
     step_checks,
@@ -124,7 +124,7 @@ class StepProbe:
         if event.forward is None:
             terms = None if event.terms is None else event.terms()
             if terms is not None:
-                self._step = self._step._replace(loss=TermGradients(terms[0]), coefficients=terms[1])
+                self._step = self._step._replace(loss=LossTermGradients(terms[0]), coefficients=terms[1])
             return
         if self._samples_without_pass or not self._copies_locally:
             self._samples_without_pass -= self._samples_without_pass > 0

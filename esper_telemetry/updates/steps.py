@@ -59,7 +59,7 @@ class MinibatchLoss(NamedTuple):
         return cls(gradients, *gradients.total(coefficients), gradients.detached, gradients.of_errors)
 
 
-class TermGradients(NamedTuple):
+class LossTermGradients(NamedTuple):
     """Gradients [d] of the terms of a loss and of alternatives, float64, from a source that does not replay the policy."""
 
     terms: Mapping[str, Tensor]
@@ -165,7 +165,7 @@ class CheckedStep(NamedTuple):
     coefficients: Mapping[str, float]
     max_norm: float | None
     by_name: bool
-    loss: PolicyPass | TermGradients | None = None
+    loss: PolicyPass | LossTermGradients | None = None
     value_gradient: Tensor | None = None
 
     @property

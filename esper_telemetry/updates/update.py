@@ -26,7 +26,7 @@ from esper_telemetry.metrics.optimizer import AdamState
 from esper_telemetry.updates.extensions import UpdateExtension
 from esper_telemetry.updates.pickles import PolicyPickle
 from esper_telemetry.updates.replays import UpdateReplay
-from esper_telemetry.updates.steps import CheckedStep, PolicyPass, TermGradients
+from esper_telemetry.updates.steps import CheckedStep, LossTermGradients, PolicyPass
 
 TARGET_COLUMNS: Final = ("rewards", "values", "next_values", "advantages", "ended", "valid")
 """Columns of a rollout from which advantages follow, and the advantages."""
@@ -342,7 +342,7 @@ KINDS: Final = (
         PolicyPickle,
         StateSize,
         StepSettings,
-        TermGradients,
+        LossTermGradients,
         Transitions,
         UpdateReplay,
     ),

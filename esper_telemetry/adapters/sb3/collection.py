@@ -45,7 +45,7 @@ def ended_rows(ends: Sequence[StepEnds]) -> Iterator[tuple[int, int, Mapping[str
             yield step, index, infos[index]
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What the environments returned in a step: rewards [B], and some entries of the observations, [B, n], None of several parts.
 
     The loop may change observations before it shows them.
@@ -76,7 +76,7 @@ class StepRecorder:
     def begin(self) -> None:
         """Forget all steps: a rollout begins."""
         self._acted: list[Tensor] = []
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[StepOutcome] = []
         self._sent: list[Array] = []
         self._received: list[Array] = []
 
@@ -100,7 +100,7 @@ class StepRecorder:
         returned = shown if last is None or shown is None or last.shape != shown.shape else last
         # a loop that repeats its actions adds the rewards of several answers
         paid = answers[0][1] if len(answers) == 1 and answers[0][1].shape == rewards.shape else rewards
-        self._outcomes.append(Outcome(paid, returned, shown))
+        self._outcomes.append(StepOutcome(paid, returned, shown))
         sent = variables.get("clipped_actions", variables.get("actions"))  # MaskablePPO cuts none
         received = getattr(self.innermost, "actions", None)
         if isinstance(sent, np.ndarray) and isinstance(received, np.ndarray) and received.shape == sent.shape:

@@ -61,7 +61,7 @@ MAX_FIRST_RATIO = 1e-5
 """Nats by which log-probabilities of the first minibatch may differ if ratios are 1."""
 
 
-class Block(NamedTuple):
+class MinibatchBlock(NamedTuple):
     """Some minibatches, one after the other, without padding: epoch and number of rows of each, and columns of all R rows.
 
     Attributes:
@@ -340,7 +340,7 @@ class MinibatchListener:
         self.rollout, self._complete = None, True
 
     @torch.no_grad()
-    def _block(self, minibatches: Sequence[MinibatchRow]) -> Block:
+    def _block(self, minibatches: Sequence[MinibatchRow]) -> MinibatchBlock:
         """Join some minibatches and leave out their padding."""
         epochs, places, numbers, masks, samples, values, log_probs, entropies, captures = zip(*minibatches, strict=True)
         present = [mask for mask in masks if mask is not None]
@@ -350,7 +350,7 @@ class MinibatchListener:
             return column if valid is None else column[valid]
 
         rows = [self._order[own] + place * len(self._order) for place, own in zip(places, numbers, strict=True)]
-        return Block(
+        return MinibatchBlock(
             epochs=epochs,
             counts=tuple([len(own) for own in numbers]),
             rows=np.concatenate(rows),
@@ -360,9 +360,9 @@ class MinibatchListener:
         )
 
     @torch.no_grad()
-    def joined(self, blocks: Sequence[Block]) -> JoinedMinibatches:
+    def joined(self, blocks: Sequence[MinibatchBlock]) -> JoinedMinibatches:
         """Return the minibatches that were recorded in blocks."""
-        fields: Any = Block._make(zip(*blocks, strict=True))  # each field of all blocks
+        fields: Any = MinibatchBlock._make(zip(*blocks, strict=True))  # each field of all blocks
         counts = tuple(chain.from_iterable(fields.counts))
         joined = map(cat, zip(*fields.columns, strict=True))
         old_log_probs, advantages, old_values, returns, actions, values, log_probs = joined

@@ -85,7 +85,7 @@ def within_episode(view: View, updates: float, episode_steps: float) -> bool:
 def swinging_rate(view: View, rates: list[float]) -> Iterator[Finding]:
     """A learning rate that goes up and down without following the KL, as adaptive schedules do in healthy runs."""
     rate = view.get("opt/lr")
-    if not rate or view.facts.desired_kl:
+    if not rate or view.facts.rate_follows_kl:
         return
     rates.append(rate)
     del rates[:-SWING_UPDATES]
@@ -167,7 +167,7 @@ class DriftJudge:
         """A learning rate that has risen for a long time beyond the setting without following the KL."""
         rate, was = view.get("opt/lr"), view.previous.get("opt/lr")
         asked = view.facts.learning_rate
-        if rate is None or was is None or not asked or view.facts.desired_kl:
+        if rate is None or was is None or not asked or view.facts.rate_follows_kl:
             return
         self.rises = self.rises + 1 if rate > was else 0
         limit = view.limits[RATE_GROWN] * asked

@@ -35,7 +35,7 @@ def update_size(view: View, past: StepSizes) -> Iterator[Finding]:
     value, rate = view.get(SIZE), view.get(RATE)
     if value is not None and rate:
         past.per_rate = value / rate
-    if rate is None or past.per_rate is None or (value is None and view.facts.desired_kl):
+    if rate is None or past.per_rate is None or (value is None and view.facts.rate_follows_kl):
         return
     size = past.per_rate * rate
     severity = view.limits.log_severity(UPDATE_TO_WEIGHT, size)
@@ -48,7 +48,7 @@ def update_size(view: View, past: StepSizes) -> Iterator[Finding]:
 def jumping_rate(view: View, past: StepSizes) -> Iterator[Finding]:
     """A learning rate that has jumped from one update to the next, beyond the setting, without following the KL."""
     rate, before, asked = view.get(RATE), view.previous.get(RATE), view.facts.learning_rate
-    if rate is None or not before or not asked or view.facts.desired_kl:
+    if rate is None or not before or not asked or view.facts.rate_follows_kl:
         return
     limit = view.limits[RATE_GROWN] * asked
     if rate > limit and rate >= view.limits[RATE_JUMP] * before:
