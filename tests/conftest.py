@@ -13,20 +13,20 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from command_line import Finished
 
-# The networks here are small: more threads gain nothing, and where other processes need the cores they wait for each other.
+# The networks in these tests are small: more threads are no faster and wait for cores that other processes use.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# MLflow's server starts eight processes more, three seconds of a core each, for jobs that nobody gives it here.
+# MLflow's server would start eight more processes, each using three seconds of a core, for jobs that no test submits.
 os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
 
-# How long an example takes is the machine's affair: one that others use too may pause in the middle of any.
+# Examples have no deadline: on a shared machine any of them may pause.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
 def distribution_checks() -> Iterator[None]:
-    """Torch's checks of distributions, switched on again after each test: `torch.compile` switches them off in the whole process."""
+    """Enable torch's argument checks for distributions again after each test: `torch.compile` disables them in the whole process."""
     yield
     if "torch.distributions" in sys.modules:
         sys.modules["torch.distributions"].Distribution.set_default_validate_args(__debug__)
@@ -34,13 +34,15 @@ def distribution_checks() -> Iterator[None]:
 
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with one core, where everything is measured in this process: to start another, which imports torch, takes seconds."""
+    """Pretend the machine has one core, so that everything is measured in this process: starting another one, which imports torch, takes
+    seconds.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """One training by the command line, six updates, with the console and all three backends; all processes of the tests read the same."""
+    """One training by the command line: six updates, the console and all three backends. All test processes read the same run."""
     from command_line import Ended, Finished, ended, started
 
     place = tmp_path_factory.getbasetemp()

@@ -1,6 +1,7 @@
-"""Python programs in processes that are forked from one that has imported torch: a fresh interpreter takes two seconds of a core for that.
+"""Run Python programs in processes forked from one that has imported torch: a fresh interpreter spends two seconds of a core on that
+import.
 
-The start of a fresh one is tested in `tests/cli/test_command_processes.py` and `tests/end_to_end`.
+`tests/cli/test_command_processes.py` and `tests/end_to_end` test starting a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ TIMEOUT_SECONDS = 300.0
 def run_python(
     *words: str | Path, cwd: str | Path | None = None, env: Mapping[str, str] | None = None, one_core: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python WORDS` to its end and return its exit code and what it has written.
+    """Run `python WORDS` to its end and return its exit code and its output.
 
     Args:
         words: `-c CODE`, `-m MODULE` or a file, and the program's arguments.
-        cwd: working directory; the present one where it is None.
-        env: environment variables; the present ones where it is None.
-        one_core: the program sees a machine with one core, where telemetry starts no worker.
+        cwd: working directory; the current one if None.
+        env: environment variables; the current ones if None.
+        one_core: whether the program sees a machine with one core, where telemetry starts no worker.
     """
     with tempfile.TemporaryDirectory() as place:
         outputs = [Path(place) / "stdout", Path(place) / "stderr"]
@@ -72,7 +73,7 @@ def _server() -> subprocess.Popen[bytes]:
 
 
 def serve() -> None:
-    """Fork for each line of standard input, and answer with the exit code of the process."""
+    """Fork once for each line of standard input and reply with the exit code of the forked process."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import torch._dynamo  # noqa: F401  # takes a second of a core; torch's optimizers import it at their first step
 
@@ -81,7 +82,7 @@ def serve() -> None:
     import esper_telemetry.ppo.environments.gymnasium  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # what is imported stays, so no process need look at it again when it ends, which would copy it
+    gc.freeze()  # a process that ends then does not visit these imported objects, which would copy their memory pages
     requests, answers = os.fdopen(os.dup(0)), os.dup(1)
     while line := requests.readline():
         pid = os.fork()
@@ -93,7 +94,6 @@ def serve() -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Turn this process into the program."""
     for descriptor, path in enumerate((os.devnull, *request["outputs"])):
         opened = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(opened, descriptor)

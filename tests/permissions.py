@@ -1,4 +1,4 @@
-"""Permissions that hold for root too."""
+"""File permissions that apply to root, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 
 
 def keep_to_permissions() -> None:
-    """Drop root's right to write everywhere from the program that starts next, as a `preexec_fn`; other users keep theirs."""
+    """As a `preexec_fn`, drop root's right to write everywhere from the program that starts next; other users are unaffected."""
     libc = ctypes.CDLL(None)
     for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)

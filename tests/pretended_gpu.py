@@ -1,8 +1,8 @@
-"""A GPU that is not there: tensors on the CPU that say they are on `cuda:0`, and fail where those of a GPU would.
+"""A simulated GPU: CPU tensors that report the device `cuda:0` and fail if a GPU's tensors would.
 
-Each tensor is marked with the device that it would be on; torch's own function mode sees every call. A call with tensors of both devices
-raises, as does `numpy` of a marked one, and what reads numbers of the device is counted. Tensors that come out of autograd's hooks without
-a mark pass for those of the device.
+Each tensor is marked with the device that it would be on. Torch's function mode sees every call. A call that mixes tensors of both
+devices raises, and so does `numpy` on a marked tensor. Every operation that reads numbers from the device is counted. Unmarked tensors
+from autograd's hooks are treated as tensors on the device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mark(tensor: object, device: torch.device | None) -> None:
 
 
 def device_of(tensor: Tensor) -> torch.device | None:
-    """The device that a tensor is marked with; None of one without a mark."""
+    """The device that a tensor is marked with; None if it is not marked."""
     device: torch.device | None = tensor.__dict__.get("_pretended")
     return device
 
@@ -59,10 +59,10 @@ def named_device(name: Any) -> torch.device:
 
 
 class PretendedGPU(TorchFunctionMode):
-    """The mode; see the module.
+    """The function mode; see the module docstring.
 
     Attributes:
-        reads: how often numbers of the device were read, by function and the innermost file of the package that asked.
+        reads: number of reads from the device, by function and by the innermost calling file of the package.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class PretendedGPU(TorchFunctionMode):
         self.reads: Counter[tuple[str, str]] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The call's result, marked."""
+        """Call `func` and mark its result."""
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "__get__":
@@ -112,7 +112,7 @@ class PretendedGPU(TorchFunctionMode):
         return result
 
     def _moved(self, name: str, tensor: Tensor, *where: Any, **options: Any) -> Tensor:
-        """A copy of another type, or of the other device; the tensor itself where it is both already."""
+        """A copy with another type or on the other device; the tensor itself if it has both already."""
         own = device_of(tensor) or GPU
         device, dtype = {"cuda": GPU, "cpu": HOST}.get(name, own), tensor.dtype
         for one in (*where, options.get("device"), options.get("dtype"), options.get("other")):
@@ -130,7 +130,7 @@ class PretendedGPU(TorchFunctionMode):
 
 
 def _asking_file() -> str:
-    """The innermost file of the package on the stack; empty where none is."""
+    """The innermost file of the package on the stack; empty if there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         _, found, name = frame.f_code.co_filename.rpartition("/esper_telemetry/")
@@ -141,39 +141,36 @@ def _asking_file() -> str:
 
 
 class DeviceCalls(TorchDispatchMode):
-    """Counts the operations that would start something on a device.
+    """Counts the operations that would start work on a device.
 
     Attributes:
-        count: so far.
+        count: number of operations so far.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.count: int = 0
 
     def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The call's result."""
         self.count += function._schema.name.removeprefix("aten::") not in VIEWS
         return function(*args, **(kwargs or {}))
 
 
 class Event:
-    """An event of a device that has always passed."""
+    """A device event that is always complete."""
 
     def record(self, stream: Any = None) -> None:
-        """Do nothing."""
+        """Do nothing: the event is complete already."""
 
     def synchronize(self) -> None:
-        """Do nothing."""
+        """Return at once: the event is complete already."""
 
     def query(self) -> bool:
-        """Return True."""
         return True
 
 
 @contextmanager
 def pretended_gpu() -> Iterator[PretendedGPU]:
-    """Context in which `cuda` is a device."""
     from_numpy, move = torch.from_numpy, nn.Module.to
 
     def marked_from_numpy(array: Any) -> Tensor:

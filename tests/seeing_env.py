@@ -1,4 +1,4 @@
-"""Small environments with images among their observations, alone or beside other parts."""
+"""Small environments with images among their observations, alone or with other parts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ QUARTERS = 4
 
 
 class Spotlight(gymnasium.Env[Any, Any]):
-    """One quarter of the image is lit; naming it pays 1. Episodes are cut after `length` steps. A guess pays 0.25 a step.
+    """One quarter of the image is lit; naming it pays 1, so a random guess pays 0.25 on average. Episodes are truncated after `length`
+    steps.
 
-    With `parts` the observation is a Dict in which a Discrete `shift` turns the answer by so many quarters, and a
-    vector holds the time.
+    With `parts` the observation is a Dict: a Discrete `shift` rotates the right answer by that many quarters, and a vector holds the time.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Spotlight(gymnasium.Env[Any, Any]):
 
 
 def spotlights(mode: AutoresetMode, *, parts: bool, lengths: tuple[int, ...] = (3, 5)) -> SyncVectorEnv:
-    """One spotlight per length."""
+    """Make one environment for each length."""
     return SyncVectorEnv([partial(Spotlight, parts=parts, length=length) for length in lengths], autoreset_mode=mode)
 
 
 class Useless(Spotlight):
-    """Has a space that no policy of ours can use, or no bounds to be squashed into."""
+    """Has an action space that our policies cannot use, or that has no bounds to squash into."""
 
     def __init__(self, **given: spaces.Space[Any]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Useless(Spotlight):
 
 
 def register() -> None:
-    """Makes the environments known to Gymnasium, once."""
+    """Register the environments with Gymnasium, once."""
     text, line = spaces.Text(3), spaces.Box(-np.inf, np.inf, (1,), np.float32)
     makers: dict[str, Any] = {
         "Spotlight-v0": Spotlight,

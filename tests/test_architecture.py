@@ -1,4 +1,4 @@
-"""The layout of docs/architecture.md: who may import whom, and what importing the package must not cost."""
+"""The layout in docs/architecture.md: which part may import which, and what importing the package must not do."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ WITHOUT_TORCH = (
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
-    """Yield (file, importing part, imported part) for every import of ours, wherever in a file it stands."""
+    """Yield (file, importing part, imported part) for every import of this package, at any level of a file."""
     for path in PACKAGE.rglob("*.py"):
         place = path.relative_to(PACKAGE)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -150,7 +150,7 @@ print(registered, *[name for name in before if before[name] != after[name]])
 
 
 def test_importing_changes_nothing_global() -> None:
-    """Only modules that are programs may set finders, variables, signal handlers, hooks, filters or settings of torch."""
+    """Only modules that are programs may set import finders, variables, signal handlers, hooks, filters or settings of torch."""
     programs = {"__main__", "sb3_models", "language_models"}
     modules = sorted(
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
@@ -186,7 +186,7 @@ def test_nothing_branches_on_the_name_of_a_mistake_or_a_trainer() -> None:
 
 
 def _strings(node: ast.AST | None) -> set[str]:
-    """Texts that a constant or a collection of constants holds."""
+    """The strings in a constant or in a collection of constants."""
     constants = [] if node is None or isinstance(node, ast.Lambda) else [*ast.walk(node)]
     return {one.value for one in constants if isinstance(one, ast.Constant) and isinstance(one.value, str)}
 
@@ -204,7 +204,7 @@ def _loaded_by(statement: str) -> set[str]:
 
 
 def test_no_module_hides_a_public_name() -> None:
-    """`from esper_telemetry import replay` would give the module instead of the function, once anything has imported that."""
+    """Otherwise `from esper_telemetry import replay` would import the module instead of the function once the module is loaded."""
     modules = {path.stem for path in PACKAGE.glob("*.py")} | {
         path.parent.name for path in PACKAGE.glob("*/__init__.py")
     }

@@ -1,4 +1,4 @@
-"""docs/architecture.md: what it names exists, and its table of imports is the order that is enforced."""
+"""docs/architecture.md: everything it names exists, and its table of imports equals the enforced order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/*.md: Python blocks run as printed, those of a page in one namespace; commands parse, and run in a directory with what they name.
+"""docs/*.md: the Python blocks of a page run as printed in one namespace, and its commands parse and run in a directory with their inputs.
 
 Trainings are cut to two thousand steps. `tests/test_readme.py` runs the README, `tests/test_equations_page.py` the blocks about equations.
 """
@@ -58,7 +58,7 @@ gym.register("Pace-v0", entry_point="gymnasium.envs.classic_control:CartPoleEnv"
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    """Return the code blocks of a page in these languages; an empty one stands for blocks without."""
+    """Return the code blocks of a page in these languages; "" selects blocks without a language."""
     text = page.read_text(encoding="utf-8")
     return [block for _, language, block in BLOCK.findall(text) if language in languages]
 
@@ -76,7 +76,7 @@ PAGES = [page for page in sorted(DOCS.glob("*.md")) if any(commands(page))]
 
 
 def cut(learn: Callable[..., Any], count: str) -> Callable[..., Any]:
-    """Return a `learn` that takes at most so many steps more than the trainer's `count`."""
+    """Return a `learn` that continues for at most `STEPS` steps after the trainer's current `count`."""
 
     def learn_briefly(trainer: Any, *args: Any, **keywords: Any) -> Any:
         def brief(value: Any) -> Any:
@@ -88,7 +88,7 @@ def cut(learn: Callable[..., Any], count: str) -> Callable[..., Any]:
 
 
 def execute(page: Path) -> None:
-    """Run the Python blocks of a page one after the other, as one module."""
+    """Run the Python blocks of a page in order, as one module."""
     from esper_telemetry import PPO
 
     PPO.learn = cut(PPO.learn, "env_steps")  # type: ignore[method-assign]
@@ -126,7 +126,7 @@ def test_the_python_blocks_of_a_page_run_as_printed(page: Path, tmp_path: Path) 
 
 
 def test_the_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
-    """As one program, in which the last expression of a cell is evaluated as a notebook does to show it."""
+    """As one program that evaluates the last expression of each cell, as a notebook does to show it."""
     cells = json.loads((DOCS / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -135,7 +135,7 @@ def test_the_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
 
     assert process.returncode == 0, process.stderr
     assert "policy/kl_spike" in process.stdout
-    assert process.stdout.splitlines()[-1].endswith("[]")  # the healthy run has no alarm
+    assert process.stdout.splitlines()[-1].endswith("[]")  # a healthy run has no alarm
 
 
 def arguments(command: str) -> tuple[str, list[str]]:
@@ -157,7 +157,7 @@ def test_the_commands_of_a_page_parse(page: Path) -> None:
             parse_run(words[1:])
         elif words[0] == "check":
             parse_check(words[1:])
-        elif "--resume" not in words:  # its options are those of the run that it names
+        elif "--resume" not in words:  # a resumed run takes its options from the first part
             parse(words)
 
 
@@ -172,7 +172,7 @@ def write_tensorboard_log(directory: Path) -> None:
 
 
 def prepare(words: list[str], finished: Finished) -> None:
-    """Make the run directories, logs, scripts and environments that a command reads, in the current directory."""
+    """Create the run directories, logs, scripts and environments that a command reads, in the current directory."""
     for word in words:
         if (words[0] not in ("train", "run") and word.startswith("runs/")) or word == "runs":
             run_dir = Path(word.replace("*", "1"), *(["1"] if word == "runs" else []))
@@ -197,8 +197,8 @@ def prepare(words: list[str], finished: Finished) -> None:
 
 
 def briefly(words: list[str]) -> list[str]:
-    """Return a command with no more steps, and with the file names that a shell would expand to."""
-    steps = ["--total-steps", str(STEPS)] if words[0] == "train" else []  # the last one counts
+    """Return a command with fewer steps and with its file patterns expanded as a shell would."""
+    steps = ["--total-steps", str(STEPS)] if words[0] == "train" else []  # the last `--total-steps` applies
     return [*(word.replace("*", "1") for word in words), *steps]
 
 
@@ -208,7 +208,7 @@ def briefly(words: list[str]) -> list[str]:
 def test_the_commands_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Finished
 ) -> None:
-    """Commands end with 0; the last of a page's scripts runs, in a process of its own, which takes seconds."""
+    """Each command exits with 0. Only the page's last script runs, because its process takes seconds."""
     scripts = [command for command in commands(page) if "ppo.py" in command]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

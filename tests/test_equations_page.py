@@ -1,4 +1,4 @@
-"""docs/is_my_ppo_correct.md: every Python block runs as printed, every command line parses; docs/equations.md is the declared list."""
+"""docs/is_my_ppo_correct.md: Python blocks run as printed and commands parse. docs/equations.md equals the declared list."""
 
 from __future__ import annotations
 

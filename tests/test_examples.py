@@ -1,4 +1,4 @@
-"""Every example runs, on its own as a user would start it, and does what it says."""
+"""Every example runs on its own, as a user would start it, and does what it says."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_example_is_tested() -> None:
 
 
 def test_cartpole(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The run is in TensorBoard, and the last line says where the journal is."""
+    """The run is in TensorBoard, and the last line of output names the journal."""
     run("cartpole", monkeypatch)
 
     result = read_run("run")
@@ -54,7 +54,7 @@ def test_cartpole(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
 
 
 def test_custom_alarm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.9 · 0.7^n is below 0.3, the middle of the ramp, from the fifth update on: the third one in a row raises the alarm."""
+    """0.9 · 0.7^n is below 0.3, the middle of the ramp, from the fifth update on: the third such update in a row raises the alarm."""
     run("custom_alarm", monkeypatch)
 
     (alarm,) = read_run("run").alarms
@@ -62,7 +62,7 @@ def test_custom_alarm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the four lines has done its part: advantages and critic, gradients and ratios, a record per update."""
+    """Each of the four lines has its effect: advantages and critic, gradients and ratios, a record per update."""
     run("own_loop", monkeypatch)
 
     result = read_run("run")
@@ -92,7 +92,7 @@ def test_custom_sink(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_custom_metric(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The metric and the logged number are in the journal, and what the metric means is there too."""
+    """The journal has the metric, the logged number and the metric's meaning."""
     run("custom_metric", monkeypatch)
 
     result = read_run("run")
@@ -105,7 +105,7 @@ def test_custom_metric(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
 
 
 def test_custom_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics of every part of the update are there; tests/adapters compares their numbers."""
+    """Metrics of every part of the update are recorded; tests/adapters compares their numbers."""
     run("custom_adapter", monkeypatch)
 
     result = read_run("run")
@@ -115,7 +115,7 @@ def test_custom_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Both policies are trained and compared; nothing is left behind."""
+    """Both policies are trained and compared; no files are left over."""
     monkeypatch.setattr(sys, "argv", ["memory.py", "--total-steps", "2000"])
     runpy.run_path(str(EXAMPLES / "memory.py"), run_name="__main__")
 
@@ -125,7 +125,7 @@ def test_memory(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 
 
 def test_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both parts of the action are chosen by heads of their own, the second within its bounds."""
+    """Each part of the action has its own head, and the second part stays within its bounds."""
     run("pixels", monkeypatch)
 
     result = read_run("run")
@@ -135,7 +135,7 @@ def test_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Started again with more steps, it goes on in the same journal, after the checkpoint of the first time."""
+    """When started again with more steps, it continues in the same journal from the first run's checkpoint."""
     run("resume", monkeypatch)
     run("resume", monkeypatch, "--total-steps", "4096")
 
@@ -148,7 +148,7 @@ def test_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unedited(here: Path) -> None:
-    """Under `run` it prints what it prints alone, and there is a journal."""
+    """Under `run` it prints the same output as on its own, and a journal is written."""
     script = [str(EXAMPLES / "unedited.py"), *TWO_UPDATES]
     alone = run_python(*script)
     watched = run_python("-m", "esper_telemetry", "run", "--run-dir", "run", *script)
@@ -162,7 +162,7 @@ def test_unedited(here: Path) -> None:
 
 
 def test_old_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """A table as SB3 writes it, in which the policy jumps."""
+    """A table in SB3's format, in which the policy's KL jumps."""
     rows = [f"{128 * place},{0.01 if place < 20 else 2.0},-0.02" for place in range(1, 31)]
     (here / "progress.csv").write_text(
         "\n".join(["time/total_timesteps,train/approx_kl,train/policy_gradient_loss", *rows])
@@ -176,9 +176,9 @@ def test_old_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
 
 
 @pytest.mark.trl
-@pytest.mark.filterwarnings("ignore")  # transformers and TRL announce changes of their own
+@pytest.mark.filterwarnings("ignore")  # transformers and TRL warn of their own deprecations
 def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four optimizer steps are two updates, each of 32 completions."""
+    """Four optimizer steps make two updates of 32 completions each."""
     pytest.importorskip("trl", reason="the example needs esper-telemetry[trl]")
     monkeypatch.setattr(sys, "argv", ["examples/language_model.py", "--steps", "4", "--run-dir", "run"])
     runpy.run_path(str(EXAMPLES / "language_model.py"), run_name="__main__")
@@ -191,7 +191,7 @@ def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sb3
 @pytest.mark.parametrize("options", [(), ("--writer",)])
 def test_rsl_rl_runner(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `attach_runner` and by the configuration: a record for each iteration."""
+    """With `attach_runner` and through the configuration: a record for each iteration."""
     pytest.importorskip("rsl_rl", reason="needs rsl-rl-lib")
     run("rsl_rl_runner", monkeypatch, *options)
 
@@ -203,9 +203,8 @@ def test_rsl_rl_runner(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.sb3
-@pytest.mark.filterwarnings("ignore")  # TorchRL warns of its own deprecated names
+@pytest.mark.filterwarnings("ignore")  # TorchRL warns of its own deprecations
 def test_torchrl_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record for each batch of the collector."""
     pytest.importorskip("torchrl", reason="needs torchrl")
     run("torchrl_loop", monkeypatch)
 
@@ -219,7 +218,7 @@ def test_torchrl_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sb3
 def test_sb3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Two updates, in TensorBoard too, with what Stable-Baselines3 logs beside what it does not."""
+    """Two updates, also in TensorBoard, with the metrics that Stable-Baselines3 logs and those that it does not."""
     run("sb3", monkeypatch)
 
     result = read_run("run")
@@ -230,7 +229,7 @@ def test_sb3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 
 def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The learning rate was raised by mistake; it is back, and the journal says that this was on purpose."""
+    """The learning rate was raised by mistake; the callback restores it, and the journal marks the change as deliberate."""
     run("on_alarm", monkeypatch, "--total-steps", "32768")
 
     result = read_run("run")
@@ -245,7 +244,7 @@ def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
 
 
 def test_the_plugin_package_has_an_entry_point_that_is_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trackio itself need not be there to make the sink, only to open it."""
+    """Creating the sink does not need Trackio; only opening it does."""
     plugin = EXAMPLES / "trackio_plugin"
     entry = tomllib.loads((plugin / "pyproject.toml").read_text())["project"]["entry-points"]["esper_telemetry.sinks"]
     monkeypatch.syspath_prepend(str(plugin))

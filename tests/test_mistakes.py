@@ -1,4 +1,4 @@
-"""The corpus `benchmarks/mistakes`: programs have the mistakes that they declare, and truth about a run follows from its returns.
+"""The corpus `benchmarks/mistakes`: each program contains its declared mistake, and a run's true outcome follows from its returns.
 
 Three steps of one environment, γ = λ = 0.5, rewards 1, 2, 4, values 2, 4, 6 and 8 after the last step; the first step ends its episode:
 
@@ -29,7 +29,7 @@ WRONG = [one for one in TASK_PROGRAMS if one.kind == "wrong"]
 
 
 def targets_of(text: str) -> dict[str, list[float]]:
-    """Return the advantages and the returns that the block of a script computes for the three steps."""
+    """Return the advantages and the returns that a script's block computes for the three steps."""
     begin = text.index("    with torch.no_grad():\n        next_value")
     block = textwrap.dedent(text[begin : text.index("    b_obs = obs.reshape")])
 
@@ -83,7 +83,7 @@ def test_monte_carlo_returns_worked_by_hand() -> None:
 
 
 def test_every_program_can_be_made_and_differs_from_its_twin() -> None:
-    """A piece that an edit replaces occurs once in its program."""
+    """The text that an edit replaces occurs once in its program."""
     for program in EQUATION_PROGRAMS:
         compile(program.text(), program.name, "exec")
         twin = program.correct()
@@ -102,7 +102,7 @@ def test_names_are_unique() -> None:
 
 
 def episodes(levels: list[float], *, each: int = 10) -> list[tuple[int, float]]:
-    """Ten episodes of 10 steps per level, one above and one below it in turn."""
+    """For each level, ten episodes of 10 steps that are alternately one above and one below it."""
     returns = [level + (1 if index % 2 else -1) for level in levels for index in range(each)]
     return [(10 * (index + 1), value) for index, value in enumerate(returns)]
 
@@ -123,7 +123,7 @@ def test_the_truth_is_told_from_returns(levels: list[float], kind: str) -> None:
 
 
 def test_harm_is_measured_beside_the_correct_twin(tmp_path: Path) -> None:
-    """Two of three seeds are flat where the twin learns; a program that fails like its twin does no harm."""
+    """Two of three seeds are flat although the twin learns; a program that fails like its twin is not harmful."""
     rise, flat = [5.0, 5, 6, 7, 8, 9, 9, 9, 9, 9], [5.0] * 10
     runs = {"twin": [rise, rise, flat], "broken": [flat, rise, flat], "hard": [flat, flat, flat]}
     for name, seeds in runs.items():
@@ -140,7 +140,7 @@ def test_harm_is_measured_beside_the_correct_twin(tmp_path: Path) -> None:
 
 
 def test_the_programs_are_what_the_page_says() -> None:
-    """Related mistakes share a half; each wrong program has causes, words and a correct twin."""
+    """Each half of the corpus keeps related mistakes together; each wrong program has causes, words and a correct twin."""
     names = [one.name for one in TASK_PROGRAMS]
     families = sorted((one.family, one.half) for one in TASK_PROGRAMS if one.kind != "correct")
 
@@ -151,7 +151,7 @@ def test_the_programs_are_what_the_page_says() -> None:
 
 
 def test_another_tool_is_scored_on_mistakes_and_twins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tool that finds each use of γ = 0.9 names one mistake, is silent on the twin, and is wrong about none."""
+    """A tool that finds every use of γ = 0.9 names one mistake, reports nothing on the twin, and is never wrong."""
     tool = tmp_path / "tool.py"
     tool.write_text("import sys\nif '0.9 * nextvalues' in open(sys.argv[1]).read(): print('finding: another gamma')\n")
     programs: list[Program] = [BY_NAME["script-gamma"], BY_NAME["script-lambda"]]

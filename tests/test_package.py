@@ -1,4 +1,4 @@
-"""Contents of a release: the files of the wheel and the source archive, one version everywhere, the licence, extras that exist."""
+"""Contents of a release: files of the wheel and the source archive, one version everywhere, the licence, and existing extras."""
 
 from __future__ import annotations
 

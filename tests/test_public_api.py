@@ -1,6 +1,6 @@
-"""Interfaces that users build on are kept: public names and their parameters, options of commands, and the journal's schema.
+"""Stable interfaces: public names and their parameters, options of commands, and the journal's schema.
 
-`public_api.json` holds them as of the last release; `python tests/test_public_api.py` writes it again. What is added needs no entry.
+`public_api.json` holds the interfaces of the last release; `python tests/test_public_api.py` updates it. Additions need no entry.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ AXES = Axes(1, 2, 3, 4.0)
 
 
 def public_api() -> dict[str, Any]:
-    """Return the present interface as plain values."""
+    """Return the current interface as plain values."""
     return {
         "names": {name: dict(members(getattr(esper_telemetry, name))) for name in sorted(esper_telemetry.__all__)},
         "commands": {name: sorted(options(form)) for name, form in sorted(FORMS.items())},
@@ -63,7 +63,7 @@ def definition(entry: MetricEntry) -> str:
 
 
 def members(value: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield the parameters of a function, or those of a class and its public methods; of an enum, its values."""
+    """Yield the parameters of a function, of a class and its public methods; the values of an enum."""
     if isinstance(value, type) and issubclass(value, enum.Enum):
         yield "members", [f"{member.name}={member.value}" for member in value]
         return
@@ -75,7 +75,7 @@ def members(value: Any) -> Iterator[tuple[str, list[str]]]:
         if name.startswith("_"):
             continue
         if inspect.isroutine(member):
-            # what the standard library's bases bring is not ours
+            # members inherited from the standard library belong to it
             if getattr(member, "__module__", "").startswith("esper_telemetry"):
                 yield name, parameters(member)
         else:
@@ -83,7 +83,7 @@ def members(value: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def parameters(function: Any) -> list[str]:
-    """Return the parameters, `name` or `name=` where there is a default, after `*` where they go by keyword alone."""
+    """Return the parameters: `name`, or `name=` if there is a default; keyword-only parameters follow `*`."""
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -97,7 +97,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def options(form: type) -> Iterator[str]:
-    """Yield the options of a command, those of nested forms too."""
+    """Yield the options of a command, including the options of nested forms."""
     hints = get_type_hints(form)
     for item in fields(form):
         if is_dataclass(hints[item.name]):
@@ -108,7 +108,7 @@ def options(form: type) -> Iterator[str]:
 
 
 def journal_schema() -> dict[str, Any]:
-    """Return the fields of every kind of line, and the words that they may hold."""
+    """Return the fields of every kind of line, and the words allowed in them."""
     run = RunInfo("id", "name", None, 1.0, metrics={"a/b": MetricInfo("1", "?")}, resumed_from={"update": 1})
     shape = {"a/hist": Histogram((0.0, 1.0), (1.0,))}
     lines = (
@@ -129,7 +129,7 @@ def journal_schema() -> dict[str, Any]:
 
 
 def breaks(before: Any, now: Any, place: str = "") -> Iterator[str]:
-    """Yield what was there before and is not any more, and parameters that callers must now give."""
+    """Yield the previous entries that are missing now, and parameters that have become required."""
     if isinstance(before, Mapping):
         for name, value in before.items():
             if name not in now:

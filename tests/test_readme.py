@@ -1,4 +1,4 @@
-"""README.md: every Python block runs as printed in an empty directory, every command line parses and runs, in the printed order."""
+"""README.md: Python blocks run as printed in an empty directory; command lines parse and run in the printed order."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_every_command_line_parses(words: list[str], tmp_path: Path, monkeypatch
         assert (ROOT / parse_run(words[1:]).script).exists()
     elif words[0] == "check":
         assert parse_check(words[1:]).target == words[1]
-    elif "--resume" not in words:  # its options are those of the run that it names
+    elif "--resume" not in words:  # a resumed run takes its options from the first part
         command = parse(words)
         assert isinstance(command, Train) == (words[0] == "train")
 
@@ -102,7 +102,7 @@ def test_every_command_line_parses(words: list[str], tmp_path: Path, monkeypatch
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4
 @pytest.mark.usefixtures("one_core")
 def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but `run SCRIPT`, which tests/test_examples.py covers, and `watch`, which needs a terminal (tests/views has one)."""
+    """Except `run SCRIPT`, which tests/test_examples.py covers, and `watch`, which needs a terminal (see tests/views)."""
     monkeypatch.chdir(tmp_path)
     Path("progress.csv").write_text(PROGRESS_CSV, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: the strict build, every page in its navigation, and no request that leaves it."""
+"""The documentation site: the strict build, every page in its navigation, and no request to another host."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_benchmarks_page_is_made_from_the_results() -> None:
 
 
 def test_saved_rows_replace_their_like_and_keep_its_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of another day or machine go; of the same one, only those that are measured again."""
+    """Rows of another day or machine are dropped; otherwise, only remeasured rows are replaced."""
     file = tmp_path / "benchmarks.json"
     old = [results.Row("8 environments", "2.0", "A", "2.5"), results.Row("64 environments", "3.0", "A")]
     table = {"key": "speed", "about": "Speed", "measured": "", "command": "", "others": "others", "note": ""}

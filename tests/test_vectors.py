@@ -1,4 +1,4 @@
-"""Reference cases: what public functions compute is what exact arithmetic computes.
+"""Reference cases: public functions compute the same numbers as exact arithmetic.
 
 `ESPER_VECTORS=FILE pytest tests/test_vectors.py` runs other cases of the same schema.
 """
@@ -40,7 +40,7 @@ def test_reference_case(case: Mapping[str, Any]) -> None:
 
 
 def agrees(got: Any, expected: Any, tolerance: float) -> bool:
-    """Return True where a value is the expected one: numbers to the relative tolerance, absolute at 0; the rest exactly."""
+    """Return True if a value equals the expected one: numbers within a relative tolerance (absolute at 0), the rest exactly."""
     if isinstance(expected, list):
         return (
             isinstance(got, list)

@@ -1,4 +1,4 @@
-"""Two processes that `torch.distributed` joins, as tests need them."""
+"""Two processes joined by `torch.distributed`, for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRELOADED = ["torch._dynamo", "esper_telemetry.ppo.trainer"]
 
 
 def run_together(body: Callable[..., Any], directory: Path, *arguments: Any) -> list[Any]:
-    """Results of `body(rank, *arguments)`, a function of a test module, in two processes; None of one that died."""
+    """Results of `body(rank, *arguments)`, a function of a test module, in two processes; None for a process that died."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     processes = [
@@ -33,5 +33,5 @@ def run_together(body: Callable[..., Any], directory: Path, *arguments: Any) -> 
 def _one(body: Callable[..., Any], rank: int, directory: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
-    dist.barrier()  # a rank that ends before the other has connected would break its group
+    dist.barrier()  # a rank that exits before the other has connected would break its group
     torch.save(body(rank, *arguments), f"{directory}/{rank}.pt")

@@ -1,4 +1,4 @@
-"""Waiting in tests for what another thread or process does."""
+"""Helper that waits for the work of another thread or process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def wait_until(condition: Callable[[], T], what: str, seconds: float = 60.0) -> 
     """Return the first true value of `condition()`; fail the test if there is none within `seconds`.
 
     Args:
-        what: the event that is waited for, as it reads after "waited 60 s for".
+        what: the awaited event, worded to follow "waited 60 s for".
     """
     deadline = time.monotonic() + seconds
     while not (value := condition()):

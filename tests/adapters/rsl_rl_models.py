@@ -25,7 +25,7 @@ ENVS, STEPS = 8, 16
 
 
 class Pendulum(VecEnv):  # type: ignore[misc] # the package has no type information
-    """Pendulum-v1 with actions of -1 to 1 for all of its torque; every episode ends by its time limit."""
+    """Pendulum-v1 with actions scaled from [-1, 1] to the full torque; only the time limit ends episodes."""
 
     def __init__(self, num_envs: int, seed: int, *, scale: float = 0.1, steps: int = 200) -> None:
         self.num_envs, self.num_actions, self.max_episode_length = num_envs, 1, steps
@@ -60,7 +60,7 @@ class Larger(SignedCartPole):
 
 
 class Blind(SignedCartPole):
-    """Observations that are always the same."""
+    """The observation never changes."""
 
     def get_observations(self) -> TensorDict:
         return super().get_observations() * 0
@@ -72,7 +72,7 @@ GAUSSIAN = {"class_name": "GaussianDistribution", "init_std": 1.0}
 def config(
     *, model: str = "MLPModel", distribution: Mapping[str, Any] = GAUSSIAN, steps: int = STEPS, **settings: Any
 ) -> dict[str, Any]:
-    """A configuration; `settings` are those of the models where they begin with `model_`, else of the algorithm."""
+    """Return a configuration; settings named `model_*` belong to the models, all others to the algorithm."""
     networks: dict[str, Any] = {"hidden_dims": [32, 32], "activation": "tanh"}
     if model == "RNNModel":
         networks |= {"rnn_hidden_dim": 16}
@@ -104,7 +104,7 @@ def runner(
     device: str = "cpu",
     **settings: Any,
 ) -> OnPolicyRunner:
-    """A runner that is ready to learn."""
+    """Return a runner that is ready to learn."""
     torch.manual_seed(seed)
     configuration = {**config(**settings), **({} if logger is None else {"logger": logger})}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -137,7 +137,7 @@ LARGE: Mapping[str, Any] = {"envs": 16, "steps": 64, "num_learning_epochs": 4}
 
 
 def drifting_normalizer() -> OnPolicyRunner:
-    """Statistics of observations change between acting and training, as in RSL-RL before leggedrobotics/rsl_rl#225."""
+    """Changes the observation statistics between acting and training, as RSL-RL did before leggedrobotics/rsl_rl#225."""
     model = runner(model_obs_normalization=True, **LARGE)
     alg, compute_returns = model.alg, model.alg.compute_returns
 
@@ -166,7 +166,7 @@ def learn(model: OnPolicyRunner, iterations: int) -> None:
 def recorded_run(
     model: OnPolicyRunner, run_dir: Path, *, iterations: int = 3, sinks: Sequence[str] = (), **settings: Any
 ) -> Run:
-    """The journal of a runner that has learned with telemetry, in process by default."""
+    """Return the journal of a runner that has learned with telemetry, in process by default."""
     with Telemetry(sinks, run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
         attach_runner(telemetry, model)
         learn(model, iterations)
@@ -174,7 +174,7 @@ def recorded_run(
 
 
 def fingerprint(model: OnPolicyRunner) -> dict[str, Tensor]:
-    """Weights, statistics of normalisers, optimizer state and the generator."""
+    """Weights, normaliser statistics, optimizer state and the random generator."""
     alg = model.alg
     weights = {
         f"{part}.{name}": tensor.clone()

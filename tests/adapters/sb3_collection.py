@@ -1,4 +1,4 @@
-"""Programs over Stable-Baselines3 whose rollouts are collected in a wrong way, as users write them: one mistake each."""
+"""Stable-Baselines3 programs with one mistake each in collecting rollouts, as users make them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ppo(env: Any, policy: Any = "MlpPolicy", *, seed: int = 1, **settings: Any) 
 
 
 class FirstObservation(gym.ObservationWrapper[Any, Any, Any]):
-    """Shows the observation of the reset in every step."""
+    """Returns the observation of the reset in every step."""
 
     def reset(self, **settings: Any) -> Any:
         self._first, info = self.env.reset(**settings)
@@ -45,7 +45,7 @@ class FirstObservation(gym.ObservationWrapper[Any, Any, Any]):
 
 
 class Late(gym.Wrapper[Any, Any, Any, Any]):
-    """Sends each action to the environment five steps after it was chosen, beneath all that Stable-Baselines3 sees."""
+    """Sends each action to the environment five steps after it was chosen, below everything that Stable-Baselines3 sees."""
 
     def reset(self, **settings: Any) -> Any:
         self._waiting = [self.action_space.sample() for _ in range(5)]
@@ -57,7 +57,7 @@ class Late(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class OtherOrder(VecEnvWrapper):
-    """Sends the actions to other environments than they were chosen for."""
+    """Sends actions to the wrong environments."""
 
     def reset(self) -> Any:
         return self.venv.reset()
@@ -70,7 +70,7 @@ class OtherOrder(VecEnvWrapper):
 
 
 class Dropout(FlattenExtractor):
-    """Leaves out a fifth of the observation's entries in training."""
+    """Drops a fifth of the observation's entries in training."""
 
     def __init__(self, space: Any) -> None:
         super().__init__(space)
@@ -82,8 +82,6 @@ class Dropout(FlattenExtractor):
 
 
 class Normed(FlattenExtractor):
-    """Batch norm before the network."""
-
     def __init__(self, space: Any) -> None:
         super().__init__(space)
         self.norm = nn.BatchNorm1d(self.features_dim)
@@ -94,14 +92,14 @@ class Normed(FlattenExtractor):
 
 
 class AlwaysTraining(ActorCriticPolicy):
-    """Acts in the mode of training."""
+    """Acts in training mode."""
 
     def set_training_mode(self, mode: bool) -> None:
         self.train(True)
 
 
 class CutActions(ActorCriticPolicy):
-    """Returns actions that are cut at their bounds, with the log-probabilities of the draws."""
+    """Returns actions clipped to their bounds, with the log-probabilities of the unclipped draws."""
 
     def forward(self, obs: Any, deterministic: bool = False) -> Any:
         actions, values, log_probs = super().forward(obs, deterministic)
@@ -109,14 +107,14 @@ class CutActions(ActorCriticPolicy):
 
 
 class Greedy(ActorCriticPolicy):
-    """Takes the likeliest action, and the mean of a Gaussian."""
+    """Takes the most likely action; for a Gaussian, its mean."""
 
     def forward(self, obs: Any, deterministic: bool = False) -> Any:
         return super().forward(obs, deterministic=True)
 
 
 class LastObservation(ActorCriticPolicy):
-    """Acts on the observation of the step before."""
+    """Acts on the previous step's observation."""
 
     last: Any = None
 
@@ -127,7 +125,7 @@ class LastObservation(ActorCriticPolicy):
 
 
 class MeanLogProb(ActorCriticPolicy):
-    """Averages log-probabilities over the dimensions of the action, in acting and in training."""
+    """Averages log-probabilities over the dimensions of the action, both in acting and in training."""
 
     def forward(self, obs: Any, deterministic: bool = False) -> Any:
         actions, values, log_probs = super().forward(obs, deterministic)
@@ -170,7 +168,7 @@ class LateRewards(RolloutBuffer):
 
 
 class ChangedRewards(RolloutBuffer):
-    """Changes rewards as they are stored, those with the value after a time limit in them too."""
+    """Changes rewards when they are stored, including rewards that contain the value after a time limit."""
 
     def change(self, reward: Any) -> Any:
         raise NotImplementedError
@@ -190,7 +188,7 @@ class ScaledRewards(ChangedRewards):
 
 
 class RawRewards(PPO):
-    """Stores the rewards from before normalisation, with nothing added after time limits."""
+    """Stores unnormalised rewards and adds no value after time limits."""
 
     def collect_rollouts(self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int) -> bool:
         add = rollout_buffer.add
@@ -206,10 +204,10 @@ class RawRewards(PPO):
 
 
 class ChangedAnswers(PPO):
-    """Goes on with something else than the environments have answered."""
+    """Continues with observations or rewards that differ from the environments' answers."""
 
     def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
-        """Return the observations and rewards with which it goes on."""
+        """Return the observations and rewards to continue with."""
         raise NotImplementedError
 
     def collect_rollouts(self, env: Any, *arguments: Any, **named: Any) -> bool:
@@ -227,7 +225,7 @@ class ChangedAnswers(PPO):
 
 
 class RawAnswers(ChangedAnswers):
-    """Goes on with the rewards from before normalisation."""
+    """Continues with the unnormalised rewards."""
 
     def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
         return observations, env.get_original_reward()
@@ -241,7 +239,7 @@ class ActsOnFinals(ChangedAnswers):
 
 
 class OwnNames(PPO):
-    """A collecting loop that calls the observations otherwise, and keeps the last one of an episode."""
+    """A collecting loop with other variable names for the observations; it also keeps an episode's last observation."""
 
     def collect_rollouts(self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int) -> bool:
         rollout_buffer.reset()
@@ -277,21 +275,21 @@ class LateAnswers(ChangedAnswers):
 
 
 class ScaledAnswers(ChangedAnswers):
-    """Scales what it acts on in the loop, which is no mistake."""
+    """Scales the observations it acts on inside the loop, which is correct."""
 
     def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
         return observations / 2, rewards
 
 
 class ListedMinibatches(RolloutBuffer):
-    """Fetches the minibatches of a pass before the first of them is used."""
+    """Fetches all minibatches of a pass before using the first."""
 
     def get(self, batch_size: int | None = None) -> Any:
         yield from list(super().get(batch_size))
 
 
 class NextFetched(RolloutBuffer):
-    """Has the next minibatch ready while one is used."""
+    """Fetches the next minibatch while one is in use."""
 
     def get(self, batch_size: int | None = None) -> Any:
         fetched = super().get(batch_size)
@@ -302,7 +300,7 @@ class NextFetched(RolloutBuffer):
 
 
 class ListedCopies(RolloutBuffer):
-    """Fetches the minibatches of a pass at once, and gives copies of their observations."""
+    """Fetches all minibatches of a pass at once and yields copies of their observations."""
 
     def get(self, batch_size: int | None = None) -> Any:
         for samples in list(super().get(batch_size)):
@@ -320,7 +318,7 @@ class LateObservations(RolloutBuffer):
 
 
 class LastNormalised(PPO):
-    """Normalises the observations of a rollout again, with the statistics at its end."""
+    """Normalises a rollout's observations again with the statistics at its end."""
 
     def collect_rollouts(self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int) -> bool:
         raw = [env.get_original_obs()]
@@ -347,7 +345,7 @@ class LastNormalised(PPO):
 
 
 class OlderWeights(PPO):
-    """Acts with the weights from before the last update, and trains the newest."""
+    """Acts with the weights from before the last update, and trains the newest weights."""
 
     older: Any = None
 
@@ -361,7 +359,7 @@ class OlderWeights(PPO):
 
 
 class NeverReset(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
-    """Acts with a memory that the ends of episodes do not reset."""
+    """Acts with a memory that episode ends do not reset."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -374,7 +372,7 @@ class NeverReset(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no type
 
 
 class StoresStatesAfter(RecurrentPPO):  # type: ignore[misc]
-    """Stores with each observation the state that the policy returned for it, not the one that it received."""
+    """Stores the state that the policy returned for an observation, not the state that it received."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -395,14 +393,14 @@ class StoresStatesAfter(RecurrentPPO):  # type: ignore[misc]
 
 
 class StoresHalfTheStates(StoresStatesAfter):
-    """Stores another state than the policy received."""
+    """Stores half of the state that the policy received."""
 
     def kept(self, after: Any, before: Any) -> Any:
         return type(before)(*(tuple(part / 2 for part in pair) for pair in before))
 
 
 class EmptyInTraining(RecurrentActorCriticPolicy):  # type: ignore[misc]
-    """Begins every sequence of a minibatch with an empty memory."""
+    """Starts every sequence of a minibatch with an empty memory."""
 
     def evaluate_actions(self, obs: Any, actions: Any, states: Any, starts: Any) -> Any:
         empty = type(states)(*(tuple(torch.zeros_like(part) for part in pair) for pair in states))
@@ -410,7 +408,7 @@ class EmptyInTraining(RecurrentActorCriticPolicy):  # type: ignore[misc]
 
 
 class OtherActionsInTraining(ActorCriticPolicy):
-    """Evaluates the actions of other rows of the minibatch."""
+    """Evaluates the actions of other rows in the minibatch."""
 
     def evaluate_actions(self, obs: Any, actions: Any) -> Any:
         return super().evaluate_actions(obs, actions.roll(1, 0))
@@ -560,7 +558,7 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
 
 
 def late_effects(seed: int) -> Any:
-    """Return a model whose actions take effect five steps late, which may be the environment's own."""
+    """Return a model whose actions take effect five steps late, which may be a property of the environment."""
     return ppo(vec_env("Acrobot-v1", seed=seed, wrapper_class=Late), seed=seed, n_steps=384, batch_size=256)
 
 

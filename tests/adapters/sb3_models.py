@@ -69,7 +69,6 @@ class Parts(gym.ObservationWrapper[Any, int, Any]):
         self.observation_space = spaces.Dict({"cart": part, "pole": part})
 
     def observation(self, observation: Any) -> dict[str, Any]:
-        """Return both parts."""
         return {"cart": observation[:2], "pole": observation[2:]}
 
 
@@ -147,18 +146,18 @@ MODELS: Mapping[str, Callable[..., Any]] = {
 def recorded_run(
     model: Any, run_dir: Path, *, steps: int = 384, level: str = "normal", sinks: Sequence[str] = (), **settings: Any
 ) -> Run:
-    """The journal of a model that has learned with telemetry, in process by default."""
+    """Return the journal of a model that has learned with telemetry, in process by default."""
     with Telemetry(sinks, run_dir=run_dir, level=level, **{"offload": False, **settings}) as telemetry:
         model.learn(steps, callback=TelemetryCallback(telemetry))
     return read_run(run_dir)
 
 
 def fingerprint(model: Any) -> dict[str, Any]:
-    """Weights, optimizer state and generators."""
+    """Weights, optimizer state and random generators."""
     moments = {
         f"{index}.{name}": torch.as_tensor(moment)
         for index, state in model.policy.optimizer.state_dict()["state"].items()
         for name, moment in state.items()
     }
-    numpy_state = torch.as_tensor(np.random.get_state()[1].astype(np.int64))  # type: ignore[index] # the old generator's keys
+    numpy_state = torch.as_tensor(np.random.get_state()[1].astype(np.int64))  # type: ignore[index]  # the legacy generator's keys
     return {**model.policy.state_dict(), **moments, "torch": torch.get_rng_state(), "numpy": numpy_state}

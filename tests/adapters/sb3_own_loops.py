@@ -1,6 +1,6 @@
-"""PPO of Stable-Baselines3 with a training loop of one's own, as users write them, and the mistakes that are made in one.
+"""Stable-Baselines3 PPO with a user's own training loop, and the mistakes that such loops contain.
 
-A mistake replaces one part of the loop: how the loss is made from a minibatch, or how the optimizer takes its step.
+A mistake replaces one part of the loop: computing the loss of a minibatch, or taking the optimizer step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cartpole(seed: int) -> Any:
 
 @dataclass
 class Minibatch:
-    """Columns of a minibatch after the forward pass, [N] each; `model` has the settings."""
+    """Columns of a minibatch after the forward pass, [N] each; `model` holds the settings."""
 
     model: Any
     log_prob: Tensor
@@ -70,7 +70,7 @@ def right_step(model: Any, loss: Tensor) -> None:
 
 
 class OwnLoopPPO(PPO):
-    """PPO whose loop asks `make_loss` for each minibatch's loss and `take_step` for the step."""
+    """PPO whose loop calls `make_loss` for each minibatch's loss and `take_step` for the step."""
 
     make_loss: Loss = staticmethod(Minibatch.loss)
     take_step: Step = staticmethod(right_step)
@@ -94,7 +94,7 @@ class OwnLoopPPO(PPO):
 
 
 class PaddedRecurrentPPO(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
-    """RecurrentPPO whose loop leaves the mask of the padding out of one term of the loss."""
+    """RecurrentPPO whose loop leaves the padding mask out of one term of the loss."""
 
     padded = "policy"
 
@@ -177,7 +177,7 @@ def decayed_by_hand(model: Any, loss: Tensor) -> None:
 
 
 def new_optimizer(model: Any, loss: Tensor) -> None:
-    """The optimizer's state is lost with every step."""
+    """The optimizer loses its state at every step."""
     model.policy.optimizer.state.clear()
     right_step(model, loss)
 

@@ -1,4 +1,4 @@
-"""The base of adapters: gradients before they are clipped, together, in parts or not at all, counters, and the end of an update."""
+"""The base class of adapters: gradients clipped together, in parts or not at all; counters; and the end of an update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NORM = 0.5
 
 
 class Trainer:
-    """Actor and critic of one weight each, whose gradients are 3 and 4; `clip` is called before the step."""
+    """An actor and a critic of one weight each, with gradients 3 and 4; `clip` is called before the step."""
 
     def __init__(self, clip: Callable[[Trainer], object] = lambda trainer: None) -> None:
         self.actor, self.critic = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
@@ -62,7 +62,7 @@ class TrainerAdapter(Adapter):
 def minibatches(
     clip: Callable[[Trainer], object] = lambda trainer: None, *, apart: bool = False, level: str = "minimal"
 ) -> tuple[list[Any], TrainerAdapter, MemorySink]:
-    """Two updates of two minibatches, and the events of the optimizer."""
+    """Two updates of two minibatches, and the optimizer events."""
     sink, trainer = MemorySink(), Trainer(clip)
     with Telemetry([sink], run_dir=None, level=level, offload=False) as telemetry:
         adapter = TrainerAdapter(telemetry, trainer, (["actor.weight"], ["critic.weight"]) if apart else ())
@@ -79,7 +79,7 @@ def minibatches(
     ("clip", "in_parts", "max_norm"), [(together, False, 0.5), (apart, True, 0.5), (lambda _: None, False, None)]
 )
 def test_norms_are_those_before_clipping(clip: Any, in_parts: bool, max_norm: float | None, level: str) -> None:
-    """3 and 4, whether they are clipped to a norm of 0.5 together or apart, or not at all; at DEBUG a hook reads the gradients, too."""
+    """The norms are 3 and 4 however gradients are clipped: together, apart or not at all. At DEBUG a hook reads the gradients, too."""
     events, _, _ = minibatches(clip, apart=in_parts, level=level)
 
     assert [type(event) for event in events] == [BackwardEnd, OptimizerStep] * 4
@@ -101,7 +101,7 @@ def test_gradients_that_are_not_clipped_are_measured_at_the_step() -> None:
 
 
 def test_records_count_updates_and_steps() -> None:
-    """Norms after clipping: 0.5 each where actor and critic are clipped apart."""
+    """The norms after clipping are 0.5 each if actor and critic are clipped apart."""
     _, adapter, sink = minibatches(apart, apart=True, level="normal")
 
     axes = [(record.axes.update, record.axes.env_step, record.axes.gradient_step) for record in sink.records]
@@ -127,7 +127,7 @@ def test_nothing_is_left_in_the_trainer() -> None:
 
 
 def test_a_minibatch_without_a_step_does_not_count() -> None:
-    """Of three rows the second leads to no step; the rows of an update are joined when it ends."""
+    """The second of three rows leads to no step; the rows of an update are joined when it ends."""
     joined: list[Any] = []
 
     def join(rows: Sequence[Any]) -> Any:
@@ -168,7 +168,7 @@ def test_a_rollout_that_fails_costs_its_event_alone(caplog: pytest.LogCaptureFix
 
 
 def test_groups_and_the_last_layer_of_two_networks() -> None:
-    """They share their first layer."""
+    """The two networks share their first layer."""
     trunk = nn.Linear(2, 2)
     actor, critic = nn.Sequential(trunk, nn.Linear(2, 1)), nn.Sequential(trunk, nn.Linear(2, 1))
 

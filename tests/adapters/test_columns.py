@@ -1,4 +1,4 @@
-"""Columns that adapters share, on numbers worked by hand."""
+"""Columns shared by adapters, with numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from esper_telemetry.adapters.columns import (
 
 
 def test_columns_of_each_kind_of_distribution() -> None:
-    """A categorical head has normalised logits, a Gaussian one mean and log of the spread, log-odds x the logits 0 and x."""
+    """A categorical head yields normalised logits, a Gaussian its mean and log standard deviation, and log-odds x the logits 0 and x."""
     parts = {
         "choice": Categorical(logits=torch.zeros(3, 2)),
         "number": Normal(torch.ones(3, 1), torch.full((3, 1), math.e)),
@@ -69,7 +69,7 @@ def test_a_kind_of_column_that_some_rows_lack_is_left_out() -> None:
 
 
 def test_actions_are_split_by_head() -> None:
-    """Two choices and a number in each row; alone, a head has the whole row."""
+    """Each row has two choices and a number; with a single head, the head is the whole row."""
     actions = torch.tensor([[1.0, 2.0, 0.5]])
 
     several = head_actions(actions, ("a", "b", "c"), {"c"}, (1,))
@@ -87,7 +87,7 @@ def test_a_single_environment_keeps_its_dimension() -> None:
 
 
 def test_flat_rollouts_become_grids() -> None:
-    """Three rows of the first environment and two of the second, of which the grid has none in its last step."""
+    """Three rows of the first environment and two of the second, so the grid's last step has no row of the second."""
     rows = rows_by_environment([3, 2])
 
     assert rows.tolist() == [0, 2, 4, 1, 3]
@@ -102,7 +102,7 @@ def test_means_of_minibatches() -> None:
 
 
 def test_rows_that_are_no_data_are_left_out_of_minibatches() -> None:
-    """The second row of the second minibatch is none of the rollout; the ratio of the others is e, their clipped loss -1.2 times 1."""
+    """The second row of the second minibatch is padding. The other rows have ratio e, so their clipped loss is -1.2 times 1."""
     column = torch.ones(2)
     whole = EvaluatedMinibatch(
         0, torch.tensor([0, 1]), column, 0 * column, column, column, column, (torch.full((2, 1), math.e),), column
@@ -122,7 +122,7 @@ def test_rows_that_are_no_data_are_left_out_of_minibatches() -> None:
 
 
 def test_the_state_after_a_step() -> None:
-    """Values 1, 2, 3 and 4 after the last step. The second step ends an episode: 0, or 7 where a time limit cut it."""
+    """Values 1, 2, 3 and 4 after the last step. The second step ends an episode: its value is 0, or 7 if a time limit ended it."""
     values, last = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([4.0])
     ended = torch.tensor([[False], [True], [False]])
 
@@ -132,7 +132,7 @@ def test_the_state_after_a_step() -> None:
 
 
 def test_losses_of_rows() -> None:
-    """A ratio of 2 is clipped to 1.2 where the advantage is 1, and not where it is -1; a value that moved by 1 counts as moved by 0.5."""
+    """A ratio of 2 is clipped to 1.2 if the advantage is 1, but not if it is -1; a value that moved by 1 is clipped to 0.5."""
     columns = LossColumns(
         log_ratio=torch.full((2,), math.log(2)),
         log_probs=torch.tensor([-1.0, -2.0]),
@@ -153,8 +153,9 @@ def test_losses_of_rows() -> None:
 
 
 def test_losses_with_two_clips() -> None:
-    """A ratio of 8: with a dual clip of 3 the loss at an advantage of -1 is 3, not 8. Targets 0, values that moved from 0 to 1: the loss
-    of the value clipped to 0.5 is 0.125, the larger one 0.5.
+    """A ratio of 8: with a dual clip of 3, the loss at an advantage of -1 is 3, not 8.
+
+    Targets are 0 and values moved from 0 to 1: the loss of the value clipped to 0.5 is 0.125, the larger one 0.5.
     """
     zeros, ones = torch.zeros(2), torch.ones(2)
     advantages = torch.tensor([1.0, -1.0])
@@ -169,7 +170,7 @@ def test_losses_with_two_clips() -> None:
 
 
 def test_advantages_are_normalised_by_valid_rows() -> None:
-    """Mean 2 and standard deviation √2 of 1 and 3; the padding of 9 is scaled, but not counted."""
+    """1 and 3 have mean 2 and standard deviation √2; the padding of 9 is scaled, but not counted."""
     advantages, valid = torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])
 
     scaled = normalized_advantages(advantages, valid)

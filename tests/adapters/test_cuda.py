@@ -1,6 +1,6 @@
-"""Trainers on a GPU: telemetry changes no weight, no metric fails, and equations hold there as on the CPU.
+"""Trainers on a GPU: telemetry changes no weight, no metric fails, and equations hold as on the CPU.
 
-What needs no more than two devices is tested without a GPU, too, on one that is pretended.
+Tests that need at most two devices also run on a simulated GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import equation_results
 from esper_telemetry.journal import Run
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # libraries announce changes of their own
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn of their own deprecations
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DEVICE = "cuda"
@@ -57,13 +57,13 @@ def bundled_lstm(telemetry: Telemetry | None) -> Weights:
 
 
 def bundled_gru(telemetry: Telemetry | None) -> Weights:
-    """The critic shares the trunk, and every gradient is checked."""
+    """Weights of the bundled trainer with a shared trunk, and a check of every gradient."""
     settings: dict[str, Any] = {"policy": "gru", "lstm_size": 16, "shared_trunk": True, "entropy_coef": 0.01}
     return bundled(telemetry, **settings, stop_on_nonfinite=True)
 
 
 def watched(telemetry: Telemetry | None) -> Weights:
-    """A loop of one's own with two optimizers, one of which keeps its rate on the device."""
+    """Weights of a user's own loop with two optimizers, one of which keeps its rate on the device."""
     torch.manual_seed(1)
     agent = nn.ModuleDict({name: nn.Linear(4, size).to(DEVICE) for name, size in (("actor", 2), ("critic", 1))})
     rates: dict[str, Any] = {"actor": 1e-3, "critic": torch.tensor(1e-2, device=DEVICE)}
@@ -89,7 +89,7 @@ def stable_baselines_factored(telemetry: Telemetry | None) -> Weights:
 
 
 def stable_baselines(telemetry: Telemetry | None, kind: str = "ppo") -> Weights:
-    """Weights of a model of Stable-Baselines3."""
+    """Weights of a Stable-Baselines3 model."""
     pytest.importorskip("stable_baselines3")
     pytest.importorskip("sb3_contrib")
     import sb3_models
@@ -107,7 +107,7 @@ def stable_baselines_lstm(telemetry: Telemetry | None) -> Weights:
 
 
 def rsl_rl(telemetry: Telemetry | None, **settings: Any) -> Weights:
-    """Weights of a runner of RSL-RL."""
+    """Weights of an RSL-RL runner."""
     pytest.importorskip("rsl_rl")
     pytest.importorskip("gymnasium")
     import rsl_rl_models
@@ -126,7 +126,7 @@ def rsl_rl_lstm(telemetry: Telemetry | None) -> Weights:
 
 
 def torchrl(telemetry: Telemetry | None) -> Weights:
-    """Weights of a plain loop of TorchRL."""
+    """Weights of a plain TorchRL loop."""
     pytest.importorskip("torchrl")
     from torchrl_models import Program
 
@@ -140,7 +140,7 @@ def torchrl(telemetry: Telemetry | None) -> Weights:
 
 
 def trl(telemetry: Telemetry | None, **settings: Any) -> Weights:
-    """Weights of a small language model under GRPO."""
+    """Weights of a small language model trained with GRPO."""
     pytest.importorskip("trl")
     from esper_telemetry.adapters.trl import TelemetryCallback
     from esper_telemetry.lab.language_models import build_trainer, save_model
@@ -158,7 +158,7 @@ def trl_bf16(telemetry: Telemetry | None) -> Weights:
 
 
 def mixed_precision(telemetry: Telemetry | None) -> Weights:
-    """Weights of a loop of one's own with autocast and a scaler of gradients."""
+    """Weights of a user's own loop with autocast and a gradient scaler."""
     torch.manual_seed(1)
     policy, value = nn.Linear(4, 2).to(DEVICE), nn.Linear(4, 1).to(DEVICE)
     agent = nn.ModuleDict({"policy": policy, "value": value})
@@ -227,7 +227,7 @@ PRETENDED = [
 def test_tensors_of_both_devices_meet_nowhere(
     train: Callable[[Telemetry | None], Weights], level: str, offload: bool | None, tmp_path: Path
 ) -> None:
-    """Whether updates are measured on the device, or shipped to a worker but for sampled ones."""
+    """Both when updates are measured on the device and when all but sampled updates are sent to a worker."""
     with pretended_gpu():
         expected = {key: value.clone() for key, value in train(None).items()}
         with Telemetry([], run_dir=tmp_path / "run", level=level, offload=offload) as telemetry:
@@ -255,7 +255,7 @@ def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> Non
 
 
 def check_records(run: Run, *, ratio_error: float) -> None:
-    """A record per update, without a metric that failed; the identity of the first minibatch and all equations hold."""
+    """Every update has a record without a failed metric; the identity of the first minibatch and all equations hold."""
     assert len(run.records) >= UPDATES
     results = [
         (at, one)
@@ -294,7 +294,7 @@ with pretended_gpu():
 
 @pytest.mark.parametrize("gpu", ["pretended", pytest.param("real", marks=needs_gpu)])
 def test_a_script_prints_the_same_weights(gpu: str, tmp_path: Path) -> None:
-    """On a pretended GPU as on the CPU."""
+    """On a simulated GPU as on the CPU."""
     source = (TESTS / "script/scripts/categorical.py").read_text(encoding="utf-8")
     text = source
     for pattern, replacement in SCRIPT_CHANGES:

@@ -1,4 +1,4 @@
-"""The adapter of examples/custom_adapter.py: its numbers against the same loop observed call by call, and no trace in training."""
+"""The adapter of examples/custom_adapter.py: its numbers equal explicit `observe` calls in the same loop, and training is unchanged."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ OF_EVENTS_ALONE = {
     *(
         "policy/ratio/p01",
         "policy/ratio/p99",
-    ),  # over all rows of the update; a loop that observes has those of minibatches
+    ),  # over all rows of the update; a loop that observes reports them by minibatch
     *("grad/actor/threshold_explode", "grad/critic/threshold_explode"),  # from the fact `max_grad_norm`
 }
 
 
 class OwnLoop(Trainer):  # type: ignore[misc]  # a class from a script
-    """The example's trainer as its author would observe it: the second computation."""
+    """The example's trainer with explicit observation calls: the second computation."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         super().__init__()
@@ -61,7 +61,6 @@ class OwnLoop(Trainer):  # type: ignore[misc]  # a class from a script
 
 
 def adapted(level: str = "normal") -> tuple[list[Record], Any]:
-    """The records of an adapter's run, and its trainer."""
     sink, trainer = MemorySink(), Trainer()
     with Telemetry([sink], run_dir=None, level=level) as telemetry:
         if telemetry.level > Level.OFF:
@@ -91,7 +90,7 @@ def test_numbers_are_those_of_the_loop_itself() -> None:
 
 
 def test_the_rollout_and_its_minibatches_agree() -> None:
-    """The checks that need no second computation: probabilities of collection, GAE's identity, every row once in a pass."""
+    """Checks without a second computation: collection probabilities, the GAE identity, and every row once per pass."""
     records, _ = adapted("debug")
 
     for record in records:
@@ -102,7 +101,7 @@ def test_the_rollout_and_its_minibatches_agree() -> None:
 
 
 class WithoutRollouts:
-    """A trainer that shows which episodes ended in each update, and nothing of its rollouts."""
+    """A trainer that reports which episodes ended in each update, but not its rollouts."""
 
     def __init__(self) -> None:
         self.hooks = Hooks()

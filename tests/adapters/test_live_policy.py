@@ -1,4 +1,4 @@
-"""Checks pass rows through copies of the policy: a thread that acts meanwhile sees the unchanged policy, also if a check raises."""
+"""Checks use copies of the policy: a thread that acts meanwhile sees the unchanged policy, even if a check raises."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ in_pass: Callable[[nn.Module], object] = bool  # tests replace it
 
 
 class Features(BaseFeaturesExtractor):
-    """Has buffers, a mode, dropout and an attribute that each pass sets; a check moves the weights of the detached layer."""
+    """Has buffers, a mode, dropout and an attribute that each pass sets. A check moves the weights of the detached layer."""
 
     def __init__(self, space: Any) -> None:
         super().__init__(space, 8)
@@ -57,7 +57,7 @@ def model() -> PPO:
 
 
 def acted(policy: Any) -> list[Any]:
-    """What a thread sees that acts: the outputs, and all that they are computed from."""
+    """The outputs that an acting thread computes, and everything they depend on."""
     latent = policy.mlp_extractor.policy_net(policy.features_extractor.used(torch.ones(3, 4)))
     tensors = [policy.action_net(latent), policy.value_net(latent), *policy.parameters(), *policy.buffers()]
     states = [(module.training, getattr(module, "passes", 0)) for module in policy.modules()]
@@ -66,11 +66,11 @@ def acted(policy: Any) -> list[Any]:
 
 
 class Actor:
-    """A thread acts in the middle of each pass that a check takes.
+    """A thread acts in the middle of each pass of a check.
 
     Attributes:
-        states: what the thread saw in each check, after the state before it and before the state after it.
-        weights_differ: a check has used other weights than the policy's.
+        states: the state during each check, after the states before it and before the states after it.
+        weights_differ: whether a check has used weights other than the policy's.
     """
 
     def __init__(self, policy: Any, monkeypatch: pytest.MonkeyPatch, *, raised_in: int) -> None:

@@ -1,4 +1,4 @@
-"""Telemetry of RSL-RL's runners: it changes nothing, and its numbers are those of the trainer."""
+"""Telemetry of RSL-RL's runners does not affect training, and its numbers equal the trainer's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROLLOUT = rsl_rl_models.ENVS * rsl_rl_models.STEPS
 
 
 def taps_of(model: Any) -> list[str]:
-    """Taps and hooks of ours in the objects that a runner holds."""
+    """Our taps and hooks in the objects of a runner."""
     alg = model.alg
     owners = [model, model.logger, alg, alg.storage, *alg.actor.modules(), *alg.critic.modules()]
     taps = [
@@ -44,7 +44,7 @@ def taps_of(model: Any) -> list[str]:
 @pytest.mark.parametrize("level", ["normal", "debug"])
 @pytest.mark.parametrize("name", rsl_rl_models.RUNNERS)
 def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> None:
-    """Optimizer, normalisers and the generator too; no metric fails on the way, and rollouts and minibatches agree."""
+    """Optimizer, normalisers and generator included; no metric fails, and rollouts and minibatches agree."""
     bare = rsl_rl_models.RUNNERS[name]()
     rsl_rl_models.learn(bare, 3)
     expected = rsl_rl_models.fingerprint(bare)
@@ -73,7 +73,7 @@ def test_off_installs_no_tap() -> None:
 
 
 def test_numbers_equal_those_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses, entropy and rate are those that RSL-RL logs, KL divergences and norms those that it computes; episodes are its own."""
+    """Losses, entropy and rate equal RSL-RL's logs; KL divergences and norms equal the values it computes; episodes match its counts."""
     bare = rsl_rl_models.runner(rsl_rl_models.short_pendulum, log_dir=tmp_path / "bare")
     norms: list[float] = []
     kls: list[float] = []
@@ -145,7 +145,7 @@ def test_equations_match_and_the_time_limits_of_rsl_rl_are_named_a_variant(tmp_p
 
 
 def test_states_of_an_lstm_are_measured(tmp_path: Path) -> None:
-    """The states in which the steps of the last rollout began are in the storage still; gates are those of the actor's LSTM."""
+    """The storage still holds the initial states of the last rollout's steps; the gates belong to the actor's LSTM."""
     model = rsl_rl_models.RUNNERS["lstm"]()
 
     run = rsl_rl_models.recorded_run(model, tmp_path / "run", level="debug")
@@ -194,7 +194,7 @@ def test_a_runner_learns_again_and_is_copied_while_it_listens(tmp_path: Path) ->
 
 
 def test_an_exception_ends_the_run_as_failed_and_leaves_no_tap(tmp_path: Path) -> None:
-    """The standard deviation becomes NaN, as in leggedrobotics/rsl_rl#33: the first tensor that is not finite is named."""
+    """The standard deviation becomes NaN, as in leggedrobotics/rsl_rl#33: the first non-finite tensor is named."""
     model = rsl_rl_models.runner()
     update = model.alg.update
     calls: list[None] = []
@@ -257,7 +257,7 @@ def test_all_three_backends_hold_what_the_journal_holds(name: str, tmp_path: Pat
 
 
 def test_the_class_path_of_the_logger_records_the_same(tmp_path: Path) -> None:
-    """One entry of the configuration: the usual TensorBoard file is there, too, and a second `learn` goes on in the run."""
+    """One configuration entry: the usual TensorBoard file is written, too, and a second `learn` continues the run."""
     logger = {"class_name": "esper_telemetry.adapters.rsl_rl:TelemetryWriter", "sinks": [], "offload": False}
     model = rsl_rl_models.runner(log_dir=tmp_path / "logs", logger=logger)
     rsl_rl_models.learn(model, 2)
@@ -316,7 +316,7 @@ def alarms_of(model: Any, iterations: int) -> list[Alarm]:
 
 
 def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
-    """Returns of the last hundred episodes rise from 17 to over 100, and from -120 to over -50."""
+    """The mean return of the last hundred episodes rises from 17 to over 100, and from -120 to over -50."""
     cartpole = rsl_rl_models.recorded_run(
         rsl_rl_models.runner(**rsl_rl_models.LARGE), tmp_path / "cartpole", iterations=20
     )
@@ -337,7 +337,7 @@ def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cartpole", "pendulum"])
 def test_its_own_logs_are_read(name: str, tmp_path: Path) -> None:
-    """The TensorBoard files of RSL-RL: each tag stands for a key, or is named as unread."""
+    """In RSL-RL's TensorBoard files, each tag maps to a key or is listed as unread."""
     model = rsl_rl_models.RUNNERS[name](log_dir=tmp_path / "logs")
     rsl_rl_models.learn(model, 12)
 
@@ -353,7 +353,7 @@ def test_its_own_logs_are_read(name: str, tmp_path: Path) -> None:
 
 
 def test_learning_rates_of_actor_and_critic(tmp_path: Path) -> None:
-    """A group each in one optimizer, and the critic's learns ten times as fast."""
+    """One optimizer with a group for each; the critic's rate is ten times as large."""
     model = rsl_rl_models.runner(schedule="fixed")
     parts = (model.alg.actor, model.alg.critic)
     groups = [{"params": list(part.parameters()), "lr": rate} for part, rate in zip(parts, (1e-4, 1e-3), strict=True)]
@@ -365,7 +365,7 @@ def test_learning_rates_of_actor_and_critic(tmp_path: Path) -> None:
 
 
 def test_a_module_beside_its_host_and_the_gradient_of_the_bonus(tmp_path: Path) -> None:
-    """Weights are the same; the bonus pulls at one log standard deviation in each row of a minibatch: 0.01 / √rows."""
+    """Weights are unchanged; the bonus pulls at one log standard deviation in each row of a minibatch: 0.01 / √rows."""
     bare = rsl_rl_models.runner(rsl_rl_models.short_pendulum)
     rsl_rl_models.learn(bare, 2)
     expected = rsl_rl_models.fingerprint(bare)

@@ -1,4 +1,4 @@
-"""Three backends and the worker; and `WandbCallback` on the same W&B run."""
+"""Three backends with the worker, and `WandbCallback` in the same W&B run."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def measured(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def test_both_callbacks_share_one_run_of_wandb(tmp_path: Path) -> None:
-    """Their rows and ours, models, gradients; the run ends as its owner ends it.
+    """Both callbacks' rows, models and gradients are stored, and the run's owner ends the run.
 
-    They log with `step=`, later than the training continues: of our records within one step of theirs the newest is there, each once.
+    W&B's callbacks log with `step=`, after training has moved on. Of our records within one of their steps only the newest is stored, once.
     """
     done = subprocess.run([sys.executable, "-c", BESIDE, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Four runs with a fault from their first update on: the callback names the cause, and a healthy run raises nothing."""
+"""Four runs with a fault from their first update on: the callback names the cause, and a healthy run raises no alarm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TelemetryCallback` leaves no trace in weights, in saved models and in loggers, after training and after exceptions."""
+"""`TelemetryCallback` leaves no trace in weights, saved models or loggers, after training and after exceptions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.sb3
 
 
 class NoLogger:
-    """A logger that is not there yet."""
+    """A logger that does not exist yet."""
 
     output_formats: ClassVar[list[Any]] = []
 
 
 class CallAfter(BaseCallback):
-    """Calls a function after so many steps."""
+    """Calls a function after a given number of steps."""
 
     def __init__(self, function: Any, after: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class CallAfter(BaseCallback):
 
 
 def taps_of(model: Any) -> list[str]:
-    """Taps, outputs and hooks of ours in the objects of a model."""
+    """Our taps, outputs and hooks in the objects of a model."""
     owners = [model, model.rollout_buffer, *model.policy.modules()]
     taps = [
         f"{type(owner).__name__}.{name}"
@@ -61,7 +61,7 @@ def taps_of(model: Any) -> list[str]:
 @pytest.mark.parametrize("level", ["normal", "debug"])
 @pytest.mark.parametrize("name", sb3_models.MODELS)
 def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> None:
-    """Optimizer, generators and environments too; no metric fails on the way."""
+    """Optimizer, generators and environments included; no metric fails."""
     bare = sb3_models.MODELS[name]()
     bare.learn(384)
     expected = sb3_models.fingerprint(bare)
@@ -139,7 +139,7 @@ def test_an_exception_in_the_environment_ends_the_run_and_leaves_nothing_behind(
 
 
 def test_an_exception_in_an_update_leaves_a_partial_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer fails in its sixth step: the first update has all of its four, the second one is a partial record."""
+    """The optimizer fails in its sixth step: the first update has all four steps, the second is a partial record."""
     model = sb3_models.ppo(n_epochs=1)
     steps = iter(range(100))
     step = model.policy.optimizer.step
@@ -160,7 +160,7 @@ def test_an_exception_in_an_update_leaves_a_partial_record(tmp_path: Path, monke
     ]
     assert "policy/kl" in records[1].values
     assert EQUATION_KEY + "minibatches" in records[0].values
-    assert EQUATION_KEY + "minibatches_one_minibatch" not in records[1].values  # the pass was not over
+    assert EQUATION_KEY + "minibatches_one_minibatch" not in records[1].values  # the pass was not complete
     assert taps_of(model) == []
 
 
@@ -238,7 +238,7 @@ def test_a_loaded_model_goes_on_counting(tmp_path: Path) -> None:
 
 
 def test_updates_of_a2c_share_records_without_losing_anything() -> None:
-    """Five updates of 128 transitions, two in a record: the last one has a record alone. Sums and means are those of single records."""
+    """Five updates of 128 transitions share records in pairs, the last alone. Sums and means equal those from single records."""
     sinks = MemorySink(), MemorySink()
     for sink, together in zip(sinks, (1, 2), strict=True):
         with Telemetry([sink], run_dir=None) as telemetry:
@@ -279,7 +279,7 @@ def test_two_telemetries_side_by_side_see_the_same() -> None:
 
 
 def test_their_logger_tensorboard_and_callbacks_receive_the_same(tmp_path: Path) -> None:
-    """The same scalars at the same steps with telemetry and without, an evaluation by the same policy in between included."""
+    """The scalars and steps are the same with and without telemetry, even with an evaluation by the same policy in between."""
 
     def scalars(name: str, telemetry: Telemetry | None) -> dict[str, list[tuple[int, float]]]:
         model = sb3_models.ppo()
@@ -306,7 +306,7 @@ def test_their_logger_tensorboard_and_callbacks_receive_the_same(tmp_path: Path)
 
     assert with_telemetry == scalars("bare", None)
     mirrored = [record.values for record in sink.records]
-    expected = dict(with_telemetry["train/loss"])  # each update's line comes with the next rollout
+    expected = dict(with_telemetry["train/loss"])  # each update's line is logged with the next rollout
     assert [values["sb3/train/loss"] for values in mirrored[:-1]] == pytest.approx(list(expected.values()), rel=1e-6)
     assert all("sb3/eval/mean_reward" in values and "sb3/rollout/ep_rew_mean" in values for values in mirrored)
     assert all(values["integrity/ratio_init"] <= 1e-6 for values in mirrored)
@@ -356,7 +356,7 @@ def test_an_unsupported_model_is_refused_in_one_sentence() -> None:
 def test_taps_go_in_any_order_and_put_back_what_was_there() -> None:
     model, calls = sb3_models.ppo(), []
     policy: Any = model.policy
-    policy.forward = lambda *args: "mine"  # a wrapper of the user's
+    policy.forward = lambda *args: "mine"  # a user's wrapper
     first = listen(policy, "forward", lambda args, kwargs, result: calls.append(("first", result)))
     second = listen(policy, "forward", lambda args, kwargs, result: calls.append(("second", result)))
 

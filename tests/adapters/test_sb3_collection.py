@@ -1,4 +1,4 @@
-"""Rollouts of Stable-Baselines3 that were collected in a wrong way: the mistake is named live, and correct programs raise nothing."""
+"""Stable-Baselines3 rollouts that were collected wrongly: live checks name the mistake, and correct programs raise no alarm."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trained(model: Any, run_dir: Path, steps: int = STEPS, *, offload: bool = Fa
 
 
 def explanations(records: Iterable[Record]) -> set[str]:
-    """Labels of the hypotheses of collection that explain a difference in any record."""
+    """Labels of the collection hypotheses that explain a difference in any record."""
     labels = {
         equation.label(one) for equation in equations().values() if equation.name in OWN for one in equation.hypotheses
     }
@@ -55,7 +55,7 @@ def explanations(records: Iterable[Record]) -> set[str]:
 
 
 def differences(records: Iterable[Record]) -> set[str]:
-    """Names of the equations of collection that do not hold in some record."""
+    """Names of the collection equations that do not hold in some record."""
     records = list(records)
     return {
         name
@@ -75,7 +75,7 @@ def test_the_mistake_is_named_and_no_other(program: str, seed: int, offload: boo
 
     found = explanations(run.records)
     assert expected <= found
-    # cut actions are seen twice: by their log-probabilities, and by how many lie at the bounds
+    # clipped actions show twice: in their log-probabilities, and in the number of actions at the bounds
     assert found - expected <= {"actions_cut_at_bounds"}
     assert all(any(label.startswith(name) for label in found) for name in differences(run.records))
     assert "integrity/equation" in {alarm.type for alarm in run.alarms}
@@ -163,7 +163,7 @@ def no_pass(*arguments: object) -> None:
 def test_a_worker_passes_the_rollout_through_a_copy_of_the_policy(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training thread takes no pass; the numbers are the same, and so are weights and random numbers."""
+    """The training thread makes no pass; the numbers, weights and random numbers are the same."""
     here = recorded_run(MODELS[name](), tmp_path / "here", level="debug")
     alone = MODELS[name]()
     alone.learn(384)
@@ -208,7 +208,7 @@ def test_the_capacity_of_a_network_is_measured_with_observations_of_several_part
 def test_a_rollout_of_which_only_the_ends_are_recorded_gives_the_same_numbers(
     name: str, steps: int, tmp_path: Path
 ) -> None:
-    """At NORMAL the first update of these is sampled, and the others are recorded in part; at DEBUG all are recorded whole."""
+    """At NORMAL the first of these updates is sampled and the others are recorded in part; at DEBUG all are recorded in full."""
     whole = recorded_run(MODELS[name](), tmp_path / "whole", steps=steps, level="debug")
     partly = recorded_run(MODELS[name](), tmp_path / "partly", steps=steps)
 

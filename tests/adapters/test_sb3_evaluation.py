@@ -1,4 +1,4 @@
-"""Evaluations over Stable-Baselines3: in the training environments, which they reset behind the rollout's back, and in their own."""
+"""Evaluations of Stable-Baselines3 models, in separate environments or in the training environments, which an evaluation resets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AfterRollout(BaseCallback):
 
 
 class TwoLives(gym.Wrapper[Any, Any, Any, Any]):
-    """Begins a second episode itself, in the step in which the first one ends."""
+    """Starts a second episode itself in the step that ends the first."""
 
     def reset(self, **settings: Any) -> Any:
         self._lives = 2

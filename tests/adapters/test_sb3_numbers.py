@@ -1,4 +1,4 @@
-"""Numbers of `TelemetryCallback` against a second computation from the saved rollout, policy and generators."""
+"""Numbers of `TelemetryCallback` compared with a second computation from the saved rollout, policy and generators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SavingCallback(BaseCallback):
 
 
 class PlainUpdate:
-    """An update computed a second time, in plain torch, from what was saved."""
+    """An update computed a second time from the saved data, in plain torch."""
 
     def __init__(self, model: Any, buffer: Any, policy: Any, rng_state: Any) -> None:
         self.model, self.policy = model, policy
@@ -146,7 +146,7 @@ def test_ratios_of_every_minibatch(updates: Any) -> None:
         assert values["integrity/ratio_init"] <= 1e-6
         assert values["integrity/ratio_init"] == close(plain.log_ratio[0].abs().max().item(), abs=1e-6)
         if "policy/clip_frac" in values:
-            moved = torch.cat(plain.log_ratio[1:]).exp()  # before the first step nothing can have left the trust region
+            moved = torch.cat(plain.log_ratio[1:]).exp()  # before the first step every ratio is inside the trust region
             assert values["policy/clip_frac"] == close(((moved - 1).abs() > 0.2).double().mean().item(), abs=1e-3)
 
 
@@ -190,7 +190,7 @@ def test_advantages_before_normalisation_and_as_used(updates: Any) -> None:
 
 
 def test_temporal_differences_separate_termination_from_a_time_limit(updates: Any) -> None:
-    """The temporal difference is the advantage less its carry: the buffer's own recursion, inverted."""
+    """The temporal difference is the advantage less its carry: the buffer's recursion, inverted."""
     for buffer, plain, values in updates:
         model = plain.model
         carry = np.zeros_like(buffer.advantages)
@@ -204,7 +204,7 @@ def test_every_row_comes_once_in_a_pass(updates: Any) -> None:
 
 @pytest.mark.parametrize(("name", "sizes"), [("multi_discrete", [3, 2]), ("multi_binary", [1, 1, 1])])
 def test_gradients_of_parts_of_an_action_are_rows_of_one_layer(name: str, sizes: list[int], tmp_path: Path) -> None:
-    """The norm of each part is that of its rows, of weights and biases together."""
+    """The norm of each part is the norm of its rows, weights and biases together."""
     model = sb3_models.MODELS[name]()
     norms: list[list[float]] = []
 
@@ -226,7 +226,7 @@ def test_gradients_of_parts_of_an_action_are_rows_of_one_layer(name: str, sizes:
 
 @pytest.mark.parametrize("name", ["ppo", "recurrent", "a2c", "pictures"])
 def test_constant_observations_of_one_environment_are_reported(name: str, tmp_path: Path) -> None:
-    """The first environment gives ones from the third rollout on; A2C's rollouts are joined, and it changed in the first of them."""
+    """The first environment yields ones from the third rollout on. A2C joins rollouts in one record, in whose first rollout they vary."""
     model = sb3_models.MODELS[name]()
     policy_sees = model.env.step_wait
 
@@ -248,7 +248,7 @@ def test_steps_are_those_of_the_data(saved_run: Any) -> None:
     rollout = model.n_steps * model.n_envs
     assert [record.axes.env_step for record in records] == [rollout * (index + 1) for index in range(len(saved))]
     assert [record.axes.update for record in records] == list(range(1, len(saved) + 1))
-    if name != "a2c":  # which dumps every hundredth update
+    if name != "a2c":  # A2C dumps its log every hundredth update
         assert [r.values["sb3/time/total_timesteps"] for r in records] == [r.axes.env_step for r in records]
     per_update = sum(1 for _ in copy.deepcopy(saved[0][0]).get(getattr(model, "batch_size", None)))
     per_update *= getattr(model, "n_epochs", 1)
@@ -284,7 +284,7 @@ def test_forbidden_actions_are_never_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [sb3_models.ppo, sb3_models.pendulum, sb3_models.recurrent])
 def test_a_module_beside_its_host_and_the_gradient_of_the_bonus(make: Any, tmp_path: Path) -> None:
-    """Weights are the same; the head's intensity is its gradient's root mean square, and a Gaussian bonus pulls with c √(D / N)."""
+    """Weights are unchanged; the head's intensity is its gradient's root mean square, and a Gaussian bonus pulls with c √(D / N)."""
     bare = make(ent_coef=0.01)
     bare.learn(384)
     theirs = sb3_models.fingerprint(bare)
@@ -318,7 +318,7 @@ def test_a_module_beside_its_host_and_the_gradient_of_the_bonus(make: Any, tmp_p
 
 @pytest.mark.parametrize(("name", "heads"), [("multi_discrete", 2), ("multi_binary", 3)])
 def test_gradients_through_the_heads_add_up_to_the_actors(name: str, heads: int, tmp_path: Path) -> None:
-    """At the input of the last layer; the record compares each two of them."""
+    """The gradients are taken at the input of the last layer; the record compares each pair."""
     model = sb3_models.MODELS[name]()
     through: list[HeadsBackward] = []
     whole: list[TrunkBackward] = []

@@ -1,4 +1,4 @@
-"""Mistakes in the training loop of a Stable-Baselines3 model are named from one step of a sampled update."""
+"""Mistakes in a Stable-Baselines3 training loop are named from one step of a sampled update."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def failed(values: Mapping[str, float]) -> set[str]:
 
 
 def named(values: Mapping[str, float]) -> set[str]:
-    """Names of the hypotheses of the checked equations."""
+    """Names of the hypotheses for the checked equations."""
     labels = {key.removeprefix(EQUATION_KEY) for key in values if key.startswith(EQUATION_KEY)}
     return {label for label in labels - set(CHECKED) if label.startswith(CHECKED)}
 
@@ -98,7 +98,7 @@ def test_a_mistake_in_the_loss_is_named(mistake: str, seed: int, tmp_path: Path)
     ],
 )
 def test_advantages_in_use_are_compared_with_those_of_the_rollout(loss: str, name: str | None, tmp_path: Path) -> None:
-    """Advantages with another sign or weight are left to the gradient."""
+    """The gradient check detects advantages with another sign or weight."""
     values = first_record(model(make_loss=LOSS_MISTAKES[loss]), tmp_path)
 
     key = EQUATION_KEY + "normalized_advantages"
@@ -112,7 +112,7 @@ def test_a_published_loss_is_named_and_raises_no_alarm(variant: str, tmp_path: P
     values = first_record(model(make_loss=LOSS_VARIANTS[variant]), tmp_path)
 
     label = f"gradient_{variant}"
-    if not failed(values):  # this minibatch has no row in which it differs
+    if not failed(values):  # no row of this minibatch differs
         return
     explanations = equations()["gradient"].explanations(values)
     assert label in named(values) and any(one.variant for one in explanations)
@@ -129,7 +129,7 @@ def test_a_mistake_in_the_step_is_named(mistake: str, seed: int, tmp_path: Path)
 
 
 def test_a_rate_that_the_loop_does_not_set_is_named_with_its_value(tmp_path: Path) -> None:
-    """The schedule falls from 2e-3 to 0 over 1024 steps, and the optimizer keeps its 2e-3: 1.5e-3 is meant after the first 256."""
+    """The schedule falls from 2e-3 to 0 over 1024 steps, so it asks for 1.5e-3 after the first 256; the optimizer keeps its 2e-3."""
     learner = model(learning_rate=lambda remaining: 2e-3 * remaining)
     learner.sets_rate = False
     run = recorded_run(learner, tmp_path, steps=1024, level="debug")
@@ -140,7 +140,7 @@ def test_a_rate_that_the_loop_does_not_set_is_named_with_its_value(tmp_path: Pat
 
 
 def test_an_optimizer_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
-    """It does not clear that parameter's gradient either."""
+    """The optimizer does not clear that parameter's gradient either."""
     learner = model()
     learner.policy.optimizer.param_groups[0]["params"].pop()
 
@@ -170,7 +170,7 @@ def test_an_optimizer_that_is_new_in_each_update_is_named(another_object: bool, 
         Forgetful("MlpPolicy", cartpole(3), n_steps=64, n_epochs=1, seed=3), tmp_path, steps=1024, level="debug"
     )
 
-    assert not failed(run.records[0].values)  # the state is new as it should be
+    assert not failed(run.records[0].values)  # the new state is correct here
     assert [named(record.values) for record in run.records[1:]] == [{"optimizer_step_state_lost"}] * 3
 
 
@@ -188,7 +188,7 @@ def test_a_gradient_sign_that_was_changed_in_the_policy_is_named(tmp_path: Path)
 
 
 def hide_gradient_of_values(policy: Any) -> None:
-    """Make the policy's object, not its class, return values without a graph."""
+    """Make the policy object, not its class, return values without a graph."""
     right = policy.evaluate_actions
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ def test_values_without_a_gradient_are_named_in_each_algorithm(name: str, tmp_pa
 
 
 def cut_off(learner: Any, method: str) -> None:
-    """Detach what the layers before a head compute, for acting and for training."""
+    """Detach the output of the layers before a head, in acting and in training."""
     extractor = learner.policy.mlp_extractor
     compute = getattr(extractor, method)
     vars(extractor)[method] = lambda features: compute(features).detach()
@@ -217,7 +217,7 @@ def cut_off(learner: Any, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["forward_actor", "forward_critic"])
 def test_layers_that_are_cut_off_from_their_head_are_named(method: str, tmp_path: Path) -> None:
-    """The live policy has the mistake, so the recomputed gradient has it too."""
+    """The live policy has the mistake, so the recomputed gradient has it, too."""
     learner = model()
     cut_off(learner, method)
 
@@ -239,7 +239,7 @@ def test_a_term_whose_mean_includes_padding_is_named(term: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("delta", [1.0, 3.7, 10.0])
 def test_a_huber_loss_is_no_mistake(delta: float, tmp_path: Path) -> None:
-    """Its weight is that of the mean squared error, so it has half the factor of ½ (V - R)²."""
+    """It takes the mean squared error's coefficient, so its coefficient for ½ (V - R)² is half as large."""
 
     def huber(b: Minibatch) -> torch.Tensor:
         return b.loss(value=nn.functional.huber_loss(b.values, b.returns, delta=delta))
@@ -305,7 +305,7 @@ def test_models_of_stable_baselines_are_correct(name: str, tmp_path: Path) -> No
 
 
 class Noisy(nn.Sequential):
-    """Layers with random numbers and statistics of their own."""
+    """Layers that draw random numbers and update statistics."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__(nn.Linear(inputs, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16))

@@ -1,4 +1,4 @@
-"""Advantages and returns of Stable-Baselines3: right ones match their equations, and buffers with a mistake are named."""
+"""Advantages and returns of Stable-Baselines3: correct ones match their equations, and mistakes in buffers are named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MINIBATCHES = {**SETTINGS, "batch_size": 64, "n_epochs": 2}
 
 
 def run(model: Any, updates: int = 3) -> tuple[list[Record], dict[str, str]]:
-    """Records of so many rollouts, and sentences of the alarms by type."""
+    """Records of a run of that many rollouts, and the alarm sentences by type."""
     records: list[Record] = []
     sentences: dict[str, str] = {}
     with Telemetry([records.append], run_dir=None, level="debug", detect=QUIET) as telemetry:
@@ -44,7 +44,7 @@ def run(model: Any, updates: int = 3) -> tuple[list[Record], dict[str, str]]:
 
 
 def results(records: list[Record], equation: str) -> tuple[float, set[str]]:
-    """The largest error of an equation, and the hypotheses that explained every record that differs."""
+    """The largest error of an equation, and the hypotheses that explain every record with a difference."""
     key = EQUATION_KEY + equation
     checked = [record.values for record in records if key in record.values]
     assert checked
@@ -57,7 +57,7 @@ def results(records: list[Record], equation: str) -> tuple[float, set[str]]:
 
 
 class Limited(gym.Env[Any, Any]):
-    """Random observations and rewards; a tenth of the steps terminates, and a time limit ends the others after 9 steps."""
+    """Random observations and rewards; a tenth of the steps terminate, and a time limit ends the other episodes after 9 steps."""
 
     observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -115,7 +115,7 @@ class NormalizedAfterReturns(RolloutBuffer):
 
 
 class Stale(RolloutBuffer):
-    """Returns the advantages of the rollout before."""
+    """Returns the previous rollout's advantages."""
 
     previous: Any = None
 
@@ -129,7 +129,7 @@ class Stale(RolloutBuffer):
 
 
 def edited(function: Any, line: str, other: str, *, count: int = 1) -> Callable[..., Any]:
-    """Return a method with a text replaced that it has so many times."""
+    """Return a method in which a text that occurs the given number of times is replaced."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(line) == count
     names = dict(function.__globals__)
@@ -143,7 +143,7 @@ def source_count(text: str) -> int:
 
 
 def with_line(line: str, other: str, *, count: int = 1) -> Callable[..., bool]:
-    """Return the collecting loop of Stable-Baselines3 with a text replaced that it has so many times."""
+    """Return Stable-Baselines3's collecting loop in which a text that occurs the given number of times is replaced."""
     return edited(OnPolicyAlgorithm.collect_rollouts, line, other, count=count)
 
 
@@ -154,13 +154,13 @@ class OtherCounter(PPO):
 
 
 class OtherInfos(PPO):
-    """Calls what tells time limits from terminations by another name."""
+    """Uses another name for the key that distinguishes time limits from terminations."""
 
     collect_rollouts = with_line("infos", "details", count=source_count("infos"))
 
 
 class ShowsNothing(PPO):
-    """Does not give its local variables to the callback."""
+    """Does not pass its local variables to the callback."""
 
     collect_rollouts = with_line("callback.update_locals(locals())", "pass", count=2)
 
@@ -175,7 +175,7 @@ def broken(buffer: type[RolloutBuffer], seed: int = 3) -> PPO:
 
 
 def named(model: Any, equation: str, name: str) -> dict[str, str]:
-    """The sentences of a run in which that hypothesis and no other explains that equation, and returns follow theirs otherwise."""
+    """The alarm sentences of a run in which only that hypothesis explains that equation, and in which returns otherwise hold."""
     records, sentences = run(model)
     error, names = results(records, equation)
     other = {"advantages": "returns", "returns": "advantages"}[equation]
@@ -269,7 +269,7 @@ def test_a_published_bootstrap_of_time_limits_is_named_and_raises_nothing() -> N
 
 
 def test_advantages_that_are_normalised_once_over_the_batch_raise_nothing() -> None:
-    """Neither the equations nor the older identity A + V = R, which holds before normalisation."""
+    """Neither the equations nor the older identity A + V = R, which holds before normalisation, is reported."""
     records, sentences = run(broken(NormalizedAfterReturns))
 
     assert results(records, "advantages")[1] == {"normalized"}
@@ -278,7 +278,7 @@ def test_advantages_that_are_normalised_once_over_the_batch_raise_nothing() -> N
 
 
 def test_returns_that_are_made_of_stored_normalised_advantages_are_named() -> None:
-    """They equal the stored columns, A + V, but the stored advantages are no longer those of GAE."""
+    """The returns equal the stored A + V, but the stored advantages no longer equal GAE."""
     records, sentences = run(broken(ReturnsFromNormalized))
 
     assert results(records, "advantages")[1] == {"normalized"}
@@ -313,7 +313,7 @@ HEALTHY: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_follows_its_equations(name: str) -> None:
-    """To rounding: in float32 the errors of these runs are 1e-8 to 3e-7."""
+    """Up to rounding: the float32 errors of these runs are 1e-8 to 3e-7."""
     model = HEALTHY[name]()
     records, sentences = run(model, updates=300 if isinstance(model, A2C) else 3)
 

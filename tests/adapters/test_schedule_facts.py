@@ -1,4 +1,4 @@
-"""The schedule of the learning rate among the facts of a run: the bundled trainer's, a script's, and that of a Stable-Baselines3 model."""
+"""The learning-rate schedule among the facts of a run, for the bundled trainer, scripts and Stable-Baselines3 models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from esper_telemetry.views.equation_table import EquationRow, equation_rows
 
 
 def schedules(run_dir: Path) -> EquationRow:
-    """The row of schedules of a run's table, which no alarm contradicts."""
+    """The run's row for schedules, after checking that it differs exactly if an alarm was raised."""
     run = read_run(run_dir)
     (row,) = [row for row in equation_rows(run.info, run.records) if row.equation.name == "schedules"]
     assert set(run.info.facts[UNCHECKED_FACT]) <= set(equations())
@@ -122,7 +122,7 @@ def test_a_script_that_does_not_say_is_not_checked_and_the_reason_says_so() -> N
 @pytest.mark.sb3
 @pytest.mark.parametrize("kind", ["constant", "linear", "function"])
 def test_a_model_of_stable_baselines3(kind: str, tmp_path: Path) -> None:
-    """A function is not called for telemetry: it might count its calls."""
+    """Telemetry does not call a schedule function, which might count its calls."""
     from stable_baselines3 import PPO as Model  # noqa: N811  # the bundled trainer has the same name
     from stable_baselines3.common.utils import LinearSchedule
 

@@ -24,7 +24,7 @@ from esper_telemetry.adapters.sb3 import TelemetryCallback
 
 
 class Counter:
-    """An object with a method to listen to."""
+    """An object with a method to tap."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -35,7 +35,7 @@ class Counter:
 
 
 class Noisy(nn.Module):
-    """Counts its calls, keeps its last output, and adds noise of generators that are not torch's."""
+    """Counts its calls, keeps its last output, and adds noise from NumPy's and Python's generators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Telemetry of PPO in TorchRL: it changes nothing, and its numbers are those of the loss module."""
+"""Telemetry of PPO in TorchRL does not affect training, and its numbers equal the loss module's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def learn(kind: str, program: Program) -> None:
 
 
 def taps_of(program: Program) -> list[str]:
-    """Taps and hooks of ours in the objects of a program."""
+    """Our taps and hooks in the objects of a program."""
     owners = [program.loss, program.estimator, *program.loss.modules()]
     taps = [
         f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)
@@ -53,7 +53,7 @@ def taps_of(program: Program) -> list[str]:
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 @pytest.mark.parametrize("kind", RECORDERS)
 def test_weights_are_bit_identical(kind: str, env: str, level: str, tmp_path: Path) -> None:
-    """Optimizer and generator too; no metric fails on the way, and rollouts and minibatches agree."""
+    """Optimizer and generator included; no metric fails, and rollouts and minibatches agree."""
     bare = Program(env)
     learn(kind, bare)
     expected = torchrl_models.fingerprint(bare)
@@ -98,7 +98,7 @@ def test_every_equation_that_is_shown_matches(env: str, kind: str, tmp_path: Pat
 
 
 def test_numbers_equal_those_of_the_loss_module(tmp_path: Path) -> None:
-    """Means over the minibatches of what `ClipPPOLoss` returns, and norms that `clip_grad_norm_` returns."""
+    """Means over the minibatches of the values that `ClipPPOLoss` returns, and the norms that `clip_grad_norm_` returns."""
     bare = Program(learning_rate=3e-3)
     outputs: list[Any] = []
     norms: list[float] = []
@@ -129,10 +129,10 @@ def test_numbers_equal_those_of_the_loss_module(tmp_path: Path) -> None:
         later = [float(output["clip_fraction"]) for output in outputs[8 * update + 1 : 8 * (update + 1)]]
         assert values["policy/clip_frac"] == pytest.approx(
             statistics.mean(later), abs=1e-6
-        )  # ratios of the first are 1
+        )  # the first minibatch's ratios are 1
         assert values["policy/ess_frac"] == pytest.approx(
             mean("ESS", update), rel=1e-3
-        )  # of all rows, no mean of minibatches
+        )  # over all rows, not a mean of minibatches
         assert values["policy/ratio/mean"] == pytest.approx(mean("mean_ratio", update), rel=1e-5)
         assert values["policy/entropy"] == pytest.approx(mean("entropy", update), rel=1e-5)
         assert values["loss/policy"] == pytest.approx(mean("loss_objective", update), abs=1e-6)
@@ -143,7 +143,7 @@ def test_numbers_equal_those_of_the_loss_module(tmp_path: Path) -> None:
 
 
 def test_episodes_equal_those_of_the_environments(tmp_path: Path) -> None:
-    """CartPole pays 1 for each step, so that returns are lengths, which `StepCounter` counts."""
+    """CartPole pays 1 for each step, so returns equal the lengths that `StepCounter` counts."""
     lengths: list[list[int]] = []
 
     def after_batch(batch: Any) -> None:
@@ -160,7 +160,7 @@ def test_episodes_equal_those_of_the_environments(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_asks_the_estimator_once_has_its_passes(tmp_path: Path) -> None:
-    """Then the pass of a minibatch follows from the number of rows before it."""
+    """The pass of a minibatch then follows from the number of rows before it."""
     program = Program()
     estimate = program.estimator
     seen: list[None] = []
@@ -274,7 +274,7 @@ def alarms_of(program: Program) -> list[Alarm]:
 
 
 def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
-    """Returns of the last hundred episodes rise from 20 to over 60, and from -120 to over -100."""
+    """The mean return of the last hundred episodes rises from 20 to over 60, and from -120 to over -100."""
     settings: dict[str, Any] = {"envs": 8, "epochs": 10, "learning_rate": 1e-3, "width": 64}
     cartpole = Program(steps=128, rows=256, updates=11, **settings)
     settings |= {"scale": 0.1, "estimator": {"gamma": 0.95}, "loss": {"entropy_coeff": 0.0}}
@@ -293,7 +293,7 @@ def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_its_own_logs_are_read(env: str, tmp_path: Path) -> None:
-    """The TensorBoard files of a `PPOTrainer`: each tag stands for a key, or is named as unread."""
+    """In a `PPOTrainer`'s TensorBoard files, each tag maps to a key or is listed as unread."""
     from torchrl.record.loggers import TensorboardLogger
 
     trainer = Program(env, updates=6).trainer(logger=TensorboardLogger(exp_name="logs", log_dir=str(tmp_path)))
@@ -313,7 +313,7 @@ def test_its_own_logs_are_read(env: str, tmp_path: Path) -> None:
 
 
 def test_learning_rates_of_actor_and_critic(tmp_path: Path) -> None:
-    """A group each in one optimizer, and the critic's learns ten times as fast."""
+    """One optimizer with a group for each; the critic's rate is ten times as large."""
     program = Program()
     parts = (program.loss.actor_network_params, program.loss.critic_network_params)
     groups = [{"params": list(part.parameters()), "lr": rate} for part, rate in zip(parts, (1e-4, 1e-3), strict=True)]
@@ -325,7 +325,7 @@ def test_learning_rates_of_actor_and_critic(tmp_path: Path) -> None:
 
 
 def test_a_module_beside_its_host(tmp_path: Path) -> None:
-    """The loss module runs the user's own layers, so hooks on them see its passes; weights are the same."""
+    """The loss module runs the user's own layers, so hooks on them see its passes; weights are unchanged."""
     bare = Program()
     bare.learn()
     expected = torchrl_models.fingerprint(bare)

@@ -28,7 +28,7 @@ from esper_telemetry.lab.language_models import FAULTS, HEALTHY, build_trainer, 
 
 pytestmark = [
     pytest.mark.trl,
-    pytest.mark.filterwarnings("ignore"),  # transformers and TRL announce changes of their own
+    pytest.mark.filterwarnings("ignore"),  # transformers and TRL warn of their own deprecations
 ]
 
 
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(model: Path, *callbacks: TelemetryCallback, steps: int = 4, **settings: Any) -> Any:
-    """A trainer that has learned for some steps."""
+    """Return a trainer after a few steps of training."""
     trainer = build_trainer(model, seed=1, steps=steps, callbacks=callbacks, **settings)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -46,19 +46,19 @@ def trained(model: Path, *callbacks: TelemetryCallback, steps: int = 4, **settin
 
 
 def recorded(model: Path, run_dir: Path, steps: int = 4, **settings: Any) -> Run:
-    """The run of such a training."""
+    """Return the recorded run of such a training."""
     with Telemetry([], run_dir=run_dir, offload=False) as telemetry:
         trained(model, TelemetryCallback(telemetry), steps=steps, **settings)
     return read_run(run_dir)
 
 
 def taps_of(trainer: Any) -> list[str]:
-    """Names of methods with a tap of ours."""
+    """Names of methods with one of our taps."""
     return [name for name, value in vars(trainer).items() if isinstance(value, Tap)]
 
 
 def test_numbers_are_those_that_trl_computes_itself(model: Path, tmp_path: Path) -> None:
-    """With a step per record, TRL's own lines are a second computation of most."""
+    """With one step per record, TRL's own log lines are a second computation of most metrics."""
     records = recorded(model, tmp_path / "run", num_iterations=1).records
     pairs = {
         "lm/reward/mean": "trl/reward",
@@ -79,7 +79,7 @@ def test_numbers_are_those_that_trl_computes_itself(model: Path, tmp_path: Path)
 
 
 def test_ratios_are_those_of_the_two_passes(model: Path, tmp_path: Path) -> None:
-    """A listener of our own computes the ratio of each token from the log-probabilities of both passes."""
+    """An independent listener computes each token's ratio from the log-probabilities of both passes."""
     events: list[TokensEnd] = []
     with Telemetry([], run_dir=tmp_path / "run", offload=False) as telemetry:
         callback = TelemetryCallback(telemetry)
@@ -116,7 +116,7 @@ def test_a_ratio_that_is_one_by_construction_is_said_to_be_and_not_reported(mode
     "settings", [{"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2, "steps_per_generation": 1}]
 )
 def test_accumulated_passes_are_one_step(model: Path, tmp_path: Path, settings: dict[str, int]) -> None:
-    """Two passes for each step; with a generation for each pass, both generations are in one record."""
+    """Each step has two passes; if each pass has its own generation, one record holds both generations."""
     records = recorded(model, tmp_path / "run", num_iterations=1, per_device_train_batch_size=16, **settings).records
 
     assert [record.axes.gradient_step for record in records] == [1, 2, 3, 4]
@@ -201,7 +201,7 @@ def test_all_three_backends_hold_what_the_journal_holds(model: Path, tmp_path: P
 
 
 def test_an_unedited_script_is_recorded(tmp_path: Path) -> None:
-    """`esper-telemetry run` attaches the callback; the script knows nothing of it."""
+    """`esper-telemetry run` attaches the callback; the script does not mention it."""
     script = Path(__file__).parents[2] / "examples" / "language_model.py"
     run_dir = tmp_path / "run"
     command = [sys.executable, "-W", "ignore", "-m", "esper_telemetry", "run", "--run-dir", str(run_dir), str(script)]
@@ -213,7 +213,7 @@ def test_an_unedited_script_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_log_of_trl_is_read_by_diagnose(model: Path, tmp_path: Path) -> None:
-    """TRL writes to TensorBoard itself; the numbers are those of our own record."""
+    """TRL itself writes to TensorBoard; the numbers equal our own record's."""
     logs = tmp_path / "logs"
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs)
     try:
@@ -232,7 +232,7 @@ def test_a_log_of_trl_is_read_by_diagnose(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["healthy", "reward_sign", "mask_shift"])
 def test_the_fault_bed_names_what_is_wrong(name: str, tmp_path: Path) -> None:
-    """The whole bed: `python -m esper_telemetry.lab.language_models`."""
+    """The complete bed: `python -m esper_telemetry.lab.language_models`."""
     fault = {fault.name: fault for fault in (HEALTHY, *FAULTS)}[name]
 
     verdict = run_fault(fault, seed=1, steps=12, directory=tmp_path)

@@ -1,4 +1,4 @@
-"""Small PPO programs of TorchRL: a plain loop with `ClipPPOLoss`, and its `PPOTrainer`."""
+"""Small TorchRL PPO programs: a plain loop with `ClipPPOLoss`, and `PPOTrainer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # TorchRL warns of its own deprecated names
+    warnings.simplefilter("ignore")  # TorchRL warns of its own deprecations
     from tensordict.nn import TensorDictModule
     from torchrl.collectors import Collector
     from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -33,7 +33,7 @@ MAX_NORM = 0.5
 
 
 class Blind(gym.ObservationWrapper[Any, Any, Any]):
-    """Observations that are always the same."""
+    """The observation never changes."""
 
     def observation(self, observation: Any) -> Any:
         return 0 * observation
@@ -55,11 +55,11 @@ class DriftingNormalizer(nn.Module):
 
 
 class Program:
-    """A PPO program in pieces, as its author has them.
+    """The pieces of a PPO program, as its author builds them.
 
     Args:
         env: name of the environment.
-        scale: of rewards.
+        scale: factor on rewards.
         observed: module between observations and the actor.
         learning_rate, loss, estimator: settings of the optimizer, the loss and the estimator.
     """
@@ -83,7 +83,7 @@ class Program:
         estimator: Mapping[str, Any] | None = None,
         device: str = "cpu",
     ) -> None:
-        torch.distributions.Distribution.set_default_validate_args(False)  # as TorchRL does when it is imported
+        torch.distributions.Distribution.set_default_validate_args(False)  # as importing TorchRL does
         torch.manual_seed(seed)
         self.epochs, self.minibatches = epochs, envs * steps // rows
         self.frames = updates * envs * steps
@@ -162,14 +162,14 @@ class Program:
                 self.optimizer.zero_grad()
 
     def trainer(self, **settings: Any) -> Any:
-        """The same with TorchRL's trainer, which normalises advantages over the batch."""
+        """The same program with TorchRL's trainer, which normalises advantages over the batch."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return PPOTrainer(
                 collector=self.collector,
                 total_frames=self.frames,
                 frame_skip=1,
-                optim_steps_per_batch=None,  # as many as the sampler has: with their number every second pass is empty
+                optim_steps_per_batch=None,  # the sampler's own number: given explicitly, it leaves every second pass empty
                 loss_module=self.loss,
                 optimizer=self.optimizer,
                 num_epochs=self.epochs,
@@ -196,7 +196,7 @@ BROKEN: Mapping[str, Callable[[], Program]] = {
 def recorded_loop(
     program: Program, run_dir: Path, *, sinks: Sequence[str] = (), facts: Any = None, **settings: Any
 ) -> Run:
-    """The journal of a plain loop that has learned with telemetry, in process by default."""
+    """Return the journal of a plain loop that has learned with telemetry, in process by default."""
     with Telemetry(sinks, run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
         attach_loss(telemetry, program.loss, program.optimizer, program.estimator, facts=facts)
         program.learn()
@@ -204,7 +204,7 @@ def recorded_loop(
 
 
 def recorded_trainer(program: Program, run_dir: Path, *, sinks: Sequence[str] = (), **settings: Any) -> Run:
-    """The journal of a trainer that has learned with telemetry, in process by default."""
+    """Return the journal of a trainer that has learned with telemetry, in process by default."""
     trainer = program.trainer()
     with Telemetry(sinks, run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
         attach_trainer(telemetry, trainer)
@@ -213,7 +213,7 @@ def recorded_trainer(program: Program, run_dir: Path, *, sinks: Sequence[str] = 
 
 
 def fingerprint(program: Program) -> dict[str, Tensor]:
-    """Weights, optimizer state and the generator."""
+    """Weights, optimizer state and the random generator."""
     moments = {
         f"{index}.{name}": torch.as_tensor(moment).clone()
         for index, state in program.optimizer.state_dict()["state"].items()
