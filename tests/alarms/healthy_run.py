@@ -1,4 +1,4 @@
-"""Records of a run in which nothing is wrong, and ways to spoil them."""
+"""Records of a healthy run, and functions that spoil them."""
 
 from __future__ import annotations
 
@@ -157,22 +157,21 @@ FIXED: Mapping[str, float] = {
 
 
 def values(update: int) -> Values:
-    """Values of one update; the same in every run."""
+    """Values of one update; they are the same in every run."""
     noise = random.Random(update)
     return {**{key: middle * noise.uniform(0.93, 1.07) for key, middle in NOISY.items()}, **FIXED}
 
 
 def record(update: int, metrics: Values, *, partial: bool = False) -> Record:
-    """A record of these values."""
     return Record(update, Axes(update, update * BATCH, update * STEPS, 1e9 + update), metrics, partial=partial)
 
 
 Spoil = Callable[[Values, int], None]
-"""Changes the values of an update, given how many updates ago that began."""
+"""Changes the values of an update, given the number of updates since the first spoiled one."""
 
 
 def run(updates: int, spoil: Spoil | None = None, *, since: int = 30) -> list[Record]:
-    """Records of a healthy run that is spoiled from an update on."""
+    """Records of a healthy run that `spoil` changes from update `since` on."""
     made = []
     for update in range(1, updates + 1):
         metrics = values(update)
@@ -185,13 +184,13 @@ def run(updates: int, spoil: Spoil | None = None, *, since: int = 30) -> list[Re
 def judged(
     records: Iterable[Record], facts: Mapping[str, Any] = FACTS, thresholds: Thresholds | None = None
 ) -> list[Verdict]:
-    """All verdicts."""
+    """Return a verdict for each record."""
     detectors = Detectors(facts, thresholds or Thresholds())
     return [detectors.step(entry) for entry in records]
 
 
 def alarms(verdicts: Iterable[Verdict], event: AlarmEvent | None = None) -> list[Alarm]:
-    """Their alarms, of one event or of all."""
+    """Return the alarms of the verdicts, for one event or for all."""
     return [alarm for verdict in verdicts for alarm in verdict.alarms if event in (None, alarm.event)]
 
 
@@ -204,7 +203,7 @@ def raised(verdicts: Iterable[Verdict]) -> dict[str, int]:
 
 
 def set_to(changes: Mapping[str, float | None]) -> Spoil:
-    """Values become others; None takes a key away."""
+    """Set values; None removes a key."""
 
     def spoil(metrics: Values, _: int) -> None:
         for key, value in changes.items():
@@ -217,7 +216,7 @@ def set_to(changes: Mapping[str, float | None]) -> Spoil:
 
 
 def multiplied(factors: Mapping[str, float]) -> Spoil:
-    """Values are multiplied."""
+    """Multiply values."""
 
     def spoil(metrics: Values, _: int) -> None:
         for key, factor in factors.items():
@@ -227,7 +226,7 @@ def multiplied(factors: Mapping[str, float]) -> Spoil:
 
 
 def both(first: Spoil, second: Spoil) -> Spoil:
-    """One after the other."""
+    """Apply both in order."""
 
     def spoil(metrics: Values, ago: int) -> None:
         first(metrics, ago)

@@ -1,7 +1,7 @@
-"""Journals of real runs that were broken on purpose, kept small: what rules read, four digits, columns.
+"""Journals of real runs that were broken on purpose, kept small: only keys that rules read, four digits, stored by column.
 
-`python tests/alarms/recorded_runs.py JOURNALS NAME...` makes them again from what
-`python -m esper_telemetry.lab.faults score --keep JOURNALS` has left, NAME being a directory in it.
+`python tests/alarms/recorded_runs.py JOURNALS NAME...` makes them again from journals that
+`python -m esper_telemetry.lab.faults score --keep JOURNALS` has written; NAME is a directory in JOURNALS.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MIDDLES = (
     "histogram",
     "/norm_postclip",
 )
-"""Parts of keys that no rule reads, or that take half of the space."""
+"""Parts of keys that no rule reads, or that would take half of the space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class Recorded:
     """One run.
 
     Attributes:
-        name: of its file.
-        facts: of the run.
+        name: name of its file.
+        facts: facts of the run.
         broken: the first broken update.
-        records: of all updates.
+        records: records of all updates.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Recorded:
     records: tuple[Record, ...]
 
     def raised(self) -> dict[str, int]:
-        """Types of alarms that come up once it is broken, with the update; those before come under `before`."""
+        """Types of alarm with the update in which each was first raised; earlier alarms than the break are listed under `before`."""
         detectors, raised = Detectors(self.facts), dict[str, int]()
         for record in self.records:
             for alarm in detectors.step(record).alarms:
@@ -71,12 +71,12 @@ class Recorded:
 
 
 def names() -> list[str]:
-    """All that are there."""
+    """Names of all recorded runs."""
     return sorted(path.name.removesuffix(".json.gz") for path in HERE.glob("*.json.gz"))
 
 
 def load(name: str) -> Recorded:
-    """One of them."""
+    """Read a recorded run."""
     content = json.loads(gzip.decompress((HERE / f"{name}.json.gz").read_bytes()))
     columns, records = content["values"], []
     for row, (update, env_step, gradient_step, partial) in enumerate(content["axes"]):
@@ -87,7 +87,7 @@ def load(name: str) -> Recorded:
 
 
 def store(name: str, facts: Mapping[str, Any], broken: int, records: Iterable[Record]) -> None:
-    """Keeps a run."""
+    """Write a run."""
     stored = list(records)
     keys = sorted({key for record in stored for key in record.values if wanted(key)})
     axes = [[r.axes.update, r.axes.env_step, r.axes.gradient_step, int(r.partial)] for r in stored]
@@ -99,7 +99,7 @@ def store(name: str, facts: Mapping[str, Any], broken: int, records: Iterable[Re
 
 
 def wanted(key: str) -> bool:
-    """True for a key that some rule may read."""
+    """Return True if some rule may read the key."""
     return not key.endswith(ENDINGS) and not any(part in key for part in MIDDLES)
 
 
@@ -108,7 +108,7 @@ def _short(value: float | None) -> float | None:
 
 
 def main(journals: str, *chosen: str) -> None:
-    """Makes them from kept journals."""
+    """Make recorded runs from kept journals."""
     from esper_telemetry.lab.faults.verdicts import read_journaled_run
 
     for name in chosen:

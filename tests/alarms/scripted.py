@@ -1,4 +1,4 @@
-"""Alarms that a test chooses, in whatever process they are raised."""
+"""Alarms chosen by a test, raised in any process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ class ScriptedAlarm(NamedTuple):
 
 
 class ScriptedVerdict(NamedTuple):
-    """A verdict."""
-
     alarms: tuple[Alarm, ...] = ()
     remaining: int = 0
     values: Mapping[str, float] = {}
@@ -36,7 +34,7 @@ Script = Mapping[int, ScriptedAlarm]
 
 @dataclass
 class ScriptedDetectors:
-    """Raises the alarms of the script, stores its records, and counts down the updates at DEBUG."""
+    """Raises the script's alarms, stores its records, and counts down the updates at DEBUG."""
 
     facts: Mapping[str, Any]
     script: Script
@@ -75,7 +73,7 @@ class ScriptedDetectors:
 
 
 def scripted(script: Script) -> Callable[[Mapping[str, Any]], ScriptedDetectors]:
-    """A factory for `Telemetry(detect=...)`; other processes can load it."""
+    """A factory for `Telemetry(detect=...)`, which other processes can load."""
     return partial(ScriptedDetectors, script=dict(script))
 
 
@@ -99,7 +97,7 @@ def alarm_of(line: ScriptedAlarm, record: Record, since: int) -> Alarm:
 
 
 def an_alarm(update: int, kind: str = "policy/kl_spike", **changes: Any) -> Alarm:
-    """An alarm on its own, of an update of 1000 steps."""
+    """One alarm of an update of 1000 steps."""
     line = ScriptedAlarm(kind, changes.pop("event", AlarmEvent.RAISE), changes.pop("severity", 0.9))
     axes = Axes(update, update * 1000, update * 16, 1_700_000_000.0 + update)
     record = Record(update, axes, {"policy/kl": 0.3})

@@ -1,4 +1,4 @@
-"""Tests of the actions that add up over a run: a small excess in every update is raised, chance never is."""
+"""Sums over a run's actions: a small excess in every update raises an alarm, chance does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from esper_telemetry.equations.drawn_actions import action_inputs, action_totals
 
 
 def record(logits: torch.Tensor, actions: torch.Tensor) -> dict[str, float]:
-    """Values of one update."""
+    """Record with the values of one update."""
     inputs = action_inputs(
         actions,
         {"logits": logits, "means": None, "log_std": None},
@@ -37,7 +37,7 @@ def severities(records: Iterator[Mapping[str, float]]) -> Iterator[float]:
 
 
 def rollouts(updates: int, sharpness: float, *, uniform: bool) -> Iterator[dict[str, float]]:
-    """Records of rollouts of 8 steps in 4 environments, too small for a test of one."""
+    """Records of rollouts of 8 steps in 4 environments, too small to test one rollout alone."""
     for _ in range(updates):
         logits = sharpness * torch.randn(8, 4, 3)
         drawn = torch.distributions.Categorical(logits=logits).sample()

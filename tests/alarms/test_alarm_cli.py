@@ -46,7 +46,7 @@ def test_a_threshold_that_does_not_exist_is_named_and_nothing_is_created(
 
 @pytest.mark.usefixtures("one_core")
 def test_a_threshold_raises_what_it_makes_worth_an_alarm(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody's KL is below this bound; the last words of the command say so."""
+    """Every KL exceeds this bound; the command's last lines report the alarm."""
     assert run([*SHORT, "--threshold", "kl_spike_low=1e-9", "--threshold", "kl_spike_high=1e-8"]) == 0
 
     assert "policy/kl_spike" in {alarm.type for alarm in read_run("run").alarms}
@@ -81,7 +81,7 @@ def together(rank: int, run_dir: str) -> list[int]:
 
 
 def test_ranks_raise_the_level_together(tmp_path: Path) -> None:
-    """Raised in update 2, known to all ranks after the exchange of update 3, for the two updates that were asked for."""
+    """Update 2 raises the level, the exchange of update 3 tells all ranks, and the requested two updates follow."""
     first, second = run_together(together, tmp_path, str(tmp_path / "run"))
 
     usual, raised = Level.NORMAL, Level.DEBUG

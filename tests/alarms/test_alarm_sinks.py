@@ -1,4 +1,4 @@
-"""Alarms in the console, in TensorBoard, in W&B, in MLflow, each read back from what is really stored."""
+"""Alarms in the console, TensorBoard, W&B and MLflow, each read back from storage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record(update: int) -> Record:
 
 
 def send_alarms(sink: Any, run: RunInfo, status: RunStatus = RunStatus.FINISHED) -> None:
-    """Six updates with the alarms in between, as the relay tells them."""
+    """Write six updates with the alarms in between, as the delivery does."""
     sink.open(run)
     for update in range(1, 7):
         sink.write([record(update)])
@@ -116,7 +116,7 @@ def test_tensorboard_goes_on_with_an_incident_of_an_earlier_part(tmp_path: Path)
 
 @pytest.fixture(autouse=True)
 def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which nobody has logged in, and artifacts that are left nowhere else."""
+    """A machine without a W&B login, whose artifacts are stored only in the test's directory."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
@@ -131,7 +131,7 @@ def teardown() -> Iterator[None]:
 
 
 def wandb_entries(directory: Path) -> list[dict[str, Any]]:
-    """Everything in the offline run, once its end is on disk."""
+    """Entries of the offline run, once its end is on disk."""
     (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
     command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(file)]
     deadline = time.monotonic() + 30
@@ -190,7 +190,7 @@ def test_wandb_alerts_and_keeps_a_table_without_a_row_more(tmp_path: Path) -> No
 
 
 def test_a_wandb_run_that_was_joined_keeps_its_steps(tmp_path: Path) -> None:
-    """Its owner logs with step=; the alarms move none of them."""
+    """Its owner logs with `step=`; the alarms do not change those steps."""
     settings = wandb.Settings(console="off", silent=True)
     run = wandb.init(mode="offline", dir=str(tmp_path), project="theirs", settings=settings, reinit="create_new")
     sink = WandbSink(run=run)
@@ -235,7 +235,7 @@ def test_mlflow_has_the_verdict_and_the_incidents(store: Path, client: Any, tmp_
     send_alarms(MLflowSink(), run_info(store, run_id="own"))
 
     run = mlflow_run(client, "own")
-    verdict = "no outcome yet (policy/kl_spike since update 2)"  # grad/explode, which came with it, is active
+    verdict = "no outcome yet (policy/kl_spike since update 2)"  # grad/explode, which was raised with it, is active
     assert run.data.tags["esper.verdict"] == verdict
     assert not [name for name in run.data.tags if name.startswith(("esper.alarm", "esper.metrics", "esper.outcome"))]
     note = run.data.tags["mlflow.note.content"].splitlines()
@@ -306,7 +306,7 @@ def test_an_alarm_survives_the_way_to_another_process() -> None:
 
 
 def test_each_backend_shows_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The sentence on what a run does: a line in the console, a text in TensorBoard, a tag and the description in MLflow."""
+    """The outcome sentence is a line in the console, a text in TensorBoard, and a tag and the description in MLflow."""
     text = "learning: return 21 -> 340 in 48 updates"
     event = JournalEvent("outcome", {"outcome": "learning", "text": text}, 1, record(1).axes)
     for sink in (ConsoleSink(), TensorBoardSink(), MLflowSink()):

@@ -1,4 +1,4 @@
-"""The block at the end of a run: what went wrong, where everything is, and what opens it."""
+"""The summary at the end of a run: what went wrong, where everything is, and the commands that open it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_in_which_nothing_went_wrong_has_nothing_to_say(
 
 
 def loop(run_dir: Path | None, sinks: list[Any], error: type[BaseException] | None = None) -> None:
-    """A loop of a user's own, which ends by itself or by that exception."""
+    """A user's own loop, which finishes or raises that exception."""
     with (
         suppress(KeyboardInterrupt),
         Telemetry(sinks, run_dir=run_dir, detect=scripted(SCRIPT), offload=False) as telemetry,

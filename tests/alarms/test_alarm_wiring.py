@@ -1,4 +1,4 @@
-"""The way of an alarm: into the journal behind its record, back to the trainer, and what the next updates make of it."""
+"""The path of an alarm: into the journal after its record, back to the trainer, and its effect on the next updates."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_alarm_stands_behind_its_record_with_its_values_and_events(tmp_path: 
 def test_the_trainer_hears_only_of_records_that_change_something(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alarms, and how many updates at DEBUG are still to come; the other records say nothing new."""
+    """The trainer receives alarms and the remaining number of updates at DEBUG; other records contain no news."""
     heard: list[tuple[int, int]] = []
     take_reports = InProcessPipeline.take_reports
 
@@ -98,7 +98,7 @@ def test_the_trainer_hears_only_of_records_that_change_something(
 
 
 def test_what_is_journalled_is_what_was_looked_at(tmp_path: Path) -> None:
-    """Through the journal's JSON and back not a digit changes, so the journal gives the same alarms again."""
+    """Writing and reading the journal's JSON preserves every digit, so the journal yields the same alarms."""
     detectors: list[Any] = []
 
     def watches(facts: Any) -> Any:
@@ -119,7 +119,7 @@ def test_what_is_journalled_is_what_was_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["normal", "minimal"])
 def test_a_grave_alarm_makes_the_next_updates_debug_and_then_it_is_over(tmp_path: Path, level: str) -> None:
-    """Three updates after update 2, seen at once where nothing is offloaded; MINIMAL stays what it is."""
+    """Without a worker, the three updates after update 2 are DEBUG; MINIMAL stays unchanged."""
     trained(tmp_path, {2: SPIKE}, level=level, offload=False)
 
     usual = {"normal": 2.0, "minimal": 1.0}[level]
@@ -140,7 +140,7 @@ def test_an_escalated_update_has_everything_that_one_of_a_run_at_debug_has(tmp_p
 
 
 def test_the_process_beside_the_trainer_sends_alarms_back(tmp_path: Path) -> None:
-    """At the latest when the run is closed; and the level was raised in some update after the alarm, three at most."""
+    """They arrive at the latest when the run is closed; at most three updates after the alarm are DEBUG."""
     heard: list[Alarm] = []
 
     def said() -> bool:
@@ -205,7 +205,7 @@ def test_weights_are_bit_identical_whatever_is_raised(tmp_path: Path, make: Call
 
 
 def test_a_callback_may_change_the_trainer(tmp_path: Path) -> None:
-    """Raised by update 2, heard when that is flushed: update 3 learns at the new rate."""
+    """Update 2 raises the alarm and its flush calls the callback: update 3 uses the new rate."""
     source = cartpole(desired_kl=0.01)
     with Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE}), offload=False) as telemetry:
         attach(telemetry, source)
@@ -226,7 +226,7 @@ def test_a_callback_may_change_the_trainer(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_close_calls_comes_too_late_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """The last update is not flushed: its alarm is raised when the run is closed."""
+    """The last update is not flushed: closing the run raises its alarm."""
     heard: list[str] = []
     with Telemetry(run_dir=None, detect=scripted({2: SPIKE})) as telemetry:
         telemetry.on_alarm(lambda alarm: heard.append(alarm.type))
@@ -290,7 +290,7 @@ def test_the_time_of_a_callback_is_not_telemetrys() -> None:
 
 
 def test_a_run_that_goes_on_has_seen_its_earlier_records(tmp_path: Path) -> None:
-    """Four records and an intervention before, and settings that change, which is another."""
+    """The run has earlier records and an intervention; changed settings are a second intervention."""
     with Telemetry(run_dir=tmp_path, detect=scripted({}), config={"lr": 1.0}) as telemetry:
         telemetry.flush(env_step=1)
         telemetry.notify_intervention("reward scale")
@@ -305,7 +305,7 @@ def test_a_run_that_goes_on_has_seen_its_earlier_records(tmp_path: Path) -> None
 
 
 def test_an_exception_in_training_is_seen_before_the_run_ends(tmp_path: Path) -> None:
-    """The update that is cut short is recorded, looked at, and its alarm heard."""
+    """The interrupted update is recorded and judged, and its alarm is reported."""
     heard: list[Alarm] = []
     source = cartpole()
     with (

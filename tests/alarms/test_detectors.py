@@ -1,4 +1,4 @@
-"""From findings to alarms: begin, worse and end; incidents; nothing is reported twice."""
+"""From findings to alarms: raise, update and clear; incidents; no alarm is reported twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Lev
 
 
 def during(updates: range, changes: dict[str, float]) -> list[Record]:
-    """Sixty records, of which some are spoiled."""
+    """Sixty records, spoiled in the given updates."""
     made = []
     for update in range(1, 61):
         metrics = values(update)
@@ -30,7 +30,7 @@ def during(updates: range, changes: dict[str, float]) -> list[Record]:
 
 
 def test_an_alarm_is_raised_once_and_cleared_with_its_duration() -> None:
-    """KL is high in updates 30 to 34; two calm updates end it at 36."""
+    """KL is high in updates 30 to 34; two calm updates clear the alarm at 36."""
     reported = alarms(judged(during(range(30, 35), {"policy/kl": 2.0})))
 
     assert [(alarm.event, alarm.axes.update) for alarm in reported] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 36)]
@@ -60,7 +60,7 @@ def test_the_beginning_is_the_first_update_of_the_streak() -> None:
 
 
 def test_missing_values_hold_an_alarm() -> None:
-    """No KL is no recovery: high in updates 30 and 31, absent for four, and calm from 36 on."""
+    """A missing KL is not a recovery: high in updates 30 and 31, absent for four, and calm from 36 on."""
 
     def goes(metrics: Values, ago: int) -> None:
         if ago < 2:
@@ -74,7 +74,7 @@ def test_missing_values_hold_an_alarm() -> None:
 
 
 def test_layers_that_fail_together_are_one_alarm() -> None:
-    """Two layers without gradient: one event, which names both."""
+    """Two layers without a gradient make one event, which names both."""
     dead = set_to({"grad/layer/encoder_weight/norm": 0.0, "grad/layer/core_weight/norm": 0.0})
 
     (alarm,) = [alarm for alarm in alarms(judged(run(40, dead))) if alarm.type == "grad/vanish"]
@@ -84,7 +84,7 @@ def test_layers_that_fail_together_are_one_alarm() -> None:
 
 
 def test_alarms_are_numbers_too() -> None:
-    """The severity while it is raised, 0 in the update that ends it, nothing after."""
+    """The metric is the severity while the alarm is active, 0 in the update that clears it, and absent afterwards."""
     verdicts = judged(during(range(30, 35), {"policy/kl": 4.0}))
     shown = [(verdict.values["alarm/active"], verdict.values.get("alarm/policy/kl_spike")) for verdict in verdicts]
 
@@ -94,7 +94,7 @@ def test_alarms_are_numbers_too() -> None:
 
 
 def test_what_comes_together_is_one_incident_with_one_cause() -> None:
-    """Rewards a ten thousand times as large spoil the critic in the same update, and gradients for two."""
+    """Rewards ten thousand times as large spoil the critic in the same update, and the gradients for two updates."""
     large = multiplied(
         dict.fromkeys(
             ("reward/absmax", "reward/mean", "ret/std", "loss/value", "grad/global/norm_preclip_max"), 10000.0
@@ -114,7 +114,7 @@ def test_what_comes_together_is_one_incident_with_one_cause() -> None:
 
 
 def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
-    """KL jumps in update 30; two later it turns out that advantages are not what they should be."""
+    """KL jumps in update 30; two updates later the advantages turn out to be wrong."""
 
     def late(metrics: Values, ago: int) -> None:
         metrics.update({"policy/kl": 1.0, "policy/clip_frac": 0.3})
@@ -130,7 +130,7 @@ def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
 
 
 def test_an_effect_belongs_to_the_cause_that_still_lasts() -> None:
-    """The policy stands still from update 20 on, ratios collapse from 40 on; a broken mask at 50 is a mistake of its own."""
+    """The policy stalls from update 20 on and ratios collapse from 40 on; a broken mask at 50 is a separate mistake."""
     standing = during(range(20, 61), {"policy/kl_max": 0.0})
     records = [
         record(
@@ -152,7 +152,7 @@ def test_an_effect_belongs_to_the_cause_that_still_lasts() -> None:
 
 
 def test_what_comes_back_while_its_incident_lasts_belongs_to_it() -> None:
-    """KL is high in updates 30 to 32 and 45 to 47, ratios have collapsed from 30 on: one incident; without them two."""
+    """KL is high in updates 30 to 32 and 45 to 47. With collapsed ratios from 30 on this is one incident, without them two."""
 
     def of(lasting: dict[str, float]) -> list[int]:
         records = during(range(30, 61), lasting)
@@ -179,7 +179,9 @@ def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
 
 
 def test_telemetry_is_never_the_cause() -> None:
-    """It is slow from update 21 on, reported in the 25th, and the policy breaks in the 27th: one incident, put down to the policy."""
+    """Telemetry is slow from update 21 and reported in the 25th; the policy breaks in the 27th. One incident; the policy stays its own
+    cause.
+    """
 
     def slow(metrics: Values, ago: int) -> None:
         metrics.update({"perf/telemetry_frac": 0.5, "perf/telemetry_ms": 5000.0})
@@ -203,7 +205,7 @@ def flickering(count: int) -> list[Record]:
 
 
 def test_too_many_alarms_are_one_alarm_instead() -> None:
-    """The twenty-first alarm in a hundred updates is that of the storm; what it hides is not cleared either."""
+    """The twenty-first alarm in a hundred updates is `telemetry/storm`; hidden alarms are not cleared either."""
     reported = alarms(judged(flickering(100)))
     beginnings = [alarm.type for alarm in reported if alarm.event is AlarmEvent.RAISE]
 
@@ -234,7 +236,7 @@ def test_critical_alarms_raise_the_level_for_their_number_of_updates() -> None:
 
 @pytest.mark.parametrize(("updates", "remaining"), [(3, [3, 2, 1, 0]), (0, [0, 0]), (30, [*range(30, 0, -1), 0])])
 def test_the_user_sets_for_how_many_updates(updates: int, remaining: list[int]) -> None:
-    """Also more than the twenty that alarms may ask for together."""
+    """The number may exceed the limit of twenty for all alarms together."""
     verdicts = judged(during(range(30, 31), {"integrity/gae_identity": 0.5}), {**FACTS, "escalation": updates})
 
     assert [verdict.remaining for verdict in verdicts[29 : 29 + len(remaining)]] == remaining
@@ -242,7 +244,7 @@ def test_the_user_sets_for_how_many_updates(updates: int, remaining: list[int]) 
 
 @pytest.mark.parametrize(("updates", "raised_levels"), [(None, 10), (2, 2), (0, 0)])
 def test_a_run_is_measured_at_debug_as_its_user_asks(updates: int | None, raised_levels: int, tmp_path: Path) -> None:
-    """An identity that is broken in the third of 20 updates raises the level of those that follow its record."""
+    """An identity broken in the third of 20 updates raises the level of the updates after its record."""
     with Telemetry(run_dir=tmp_path, escalation=updates, offload=False) as telemetry:
         for update in range(1, 21):
             telemetry.log({"integrity/gae_identity": 0.5 if update == 3 else 1e-8})
@@ -267,7 +269,7 @@ def test_a_wrong_number_of_updates_is_refused(updates: Any, error: type[Exceptio
 
 
 def test_warnings_raise_no_level_until_they_are_critical() -> None:
-    """A loss of 17 times the usual is 8 scores away, a warning in the second update; one of a hundred times is critical in its second."""
+    """A loss 17 times the usual is 8 scores away: a warning in its second update. A hundred times is critical in its second update."""
 
     def worse(metrics: Values, ago: int) -> None:
         metrics["loss/value"] *= 17 if ago < 4 else 100
@@ -284,7 +286,7 @@ def test_the_level_is_never_raised_for_ever() -> None:
 
 
 def test_after_an_intervention_what_is_new_becomes_the_rule() -> None:
-    """Rewards are scaled by a thousand on purpose: silence, where the same without notice is an alarm."""
+    """Rewards scaled by a thousand after `intervention` raise no alarm; without it they do."""
     large = multiplied(dict.fromkeys(("reward/absmax", "reward/mean", "ret/std", "loss/value"), 1000.0))
     records = run(120, large, since=50)
 
@@ -322,7 +324,7 @@ def test_an_intervention_silences_no_identity() -> None:
 
 
 def test_anomalies_do_not_train_their_own_baseline() -> None:
-    """The loss is a thousandfold for forty updates: the alarm lasts as long."""
+    """The loss is a thousand times as large for forty updates, and the alarm lasts as long."""
     reported = alarms(judged(run(80, lambda metrics, ago: metrics.update({"loss/value": 500.0 if ago < 40 else 0.5}))))
 
     assert [(alarm.type, alarm.event, alarm.axes.update) for alarm in reported] == [
@@ -339,7 +341,7 @@ def test_what_lasts_for_fifty_updates_becomes_the_rule() -> None:
 
 
 def test_a_record_that_was_cut_short_is_judged_by_what_is_wrong_for_certain_only() -> None:
-    """Half an update has other numbers; a NaN in it is a NaN."""
+    """Half an update has other numbers, but a NaN in it is still a NaN."""
     cut = record(30, {"numerics/nonfinite": 2.0, "policy/kl": 3.0, "loss/value": 1e9}, partial=True)
 
     assert set(raised(judged([*run(29), cut]))) == {"numerics/nonfinite"}
@@ -352,7 +354,7 @@ def test_the_same_records_give_the_same_alarms() -> None:
 
 
 def test_without_facts_questions_stay_open_instead_of_being_guessed() -> None:
-    """Who does not know the precision cannot tell rounding from a bug."""
+    """Without the precision, rounding and a bug look the same."""
     verdicts = judged(run(40, set_to({"integrity/ratio_init": 0.4})), facts={})
     events = [event for verdict in verdicts for event in verdict.events if event[0] == "detectors/unanswered"]
 
@@ -426,7 +428,7 @@ def test_a_usual_value_may_be_the_largest_number_there_is() -> None:
 @example([{"episode/return_mean": 1e300, "episode/return_std": 1e300, "episode/count": 0.0}], False)
 @settings(max_examples=50, deadline=None)
 def test_no_value_makes_it_raise(spoiled: list[dict[str, float]], known: bool) -> None:
-    """Whatever the numbers are, and whatever is missing; an intervention on the way changes nothing about that."""
+    """Any values may be extreme or missing, before and after an intervention."""
     detectors = Detectors(FACTS if known else {})
     for entry in run(25):
         detectors.step(entry)
@@ -470,7 +472,7 @@ def test_levels_follow_severities() -> None:
 
 
 def test_too_many_alarms_without_a_reported_one_are_a_report_too() -> None:
-    """Three alarms at once, of which one may be reported: the first, and the storm."""
+    """Of three simultaneous alarms one may be reported: the first, followed by `telemetry/storm`."""
 
     def at_once(metrics: Values, _: int) -> None:
         metrics.update({"integrity/gae_identity": 1.0, "integrity/mask_violation": 1.0, "buffer/age_updates": 9.0})
@@ -487,7 +489,7 @@ def test_too_many_alarms_without_a_reported_one_are_a_report_too() -> None:
 
 
 def test_of_two_mistakes_that_show_together_the_cause_comes_first_though_its_rule_waits() -> None:
-    """Behind observations that stay the same weights do not move: the first shows in the second update, the second at once."""
+    """With constant observations weights do not move: `obs/constant` takes two updates, `opt/stalled_weights` shows at once."""
 
     def blind(metrics: Values, ago: int) -> None:
         metrics.update({"obs/constant_frac": 1.0, "obs/still_frac": 1.0, "opt/update_to_weight/encoder_weight": 0.0})

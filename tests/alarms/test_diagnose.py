@@ -1,4 +1,4 @@
-"""`esper-telemetry diagnose`: the same detectors over a journal."""
+"""`esper-telemetry diagnose`: the same detectors applied to a journal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def learning_run(updates: int) -> list[Record]:
 def journal(
     directory: Path, records: list[Record], *, status: RunStatus | None = RunStatus.FINISHED, announced: int = 0
 ) -> Path:
-    """A run directory with these records; `announced` is the record after which something was changed on purpose."""
+    """A run directory with these records; `announced` is the record after which a deliberate change was announced."""
     path = directory / "run"
     book = Journal.create(path)
     book.write(encode_run(RunInfo("r1", "run", path, 1e9, facts=FACTS)))
@@ -77,7 +77,7 @@ def test_a_healthy_run_says_what_it_does_and_what_was_checked(
 
 
 def test_a_flat_run_without_an_alarm_is_unexplained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No rule judges the share of dead units: a value that no healthy run has is named."""
+    """No rule judges the share of dead units; the report names a value that healthy runs never have."""
     path = journal(tmp_path, run(60, set_to({"repr/dead_frac": 0.9}), since=1))
 
     text = said(["diagnose", str(path)], capsys)[1]
@@ -90,7 +90,7 @@ def test_a_flat_run_without_an_alarm_is_unexplained(tmp_path: Path, capsys: pyte
 
 
 def test_remarks_come_first_in_what_may_explain_a_flat_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every step pays the same reward: many correct runs have that, so it is shown beside a return that does not rise alone."""
+    """Many correct runs have a constant reward, so the remark appears only if the return does not rise."""
     equal = set_to({"reward/std": 0.0, "reward/mean": -1.0, "reward/absmax": 1.0})
     entries = run(60, equal, since=1)
     flat = journal(
@@ -109,7 +109,7 @@ def test_remarks_come_first_in_what_may_explain_a_flat_run(tmp_path: Path, capsy
 
 
 def test_an_alarm_about_an_effect_explains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ratios that collapse say how a flat run goes wrong, a KL that jumps may be why."""
+    """A ratio collapse describes an effect in a flat run; a KL spike may be its cause."""
     effect = said(["diagnose", str(journal(tmp_path / "a", run(60, set_to({"policy/ratio/p01": 0.01}))))], capsys)[1]
     cause = said(["diagnose", str(journal(tmp_path / "b", run(60, set_to({"policy/kl": 2.0}))))], capsys)[1]
 

@@ -1,4 +1,4 @@
-"""The alarm `integrity/equation`: its sentence, its severity, and which of several equations it names."""
+"""The alarm `integrity/equation`: its sentence, its severity, and its choice among several equations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def judged(*updates: Mapping[str, float], **facts: object) -> list[Alarm]:
-    """The alarms about equations of records with these values."""
+    """Alarms about equations for records with these values."""
     detectors = Detectors({"level": "normal", **facts})
     found: list[Alarm] = []
     for update, values in enumerate(updates, 1):
@@ -140,7 +140,7 @@ def test_the_tolerance_is_that_of_the_precision_of_the_check_and_of_the_threshol
 
 
 def test_a_schedule_that_was_never_set_is_named() -> None:
-    """A line from 1 to 0 in ten updates: a constant rate is told from it in the third."""
+    """A line from 1 to 0 in ten updates: the third update distinguishes it from a constant rate."""
     line = RateSchedule(initial=1.0, final=0.0, total_steps=1000).fact()
     right = judged(*({"opt/lr": 1 - update / 10} for update in range(10)), **{SCHEDULE_FACT: line})
     (alarm,) = judged(*[{"opt/lr": 1.0}] * 10, **{SCHEDULE_FACT: line})

@@ -1,7 +1,7 @@
-"""Outcomes of synthetic courses whose labels are fixed by how they are made, and of real short runs.
+"""Outcomes of synthetic courses, whose labels follow from their construction, and of short real runs.
 
-Every course is drawn with many seeds. Where a label is right by construction, 95 % of the draws must get it; noise without a course must
-not be taken for learning in more than 2 %.
+Every course is drawn with many seeds. If a label is right by construction, 95 % of the draws must get it. At most 2 % of pure noise may
+be labelled as learning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def records(means: Array, *, episodes: int = EPISODES, more: Mapping[str, float]
 
 
 def correlated(rng: np.random.Generator, count: int, persistence: float) -> Array:
-    """Noise of an autoregression with standard deviation 1."""
+    """Autoregressive noise with standard deviation 1."""
     values = rng.normal(size=count)
     for place in range(1, count):
         values[place] = persistence * values[place - 1] + math.sqrt(1 - persistence**2) * values[place]
@@ -46,12 +46,12 @@ def correlated(rng: np.random.Generator, count: int, persistence: float) -> Arra
 
 
 def sparse(chance: Callable[[Array], Array]) -> Draw:
-    """Shares of episodes that succeed, where the chance to changes with time."""
+    """Fractions of successful episodes, given the success probability over time."""
     return lambda rng, time: rng.binomial(EPISODES, chance(time)) / EPISODES
 
 
 def noisy(course: Callable[[Array], Array], height: float = 10, persistence: float = 0.2) -> Draw:
-    """A course of that many standard deviations of noise."""
+    """A course that is `height` standard deviations of noise high."""
     return lambda rng, time: 3 * (height * course(time) + correlated(rng, len(time), persistence)) - 50
 
 
@@ -148,9 +148,9 @@ def test_short_runs_are_too_short() -> None:
 
 
 def test_the_sentence_has_the_numbers_that_decided() -> None:
-    """Returns 10, 20, ..., 300 of 12 episodes each: the first three updates have a tenth of them.
+    """Returns 10, 20, ..., 300 of 12 episodes each: the first three updates hold a tenth of the episodes.
 
-    The last 100 episodes are 8 updates of 230 to 300, which have a mean of 265, and 4 episodes of the update before with 220.
+    The last 100 episodes are 8 updates of 230 to 300, whose mean is 265, and 4 episodes of the previous update, with 220.
     """
     outcome = outcome_of(records(np.arange(10.0, 310.0, 10.0)))
 
@@ -159,7 +159,7 @@ def test_the_sentence_has_the_numbers_that_decided() -> None:
 
 
 def test_the_return_is_the_one_that_the_trainer_reports_and_the_best_is_its_highest() -> None:
-    """The mean over the last hundred episodes has reached 1000, whatever the updates have."""
+    """The trainer's mean over a hundred episodes reaches 1000; the means of single updates do not matter."""
     course = [
         replace(record, values={**record.values, "episode/return_mean_100": recent})
         for record, recent in zip(records(np.arange(10.0, 310.0, 10.0)), [*range(10, 300, 10), 1000.0], strict=True)
@@ -172,7 +172,7 @@ def test_the_return_is_the_one_that_the_trainer_reports_and_the_best_is_its_high
 
 
 def test_the_return_of_few_episodes_is_the_mean_of_all() -> None:
-    """Sixty episodes with a mean of 35 to 85 make 60."""
+    """Six updates of ten episodes with means of 35 to 85: the mean of all is 60."""
     outcome = outcome_of(records(np.array([35.0, 45, 55, 65, 75, 85]), episodes=10, more={"episode/return_std": 5.0}))
 
     assert outcome.text == "learning: return 35 -> 60 in 6 updates (mean of all 60 episodes)"
@@ -210,7 +210,7 @@ def test_no_sentence_contradicts_its_numbers(draw: Draw) -> None:
 
 
 def test_an_outcome_changes_when_the_new_one_lasts() -> None:
-    """CartPole with an LSTM and no memory task: nearly flat with a spread of half the level, as measured; it changed eleven times."""
+    """Measured values of CartPole with an LSTM: nearly flat, with a spread of half the level. The outcome used to change eleven times."""
     draw = noisy(lambda time: 0.2 * time, height=5)
     changes = 0
     for seed in range(5):
@@ -222,7 +222,7 @@ def test_an_outcome_changes_when_the_new_one_lasts() -> None:
 
 
 def test_the_first_episodes_replace_the_rewards_by_which_a_run_was_judged() -> None:
-    """Forty updates whose mean reward rises, and then the first update in which an episode ends."""
+    """The mean reward rises for forty updates; then the first episode ends."""
     judge = OutcomeJudge({"normalize_rewards": False})
     for record in records(np.zeros(40)):
         judge.step(replace(record, values={"reward/mean": float(record.seq), "episode/count": 0.0}))
@@ -234,7 +234,7 @@ def test_the_first_episodes_replace_the_rewards_by_which_a_run_was_judged() -> N
 
 
 def test_a_run_that_has_learned_is_not_too_short_again() -> None:
-    """CartPole: three updates rise clearly, the fourth blurs it by its spread, and so on; events are for what lasts."""
+    """CartPole: three updates rise clearly and the fourth's spread blurs the rise. Events report lasting changes only."""
     means, spreads = [20.0, 30, 52, 42, 75, 80, 90, 110], [9.0, 15, 20, 30, 40, 45, 50, 50]
     judge = OutcomeJudge()
     kinds = []
@@ -246,7 +246,7 @@ def test_a_run_that_has_learned_is_not_too_short_again() -> None:
 
 @pytest.mark.parametrize(("std", "kind"), [(60.0, OutcomeKind.LEARNING), (400.0, OutcomeKind.FLAT)])
 def test_the_spread_of_episodes_tells_a_slow_rise(std: float, kind: OutcomeKind) -> None:
-    """CartPole, blocks as measured: few and uneven, and far above the first ones unless the episodes within them differ by 400."""
+    """Measured CartPole blocks: few, uneven and far above the first ones, unless their episodes differ by 400."""
     blocks = [21, 28, 34, 31, 42, 84, 103, 99, 51, 108, 105, 161, 188, 159, 87, 123, 133, 184, 218, 238, 226, 157, 153]
     course = records(np.array(blocks, float), episodes=8)
 
@@ -257,7 +257,7 @@ def test_the_spread_of_episodes_tells_a_slow_rise(std: float, kind: OutcomeKind)
 
 
 def test_a_few_long_updates_tell_a_rise_by_their_episodes() -> None:
-    """Acrobot, six updates of 4,096 steps as measured; episodes of an update differ by 60, or nobody says."""
+    """Acrobot, six measured updates of 4,096 steps; an update's episodes differ by 60, or their spread is unknown."""
     blocks = np.array([-498.0, -471.0, -365.0, -290.0, -240.0, -205.0])
 
     assert outcome_of(records(blocks, more={"episode/return_std": 60.0})).kind is OutcomeKind.LEARNING
@@ -281,7 +281,7 @@ def test_a_few_long_updates_tell_a_rise_by_their_episodes() -> None:
 def test_groups_of_many_episodes_tell_a_course_though_they_are_few(
     means: list[float], episodes: int, kind: OutcomeKind
 ) -> None:
-    """Episodes of one length that end side by side, in every third update, and differ by 10: seven groups of 8, three of 150."""
+    """Episodes of equal length end together in every third update and differ by 10: seven groups of 8, three of 150."""
     course = [
         Record(
             3 * place,
@@ -303,7 +303,7 @@ def test_returns_without_a_spread_are_known_exactly() -> None:
 
 
 def test_a_finished_run_is_flat_after_fewer_updates() -> None:
-    """Twelve updates of 12 episodes are 144; a run that goes on may still begin to learn."""
+    """Twelve updates of 12 episodes are 144 episodes; an unfinished run may still begin to learn."""
     course = records(np.tile([1.0, 2.0], 6))
 
     assert outcome_of(course, status=RunStatus.FINISHED).kind is OutcomeKind.FLAT
@@ -312,7 +312,7 @@ def test_a_finished_run_is_flat_after_fewer_updates() -> None:
 
 
 def test_a_return_that_stays_above_its_first_episodes_has_risen_however_much_it_varies() -> None:
-    """CartPole at a learning rate of 0.1: 20 with a spread of 9 at first, 377 in update 7, about 100 in the end."""
+    """CartPole at a learning rate of 0.1: 20 with a spread of 9 at first, 377 in update 7, about 100 at the end."""
     course = [20, 36, 72, 140, 186, 344, 377, 236, 125, 147, 164, 135, 160, 128, 81, 124, 93, 117, 86, 98]
     counts = [39, 30, 10, 4, 3, 2, 3, 9, 8, 4, 8, 6, 6, 10, 11, 10, 11, 9, 8, 9]
     spreads = [9, 20, 26, 61, 35, 3, 97, 125, 28, 14, 21, 22, 65, 78, 31, 117, 57, 78, 22, 51]
@@ -345,12 +345,12 @@ def test_a_return_that_stays_above_its_first_episodes_has_risen_however_much_it_
 def test_a_change_within_the_spread_of_the_first_episodes_is_none(
     course: Sequence[float], std: float, kind: OutcomeKind
 ) -> None:
-    """A trend without noise is clear by its blocks; what counts is the level at the end beside that of the first episodes."""
+    """A trend without noise is clear from its blocks; the final level is compared with the level of the first episodes."""
     assert outcome_of(records(np.array(course), more={"episode/return_std": std})).kind is kind
 
 
 def test_a_rise_that_is_lost_before_it_is_clear_by_blocks_alone() -> None:
-    """CartPole, blocks as measured, where the policy is trained on other rows than those of its losses; episodes differ by 10."""
+    """Measured CartPole blocks of a policy trained on other rows than its losses used; episodes differ by 10."""
     blocks = [
         16.6,
         17.5,
@@ -401,7 +401,7 @@ def test_a_rise_that_is_lost_before_it_is_clear_by_blocks_alone() -> None:
 
 
 def test_a_threshold_that_is_passed_is_solved() -> None:
-    """From update 31 on the return is 200. Eight updates and a third have the 100 episodes of a mean."""
+    """The return is 200 from update 31 on. The 100 episodes of a mean take eight updates and a third."""
     facts = {"reward_threshold": 195.0, "env": "Task-v0"}
     rising = np.concatenate([np.arange(10.0, 200.0, 6.4), np.full(30, 200.0)])
 
@@ -423,7 +423,7 @@ def test_a_threshold_that_is_no_number_is_not_known() -> None:
 
 
 def test_success_and_length_decide_where_all_returns_are_equal() -> None:
-    """A reward of 1 at the end of every episode is earned sooner; a penalty of 1 is better late; without a reward nothing tells."""
+    """Earlier is better for a reward of 1 at the end of every episode, later for a penalty of 1; zero rewards tell nothing."""
 
     def lengths(value: float, course: Array) -> list[Record]:
         return [
@@ -452,7 +452,7 @@ def test_success_and_length_decide_where_all_returns_are_equal() -> None:
 
 
 def test_early_short_episodes_are_no_baseline() -> None:
-    """Only short episodes end in the first steps: their returns of -100 are not what the policy begins with, which is -500."""
+    """Only short episodes end in the first steps: their returns of -100 are better than the initial policy's -500."""
     course = np.concatenate([[-100.0, -180.0, -300.0], np.full(37, -500.0) + np.arange(37) % 5])
     steps = [
         Record(
@@ -509,7 +509,7 @@ def test_a_bad_end_is_a_failure(status: RunStatus) -> None:
 
 
 def test_long_runs_keep_their_first_rollouts() -> None:
-    """The rise of 20 of 3,000 updates is over before the first percent of the run."""
+    """The return rises in 20 of 3,000 updates, within the first percent of the run."""
     time = np.arange(3000)
     course = 100 * sigmoid(20, 5)(time.astype(float)) + np.random.default_rng(0).normal(size=3000)
 
@@ -528,7 +528,7 @@ def test_values_that_are_no_numbers_are_passed_over() -> None:
 
 
 def test_live_and_afterwards_agree() -> None:
-    """The judge is a function of the records: two of them see the same changes, whatever is asked in between."""
+    """The judge is a function of the records: two judges see the same changes."""
     course = records(noisy(sigmoid(0.3, 0.05))(np.random.default_rng(3), np.linspace(0, 1, 80)))
 
     def changes(judge: OutcomeJudge) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Outcomes of real short runs: one that learns, one whose policy does not move, one that crashes, and an own loop without returns."""
+"""Outcomes of short real runs: learning, a policy that does not move, a crash, and a user's own loop without returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from esper_telemetry.views.run_view import open_view
 
 
 def train(run_dir: Path, steps: int, **settings: Any) -> MemorySink:
-    """Train CartPole and return what the sinks got."""
+    """Train CartPole and return what the sinks received."""
     memory = MemorySink()
     config = PPOConfig(**{"num_steps": 128, "learning_rate": 2.5e-3, "num_epochs": 8, "seed": 1, **settings})
     with Telemetry([memory], run_dir=run_dir) as telemetry:

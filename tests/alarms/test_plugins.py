@@ -1,4 +1,4 @@
-"""Alarms of users: given to `Telemetry`, or found by an entry point; in this process, in the worker process and in `diagnose`."""
+"""Users' alarms, passed to `Telemetry` or installed as entry points: in this process, in the worker and in `diagnose`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Growing:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """Values of entry points that tests add."""
+    """Entry-point values that tests add to."""
     values: list[object] = []
 
     @dataclass
@@ -126,7 +126,7 @@ def test_a_plugin_that_is_no_alarm_costs_a_warning(installed: list[object], capl
 
 
 def test_rank_is_the_place_among_causes() -> None:
-    """A gradient that explodes (280) comes in the same update."""
+    """A gradient that explodes (280) is raised in the same update."""
     for rank, cause in ((5, "my/alarm"), (500, "grad/explode")):
         detectors = Detectors(alarms=[my_rule(rank=rank)])
         records = run(40, set_to({KEY: 5.0, "grad/global/norm_preclip_max": 1e6}))
@@ -136,14 +136,14 @@ def test_rank_is_the_place_among_causes() -> None:
 
 @pytest.fixture
 def script_rule(monkeypatch: pytest.MonkeyPatch) -> AlarmRule:
-    """A rule whose judge the script that runs defines."""
+    """A rule whose judge the running script defines."""
     monkeypatch.setattr(Growing, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Growing", Growing, raising=False)
     return my_rule(judge=Growing())
 
 
 class Trap:
-    """A judge that cannot be pickled, for a reason of its own."""
+    """A judge that cannot be pickled and raises its own error."""
 
     def __call__(self, view: View) -> Iterator[Finding]:
         yield from Growing()(view)

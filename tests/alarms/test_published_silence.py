@@ -1,4 +1,4 @@
-"""Correct programs and published settings that looked wrong, and slow faults beside the healthy courses that resemble them."""
+"""Correct programs and published settings that look wrong, and slow faults next to healthy courses that resemble them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SINCE = 30
 
 
 def returns(first: float, last: float, updates: int = 30) -> Any:
-    """The return goes from one level to another within so many updates."""
+    """The return moves from one level to another within that many updates."""
 
     def spoil(metrics: Values, ago: int) -> None:
         metrics["episode/return_mean"] = first + (last - first) * min(1.0, ago / updates)
@@ -28,7 +28,7 @@ def returns(first: float, last: float, updates: int = 30) -> Any:
 
 
 def small(records: list[Record], steps: int) -> list[Record]:
-    """The same records of updates with so many environment steps."""
+    """The same records with that many environment steps per update."""
     return [replace(entry, axes=replace(entry.axes, env_step=entry.seq * steps)) for entry in records]
 
 
@@ -36,7 +36,7 @@ TINY: Mapping[str, Any] = {**FACTS, "num_envs": 1, "num_steps": 8, "total_steps"
 
 
 def test_a_gradient_that_falls_as_the_task_is_solved_is_no_drift() -> None:
-    """To a thirtieth, at update 50: in a run whose return has risen to 400 by then, and in one where it has not."""
+    """It falls to a thirtieth at update 50, in a run whose return has risen to 400 by then and in one without a rise."""
 
     def falls(metrics: Values, update: int) -> None:
         metrics["grad/global/norm_preclip"] *= 1 / 30 if update >= 50 else 1.0
@@ -55,7 +55,7 @@ def test_a_small_script_may_spend_its_time_on_telemetry(share: float, millisecon
 
 
 def test_a_share_of_eight_samples_is_judged_over_sixty_four_updates() -> None:
-    """Half of 8 samples in every second update: a quarter on average; half in all of them is a half."""
+    """Half of 8 samples in every second update is a quarter on average; 0.6 in all updates stays 0.6."""
 
     def half(metrics: Values, ago: int) -> None:
         metrics.update({"policy/clip_frac": 0.5 * (ago % 2), "policy/kl": 0.04})
@@ -75,7 +75,7 @@ def test_a_narrow_trust_region_may_be_left_by_a_small_step() -> None:
 
 
 def test_a_return_that_rises_with_a_share_outside_the_trust_region_excuses_that_share() -> None:
-    """Walker2d's published 20 passes: 0.6 throughout, at a KL of 0.04. A share that doubles, or a return that stays, is not excused."""
+    """Walker2d's published 20 passes: 0.6 throughout, at a KL of 0.04. A fraction that doubles, or a constant return, is not excused."""
     always = set_to({"policy/clip_frac": 0.6, "policy/kl": 0.04})
     rises = returns(5.0, 400.0)
 
@@ -88,7 +88,7 @@ def test_a_return_that_rises_with_a_share_outside_the_trust_region_excuses_that_
 
 
 def test_rules_wait_longer_where_updates_are_small() -> None:
-    """Eight updates of 8 steps are 64; an identity does not wait."""
+    """Eight updates of 8 steps are 64 steps; an identity does not wait."""
     critic = both(set_to({"value/r2": -1.0, "value/explained_variance": -0.9}), multiplied({"loss/value": 5}))
 
     assert patience_factor(Facts.of(TINY)) == 8 and patience_factor(Facts.of(FACTS)) == patience_factor(Facts()) == 1
@@ -111,7 +111,7 @@ def test_rollouts_of_a_few_steps_hold_other_parts_of_episodes(shift: float, told
 
 
 def test_a_normaliser_of_few_steps_has_not_settled_yet() -> None:
-    """Two hundred updates of 8 steps are 1,600."""
+    """Two hundred updates of 8 steps are only 1,600 steps."""
     moving = set_to({"norm/obs/drift": 2.0})
 
     assert "norm/drift" not in raised(judged(small(run(200, moving, since=1), 8), TINY))
@@ -129,7 +129,7 @@ def test_a_memory_that_learns_grows() -> None:
 
 
 def test_advantages_that_are_not_normalised_have_a_mean_and_a_size_of_their_own() -> None:
-    """Advantages of -50 ± 100 and ratios that fall by 0.001 on average: a gain of 0.05 is no direction, one of -8 is."""
+    """Advantages of -50 ± 100 and a mean ratio of 1.001: a gain of -0.05 is noise, -8 is a wrong direction."""
     raw = {**FACTS, "normalize_advantages": False}
     used = {"adv/norm/mean": -50.0, "adv/norm/std": 100.0, "policy/ratio/mean": 1.001}
 
@@ -140,7 +140,7 @@ def test_advantages_that_are_not_normalised_have_a_mean_and_a_size_of_their_own(
 
 
 def test_the_first_steps_of_a_schedule_that_restarts_have_no_direction() -> None:
-    """Every twentieth update the learning rate is ten times as large, and its steps go the wrong way."""
+    """Every twentieth update the learning rate is ten times as large, and its steps lower the objective."""
 
     def restart(metrics: Values, ago: int) -> None:
         metrics["opt/lr"] *= 1.0 if ago % 20 == 19 else 0.1
@@ -151,7 +151,7 @@ def test_the_first_steps_of_a_schedule_that_restarts_have_no_direction() -> None
 
 
 def test_entropy_that_wanders_while_nothing_is_rewarded_is_no_explosion() -> None:
-    """Between 0.8 and 1 from update to update, then close to 1."""
+    """It varies between 0.8 and 1 from update to update, then stays close to 1."""
 
     def wanders(metrics: Values, update: int) -> None:
         metrics["policy/entropy_norm"] = 0.8 + 0.05 * (update % 4) if update < 40 else 0.99
@@ -161,7 +161,7 @@ def test_entropy_that_wanders_while_nothing_is_rewarded_is_no_explosion() -> Non
 
 @pytest.mark.parametrize(("weight", "told"), [(10.0, True), (0.01, False)])
 def test_a_bonus_that_outweighs_the_task_is_named_and_no_wrong_direction(weight: float, told: bool) -> None:
-    """Actions stay random for as long as it lasts, and advantages say nothing of where the policy goes."""
+    """A dominant bonus keeps actions random, and then advantages do not determine where the policy moves."""
     random = set_to({"policy/entropy_norm": 0.995, "loss/entropy_coef": weight, "policy/surrogate_gain": -0.03})
     said = raised(judged(run(60, random, since=1), {**FACTS, "total_steps": 60 * 512}))
 
@@ -170,7 +170,7 @@ def test_a_bonus_that_outweighs_the_task_is_named_and_no_wrong_direction(weight:
 
 
 def heat(factor: float) -> Any:
-    """Every gradient norm grows by a factor per update, and severities say that it is far above its threshold."""
+    """Every gradient norm grows by a factor per update, with severities far above the threshold."""
 
     def spoil(metrics: Values, ago: int) -> None:
         metrics["grad/actor/norm_preclip"] *= factor**ago
@@ -180,7 +180,7 @@ def heat(factor: float) -> Any:
 
 
 def test_gradients_that_grow_by_4_per_cent_are_named_before_they_are_a_thousand_times_as_large() -> None:
-    """By 2.5 decades after 147 updates; the critic's may follow returns that have grown as much."""
+    """They grow by 2.5 decades in 147 updates; a gradient may grow with the returns."""
 
     def with_returns(metrics: Values, ago: int) -> None:
         metrics["ret/std"] *= 1.04**ago
@@ -207,7 +207,7 @@ def test_a_standard_deviation_that_is_lost(std: float, end: float, told: bool) -
 
 @pytest.mark.parametrize(("end", "told"), [(5.0, True), (50.0, False)])
 def test_one_head_of_several_may_collapse(end: float, told: bool) -> None:
-    """The head chooses one action in 98 % of all states; a task that is learned may need no other one."""
+    """The head chooses one action in 98 % of all states, which may be right in a learned task."""
     same = {"policy/head/arg/entropy_norm": 0.02, "policy/head/arg/entropy_marginal_norm": 0.1}
     varied = {"policy/head/arg/entropy_norm": 0.9, "policy/head/arg/entropy_marginal_norm": 0.95}
 
@@ -242,7 +242,7 @@ def test_an_entropy_below_30_per_cent_warns_where_nothing_is_learned(end: float,
     [("far", 5.0, True), ("climbs", 5.0, False), ("near", 5.0, True), ("far", 50.0, True), ("near", 50.0, False)],
 )
 def test_a_critic_that_never_fits(course: str, end: float, told: bool) -> None:
-    """R² of -5 or -1 throughout; or from -50 to -1, as where returns are large. A run may learn with an R² of -1 all the same."""
+    """R² is -5 or -1 throughout, or rises from -50 to -1 as with large returns. A run may learn with an R² of -1."""
 
     def critic(metrics: Values, ago: int) -> None:
         metrics["value/r2"] = {"far": -5.0, "near": -1.0, "climbs": -50.0 * 0.93**ago - 1.0}[course]
@@ -256,7 +256,9 @@ def test_a_critic_that_never_fits(course: str, end: float, told: bool) -> None:
 
 @pytest.mark.parametrize(("after", "first"), [(50.0, None), (45.0, 45), (55.0, None)])
 def test_a_head_that_collapses_after_the_return_has_risen(after: float, first: int | None) -> None:
-    """The head collapses in update 41, when the return has risen from 5 to 50. From update 43 on it is `after`; three updates raise it."""
+    """The return rises from 5 to 50 and the head collapses in update 41. The return is `after` from update 43 on; three updates raise the
+    alarm.
+    """
     same = {"policy/head/arg/entropy_norm": 0.0, "policy/head/arg/entropy_marginal_norm": 0.0}
     varied = {"policy/head/arg/entropy_norm": 0.9, "policy/head/arg/entropy_marginal_norm": 0.95}
 
@@ -282,7 +284,7 @@ UNKNOWN_LENGTH = {name: value for name, value in FACTS.items() if name != "total
 def test_a_critic_that_explains_less_than_its_phase_lets_expect(
     explained: float, facts: Mapping[str, Any], update: int | None
 ) -> None:
-    """Of 100 updates. -0.23 is enough for the first 9, and 0 for the first 24; of 30 updates two may be such."""
+    """In a run of 100 updates, -0.23 is enough for the first 9 and 0 for the first 24; two of 30 updates may be worse."""
     critic = set_to({"value/explained_variance": explained, "value/r2": explained, "value/loss_norm": 0.5})
 
     found = alarms(judged(run(100, critic, since=1), facts))
@@ -308,7 +310,7 @@ def test_a_critic_that_explains_little_for_a_reason_is_left_alone(fit: float, lo
 
 @pytest.mark.parametrize("facts", [FACTS, UNKNOWN_LENGTH], ids=["known length", "own loop"])
 def test_a_loop_that_reports_no_losses_is_told_that_its_critic_has_lost_its_fit(facts: Mapping[str, Any]) -> None:
-    """Explained variance of 0.97 before and 0 after, and an error of 0.015 and 0.5 of the variance of returns."""
+    """Explained variance falls from 0.97 to 0, and the error rises from 0.015 to 0.5 of the variance of returns."""
 
     def critic(metrics: Values, update: int) -> None:
         del metrics["loss/value"]
@@ -319,7 +321,7 @@ def test_a_loop_that_reports_no_losses_is_told_that_its_critic_has_lost_its_fit(
 
 
 def test_a_critic_of_equal_returns_is_not_far_off() -> None:
-    """All returns are 5 ± 0.01, and the critic is off by 0.1: R² is -100, and 2 % of the returns."""
+    """All returns are 5 ± 0.01 and the critic is off by 0.1: R² is -100, but the error is 2 % of the returns."""
     equal = {"value/r2": -100.0, "value/explained_variance": -1.0, "value/bias": 0.1, "value/err/std": 0.01}
 
     assert "value/never_fits" not in raised(judged(run(60, set_to({**equal, "ret/std": 0.01}), since=1)))
@@ -340,14 +342,14 @@ def test_a_memory_that_stays_empty(changes: Mapping[str, float], told: bool) -> 
 
 @pytest.mark.parametrize(("ends", "bias", "told"), [(80.0, 0.05, True), (0.6, 0.05, False), (-80.0, -60.0, False)])
 def test_a_critic_that_is_right_but_for_time_limits(ends: float, bias: float, told: bool) -> None:
-    """Returns of 5 ± 2: off by 80 at limits; by 0.6; and everywhere, as a critic that knows nothing yet."""
+    """Returns of 5 ± 2. The critic is off by 80 at limits, by 0.6 at limits, or everywhere because it has learned nothing yet."""
     off = {"value/bias_truncated": ends, "value/bias": bias}
 
     assert ("value/limit_bias" in raised(judged(run(15, set_to(off), since=1)))) is told
 
 
 def test_an_actor_without_a_gradient_is_not_told_to_scale_returns() -> None:
-    """Clipping leaves 60 % of it: the actor's own gradient is a millionth."""
+    """Clipping leaves 60 % of the actor's gradient, which is a millionth already."""
     broadcast = {"grad/interference/actor_effective": 1e-6, "grad/interference/critic_share": 0.9999}
     (alarm, *_) = alarms(judged(run(5, set_to(broadcast), since=1)))
 
@@ -387,7 +389,7 @@ def test_a_policy_that_hardly_moves_for_long(kl: float, end: float, told: bool) 
 
 @pytest.mark.parametrize(("kl", "told"), [(3e-6, False), (3e-7, True)])
 def test_few_optimizer_steps_move_a_policy_less(kl: float, told: bool) -> None:
-    """CartPole with 4 steps on 32 rows in each update learns at a KL of 3e-6: a quarter of 16 steps, a sixteenth of their KL."""
+    """CartPole with 4 steps on 32 rows in each update learns at a KL of 3e-6: a quarter of 16 steps gives a sixteenth of their KL."""
     slow = run(60, both(set_to({"policy/kl_max": kl, "policy/kl": kl / 2}), returns(5.0, 5.0)), since=1)
     few = [replace(entry, axes=replace(entry.axes, gradient_step=4 * entry.seq)) for entry in slow]
 
@@ -396,7 +398,7 @@ def test_few_optimizer_steps_move_a_policy_less(kl: float, told: bool) -> None:
 
 @pytest.mark.parametrize(("moved", "raises"), [(0.003, False), (0.0, True), (None, False)])
 def test_a_single_step_moves_the_policy_after_its_only_minibatch(moved: float | None, raises: bool) -> None:
-    """A2C: the ratios of the only minibatch are 1; what its step has done is measured in sampled updates alone."""
+    """A2C: the ratios of the only minibatch are 1, and only sampled updates measure the effect of its step."""
     standing = {"policy/kl_max": 1e-15, "policy/kl": 1e-15, "policy/kl_exact": 0.0}
     entries = run(40, set_to(standing if moved is None else {**standing, "policy/kl_post": moved}), since=1)
     single = [replace(entry, axes=replace(entry.axes, gradient_step=entry.seq)) for entry in entries]
@@ -408,7 +410,7 @@ def test_a_single_step_moves_the_policy_after_its_only_minibatch(moved: float | 
 
 
 def test_a_schedule_lowers_what_a_policy_may_be_expected_to_move() -> None:
-    """A KL of 4e-8 at a third of the learning rate is 4e-7 at the whole of it; at the same rate it is next to nothing."""
+    """A KL of 4e-8 at a third of the learning rate equals 4e-7 at the full rate; at the full rate 4e-8 is almost no movement."""
 
     def third(metrics: Values, ago: int) -> None:
         metrics["policy/kl_max"] = 4e-8
@@ -420,7 +422,7 @@ def test_a_schedule_lowers_what_a_policy_may_be_expected_to_move() -> None:
 
 @pytest.mark.parametrize(("end", "entropy", "told"), [(50.0, 0.01, False), (50.0, 0.6, True), (5.0, 0.01, True)])
 def test_a_policy_that_has_decided_stands_still(end: float, entropy: float, told: bool) -> None:
-    """FrozenLake, solved: hardly any entropy is left, and no action but the best one is sampled."""
+    """FrozenLake, solved: entropy is almost 0, and only the best action is sampled."""
 
     def stands_still(metrics: Values, ago: int) -> None:
         if ago > 40:
@@ -431,7 +433,7 @@ def test_a_policy_that_has_decided_stands_still(end: float, entropy: float, told
 
 @pytest.mark.parametrize(("cut", "paid", "told"), [(1.0, 1.0, False), (0.0, 1.0, True), (1.0, 0.5, True)])
 def test_a_survivor_is_paid_the_same_in_every_step(cut: float, paid: float, told: bool) -> None:
-    """InvertedPendulum, solved: 1 per step and nothing at a fall, until all episodes reach the time limit."""
+    """InvertedPendulum, solved: 1 per step and 0 for a fall, until all episodes reach the time limit."""
 
     def survives(metrics: Values, ago: int) -> None:
         metrics["episode/length_mean"] = 10.0 if ago < 40 else 1000.0
@@ -447,7 +449,7 @@ def test_a_survivor_is_paid_the_same_in_every_step(cut: float, paid: float, told
 
 
 def test_ratios_of_one_are_no_standstill_where_the_policy_moves() -> None:
-    """KL of exactly 0, while whole distributions move by 0.0045 nats: old log-probabilities are computed again."""
+    """KL is exactly 0 while the distributions move by 0.0045 nats: old log-probabilities are recomputed."""
     recomputed = set_to({"policy/kl_max": 0.0, "policy/kl": 0.0, "policy/kl_exact": 0.0045})
     found = next(a for a in alarms(judged(run(40, recomputed))) if a.type == "policy/kl_stall")
 
@@ -455,7 +457,7 @@ def test_ratios_of_one_are_no_standstill_where_the_policy_moves() -> None:
 
 
 def test_a_policy_that_moved_before_its_learning_rate_fell_stands_still() -> None:
-    """Whole distributions were measured in the last update at the old rate only, which moved them."""
+    """The distributions were only measured in the last update at the old rate, which moved them."""
 
     def falls(metrics: Values, ago: int) -> None:
         if ago == 0:
@@ -477,11 +479,11 @@ def test_a_controller_without_gradients_has_no_learning_rate() -> None:
     assert "opt/stalled_weights" not in raised(scripted)
     still = {"opt/lr": 0.0, "policy/kl_max": 1e-6}
     assert "opt/stalled_weights" in raised(judged(run(20, set_to(still), since=1)))
-    assert "opt/stalled_weights" not in raised(judged(run(20, set_to({"opt/lr": 0.0}), since=1)))  # a KL of 0.02
+    assert "opt/stalled_weights" not in raised(judged(run(20, set_to({"opt/lr": 0.0}), since=1)))  # with a KL of 0.02
 
 
 def test_the_largest_of_thousands_of_seeds_is_chance() -> None:
-    """One minibatch of a seed exceeds sixty clip limits, and one in a hundred ten; three epochs in a row cannot be chance."""
+    """One minibatch of a seed exceeds sixty clip limits and one in a hundred exceeds ten, by chance; three epochs in a row are not chance."""
     one = {
         "seed/exploding": 0.9,
         "seed/largest/environment": 3.0,
@@ -496,7 +498,7 @@ def test_the_largest_of_thousands_of_seeds_is_chance() -> None:
 
 
 def test_seeds_of_a_journal_without_sustained_gradients_are_judged_by_their_largest() -> None:
-    """Earlier versions wrote no `seed/exploding_sustained`; then five seeds in a thousand beyond ten clip limits decide."""
+    """Earlier versions did not write `seed/exploding_sustained`; then five in a thousand seeds beyond ten clip limits decide."""
     one = {"seed/exploding_sustained": None, "seed/exploding": 0.9}
 
     assert "seed/explode" not in raised(judged(run(20, set_to({**one, "seed/exploding_frac": 0.001}), since=1)))
@@ -522,7 +524,7 @@ def test_hosts_that_were_rolled_back_are_named(environments: Iterable[int], name
 
 
 def test_two_rows_are_normalised_as_well_as_they_can_be() -> None:
-    """An unbiased standard deviation of two rows leaves 0.71 of it in each minibatch: the rows are too few, not their normalisation."""
+    """An unbiased standard deviation of two rows leaves 0.71 in each minibatch: the cause is the number of rows."""
     pair = set_to({"integrity/adv_norm": 0.146, "adv/norm/std": 0.707, "adv/minibatch_rows": 2.0})
 
     assert set(raised(judged(run(20, pair, since=1), {**FACTS, "normalize_minibatches": True}))) == {"adv/signs"}

@@ -1,4 +1,4 @@
-"""Every type of alarm is raised by a fault of a real run: from journals that were recorded, or trained here and now."""
+"""Every type of alarm is raised by a fault of a real run, from a recorded journal or from training in the test."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def alarms_of(name: str) -> dict[str, int]:
 
 
 class FalsifiedEvents(Hooks):
-    """Hooks of a trainer that tells something else than what it did."""
+    """Trainer hooks that report altered events."""
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         super().__init__()
         self._change = change
 
     def emit(self, event: object) -> None:
-        """Hands on another event."""
+        """Emit an altered event."""
         super().emit(self._change(event))
 
 
 def cartpole(**settings: Any) -> PPO:
-    """Small and quick."""
+    """A small, fast run."""
     common: dict[str, Any] = {"num_steps": 16, "num_epochs": 1, "num_minibatches": 1, "hidden_sizes": (8,), "seed": 1}
     return PPO(make_env("CartPole-v1", num_envs=4, seed=1), PPOConfig(**{**common, **settings}))
 
 
 def recall() -> PPO:
-    """Restricted choices."""
+    """A memory task with restricted choices."""
     return PPO(
         make_env("cue-recall", num_envs=4, seed=1), PPOConfig(num_steps=16, num_epochs=1, hidden_sizes=(8,), seed=1)
     )
@@ -86,7 +86,7 @@ def pendulum() -> PPO:
 
 
 def breaking(trainer: PPO, at_update: int, harm: Callable[[PPO], object]) -> PPO:
-    """The trainer, harmed once that update is next."""
+    """The trainer, damaged before that update."""
 
     def act(event: UpdateEnd) -> None:
         if event.update == at_update - 1:
@@ -97,7 +97,7 @@ def breaking(trainer: PPO, at_update: int, harm: Callable[[PPO], object]) -> PPO
 
 
 def falsified(trainer: PPO, kind: type, at_update: int, change: Callable[[Any], Any]) -> PPO:
-    """The trainer, whose events of a kind are others from that update on."""
+    """The trainer, whose events of one kind are altered from that update on."""
     rollouts = [0]
 
     def altered(event: Any) -> Any:
@@ -109,12 +109,12 @@ def falsified(trainer: PPO, kind: type, at_update: int, change: Callable[[Any], 
 
 
 def shifted_masks(event: RolloutEnd) -> RolloutEnd:
-    """Masks that are stored a step late."""
+    """Masks that are stored one step late."""
     return replace(event, action_masks={head: mask.roll(1, 0) for head, mask in event.action_masks.items()})
 
 
 def likelier(event: RolloutEnd) -> RolloutEnd:
-    """In every second environment the likeliest action in place of the drawn one."""
+    """In every second environment, replace the sampled action by the most likely one."""
 
     def mixed(actions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return torch.where(torch.arange(actions.shape[1]) % 2 == 0, logits.argmax(-1), actions)
@@ -123,7 +123,7 @@ def likelier(event: RolloutEnd) -> RolloutEnd:
 
 
 def old_data(event: RolloutEnd) -> RolloutEnd:
-    """Data that were collected for the update before."""
+    """Data that were collected for the previous update."""
     return replace(event, update=event.update - 1)
 
 
@@ -133,12 +133,12 @@ def no_entropy(event: MinibatchEnd) -> MinibatchEnd:
 
 
 def same_rows(event: MinibatchEnd) -> MinibatchEnd:
-    """A minibatch with the same rows as every other one."""
+    """A minibatch with the same rows as all others."""
     return event._replace(rows=torch.arange(len(event.log_ratio)))
 
 
 def endless(trainer: PPO) -> None:
-    """Nobody passes on that episodes are over."""
+    """Leave out the ends of episodes."""
 
     def change(step: Step, _: Any) -> Step:
         return step._replace(terminated=step.terminated & False, truncated=step.truncated & False)
@@ -147,12 +147,12 @@ def endless(trainer: PPO) -> None:
 
 
 def equal_advantages(trainer: PPO) -> None:
-    """Advantages that are the same for every step."""
+    """Advantages that are equal for every step."""
     trainer.steps = replace(trainer.steps, advantages=lambda rollout, gamma, lam: torch.ones_like(rollout.values))
 
 
 def shorter_traces(trainer: PPO) -> None:
-    """Advantages by another λ than the settings say."""
+    """Advantages with another λ than the settings."""
 
     def advantages(rollout: Rollout, gamma: float, gae_lambda: float) -> torch.Tensor:
         return generalized_advantages(rollout, gamma, gae_lambda / 2)
@@ -161,14 +161,14 @@ def shorter_traces(trainer: PPO) -> None:
 
 
 def new_optimizer(trainer: PPO) -> None:
-    """The optimizer's moments are lost, as when it is created again."""
+    """Reset the optimizer's moments, as recreating the optimizer does."""
     for state in trainer.optimizer.state.values():
         for moment in ("step", "exp_avg", "exp_avg_sq"):
             state[moment].zero_()
 
 
 def shrunk(trainer: PPO) -> None:
-    """Standard deviations of next to nothing."""
+    """Standard deviations close to zero."""
     with torch.no_grad():
         for name, parameter in trainer.policy.named_parameters():
             if "log_std" in name:
@@ -176,7 +176,7 @@ def shrunk(trainer: PPO) -> None:
 
 
 def other_normalizer(trainer: PPO) -> PPO:
-    """The trainer with a normaliser whose standard deviation is a ten-thousandth of what it should be, from the first update on."""
+    """The trainer with a normaliser whose standard deviation is 10,000 times too small from the first update on."""
     own = trainer.normalizers.observations
     assert own is not None
     replace_observation_normalizer(trainer, FixedNormalizer(own, 1e-4))
@@ -190,14 +190,14 @@ def always_limited() -> PPO:
 
 
 def unbootstrapped(event: RolloutEnd) -> RolloutEnd:
-    """A critic that is right everywhere, and returns that leave out what follows a time limit."""
+    """A critic without errors, and returns that leave out the value after a time limit."""
     values = torch.full_like(event.returns, -100.0) + torch.linspace(-1, 1, len(event.returns)).unsqueeze(-1)
     cut = event.ended & ~event.terminated
     return replace(event, values=values, returns=torch.where(cut, event.rewards, values))
 
 
 class Growing:
-    """Gradients that are reported larger with every update, by a tenth each."""
+    """Reports gradients that grow by a tenth in every update."""
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -235,10 +235,10 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
     "grad/slow_growth": (lambda: falsified(cartpole(), BackwardEnd, 1, Growing()), 102),
     "task/no_episodes": (lambda: breaking(cartpole(num_steps=64), 6, endless), 50),
 }
-"""By type: a trainer that goes wrong, and after how many updates it should have been told."""
+"""By type: a trainer that goes wrong, and the number of updates within which the alarm is due."""
 
 SAMPLED = {"integrity/equation", "integrity/actions", "opt/state_lost", "lstm/gate_closed"}
-"""Types that sampled updates show, which at DEBUG all are; the others are raised from what NORMAL measures in every update."""
+"""Types that need sampled updates, which all are at DEBUG; the others use what NORMAL measures in every update."""
 
 SLOW: dict[str, tuple[Callable[[], PPO], str, float, int, int]] = {
     "grad/interference": (lambda: cartpole(shared_trunk=True, hidden_sizes=(1,), seed=4), "ent0_strong", 1e4, 25, 45),
@@ -246,18 +246,18 @@ SLOW: dict[str, tuple[Callable[[], PPO], str, float, int, int]] = {
     "opt/rms_spike": (lambda: cartpole(num_epochs=4, num_minibatches=4), "adam_beta2", 8, 25, 40),
     "grad/oscillation": (cartpole, "lr_period6", 10, 20, 45),
 }
-"""By type: a trainer, what breaks it, the dose, the first broken update, and after how many updates it should have been told.
+"""By type: a trainer, its fault, the dose, the first broken update, and the number of updates within which the alarm is due.
 
-Rewards of ten thousand for one action: critic and actor pull the one unit that they share in opposite directions. A learning rate of ten
-thousand times what it should be: weights are thrown about, and every gradient contradicts the last.
+With rewards of ten thousand for one action, critic and actor pull the one unit that they share in opposite directions. With a learning
+rate ten thousand times too large, weights jump and each gradient contradicts the previous one.
 """
 
 EVERYTHING = Thresholds().with_changes({"grad/noise_dominated": "on"})
-"""Also what is off by default."""
+"""Includes what is off by default."""
 
 
 def watched(run_dir: Path, trainer: PPO, updates: int, level: str = "debug") -> dict[str, int]:
-    """Types that are raised, with the update, while so many updates are trained."""
+    """Types that are raised while that many updates are trained, with their updates."""
     with Telemetry(run_dir=run_dir, level=level, detect=False, offload=False) as telemetry:
         attach(telemetry, trainer)
         trainer.learn(trainer.config.num_steps * trainer.env.num_envs * updates)
@@ -284,7 +284,7 @@ def test_a_fault_of_gradients_is_reported_once_it_has_lasted(kind: str, tmp_path
 
 
 def test_backends_that_fail_for_long_raise_an_alarm() -> None:
-    """Retried after one second, two, four: the third failure comes after three seconds or so."""
+    """Retries after one, two and four seconds: the third failure follows after about three seconds."""
     trainer, kinds = cartpole(), set[str]()
     ends = time.monotonic() + 60
 
@@ -302,7 +302,7 @@ def test_backends_that_fail_for_long_raise_an_alarm() -> None:
 
 
 def test_an_exceeded_budget_raises_an_alarm(tmp_path: Path) -> None:
-    """At NORMAL, with every update looked at closely, telemetry takes longer than so small an update."""
+    """At NORMAL with every update sampled, telemetry takes longer than such a small update."""
     with Telemetry(run_dir=tmp_path / "run", budget=1.0, offload=False) as telemetry:
         attach(telemetry, trainer := cartpole())
         trainer.learn(16 * 4 * 45)
@@ -313,7 +313,7 @@ def test_an_exceeded_budget_raises_an_alarm(tmp_path: Path) -> None:
 
 
 def test_too_many_alarms_of_a_real_run_are_one_alarm() -> None:
-    """A learning rate of a hundred times what it should be raises more than ten types."""
+    """A learning rate a hundred times too large raises more than ten types."""
     run = load("acrobot-lr_x100-100-s3")
     detectors = Detectors(run.facts, Thresholds().with_changes({"storm": 10.0}))
 

@@ -1,4 +1,4 @@
-"""Real runs: every rule's inputs are measured, healthy training is silent, and a journal says what was said live."""
+"""Real runs: the inputs of every rule are measured, healthy training raises no alarm, and a journal yields the same alarms as the live run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BREAKS = 24
 
 
 def trained(run_dir: Path, trainer: PPO, updates: int) -> Run:
-    """The journal of so many updates at NORMAL."""
+    """The journal of that many updates at NORMAL."""
     with Telemetry(run_dir=run_dir, offload=False) as telemetry:
         attach(telemetry, trainer)
         while trainer.updates < updates:
@@ -57,7 +57,7 @@ def pole() -> PPO:
     ("trainer", "open_questions"), [(recall, {"repr/norm_growth"}), (pole, set())], ids=["recall", "pole"]
 )
 def test_a_run_at_normal_answers_every_question(trainer: Any, open_questions: set[str], tmp_path: Path) -> None:
-    """Nine updates hold two close looks. The norm of features is not measured behind a memory."""
+    """Nine updates include two sampled ones. The norm of features is not measured in policies with memory."""
     run = trained(tmp_path / "run", trainer(), 9)
     detectors = Detectors(run.info.facts)
     for record in run.records:
@@ -67,7 +67,7 @@ def test_a_run_at_normal_answers_every_question(trainer: Any, open_questions: se
 
 
 def test_a_healthy_run_is_silent_and_a_broken_one_is_not(tmp_path: Path) -> None:
-    """From update 24 on, the policy loss has the wrong sign: told within three updates, and nothing before."""
+    """The policy loss has the wrong sign from update 24 on; the alarm follows within three updates, and none precedes it."""
     trainer = recall(learning_rate=2.5e-3)
     right = trainer.steps.policy_loss
 
@@ -100,5 +100,5 @@ def test_a_journal_says_what_was_said_live(tmp_path: Path) -> None:
 
 
 def when(alarm: Alarm) -> tuple[int, str]:
-    """Stories put alarms together by incident, and not in time."""
+    """Stories order alarms by incident, not by time."""
     return alarm.seq, alarm.type

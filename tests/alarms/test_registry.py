@@ -1,4 +1,4 @@
-"""The registry: complete, true to the code, and readable; the page made from it is up to date."""
+"""The registry is complete, matches the code and is readable; the page made from it is up to date."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_priority_says_what_to_look_at_first() -> None:
 
 
 def test_headlines_are_measured_at_every_level() -> None:
-    """Metrics that decide whether a run is wrong for certain, and need no sampling, are there at the level minimal too."""
+    """Metrics that show certain mistakes and need no sampling are also recorded at MINIMAL."""
     late = {
         entry.metric.key
         for entry in metric_entries()
@@ -114,7 +114,7 @@ def test_the_reduction_is_that_of_the_field(key: str, reduction: str) -> None:
 
 
 def test_an_entry_names_the_histories_that_follow_it() -> None:
-    """All that a run follows, and nothing else."""
+    """Exactly the histories that a run derives from it."""
     endings = {entry.metric.key: set(entry.series) for entry in metric_entries() if entry.series}
     rows = key_histories(["actor"])
 
@@ -186,7 +186,7 @@ def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[objec
 
 
 def test_the_command_explains_one_metric_by_its_key(capfd: pytest.CaptureFixture[str]) -> None:
-    """Also by the key of a chart, in which the head has its name."""
+    """The key may also be a chart's, which contains the name of a head."""
     code, out, _ = said(["policy/head/op/kl"], capfd)
 
     assert code == 0
@@ -203,7 +203,7 @@ def test_the_command_lists_what_begins_alike(capfd: pytest.CaptureFixture[str]) 
 
 
 def test_a_part_of_a_key_or_of_a_name_finds_it(capfd: pytest.CaptureFixture[str]) -> None:
-    """Keys whose last segment it is come first; one match alone is explained."""
+    """Keys whose last segment matches are listed first; a single match is explained."""
     keys = [entry["key"] for entry in json.loads(said(["kl", "--json"], capfd)[1])]
 
     assert keys[0] == "policy/kl"

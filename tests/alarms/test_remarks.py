@@ -1,4 +1,4 @@
-"""Remarks on settings outside of all published values, and on data that need not be wrong."""
+"""Remarks on settings outside of all published values, and on data that may be correct."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_range_has_its_quantiles_in_order() -> None:
 
 
 def test_published_settings_get_no_remark() -> None:
-    """CleanRL's Atari, zoo's MountainCarContinuous and RSL-RL's ANYmal C, and every preset of the bundled trainer."""
+    """CleanRL's Atari, zoo's MountainCarContinuous, RSL-RL's ANYmal C, and every preset of the bundled trainer."""
     atari = {"learning_rate": 2.5e-4, "gamma": 0.99, "gae_lambda": 0.95, "clip": 0.1, "num_epochs": 4, "num_envs": 8}
     atari |= {"num_steps": 128, "num_minibatches": 4, "entropy_coef": 0.01, "value_coef": 0.5, "max_grad_norm": 0.5}
     car = {
@@ -77,7 +77,7 @@ def test_a_setting_outside_of_all_published_ones_is_remarked_at_once(name: str, 
 
 
 def test_a_setting_has_the_name_and_the_unit_of_its_trainer() -> None:
-    """Their value loss has no factor of 1/2: vf_coef 10 is our 20."""
+    """Their value loss lacks the factor of 1/2, so their vf_coef of 10 is our 20."""
     assert range_sentence("clip", 5.0, Facts.of(SB3)).startswith("clip_range is 5")
     assert (
         range_sentence("value_coef", 20.0, Facts.of(SB3)) == "vf_coef is 10; published settings range from 0.19 to 2.5"
@@ -105,7 +105,7 @@ def test_a_remark_is_no_alarm_and_diagnose_lists_it() -> None:
 
 
 def test_a_log_without_settings_tells_its_learning_rate_by_what_it_logged() -> None:
-    """Not below the published ones: a schedule may warm up."""
+    """A low rate raises no remark, because a schedule may warm up."""
     unknown = {name: value for name, value in FACTS.items() if name != "learning_rate"}
 
     assert "learning_rate is 0.1" in remarks(unknown, {"opt/lr": 0.1}, 1)["learning_rate"]
@@ -120,7 +120,7 @@ def test_an_initial_standard_deviation_of_50_is_remarked() -> None:
 
 
 def test_a_discount_that_sees_a_hundredth_of_an_episode() -> None:
-    """gamma 0.8 looks 5 steps ahead: 0.5 % of episodes of 1000 steps, 2.5 % of those of 200."""
+    """gamma 0.8 looks 5 steps ahead: 0.5 % of an episode of 1000 steps, 2.5 % of one of 200."""
     facts = {**FACTS, "gamma": 0.8}
 
     assert "5 steps ahead" in remarks(facts, {"episode/length_mean": 1000.0})["discount horizon"]
@@ -136,7 +136,7 @@ def test_episodes_that_all_terminate_after_as_many_steps() -> None:
 
 
 def test_rewards_that_are_missing_tiny_or_equal() -> None:
-    """Ten updates of 512 steps are 5,120."""
+    """Ten updates of 512 steps are 5,120 steps."""
     none = {"reward/absmax": 0.0, "reward/std": 0.0, "reward/mean": 0.0}
     tiny = {"reward/absmax": 1e-5, "reward/std": 1e-6, "reward/mean": 1e-6}
     equal = {"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": 1.0}
@@ -147,14 +147,14 @@ def test_rewards_that_are_missing_tiny_or_equal() -> None:
 
 
 def test_observations_that_do_not_change_with_the_actions() -> None:
-    """Two thousand steps are four updates of 512, and one thousand two; fewer steps need a smaller measurement."""
+    """Two thousand steps are four updates of 512, one thousand are two; a shorter run needs a smaller measured effect."""
     assert "in 1,024 steps" in remarks(FACTS, {"policy/action_effect": 0.9})["ignored actions"]
     assert "in 2,048 steps" in remarks(FACTS, {"policy/action_effect": 1.1})["ignored actions"]
     assert "ignored actions" not in remarks(FACTS, {"policy/action_effect": 1.8})
 
 
 def test_features_and_gradients_that_explain_a_flat_return() -> None:
-    """A rank of 1.3, and a critic's gradient of 25,000 times the actor's."""
+    """A rank of 1.3, and a critic's gradient 25,000 times the actor's."""
     told = remarks(FACTS, {"repr/effective_rank": 1.3, "grad/interference/log_ratio": 4.4})
 
     assert "use only 1.3 dimensions" in told["low rank"] and "25119 times" in told["dominant critic"]
@@ -178,7 +178,7 @@ def test_advice_names_the_setting_its_value_and_the_usual_one() -> None:
 
 
 def test_advice_that_cannot_apply_is_not_given() -> None:
-    """There is no bonus to lower, and a learning rate of 0.1 is not 0."""
+    """A bonus of zero cannot be lowered, and a learning rate of 0.1 is not 0."""
     late = {**FACTS, "total_steps": 60 * 512, "entropy_coef": 0.0}
 
     def random(metrics: Values, ago: int) -> None:
@@ -194,7 +194,7 @@ def test_advice_that_cannot_apply_is_not_given() -> None:
 
 
 def test_an_alarm_says_what_the_return_does() -> None:
-    """From 5 to 50 within thirty updates, and not at all."""
+    """The return rises from 5 to 50 within thirty updates, or does not change."""
 
     def rising(metrics: Values, update: int) -> None:
         metrics["episode/return_mean"] = 5.0 + 1.5 * update
@@ -209,7 +209,7 @@ def test_an_alarm_says_what_the_return_does() -> None:
 
 
 def test_a_consequence_joins_the_incident_of_its_cause() -> None:
-    """A learning rate of 0.1 from the first update on: the entropy is 0 from the second, and judged from the eleventh."""
+    """The learning rate is 0.1 from the first update on: the entropy is 0 from the second, and judged from the eleventh."""
     facts = {**FACTS, "learning_rate": 0.1}
     spoiled = []
     for update in range(1, 20):

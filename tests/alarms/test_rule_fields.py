@@ -1,4 +1,4 @@
-"""Declarations of alarms are refused where they are made, and judges that raise cost their own alarm."""
+"""Wrong declarations of alarms are refused at once, and a judge that raises disables only its own alarm."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_words_that_fail_leave_those_of_the_rule(tmp_path: Path, part: str, capl
 
 
 class OwnDetector:
-    """Judges nothing."""
+    """Raises no alarm."""
 
     def __init__(self, facts: object, **verdict: Any) -> None:
         self._verdict = SimpleNamespace(**{"alarms": (), "remaining": 0, "values": {}, "events": (), **verdict})

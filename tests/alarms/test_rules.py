@@ -1,4 +1,4 @@
-"""Every rule is raised by what it is about, in time, and by nothing else; a healthy run raises none."""
+"""Each rule is raised by its own fault, in time, and by no other; a healthy run raises none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SINCE = 30
 
 
 class Case(NamedTuple):
-    """One way to go wrong, and for how many updates it may pass unnoticed."""
+    """One fault, and the number of updates within which it must be raised."""
 
     spoil: Spoil
     lag: int = 0
@@ -38,13 +38,13 @@ def growing(key: str, factor: float) -> Spoil:
 
 
 def swinging(metrics: Values, ago: int) -> None:
-    """The test for periods, every tenth update, finds the same period."""
+    """The periodicity test, which runs every tenth update, finds the same period."""
     if ago % 10 == 0:
         metrics.update({"policy/kl/period/p": 1e-9, "policy/kl/period/length": 6.0})
 
 
 def without(metrics: Values, _: int) -> None:
-    """The whole actor has no gradient any more."""
+    """The whole actor loses its gradient."""
     for key in ("grad/actor/norm_preclip", "grad/layer/heads_op_weight/norm", "grad/head/op/norm"):
         metrics.pop(key)
 
@@ -61,7 +61,7 @@ def boiling(metrics: Values, ago: int) -> None:
 
 
 def cut(metrics: Values, ago: int) -> None:
-    """Completions are whole for six updates, then most are cut."""
+    """Completions are complete for six updates; then most are truncated."""
     metrics["lm/truncated_frac"] = 0.02 if ago < 6 else 0.8
 
 
@@ -181,7 +181,7 @@ CASES: dict[str, Case] = {
 
 
 def case_records(kind: str) -> list[Any]:
-    """Records of a case; what is to be lost must have been learned before."""
+    """Records of a case; before a drop of the return, the return rises."""
     case = CASES[kind]
     made = run(case.updates, case.spoil, since=SINCE)
     if kind == "task/return_drop":
@@ -192,7 +192,7 @@ def case_records(kind: str) -> list[Any]:
 
 
 class CaseCourse(NamedTuple):
-    """Verdicts on the records of a case, and the keys of all findings of its rule, of those that speak for an alarm and of the others."""
+    """Verdicts on the records of a case, and the keys of all findings of its rule."""
 
     verdicts: list[Verdict]
     keys: frozenset[str]
@@ -227,7 +227,7 @@ def test_what_goes_wrong_is_reported_in_time_with_numbers_evidence_and_what_to_t
 
 
 def test_every_rule_has_a_case_and_every_type_a_rule() -> None:
-    """`telemetry/storm` is raised by the limit on alarms. An exception is no record: `test_failures.py`."""
+    """The limit on alarms raises `telemetry/storm`. `test_failures.py` covers exceptions, which leave no record."""
     types = [rule.type for rule in alarm_rules()]
 
     assert len(types) == len(set(types))
@@ -249,14 +249,14 @@ def test_every_rule_says_who_says_so(rule: Any) -> None:
 
 
 def is_instance(key: str, template: str) -> bool:
-    """True for a key that the template, or one of its histories, stands for: `{key}` is any key, another label a part of one."""
+    """Return True if the key instantiates the template or one of its histories: `{key}` is any key, other labels one segment."""
     pattern = re.escape(template).replace(re.escape("{key}"), ".+")
     return re.fullmatch(re.sub(r"\\\{[a-z_]+\\\}", "[a-z0-9_]+", pattern), key) is not None
 
 
 @pytest.mark.parametrize("rule", [rule for rule in alarm_rules() if rule.type in CASES], ids=lambda rule: rule.type)
 def test_the_keys_that_decide_are_declared_and_the_first_that_is_declared_decides(rule: Any) -> None:
-    """So that the page of a metric says under `decides` what its value really raises."""
+    """The page of a metric then lists exactly the alarms that its value raises, under `decides`."""
     keys = case_course(rule.type).keys
 
     assert [key for key in keys if not any(is_instance(key, template) for template in rule.inputs)] == []
@@ -276,7 +276,7 @@ def is_raised(kind: str, records: list[Any]) -> bool:
     "rule", [rule for rule in alarm_rules() if rule.type in CASES and rule.required_keys], ids=lambda rule: rule.type
 )
 def test_a_rule_requires_what_its_judge_reads(rule: Any) -> None:
-    """With the required keys alone it is raised, so a passed check was one; without any of them it is not."""
+    """The required keys suffice to raise it, so a check with these keys is a real one; if any is missing, it is not raised."""
     records = case_records(rule.type)
     required = [key for keys in rule.required_keys for key in keys]
 
@@ -287,7 +287,7 @@ def test_a_rule_requires_what_its_judge_reads(rule: Any) -> None:
 
 
 def test_a_rule_without_required_keys_judges_whatever_there_is() -> None:
-    """Tests of actions in any of five ways; keys that have been there. The end of a run is no record."""
+    """Action tests work in any of five ways, some rules follow keys that have disappeared, and the end of a run has no record."""
     assert {rule.type for rule in alarm_rules() if not rule.required_keys} == {
         "integrity/actions",
         "telemetry/missing_metric",

@@ -1,4 +1,4 @@
-"""Second signs of a fault where the first one is missing, and what must not be mistaken for it."""
+"""Second signs of a fault if its first sign is missing, and healthy cases that resemble them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SINCE = 30
 
 
 def test_returns_of_another_scale_show_what_rewards_do_not() -> None:
-    """A factor behind the place where rewards are measured."""
+    """A factor is applied after rewards are measured."""
     behind = multiplied({"ret/mean": 1e4, "ret/std": 1e4})
 
     assert raised(judged(run(40, behind))) == {"value/scale_shift": SINCE}
 
 
 def test_a_spread_of_returns_alone_is_no_change_of_scale() -> None:
-    """A policy that fails again after long has returns that differ, with nearly the same mean."""
+    """If a policy that rarely fails fails again, returns spread at almost the same mean."""
     assert "value/scale_shift" not in raised(judged(run(40, multiplied({"ret/std": 1e3}))))
 
 
@@ -29,7 +29,7 @@ def test_rewards_that_shrink_because_the_worst_are_avoided_are_no_change_of_scal
 
 @pytest.mark.parametrize("small", [3, 6], ids=["few", "most"])
 def test_rewards_of_the_same_part_of_each_episode_are_no_change_of_scale(small: int) -> None:
-    """Environments that begin together: nothing is lost once the pole stands, in the last updates of each episode of eight."""
+    """All environments start together. A balanced pole costs almost no reward in the last updates of each episode of eight."""
 
     def in_phase(metrics: Values, ago: int) -> None:
         part = ago % 8
@@ -50,7 +50,7 @@ def test_rewards_that_stay_small_when_the_next_episode_begins_are_a_change_of_sc
 
 
 def test_a_cell_that_grows_with_age_does_so_in_two_updates() -> None:
-    """Where all environments reset together, one update in eight has the first ages and the last ones alone."""
+    """If all environments reset together, one update in eight holds only the first and the last ages."""
 
     def in_phase(metrics: Values, ago: int) -> None:
         metrics["lstm/c_growth"] = 13.0 if ago % 8 == 0 else 0.5
@@ -60,7 +60,7 @@ def test_a_cell_that_grows_with_age_does_so_in_two_updates() -> None:
 
 
 def test_an_update_without_tokens_has_no_gradient_and_that_is_named_as_truncation() -> None:
-    """All completions are cut, and cut ones are left out of the loss: once, and from then on."""
+    """All completions are truncated, and the loss leaves truncated ones out: in one update, or from then on."""
     layers = dict.fromkeys(("grad/layer/heads_op_weight/norm", "grad/layer/core_weight/norm"), 0.0)
     empty = {**layers, "lm/tokens": 0.0, "lm/truncated_frac": 1.0}
 
@@ -78,7 +78,7 @@ def test_a_normaliser_that_cuts_is_reported_at_once() -> None:
 
 
 def test_an_actor_that_epsilon_swallows_is_starved_from_the_start() -> None:
-    """Its clipped gradient is below Adam's epsilon: there is no history in which it was not."""
+    """Its clipped gradient is below Adam's epsilon from the start, so no history differs."""
     starved = {"grad/interference/actor_effective": 1e-6, "grad/interference/critic_share": 0.9999}
 
     assert raised(judged(run(5, set_to(starved), since=1)))["grad/actor_starved"] == 2
@@ -86,7 +86,7 @@ def test_an_actor_that_epsilon_swallows_is_starved_from_the_start() -> None:
 
 
 def test_a_learning_rate_that_swings_is_an_oscillation() -> None:
-    """Between a tenth and ten times its value, every six updates: at the third swing."""
+    """Between a tenth and ten times its value, every six updates: raised at the third swing."""
 
     def swing(metrics: Values, ago: int) -> None:
         metrics["opt/lr"] *= (10, 10, 1, 0.1, 0.1, 1)[ago % 6]
@@ -95,7 +95,7 @@ def test_a_learning_rate_that_swings_is_an_oscillation() -> None:
 
 
 def test_a_learning_rate_that_restarts_is_a_schedule() -> None:
-    """A cosine of twenty updates, again and again."""
+    """A cosine of twenty updates, repeated."""
 
     def restart(metrics: Values, ago: int) -> None:
         metrics["opt/lr"] *= 0.05 + 0.95 * (1 - ago % 20 / 20)
@@ -104,7 +104,7 @@ def test_a_learning_rate_that_restarts_is_a_schedule() -> None:
 
 
 def test_a_learning_rate_that_creeps_up_is_a_drift() -> None:
-    """By 3 % per update, from the rate that was set: 1.16 times as much after five."""
+    """It grows by 3 % per update from the configured rate: 1.16 times as large after five updates."""
 
     def creep(metrics: Values, ago: int) -> None:
         metrics["opt/lr"] *= 1.03 ** (ago + 1)
@@ -126,7 +126,7 @@ def test_a_learning_rate_that_swings_is_an_oscillation_unless_it_follows_the_kl(
 
 
 def test_a_critic_that_learned_fast_is_judged_by_its_last_losses_when_rewards_grow() -> None:
-    """Its losses span three decades, so that 40 is not unusual; but 0.1 is what they are lately, and rewards are four times as large."""
+    """A loss of 40 is usual in a history of three decades, but recent losses are 0.1, and rewards are four times as large."""
 
     def fast(metrics: Values, ago: int) -> None:
         metrics["loss/value"] = max(0.1, 100 * 0.7**ago)
@@ -143,7 +143,7 @@ def test_a_policy_that_a_dominant_critic_carries_along_goes_in_no_direction_of_i
 
 
 def test_a_schedule_may_begin_at_nothing() -> None:
-    """The first update of a linear warm-up; a rate that stays 0 is a mistake."""
+    """The first update of a linear warm-up has rate 0; a rate that stays 0 is a mistake."""
 
     def warm(metrics: Values, ago: int) -> None:
         metrics["opt/lr"] *= min(1.0, ago / 10)
@@ -165,14 +165,14 @@ def test_what_is_not_finite_is_named_where_it_came_from() -> None:
 
 
 def test_unlikely_actions_round_more() -> None:
-    """At a log-probability of -20, rounding of 4e-5 is to be expected."""
+    """At a log-probability of -20, a rounding error of 4e-5 is to be expected."""
     unlikely = set_to({"integrity/ratio_init": 3e-5, "policy/logp/min": -20.0})
 
     assert alarms(judged(run(40, unlikely))) == []
 
 
 def test_advantages_that_are_a_little_off_for_long_raise_an_alarm() -> None:
-    """As where rows are left out of the update: 0.03 for five updates, where rounding leaves 0.0005."""
+    """0.03 for five updates, as when rows are left out of the update; rounding leaves 0.0005."""
     off = set_to({"integrity/adv_norm": 0.03})
 
     assert raised(judged(run(40, off), {**FACTS, "normalize_minibatches": False})) == {"integrity/adv_norm": SINCE + 1}
@@ -180,7 +180,7 @@ def test_advantages_that_are_a_little_off_for_long_raise_an_alarm() -> None:
 
 
 def test_gates_that_were_open_count_as_open_until_they_are_measured_again() -> None:
-    """Looked at in every tenth update: open at the first look, as usual at the second."""
+    """Gates are measured in every tenth update: open in the first measurement, as usual in the second."""
 
     def sometimes(metrics: Values, ago: int) -> None:
         metrics["lstm/gate/f/sat_hi"] = 0.99 if ago < 10 else 0.2
@@ -193,7 +193,7 @@ def test_gates_that_were_open_count_as_open_until_they_are_measured_again() -> N
 
 
 def test_a_small_cell_state_is_no_shut_gate_where_gates_were_just_seen_open() -> None:
-    """Cell states that are never larger than one step can write: without a look at the gates they say so, with one they do not."""
+    """Cell states stay below what one step can write: they raise the alarm only if the gates were not measured."""
 
     def small(metrics: Values, ago: int) -> None:
         metrics.update(
@@ -213,7 +213,7 @@ def test_a_small_cell_state_is_no_shut_gate_where_gates_were_just_seen_open() ->
 
 
 def test_a_forget_gate_that_stays_open_shows_in_the_cell_state_before_gates_are_looked_at() -> None:
-    """Twice as large within an update, and growing with age; the same growth reached slowly is learning."""
+    """The cell state doubles within an update and grows with age; reaching the same size slowly is learning."""
     opened = both(multiplied({"lstm/c/rms": 2}), set_to({"lstm/c_growth": 1.6, "lstm/gate/f/sat_hi": None}))
 
     def slowly(metrics: Values, ago: int) -> None:
@@ -226,7 +226,7 @@ def test_a_forget_gate_that_stays_open_shows_in_the_cell_state_before_gates_are_
 
 
 def test_what_a_look_at_the_gates_has_refuted_is_not_inferred_again() -> None:
-    """Cell states that double now and then over long episodes, with gates that are found in use at every tenth update."""
+    """Cell states double occasionally over long episodes, while every tenth update measures gates that are in use."""
 
     def bursts(metrics: Values, ago: int) -> None:
         if ago % 10:
@@ -243,7 +243,7 @@ def test_what_a_look_at_the_gates_has_refuted_is_not_inferred_again() -> None:
 
 
 def test_a_cell_state_about_its_bound_is_one_alarm() -> None:
-    """Between 40 and 60, where 50 is the bound: it is on until the state has become much smaller."""
+    """It varies between 40 and 60 around the bound of 50: the alarm stays active until the state is much smaller."""
 
     def swing(metrics: Values, ago: int) -> None:
         metrics["lstm/c/absmax"] = 40.0 + 20.0 * (ago % 2)
@@ -254,7 +254,7 @@ def test_a_cell_state_about_its_bound_is_one_alarm() -> None:
 
 
 def test_a_normaliser_settles_again_after_what_was_changed_on_purpose() -> None:
-    """Rewards that were rescaled at update 50 move their normaliser for thirty updates more."""
+    """Rewards rescaled at update 50 move their normaliser for thirty more updates."""
     detectors = Detectors({**FACTS, "total_steps": None})
     verdicts = []
     for record in run(85, set_to({"norm/ret/drift": 1.0}), since=51):

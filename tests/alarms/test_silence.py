@@ -1,4 +1,4 @@
-"""Healthy runs that look wrong: each rule beside the run that it must not misjudge."""
+"""Healthy runs that look wrong: each rule with a run that it must not misjudge."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def test_a_learning_rate_that_is_annealed_to_nothing_is_no_stall() -> None:
 
 
 def test_a_solved_task_with_little_entropy_is_no_collapse() -> None:
-    """The policy is sure in every state, and does different things in different states."""
+    """The policy is certain in every state, and acts differently in different states."""
     solved = set_to({"policy/entropy_norm": 0.04, "policy/entropy_marginal_norm": 0.97})
 
     assert alarms(judged(run(100, solved))) == []
 
 
 def test_a_constant_reward_per_step_is_no_fault() -> None:
-    """As in tasks that are about surviving: 1 per step from the first step on."""
+    """As in survival tasks: 1 per step from the first step on."""
     constant = {"reward/std": 0.0, "reward/mean": 1.0, "reward/absmax": 1.0}
     lengths = {
         "episode/terminated_length_min": 4.0,
         "episode/terminated_length_max": 25.0,
-    }  # the task is to make them longer
+    }  # the task is to make episodes longer
 
     assert alarms(judged(run(100, set_to({**constant, **lengths}), since=1))) == []
 
@@ -54,7 +54,7 @@ def test_a_rare_reward_may_stay_away_for_as_long_as_it_did_before() -> None:
 
 
 def test_a_first_success_is_no_change_of_scale() -> None:
-    """A reward of 100 turns the mean's sign after costs of 0.1 per step."""
+    """A reward of 100 flips the sign of the mean after costs of 0.1 per step."""
 
     def success(metrics: Values, ago: int) -> None:
         paid = ago >= 50
@@ -87,7 +87,7 @@ def test_a_mismatch_between_the_bounds_warns_and_raises_no_level() -> None:
 
 
 def test_the_inverse_of_a_squash_loses_digits() -> None:
-    """1e-4 nats in single precision are no mismatch where actions are taken back through a tanh; 1e-2 are one all the same."""
+    """1e-4 nats in single precision are rounding if actions are inverted through a tanh; 1e-2 are still a mismatch."""
     inverted = {**FACTS, "inverts_squash": True}
     rounding, mismatch = (run(40, set_to({"integrity/ratio_init": value})) for value in (1e-4, 1e-2))
 
@@ -102,7 +102,7 @@ def test_narrow_gaussians_round_more() -> None:
 
 
 def test_an_episode_that_ends_with_the_rollout_is_reset_in_the_next() -> None:
-    """Every second rollout all episodes end at its last step, and the next one begins with zeros."""
+    """In every second rollout all episodes end at the last step, so the following rollout starts with zeros."""
 
     def together(metrics: Values, ago: int) -> None:
         metrics.update({"episode/count": 16.0 * (ago % 2), "lstm/reset_rate": 0.5 - 0.5 * (ago % 2)})
@@ -117,7 +117,7 @@ def test_resets_that_are_missing_for_two_rollouts_are_a_fault() -> None:
 
 
 def test_a_forget_gate_that_shuts_shows_in_the_cell_state_before_gates_are_looked_at() -> None:
-    """A cell that keeps nothing holds what one step writes, at most 1."""
+    """A cell that forgets everything holds only what one step writes, at most 1."""
     shut = both(
         multiplied({"lstm/c/rms": 0.2}),
         set_to({"lstm/c/absmax": 0.98, "lstm/c_growth": -0.4, "lstm/gate/f/sat_lo": None}),
@@ -134,7 +134,7 @@ def test_a_learning_rate_that_was_raised_shows_before_weights_are_looked_at() ->
 
 @pytest.mark.parametrize(("rate", "told"), [(0.025, True), (0.0025, False)])
 def test_a_learning_rate_that_jumps_above_what_was_set_is_no_schedule(rate: float, told: bool) -> None:
-    """Small networks bear a raised rate for a while; restarts of a schedule come back to the rate that was set."""
+    """Small networks tolerate a raised rate for a while; a schedule's restarts return to the configured rate."""
     jump = set_to({"opt/update_to_weight": None, "opt/lr": rate})
     verdicts = judged(run(40, jump), {**FACTS, "learning_rate": 0.0025})
 
@@ -162,7 +162,7 @@ def test_a_kl_that_is_large_enough_is_a_spike_whoever_makes_it_up() -> None:
 
 @pytest.mark.parametrize(("spread", "told"), [(4.0, True), (1.7, False)])
 def test_one_sample_that_owns_a_minibatch_is_no_explosion(spread: float, told: bool) -> None:
-    """Five per cent of a minibatch's samples are left: one ratio of 40 does that, and the 99th percentile knows of no other."""
+    """The effective sample size falls to 5 %: a single ratio of 40 causes that, and the 99th percentile does not show it."""
     owned = set_to({"policy/ess_frac_min": 0.05, "policy/ratio/max": 40.0, "policy/ratio/p99": spread})
 
     assert ("policy/ratio_explosion" in raised(judged(run(40, owned)))) is told
@@ -170,14 +170,14 @@ def test_one_sample_that_owns_a_minibatch_is_no_explosion(spread: float, told: b
 
 @pytest.mark.parametrize(("age", "told"), [(499.0, False), (99.0, True)])
 def test_a_unit_that_counts_the_steps_of_long_episodes_is_no_drift(age: float, told: bool) -> None:
-    """A cell state of 60 in episodes of 500 steps, and of 100, where it can hardly become larger."""
+    """A cell state of 60 in episodes of 500 steps, or of 100 steps, which can hardly produce a larger one."""
     counting = set_to({"lstm/c/absmax": 60.0, "lstm/age/max": age})
 
     assert ("lstm/cell_drift" in raised(judged(run(40, counting)))) is told
 
 
 def test_a_memory_that_is_used_less_and_less_is_no_shut_gate() -> None:
-    """Cell states that shrink by a twentieth per update, to less than a step can write, without a look at the gates."""
+    """Cell states shrink by a twentieth per update, to less than one step can write; the gates are not measured."""
 
     def fade(metrics: Values, ago: int) -> None:
         metrics["lstm/c/rms"] *= 0.95**ago
@@ -189,7 +189,7 @@ def test_a_memory_that_is_used_less_and_less_is_no_shut_gate() -> None:
 
 @pytest.mark.parametrize(("spread", "told"), [(0.02, True), (0.3, False)])
 def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: float, told: bool) -> None:
-    """Twice as large from one update to the next, growing with age: news for a steady state, and none for one that varies as much."""
+    """It doubles from one update to the next and grows with age: unusual for a steady state, but not for one that varies as much."""
 
     def vary(metrics: Values, update: int) -> None:
         metrics["lstm/c/rms"] = 2.0 * 10 ** (spread * ((update % 5) / 2 - 1))
@@ -212,7 +212,7 @@ def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, told:
 
 
 def test_a_critic_that_has_nothing_left_to_learn_may_lose_its_gradient() -> None:
-    """Its error falls by a fifth of a decade per update, to a millionth of a millionth, and its gradient with the root of it, and a bit."""
+    """Its error falls by a fifth of a decade per update, to 1e-12 of its value, and its gradient by slightly more than the square root."""
 
     def solved(metrics: Values, ago: int) -> None:
         metrics["loss/value"] *= 10 ** (-0.2 * min(ago, 60))
@@ -222,7 +222,7 @@ def test_a_critic_that_has_nothing_left_to_learn_may_lose_its_gradient() -> None
 
 
 def test_records_that_are_missing_make_no_further_passes() -> None:
-    """From update 40 on the journal holds every sixteenth update only: between two records lie sixteen times the steps."""
+    """From update 40 on the journal holds only every sixteenth update, so records are sixteen times as many steps apart."""
     sparse = [
         entry for entry in run(200, multiplied({"policy/kl": 4}), since=40) if entry.seq < 40 or entry.seq % 16 == 0
     ]
@@ -232,7 +232,7 @@ def test_records_that_are_missing_make_no_further_passes() -> None:
 
 @pytest.mark.parametrize(("rows", "told"), [(8, False), (512, True)])
 def test_few_rows_are_normalised_as_well_as_they_can_be(rows: int, told: bool) -> None:
-    """Divided by the unbiased standard deviation, eight rows keep one of 0.935."""
+    """Division by the unbiased standard deviation leaves eight rows with one of 0.935."""
     few = [
         replace(entry, axes=replace(entry.axes, env_step=entry.seq * rows))
         for entry in run(40, set_to({"integrity/adv_norm": 0.0323, "adv/norm/std": 0.935}), since=1)
@@ -243,7 +243,7 @@ def test_few_rows_are_normalised_as_well_as_they_can_be(rows: int, told: bool) -
 
 @pytest.mark.parametrize(("steps", "told"), [(1, False), (2, True)])
 def test_a_rollout_of_one_step_shows_a_reset_one_rollout_later(steps: int, told: bool) -> None:
-    """An episode ends in update 30, 31 is the step in which its environment is reset, and in 32 its memory does."""
+    """An episode ends in update 30; its environment is reset in the step of update 31, and its memory in update 32."""
 
     def one(metrics: Values, ago: int) -> None:
         metrics.update({"episode/count": float(ago == 0), "lstm/reset_rate": 0.125 * (ago == 2)})
@@ -252,20 +252,20 @@ def test_a_rollout_of_one_step_shows_a_reset_one_rollout_later(steps: int, told:
 
 
 def test_updates_that_hardly_move_the_policy_have_no_direction() -> None:
-    """Ratios spread by 0.005: whatever sign the gain has, nothing becomes rarer."""
+    """Ratios spread by 0.005: with either sign of the gain, no action becomes much rarer."""
     still = set_to({"policy/surrogate_gain": -0.0015, "policy/ratio/std": 0.005})
 
     assert "policy/wrong_direction" not in raised(judged(run(40, still)))
 
 
 def steps_of_gaussians(**values: float) -> Callable[[Values, int], None]:
-    """Steps of a policy whose actions are continuous."""
+    """Steps of a policy with continuous actions."""
     return set_to({f"policy/{key}": value for key, value in values.items()})
 
 
 @pytest.mark.parametrize(("dimensions", "told"), [(17.0, False), (1.0, True)])
 def test_the_kl_of_a_gaussian_action_adds_up_over_its_dimensions(dimensions: float, told: bool) -> None:
-    """0.32 nats in 17 dimensions are 0.019 in each, as published settings of HumanoidStandup have them."""
+    """0.32 nats in 17 dimensions are 0.019 in each, as with published settings of HumanoidStandup."""
     far = both(steps_of_gaussians(kl=0.32, clip_frac=0.7), set_to({"policy/head/op/dimensions": dimensions}))
 
     assert ("policy/kl_spike" in raised(judged(run(40, far)))) is told
@@ -273,7 +273,7 @@ def test_the_kl_of_a_gaussian_action_adds_up_over_its_dimensions(dimensions: flo
 
 @pytest.mark.parametrize(("dimensions", "told"), [(6.0, False), (1.0, True)])
 def test_ratios_of_a_gaussian_action_multiply_over_its_dimensions(dimensions: float, told: bool) -> None:
-    """Independent logarithms add up by their squares: a first percentile of 0.005 is 0.005^(1/√6) = 0.11 in each of six dimensions."""
+    """Independent logarithms add in squares: a first percentile of 0.005 is 0.005^(1/√6) = 0.11 in each of six dimensions."""
     far = set_to({"policy/ratio/p01": 0.005, "policy/head/op/dimensions": dimensions})
 
     assert ("policy/ratio_collapse" in raised(judged(run(40, far)))) is told
@@ -288,8 +288,11 @@ def test_a_trust_region_that_many_dimensions_leave_together_is_not_saturated(dim
 
 @pytest.mark.parametrize(("outside", "told"), [(0.25, False), (0.4, True)])
 def test_a_single_large_kl_counts_in_full_where_typical_samples_account_for_it(outside: float, told: bool) -> None:
-    """0.36 nats once. A quarter of the samples outside of 1 ± 0.2 is a KL of (0.2 / 1.15)² / 2 = 0.015, of which twelve times are 0.18;
-    40 % of them are one of 0.028, of which they are 0.34."""
+    """A KL of 0.36 nats, once.
+
+    A quarter of the samples outside of 1 ± 0.2 means a KL of (0.2 / 1.15)² / 2 = 0.015, and twelve times that is 0.18. For 40 % of the
+    samples, they are 0.028 and 0.34.
+    """
 
     def once(metrics: Values, ago: int) -> None:
         if ago == 0:
@@ -300,7 +303,7 @@ def test_a_single_large_kl_counts_in_full_where_typical_samples_account_for_it(o
 
 @pytest.mark.parametrize(("scatter", "told"), [(0.1, True), (0.6, False)])
 def test_gradients_whose_cosines_scatter_do_not_oppose_each_other(scatter: float, told: bool) -> None:
-    """A mean of -0.4 over ten: 12 standard errors, and 2."""
+    """A mean of -0.4 over ten updates: 12 standard errors from 0, or 2."""
 
     def opposed(metrics: Values, ago: int) -> None:
         metrics["grad/align/successive_cos"] = -0.4 + scatter * (-1) ** ago
@@ -310,7 +313,7 @@ def test_gradients_whose_cosines_scatter_do_not_oppose_each_other(scatter: float
 
 @pytest.mark.parametrize(("length", "told"), [(10.0, True), (500.0, False)])
 def test_what_swings_within_an_episode_is_the_rhythm_of_the_task(length: float, told: bool) -> None:
-    """A period of five updates of 32 steps, in episodes of 10 and of 500 steps."""
+    """A period of five updates of 32 steps, with episodes of 10 or 500 steps."""
     swing = set_to({"policy/kl/period/p": 1e-12, "policy/kl/period/length": 5.0, "episode/length_mean": length})
 
     assert ("grad/oscillation" in raised(judged(run(60, swing), {**FACTS, "horizon": 1000}))) is told
@@ -328,7 +331,7 @@ def test_a_kl_that_a_tiny_standard_deviation_makes_large_is_put_down_to_it(std: 
 
 
 def for_updates(count: int, **changes: float) -> Callable[[Values, int], None]:
-    """These values in so many updates; those of a healthy run in the others."""
+    """Set these values in the first `count` updates; the others stay healthy."""
     return lambda metrics, ago: metrics.update(changes) if 0 <= ago < count else None
 
 
@@ -352,7 +355,7 @@ GAIN, NORM, RATIO = "policy/surrogate_gain", "grad/global/norm_preclip_max", "in
 def test_what_a_single_update_may_show_needs_another(
     alarm: str, key: str, value: float, updates: int, told: bool
 ) -> None:
-    """Updates of healthy runs lower their own objective by chance; clipping absorbs a spike; a saturated memory rounds by more once."""
+    """Healthy updates lower their own objective by chance, clipping absorbs a spike, and a saturated memory rounds more once."""
     unusual = for_updates(updates, **{key: value})
 
     assert (alarm in raised(judged(run(40, unusual)))) is told
@@ -378,7 +381,7 @@ def test_a_gradient_that_nothing_clips_is_told_at_once() -> None:
 
 @pytest.mark.parametrize(("half_square", "told"), [(0.05, False), (3.0, True)])
 def test_a_single_sample_makes_no_large_kl(half_square: float, told: bool) -> None:
-    """One of 1,920 has become 6,000 times as likely: the mean of r - 1 - log r is 3, that of half of log² r is 0.05."""
+    """One of 1,920 samples is 6,000 times as likely: the mean of r - 1 - log r is 3, the mean of half log² r is 0.05."""
     once = for_updates(1, **{"policy/kl": 3.0, "policy/kl_k2": half_square, "policy/clip_frac": 0.4})
 
     assert ("policy/kl_spike" in raised(judged(run(40, once)))) is told
@@ -386,7 +389,7 @@ def test_a_single_sample_makes_no_large_kl(half_square: float, told: bool) -> No
 
 @pytest.mark.parametrize(("climbs", "told"), [(True, False), (False, True)])
 def test_a_critic_that_climbs_slowly_over_the_whole_run_is_left_alone(climbs: bool, told: bool) -> None:
-    """A setback of thirty updates is none of the run: R² was -6 at first."""
+    """A setback of thirty updates does not undo the rise: R² was -6 at first."""
 
     def slowly(metrics: Values, ago: int) -> None:
         setback = 0.5 * max(0, ago - 60) / 30
@@ -397,7 +400,7 @@ def test_a_critic_that_climbs_slowly_over_the_whole_run_is_left_alone(climbs: bo
 
 
 def cell(*sizes: float) -> Callable[[Values, int], None]:
-    """Sizes of the cell state after thirty updates, whose largest entry is seven times as large; the last ones stay."""
+    """Set the size of the cell state after thirty updates; its largest entry is seven times as large, and the last size stays."""
 
     def spoil(metrics: Values, ago: int) -> None:
         size = 1.0 if ago < SINCE else sizes[min(ago - SINCE, len(sizes) - 1)]
@@ -418,7 +421,7 @@ def test_a_memory_that_is_used_less_and_less_has_no_shut_gates(sizes: tuple[floa
 
 @pytest.mark.parametrize(("other", "told"), [(0.1, True), (0.0, False)])
 def test_a_head_without_a_gradient_is_dead_where_another_has_one(other: float, told: bool) -> None:
-    """Where none has one for an update, there was nothing to learn."""
+    """If no head has a gradient in an update, there was nothing to learn."""
     unusual = for_updates(1, **{"grad/head/op/norm": 0.0, "grad/head/place/norm": other})
 
     assert ("policy/dead_head" in raised(judged(run(40, unusual)))) is told

@@ -1,4 +1,4 @@
-"""Programs that are wrong from their first line, trained here for a few updates, beside their correct twins; and each check by hand."""
+"""Programs that are wrong from the start, trained for a few updates together with their correct twins; and each check worked by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trainer(env: str, **settings: Any) -> PPO:
 
 
 def types(run_dir: Path, ppo: PPO, change: Change | None = None) -> dict[str, int]:
-    """Types of alarm with the updates in which they were raised, of a run whose steps are changed from the first one on."""
+    """Types of alarm, with their first updates, of a run whose steps are altered from the first one on."""
     if change is not None:
         wrap_environment(ppo, partial(StepFilter, change))
     with Telemetry(run_dir=run_dir, offload=False) as telemetry:
@@ -87,7 +87,7 @@ def test_a_correct_program_is_silent(env: str, tmp_path: Path) -> None:
 
 
 def test_a_constant_reward_of_episodes_that_all_last_as_long_is_named() -> None:
-    """Pendulum lasts 200 steps: with 1 per step, every policy gets 200. A cost per step may be for a goal that nobody has reached yet."""
+    """Pendulum lasts 200 steps: with 1 per step, every policy gets 200. A cost per step may belong to a goal not reached yet."""
 
     def equal(metrics: Values, ago: int) -> None:
         metrics.update({"reward/std": 0.0, "reward/mean": 1.0, "reward/absmax": 1.0})
@@ -109,7 +109,7 @@ def test_a_constant_reward_of_episodes_that_all_last_as_long_is_named() -> None:
 
 @pytest.mark.parametrize(("threshold", "cut", "told"), [(475.0, 0.0, True), (-110.0, 0.0, False), (475.0, 1.0, False)])
 def test_a_penalty_per_step_contradicts_a_threshold_above_0(threshold: float, cut: float, told: bool) -> None:
-    """CartPole with its reward turned. MountainCar is solved at -110; episodes that the time limit cuts off may have missed the goal."""
+    """CartPole with the opposite reward sign. MountainCar is solved at -110; truncated episodes may have missed the goal."""
 
     def penalty(metrics: Values, ago: int) -> None:
         metrics.update({"reward/std": 0.0, "reward/mean": -1.0, "reward/absmax": 1.0, "episode/count": 4.0})
@@ -123,7 +123,7 @@ def test_a_penalty_per_step_contradicts_a_threshold_above_0(threshold: float, cu
 
 
 def test_observations_that_change_at_resets_alone_are_constant() -> None:
-    """Every environment begins elsewhere, and sees nothing of what it does: four updates of 32 steps."""
+    """Every environment starts elsewhere and never sees its own changes, in four updates of 32 steps."""
     blind = set_to({"obs/constant_frac": 0.0, "obs/still_frac": 1.0})
     (alarm,) = [alarm for alarm in alarms(judged(run(6, blind, since=1))) if alarm.type == "obs/constant"]
 
@@ -156,7 +156,7 @@ def test_a_normaliser_that_cuts_most_entries_is_named_in_the_first_updates() -> 
 
 @pytest.mark.parametrize(("ratio", "share", "told"), [(2.5, 0.69, False), (0.5, 0.97, True), (12.0, 0.93, True)])
 def test_actions_cut_at_their_bounds(ratio: float, share: float, told: bool) -> None:
-    """A standard deviation of 1 between bounds of ±0.4 cuts off 69 % and learns, as Humanoid does."""
+    """A standard deviation of 1 between bounds of ±0.4 clips 69 % and still learns, as in Humanoid."""
     cut = set_to({"policy/head/op/std_of_range": ratio, "policy/head/op/bound_frac": share})
 
     assert ("policy/actions_cut" in raised(judged(run(8, cut, since=1)))) is told
@@ -182,7 +182,7 @@ def test_a_discount_is_short_sighted_in_long_episodes(gamma: float, length: floa
 
 
 def test_a_learning_rate_below_0_is_named_at_once_and_an_overrun_schedule_is_not() -> None:
-    """A linear schedule whose last rollout exceeds the planned steps ends a little below 0."""
+    """A linear schedule whose last rollout exceeds the planned steps ends slightly below 0."""
     below = judged(run(3, set_to({"opt/lr": -3e-4}), since=1))
     overrun = judged(run(40, set_to({"opt/lr": -1e-5}), since=40))
 

@@ -1,4 +1,4 @@
-"""Events on the course of the task: each once, and none too early."""
+"""Task events are reported once, and not too early."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def returns(curve: Callable[[int], float], updates: int = 200) -> list[Verdict]:
 
 
 def told(verdicts: Iterable[Verdict]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Events of the task; outcomes of runs have tests of their own."""
+    """Events of the task; outcomes of runs have their own tests."""
     return [(name, data) for verdict in verdicts for name, data in verdict.events if name.startswith("task/")]
 
 
 def test_a_return_that_rises_and_then_stands_still() -> None:
-    """From 0 to 100 in the first half."""
+    """The return rises from 0 to 100 in the first half."""
     found = told(returns(lambda update: float(min(update, 100))))
 
     assert [(name, data["update"]) for name, data in found] == [("task/improvement", 20), ("task/plateau", 150)]
@@ -42,7 +42,6 @@ def test_a_return_that_falls() -> None:
 
 
 def test_nothing_in_the_first_tenth_of_a_run() -> None:
-    """Twenty updates of two hundred."""
     assert told(returns(lambda update: float(update), 19)) == []
 
 

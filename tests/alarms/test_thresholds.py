@@ -1,4 +1,4 @@
-"""Bounds are data: each can be named, changed and scaled, and a wrong name is a sentence."""
+"""Bounds are data: each can be named, changed and scaled; a wrong name is an error."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_bound_has_a_meaning() -> None:
 
 
 def test_a_run_has_its_own_thresholds_and_is_judged_by_them() -> None:
-    """Differences travel as plain data; a name of another version is passed over."""
+    """Differences are stored as plain data; names of other versions are ignored."""
     strict = Thresholds.parse(["kl_spike_high=0.05", "grad/noise_dominated=on", "policy/kl_stall=off"])
     told = {"thresholds": {**strict.changes(), "of_another_version": 3.0, "storm": "many"}}
 
@@ -88,7 +88,7 @@ def test_a_run_has_its_own_thresholds_and_is_judged_by_them() -> None:
 
 
 def test_diagnosis_says_what_was_said_live_under_thresholds_of_the_run(tmp_path: Path) -> None:
-    """The journal carries the bound; without it a KL of 0.05 is nothing."""
+    """The journal stores the bound; with the default bound, a KL of 0.05 raises no alarm."""
     strict = Thresholds.parse(["kl_spike_low=1e-9", "kl_spike_high=1e-8"])
     records = run(40, set_to({"policy/kl": 0.05}))
     with Telemetry(run_dir=tmp_path / "run", detect=strict, offload=False) as telemetry:

@@ -1,4 +1,4 @@
-"""Unusual values: beside the bounds of metrics, and beside the table of healthy runs that the package ships."""
+"""Unusual values, by comparison with the bounds of metrics and with the packaged table of healthy runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from esper_telemetry.core.record import Axes, MetricInfo, Record
     ],
 )
 def test_bounds_that_are_plain_numbers_are_read(text: str, value: float, decades: float | None) -> None:
-    """The distance is in decades where both are positive; a text with a condition says nothing."""
+    """The distance is in decades if both numbers are positive; a text with a condition is not a bound."""
     assert beyond_bound(text, value) == (None if decades is None else pytest.approx(decades))
 
 
@@ -53,13 +53,13 @@ def test_bounds_that_are_plain_numbers_are_read(text: str, value: float, decades
     ],
 )
 def test_a_bound_holds_on_its_condition(text: str, other: float | None, is_beyond: bool) -> None:
-    """A condition with `with` has to be known to hold, one with `unless` must not be known to."""
+    """A condition with `with` must be known to hold; one with `unless` must not be known to hold."""
     assert bool(distance_beyond(text, -1.0, {"policy/kl": other}.get)) is is_beyond
     assert not distance_beyond(text, 1.0, {"policy/kl": other}.get)
 
 
 def test_a_value_is_critical_by_the_median_of_the_latest_records() -> None:
-    """Of the last ten KL divergences six are beyond 0.1, of the last three learning rates one; nothing is known of other keys."""
+    """Six of the last ten KL divergences are beyond 0.1, and one of the last three learning rates; other keys are unknown."""
     metrics = {"policy/kl": MetricInfo("nats", "?", critical="> 0.1"), "opt/lr": MetricInfo("1", "?", critical="> 1")}
     records = [{"policy/kl": 9.0}] * 20 + [{"policy/kl": 0.01, "my/key": 9.0}] * 4
     records += [{"policy/kl": 0.3, "opt/lr": rate} for rate in (0.0, 0.0, 2.0)] + [{"policy/kl": 0.3}] * 3
@@ -139,6 +139,6 @@ def test_each_missing_value_names_what_supplies_it() -> None:
 
 
 def test_functions_that_are_named_exist() -> None:
-    """Every function beside a group returns it; none is private."""
+    """Every function next to a group returns that group, and none is private."""
     assert all(not name.startswith("_") for supplier in suppliers().values() for name in supplier.functions)
     assert "episode_stats" in suppliers()["episode/return_mean"].functions

@@ -1,4 +1,4 @@
-"""Settings, ends of episodes and observations that are not what they were: told by what the run itself says of them."""
+"""Wrong settings, ends of episodes and observations, detected from the run itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def first(spoil: Any, kind: str, facts: Any = FACTS) -> Alarm:
 
 
 def test_entropy_that_stands_in_the_loss_as_it_is_has_the_wrong_sign() -> None:
-    """A loss of entropy is minus the entropy; told at the second update, from the start of the run or late in it."""
+    """An entropy loss is minus the entropy; the alarm follows in the second update, at the start of the run or late in it."""
     told = first(set_to({"loss/entropy": 0.8}), "policy/entropy_crash")
 
     assert (told.since, told.axes.update, told.key) == (SINCE, SINCE + 1, "loss/entropy")
@@ -39,7 +39,7 @@ def test_a_bonus_without_weight_may_have_any_sign() -> None:
 
 
 def test_entropy_that_plunges_early_is_reported_within_three_updates() -> None:
-    """To a third of itself in every update: the slope over twenty hardly knows yet."""
+    """The entropy falls to a third in every update, too fast for a slope over twenty updates."""
 
     def plunge(found: Values, ago: int) -> None:
         found["policy/entropy_norm"] = 0.6 / 3 ** min(ago + 1, 3)
@@ -51,7 +51,7 @@ def test_entropy_that_plunges_early_is_reported_within_three_updates() -> None:
 
 
 def test_a_memory_of_ten_steps_is_short_where_rewards_are_rare() -> None:
-    """beta2 = 0.9 reaches back ten of an update's sixteen steps; rewards come in every fourth update."""
+    """beta2 = 0.9 reaches back ten of an update's sixteen steps; every fourth update has a reward."""
 
     def rare(found: Values, ago: int) -> None:
         found["reward/zero_frac"] = 0.4 if ago % 4 == 3 else 1.0
@@ -63,13 +63,13 @@ def test_a_memory_of_ten_steps_is_short_where_rewards_are_rare() -> None:
 
 
 def test_a_memory_that_has_become_shorter_than_an_update_raises_an_alarm() -> None:
-    """From a thousand steps to ten, in mid-run; to twenty, which is more than an update, is no matter."""
+    """From a thousand steps to ten in mid-run; twenty, which is more than an update, raises no alarm."""
     assert raised(judged(run(40, set_to({"opt/beta2": 0.9})))) == {"opt/rms_spike": SINCE}
     assert raised(judged(run(40, set_to({"opt/beta2": 0.95})))) == {}
 
 
 def test_more_passes_than_ever_are_reported_where_they_move_the_policy() -> None:
-    """Five times the optimizer steps, at a third update with thrice the KL: 0.024, which alone is nothing."""
+    """Five times as many optimizer steps, and three times the KL: 0.024, which alone raises no alarm."""
     records = run(40, multiplied({"policy/kl": 3}))
     steps = [16 * n if n < SINCE else 16 * (SINCE - 1) + 80 * (n - SINCE + 1) for n in range(1, 41)]
     for index, taken in enumerate(steps):
@@ -139,7 +139,7 @@ def test_without_a_time_limit_nothing_is_said_of_ends() -> None:
 
 
 def test_environments_that_never_changed_are_reported_beside_others_that_do() -> None:
-    """Ten updates from the start; four of 32 steps where none of them changes. A task of one step may have one state for all."""
+    """Ten updates from the start, or four of 32 steps if none of them changes. A task of one step may have a single state."""
     assert raised(judged(run(40, set_to({"obs/constant_frac": 0.5}), since=1))) == {"obs/constant": 10}
     blind = {"obs/constant_frac": 1.0, "obs/still_frac": 1.0}
     assert raised(judged(run(40, set_to(blind), since=1))) == {"obs/constant": 4}
@@ -154,7 +154,7 @@ def test_an_agent_that_waits_for_a_rollout_or_two_is_no_fault() -> None:
 
 
 def test_a_value_beyond_all_before_is_out_of_line_however_wide_its_history_is() -> None:
-    """Gradients between 1 and 1000 have standard scores that nothing exceeds; 100 times the largest, twice, is told all the same."""
+    """Gradients between 1 and 1000 have standard scores that no value exceeds; 100 times the largest, twice, still raises the alarm."""
 
     def wide(found: Values, ago: int) -> None:
         found["grad/global/norm_preclip_max"] = 10.0 ** (ago % 4) if ago < SINCE - 2 else 1e5
