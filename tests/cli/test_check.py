@@ -1,4 +1,4 @@
-"""`esper-telemetry check`: the table of a script that runs for a limited time, and of a run that has recorded one."""
+"""`esper-telemetry check`: the table of a script that runs for a limited time, and of a recorded run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Output(NamedTuple):
 
 
 def check(directory: Path, *words: str) -> Output:
-    """Run the command as a process."""
     done = run_python("-m", "esper_telemetry", "check", *words, cwd=directory)
     return Output(done.returncode, done.stdout, done.stderr)
 
@@ -43,7 +42,7 @@ def row(output: Output, equation: str) -> dict[str, Any]:
 
 @pytest.fixture
 def wrong_script(tmp_path: Path) -> Path:
-    """A script whose trace runs on over the ends of episodes."""
+    """A script whose trace continues across the ends of episodes."""
     text = (SCRIPTS / "categorical.py").read_text(encoding="utf-8")
     assert RIGHT_TRACE in text
     path = tmp_path / "wrong.py"
@@ -52,7 +51,7 @@ def wrong_script(tmp_path: Path) -> Path:
 
 
 def test_a_correct_script_matches_until_it_ends(tmp_path: Path) -> None:
-    """Four updates of it, all of them checked; what it prints stays on stdout, before the table."""
+    """All of its four updates are checked; the script's output stays on stdout, before the table."""
     output = check(tmp_path, "--run-dir", "run", str(SCRIPTS / "categorical.py"), "--seed=2")
 
     assert output.code == 0, output.err
@@ -71,13 +70,13 @@ def test_a_mistake_is_named_and_the_recorded_run_says_the_same(tmp_path: Path, w
     values = row(live, "advantages")
     assert (values["state"], values["updates"]) == ("differs", 3)
     assert [one["hypothesis"] for one in values["explanations"]] == ["ends_ignored"]
-    assert "norm" in live.err  # what the script prints
+    assert "norm" in live.err  # printed by the script
     assert "wrong.py: stopped after 3 updates" in live.err
     assert read_run(tmp_path / "run").status is RunStatus.INTERRUPTED
 
 
 def test_every_update_is_sampled_and_its_cost_raises_no_alarm(tmp_path: Path) -> None:
-    """Forty updates of 32 steps, of which telemetry takes a large share."""
+    """Forty updates of 32 steps, a large share of whose time telemetry uses."""
     script = str(SCRIPTS / "categorical.py")
     output = check(
         tmp_path, "--json", "--run-dir", "run", script, "--num_steps=16", "--num_envs=2", "--total_timesteps=1280"

@@ -1,4 +1,4 @@
-"""The command line: what it says to mistakes, and that nothing is left behind by them."""
+"""The command line: its messages about mistakes, after which no files are left."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def run_cli(arguments: Sequence[str], capfd: pytest.CaptureFixture[str]) -> Comm
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory."""
     empty = tmp_path / "here"
     empty.mkdir()
     monkeypatch.chdir(empty)
@@ -208,7 +207,7 @@ def test_a_directory_that_holds_a_run_is_left_alone(here: Path, capfd: pytest.Ca
 
 @pytest.fixture(scope="module")
 def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two updates, 64 steps each, with a checkpoint; episodes of Pendulum take 200 steps, so none ends."""
+    """A run of two updates, 64 steps each, with a checkpoint. Pendulum's episodes take 200 steps, so none ends."""
     run_dir = tmp_path_factory.mktemp("resume") / "run"
     options = ("--total-steps", "100", "--num-envs", "2", "--num-steps", "32", "--run-dir", str(run_dir))
     with pytest.raises(SystemExit) as stop:
@@ -336,7 +335,7 @@ def test_a_run_that_is_still_trained_is_not_resumed(
 def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(
     half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """TensorBoard and no console, as the first part had; the level too; the learning rate and the end are new."""
+    """TensorBoard without the console, and the level, as in the first part; the learning rate and the number of steps are new."""
     shutil.copytree(half_done, "run")
     options = ("--total-steps", "200", "--learning-rate", "0.001", "--no-anneal-learning-rate")
 
@@ -378,7 +377,7 @@ def test_a_password_is_not_kept_so_the_sink_is_named_again(
 
 
 def test_a_directory_that_cannot_be_written_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A file stands where its parent should be, which stops an administrator too."""
+    """Its parent is a file, which stops an administrator, too."""
     (here / "file").write_text("")
 
     code, _, err = run_cli([*CARTPOLE, "--run-dir", "file/run"], capfd)
@@ -419,7 +418,7 @@ def test_the_version_is_that_of_the_package(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_a_directory_of_runs_is_listed_with_status_and_command(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The oldest first; what is no run is passed over."""
+    """The oldest run first; other folders are skipped."""
     for name in ("first", "second"):
         with Telemetry(run_dir=here / "runs" / name, name=name) as telemetry:
             telemetry.log({"my/number": 1.0})
@@ -443,7 +442,7 @@ def test_a_directory_of_runs_is_listed_with_status_and_command(here: Path, capfd
 def test_a_server_that_is_not_there_is_one_sentence(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing listens on port 1."""
+    """Port 1 has no listener."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with Telemetry(run_dir=here / "run") as telemetry:
         telemetry.log({"my/number": 1.0})
@@ -503,7 +502,7 @@ def test_at_level_off_nothing_is_written(here: Path, capfd: pytest.CaptureFixtur
 
 
 def test_a_profile_is_a_trace_that_perfetto_and_tensorboard_read(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Updates 1 and 2 are passed over, 3 and 4 traced: twice the ranges of an update, with torch's operations below."""
+    """Updates 1 and 2 are skipped, 3 and 4 traced: twice the ranges of an update, with torch's operations below."""
     four = ("--total-steps", "256", "--num-envs", "2", "--num-steps", "32", "--num-epochs", "1")
     code, out, _ = run_cli(
         [*CARTPOLE, *four, "--run-dir", "run", "--profile", "--profile-schedule", "1", "1", "2"], capfd

@@ -1,4 +1,4 @@
-"""Commands in processes of their own: what they import, and what they write to a terminal and to a pipe."""
+"""Commands as separate processes: their imports, and their output to a terminal and to a pipe."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_dir(delivered_run: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def delivered_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of an own loop, delivered to TensorBoard, in which the KL is far too large."""
+    """A finished run of a user's own loop, delivered to TensorBoard, with a KL that is far too large."""
     directory = tmp_path_factory.mktemp("processes") / "run"
     with Telemetry(["tensorboard"], run_dir=directory) as telemetry:
         for update in range(1, 31):
@@ -123,15 +123,15 @@ def in_terminal(
 
 
 def read_terminal(descriptor: int) -> bytes:
-    """The next bytes; nothing once the last process has closed the terminal."""
+    """The next bytes; empty once the last process has closed the terminal."""
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # EIO, which is how Linux says so
+    except OSError:  # EIO, which is how Linux reports that
         return b""
 
 
 def environment(changes: Mapping[str, str] | None) -> dict[str, str]:
-    """Ours without what changes how terminals are written to."""
+    """Our environment without variables that affect terminal output."""
     decides = {"NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
     unchanged = {name: value for name, value in os.environ.items() if name not in decides}
     return {**unchanged, "TERM": "xterm-256color", **(changes or {})}

@@ -1,4 +1,4 @@
-"""Torch backends of the ranks that `torchrun` starts; end-to-end tests show the rest."""
+"""Torch backends of the ranks that `torchrun` starts; the end-to-end tests cover the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from esper_telemetry.cli.rank_agreement import backends
 def test_the_host_exchanges_too_where_there_are_accelerators(
     device: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counts and plain values are on the host, where NCCL cannot reach them; it also refuses two ranks on one accelerator."""
+    """Counts and plain values are on the host, which NCCL cannot reach. NCCL also refuses two ranks on one accelerator."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     assert backends(device) == expected

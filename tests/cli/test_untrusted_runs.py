@@ -1,4 +1,4 @@
-"""Run directories that somebody else has made: nothing of them steers the terminal, and nothing outside of them is touched or asked."""
+"""Run directories from somebody else cannot control the terminal, touch files outside or cause connections."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_cli(words: Sequence[object], capfd: pytest.CaptureFixture[str]) -> tuple
 
 
 def hostile_run(run_dir: Path) -> Path:
-    """A finished run of 20 updates with escape sequences in every text, and three malformed lines, 2 to 4."""
+    """A finished run of 20 updates with escape sequences in every text; lines 2 to 4 are malformed."""
     facts = {"env": ESCAPES, "trainer": ESCAPES, "num_envs": "eight"}
     head = RunInfo("r1", ESCAPES, None, 1e9, {ESCAPES: ESCAPES}, (ESCAPES,), ESCAPES, {}, facts)
     records = run(20)
@@ -76,7 +76,7 @@ def test_no_command_writes_escape_sequences_or_stops_at_a_malformed_line(
 
     code, out, err = run_cli([words[0], hostile_run(tmp_path / "run"), *words[1:]], capfd)
 
-    assert code in (0, 1, 2 if words == ["check"] else 0)  # nothing could be checked
+    assert code in (0, 1, 2 if words == ["check"] else 0)  # the run has no data to check
     assert "Traceback" not in err
     assert UNPRINTABLE.search(out + err) is None
 
@@ -111,7 +111,7 @@ def test_a_report_of_hostile_texts_has_no_element_of_theirs(tmp_path: Path, capf
 def test_the_largest_numbers_can_be_judged_and_drawn(
     words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every second value of twenty records is 1.7e308, and the others are as far below zero."""
+    """Values of twenty records alternate between 1.7e308 and -1.7e308."""
     monkeypatch.chdir(tmp_path)
     for name in ("run", "other"):
         records = [
@@ -149,7 +149,7 @@ def test_other_files_of_the_directory_may_be_anything(
 
 
 def test_links_in_a_prepared_directory_are_replaced_and_not_followed(tmp_path: Path) -> None:
-    """A run that begins there writes its own files, and leaves the file that the links lead to."""
+    """A new run there writes its own files, and the links' target stays unchanged."""
     names = ("config.json", "status.json", "cursors.json", "trainer.lock", "sinks.lock", "writer.lock", "sinks.log")
     outside = tmp_path / "outside"
     outside.write_text("kept")
@@ -215,7 +215,7 @@ def test_a_report_goes_to_a_device_and_through_a_link(tmp_path: Path, capfd: pyt
 
 
 class Terminal(io.StringIO):
-    """A terminal at which somebody has typed a line."""
+    """A terminal with a typed line."""
 
     def isatty(self) -> bool:
         return True
@@ -227,7 +227,7 @@ SERVER = "mlflow:http://127.0.0.1:1"
 def test_doctor_connects_to_an_address_of_the_directory_only_if_the_user_agrees(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing listens on port 1, which only a client notices that connects."""
+    """Port 1 has no listener, so an attempt to connect shows in the output."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     run_dir = hostile_run(tmp_path / "run")
     (run_dir / "status.json").write_text(json.dumps({"sinks": {"mlflow": {"uri": SERVER}}}))

@@ -65,12 +65,12 @@ def test_readers_of_records_have_every_label() -> None:
     ],
 )
 def test_a_key_is_traced_to_the_template_it_was_made_from(key: str, template: str) -> None:
-    """A label of temporal suffixes is a whole key, of however many segments."""
+    """A label of temporal suffixes is a whole key with any number of segments."""
     assert template_of(key, {metric.key: metric for metric in catalogue()}) == template
 
 
 def test_no_label_takes_a_key_of_another_declaration() -> None:
-    """Every declared key, with a plain label, and every history that a run derives."""
+    """Covers every declared key, with a plain label, and every history that a run derives."""
     declared_keys = {metric.key: metric for metric in catalogue()}
     plain = {
         re.sub(r"\{(\w+)\}", lambda m: "policy/kl" if m[1] in WHOLE_KEYS else "x", key): key for key in declared_keys
@@ -87,7 +87,7 @@ def test_no_label_takes_a_key_of_another_declaration() -> None:
 
 
 def test_every_key_that_is_derived_from_earlier_updates_has_its_own_declaration() -> None:
-    """Twenty updates whose rate and step size fall: a layer named `lr_response` would be judged as a step size."""
+    """In twenty updates, the rate and the step size fall. A layer named `lr_response` would be judged as a step size."""
     history, values = RunHistory({"groups": {"actor": ()}}), {row.key: 0.5 for row in key_histories(["actor"])}
     declared_keys = {metric.key: metric for metric in catalogue()}
     for update in range(1, 21):
@@ -99,7 +99,7 @@ def test_every_key_that_is_derived_from_earlier_updates_has_its_own_declaration(
 
 
 def test_the_history_of_a_declared_key_is_not_a_layer() -> None:
-    """As in journals in which a history has no declaration of its own."""
+    """As in journals that declare no separate history."""
     templates = dict.fromkeys(["opt/update_to_weight", "opt/update_to_weight/{layer}", "{key}/lr_response"])
 
     assert template_of("opt/update_to_weight/lr_response", templates) == "{key}/lr_response"
@@ -107,7 +107,7 @@ def test_the_history_of_a_declared_key_is_not_a_layer() -> None:
 
 
 def test_declarations_need_no_torch() -> None:
-    """In a process of their own: nothing that the catalogue imports, of this package or of plugins, imports torch."""
+    """In a separate process: no import of the catalogue, from this package or from plugins, imports torch."""
     program = "import sys; from esper_telemetry.core.catalogue import catalogue; assert catalogue(); print('torch' in sys.modules)"
 
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -117,7 +117,7 @@ def test_declarations_need_no_torch() -> None:
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """An installed module that declares a metric, and declares one of ours again."""
+    """An installed module that declares a new metric and one of ours again."""
     module = ModuleType("curiosity_metrics")
 
     @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         )
 
     Curiosity.__module__ = module.__name__
-    module.Curiosity = Curiosity  # type: ignore[attr-defined]  # what a plugin's module would define
+    module.Curiosity = Curiosity  # type: ignore[attr-defined]  # a plugin's module would define it
     monkeypatch.setitem(sys.modules, module.__name__, module)
     entries = [
         EntryPoint("broken", "no_such_module_of_metrics", ENTRY_POINT_GROUP),
@@ -146,7 +146,7 @@ def forget() -> None:
 
 
 def test_plugins_add_metrics(plugin: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    """A plugin that cannot be imported and a key that is declared twice cost a warning each."""
+    """A plugin that cannot be imported and a key that is declared twice each cause one warning."""
     metrics = {metric.key: metric for metric in catalogue()}
 
     assert metrics["curiosity/bonus"].question == "How much does novelty pay?"

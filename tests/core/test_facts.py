@@ -1,4 +1,4 @@
-"""Facts of a run: typed where they are declared, free where they are not."""
+"""Facts of a run: declared facts are typed, other facts are free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_fact_that_is_missing_or_has_another_form_is_not_known() -> None:
 
 
 def test_as_a_mapping_facts_are_as_they_were_given() -> None:
-    """Null is not absent, and a plugin finds its own."""
+    """None differs from a missing fact, and plugins can read undeclared facts."""
     given = {"clip": 1, "target_kl": None, "own": [3]}
     facts = Facts.of(given)
 

@@ -1,4 +1,4 @@
-"""Files that others have made: links are not followed, FIFOs not waited for, and JSON is bounded."""
+"""Reading untrusted files: links are not followed, FIFOs do not block, and JSON is bounded."""
 
 from __future__ import annotations
 

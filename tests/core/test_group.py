@@ -1,4 +1,4 @@
-"""Groups become values: one row, many minibatches, labels, what is absent, what is wrong."""
+"""Groups become values: one row, many minibatches, labels, missing data and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from esper_telemetry.core.reduction import Counts, Max, Mean, Moments, Sum
 
 
 def metric(key: str, **settings: object) -> Metric:
-    return Metric(key=key, unit="1", question="?", **settings)  # type: ignore[arg-type]  # whatever the test needs
+    return Metric(key=key, unit="1", question="?", **settings)  # type: ignore[arg-type]  # any settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def test_labels_fill_the_keys() -> None:
 
 
 def test_plain_numbers_and_tensors_of_several_shapes_share_a_row() -> None:
-    """The count is a number, the total has two labels, the peak is one tensor for both."""
+    """The count is a number, the total has two labels, and the peak is one tensor for both."""
     group = PerGroup(("a", "b"), Mean(torch.tensor([4.0, 6.0]), 2.0), Max(torch.tensor(9.0)))
 
     assert group.values() == {"grad/a/norm": 2.0, "grad/b/norm": 3.0, "grad/a/peak": 9.0, "grad/b/peak": 9.0}

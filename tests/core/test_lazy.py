@@ -11,7 +11,7 @@ from esper_telemetry.core.lazy import collection_paused
 
 @pytest.fixture
 def collection_enabled() -> bool:
-    """Enable the collector, as every program that has not changed it does."""
+    """Enable the collector, which is Python's default."""
     gc.enable()
     return gc.isenabled()
 

@@ -8,7 +8,7 @@ from esper_telemetry.core.clock import PhaseTimes
 
 
 class Clocks:
-    """Wall and processor clocks that stand still until they are set; the processor works half of the time."""
+    """Wall and processor clocks that only tests advance; the processor works half of the time."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -18,7 +18,7 @@ def network() -> nn.ParameterDict:
 
 
 def named(*optimizers: dict[str, float] | list[dict[str, Any]]) -> dict[str, float | torch.Tensor]:
-    """Return the rates of optimizers, each given by its groups: parameters to rate, or what torch takes."""
+    """Return the rates of optimizers, each given by its groups: a map from parameters to rates, or torch's own arguments."""
     model = network()
     rates = []
     for groups in optimizers:
@@ -32,7 +32,7 @@ def named(*optimizers: dict[str, float] | list[dict[str, Any]]) -> dict[str, flo
 @pytest.mark.parametrize(
     ("optimizers", "rates"),
     [
-        # one rate is `opt/lr`, of however many groups and optimizers
+        # a single rate is `opt/lr`, for any number of groups and optimizers
         ([{"trunk pi log_std vf": 0.1}], {}),
         ([{"trunk": 0.1, "pi log_std": 0.1}, {"vf": 0.1}], {}),
         # two optimizers, one with two groups; a shared parameter belongs to the optimizer that trains it
@@ -41,9 +41,9 @@ def named(*optimizers: dict[str, float] | list[dict[str, Any]]) -> dict[str, flo
         ([{"trunk": 0.1, "pi": 0.2, "vf": 0.3}], {"shared": 0.1, "actor": 0.2, "critic": 0.3}),
         # two groups of one part
         ([{"pi": 0.1, "log_std": 0.2}], {"actor": 0.1, "actor_2": 0.2}),
-        # a group of both parts has only its place among all
+        # a group with both parts is named by its position among all groups
         ([{"log_std": 0.2, "trunk pi vf": 0.1}], {"actor": 0.2, "group_1": 0.1}),
-        # the parameter's own name comes first
+        # the group's own name has priority
         ([[{"params": ["pi"], "name": "head"}, {"params": ["vf"], "lr": 0.1}]], {"head": 0.5, "critic": 0.1}),
     ],
 )
@@ -52,7 +52,7 @@ def test_rates_have_the_names_of_the_parts_that_they_train(optimizers: list[Any]
 
 
 def test_rates_on_a_device_are_not_compared() -> None:
-    """`capturable` optimizers keep their rate in a tensor; to compare two would wait for a GPU."""
+    """`capturable` optimizers keep their rate in a tensor; comparing two would wait for the GPU."""
     model = network()
     optimizer = torch.optim.SGD([{"params": [model["pi"]]}, {"params": [model["vf"]]}], lr=torch.tensor(0.5))
 

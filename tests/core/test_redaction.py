@@ -1,6 +1,6 @@
 """Which names, values and texts hold a secret, and which only look like it.
 
-Keys of known forms are put together here from their prefix and `TAIL`, so that no scanner of repositories reports this file.
+Keys of known forms are assembled from their prefix and `TAIL`, so that no scanner of repositories reports this file.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PREFIXES = (
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let each test begin without secrets of other tests, and leave none behind."""
+    """Let each test start without the secrets of other tests, and leave none for the next."""
     monkeypatch.setattr(redaction, "_secrets", {})
     monkeypatch.setattr(redaction, "_known", ())
     redaction._masked_cached.cache_clear()
@@ -248,7 +248,7 @@ def test_structures() -> None:
 
 
 def test_a_secret_is_masked_wherever_it_appears_later_and_earlier() -> None:
-    """In the note in front of its name, as bytes, in JSON, in an address, and line by line."""
+    """In the note before its name, as bytes, in JSON, in an address, and line by line."""
     secret, key = "s3cr&t/ä", f"-----BEGIN PRIVATE KEY-----\nMIIE{TAIL}\n-----END PRIVATE KEY-----"
 
     shown = redacted({"note": f"log in with {secret}", "password": secret, "key": key})
@@ -308,13 +308,13 @@ def test_a_log_is_masked_with_its_traceback() -> None:
 
 
 def test_time_grows_with_the_length_of_a_text_not_faster() -> None:
-    """Each of these took minutes with a rule that looks ahead without a limit."""
+    """Each of these took minutes with a pattern whose look-ahead was unlimited."""
     for piece in ("sk-", "a-", "://a:b/", "glpat-", "password='", "a.b:", "eyJ", "cookie: a=b;", "token=(", "x_key="):
         masked(piece * 20_000)
 
 
 def test_nothing_in_the_run_directory_holds_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the settings, on the command line, in what a client raises in the other process, and in its log."""
+    """In settings, on the command line, in the error that a client raises in the other process, and in that process's log."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--sink", "mlflow:http://me:hunter2@host"])
     error = ConnectionError("cannot reach http://me:hunter2@host")
     sink = FailingSink(fail_in=["write"], error=error, in_process=False)

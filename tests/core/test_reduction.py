@@ -1,4 +1,4 @@
-"""Reductions merge associatively and read off what the whole data would give."""
+"""Reductions merge associatively, and their statistics equal those computed from all data at once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_merging_moments_is_associative(a: Floats, b: Floats, c: Floats) -> None
 
 
 def test_moments_survive_a_large_mean() -> None:
-    """Raw power sums lose everything at mean/std = 1e8; centred ones keep the shape."""
+    """Raw power sums lose everything at mean/std = 1e8; centred sums keep the shape."""
     x = np.random.default_rng(0).gamma(2.0, size=1000)
     parts = np.split(x + 1e8, 10)
 
@@ -91,7 +91,7 @@ def test_one_slot_reductions(reduction: type[Reduction], expected: float) -> Non
 
 
 def test_what_belongs_to_the_largest() -> None:
-    """The second of three has the largest size, 9; where none has a size there is nothing to report."""
+    """The second of three has the largest size, 9; without a finite size the result is undefined."""
     rows = np.array([3.0, 1.0]), np.array([5.0, 9.0]), np.array([4.0, -math.inf])
 
     assert OfLargest.statistics["of_largest"](merged(OfLargest, *rows)) == 5.0

@@ -1,4 +1,4 @@
-"""One helper process: started, heard, killed, restarted and reaped. The entries are Python code that the helper runs."""
+"""One helper process: start, replies, kill, restart and reaping. The programs are Python code that the helper runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_helper_replies_to_what_it_is_sent(start: Start) -> None:
     supervisor.send(b"hello\n")
 
     assert heard(supervisor) == b"HELLO\n"
-    assert supervisor.stop(60.0) == 0  # it ends with its input
+    assert supervisor.stop(60.0) == 0  # the helper ends with its input
     assert supervisor.pid is None
 
 
@@ -88,7 +88,7 @@ os.write(int(sys.argv[1]), ascii(sys.path).encode() + b"\\n" + subprocess.check_
 def test_a_helper_has_the_import_path_of_this_process_and_what_it_starts_has_not(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as the path of a script in a folder that contains a `logging.py`."""
+    """For example the folder of a script that contains a `logging.py`."""
     folder = str(tmp_path / "it's \udcff")
     monkeypatch.syspath_prepend(folder)
     path = [str(Path(entry).absolute()) for entry in sys.path]
@@ -107,7 +107,7 @@ def test_output_is_appended_to_the_log(start: Start, tmp_path: Path) -> None:
 
 
 def test_restarts_wait_longer_each_time_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second after one death, one second after two; progress restarts; the third of three in a row is too many."""
+    """Half a second after one death, one second after two. Progress resets the count, and the third death in a row is too many."""
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     supervisor = ProcessSupervisor("", tmp_path / "log", max_restarts=2)

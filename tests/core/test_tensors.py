@@ -1,4 +1,4 @@
-"""Masks, entropy, gradient norms and clipping, against torch's own and against numbers worked by hand."""
+"""Masks, entropy, gradient norms and clipping, compared with torch's own and with numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def clipped_by_ops(tensors: list[Tensor], max_norm: float) -> list[Tensor]:
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 0.008, 1.0, 1e6])
 @pytest.mark.parametrize("zero", [False, True])
 def test_clipping_equals_torch_bit_for_bit(scale: float, zero: bool) -> None:
-    """Below and above the limit of 0.5, and where one gradient is exactly zero."""
+    """Below and above the limit of 0.5, and with one gradient that is exactly zero."""
     tensors = gradients(scale)
     if zero:
         tensors[1].zero_()
@@ -46,7 +46,7 @@ def test_clipping_equals_torch_bit_for_bit(scale: float, zero: bool) -> None:
 
 
 def test_a_norm_at_the_limit_still_clips() -> None:
-    """3-4-5: the coefficient is 5 / (5 + 1e-6), which float32 rounds to 1 - 2.4e-7 or so."""
+    """3-4-5: the coefficient is 5 / (5 + 1e-6), which float32 rounds to about 1 - 2.4e-7."""
     assert ops.clip_coefficient(torch.tensor(5.0), 5.0) < 1
 
 
@@ -60,7 +60,7 @@ def test_the_factor_on_the_host_is_that_of_torch_to_the_last_bit(norm: float, li
 
 
 def test_norms_neither_overflow_nor_underflow() -> None:
-    """(1e20, 1e20) has norm 1.414e20 though its squares leave float32; 1e-25 squared leaves it at the other end."""
+    """(1e20, 1e20) has norm 1.414e20, although its squares overflow float32; the square of 1e-25 underflows."""
     norms = ops.gradient_norms([torch.tensor([1e20, 1e20]), torch.tensor([1e-25]), torch.tensor([0.0])])
 
     assert norms.dtype == torch.float64

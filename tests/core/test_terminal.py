@@ -1,4 +1,4 @@
-"""Texts that others wrote cannot steer the terminal."""
+"""Untrusted texts cannot control the terminal."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def record(seq: int) -> Record:
 
 
 def begun(run_dir: Path, records: int = 0) -> Journal:
-    """A journal of a run that goes on."""
+    """A journal of an unfinished run."""
     journal = Journal.create(run_dir)
     journal.write(encode_run(info()))
     add(journal, range(1, records + 1))
@@ -25,7 +25,7 @@ def begun(run_dir: Path, records: int = 0) -> Journal:
 
 
 def ended(run_dir: Path, records: int) -> Path:
-    """The directory of a run that is over."""
+    """The directory of a finished run."""
     journal = begun(run_dir, records)
     end(journal)
     journal.close()

@@ -1,4 +1,4 @@
-"""Sinks that write down what is done to them, one JSON line per call, in whatever process they run."""
+"""Sinks that log their calls, one JSON line per call, in any process."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ class FlakySink(RecordingSink):
 
 
 class HopelessSink(RecordingSink):
-    """Cannot be opened, for good."""
+    """Can never be opened."""
 
     def open(self, run: RunInfo) -> None:
         raise PermanentSinkError("the key was revoked")
 
 
 class GatedSink(RecordingSink):
-    """Takes as long to open as `gate` is shut."""
+    """Opening waits for the `gate`."""
 
     def open(self, run: RunInfo) -> None:
         while not gate(self.file).exists():
@@ -95,7 +95,7 @@ class GatedSink(RecordingSink):
 
 @dataclass(frozen=True)
 class ImportingSink(RecordingSink):
-    """Notes in which thread it imports its client; the first `failures` imports end in an error."""
+    """Logs which thread imports its client; the first `failures` imports raise."""
 
     failures: int = 0
     error: type[Exception] = RecursionError
@@ -123,7 +123,7 @@ class HangingSink(RecordingSink):
 
 @dataclass(frozen=True)
 class PickySink(RecordingSink):
-    """Takes no batch that holds one of these records; says why in its own words, as clients do."""
+    """Refuses every batch with one of these records, with its own error as clients do."""
 
     refused: tuple[int, ...] = ()
     kind: type[Exception] = ValueError
@@ -139,7 +139,7 @@ class PickySink(RecordingSink):
 
 
 class HangingOnceSink(RecordingSink):
-    """Never returns from its third record in the first process it runs in."""
+    """In its first process, it never returns from its third record."""
 
     def write(self, records: Sequence[Record]) -> None:
         if records[-1].seq >= 3 and sum(call["call"] == "open" for call in calls(self.file)) == 1:
@@ -149,7 +149,7 @@ class HangingOnceSink(RecordingSink):
 
 
 class DyingClientSink(RecordingSink):
-    """Finds its client dead at the third record, in the first process it runs in."""
+    """In its first process, its client is dead at the third record."""
 
     def write(self, records: Sequence[Record]) -> None:
         if records[-1].seq >= 3 and sum(call["call"] == "open" for call in calls(self.file)) == 1:
@@ -180,7 +180,7 @@ class NoisySink(RecordingSink):
 
 
 class StartingSink(RecordingSink):
-    """Starts a Python process, as clients do, and notes from where that imports."""
+    """Starts a Python process, as clients do, and logs that process's import path."""
 
     def open(self, run: RunInfo) -> None:
         code = "import json, sys; print(json.dumps(sys.path))"
@@ -201,7 +201,7 @@ def calls(file: Path) -> list[dict[str, Any]]:
 
 
 def seqs(file: Path) -> list[int]:
-    """The numbers of all records that the sink took, in order."""
+    """The numbers of all records that the sink accepted, in order."""
     return [seq for call in calls(file) if call["call"] == "write" for seq in call["seqs"]]
 
 

@@ -1,4 +1,4 @@
-"""Alarms reach a sink once, in the order of the journal, and no record is lost or held back for them for good."""
+"""Alarms reach a sink once and in the journal's order, and they never lose or block records permanently."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from esper_telemetry.testing import FailingSink, MemorySink
 
 
 def alarm(seq: int, kind: str = "policy/kl_spike") -> Alarm:
-    """One of the record of that number."""
+    """An alarm of the record with that number."""
     return Alarm(seq, record(seq).axes, kind, AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, "policy/kl", since=seq)
 
 
 def journal_with_alarms(run_dir: Path, records: int, alarms: Sequence[int]) -> Journal:
-    """A journal with alarms behind the records of these numbers."""
+    """A journal with alarms after the records with these numbers."""
     journal = begun(run_dir)
     go_on(journal, range(1, records + 1), alarms)
     return journal
@@ -46,7 +46,7 @@ def go_on(journal: Journal | MemoryJournal, seqs: range, alarms: Sequence[int]) 
 
 @dataclass
 class OrderSink(MemorySink):
-    """Keeps what it is told in one list."""
+    """Keeps its calls in one list."""
 
     name: str = "told"
     order: list[int | str] = field(default_factory=list)
@@ -84,7 +84,7 @@ def test_alarms_come_between_the_records(tmp_path: Path) -> None:
 
 
 def test_outcomes_come_between_the_records_and_once(tmp_path: Path) -> None:
-    """Two outcomes, the last one behind all records; a second replay sends nothing again, and one without the method gets its records."""
+    """Two outcomes, the last one after all records; a second replay repeats none."""
     journal = begun(tmp_path)
     for seq, kind in ((1, ""), (2, "learning"), (3, "flat")):
         add(journal, range(seq, seq + 1))
@@ -146,7 +146,7 @@ def test_a_failure_is_tried_again_and_nothing_comes_twice(tmp_path: Path, method
 
 
 def test_a_delivery_that_goes_on_after_it_was_stopped_counts_every_record_once(tmp_path: Path) -> None:
-    """Stopped while an alarm fails: its batch is sent again, and so is the record before it."""
+    """It stops when an alarm fails: its batch is sent again, including the record before the alarm."""
     end(journal_with_alarms(tmp_path, 4, [2]))
     stopped = Delivery(
         FailingSink(fail_in={"alarm"}),

@@ -1,4 +1,4 @@
-"""A sink that fails is left alone for a while, then tried with one record, and a record that it refuses does not hold up the rest."""
+"""A failing sink is left alone for a while, then tried with one record; a record that it refuses does not block the rest."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_last_records_of_a_run_can_be_refused_too(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("no")])
 def test_a_sink_that_takes_nothing_at_all_refuses_no_record(tmp_path: Path, error: Exception) -> None:
-    """Its mistake is not the records': all of them stay pending."""
+    """The sink is at fault, not the records: all of them stay pending."""
     run_dir, sink = ended(tmp_path / "run", 5), FailingSink(fail_in=["write"], error=error)
 
     report = replay(run_dir, sink)

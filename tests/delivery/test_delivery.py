@@ -21,7 +21,7 @@ from esper_telemetry.journal import JournalReader, encode_end, encode_metrics, e
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries at once, and looks for new lines all the time."""
+    """Retry at once, and poll for new lines continuously."""
     monkeypatch.setattr(breaker, "FIRST_RETRY_SECONDS", 0.001)
     monkeypatch.setattr(delivery_module, "POLL_SECONDS", 0.001)
 
@@ -48,7 +48,7 @@ def test_a_sink_is_opened_written_in_batches_and_closed_with_the_status_of_the_e
 def test_beside_a_trainer_it_rests_between_batches_until_the_run_ends(
     tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records that come during the rest make one batch, and the end of the run ends the rest."""
+    """Records that arrive during the rest make one batch, and the end of the run ends the rest."""
     monkeypatch.setattr(delivery_module, "REST_SECONDS", 60.0)
     journal, sink = begun(tmp_path / "run", 1), RecordingSink(tmp_path / "a")
     delivery = Delivery(sink, journal.reader(), cursors=Cursors(tmp_path / "run"), in_child=True)
@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_after_its_end_is_delivered_to_its_last_end(tmp_path:
 
 
 def test_the_older_end_of_a_run_that_goes_on_closes_no_sink(tmp_path: Path) -> None:
-    """The delivery has read the end of the earlier run before the next line of the resumed one is written."""
+    """The delivery has read the end of the earlier run before the resumed run writes its first line."""
     run_dir, sink = tmp_path / "run", RecordingSink(tmp_path / "a")
     journal = begun(run_dir, 2)
     journal.write(encode_end(RunStatus.KILLED))

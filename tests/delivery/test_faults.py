@@ -1,4 +1,4 @@
-"""Real faults: processes are killed, sinks hang, the parent is gone."""
+"""Real faults: processes are killed, sinks hang, the parent dies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def trainer(tmp_path: Path, script: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("forked_worker", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Path, forked_worker: bool) -> None:
-    """With a forked worker alive, the end of the child's input never comes: it must see that it has another parent."""
+    """While a forked worker lives, the child's input stays open: the child must notice that its parent has changed."""
     worker = "if os.fork() == 0: time.sleep(15), os._exit(0)\n" if forked_worker else ""
     opened = "wait_until((tmp_path / 'fast').exists, 'the fast sink to be opened')\n"
     process = trainer(tmp_path, opened + worker + "add(journal, range(1, 2_001))\ntime.sleep(60)\n")
@@ -135,7 +135,7 @@ def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Records that the killed child took in its last second may come twice; first deliveries are in order."""
+    """Records of the killed child's last second may arrive twice; first deliveries are in order."""
     journal, sink = begun(tmp_path / "run"), RecordingSink(tmp_path / "a")
     deliveries = Deliveries(journal, [sink])
     add(journal, range(1, 11))
@@ -275,7 +275,7 @@ def test_a_sink_that_always_hangs_is_given_up_and_the_others_go_on(
 
 
 def test_a_child_that_is_frozen_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a client that never gives the interpreter lock back."""
+    """Like a client that never releases the interpreter lock."""
     monkeypatch.setattr(process_module, "MAX_SILENT_SECONDS", 6.0)
     journal, sink = begun(tmp_path / "run", 2), RecordingSink(tmp_path / "a")
     deliveries = Deliveries(journal, [sink])

@@ -30,7 +30,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 def test_the_main_thread_imports_all_clients_before_any_sink_is_opened(
     tmp_path: Path, journal: Journal, kind: type[ImportingSink]
 ) -> None:
-    """All sinks write into one file, which shows the order."""
+    """All sinks write to one file, which shows the order."""
     deliveries = Deliveries(journal, [kind(tmp_path / "a", name) for name in ("one", "two", "three")])
     end(journal)
 
@@ -109,7 +109,7 @@ def test_a_client_that_is_not_installed_is_one_warning(
 
 
 def test_an_import_that_breaks_in_the_training_process_gives_the_sink_up(tmp_path: Path, journal: Journal) -> None:
-    """A fresh process is not to be had there, and trying again has never helped."""
+    """The training process cannot be replaced by a fresh one, and a second import has never succeeded."""
     deliveries = Deliveries(journal, [LocalImportingSink(tmp_path / "a", failures=1)])
     end(journal)
 

@@ -1,4 +1,4 @@
-"""Sinks that the training thread calls itself: they have no thread, and a terminal that takes no output holds up nobody."""
+"""Sinks called by the training thread itself: they start no thread, and a terminal that stops output does not block training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_inline_sink_gets_everything_in_order(tmp_path: Path) -> None:
 
 
 def test_lines_wait_for_a_terminal_that_takes_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe that is full stands for a terminal that Ctrl-S has stopped."""
+    """A full pipe acts like a terminal stopped by Ctrl-S."""
     source, target = os.pipe()
     os.set_blocking(target, False)
     with os.fdopen(source, "rb") as pipe, os.fdopen(target, "w") as output:
@@ -71,7 +71,7 @@ def test_lines_wait_for_a_terminal_that_takes_no_output(monkeypatch: pytest.Monk
 
 
 def fill(descriptor: int) -> int:
-    """Write until the pipe takes no more; return the number of bytes."""
+    """Write until the pipe is full; return the number of bytes."""
     written = 0
     while True:
         try:

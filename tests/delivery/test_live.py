@@ -155,7 +155,7 @@ def test_backends_print_into_the_log_and_cannot_ask_and_a_warning_reaches_the_tr
 def test_processes_that_a_sink_starts_do_not_import_from_the_folders_of_the_trainer(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The class of the sink is found on the import path of the trainer, which gets the folder `scripts` too."""
+    """The sink's class is on the import path of the trainer, which also gets the folder `scripts`."""
     monkeypatch.syspath_prepend(tmp_path / "scripts")
     sink = StartingSink(tmp_path / "a")
     deliveries = Deliveries(journal, [sink])

@@ -1,4 +1,4 @@
-"""On the command line clients are set up to give up soon, as in the child process of a run; in the user's process they are not."""
+"""Clients give up soon on the command line, as in the child process of a run, but keep their settings in the user's process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ calls: list[str] = []
 
 
 class NotedSink(MemorySink):
-    """Notes what is called."""
+    """Logs its calls."""
 
     def prepare_child(self) -> None:
         calls.append("prepare_child")
@@ -57,7 +57,7 @@ def test_replay_on_the_command_line_prepares_the_client_first(tmp_path: Path) ->
 def test_replay_on_the_command_line_uses_every_optional_member_of_the_sink(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alarms are delivered, and updates that the backend holds already are passed over."""
+    """Alarms are delivered, and updates that the backend already has are skipped."""
     raised = Alarm(3, record(3).axes, "policy/kl_spike", AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, "policy/kl")
     journal = begun(tmp_path / "run", 3)
     journal.write(encode_alarm(raised))
@@ -99,7 +99,7 @@ def test_doctor_fails_where_a_backend_cannot_be_read(tmp_path: Path, capsys: pyt
 
 
 def test_doctor_notes_that_nothing_is_under_way_after_a_kill(tmp_path: Path) -> None:
-    """As a sink process that was killed leaves `status.json`, a minute ago."""
+    """The `status.json` of a sink process that was killed a minute ago."""
     run_dir = ended(tmp_path / "run", 2)
     write_uris(run_dir, {"noted": "noted"})
     long_ago = time.time() - 60.0

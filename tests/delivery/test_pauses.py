@@ -1,4 +1,4 @@
-"""A process that was stopped and goes on takes nobody's silence for a client that hangs."""
+"""After a process was stopped and continued, its silence does not look like a client that hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from esper_telemetry.delivery.sender import SinkCalls
 
 
 class Clock:
-    """Stands still until it is told otherwise."""
+    """A clock that only tests advance."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_pause_is_a_look_that_comes_much_too_late(clock: Clock) -> None:
-    """Ticks of 0.25 and 4 seconds are none, a minute is one, once."""
+    """Ticks of 0.25 and 4 seconds are not pauses; one of a minute is, once."""
     pauses, pauses_seen = PauseDetector(), []
     for since in (0.25, 4.0, 60.0, 0.25):
         clock.now += since
@@ -42,7 +42,7 @@ def test_a_pause_is_a_look_that_comes_much_too_late(clock: Clock) -> None:
 
 
 def test_a_call_does_not_last_while_its_process_is_stopped(clock: Clock) -> None:
-    """Three seconds, a minute of pause, two seconds; the pause before the next call does not shorten that."""
+    """Three seconds, a pause of a minute and two seconds; the pause does not shorten the next call."""
     calls = SinkCalls("slow")
     with calls.timed():
         clock.now += 3.0 + 60.0
@@ -74,7 +74,7 @@ def test_a_call_that_does_not_come_back_is_called_slow_in_steps_that_double(cloc
 def test_a_client_that_was_stopped_with_its_process_is_not_killed_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call of 8 s, 6 of them stopped, may take 4."""
+    """A call of 8 s, stopped for 6 of them, with a limit of 4."""
     monkeypatch.setattr(process_module, "MAX_CALL_SECONDS", 4.0)
     journal, sink = begun(tmp_path / "run", 2), RecordingSink(tmp_path / "a", delay=8.0)
     deliveries = Deliveries(journal, [sink])

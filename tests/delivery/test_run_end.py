@@ -1,4 +1,4 @@
-"""The end of a run whose backends have not taken everything: it is as safe as the end of a trainer that is killed."""
+"""The end of a run with undelivered records is as safe as the end of a killed trainer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SCRIPT = textwrap.dedent("""
 
 @pytest.fixture
 def left(tmp_path: Path) -> Iterator[Path]:
-    """The directory of a run that has ended while its backend was still opening; the process that goes on is waited for."""
+    """The directory of a run that ended while its backend was opening. The fixture waits for the remaining process."""
     journal = begun(tmp_path / "run", 3)
     deliveries = Deliveries(journal, [GatedSink(tmp_path / "slow", "slow"), RecordingSink(tmp_path / "good", "good")])
     wait_until(lambda: seqs(tmp_path / "good"), "records in the good sink")
@@ -92,7 +92,7 @@ def test_a_backend_that_opens_late_gets_everything_after_the_end(tmp_path: Path,
 
 
 def test_a_forked_worker_keeps_nothing_from_going_on(tmp_path: Path) -> None:
-    """It holds the pipe open that the sink process listens to."""
+    """The worker holds the pipe open that the sink process listens to."""
     last_lines = """
         import os, signal
         if os.fork() == 0:
@@ -107,8 +107,8 @@ def test_a_forked_worker_keeps_nothing_from_going_on(tmp_path: Path) -> None:
     try:
         wait_until(
             lambda: read_status(tmp_path / "run")["slow"].get("pending") == 3,
-            "the sink process to note that it goes on alone",
-        )  # an orphan has noted that
+            "the note of the orphaned sink process",
+        )  # the sink process notes this once it is an orphan
         open_gate(tmp_path)
     finally:
         os.killpg(os.getpgid(process.pid), 0)
@@ -208,7 +208,7 @@ def test_telemetry_that_nobody_closes_says_in_one_line_what_goes_on(tmp_path: Pa
 
 
 def test_an_interrupted_close_has_closed_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run can be resumed, and the interrupt reaches whoever called."""
+    """The run can be resumed, and the caller receives the interrupt."""
     telemetry = Telemetry([LocalSink(tmp_path / "local")], run_dir=tmp_path / "run")
     telemetry.flush(env_step=1)
 
@@ -296,7 +296,7 @@ def test_a_resumed_run_begins_where_the_process_that_went_on_has_ended(tmp_path:
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that only tests advance."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -304,7 +304,7 @@ class Clock:
 
 
 def test_the_wait_goes_on_while_records_are_taken_up_to_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record every 10 s: the wait ends at 60 s; the last at 20 s: at 35 s."""
+    """With a record every 10 s, the wait ends at its cap of 60 s; with a last record at 20 s, it ends at 35 s."""
     clock = Clock(monkeypatch)
 
     def waited(last_record: float) -> float:
@@ -335,7 +335,7 @@ def test_a_backend_that_opens_is_waited_for_and_one_that_fails_is_not(monkeypatc
 def test_a_wait_says_for_what_once_it_is_longer_than_some_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A terminal gets a line that counts and goes away, a log a line."""
+    """A terminal shows a counting line that disappears, a log one line."""
     clock = Clock(monkeypatch)
     opening = [SinkStatus("mlflow", SinkState.OPENING), SinkStatus("wandb", SinkState.CLOSED)]
     for terminal in (False, True):

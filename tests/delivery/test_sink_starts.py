@@ -1,4 +1,4 @@
-"""The process that feeds the sinks is started again and again while every core is busy; `ESPER_SINK_STARTS=200` for more."""
+"""The process that feeds the sinks is restarted many times while every core is busy; `ESPER_SINK_STARTS=200` for more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from esper_telemetry.sinks import as_sink
 STARTS = int(os.environ.get("ESPER_SINK_STARTS", "20"))
 BACKENDS = ("tensorboard", "wandb:starts?mode=offline", "mlflow")
 BUSY = "import os; os.nice(19)\nwhile True: pass"
-"""As the process under test steps back, the others do: else it would get a hundredth of a core, and nothing would happen at once."""
+"""The process under test lowers its priority, so these do, too: otherwise it would get a hundredth of a core."""
 
 
 @pytest.fixture

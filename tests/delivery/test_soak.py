@@ -1,6 +1,6 @@
-"""Twenty thousand records of 150 values through all sinks: memory stays flat, and nothing is lost.
+"""Twenty thousand records of 150 values through all sinks: memory stays flat, and no record is lost.
 
-pytest -q -m slow -rP tests/delivery/test_soak.py says how much memory both processes took, all the way.
+`pytest -q -m slow -rP tests/delivery/test_soak.py` prints the memory of both processes over time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reached(deliveries: Deliveries, records: int) -> bool:
 def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a quarter of the records everything is warm; from there on both processes stay within 20 MB."""
+    """Both processes have warmed up after a quarter of the records, and stay within 20 MB from then on."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     draw = random.Random(1)
     journal = Journal.create(tmp_path / "run")
@@ -51,7 +51,7 @@ def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(
         axes = Axes(update, update * 128, update * 16, 1.7e9 + update / 8)
         journal.write(encode_record(Record(update, axes, values)))
         if update % max(1, RECORDS // 20) == 0:
-            behind = update - RECORDS // 20  # so that all clients are there when it is measured
+            behind = update - RECORDS // 20  # all clients have started when memory is measured
             wait_until(partial(reached, deliveries, behind), "the slowest sink", 3600.0)
             if deliveries.child_pid is not None:
                 sizes = (resident_mb("self"), resident_mb(deliveries.child_pid))

@@ -1,4 +1,4 @@
-"""Contents of a run in the journal and in the three backends, each in its own numbers, in the order of writing."""
+"""Contents of a run in the journal and in the three backends, with each backend's own numbers, in the order of writing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKENDS = ("tensorboard", "wandb:walker", "mlflow")
 
 
 class Point(NamedTuple):
-    """One number of a backend: where on the x-axis, when, what."""
+    """One number of a backend, with its position on the x-axis and its time."""
 
     step: int
     wall_time: float
@@ -44,31 +44,31 @@ def cursors(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def all_backends_have(records: int, run_dir: Path) -> bool:
-    """Return True where all three backends have so many records."""
+    """Return True if all three backends have at least that many records."""
     cursor = cursors(run_dir)
     return all(name in cursor and cursor[name]["records"] >= records for name in BACKENDS)
 
 
 def all_backends_closed(run_dir: Path) -> bool:
-    """Return True where all three backends are closed."""
+    """Return True if all three backends are closed."""
     cursor = cursors(run_dir)
     return all(name in cursor and cursor[name]["closed"] for name in BACKENDS)
 
 
 def shown(record: Record) -> dict[str, float]:
-    """The values that backends show at NORMAL: all but details, which only the journal holds."""
+    """The values that backends show at NORMAL: all except details, which only the journal holds."""
     return {key: value for key, value in record.values.items() if not is_detail(key)}
 
 
 def shown_histograms(record: Record) -> Mapping[str, Histogram]:
-    """The same of the histograms, by the name that they have there."""
+    """The histograms that backends show at NORMAL, by their name there."""
     visible = {key: histogram for key, histogram in record.histograms.items() if not is_detail(key)}
     return by_tag(replace(record, histograms=visible))
 
 
 @cache
 def is_detail(key: str) -> bool:
-    """Return True where a key belongs to a single layer or equation, or to the history of another key."""
+    """Return True if a key belongs to a single layer or equation, or to the history of another key."""
     template = template_of(key, {metric.key: metric for metric in catalogue()})
     if key.startswith(("integrity/equation", "integrity/actions")):
         return True
@@ -86,7 +86,7 @@ def journal_points(run_dir: Path) -> dict[str, list[Point]]:
 
 
 def quantile_points(run_dir: Path) -> dict[str, list[Point]]:
-    """Statistics that MLflow, which has no histograms, holds in their place."""
+    """The quantiles that MLflow stores instead of histograms."""
     points: dict[str, list[Point]] = {}
     for record in read_run(run_dir).records:
         for key, histogram in shown_histograms(record).items():
@@ -107,7 +107,7 @@ def journal_histograms(run_dir: Path) -> dict[str, list[tuple[int, list[float]]]
 
 
 def tensorboard_histograms(run_dir: Path) -> dict[str, list[tuple[int, list[float]]]]:
-    """The same as the event files hold it."""
+    """By tag, the step and the counts of every histogram in the event files."""
     everything = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"histograms": 0}).Reload()
     return {
         tag: [(event.step, list(event.histogram_value.bucket)) for event in everything.Histograms(tag)]
@@ -125,7 +125,7 @@ def tensorboard_points(run_dir: Path) -> dict[str, list[Point]]:
 
 
 def without_overview(by_name: dict[str, Any]) -> dict[str, Any]:
-    """The same without the names of the overview, each of which has what the key has that it ends with."""
+    """Remove the names of the overview, after checking that each equals the key in its name."""
     keys = {key.replace("/", " "): key for key in by_name}
     repeated = {name: keys[name.partition(" ")[2]] for name in by_name if name.startswith("0_overview/")}
     assert {name: by_name[name] for name in repeated} == {name: by_name[key] for name, key in repeated.items()}
@@ -153,9 +153,9 @@ def mlflow_run(run_dir: Path) -> Any:
 
 
 def wandb_entries(run_dir: Path) -> list[dict[str, Any]]:
-    """Everything in the offline run, as `wandb leet inspect` prints it, once its end is on disk.
+    """All entries of the offline run, as `wandb leet inspect` prints them, once its end is on disk.
 
-    A run that was resumed has a folder of the same id for each part; their names begin with the time.
+    A resumed run has a folder with the same id for each part; their names begin with the time.
     """
     (run_id,) = {file.stem for file in run_dir.glob("wandb/offline-run-*/run-*.wandb")}
     files = sorted(run_dir.glob(f"wandb/offline-run-*/{run_id}.wandb"))
@@ -178,13 +178,13 @@ def _inspected(file: Path) -> list[dict[str, Any]]:
 
 
 def wandb_rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the history, without what W&B adds itself."""
+    """The rows of the history, without W&B's additions."""
     rows = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
     return [without_overview({key: value for key, value in row.items() if not key.startswith("_")}) for row in rows]
 
 
 def wandb_exit_codes(entries: list[dict[str, Any]]) -> list[int]:
-    """Endings of the parts of the run."""
+    """Exit codes of the parts of the run."""
     return [int(entry["exit"].get("exit_code", 0)) for entry in entries if entry["type"] == "exit"]
 
 
@@ -195,7 +195,7 @@ def wandb_exit_code(entries: list[dict[str, Any]]) -> int:
 
 
 def assert_the_same_numbers_in_all_four(run_dir: Path) -> None:
-    """Every key of every record stands in each backend exactly once, at its step and time, and nothing else does."""
+    """Assert that each backend holds every key of every record exactly once, at its step and time, and no other keys."""
     expected = journal_points(run_dir)
     assert_same_points(tensorboard_points(run_dir), rounded(expected), extra={"axis/update", "axis/gradient_step"})
     in_mlflow = {**expected, **quantile_points(run_dir)}
@@ -210,7 +210,7 @@ def assert_the_same_numbers_in_all_four(run_dir: Path) -> None:
 def assert_same_points(
     found: Mapping[str, list[Point]], expected: Mapping[str, list[Point]], *, extra: set[str]
 ) -> None:
-    """The same keys, `extra` besides, and under each the same steps, values and, to the millisecond, times."""
+    """Assert the same keys, plus `extra`, with equal steps and values, and with times equal to a millisecond."""
     assert found.keys() == expected.keys() | extra
     for key, points in expected.items():
         assert [(p.step, p.value) for p in found[key]] == [(p.step, p.value) for p in points], key
@@ -218,18 +218,18 @@ def assert_same_points(
 
 
 def rounded(points: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
-    """The same in single precision, which is what TensorBoard stores."""
+    """The same in single precision, which is TensorBoard's format."""
     return {key: [p._replace(value=float(np.float32(p.value))) for p in ps] for key, ps in points.items()}
 
 
 def axes_row(record: Record) -> dict[str, float]:
-    """The axes as a row of W&B holds them."""
+    """The axes as columns of a W&B row."""
     axes = record.axes
     return dict(zip(AXES, (axes.update, axes.env_step, axes.gradient_step, axes.wall_time), strict=True))
 
 
 def histograms_row(record: Record) -> dict[str, Any]:
-    """The histograms as a row of W&B holds them."""
+    """The histograms as columns of a W&B row."""
     row: dict[str, Any] = {}
     for key, histogram in shown_histograms(record).items():
         row |= {f"{key}._type": "histogram", f"{key}.bins": list(histogram.edges)}

@@ -12,21 +12,21 @@ import gymnasium as gym
 import numpy as np
 
 BREAKS_AT_STEP = 300
-"""Steps of one environment: in the third rollout of 128 steps."""
+"""Counted over the steps of one environment: in the third rollout of 128 steps."""
 
 KILLS_AT_STEP = 800
-"""In the seventh."""
+"""In the seventh rollout."""
 
 STEP_SECONDS = 0.0005
 STUCK_MARK = "stuck"
 """File that an environment makes before it hangs."""
 
 KILLED = Path("killed")
-"""In the working directory, once it has happened."""
+"""File in the working directory that marks the kill."""
 
 
 class Breaking(gym.Wrapper[Any, Any, Any, Any]):
-    """CartPole until its 300th step, over all episodes."""
+    """CartPole until its 300th step, counted over all episodes."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
@@ -57,7 +57,7 @@ class NanObservation(Breaking):
 
 
 class Stuck(Breaking):
-    """Hangs in rank 0 only, for longer than a test waits, and leaves a mark in the working directory first."""
+    """In rank 0 only, creates a file in the working directory and then hangs for longer than a test waits."""
 
     def broken(self, observation: Any, reward: Any, *rest: Any) -> Any:
         if os.environ.get("RANK") == "0":
@@ -67,7 +67,7 @@ class Stuck(Breaking):
 
 
 class Slow(Breaking):
-    """Takes its time: a rollout takes more than half a second, so that backends keep up with a run that has no end."""
+    """Takes more than half a second per rollout, so that backends keep up with an endless run."""
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         time.sleep(STEP_SECONDS)

@@ -1,4 +1,4 @@
-"""The command line in a process of its own, as a terminal starts it."""
+"""The command line in a separate process, as a terminal starts it."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class Ended(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A run that went to its end."""
+    """A finished run."""
 
     run_dir: Path
     command: Ended
 
 
 def started(run_dir: Path, *options: str, env: str = "CartPole-v1") -> subprocess.Popen[str]:
-    """`esper-telemetry train` with the console and all three backends, in a process group of its own."""
+    """Start `esper-telemetry train` with the console and all three backends, in a new process group."""
     return trained(run_dir, *with_all_sinks(run_dir, env), *options)
 
 
 def with_all_sinks(run_dir: Path, env: str) -> tuple[str, ...]:
     """Make the run directory, and return options for a run in it with the console and all three backends.
 
-    MLflow's database is there already: to make the tables of another takes MLflow three seconds.
+    The run gets a copy of MLflow's empty database: creating its tables takes MLflow three seconds.
     """
     run_dir.mkdir(parents=True)
     shutil.copy(Path(empty_database().name) / "mlflow.db", run_dir)
@@ -58,20 +58,20 @@ def with_all_sinks(run_dir: Path, env: str) -> tuple[str, ...]:
 
 
 def python_path() -> str:
-    """The path of a child process: this folder's environments, and the path of this process."""
+    """The import path of a child process: this folder, for its environments, and the path of this process."""
     return os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @cache
 def empty_database() -> tempfile.TemporaryDirectory[str]:
-    """A directory with MLflow's tables in `mlflow.db`, as long as these tests last."""
+    """A directory with MLflow's tables in `mlflow.db`, kept until these tests end."""
     directory = tempfile.TemporaryDirectory()
     ensure_database(Path(directory.name) / "mlflow.db")
     return directory
 
 
 def trained(run_dir: Path, *options: str) -> subprocess.Popen[str]:
-    """`esper-telemetry train` with these options, beside the run directory and in a process group of its own."""
+    """Start `esper-telemetry train` with these options in the parent of the run directory, in a new process group."""
     return subprocess.Popen(
         [sys.executable, "-m", "esper_telemetry", "train", *options],
         stdout=subprocess.PIPE,
@@ -84,7 +84,7 @@ def trained(run_dir: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def trained_in_fork(run_dir: Path, *options: str, one_core: bool = False) -> Ended:
-    """Run `esper-telemetry train` with these options, beside the run directory, to its end."""
+    """Run `esper-telemetry train` with these options in the parent of the run directory, to its end."""
     environment = {**os.environ, "PYTHONPATH": python_path()}
     words = ("-m", "esper_telemetry", "train", *options)
     done = run_python(*words, cwd=run_dir.parent, env=environment, one_core=one_core)
@@ -92,11 +92,11 @@ def trained_in_fork(run_dir: Path, *options: str, one_core: bool = False) -> End
 
 
 WAITING = re.compile(r"^esper-telemetry: (delivering to |sink \S+ is slow).*\n", re.MULTILINE)
-"""What is said on a busy machine: that `close` waits for a backend, and that one does not answer."""
+"""Messages on a busy machine: `close` waits for a backend, and a sink does not answer."""
 
 
 def ended(process: subprocess.Popen[str], seconds: float = 240.0) -> Ended:
-    """Waits for the command; one that does not end is killed and raises TimeoutExpired."""
+    """Wait for the command; kill it and raise TimeoutExpired if it does not end."""
     try:
         stdout, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -107,7 +107,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 240.0) -> Ended:
 
 
 def in_full_swing(run_dir: Path, process: subprocess.Popen[str]) -> None:
-    """Waits until every backend has some records; the command is killed where that does not happen."""
+    """Wait until every backend has some records; kill the command if that fails."""
     try:
         wait_until(
             lambda: process.poll() is not None or all_backends_have(3, run_dir),

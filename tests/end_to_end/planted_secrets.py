@@ -1,6 +1,6 @@
 """A training program with a secret in every input of telemetry, which ends with an exception.
 
-The secrets are made up here, so that no scanner of repositories reports this file.
+The secrets are generated here, so that no scanner of repositories reports this file.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ PRINTED = made_up("printed", "password={}")
 
 
 def planted() -> list[str]:
-    """Return every secret: twenty characters, the key of W&B and its like forty."""
+    """Return every secret: twenty characters, and forty for keys like W&B's."""
     labels = [
         *(
             "config api_key",
@@ -143,7 +143,7 @@ def planted() -> list[str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the detector says of one record."""
+    """The detector's verdict on one record."""
 
     alarms: tuple[Alarm, ...] = ()
     remaining: int = 0
@@ -151,7 +151,6 @@ class Verdict:
 
     @property
     def values(self) -> Mapping[str, float]:
-        """No values."""
         return {}
 
 
@@ -159,7 +158,6 @@ class Accuser:
     """A detector that raises one alarm, with a remark and an event."""
 
     def step(self, record: Record) -> Verdict:
-        """Raise the alarm at the second record."""
         if record.axes.update != 2:
             return Verdict()
         alarm = Alarm(
@@ -175,7 +173,6 @@ class Accuser:
         """Do nothing."""
 
     def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Verdict:
-        """Raise nothing."""
         return Verdict()
 
     def rule(self, kind: str) -> None:
@@ -183,23 +180,20 @@ class Accuser:
 
 
 def accuser(facts: Mapping[str, Any]) -> Accuser:
-    """Return the detector of a run."""
     return Accuser()
 
 
 class RefusedSink:
-    """A sink of the sink process whose address has a secret, and which prints and raises others."""
+    """A sink of the sink process whose address contains a secret, and which prints and raises others."""
 
     in_process = False
     name = f"refused:http://host?token={SINK_TOKEN}"
 
     def open(self, run: RunInfo) -> None:
-        """Print and log."""
         print(PRINTED, "and", ENVIRONMENT["AWS_SECRET_ACCESS_KEY"])
         logging.getLogger("requests").warning("%s", CONFIG["api_key"])
 
     def write(self, records: Sequence[Record]) -> None:
-        """Refuse all records."""
         raise PermanentSinkError(SINK_ERROR)
 
     def close(self, status: RunStatus) -> None:
@@ -207,7 +201,7 @@ class RefusedSink:
 
 
 def sinks(run_dir: Path) -> list[Sink]:
-    """Return every bundled sink, a database without a driver here, and the sink that raises."""
+    """Return every bundled sink, with a database whose driver is missing, and the sink that raises."""
     return [
         *(
             ConsoleSink(),

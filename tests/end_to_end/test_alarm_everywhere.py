@@ -1,4 +1,4 @@
-"""A learning rate that is multiplied by a hundred half-way: the alarm stands in the journal and in all three backends."""
+"""A learning rate multiplied by a hundred halfway through: the alarm is in the journal and in all three backends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def spoil(event: RolloutEnd) -> None:
         if event.update > HALF:
             trainer.optimizer.param_groups[0]["lr"] = 100 * trainer.config.learning_rate
-        if event.update == HALF + 3:  # where the machine is busy, the process beside the trainer lags behind it
+        if event.update == HALF + 3:  # on a busy machine the worker lags behind the trainer
             telemetry.state_dict()  # waits until the journal holds all of it
 
     trainer.hooks.on(RolloutEnd, spoil)
@@ -56,7 +56,7 @@ def run(run_dir: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def first(run: Run) -> Alarm:
-    """The alarm of a policy that has moved too far, which is among the first."""
+    """The alarm about a policy that moved too far, which is among the first."""
     return next(alarm for alarm in run.alarms if alarm.type == "policy/kl_spike")
 
 
@@ -108,7 +108,7 @@ def test_mlflow_has_its_verdict_and_the_incidents(run_dir: Path, run: Run, first
     note = in_mlflow.data.tags["mlflow.note.content"].replace("\\_", "_")
     cause = [alarm.cause for alarm in run.alarms if alarm.incident == first.incident][
         -1
-    ]  # which a later check may have found
+    ]  # a later check may have found it
     begun = next(alarm.since for alarm in run.alarms if alarm.type == cause)
     assert f"**{cause}** (critical, still active): Since update {begun}, " in note
     assert f"{cause} since update {begun}" in in_mlflow.data.tags["esper.verdict"]

@@ -1,4 +1,4 @@
-"""`doctor` finds what was damaged in a real backend, names the command that repairs it, and is content after that."""
+"""`doctor` finds the damage in a real backend, prints the command that repairs it, and then reports no problem."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_dir(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def examined(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The exit code, and what is said of each backend."""
+    """The exit code, and the report on each backend."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as stop:
         main(["doctor", str(run_dir), "--json"])
@@ -51,7 +51,7 @@ def event_file(run_dir: Path) -> Path:
 
 
 def cut_events(run_dir: Path) -> None:
-    """As a machine that lost its power."""
+    """Like a machine that lost power."""
     os.truncate(event_file(run_dir), event_file(run_dir).stat().st_size * 2 // 3)
 
 
@@ -119,7 +119,7 @@ def test_what_is_damaged_is_found_and_the_command_that_is_named_repairs_it(
     assert code == 0
     assert repaired[sink]["equal"]
     assert repaired[sink]["repeated"] == {}
-    assert carried_out(report[sink]["command"]) == 0  # once more changes nothing
+    assert carried_out(report[sink]["command"]) == 0  # repeating the command changes nothing
     assert examined(run_dir, capfd)[0] == 0
 
 
@@ -136,14 +136,14 @@ def test_a_number_that_is_not_the_journals_is_found(run_dir: Path, capfd: pytest
 def test_a_run_whose_trainer_is_gone_is_ended_here_and_in_mlflow(
     run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a loss of power: no end line, and MLflow still takes it for running."""
+    """As after a power failure: the journal has no end line, and MLflow lists the run as running."""
     journal = run_dir / "journal.jsonl"
     *lines, end = journal.read_bytes().splitlines(keepends=True)
     assert b'"kind":"end"' in end
     journal.write_bytes(b"".join(lines))
     change(run_dir, "UPDATE runs SET status = 'RUNNING', end_time = NULL")
     assert examined(run_dir, capfd)[0] == 0
-    assert read_run(run_dir).status is None  # it may have been written a moment ago
+    assert read_run(run_dir).status is None  # its last line may be recent
 
     long_ago = time.time() - 3600
     os.utime(journal, (long_ago, long_ago))

@@ -1,4 +1,4 @@
-"""Runs that do not finish: killed, interrupted, failed. What was measured is everywhere, and every place says how it ended."""
+"""Runs that do not finish: killed, interrupted, failed. Everything measured is stored everywhere, with the ending."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def failure(run_dir: Path) -> Mapping[str, str]:
 
 @pytest.mark.slow
 def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Path) -> None:
-    """Nobody is left to close anything: the process that feeds the sinks does it."""
+    """The trainer cannot close anything: the process that feeds the sinks does it."""
     run_dir = tmp_path / "killed"
     process = started(run_dir, *ENDLESS, env=SLOW)
     in_full_swing(run_dir, process)
@@ -58,7 +58,7 @@ def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Pat
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_run_as_interrupted_with_everything_delivered(tmp_path: Path) -> None:
-    """A terminal sends the signal to the whole process group. MLflow knows no better word than killed."""
+    """A terminal sends the signal to the whole process group. MLflow has only one status for this: killed."""
     run_dir = tmp_path / "interrupted"
     process = started(run_dir, *ENDLESS, env=SLOW)
     in_full_swing(run_dir, process)
@@ -97,7 +97,7 @@ def test_an_exception_in_training_fails_the_run_everywhere_and_is_shown(tmp_path
 def trained_to_failure(
     env: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Ended:
-    """The same in this process and with the journal alone, which is quicker."""
+    """The same in this process and with the journal alone, which is faster."""
     from esper_telemetry.cli.main import main
 
     monkeypatch.syspath_prepend(Path(__file__).parent)

@@ -1,4 +1,4 @@
-"""Backends that raise, hang or die during a real training: it goes on, it is told once, and nothing waits for them."""
+"""Backends that raise, hang or die during real training, which continues without waiting and warns once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_sink_that_raises_costs_one_warning_and_is_counted(
     with Telemetry([raising, memory], run_dir=tmp_path / "run", close_timeout=4 * DEADLINE_SECONDS) as telemetry:
         attach(telemetry, ppo)
 
-        def of_the_sink() -> list[str]:  # a loaded machine may have a worker that is too slow, which is another warning
+        def of_the_sink() -> list[str]:  # on a loaded machine the worker may be slow, which is another warning
             return [warning for warning in warnings(caplog) if "raising" in warning]
 
         def has_warned() -> bool:  # the training thread learns of the child process between two updates
@@ -109,7 +109,7 @@ def test_a_sink_that_hangs_stops_neither_training_nor_the_other_sinks_nor_the_en
 def test_a_client_that_dies_is_started_again_and_gets_the_rest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The process that feeds the sinks is killed, as the kernel does when memory runs out."""
+    """The process that feeds the sinks is killed, as the kernel does when memory is exhausted."""
     ppo = trainer()
 
     with Telemetry(["tensorboard"], run_dir=tmp_path / "run") as telemetry:
@@ -122,7 +122,9 @@ def test_a_client_that_dies_is_started_again_and_gets_the_rest(
 
     assert report is not None
     assert report.complete
-    (warning,) = [text for text in warnings(caplog) if "feeds the sinks" in text]  # a busy machine may warn of others
+    (warning,) = [
+        text for text in warnings(caplog) if "feeds the sinks" in text
+    ]  # a busy machine may cause other warnings
     assert "died (exit code -9) and is started again" in warning
     assert [record.axes.update for record in read_run(tmp_path / "run").records] == [1, 2, 3, 4]
 
@@ -140,7 +142,7 @@ def parent(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
-        return 0  # it has ended meanwhile
+        return 0  # the process has ended meanwhile
 
 
 def command(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""The pages that a person opens, from real servers in a real browser."""
+"""The backends' pages, from real servers in a real browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from esper_telemetry.sinks.layout import overview_names
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Any]:
-    """A browser for all pages. Where it is missing these tests are skipped, except in continuous integration."""
+    """A browser for all pages. Without one these tests are skipped, except in continuous integration."""
     if not (Path(CHROMIUM).exists() and Path(CHROMEDRIVER).exists()) and os.environ.get("CI") != "true":
         pytest.skip(f"the pages are looked at with Chromium, and {CHROMIUM} or {CHROMEDRIVER} is missing")
     with browser(1400, 1600) as driver:
@@ -59,7 +59,7 @@ def test_tensorboard_shows_a_group_of_charts_for_each_family(page: Any, tensorbo
 
 
 def test_tensorboard_draws_the_returns_over_environment_steps(page: Any, tensorboard: str) -> None:
-    """The last label of the axis is near the last step, some 5,950."""
+    """The last label of the axis is near the last step, about 5,950."""
     page.get(f"{tensorboard}/?tagFilter=episode%2Freturn_mean%24#timeseries")
     page.refresh()
 
@@ -106,7 +106,7 @@ const text = node => [...node.childNodes].map(
   child => (child.nodeType == 3 ? child.data : '') + text(child)).join(' ') + (node.shadowRoot ? text(node.shadowRoot) : '');
 return text(document.body);
 """
-"""The text of the page with that of all its shadow trees, in which TensorBoard hides its older dashboards."""
+"""The text of the page, including its shadow trees, in which TensorBoard hides its older dashboards."""
 
 
 def test_tensorboard_describes_every_metric(tensorboard: str, finished: Finished) -> None:

@@ -1,4 +1,4 @@
-"""`torchrun` with two ranks: one journal, one voice, and an end that both agree on, whatever it is."""
+"""`torchrun` with two ranks: one journal, one set of messages, and one ending for both."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from waiting import wait_until
 from esper_telemetry import RunStatus, read_run
 
 DEAD_RANK_SECONDS = 90.0
-"""Within which a run has ended whose rank has died."""
+"""Limit for a run to end after a rank has died."""
 
 
 def records(run_dir: Path) -> int:
     """Number of records in the journal."""
     try:
         return len(read_run(run_dir).records)
-    except (FileNotFoundError, ValueError):  # not there, or its first line is not
+    except (FileNotFoundError, ValueError):  # it is missing, or its first line is incomplete
         return 0
 
 
@@ -72,7 +72,7 @@ def test_two_ranks_write_one_run_in_each_backend(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dying", [1, 0])
 def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) -> None:
-    """The last rank's death is rank 0's failure; where rank 0 dies, the process that feeds the sinks ends the run as killed."""
+    """Rank 1's death is a failure in rank 0. If rank 0 dies, the process that feeds the sinks ends the run as killed."""
     run_dir = tmp_path / "run"
     with started(*TRAIN, "--env", SLOW, "--run-dir", "run", *ENDLESS, *SINKS, cwd=tmp_path) as launcher:
         until(lambda: all_backends_have(3, run_dir), launcher)
@@ -95,7 +95,7 @@ def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) 
 
 @pytest.mark.slow
 def test_a_rank_that_hears_of_no_death_is_told_by_another_thread(tmp_path: Path) -> None:
-    """Rank 0 hangs in its third rollout, as it would in an exchange that does not notice that rank 1 is gone."""
+    """Rank 0 hangs in its third rollout, as in an exchange that does not notice the death of rank 1."""
     with started(*TRAIN, "--env", "broken_environments:Stuck-v0", "--run-dir", "run", cwd=tmp_path) as launcher:
         until((tmp_path / STUCK_MARK).exists, launcher)
 

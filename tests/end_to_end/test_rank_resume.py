@@ -1,4 +1,4 @@
-"""Two ranks of which one is killed, and both resumed: the run that was never killed, each update once."""
+"""One of two ranks is killed and both are resumed: the result equals an uninterrupted run, with each update once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ UPDATES, SAVED = 8, 4
 OF_TIME = ("perf/", "train/env_steps_per_second", "telemetry/")
 
 
-pytestmark = pytest.mark.slow  # three runs of two processes; what one process resumes is tested in `make test`
+pytestmark = pytest.mark.slow  # three runs of two processes; `make test` covers resuming one process
 
 
 class Resumed(NamedTuple):
-    """The directories that training without a break, and with one, was started in, and what was said."""
+    """The directories of the uninterrupted and the resumed training, and the resumed training's output."""
 
     whole: Path
     cut: Path
@@ -58,7 +58,7 @@ def checkpoint(directory: Path) -> dict[str, Any]:
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """Axes and values of every record, but what depends on time."""
+    """Axes and values of every record, except values that depend on time."""
     return [
         {"step": record.axes.env_step, "update": record.axes.update}
         | {key: value for key, value in record.values.items() if not key.startswith(OF_TIME)}
@@ -72,7 +72,7 @@ def test_every_number_of_every_update_is_that_of_the_run_without_a_break(runs: R
     assert [values["update"] for values in cut] == list(range(1, UPDATES + 1))
     severities = {
         values.pop(f"alarm/{RUN_FAILED}", 0.0) for values in cut
-    }  # it is over where the run goes on, if it was raised
+    }  # if it was raised, it is cleared when the run continues
     assert severities == {0.0}
     assert cut == whole
     assert sum("eval/return_mean" in values for values in cut) == 2

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed is the run that was never killed: the same weights, the same numbers, each once everywhere."""
+"""A run that is killed and resumed equals the run that was never killed: the same weights and numbers, each once in every backend."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ SETTINGS = (
 )
 EVALUATION = ("--eval-every", "3000", "--eval-episodes", "2")
 UPDATES, SAVED, RECORDED = 8, 4, 6
-"""Rollouts of 1,024 steps: the fourth passes 4,000 and is saved, the process is killed in the seventh. From the ninth on it depends on
-the clock which updates are looked at closely."""
+"""Rollouts of 1,024 steps: the fourth passes 4,000 and is saved, the process is killed in the seventh.
+
+From the ninth update on, the clock decides which updates are sampled.
+"""
 
 UNSAVED = ("--checkpoint-every", ENDLESS[1])
 """No checkpoint is due."""
@@ -86,7 +88,7 @@ def checkpoint(run_dir: Path) -> dict[str, Any]:
 
 
 def untimed(run: Run) -> list[dict[str, Any]]:
-    """Axes and values of every record, but what depends on time."""
+    """Axes and values of every record, except values that depend on time."""
     return [
         {"step": record.axes.env_step, "gradient_step": record.axes.gradient_step, **timeless(record.values)}
         for record in run.records
@@ -127,7 +129,7 @@ def test_every_number_of_every_update_is_that_of_the_run_without_a_break(runs: R
 
 
 def test_the_journal_says_from_where_the_run_went_on(runs: Resumed) -> None:
-    """Updates 5 and 6 stand as they were recorded before the kill; the journal holds each update once."""
+    """Updates 5 and 6 are kept as recorded before the kill; the journal holds each update once."""
     run = read_run(runs.cut)
     lines = (runs.cut / "journal.jsonl").read_text().splitlines()
 
@@ -157,7 +159,7 @@ def test_nobody_holds_the_run_any_more(runs: Resumed) -> None:
 
 @pytest.mark.slow
 def test_a_preempted_run_is_saved_and_resumed(tmp_path: Path) -> None:
-    """No checkpoint is due before the signal, so it is the signal that saves; nothing is trained twice."""
+    """No checkpoint is due before the signal, so the signal saves one; no update is trained twice."""
     run_dir = tmp_path / "run"
     process = started(run_dir, *ENDLESS, *UNSAVED, env=SLOW)
     in_full_swing(run_dir, process)
@@ -187,13 +189,13 @@ def test_ctrl_c_saves_too(tmp_path: Path) -> None:
 
 
 def recorded(run_dir: Path) -> int:
-    """Records in the journal, whether or not it has begun."""
+    """Number of records in the journal, 0 before it exists."""
     journal = run_dir / "journal.jsonl"
     return journal.read_bytes().count(b'{"kind":"record"') if journal.exists() else 0
 
 
 def assert_goes_on(run_dir: Path) -> None:
-    """Resumed, it trains some more updates, each once."""
+    """Resume the run and check that it trains more updates, each once."""
     last = read_run(run_dir).records[-1].axes
 
     resumed = ended(trained(run_dir, "--resume", str(run_dir), "--total-steps", str(last.env_step + 2000)))

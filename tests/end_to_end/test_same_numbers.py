@@ -32,7 +32,7 @@ def test_every_key_of_every_update_is_the_same_in_all_four(run_dir: Path) -> Non
 
 
 def test_a_hundred_metrics_are_compared(run_dir: Path) -> None:
-    """So that the comparison cannot pass for want of numbers."""
+    """Otherwise the comparison could pass without numbers."""
     points = journal_points(run_dir)
 
     assert len(points) > 100
@@ -52,7 +52,7 @@ def test_histograms_are_compared_too(run_dir: Path) -> None:
 
 
 def test_only_details_are_left_to_the_journal(run_dir: Path) -> None:
-    """Two trunks of two layers, a head and a value: a weight and a bias each; histories of other keys besides."""
+    """Two trunks of two layers, a head and a value, with a weight and a bias each; and histories of other keys."""
     keys = {key for record in read_run(run_dir).records for key in record.values}
 
     left_out = keys - journal_points(run_dir).keys()

@@ -1,4 +1,4 @@
-"""No secret in anything that telemetry writes, sends or prints: a run with all backends, the commands on it, and a script under `run`."""
+"""Telemetry never writes, sends or prints a secret: in a run with all backends, in commands on it, and in a script under `run`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def leaks(text: bytes) -> list[str]:
 
 
 def contents(directory: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the bytes of every file; of a database and of a file of W&B also what pages and blocks hold in pieces."""
+    """Yield the name and the bytes of every file, joined with the contents that databases and W&B's files store in pieces."""
     for file in directory.rglob("*"):
         if file.is_file():
             content = file.read_bytes()
@@ -37,7 +37,7 @@ def contents(directory: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def assert_clean(directory: Path, **outputs: str) -> dict[str, bytes]:
-    """Return the contents of all files, by name, after looking for secrets in them and in what was printed."""
+    """Check all files and printed outputs for secrets; return the contents of the files by name."""
     files = dict(contents(directory))
     found = {name: leaks(text) for name, text in [*contents(directory), *((n, t.encode()) for n, t in outputs.items())]}
     assert {name: secrets for name, secrets in found.items() if secrets} == {}
@@ -56,14 +56,14 @@ def train(run_dir: Path, *, worker: bool) -> str:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose records were made in its own process; its output is in `printed.txt` next to it."""
+    """A run recorded in its own process, without a worker; its output is in `printed.txt` next to it."""
     directory = tmp_path_factory.mktemp("in_process")
     (directory / "printed.txt").write_text(train(directory / "run", worker=False))
     return directory / "run"
 
 
 def assert_masked(files: dict[str, bytes]) -> None:
-    """Check that the files of all backends are there, and that they hold the texts around the secrets."""
+    """Check that the files of all backends exist and contain the texts around the secrets."""
     assert {
         "journal.jsonl",
         "config.json",
@@ -82,7 +82,7 @@ def assert_masked(files: dict[str, bytes]) -> None:
 
 
 def test_no_secret_leaves_a_run(run_dir: Path) -> None:
-    """Every input holds one, every bundled backend is real, and two of them fail."""
+    """Every input contains a secret, every bundled backend is real, and two of them fail."""
     assert len(planted()) > 40
     assert_masked(assert_clean(run_dir.parent))
 
@@ -131,7 +131,7 @@ def test_the_address_of_logs_is_masked(tmp_path: Path) -> None:
 
 
 def test_a_script_under_run_loses_no_secret(tmp_path: Path) -> None:
-    """What the script prints and raises is its own affair; lines of telemetry, and its files, are ours."""
+    """A script may print and raise anything; telemetry's lines and files must not contain secrets."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.read_text().replace('"out of luck"', "sys.argv[1] + ' and ' + os.environ['PGPASSWORD']"))
     words = [f"--api_key={COMMAND[1]}", "--end=crashed"]

@@ -1,4 +1,4 @@
-"""Telemetry changes nothing: weights after training are the same bit for bit, whatever is measured, and wherever."""
+"""Telemetry changes nothing: weights after training are bit-identical for every level and place of measurement."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trained(env: str, telemetry: Telemetry | None, **settings: Any) -> dict[str,
 
 @cache
 def alone(env: str, **settings: Any) -> dict[str, Tensor]:
-    """The same where nothing is measured."""
+    """The same without telemetry."""
     return trained(env, None, **settings)
 
 
@@ -69,7 +69,7 @@ def test_weights_are_bit_identical_at_every_level(env: str, shared_trunk: bool, 
 @pytest.mark.parametrize("level", ["normal", "debug"])
 @pytest.mark.parametrize(("env", "policy"), [("CartPole-v1", "lstm"), ("CartPole-v1", "gru"), ("cue-recall", "lstm")])
 def test_weights_of_policies_with_memory_are_bit_identical_too(env: str, policy: str, level: str) -> None:
-    """At DEBUG the policy is shown every rollout three times more, its states get gradients, and a copy of it is trained."""
+    """At DEBUG the policy makes three more passes over every rollout, its states get gradients, and a copy of it is trained."""
     settings = {"policy": policy, "lstm_size": 16, "normalize_observations": env == "CartPole-v1"}
     bare = alone(env, **settings)
 
@@ -118,7 +118,7 @@ def test_weights_are_bit_identical_beside_other_processes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("setting", [{"max_grad_norm": None}, {"entropy_coef": 0.0}, {"normalize_advantages": False}])
 def test_what_only_telemetry_asks_for_leaves_no_trace(setting: dict[str, Any]) -> None:
-    """Norms that nothing is clipped by and an entropy that is not in the loss are computed for telemetry alone."""
+    """Telemetry alone needs norms without clipping and an entropy that is not in the loss."""
     bare = alone("CartPole-v1", **setting)
 
     with Telemetry([MemorySink()], run_dir=None, level="debug") as telemetry:
@@ -128,7 +128,7 @@ def test_what_only_telemetry_asks_for_leaves_no_trace(setting: dict[str, Any]) -
 
 
 def test_another_seed_gives_other_weights() -> None:
-    """So that the comparison cannot pass for want of a difference."""
+    """Otherwise the comparison could pass for any weights."""
     bare = alone("CartPole-v1")
     other = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(seed=4))
 

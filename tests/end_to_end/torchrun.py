@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 120.0
 
 @contextmanager
 def started(*program: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """`torchrun --nproc-per-node 2` with this program; whatever is left of it in the end is killed."""
+    """`torchrun --nproc-per-node 2` with this program; remaining processes are killed at the end."""
     launcher = subprocess.Popen(
         [sys.executable, *LAUNCHER, *program],
         stdout=subprocess.PIPE,
@@ -39,17 +39,16 @@ def started(*program: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of the launcher."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 
 
 def output(launcher: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
-    """Return stdout and stderr once it has ended; raise after so many seconds."""
+    """Return stdout and stderr once the launcher has ended; raise after that many seconds."""
     return launcher.communicate(timeout=seconds)
 
 
 def pid_of(rank: int, launcher: subprocess.Popen[str]) -> int:
-    """The process of a rank; the launcher's children carry their rank in their environment."""
+    """The process of a rank; the launcher's children have their rank in their environment."""
     for child in _children(launcher.pid):
         if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
             return child
@@ -61,7 +60,7 @@ def _children(pid: int) -> list[int]:
 
 
 def until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -> None:
-    """Wait for the condition; fail where the ranks end first."""
+    """Wait for the condition; fail if the ranks end first."""
 
     def holds() -> bool:
         assert launcher.poll() is None, "torchrun has ended"
