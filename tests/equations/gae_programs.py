@@ -1,6 +1,6 @@
-"""Rollouts of random numbers, and loops that compute their advantages, right or with one mistake.
+"""Random rollouts, and loops that compute their advantages, correctly or with one mistake.
 
-Everything is NumPy in float32, as trainers write it, so that nothing is shared with what is tested.
+Everything is NumPy in float32, as trainers write it, so that the programs share no code with the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GAMMA, LAMBDA = 0.97, 0.9
 
 @dataclass
 class Columns:
-    """A rollout [T, B] as a trainer has it: `final` are values of the last states of episodes, `last` [B] of the states after it."""
+    """A rollout [T, B] as a trainer has it: `final` holds values of the last states of episodes, `last` [B] values after the rollout."""
 
     rewards: Array
     values: Array
@@ -48,7 +48,7 @@ class Columns:
 def random_rollout(
     seed: int, steps: int = 40, envs: int = 4, *, ends: float = 0.12, time_limits: float = 0.5, noise: float = 1.0
 ) -> Columns:
-    """A rollout in which a share of the steps end episodes, and time limits a share of these; the last step ends some."""
+    """A rollout in which a fraction `ends` of the steps ends episodes, a fraction `time_limits` of them by time limits."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> Array:
@@ -67,7 +67,6 @@ def random_rollout(
 
 
 def backward(c: Columns, delta: Array, decay: Array | float) -> Array:
-    """A_t = delta_t + decay_t A_{t+1}."""
     decay = np.broadcast_to(np.asarray(decay, np.float32), delta.shape)
     advantages = np.zeros_like(delta)
     carried = np.zeros(delta.shape[1:], np.float32)
@@ -83,7 +82,7 @@ def right(c: Columns) -> Array:
 
 
 def cleanrl_style(c: Columns, done: Array, rewards: Array | None = None) -> Array:
-    """Rows of the next step, masked by `done`; time limits are in the rewards, as in Stable-Baselines3."""
+    """Values of the next row, masked by `done`; the rewards include the values after time limits, as in Stable-Baselines3."""
     rewards = stored_rewards(c) if rewards is None else rewards
     delta = rewards + c.gamma * c.following * ~done - c.values
     return backward(c, delta, c.gamma * c.lam * ~done)
@@ -94,7 +93,7 @@ def stored_rewards(c: Columns) -> Array:
 
 
 def ends_late(c: Columns) -> Array:
-    """`dones[t]`, the flag before step t, in place of `dones[t + 1]`; the first row begins no episode."""
+    """`dones[t]`, the flag before step t, instead of `dones[t + 1]`; no episode begins in the first row."""
     return cleanrl_style(c, np.concatenate([np.zeros_like(c.done[:1]), c.done[:-1]]))
 
 
@@ -134,7 +133,7 @@ def ends_of_first(c: Columns) -> Array:
 
 
 def ends_in_other_steps(c: Columns) -> Array:
-    """The flags of a step in an order by chance."""
+    """The flags of a step in random order."""
     order = np.random.default_rng(11).permutation(len(c.done))
     return cleanrl_style(c, c.done[order])
 
@@ -200,7 +199,7 @@ def current_value(c: Columns) -> Array:
 
 
 def current_value_inside(c: Columns) -> Array:
-    """The loop has the right value after the last step, and adds the one after a time limit to the reward."""
+    """The last row uses the right value, and the reward includes the value after a time limit."""
     inside = ~c.done
     inside[-1] = False
     return with_next(c, np.where(inside, c.values, c.next_values))
@@ -243,7 +242,7 @@ def rewards_early(c: Columns) -> Array:
 
 
 def of_stored(c: Columns, rewards: Array, gamma: float) -> Array:
-    """Rewards have the values after time limits in them, as Stable-Baselines3 stores them."""
+    """Rewards include the values after time limits, as Stable-Baselines3 stores them."""
     delta = rewards + gamma * np.where(c.done, 0, c.following) - c.values
     return backward(c, delta.astype(np.float32), gamma * c.lam * ~c.done)
 
@@ -275,7 +274,7 @@ def v_trace(c: Columns) -> Array:
 
 
 def chained_by_step(c: Columns) -> Array:
-    """The rollout was flattened first, and each row's next is the next environment."""
+    """The rollout was flattened first, so the next row belongs to the next environment."""
     values, rewards, done = (x.reshape(-1, 1) for x in (c.values, stored_rewards(c), c.done))
     following = np.concatenate([values[1:], c.last[-1:, None]])
     delta = rewards + c.gamma * following * ~done - values

@@ -1,4 +1,4 @@
-"""Calibration of actions against their distributions: draws match, and each known mistake is named."""
+"""Calibration of actions against their distributions: samples match, and each known mistake is named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(check: EquationCheck) -> list[str]:
 
 
 def scores_over_time(seed: int, size: int, *, memory: float = 0.6) -> Tensor:
-    """Scores [T, B, size] that change from step to step as those of a policy do."""
+    """Scores [T, B, size] that change from step to step like a policy's."""
     torch.manual_seed(seed)
     scores = torch.randn(STEPS, ENVS, size)
     for t in range(1, STEPS):
@@ -31,7 +31,7 @@ def scores_over_time(seed: int, size: int, *, memory: float = 0.6) -> Tensor:
 
 
 def sticky(actions: Tensor, share: float = 0.4) -> Tensor:
-    """The action of the step before in some steps."""
+    """Repeat the previous step's action in some steps."""
     result = actions.clone()
     for t in range(1, STEPS):
         keeps = (torch.rand(ENVS) < share).view(-1, *[1] * (actions.dim() - 2))
@@ -44,7 +44,7 @@ def shuffle(actions: Tensor) -> Tensor:
 
 
 def with_one_noise(probabilities: Tensor) -> Tensor:
-    """Choices by the inverse of the distribution function, with one uniform number for all environments."""
+    """Choices by inverting the distribution function, with one uniform number for all environments."""
     return (probabilities.cumsum(-1) < torch.rand(STEPS, 1, 1)).sum(-1).clamp(max=probabilities.shape[-1] - 1)
 
 
@@ -104,7 +104,7 @@ def test_a_mistake_with_real_numbers_is_named(seed: int, mistake: str) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mistake", ["independent", "cut_at_bounds"])
 def test_short_rollouts_show_actions_that_never_leave_the_bounds(seed: int, mistake: str) -> None:
-    """384 actions: of N(m, 0.74²), a fifth lies beyond ±1. Nobody says where the bounds are."""
+    """384 actions: a fifth of N(m, 0.74²) exceeds ±1. The bounds are unknown to the check."""
     means = 0.2 * scores_over_time(seed, 1)[:96, :4]
     drawn = means + 0.74 * torch.randn(means.shape)
     actions = {"independent": 2 * torch.rand_like(drawn) - 1, "cut_at_bounds": drawn.clamp(-1, 1)}[mistake]

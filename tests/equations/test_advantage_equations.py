@@ -1,4 +1,4 @@
-"""Advantages against GAE: right loops match, and a loop with one mistake is named."""
+"""Advantages compared with GAE: correct loops match, and a loop with one mistake is named."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SEVERAL_ENVIRONMENTS = {
 WITHOUT_EFFECT = {"std_alone", "mean_alone", "scaled", "variance", "precedence"}
 """Hypotheses that a normalisation undoes."""
 TOGETHER = {"both_gamma": {"both_gamma", "both_lambda"}}
-"""Hypotheses that are two sentences of one explanation."""
+"""Two hypotheses that form one explanation."""
 
 
 def check(c: Columns, advantages: Array, **changes: Any) -> EquationCheck:
@@ -97,7 +97,7 @@ def test_ends_of_an_unsaid_kind_may_be_time_limits() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mistake_is_named_exactly(name: str, shape: tuple[int, int]) -> None:
-    """The hypothesis of a mistake, and no other, explains the numbers that the mistake changes."""
+    """Only the hypothesis of a mistake explains the numbers that the mistake changes."""
     if shape[1] == 1 and name in SEVERAL_ENVIRONMENTS:
         pytest.skip("it needs several environments")
     for program in PROGRAMS[name]:
@@ -113,7 +113,7 @@ def test_a_mistake_is_named_exactly(name: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mistake_is_named_where_only_normalised_advantages_are_kept(name: str) -> None:
-    """Some fitted parameters have no name then; no mistake has a wrong one."""
+    """Some fitted parameters then have no name, but no mistake has a wrong one."""
     named = set[str]()
     for program in PROGRAMS[name]:
         c = random_rollout(0, *SHAPES[0])
@@ -133,7 +133,7 @@ def test_a_mistake_is_named_where_only_normalised_advantages_are_kept(name: str)
 
 @pytest.mark.parametrize("name", sorted(SEVERAL_ENVIRONMENTS | {"normalized", "broadcast_mean"}))
 def test_a_mistake_between_environments_is_named_where_several_rollouts_stand_side_by_side(name: str) -> None:
-    """The trainer made it in each rollout by itself."""
+    """The trainer made it in each rollout separately."""
     for program in PROGRAMS[name]:
         rollouts = [random_rollout(seed, 40, 4) for seed in range(3)]
 
@@ -158,7 +158,7 @@ def test_a_mistake_between_environments_is_named_where_several_rollouts_stand_si
 
 
 def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:
-    """Those that need more columns have tests below."""
+    """The hypotheses in `own` need more columns, and have tests below."""
     own = {"both_lambda", "raw_rewards", "stale", "normalized_returns"}
     assert {one.name for one in ADVANTAGES.hypotheses} == {*PROGRAMS, *own}
 
@@ -188,7 +188,7 @@ def test_numbers_that_are_noise_have_no_explanation(seed: int) -> None:
 
 
 def test_episodes_that_are_cut_more_often_than_the_environments_end_them_have_no_name() -> None:
-    """As for games of several points, whose trace is cut at each point on purpose."""
+    """For example in games of several points, whose trace is deliberately cut at each point."""
     c = random_rollout(1, 96, ends=0.05)
     points = c.done | (np.random.default_rng(5).random(c.done.shape) < 0.2)
 
@@ -206,7 +206,7 @@ def test_the_number_of_steps_with_another_flag_is_fitted() -> None:
 
 @pytest.mark.parametrize("place", [(0, 0), (17, 2), (39, 3)])
 def test_one_wrong_row_has_no_explanation_that_changes_others(place: tuple[int, int]) -> None:
-    """The rewards of step -1 and of step T are not in the rollout, so the first and the last row alone may have such an explanation."""
+    """The rewards of steps -1 and T are not in the rollout, so only the first and the last row may have such an explanation."""
     c = random_rollout(2, ends=0.3)
     advantages = right(c)
     advantages[place] += 2.0
@@ -226,7 +226,7 @@ def test_constant_rewards_are_no_rewards_of_another_step(step: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_mistakes_that_a_batch_cannot_tell_apart_come_as_a_set(seed: int) -> None:
-    """Every end is a time limit here: to bootstrap ends and to bootstrap time limits with the next episode's value are the same."""
+    """Every end here is a time limit, so bootstrapping ends equals bootstrapping time limits with the next episode's value."""
     c = random_rollout(seed, ends=0.15, time_limits=1.0)
     run_on = PROGRAMS["ends_ignored"][1](c)
 
@@ -234,7 +234,7 @@ def test_mistakes_that_a_batch_cannot_tell_apart_come_as_a_set(seed: int) -> Non
 
 
 def test_ends_that_all_environments_share_are_no_ends_of_others() -> None:
-    """Time limits that fall on the same steps everywhere, as in Pendulum: the flags of other environments are the right ones."""
+    """Time limits at the same steps everywhere, as in Pendulum: other environments have the same flags."""
     c = random_rollout(0)
     together = np.broadcast_to(np.arange(len(c.values))[:, None] % 9 == 8, c.values.shape)
     c = replace(c, terminated=np.zeros_like(together), truncated=together)
@@ -292,7 +292,7 @@ def test_rewards_are_clipped_with_the_value_of_a_time_limit_in_them() -> None:
 
 
 def test_rows_that_do_not_count_are_left_out() -> None:
-    """A row that does not count holds anything, and the trace stops before it."""
+    """An invalid row may hold any number, and the trace stops before it."""
     c = random_rollout(6, ends=0.2)
     valid = np.ones_like(c.done)
     valid[1:] = ~c.done[:-1]  # the step after an end is a reset

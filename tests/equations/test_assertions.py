@@ -1,4 +1,4 @@
-"""Assertions about equations, as unit tests of a trainer use them."""
+"""Assertions about equations, as a trainer's unit tests use them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_equation_that_holds_passes() -> None:
 
 
 def test_a_mistake_is_named_with_its_equation_and_what_to_change() -> None:
-    """Traces that run on over the ends, in a rollout that has enough of them to tell that from other mistakes."""
+    """The trace continues across ends, in a rollout with enough ends to rule out other mistakes."""
     generator = torch.Generator().manual_seed(1)
     rewards, values, last = (torch.randn(size, 4, generator=generator) for size in (64, 64, 1))
     ended = torch.rand(64, 4, generator=generator) < 0.1
@@ -58,7 +58,7 @@ def test_a_mistake_is_named_with_its_equation_and_what_to_change() -> None:
 
 
 def test_mistakes_that_these_numbers_cannot_tell_apart_are_all_named() -> None:
-    """A = (2 + 0, -1 + 1, 1) where ends are ignored; in three rows other mistakes give the same."""
+    """A = (2 + 0, -1 + 1, 1) if ends are ignored; in three rows other mistakes give the same numbers."""
     with pytest.raises(
         AssertionError, match=r"runs on over the ends of episodes.* or .*, and differ from their"
     ) as raised:

@@ -1,4 +1,4 @@
-"""Passes of the policy over its rollout: the inputs that explain a difference are named."""
+"""Passes of the policy over its rollout: inputs that explain a difference are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actions that take effect late are named by the noise of exploration alone; systems that respond slowly by nature are not."""
+"""Actions that take effect late are detected from the exploration noise alone; systems that respond slowly are not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, ENVS, LENGTH = 400, 4, 50
 SEEDS = range(3)
 
 System = Callable[[Tensor], Tensor]
-"""Returns the change of an observation in each step, [T, B], by the forces [T, B] that arrive."""
+"""Return the change of an observation in each step, [T, B], caused by the forces [T, B]."""
 
 
 def velocity(force: Tensor) -> Tensor:
@@ -25,12 +25,12 @@ def velocity(force: Tensor) -> Tensor:
 
 
 def position(force: Tensor) -> Tensor:
-    """A point with inertia that shows its position alone, which a force changes from the next step on."""
+    """A point with inertia that shows only its position, which a force changes from the next step on."""
     return 0.1 * delayed(force.cumsum(0), 1)
 
 
 def motor(force: Tensor) -> Tensor:
-    """Three filters, one behind the other: the effect grows over several steps."""
+    """Three filters in series: the effect grows over several steps."""
     for _ in range(3):
         force = torch.stack(
             [0.5 * force[: t + 1].flip(0).mul(0.5 ** torch.arange(t + 1).view(-1, 1)).sum(0) for t in range(STEPS)]
@@ -43,7 +43,7 @@ def delayed(column: Tensor, steps: int) -> Tensor:
 
 
 def case(system: System, delay: int, seed: int, *, discrete: bool = False) -> tuple[ActionInputs, Tensor, Tensor]:
-    """Of a policy that sees what it does: its mean is near to the action of the step before."""
+    """A rollout of a policy that sees its actions: its mean is close to the previous step's action."""
     generator = torch.Generator().manual_seed(seed)
     ended = torch.zeros(STEPS, ENVS, dtype=torch.bool)
     ended[LENGTH - 1 :: LENGTH] = True
@@ -95,7 +95,7 @@ def test_actions_without_any_effect_are_not_said_to_be_late(seed: int) -> None:
 @pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("system", [velocity, motor])
 def test_the_effect_of_actions_is_several_times_that_of_chance(system: System, discrete: bool) -> None:
-    """Chance exceeds its expected largest value by a third in one of some dozens of rollouts, on average never."""
+    """The largest random effect exceeds its expectation by a third in one of several dozen rollouts; its average never does."""
     without = [effect(torch.zeros_like, seed, discrete=discrete) for seed in range(20)]
 
     assert min(effect(system, seed, discrete=discrete) for seed in SEEDS) > 3

@@ -83,7 +83,7 @@ def test_no_mistake_is_computed_where_a_variant_gives_the_numbers() -> None:
 
 
 def test_a_variant_in_one_batch_does_not_hide_the_mistake_of_another() -> None:
-    """Of an update's checks, those that a variant explains say nothing of the others."""
+    """Checks that a variant explains are independent of the update's other checks."""
     variant, mistake = check(FACTORS.left - FACTORS.right), check(FACTORS.left + FACTORS.right)
 
     values = {
@@ -162,7 +162,7 @@ def test_a_reference_that_overflows_is_not_compared() -> None:
 
 
 def test_a_tolerance_of_its_own_is_recorded_beside_the_error() -> None:
-    """Judges read the record alone, and must judge as the check did."""
+    """Judges read the record alone, and must use the same tolerance as the check."""
     numbers = torch.tensor([2.0, 1.0, 12.0, 5.1])
     strict, lenient = (compare(PRODUCT, FACTORS, numbers, tolerance=bound) for bound in (None, 0.05))
 

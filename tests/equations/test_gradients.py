@@ -1,4 +1,4 @@
-"""A gradient compared with that of the PPO loss, from gradients of its terms."""
+"""A gradient compared with the PPO loss's gradient, from gradients of its terms."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_parameters_that_were_not_cleared_are_told_from_the_others() -> None:
 
 
 def test_a_weight_is_not_fitted_to_a_single_number() -> None:
-    """The entropy depends on one parameter of one entry, so any gradient of that has some weight of the entropy."""
+    """The entropy depends on a single number, so any gradient of that number fits some weight of the entropy."""
     of = {"policy": {"log_std": torch.tensor([0.3])}, "entropy": {"log_std": torch.tensor([-1.0])}}
 
     result = check({"log_std": torch.tensor([0.7])}, of)
@@ -156,7 +156,7 @@ def test_a_penalty_on_the_weights_is_named_with_its_weight() -> None:
 
 
 def test_a_critic_that_leaks_into_a_trunk_is_named() -> None:
-    """The reference stops the critic at the trunk."""
+    """The reference stops the critic's gradient at the trunk."""
     whole = terms(0)
     stopped = {**whole, "value": without(dict(whole["value"]), "trunk")}
 

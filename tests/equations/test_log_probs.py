@@ -1,4 +1,4 @@
-"""Log-probabilities at collection: each known mistake is named, and no other."""
+"""Log-probabilities at collection: exactly the known mistake is named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names(check: EquationCheck) -> list[str]:
 
 
 class Gaussians:
-    """Draws of a Gaussian policy whose standard deviation is the same everywhere."""
+    """Samples of a Gaussian policy with a constant standard deviation."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -114,7 +114,7 @@ def test_choices_in_another_order_are_named(seed: int, places: tuple[int, ...]) 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_tanh_that_nobody_declares_is_a_variant(seed: int) -> None:
     policy = Gaussians(seed)
-    narrow = policy.actions.clamp(-1.5, 1.5)  # so that float32 keeps the digits of its tanh
+    narrow = policy.actions.clamp(-1.5, 1.5)  # keeps the digits of the tanh in float32
 
     before = policy.check(policy.actions, policy.log_probs - policy.slope)
     after = policy.check(narrow.tanh(), policy.of(narrow).sum(-1) - torch.log(1 - narrow.tanh().square()).sum(-1))
@@ -137,7 +137,7 @@ def test_rounding_of_narrow_and_wide_gaussians_is_no_difference(std: float) -> N
 
 
 def masked_heads(seed: int) -> dict[str, Any]:
-    """Two heads of choices: `move` is masked, `aim` is relevant in about half the rows."""
+    """Two heads of choices: `move` is masked, and `aim` is relevant in about half the rows."""
     generator = torch.Generator().manual_seed(seed)
     logits = {head: torch.randn(STEPS, ENVS, CHOICES, generator=generator) for head in ("move", "aim")}
     mask = torch.rand(STEPS, ENVS, CHOICES, generator=generator) < 0.6

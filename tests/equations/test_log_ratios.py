@@ -1,4 +1,4 @@
-"""Log-ratios as programs compute them, right and wrong."""
+"""Log-ratios as programs compute them, correctly and with mistakes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS, ENVS = 16, 4
 
 
 def other_actions(new: Tensor) -> Tensor:
-    """Log-probabilities of now of other actions."""
+    """New log-probabilities of other actions."""
     return new.flip(0) - 0.3
 
 
@@ -51,7 +51,7 @@ def test_a_mistake_in_the_ratio_is_named_and_no_other(name: str, seed: int) -> N
 
 
 def test_log_probabilities_of_certain_actions_are_rounded_at_one() -> None:
-    """A policy that is certain: in single precision log(1 - 1e-12) is 0, so all log-ratios are; in double they are 1e-12."""
+    """A certain policy: in single precision log(1 - 1e-12) is 0, so all log-ratios are 0; in double they are 1e-12."""
     now, stored = torch.full((8,), -1e-12), torch.full((8,), -2e-12)
     assert check_log_ratios(torch.zeros(8), now, stored).matches
     assert not check_log_ratios(torch.zeros(8), torch.full((8,), -0.001), torch.full((8,), -0.002)).matches

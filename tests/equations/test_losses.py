@@ -1,6 +1,6 @@
-"""Losses as programs compute them, right and wrong: the mistake is named, and no other.
+"""Losses as programs compute them, correctly and with mistakes: exactly the mistake is named.
 
-Programs are written here as people write them, in single precision; the package recomputes in float64 by its own equations.
+Programs are written here as people write them, in single precision; the package recomputes in float64 with its own equations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 def batches(seed: int, spread: float = 0.3) -> list[Batch]:
-    """Minibatches whose ratios move away from 1; the first begins with ratios of 1, as in PPO."""
+    """Minibatches whose ratios move away from 1; the first starts with ratios of 1, as in PPO."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -162,7 +162,7 @@ def test_ratios_of_one_do_not_tell_whether_the_loss_is_clipped() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_difference_that_no_hypothesis_gives_has_no_name(seed: int) -> None:
-    """A permutation of the rows by chance, and a weight of each row."""
+    """A random permutation of the rows, a weight for each row, and an offset."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(ROWS, generator=generator)
     weights = torch.rand(ROWS, generator=generator)
@@ -351,7 +351,7 @@ def test_a_clipped_value_loss_over_all_pairs_is_named(across: bool, seed: int) -
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 1000.0])
 def test_a_right_value_loss_matches(scale: float, seed: int) -> None:
-    """Also of values of thousands whose errors are small."""
+    """This includes values in the thousands with small errors."""
     found = [b._replace(values=b.values * scale, old_values=b.old_values * scale) for b in batches(seed)]
     found = [b._replace(returns=b.values + 0.1 * b.raw) for b in found]
 

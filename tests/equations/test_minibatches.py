@@ -1,4 +1,4 @@
-"""Rows of minibatches as programs draw them, right and wrong."""
+"""Rows of minibatches as programs draw them, correctly and with mistakes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_permutations_match(size: int, count: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whole_sequences_match(seed: int) -> None:
-    """Each minibatch holds the sequences of one environment; their number is too small to tell an order from chance."""
+    """Each minibatch holds the sequences of one environment, too few to distinguish a fixed order from chance."""
     generator = np.random.default_rng(seed)
     grid = np.arange(ROLLOUT).reshape(STEPS, ENVS)
     rows = passes(lambda: [grid[:, env] for env in generator.permutation(ENVS)])

@@ -1,4 +1,4 @@
-"""Weights after a step compared with the optimizer's equation, and gradients after clipping with those before."""
+"""Weights after a step compared with the optimizer's equation, and clipped gradients compared with unclipped ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS: Mapping[str, Make] = {
 
 
 class Steps:
-    """A network in which an optimizer has taken some steps, before the one that is checked."""
+    """A network whose optimizer has already taken some steps before the checked one."""
 
     def __init__(self, make: Make, seed: int, steps: int = 5) -> None:
         torch.manual_seed(seed)
@@ -82,7 +82,7 @@ def test_steps_of_torch_match(name: str, seed: int, steps: int) -> None:
 
 @pytest.mark.parametrize("rate", [1e-7, 1e-5, 1e-2])
 def test_steps_at_any_learning_rate_match(rate: float) -> None:
-    """At 1e-7 the weights' own rounding is as large as the step."""
+    """At 1e-7 the rounding of the weights is as large as the step."""
     case = Steps(lambda p: torch.optim.Adam(p, rate), 0)
     case.optimizer.step()
 

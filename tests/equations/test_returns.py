@@ -1,4 +1,4 @@
-"""Returns and normalised advantages: right lines match, and a line with one mistake is named."""
+"""Returns and normalised advantages: correct code matches, and code with one mistake is named."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_no_mistake_of_returns_is_named_where_the_advantages_are_wrong(name: str
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_padding_does_not_hide_that_returns_are_right(seed: int) -> None:
-    """What stands in rows of padding is not defined; they follow the end of an episode."""
+    """Padding rows hold arbitrary numbers; they follow the end of an episode."""
     c = random_rollout(seed, 64)
     valid = np.arange(64)[:, None] < np.array([64, 40, 50, 30])
     c = replace(c, terminated=c.terminated | (valid & ~np.roll(valid, -1, 0)), truncated=c.truncated & valid)
@@ -211,7 +211,7 @@ def rows_of(c: Columns, seed: int = 0) -> Array:
 
 
 def of_minibatches(rows: Array) -> Array:
-    """Each minibatch as PPO in torch normalises it."""
+    """Normalise each minibatch as PPO in torch does."""
     return np.stack([normalize(row, ddof=1) for row in rows])
 
 
@@ -233,7 +233,7 @@ def within(change: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
 
 
 def before(change: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
-    """Change the whole rollout [T, B] before it is cut."""
+    """Change the whole rollout [T, B] before it is split."""
     return lambda advantages, rows: change(advantages).reshape(-1)[rows]
 
 
@@ -293,7 +293,7 @@ def test_minibatches_that_are_normalised_against_the_settings_are_named(seed: in
 
 
 def in_environments(advantages: Array, index: Array, rows: Array, groups: Array, ddof: int) -> Array:
-    """Advantages less the mean of the rows of their environment, over the standard deviation of these."""
+    """Advantages less the mean of their environment's rows, divided by the standard deviation of these rows."""
     moments = [(rows[groups == b].mean(), rows[groups == b].std(ddof=ddof)) for b in range(int(index.max()) + 1)]
     return np.array([(a - moments[b][0]) / (moments[b][1] + 1e-8) for a, b in zip(advantages, index, strict=True)])
 
@@ -304,7 +304,7 @@ def in_environments(advantages: Array, index: Array, rows: Array, groups: Array,
 def test_one_minibatch_or_several_that_are_normalised_over_each_environment_are_named(
     form: str, over: Any, ddof: int
 ) -> None:
-    """The environments pay differently, so that their own means are far from that of all rows."""
+    """Rewards differ between environments, so their own means are far from the mean of all rows."""
     advantages = right(random_rollout(3)) + np.array([9, 0, 0, -2], np.float32)
     steps, envs = advantages.shape
     flat, environments = advantages.reshape(-1), np.tile(np.arange(envs), steps)
@@ -325,7 +325,7 @@ def test_one_minibatch_or_several_that_are_normalised_over_each_environment_are_
 
 
 def test_zeros_in_place_of_advantages_are_not_those_of_each_environment() -> None:
-    """Each environment has one row in the minibatch, which its own mean would make 0."""
+    """Each environment has one row in the minibatch, so subtracting its own mean would give 0."""
     result = check_normalized_advantages([1.0, -2.0, 3.0], [0.0, 0.0, 0.0], environments=[0, 1, 2])
 
     assert not result.holds
@@ -363,7 +363,7 @@ def test_padding_in_mean_and_deviation_is_named(seed: int) -> None:
 
 
 def test_advantages_that_are_all_alike_are_judged_by_their_rounding() -> None:
-    """Advantages of 100 that differ in the last bit: what is left of them after normalisation is rounding."""
+    """Advantages of 100 that differ in the last bit: only rounding is left after normalisation."""
     advantages = torch.full((1, 64), 100.0)
     advantages[0, ::2] += 1e-5
     used = (advantages - advantages.mean()) / (advantages.std() + 1e-8)

@@ -1,4 +1,4 @@
-"""Learning rates beside the schedule that was set: one program for each hypothesis."""
+"""Learning rates compared with the configured schedule: one program for each hypothesis."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROGRAMS: dict[str, Callable[[Array], Array]] = {
     "stepped": lambda p: 0.5 ** np.floor(4 * p + 1e-9),
     "adaptive": lambda p: 1.5 ** np.round(3 * np.sin(7 * p)),
 }
-"""Rates by the share of the run that is over, where a line from 1 to 0 is set; by the name of the hypothesis."""
+"""Rates by the name of the hypothesis, over the finished fraction of the run; the configured schedule is a line from 1 to 0."""
 
 
 def check(rates: Array, *, final: float = 0.0) -> EquationCheck:
@@ -158,7 +158,7 @@ def test_the_fitted_share_is_that_of_the_program() -> None:
 
 @pytest.mark.parametrize("updates", [3, 5, 6])
 def test_a_line_that_begins_anew_every_second_update_is_not_called_constant(updates: int) -> None:
-    """5 updates: 1, 0.8, 1, 0.8, 1 stay within an update and a half of a constant rate, and are none."""
+    """Five updates: 1, 0.8, 1, 0.8, 1 stay within one and a half updates of a constant rate, but are not constant."""
     result = check(1 - np.arange(updates) % 2 / updates)
 
     assert [one.hypothesis.name for one in result.explanations] == ["restarting"]
@@ -188,7 +188,7 @@ DEFECTS: dict[str, tuple[Callable[[float], float], float]] = {
     "ending_early": (lambda over: max(0.0, 1 - 2 * over), 0.5),
     "restarting": (lambda over: 0.1 + (-4 * over) % 1, 0.25),
 }
-"""Functions that a user configures, and the share of the run in which they are sound."""
+"""Functions that a user configures, and the fraction of the run in which they are correct."""
 
 
 def followed(rate: Callable[[float], float], updates: int) -> EquationResult:
@@ -221,7 +221,7 @@ def test_a_schedule_that_starts_late_and_goes_all_its_way_is_named() -> None:
 
 @pytest.mark.parametrize("updates", [6, 40])
 def test_a_configured_rise_from_nothing_to_the_end_is_a_fall_turned_round(updates: int) -> None:
-    """`lambda left: 1 - left`, where Stable-Baselines3 passes the share of the run that is left."""
+    """`lambda left: 1 - left`, although Stable-Baselines3 passes the remaining fraction of the run."""
     result = followed(lambda over: over, updates)
 
     assert [one.name for one in result.hypotheses] == ["rising"]
@@ -293,7 +293,7 @@ def test_a_model_may_learn_again_but_not_in_parts_that_restart_its_schedule(upda
 
 
 def test_a_resumed_run_is_compared_from_where_it_went_on() -> None:
-    """It was to take 40 steps, went on after 20, and takes 100 then: 1 - 20 / 100 at once."""
+    """The run was planned for 40 steps and resumed after 20 with 100 planned: the rate becomes 1 - 20 / 100 at once."""
     history = RateHistory(
         Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=100, begin=20).fact())
     )

@@ -1,4 +1,4 @@
-"""Transitions: observations, rewards and actions arrive in the row, the step and the environment that they belong to."""
+"""Transitions: observations, rewards and actions arrive in the row, step and environment that they belong to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names(check: EquationCheck) -> list[str]:
 
 
 class Rollout(NamedTuple):
-    """A rollout whose episodes end after twelve steps, at another step in each environment; observations [T, B, 3]."""
+    """A rollout whose episodes last twelve steps and end at another step in each environment; observations [T, B, 3]."""
 
     observations: Tensor
     returned: Tensor
@@ -103,9 +103,9 @@ def test_an_environment_that_never_updates_its_observation_is_named_without_what
 @pytest.mark.parametrize(
     "observations",
     [
-        torch.zeros(STEPS, ENVS, 3),  # a bandit that shows nothing
+        torch.zeros(STEPS, ENVS, 3),  # a bandit without observations
         torch.full((STEPS, ENVS), 5),  # a state of a small grid in which the agent runs into walls
-        torch.ones(STEPS, ENVS, 4, dtype=torch.uint8),  # a picture of a game that waits
+        torch.ones(STEPS, ENVS, 4, dtype=torch.uint8),  # a picture of a waiting game
     ],
 )
 def test_observations_that_may_well_stay_the_same_are_no_mistake(observations: Tensor) -> None:

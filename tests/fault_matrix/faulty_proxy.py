@@ -1,4 +1,4 @@
-"""A door in front of a server that can be shut in all the ways in which doors are shut."""
+"""A proxy in front of a server that can fail in all the usual ways."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATUSES: Final = {"500": "500 Internal Server Error", "401": "401 Unauthorized"
 
 
 class Proxy:
-    """Listens on a port of its own and does with every connection what `mode` says.
+    """Listens on a separate port and treats every connection according to `mode`.
 
     Modes: `forward`, `refuse` (nothing listens), `reset` (RST after the request), `hang` (no answer), `500`, `401`.
     """
@@ -27,7 +27,7 @@ class Proxy:
         threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
 
     def become(self, mode: str) -> None:
-        """Changes the mode."""
+        """Change the mode, and open or close the listener."""
         if mode == REFUSE and self.mode != REFUSE:
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()

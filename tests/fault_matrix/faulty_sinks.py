@@ -1,4 +1,4 @@
-"""Sinks of a plugin that is not well: one takes ten seconds for every write, one refuses certain records."""
+"""Faulty sinks of a plugin: one takes ten seconds for every write, one refuses certain records."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ REFUSED = (30, 31, 90)
 
 @dataclass(frozen=True)
 class SlowSink:
-    """Ten seconds a write."""
-
     name: str = "slow"
     in_process: ClassVar[bool] = False
 
@@ -29,7 +27,7 @@ class SlowSink:
 
 @dataclass(frozen=True)
 class PickySink:
-    """Takes no batch with one of three updates."""
+    """Refuses batches that contain one of three updates."""
 
     name: str = "picky"
     in_process: ClassVar[bool] = False

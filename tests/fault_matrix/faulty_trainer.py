@@ -1,4 +1,4 @@
-"""A real training at a fixed pace, into the sinks named, which tells how far it came and what that cost.
+"""A real training at a fixed pace, into the named sinks, which prints its number of updates and its cost.
 
 python faulty_trainer.py RUN_DIR UPDATES [--fork] [--clock] [--hurry] SINK...
 """
@@ -29,7 +29,7 @@ def main() -> None:
     torch.set_num_threads(1)
     trainer = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, seed=1))
     started = [0.0, 0.0]
-    patience = 60.0 if "picky" in uris else 10.0  # what that one takes in the end is looked at, and nothing repairs it
+    patience = 60.0 if "picky" in uris else 10.0  # its records are compared without a repair
     patience = 0.1 if "--hurry" in flags else patience
     with Telemetry([made(uri) for uri in uris], run_dir=run_dir, close_timeout=patience) as telemetry:
         attach(telemetry, trainer)
@@ -42,17 +42,17 @@ def main() -> None:
 
 
 def made(uri: str) -> Any:
-    """A sink from its URI, or one of those that are broken on purpose."""
+    """A sink from its URI, or a deliberately broken sink."""
     return {"slow": SlowSink(), "picky": PickySink()}.get(uri, uri)
 
 
 def paced(trainer: PPO, telemetry: Telemetry, flags: list[str], counter: Path, started: list[float]) -> None:
-    """Waits for the update's time, and notes how many there have been."""
+    """Wait until the update is due, and write the number of updates to the counter."""
     if not started[0]:
         started[:] = [time.perf_counter(), time.thread_time()]
     draft = counter.with_suffix(".new")
     draft.write_text(str(trainer.updates))
-    draft.replace(counter)  # a process that is killed here leaves the number before
+    draft.replace(counter)  # a process that is killed here leaves the previous number
     if trainer.updates == AT_UPDATE:
         if "--fork" in flags:
             forked(telemetry)
@@ -64,7 +64,7 @@ def paced(trainer: PPO, telemetry: Telemetry, flags: list[str], counter: Path, s
 
 
 def forked(telemetry: Telemetry) -> None:
-    """A copy of the process that uses telemetry as if it were its own, and ends."""
+    """A forked copy of the process that uses telemetry as if it were its own, and exits."""
     if (pid := os.fork()) == 0:
         telemetry.log({"my/child": 1.0})
         telemetry.flush(env_step=10**9)

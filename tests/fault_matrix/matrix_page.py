@@ -1,4 +1,4 @@
-"""The table of docs/fault_matrix.md, from what was measured."""
+"""The table of docs/fault_matrix.md, made from measured outcomes."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ FAULTS = (
     "kill -9 of the trainer",
     "SIGTERM to the trainer",
 )
-"""Rows, in their order; those of killed trainers say behind it how often."""
+"""Rows, in order; rows of killed trainers add the number of kills."""
 
 
 @dataclass
 class Page:
-    """Rows by fault; one that was met several times is summed up."""
+    """Rows by fault; several outcomes of one fault are summed."""
 
     rows: dict[str, list[tuple[Outcome, Outcome]]] = field(default_factory=dict)
 
     def add(self, fault: str, found: Outcome, fault_free: Outcome) -> None:
-        """Notes an outcome beside that of the run without a fault."""
+        """Add an outcome, together with the outcome of the run without a fault."""
         if fault.partition(",")[0] not in FAULTS and fault not in FAULTS:
             raise ValueError(f"the page has no row for {fault!r}")
         self.rows.setdefault(fault, []).append((found, fault_free))
 
     def write(self, *, without: Collection[str] = ()) -> None:
-        """Writes the page where all faults were met in this run, except those; else shows the rows that there are."""
+        """Write the page if all faults, apart from `without`, occurred in this run; else print the rows."""
         rows = {fault: _row(fault, pairs) for fault, pairs in self.rows.items()}
         names = {name: next((fault for fault in rows if fault.startswith(name)), None) for name in FAULTS}
         table = "".join(rows[fault] for fault in names.values() if fault is not None)

@@ -1,4 +1,4 @@
-"""The fault matrix: trainings that meet a real fault each. `make test-faults` runs it and writes docs/fault_matrix.md."""
+"""The fault matrix: each training meets one real fault. `make test-faults` runs it and writes docs/fault_matrix.md."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ TRAINERS = 4
 """Processes that are killed at a time."""
 NEED_ROOT = ("full disk, cleared again", "read-only directories")
 LEAST_SPEED = 0.5
-"""Asserted of the cost, as a ratio: other work on the machine changes it by a fifth. The page says what it was."""
+"""Limit for the ratio of costs: other work on the machine changes it by a fifth. The page shows the measured ratio."""
 
 Check = Callable[[str, Outcome], None]
 
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[matrix_page.Page]:
-    """Collects the rows, and in the end writes them down."""
+    """Collects the rows and finally writes them."""
     collected = matrix_page.Page()
     yield collected
     collected.write(without=() if os.geteuid() == 0 else NEED_ROOT)
@@ -72,7 +72,7 @@ def fault_free(tmp_path_factory: pytest.TempPathFactory, page: matrix_page.Page)
 
 @pytest.fixture
 def check(page: matrix_page.Page, fault_free: Outcome) -> Check:
-    """Notes an outcome, and asserts what holds of all of them: nothing lost, nothing slowed, everything whole in the end."""
+    """Record an outcome and assert what every fault requires: no lost update, no slowdown, and complete backends."""
 
     def checked(fault: str, found: Outcome) -> None:
         page.add(fault, found, fault_free)
@@ -92,7 +92,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Server:
-    """A real MLflow server, behind a door that can be shut."""
+    """A real MLflow server behind a proxy that can fail."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -115,7 +115,7 @@ class Server:
             env={
                 **os.environ,
                 "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-            },  # ten processes that nobody asks anything
+            },  # it would start ten unused processes
         )
         wait_until(self.answers, "the server", LIMIT_SECONDS)
 
@@ -131,7 +131,7 @@ class Server:
 
 @pytest.mark.parametrize("mode", [REFUSE, RESET, "500", "401", HANG])
 def test_a_server_that_is_ill(mode: str, server: Server, tmp_path: Path, check: Check) -> None:
-    """A fault that lasts from update 30 to the end of the run."""
+    """The fault lasts from update 30 to the end of the run."""
     run_dir = tmp_path / "run"
     process = started(run_dir, "tensorboard", server.sink)
     at_update(run_dir, process, 30)
@@ -154,7 +154,7 @@ def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path, 
 
 
 def limit_files(process: subprocess.Popen[str], most: int) -> None:
-    """No process of the run can make a file larger than that."""
+    """Prevent every process of the run from making a file larger than that."""
     hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
     for pid in (process.pid, *descendants(process, "esper_telemetry"), *descendants(process, "wandb-core")):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, hard))
@@ -215,7 +215,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path, check: Check) -> Non
 
 
 def test_a_client_process_that_is_killed(tmp_path: Path, check: Check) -> None:
-    """kill -9 of wandb-core; rows that it had accepted and not yet stored are sent again."""
+    """kill -9 of wandb-core; accepted rows that it has not stored yet are sent again."""
     run_dir = tmp_path / "run"
     process = started(run_dir, *BACKENDS, updates=3 * UPDATES)
     at_update(run_dir, process, 20)
@@ -267,7 +267,7 @@ def test_a_forked_copy(tmp_path: Path, check: Check) -> None:
 
 
 def test_a_run_that_ends_before_a_backend_is_open(tmp_path: Path, check: Check) -> None:
-    """Twenty updates take a second, MLflow takes three: the process that feeds the sinks goes on by itself, and nothing needs a repair."""
+    """Twenty updates take a second, MLflow takes three: the process that feeds the sinks continues alone, without a repair."""
     run_dir = tmp_path / "run"
     process = started(run_dir, *BACKENDS, updates=20, flags=("--hurry",))
     process.wait()
@@ -286,7 +286,7 @@ def test_a_clock_that_jumps(tmp_path: Path, check: Check) -> None:
 
 
 def test_a_trainer_that_is_killed_at_random_moments(tmp_path: Path, check: Check) -> None:
-    """At most the update in flight is not in the journal; everything else is delivered, and the runs end as killed."""
+    """Only the update in progress may be missing from the journal; all others are delivered, and the runs end as killed."""
 
     def killed(moment: Moment) -> Ended:
         run_dir = tmp_path / f"run{moment.attempt}"
@@ -304,7 +304,7 @@ def test_a_trainer_that_is_killed_at_random_moments(tmp_path: Path, check: Check
 
 
 def test_a_trainer_that_is_told_to_end_at_random_moments(tmp_path: Path, check: Check) -> None:
-    """SIGTERM, as a scheduler sends it to the command line: the update in progress is finished, the run is `preempted`."""
+    """SIGTERM, as a scheduler sends it to the command line: the update in progress is finished, and the run is `preempted`."""
 
     def terminated(moment: Moment) -> Ended:
         run_dir = tmp_path / f"run{moment.attempt}"
@@ -327,7 +327,7 @@ def test_a_trainer_that_is_told_to_end_at_random_moments(tmp_path: Path, check: 
 
 
 def command_line(run_dir: Path, sinks: Sequence[str]) -> subprocess.Popen[str]:
-    """A training that goes on until somebody ends it."""
+    """A training that continues until it is stopped."""
     backends = [word for sink in sinks for word in ("--sink", sink)]
     options = ("--env", "CartPole-v1", "--total-steps", "100000000", "--num-envs", "4", "--num-steps", "128")
     command = [sys.executable, "-m", "esper_telemetry", "train", *options, "--run-dir", str(run_dir), *backends]
@@ -336,7 +336,7 @@ def command_line(run_dir: Path, sinks: Sequence[str]) -> subprocess.Popen[str]:
 
 
 class Moment(NamedTuple):
-    """When a trainer is ended, so many seconds after an update, and what it delivers to."""
+    """When to end a trainer, as seconds after an update, and its sinks."""
 
     attempt: int
     update: int
@@ -348,7 +348,7 @@ Ended = tuple[Path, "subprocess.Popen[str]"]
 
 
 def moments(*, seed: int, last: int) -> list[Moment]:
-    """The first one with all backends."""
+    """One moment per attempt; the first attempt has all backends."""
     draw = random.Random(seed)
     return [
         Moment(attempt, draw.randint(2, last), draw.random() * 0.1, BACKENDS if attempt == 0 else ("tensorboard",))
@@ -357,7 +357,7 @@ def moments(*, seed: int, last: int) -> list[Moment]:
 
 
 def several_at_once(meet: Callable[[Moment], Ended], found: Iterable[Moment]) -> list[Ended]:
-    """Outcomes of trainings side by side: the speed of a trainer that is killed is not measured."""
+    """Outcomes of concurrent trainings; a killed trainer's speed is not measured."""
     with ThreadPoolExecutor(TRAINERS) as pool:
         return list(pool.map(meet, found))
 

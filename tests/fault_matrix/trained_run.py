@@ -1,4 +1,4 @@
-"""Trainings that are disturbed from outside, and what became of them."""
+"""Trainings that are disturbed from outside, and their outcomes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Outcome:
 
     Attributes:
         ended: how the process ended, in words.
-        speed: of the trainer, updates per second of its thread's processor time.
+        speed: updates per second of processor time of the training thread.
         wall: updates per second.
-        trained: updates that were trained to their end.
-        journalled: of these, how many the journal holds.
-        whole: by sink, whether it holds what the journal holds, once what is missing was sent.
+        trained: number of completed updates.
+        journalled: number of updates in the journal.
+        whole: by sink, whether it equals the journal once missing records were sent.
     """
 
     ended: str
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def started(run_dir: Path, *sinks: str, updates: int = UPDATES, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """The training, in a session of its own."""
+    """Start the training in a new session."""
     return subprocess.Popen(
         [sys.executable, str(HERE / "faulty_trainer.py"), str(run_dir), str(updates), *flags, *sinks],
         stdout=subprocess.PIPE,
@@ -62,7 +62,7 @@ def started(run_dir: Path, *sinks: str, updates: int = UPDATES, flags: tuple[str
 
 
 def counter_of(run_dir: Path) -> Path:
-    """Path of the trainer's own count of updates, outside the disk that is full."""
+    """Path of the trainer's own count of updates, outside the full disk."""
     return Path(tempfile.gettempdir()) / f"esper-faults-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
 
 
@@ -100,24 +100,24 @@ def outcome(run_dir: Path, process: subprocess.Popen[str], *, mend: Callable[[],
 
 
 def deserted(run_dir: Path, process: subprocess.Popen[str]) -> bool:
-    """Return True where the training and its helper processes have ended."""
+    """Return True if the training and its helper processes have ended."""
     return process.poll() is not None and not doctor_sees_processes(run_dir)
 
 
 def doctor_sees_processes(run_dir: Path) -> bool:
-    """Return True where helper processes of the run still work."""
+    """Return True if helper processes of the run still work."""
     return any(f"{run_dir}{os.sep}" in command for command in commands())
 
 
 def commands() -> Iterator[str]:
-    """The command lines of processes that are part of a run; the deliveries's child is found by its lock."""
+    """Locks that other processes hold open, by which a run's helper processes are found."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             yield from (link for link in _links(entry) if link.endswith(".lock"))
 
 
 def _links(process: Path) -> Iterator[str]:
-    """The files that a process has open, but for those that it closes meanwhile."""
+    """The files that a process has open, except files closed in the meantime."""
     with suppress(OSError):
         for link in (process / "fd").iterdir():
             with suppress(OSError):
@@ -125,7 +125,7 @@ def _links(process: Path) -> Iterator[str]:
 
 
 def repaired(run_dir: Path) -> dict[str, bool | None]:
-    """By sink, True where it equals the journal, after `replay --missing` where it did not."""
+    """By sink, whether it equals the journal, if necessary after `replay --missing`."""
     equality: dict[str, bool | None] = {}
     for sink in doctor(run_dir).sinks:
         equality[sink.name] = sink.equal
@@ -138,7 +138,7 @@ def repaired(run_dir: Path) -> dict[str, bool | None]:
 
 
 def descendants(process: subprocess.Popen[str], name: str) -> list[int]:
-    """Processes of that name that the training started, directly or not."""
+    """Processes of that name among the training's descendants."""
     parents = {int(entry.name): _parent(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     return [pid for pid in parents if name in _command(pid) and process.pid in _line(pid, parents)]
 

@@ -1,4 +1,4 @@
-"""Hysteresis and escalation: what holds for every sequence of severities and of raised alarms."""
+"""Hysteresis and escalation: properties of every sequence of severities and of raised alarms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_raises_and_clears_alternate_and_begin_with_a_raise(patience: Patience, 
 
 @given(PATIENCES, SEVERITIES)
 def test_missing_severities_change_nothing(patience: Patience, severities: list[float | None]) -> None:
-    """After the warm-up, in which they count as updates."""
+    """After the warm-up, which counts them as updates."""
     warm = Hysteresis(patience, updates=patience.warmup)
     reference, state = warm, warm
     for severity in severities:

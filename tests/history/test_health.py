@@ -126,7 +126,7 @@ def test_group_without_gradients_has_no_severity_and_one_that_is_not_finite_expl
 
 
 def test_layer_that_is_missing_in_an_update_keeps_its_history_and_those_of_the_others() -> None:
-    """Norms of 0.1, so a layer explodes from 2 on, without a history from 10 on. A norm of 30 is log10(15) decades above."""
+    """Norms are 0.1, so a layer explodes above 2 with a history, and above 10 without. A norm of 30 is log10(15) decades above."""
     history = GradientHistory((), max_grad_norm=1.0)
     both = {"grad/layer/encoder/norm": 0.1, "grad/layer/head/norm": 0.1}
     for _ in range(30):
@@ -165,7 +165,7 @@ def test_confidence_is_how_far_the_deciding_z_lies_beyond_its_threshold() -> Non
 
 
 def test_noise_scale_averages_signal_and_noise_separately() -> None:
-    """Signal 2, -1 and noise 10, 14: negative signals count, so (weighted) 24/1.0 at equal weights."""
+    """Signal 2, -1 and noise 10, 14: the sums at equal weights are 1 and 24, including the negative signal."""
     average = NoiseAverage(beta=0.999999)
     assert average.step(2.0, 10.0).b_simple == pytest.approx(5.0)
     second = average.step(-1.0, 14.0)

@@ -96,7 +96,7 @@ def test_history_keeps_the_last_values_of_each_series() -> None:
 
 
 def test_spike_far_above_its_history_stands_out_and_series_do_not_mix() -> None:
-    """Histories around 1 and around 1000; the value 1000 is out of line in the first only."""
+    """Histories around 1 and around 1000; the value 1000 is unusual in the first only."""
     noise = np.random.default_rng(0).normal(0, 0.1, (2, 50))
     z = robust_z(decades(np.array([1000.0, 1000.0])), noise + np.array([[0.0], [3.0]]), keys=("a", "b"))
 
@@ -106,7 +106,7 @@ def test_spike_far_above_its_history_stands_out_and_series_do_not_mix() -> None:
 
 
 def test_robust_z_seldom_exceeds_six_on_noise() -> None:
-    """Null rate of the catalogue: at most 1e-3 per point, at any memory of the noise."""
+    """Null rate of the catalogue: at most 1e-3 per point, for any memory of the noise."""
     rng = np.random.default_rng(0)
     for phi in (0.0, 0.6, 0.9):
         x = np.zeros((100, 150))

@@ -1,4 +1,4 @@
-"""The return: the mean over the last hundred episodes, from updates that report their mean and their number."""
+"""The return: the mean over the last hundred episodes, from updates that report their mean and count."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_update_of_more_episodes_is_the_return() -> None:
 
 
 def test_few_episodes_are_no_best_return() -> None:
-    """Nineteen of 500 are luck; with the next one the mean of all is (19 · 500 + 0) / 20."""
+    """Nineteen episodes of 500 may be luck; with one more, the mean of all is (19 · 500 + 0) / 20."""
     recent = RecentMean()
     recent.add(500.0, 19)
     assert math.isnan(recent.highest)
@@ -51,7 +51,7 @@ def test_a_loop_that_reports_its_episodes_has_the_return_in_every_later_record()
 
 
 def test_the_return_that_a_trainer_reports_is_kept_and_a_resumed_run_continues() -> None:
-    """A journal holds derived values too: a run that reads it knows the earlier episodes."""
+    """A journal also holds derived values, so a run that reads it has the earlier episodes."""
     history = RunHistory()
     first = {"episode/return_mean": 10.0, "episode/count": 50.0}
     first |= history.derive(first, Level.NORMAL)

@@ -1,4 +1,4 @@
-"""Histories of keys in a run: what they report, when, and that it is what the single parts say."""
+"""Histories of keys in a run: which values they report and when, compared with their single parts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_first_value_has_a_level_and_no_drift() -> None:
 
 
 def test_doubling_is_a_drift_of_ln_2_and_a_spike_is_unusual() -> None:
-    """A constant history has the smallest scale, 0.15 decades: a tenfold value lies 1/0.15 off."""
+    """A constant history has the smallest scale, 0.15 decades, so a tenfold value is 1/0.15 scales off."""
     result = records([0.01] * 20 + [0.02])[-1], records([0.01] * 20 + [0.1])[-1]
 
     assert result[0]["policy/kl/drift"] == pytest.approx(math.log(2))
@@ -81,7 +81,7 @@ def test_oscillation_at_the_time_limit_has_its_length() -> None:
 
 @pytest.mark.parametrize("horizon", [None, "long", math.nan, 0, 20, 10_000])
 def test_a_time_limit_that_is_unknown_or_out_of_reach_is_no_period(horizon: Any) -> None:
-    """A cycle of 20 steps: one update and 500 updates are no cycle that a window could hold."""
+    """An update has 20 steps: no window can hold a cycle of one update or of 500 updates."""
     assert "policy/kl/period/goertzel" not in records(wave(40), horizon=horizon)[-1]
 
 
@@ -155,7 +155,7 @@ def test_running_sums_seldom_exceed_their_bound_on_noise(phi: float, most: float
 
 
 def test_drift_beyond_four_spreads_is_rare_on_noise_and_certain_for_a_step() -> None:
-    """Independent values; the first twenty make up the spread."""
+    """The values are independent; the first twenty determine the spread."""
     state, off = LogDrift(200), []
     x = np.exp(0.3 * noise(0.0, 200, 120))
     x[:, -1] *= 10

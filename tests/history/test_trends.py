@@ -1,6 +1,6 @@
 """Trend, period and change: what they find, and how often they find something in noise.
 
-The rates are those of the catalogue's null table, on autoregressive noise x_t = φ x_(t-1) + e_t, 100 points a series.
+The rates come from the catalogue's null table, on autoregressive noise x_t = φ x_(t-1) + e_t, 100 points a series.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logs that somebody has damaged, or made to do harm: what can be read is read, and the rest is a sentence."""
+"""Damaged or malicious logs: everything readable is read, and the rest is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_names_of_tags_are_printable(tmp_path: Path) -> None:
 
 
 def test_numbers_beyond_those_of_the_machine_are_not_finite(tmp_path: Path) -> None:
-    """Of each key 1e308, -1e308 and a number of 400 digits, which is not finite; SB3 logs a loss one update late. Nothing overflows."""
+    """Each key has 1e308, -1e308 and a number of 400 digits, which is not finite. SB3 logs losses one update late. No sum overflows."""
     rows = [f"{256 * place},{value},{value}\n" for place, value in enumerate(("1e308", "-1e308", "9" * 400), 1)]
     (tmp_path / "a.csv").write_text(TABLE.partition("\n")[0] + "\n" + "".join(rows))
 

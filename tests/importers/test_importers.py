@@ -1,4 +1,4 @@
-"""Logs of other trainers, read through every backend and judged."""
+"""Other trainers' logs, read through every backend and judged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from esper_telemetry.importers.records import LoggedPoint, LoggedRun, number_of_
 
 @pytest.mark.parametrize("family", sorted(TRAINERS))
 def test_every_trainer_is_understood(family: str, tmp_path: Path) -> None:
-    """Signs and factors are ours: a value loss is half the mean square, an entropy positive, several mini-epochs one share."""
+    """Signs and factors are ours: a value loss is half the mean square, an entropy is positive, and mini-epochs share one fraction."""
     name, columns, expected = TRAINERS[family]
 
     imported = read_foreign(read_source(f"tensorboard:{written(tmp_path / 'run', columns)}"))
@@ -30,7 +30,7 @@ def test_every_trainer_is_understood(family: str, tmp_path: Path) -> None:
 
 
 def test_what_sb3_logs_late_belongs_to_the_update_before() -> None:
-    """SB3 collects, logs and then trains: what it logs of training at step 512 was learned from the steps up to 256."""
+    """SB3 collects, logs and then trains: training values logged at step 512 belong to the steps up to 256."""
     kl = [float(place) for place in range(UPDATES)]
 
     imported = read_foreign(logged({**SB3, "train/approx_kl": kl}))
@@ -66,7 +66,7 @@ def test_episodes_belong_to_the_update_that_follows() -> None:
 
 
 def test_an_even_choice_tells_the_number_of_actions() -> None:
-    """A policy that has hardly learned chooses evenly: log 3 nats are three actions; 1.25 nats are none, nor is what a Gaussian has."""
+    """An untrained policy chooses evenly: log 3 nats mean three actions. 1.25 nats and a Gaussian's entropy do not determine a number."""
     assert [number_of_actions(entropy) for entropy in (math.log(2), math.log(3) - 0.005, math.log(6))] == [2, 3, 6]
     assert [number_of_actions(entropy) for entropy in (1.25, 1.4189, -0.3, 0.2, 6.0)] == [None] * 5
     assert read_foreign(logged(SB3)).records[0].values["policy/entropy_norm"] == pytest.approx(1.09 / math.log(3))
@@ -86,7 +86,7 @@ def test_losses_that_are_not_finite_are_counted_and_an_undefined_fit_is_not() ->
 
 
 def test_settings_become_facts() -> None:
-    """Numbers that were logged as text too; what is no number is left out."""
+    """This includes numbers logged as text; other texts are left out."""
     config = {
         "learning_rate": "0.0003",
         "n_steps": 256,
@@ -99,7 +99,7 @@ def test_settings_become_facts() -> None:
 
 
 def test_the_same_run_from_every_backend(tmp_path: Path) -> None:
-    """An event file, a table, an offline run of W&B and MLflow's database say the same."""
+    """An event file, a table, an offline run of W&B and MLflow's database give the same result."""
     import wandb
     from mlflow import MlflowClient
 
@@ -164,7 +164,7 @@ def _printed_by_openrlhf(row: dict[str, float]) -> str:
     ids=["verl printed", "OpenRLHF printed", "verl lines", "TRL printed", "TRL lines", "NeMo-RL lines"],
 )
 def test_text_logs(trainer: str, write: Callable[[dict[str, float]], str], tmp_path: Path) -> None:
-    """Lines of other kinds, among them a progress bar and braces without metrics, are passed over."""
+    """Other lines are skipped, such as a progress bar and braces without metrics."""
     name, columns, expected = TRAINERS[trainer]
     rows = [{"step": place + 1, **{tag: columns[tag][place] for tag in columns}} for place in range(UPDATES)]
     noise = ["loading {model}", "  3%|x | 1/30 [00:07<01:00]", "{'loss': ", "{{}}", "step: nothing - at all"]
@@ -180,7 +180,7 @@ def test_text_logs(trainer: str, write: Callable[[dict[str, float]], str], tmp_p
 
 
 def test_blocks_that_nemo_rl_prints(tmp_path: Path) -> None:
-    """A block belongs to the step whose heading stands above it; shares of the time are no metrics of the step."""
+    """A block belongs to the step in the heading above it; fractions of time are not metrics of the step."""
     blocks = [
         f"\n{'=' * 25} Step {step}/30 {'=' * 25}\n▶ Preparing batch...\n\n📊 Training Results:\n  • Loss: 0.0{step:02}\n"
         f"  • Generation KL Error: 0.002\n  • Avg Filtered Reward: 0.9\n  • Avg Total Reward: 0.{step:02}\n"
@@ -225,7 +225,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_what_went_wrong_and_what_nobody_can_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The policy jumps at the 20th update. Gradients were never logged, so what they did stays open."""
+    """The policy jumps at the 20th update. Gradients were never logged, so checks on them stay unanswered."""
     columns = {**SB3, "train/approx_kl": [0.01] * 20 + [3.0] * 10, "train/clip_fraction": [0.1] * 20 + [0.8] * 10}
     directory = written(tmp_path / "PPO_1", columns)
 
@@ -244,7 +244,7 @@ def test_what_went_wrong_and_what_nobody_can_tell(tmp_path: Path, capsys: pytest
 
 
 def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Dead units leave no gradient to the policy: its KL divergence is zero."""
+    """Dead units leave the policy without a gradient, so its KL divergence is zero."""
     directory = written(
         tmp_path / "run", {**SB3, "train/approx_kl": [0.0] * UPDATES, "train/clip_fraction": [0.0] * UPDATES}
     )
@@ -283,7 +283,7 @@ def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_cannot_be_read(
     address: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence, exit code 2, nothing created."""
+    """One sentence, exit code 2, and no files."""
     monkeypatch.chdir(tmp_path)
     Path("empty.csv").touch()
     Path("empty.log").touch()
@@ -300,7 +300,7 @@ def test_what_cannot_be_read(
 
 
 def test_the_newest_of_several_runs_is_read(tmp_path: Path) -> None:
-    """Runs in folders, and files of one folder that begin again; a file that goes on belongs to the run before."""
+    """Runs in folders, and files in one folder that start again; a file that continues the steps belongs to the previous run."""
     for place, name in enumerate(("PPO_9", "PPO_10")):
         folder = written(tmp_path / name, {"train/approx_kl": [float(place)] * UPDATES})
         (file,) = folder.iterdir()
@@ -331,7 +331,7 @@ def test_a_directory_or_logs_and_not_both(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_language_model_that_answers_every_prompt_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rewards alternate with the prompts, so that every second one is as good as any before: the groups are dead all the same."""
+    """Rewards alternate with the prompts, so every second reward equals the best one, but all groups are dead."""
     columns = {
         "train/reward": [0.1, 0.0, 0.25, *([0.0, 0.25] * UPDATES)][:UPDATES],
         "train/frac_reward_zero_std": [0.0] * 5 + [1.0] * (UPDATES - 5),

@@ -1,4 +1,4 @@
-"""Logs that Stable-Baselines3 itself has written, of a healthy run and of one with a learning rate that is far too high."""
+"""Logs written by Stable-Baselines3 itself, of a healthy run and of one with a far too high learning rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from esper_telemetry.importers import Foreign, read_foreign, read_source
 
 
 def trained(directory: Path, learning_rate: float) -> dict[int, float]:
-    """Trains with SB3's own logger; returns the KL of every update by the steps that it learned from."""
+    """Train with SB3's own logger; return the KL of every update by the number of steps collected before it."""
     pytest.importorskip("stable_baselines3")
     from stable_baselines3 import PPO
     from stable_baselines3.common.logger import configure
@@ -38,7 +38,7 @@ def causes(run: Foreign) -> set[str]:
 
 
 def test_a_healthy_run_and_a_broken_one(tmp_path: Path) -> None:
-    """Each KL stands at the steps that it was learned from; only the broken run has moved too far."""
+    """Each KL is assigned to the steps it was learned from; only the broken run moved too far."""
     healthy, broken = trained(tmp_path / "healthy", 3e-4), trained(tmp_path / "broken", 5e-2)
     first, second = (read_foreign(read_source(f"tensorboard:{tmp_path / name}")) for name in ("healthy", "broken"))
 

@@ -1,4 +1,4 @@
-"""Logs of TRL, verl, OpenRLHF and NeMo-RL: what is printed and written beside the tags, and what is wrong in the runs that they show."""
+"""Logs of TRL, verl, OpenRLHF and NeMo-RL: console output and files in addition to tags, and the faults of the logged runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEALTHY: Mapping[str, float] = {"policy_loss": 0.1, "ppo_kl": 0.001, "ppo_clip_r
 
 
 def printed_by_openrlhf(rows: Sequence[Mapping[str, float]]) -> str:
-    """Its lines, behind the prefix of Ray in colours."""
+    """OpenRLHF's lines after Ray's coloured prefix."""
     prefix = "\x1b[36m(PPOTrainer pid=129)\x1b[0m INFO 11-26 21:53:59 ppo_trainer.py:551] ✨ Global step"
     return "\n".join(f"{prefix} {step}: {dict(row)}" for step, row in enumerate(rows, 1))
 
@@ -36,7 +36,7 @@ def epoch_of_nemo_rl(epoch: int) -> str:
 
 
 def log(directory: Path, text: str) -> str:
-    """The address of a file that has this text."""
+    """The address of a new file with this text."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "console.log").write_text(text, encoding="utf-8")
     return f"log:{directory}/console.log"
@@ -51,7 +51,7 @@ def causes(capsys: pytest.CaptureFixture[str], address: str) -> list[str]:
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
 def test_printed_numbers_that_are_not_finite_are_read(number: str, tmp_path: Path) -> None:
-    """A dictionary with such a number is no literal of Python."""
+    """A dictionary with such a number is not a valid Python literal."""
     rows = [{**HEALTHY, "reward": 0.5}] * 5 + [{**HEALTHY, "policy_loss": float(number), "reward": 0.5}] * 3
 
     imported = read_foreign(read_source(log(tmp_path / "run_7", printed_by_openrlhf(rows))))
@@ -140,7 +140,7 @@ def test_settings_in_a_folder_below_a_run_are_no_second_run(tmp_path: Path) -> N
 
 
 def test_settings_in_groups_become_facts() -> None:
-    """Of several settings with one name, that of the policy's optimizer that is used."""
+    """If several settings have the same name, the optimizer that the policy uses counts."""
     groups = {
         "policy": {
             "max_grad_norm": 1.0,
@@ -163,7 +163,7 @@ def test_settings_in_groups_become_facts() -> None:
 
 @pytest.mark.parametrize("separator", [".", "/"], ids=["W&B", "MLflow"])
 def test_settings_of_verl_are_those_of_the_actor(separator: str) -> None:
-    """The critic's stand further out, and the KL target is that of the reward's penalty."""
+    """The critic's settings are at another level, and the KL target belongs to the reward's penalty."""
     config = {
         "actor_rollout_ref.actor.optim.lr": 0.002,
         "actor_rollout_ref.actor.clip_ratio": 0.3,
@@ -186,7 +186,7 @@ def test_settings_of_verl_are_those_of_the_actor(separator: str) -> None:
 
 
 def test_passes_over_one_batch_of_trl_are_one_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With `num_iterations=2`, TRL logs the reward with the first pass alone."""
+    """With `num_iterations=2`, TRL logs the reward only with the first pass."""
     rows = [
         {
             "step": step,
@@ -222,7 +222,7 @@ def test_a_limit_that_is_not_set_is_no_fact(steps: int, facts: Mapping[str, int]
 
 
 def test_a_reward_that_is_not_finite_counts_once(tmp_path: Path) -> None:
-    """It stands for several keys."""
+    """The same reward fills several keys."""
     imported = read_foreign(
         read_source(log(tmp_path, printed_by_openrlhf([{**HEALTHY, "reward": 0.5}, {**HEALTHY, "reward": math.nan}])))
     )
@@ -242,7 +242,7 @@ def test_null_in_the_file_logger_of_verl_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_rows_of_tables_do_not_count_as_steps() -> None:
-    """W&B numbers every call; the step of training stands in a column."""
+    """W&B numbers every call; the training step is in a column."""
     rows = [
         {"_step": 2.0 * place + kind, **({"train/global_step": float(place), "train/ppo_kl": 0.1} if not kind else {})}
         for place in range(1, 4)
@@ -332,7 +332,7 @@ def test_what_is_wrong_is_named_from_the_log(
 def test_a_reward_that_is_always_the_same_is_named_from_the_console(
     reward: Callable[[int], float], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It prints nothing of groups."""
+    """The console does not print group statistics."""
     text = "\n".join(
         step_of_nemo_rl(step, 20, {"Loss": 0.1, "Generation KL Error": 0.001, "Avg Reward": f"{reward(step):.4f}"})
         for step in range(1, 21)
@@ -342,7 +342,7 @@ def test_a_reward_that_is_always_the_same_is_named_from_the_console(
 
 
 def test_a_check_without_its_values_has_not_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the console shows can be not finite, equal rewards, or a lower reward; and the run may have failed."""
+    """The console allows four checks: non-finite numbers, equal rewards, a lower reward, and a failed run."""
     text = "\n".join(
         step_of_nemo_rl(step, 20, {"Loss": 0.1, "Generation KL Error": 0.001, "Avg Reward": step / 20})
         for step in range(1, 21)

@@ -1,4 +1,4 @@
-"""Logs that people have: numbers of public training runs, what is right about each, and columns of unknown trainers."""
+"""Public logs: numbers of real training runs, the correct result for each, and columns of unknown trainers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 def test_public_logs(
     name: str, outcome: str, causes: Sequence[tuple[str, int]], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The KL divergence of `rl_games_amp` is 53.6 in its first update, and its clip fraction 0.31; `sb3_console` has 0.12 and 0.56."""
+    """`rl_games_amp` has a KL of 53.6 and a clip fraction of 0.31 in its first update; `sb3_console` has 0.12 and 0.56."""
     verdict = diagnosed(capsys, "--from", str(LOGS / name))
 
     assert verdict["outcome"]["outcome"] == outcome
@@ -87,7 +87,7 @@ def test_columns_of_an_unknown_trainer(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """They are refused with a command; what it maps is read. Columns without a name are named by hand."""
+    """The refusal prints a command whose mapping reads them. Columns without a name are mapped by hand."""
     monkeypatch.chdir(tmp_path)
     Path("own log.csv" if "," in table or "\t" in table else "own log.json").write_text(table)
     path = next(iter(tmp_path.iterdir())).name
@@ -125,7 +125,7 @@ def test_a_wrong_column_is_a_sentence(words: Sequence[str], sentence: str, capsy
 
 
 def test_a_column_in_place_of_the_trainer_s(tmp_path: Path) -> None:
-    """Evaluation counts instead of the returns of training; the other columns are the trainer's."""
+    """The evaluation replaces the returns of training; the other columns are the trainer's."""
     path = tmp_path / "progress.csv"
     path.write_text(
         "Epoch,AverageEpRet,LossV,TotalEnvInteracts,best\n" + "".join(f"{n},1,4,{n * 10},{n}\n" for n in range(1, 9))
@@ -138,7 +138,7 @@ def test_a_column_in_place_of_the_trainer_s(tmp_path: Path) -> None:
 
 
 def test_each_series_keeps_its_own_positions() -> None:
-    """Returns at other steps than losses belong to the update that follows; what is counted otherwise is named, and not read."""
+    """Returns logged between updates belong to the next update; series on another axis are listed and not read."""
     losses = {"train/loss": [LoggedPoint(x, 1.0) for x in (100, 200, 300)]}
     points = {
         **losses,
@@ -154,7 +154,7 @@ def test_each_series_keeps_its_own_positions() -> None:
 
 
 def test_a_long_log_is_merged() -> None:
-    """1,201 rows: an update is the mean of three, and the last one of what is left."""
+    """1,201 rows: an update is the mean of three rows, and the last update has one row."""
     points = {
         tag: [LoggedPoint(10.0 * n, float(n)) for n in range(1, 1202)] for tag in ("train/loss", "train/kl_divergence")
     }
@@ -168,7 +168,7 @@ def test_a_long_log_is_merged() -> None:
 
 
 def test_runs_that_stand_in_one_text(tmp_path: Path) -> None:
-    """Steps that begin again are another run; a step that is counted within each epoch does not begin one."""
+    """Steps that start again mark a new run; steps counted within each epoch do not."""
     table = "| time/ | |\n|    total_timesteps | {} |\n| rollout/ | |\n|    ep_rew_mean | {} |\n-------------\n"
     (tmp_path / "out.txt").write_text("".join(table.format(n % 4 * 100 + 100, n) for n in range(8)))
     (tmp_path / "epochs.csv").write_text(
@@ -184,7 +184,7 @@ def test_runs_that_stand_in_one_text(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_searched(tmp_path: Path) -> None:
-    """Event files say more than tables; a file that only has their name, or lacks numbers, is passed over."""
+    """Event files have priority over tables; files that only have an event file's name, or no numbers, are skipped."""
     (tmp_path / "progress.csv").write_bytes((LOGS / "sb3_solved_constant.csv").read_bytes())
     (tmp_path / "events.out.tfevents.1.host.1.0.meta").write_text("guid: 1")
     before = read_source(str(tmp_path))
@@ -199,7 +199,7 @@ def test_a_folder_is_searched(tmp_path: Path) -> None:
 
 
 def test_other_files_of_trainers(tmp_path: Path) -> None:
-    """Environments of one run; a panel of W&B with a column per run; checkpoints of ML-Agents; a log of Sample Factory; compressed."""
+    """Monitors of several environments, a W&B panel with a column per run, ML-Agents checkpoints, and a compressed Sample Factory log."""
     for place in range(2):
         rows = "".join(f"{place},{10},{t}\n" for t in range(place, 20, 2))
         (tmp_path / f"{place}.monitor.csv").write_text('#{"t_start": 1.0, "env_id": "A-v0"}\nr,l,t\n' + rows)
@@ -227,7 +227,7 @@ def test_other_files_of_trainers(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_without_a_fault() -> None:
-    """A mean of no episodes is not a fault; a loss that is never finite is one, and so is one that was."""
+    """A mean of no episodes is not a fault; a loss that is never finite is one, and so is one that stops being finite."""
     nan = float("nan")
 
     def counted(loss: Sequence[float], returns: Sequence[float]) -> list[float]:
@@ -243,7 +243,7 @@ def test_numbers_that_are_not_finite_without_a_fault() -> None:
 
 
 def test_a_rate_that_follows_the_divergence() -> None:
-    """Steps of 1.5, of which a row may hold several; a decay and a warm-up have others."""
+    """Factors of 1.5, several of which may fall in one row; a decay and a warm-up have other factors."""
     assert adaptive_rate([1e-3, 1.5e-3, 1.5e-3, 1e-3, 2.25e-3, 1e-3 / 1.5, 1e-3])
     assert not adaptive_rate([1e-3 * (1 - n / 10) for n in range(10)])
     assert not adaptive_rate([1e-3, 2e-3, 1e-3, 2e-3, 1e-3, 2e-3])

@@ -118,17 +118,17 @@ TRAINERS: Mapping[str, tuple[str, Columns, Mapping[str, float]]] = {
         {"loss/policy": 0.1, "loss/value": 4.0, "policy/kl": 0.03, "policy/clip_frac": 0.2},
     ),
 }
-"""By family: the trainer's name, what it logs, and what that is in our keys."""
+"""By family: the trainer's name, its logged columns, and their values under our keys."""
 
 
 def logged(columns: Columns, config: Mapping[str, object] | None = None) -> LoggedRun:
-    """A run whose columns stand at `STEPS`."""
+    """A run whose columns are logged at `STEPS`."""
     points = {tag: [LoggedPoint(*pair) for pair in zip(STEPS, values, strict=True)] for tag, values in columns.items()}
     return LoggedRun("run", points, dict(config or {}))
 
 
 def written(directory: Path, columns: Columns) -> Path:
-    """An event file of TensorBoard."""
+    """Write a TensorBoard event file."""
     with SummaryWriter(str(directory)) as writer:
         for tag, values in columns.items():
             for step, value in zip(STEPS, values, strict=True):
