@@ -13,13 +13,13 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from command_line import Finished
 
-# The networks in these tests are small: more threads are no faster and wait for cores that other processes use.
+# The networks in these tests are small: more threads gain no time and wait for cores that other processes use.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # MLflow's server would start eight more processes, each using three seconds of a core, for jobs that no test submits.
 os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
 
-# Examples have no deadline: on a shared machine any of them may pause.
+# Without a deadline for examples, because any of them may pause on a shared machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -34,9 +34,7 @@ def distribution_checks() -> Iterator[None]:
 
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend the machine has one core, so that everything is measured in this process: starting another one, which imports torch, takes
-    seconds.
-    """
+    """Pretend the machine has one core, so that this process measures everything: another one, which imports torch, takes seconds to start."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
 
 

@@ -1,5 +1,4 @@
-"""Run Python programs in processes forked from one that has imported torch: a fresh interpreter spends two seconds of a core on that
-import.
+"""Run Python programs in processes forked from one that has imported torch, which takes a fresh interpreter two seconds of a core.
 
 `tests/cli/test_command_processes.py` and `tests/end_to_end` test starting a fresh interpreter.
 """

@@ -130,7 +130,7 @@ class PretendedGPU(TorchFunctionMode):
 
 
 def _asking_file() -> str:
-    """The innermost file of the package on the stack; empty if there is none."""
+    """The innermost file of the package on the stack, or an empty string."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         _, found, name = frame.f_code.co_filename.rpartition("/esper_telemetry/")

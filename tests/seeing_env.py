@@ -14,8 +14,7 @@ QUARTERS = 4
 
 
 class Spotlight(gymnasium.Env[Any, Any]):
-    """One quarter of the image is lit; naming it pays 1, so a random guess pays 0.25 on average. Episodes are truncated after `length`
-    steps.
+    """Naming the lit quarter of the image pays 1, so a guess pays 0.25 on average. Episodes are truncated after `length` steps.
 
     With `parts` the observation is a Dict: a Discrete `shift` rotates the right answer by that many quarters, and a vector holds the time.
     """
@@ -61,7 +60,7 @@ def spotlights(mode: AutoresetMode, *, parts: bool, lengths: tuple[int, ...] = (
 
 
 class Useless(Spotlight):
-    """Has an action space that our policies cannot use, or that has no bounds to squash into."""
+    """Has a space that our policies cannot use, or an action space without bounds to squash into."""
 
     def __init__(self, **given: spaces.Space[Any]) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ BELOW: dict[str, set[str]] = {
 BELOW["recording"] = {"core", "events", "updates", "metrics", "equations", "session"}
 BELOW["telemetry"] = {*BELOW["session"], "session", "recording"}
 BELOW["adapters"] = {"core", "events", "updates", "metrics", "equations", "session", "recording", "telemetry"}
-"""Parts of the package that each part may import besides itself; `lab`, `cli` and `__main__` may import everything."""
+"""The other parts of the package that each part may import; `lab`, `cli` and `__main__` may import everything."""
 
 ABOVE_ALL = {"lab", "cli", "__main__", "__init__"}
 

@@ -135,7 +135,7 @@ def test_the_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
 
     assert process.returncode == 0, process.stderr
     assert "policy/kl_spike" in process.stdout
-    assert process.stdout.splitlines()[-1].endswith("[]")  # a healthy run has no alarm
+    assert process.stdout.splitlines()[-1].endswith("[]")  # the healthy run's alarms
 
 
 def arguments(command: str) -> tuple[str, list[str]]:

@@ -176,7 +176,7 @@ def test_old_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
 
 
 @pytest.mark.trl
-@pytest.mark.filterwarnings("ignore")  # transformers and TRL warn of their own deprecations
+@pytest.mark.filterwarnings("ignore")  # transformers and TRL emit deprecation warnings
 def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four optimizer steps make two updates of 32 completions each."""
     pytest.importorskip("trl", reason="the example needs esper-telemetry[trl]")
@@ -203,7 +203,7 @@ def test_rsl_rl_runner(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.sb3
-@pytest.mark.filterwarnings("ignore")  # TorchRL warns of its own deprecations
+@pytest.mark.filterwarnings("ignore")  # TorchRL emits deprecation warnings
 def test_torchrl_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchrl", reason="needs torchrl")
     run("torchrl_loop", monkeypatch)
@@ -218,7 +218,7 @@ def test_torchrl_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sb3
 def test_sb3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Two updates, also in TensorBoard, with the metrics that Stable-Baselines3 logs and those that it does not."""
+    """Two updates, also in TensorBoard, with the metrics that Stable-Baselines3 logs and with others."""
     run("sb3", monkeypatch)
 
     result = read_run("run")

@@ -1,6 +1,6 @@
 """Stable interfaces: public names and their parameters, options of commands, and the journal's schema.
 
-`public_api.json` holds the interfaces of the last release; `python tests/test_public_api.py` updates it. Additions need no entry.
+`public_api.json` holds the interfaces of the last release; `python tests/test_public_api.py` updates it. Additions may be missing there.
 """
 
 from __future__ import annotations

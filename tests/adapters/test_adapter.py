@@ -1,4 +1,4 @@
-"""The base class of adapters: gradients clipped together, in parts or not at all; counters; and the end of an update."""
+"""The base class of adapters: gradients clipped together, in parts or not clipped; counters; and the end of an update."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def minibatches(
     ("clip", "in_parts", "max_norm"), [(together, False, 0.5), (apart, True, 0.5), (lambda _: None, False, None)]
 )
 def test_norms_are_those_before_clipping(clip: Any, in_parts: bool, max_norm: float | None, level: str) -> None:
-    """The norms are 3 and 4 however gradients are clipped: together, apart or not at all. At DEBUG a hook reads the gradients, too."""
+    """The norms are 3 and 4 whether they are clipped together, separately or not. At DEBUG a hook reads the gradients, too."""
     events, _, _ = minibatches(clip, apart=in_parts, level=level)
 
     assert [type(event) for event in events] == [BackwardEnd, OptimizerStep] * 4

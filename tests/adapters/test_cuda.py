@@ -33,7 +33,7 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import equation_results
 from esper_telemetry.journal import Run
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn of their own deprecations
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries emit deprecation warnings
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DEVICE = "cuda"

@@ -284,7 +284,7 @@ CAUSES = {
 }
 
 QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
-"""Tests share their cores: what telemetry costs is judged by the benchmark."""
+"""Tests share their cores, so only the benchmark judges the cost of telemetry."""
 
 
 @pytest.mark.parametrize("name", CAUSES)

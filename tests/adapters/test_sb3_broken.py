@@ -16,7 +16,7 @@ from esper_telemetry.lab.faults.sb3_runs import BREAKS
 pytestmark = pytest.mark.sb3
 
 QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
-"""Tests share their cores: what telemetry costs is judged by the benchmark."""
+"""Tests share their cores, so only the benchmark judges the cost of telemetry."""
 
 CAUSES = {
     "lr_x100": {"opt/update_too_large", "policy/kl_spike"},

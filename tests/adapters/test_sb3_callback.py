@@ -238,7 +238,7 @@ def test_a_loaded_model_goes_on_counting(tmp_path: Path) -> None:
 
 
 def test_updates_of_a2c_share_records_without_losing_anything() -> None:
-    """Five updates of 128 transitions share records in pairs, the last alone. Sums and means equal those from single records."""
+    """Five updates of 128 transitions share records in pairs, the last alone. Sums and means are the same as in single records."""
     sinks = MemorySink(), MemorySink()
     for sink, together in zip(sinks, (1, 2), strict=True):
         with Telemetry([sink], run_dir=None) as telemetry:

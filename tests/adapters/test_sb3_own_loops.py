@@ -34,7 +34,7 @@ ALIKE = {
     "gradient_value_missing": {"gradient_target_old_values"},
     "gradient_target_old_values": {"gradient_value_missing"},
 }
-"""Mistakes that a batch may not tell apart: normalised advantages add up to 0, and a critic without a gradient never moves."""
+"""Mistakes that a batch may not distinguish: normalised advantages add up to 0, and a critic without a gradient never moves."""
 
 
 def model(seed: int = 3, make_loss: Any = Minibatch.loss, take_step: Any = right_step, **changes: Any) -> OwnLoopPPO:

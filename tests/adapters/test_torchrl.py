@@ -26,7 +26,7 @@ from esper_telemetry.equations.equation import equation_results
 from esper_telemetry.importers import read_foreign, read_source
 
 pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]
-"""TorchRL warns of its own deprecated names."""
+"""TorchRL emits deprecation warnings."""
 
 RECORDERS = {"loop": torchrl_models.recorded_loop, "trainer": torchrl_models.recorded_trainer}
 
@@ -246,7 +246,7 @@ CAUSES = {
 }
 
 QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
-"""Tests share their cores: what telemetry costs is judged by the benchmark."""
+"""Tests share their cores, so only the benchmark judges the cost of telemetry."""
 
 
 @pytest.mark.parametrize("name", CAUSES)

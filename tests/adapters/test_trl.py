@@ -28,7 +28,7 @@ from esper_telemetry.lab.language_models import FAULTS, HEALTHY, build_trainer, 
 
 pytestmark = [
     pytest.mark.trl,
-    pytest.mark.filterwarnings("ignore"),  # transformers and TRL warn of their own deprecations
+    pytest.mark.filterwarnings("ignore"),  # transformers and TRL emit deprecation warnings
 ]
 
 

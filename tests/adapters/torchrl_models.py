@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # TorchRL warns of its own deprecations
+    warnings.simplefilter("ignore")  # TorchRL emits deprecation warnings
     from tensordict.nn import TensorDictModule
     from torchrl.collectors import Collector
     from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer

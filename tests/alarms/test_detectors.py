@@ -179,9 +179,7 @@ def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
 
 
 def test_telemetry_is_never_the_cause() -> None:
-    """Telemetry is slow from update 21 and reported in the 25th; the policy breaks in the 27th. One incident; the policy stays its own
-    cause.
-    """
+    """Telemetry is slow from update 21 and reported in the 25th; the policy breaks in the 27th, in the same incident, as its own cause."""
 
     def slow(metrics: Values, ago: int) -> None:
         metrics.update({"perf/telemetry_frac": 0.5, "perf/telemetry_ms": 5000.0})

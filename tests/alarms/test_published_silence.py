@@ -256,9 +256,7 @@ def test_a_critic_that_never_fits(course: str, end: float, told: bool) -> None:
 
 @pytest.mark.parametrize(("after", "first"), [(50.0, None), (45.0, 45), (55.0, None)])
 def test_a_head_that_collapses_after_the_return_has_risen(after: float, first: int | None) -> None:
-    """The return rises from 5 to 50 and the head collapses in update 41. The return is `after` from update 43 on; three updates raise the
-    alarm.
-    """
+    """The head collapses in update 41, after a rise from 5 to 50. The return is `after` from update 43 on; three updates raise the alarm."""
     same = {"policy/head/arg/entropy_norm": 0.0, "policy/head/arg/entropy_marginal_norm": 0.0}
     varied = {"policy/head/arg/entropy_norm": 0.9, "policy/head/arg/entropy_marginal_norm": 0.95}
 
@@ -410,7 +408,7 @@ def test_a_single_step_moves_the_policy_after_its_only_minibatch(moved: float | 
 
 
 def test_a_schedule_lowers_what_a_policy_may_be_expected_to_move() -> None:
-    """A KL of 4e-8 at a third of the learning rate equals 4e-7 at the full rate; at the full rate 4e-8 is almost no movement."""
+    """A KL of 4e-8 at a third of the learning rate equals 4e-7 at the full rate; a KL of 4e-8 at the full rate is almost no movement."""
 
     def third(metrics: Values, ago: int) -> None:
         metrics["policy/kl_max"] = 4e-8
@@ -483,7 +481,7 @@ def test_a_controller_without_gradients_has_no_learning_rate() -> None:
 
 
 def test_the_largest_of_thousands_of_seeds_is_chance() -> None:
-    """One minibatch of a seed exceeds sixty clip limits and one in a hundred exceeds ten, by chance; three epochs in a row are not chance."""
+    """By chance one minibatch of a seed exceeds sixty clip limits and one in a hundred ten, but not in three epochs in a row."""
     one = {
         "seed/exploding": 0.9,
         "seed/largest/environment": 3.0,

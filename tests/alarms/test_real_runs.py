@@ -1,4 +1,4 @@
-"""Real runs: the inputs of every rule are measured, healthy training raises no alarm, and a journal yields the same alarms as the live run."""
+"""Real runs: every rule's inputs are measured, healthy training raises no alarm, and a journal yields the live run's alarms."""
 
 from __future__ import annotations
 

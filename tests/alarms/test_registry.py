@@ -89,7 +89,7 @@ def test_priority_says_what_to_look_at_first() -> None:
 
 
 def test_headlines_are_measured_at_every_level() -> None:
-    """Metrics that show certain mistakes and need no sampling are also recorded at MINIMAL."""
+    """MINIMAL also records the metrics that show certain mistakes without sampling."""
     late = {
         entry.metric.key
         for entry in metric_entries()

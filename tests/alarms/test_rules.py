@@ -287,7 +287,7 @@ def test_a_rule_requires_what_its_judge_reads(rule: Any) -> None:
 
 
 def test_a_rule_without_required_keys_judges_whatever_there_is() -> None:
-    """Action tests work in any of five ways, some rules follow keys that have disappeared, and the end of a run has no record."""
+    """Action tests have five alternatives, one rule follows keys that disappear, and the end of a run is an event, not a record."""
     assert {rule.type for rule in alarm_rules() if not rule.required_keys} == {
         "integrity/actions",
         "telemetry/missing_metric",

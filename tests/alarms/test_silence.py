@@ -421,7 +421,7 @@ def test_a_memory_that_is_used_less_and_less_has_no_shut_gates(sizes: tuple[floa
 
 @pytest.mark.parametrize(("other", "told"), [(0.1, True), (0.0, False)])
 def test_a_head_without_a_gradient_is_dead_where_another_has_one(other: float, told: bool) -> None:
-    """If no head has a gradient in an update, there was nothing to learn."""
+    """If every gradient is zero in an update, the update had no signal."""
     unusual = for_updates(1, **{"grad/head/op/norm": 0.0, "grad/head/place/norm": other})
 
     assert ("policy/dead_head" in raised(judged(run(40, unusual)))) is told

@@ -442,7 +442,7 @@ def test_a_directory_of_runs_is_listed_with_status_and_command(here: Path, capfd
 def test_a_server_that_is_not_there_is_one_sentence(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Port 1 has no listener."""
+    """Nothing listens on port 1."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with Telemetry(run_dir=here / "run") as telemetry:
         telemetry.log({"my/number": 1.0})

@@ -76,7 +76,7 @@ def test_no_command_writes_escape_sequences_or_stops_at_a_malformed_line(
 
     code, out, err = run_cli([words[0], hostile_run(tmp_path / "run"), *words[1:]], capfd)
 
-    assert code in (0, 1, 2 if words == ["check"] else 0)  # the run has no data to check
+    assert code in (0, 1, 2 if words == ["check"] else 0)  # `check` finds nothing to compare
     assert "Traceback" not in err
     assert UNPRINTABLE.search(out + err) is None
 
@@ -227,7 +227,7 @@ SERVER = "mlflow:http://127.0.0.1:1"
 def test_doctor_connects_to_an_address_of_the_directory_only_if_the_user_agrees(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Port 1 has no listener, so an attempt to connect shows in the output."""
+    """Nothing listens on port 1, so an attempt to connect shows in the output."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     run_dir = hostile_run(tmp_path / "run")
     (run_dir / "status.json").write_text(json.dumps({"sinks": {"mlflow": {"uri": SERVER}}}))

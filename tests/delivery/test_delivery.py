@@ -32,7 +32,7 @@ def delivery_of(run_dir: Path, sink: RecordingSink, batch: int = 200) -> Deliver
 
 
 def test_a_sink_is_opened_written_in_batches_and_closed_with_the_status_of_the_end(tmp_path: Path) -> None:
-    """The run line counts as a line of the first batch: 2 + 3 + 1 of 6 records."""
+    """The first batch includes the run line: 2 + 3 + 1 of 6 records."""
     sink = RecordingSink(tmp_path / "a")
     delivery = delivery_of(ended(tmp_path / "run", 6), sink, batch=3)
 

@@ -248,7 +248,9 @@ def test_a_replay_waits_for_the_process_that_goes_on(
     with caplog.at_level(logging.WARNING):
         thread.start()
         wait_until(lambda: "waiting for the background process that delivers" in caplog.text, "the replay to wait")
-        assert replay(left, RecordingSink(tmp_path / "another", "another")).complete, "nobody else delivers to that one"
+        assert replay(left, RecordingSink(tmp_path / "another", "another")).complete, (
+            "the other sink has its own delivery"
+        )
         assert not reports
         open_gate(tmp_path)
         thread.join()

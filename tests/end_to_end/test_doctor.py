@@ -136,7 +136,7 @@ def test_a_number_that_is_not_the_journals_is_found(run_dir: Path, capfd: pytest
 def test_a_run_whose_trainer_is_gone_is_ended_here_and_in_mlflow(
     run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a power failure: the journal has no end line, and MLflow lists the run as running."""
+    """As after a power failure: the journal lacks its end line, and MLflow lists the run as running."""
     journal = run_dir / "journal.jsonl"
     *lines, end = journal.read_bytes().splitlines(keepends=True)
     assert b'"kind":"end"' in end

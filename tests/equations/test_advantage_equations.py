@@ -113,7 +113,7 @@ def test_a_mistake_is_named_exactly(name: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mistake_is_named_where_only_normalised_advantages_are_kept(name: str) -> None:
-    """Some fitted parameters then have no name, but no mistake has a wrong one."""
+    """Some fitted parameters are then unnamed, but none gets a wrong name."""
     named = set[str]()
     for program in PROGRAMS[name]:
         c = random_rollout(0, *SHAPES[0])

@@ -117,7 +117,7 @@ def test_logits_that_are_masked_already_need_no_mask() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_squashed_policy_may_take_its_sample(seed: int) -> None:
-    """The entropy of a squashed Gaussian has no closed form. A plain Gaussian's has one, so using its sample is a mistake."""
+    """A squashed Gaussian's entropy lacks a closed form. A plain Gaussian's has one, so using its sample is a mistake."""
     actions = torch.randn(MINIBATCHES, ROWS, 1, generator=generator(seed))
     plain = Normal(0.0, 1.0).log_prob(actions).squeeze(-1)
     squashed = plain - (1 - actions.squeeze(-1).tanh() ** 2).log()
