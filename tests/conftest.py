@@ -34,7 +34,7 @@ def distribution_checks() -> Iterator[None]:
 
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend the machine has one core, so that this process measures everything: another one, which imports torch, takes seconds to start."""
+    """A machine with one core, where this process measures everything: another one, which imports torch, takes seconds to start."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
 
 

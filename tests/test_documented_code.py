@@ -162,7 +162,6 @@ def test_the_commands_of_a_page_parse(page: Path) -> None:
 
 
 def write_tensorboard_log(directory: Path) -> None:
-    """Write an event file as Stable-Baselines3 does."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(directory)) as writer:

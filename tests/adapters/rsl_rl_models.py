@@ -60,8 +60,6 @@ class Larger(SignedCartPole):
 
 
 class Blind(SignedCartPole):
-    """The observation never changes."""
-
     def get_observations(self) -> TensorDict:
         return super().get_observations() * 0
 
@@ -104,7 +102,6 @@ def runner(
     device: str = "cpu",
     **settings: Any,
 ) -> OnPolicyRunner:
-    """Return a runner that is ready to learn."""
     torch.manual_seed(seed)
     configuration = {**config(**settings), **({} if logger is None else {"logger": logger})}
     with contextlib.redirect_stdout(io.StringIO()):

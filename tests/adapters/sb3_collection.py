@@ -34,8 +34,6 @@ def ppo(env: Any, policy: Any = "MlpPolicy", *, seed: int = 1, **settings: Any) 
 
 
 class FirstObservation(gym.ObservationWrapper[Any, Any, Any]):
-    """Returns the observation of the reset in every step."""
-
     def reset(self, **settings: Any) -> Any:
         self._first, info = self.env.reset(**settings)
         return self._first, info
@@ -158,8 +156,6 @@ class ReacherLike(gym.Env[Any, Any]):
 
 
 class LateRewards(RolloutBuffer):
-    """Stores each reward one step late."""
-
     late: Any = None
 
     def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
@@ -308,8 +304,6 @@ class ListedCopies(RolloutBuffer):
 
 
 class LateObservations(RolloutBuffer):
-    """Stores each observation one step late."""
-
     late: Any = None
 
     def add(self, obs: Any, *rest: Any, **named: Any) -> None:

@@ -61,8 +61,6 @@ class Pictures(gym.Env[Any, Any]):
 
 
 class Parts(gym.ObservationWrapper[Any, int, Any]):
-    """CartPole whose observation has two parts."""
-
     def __init__(self) -> None:
         super().__init__(gym.make("CartPole-v1"))
         part = spaces.Box(-np.inf, np.inf, (2,), np.float32)

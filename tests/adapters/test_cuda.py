@@ -43,7 +43,6 @@ Weights = Mapping[str, Tensor]
 
 
 def bundled(telemetry: Telemetry | None, **settings: Any) -> Weights:
-    """Weights of the bundled trainer."""
     config = PPOConfig(num_steps=32, num_epochs=2, num_minibatches=2, hidden_sizes=(32,), seed=1, **settings)
     trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=1), config, device=DEVICE)
     if telemetry is not None:
@@ -89,7 +88,6 @@ def stable_baselines_factored(telemetry: Telemetry | None) -> Weights:
 
 
 def stable_baselines(telemetry: Telemetry | None, kind: str = "ppo") -> Weights:
-    """Weights of a Stable-Baselines3 model."""
     pytest.importorskip("stable_baselines3")
     pytest.importorskip("sb3_contrib")
     import sb3_models
@@ -107,7 +105,6 @@ def stable_baselines_lstm(telemetry: Telemetry | None) -> Weights:
 
 
 def rsl_rl(telemetry: Telemetry | None, **settings: Any) -> Weights:
-    """Weights of an RSL-RL runner."""
     pytest.importorskip("rsl_rl")
     pytest.importorskip("gymnasium")
     import rsl_rl_models
@@ -126,7 +123,6 @@ def rsl_rl_lstm(telemetry: Telemetry | None) -> Weights:
 
 
 def torchrl(telemetry: Telemetry | None) -> Weights:
-    """Weights of a plain TorchRL loop."""
     pytest.importorskip("torchrl")
     from torchrl_models import Program
 

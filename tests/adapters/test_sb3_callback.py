@@ -31,8 +31,6 @@ class NoLogger:
 
 
 class CallAfter(BaseCallback):
-    """Calls a function after a given number of steps."""
-
     def __init__(self, function: Any, after: int) -> None:
         super().__init__()
         self._function, self._after = function, after

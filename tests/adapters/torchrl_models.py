@@ -33,8 +33,6 @@ MAX_NORM = 0.5
 
 
 class Blind(gym.ObservationWrapper[Any, Any, Any]):
-    """The observation never changes."""
-
     def observation(self, observation: Any) -> Any:
         return 0 * observation
 

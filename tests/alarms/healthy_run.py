@@ -184,7 +184,6 @@ def run(updates: int, spoil: Spoil | None = None, *, since: int = 30) -> list[Re
 def judged(
     records: Iterable[Record], facts: Mapping[str, Any] = FACTS, thresholds: Thresholds | None = None
 ) -> list[Verdict]:
-    """Return a verdict for each record."""
     detectors = Detectors(facts, thresholds or Thresholds())
     return [detectors.step(entry) for entry in records]
 
@@ -216,8 +215,6 @@ def set_to(changes: Mapping[str, float | None]) -> Spoil:
 
 
 def multiplied(factors: Mapping[str, float]) -> Spoil:
-    """Multiply values."""
-
     def spoil(metrics: Values, _: int) -> None:
         for key, factor in factors.items():
             metrics[key] *= factor
@@ -226,8 +223,6 @@ def multiplied(factors: Mapping[str, float]) -> Spoil:
 
 
 def both(first: Spoil, second: Spoil) -> Spoil:
-    """Apply both in order."""
-
     def spoil(metrics: Values, ago: int) -> None:
         first(metrics, ago)
         second(metrics, ago)

@@ -71,12 +71,10 @@ class Recorded:
 
 
 def names() -> list[str]:
-    """Names of all recorded runs."""
     return sorted(path.name.removesuffix(".json.gz") for path in HERE.glob("*.json.gz"))
 
 
 def load(name: str) -> Recorded:
-    """Read a recorded run."""
     content = json.loads(gzip.decompress((HERE / f"{name}.json.gz").read_bytes()))
     columns, records = content["values"], []
     for row, (update, env_step, gradient_step, partial) in enumerate(content["axes"]):
@@ -87,7 +85,6 @@ def load(name: str) -> Recorded:
 
 
 def store(name: str, facts: Mapping[str, Any], broken: int, records: Iterable[Record]) -> None:
-    """Write a run."""
     stored = list(records)
     keys = sorted({key for record in stored for key in record.values if wanted(key)})
     axes = [[r.axes.update, r.axes.env_step, r.axes.gradient_step, int(r.partial)] for r in stored]
@@ -108,7 +105,6 @@ def _short(value: float | None) -> float | None:
 
 
 def main(journals: str, *chosen: str) -> None:
-    """Make recorded runs from kept journals."""
     from esper_telemetry.lab.faults.verdicts import read_journaled_run
 
     for name in chosen:

@@ -256,7 +256,7 @@ def test_a_critic_that_never_fits(course: str, end: float, told: bool) -> None:
 
 @pytest.mark.parametrize(("after", "first"), [(50.0, None), (45.0, 45), (55.0, None)])
 def test_a_head_that_collapses_after_the_return_has_risen(after: float, first: int | None) -> None:
-    """The head collapses in update 41, after a rise from 5 to 50. The return is `after` from update 43 on; three updates raise the alarm."""
+    """The head collapses in update 41, after a rise from 5 to 50. The return is `after` from update 43; three updates raise the alarm."""
     same = {"policy/head/arg/entropy_norm": 0.0, "policy/head/arg/entropy_marginal_norm": 0.0}
     varied = {"policy/head/arg/entropy_norm": 0.9, "policy/head/arg/entropy_marginal_norm": 0.95}
 

@@ -42,7 +42,6 @@ class FalsifiedEvents(Hooks):
         self._change = change
 
     def emit(self, event: object) -> None:
-        """Emit an altered event."""
         super().emit(self._change(event))
 
 
@@ -109,7 +108,6 @@ def falsified(trainer: PPO, kind: type, at_update: int, change: Callable[[Any], 
 
 
 def shifted_masks(event: RolloutEnd) -> RolloutEnd:
-    """Masks that are stored one step late."""
     return replace(event, action_masks={head: mask.roll(1, 0) for head, mask in event.action_masks.items()})
 
 
@@ -147,7 +145,6 @@ def endless(trainer: PPO) -> None:
 
 
 def equal_advantages(trainer: PPO) -> None:
-    """Advantages that are equal for every step."""
     trainer.steps = replace(trainer.steps, advantages=lambda rollout, gamma, lam: torch.ones_like(rollout.values))
 
 

@@ -44,13 +44,11 @@ def swinging(metrics: Values, ago: int) -> None:
 
 
 def without(metrics: Values, _: int) -> None:
-    """The whole actor loses its gradient."""
     for key in ("grad/actor/norm_preclip", "grad/layer/heads_op_weight/norm", "grad/head/op/norm"):
         metrics.pop(key)
 
 
 def errors(metrics: Values, ago: int) -> None:
-    """A backend fails once per update."""
     metrics["telemetry/errors"] = ago + 1.0
 
 

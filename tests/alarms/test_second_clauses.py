@@ -116,8 +116,6 @@ def test_a_learning_rate_that_creeps_up_is_a_drift() -> None:
 
 
 def test_a_learning_rate_that_swings_is_an_oscillation_unless_it_follows_the_kl() -> None:
-    """By a factor of 5, every second update."""
-
     def swing(metrics: Values, ago: int) -> None:
         metrics["opt/lr"] *= 5 if ago % 4 < 2 else 1
 

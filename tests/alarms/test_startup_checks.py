@@ -41,12 +41,10 @@ def types(run_dir: Path, ppo: PPO, change: Change | None = None) -> dict[str, in
 
 
 def observed(function: Callable[[Any], Any]) -> Change:
-    """Steps with other observations."""
     return lambda step, _: step._replace(observations=function(np.array(step.observations)).astype(np.float32))
 
 
 def rewarded(function: Callable[[Any], Any]) -> Change:
-    """Steps with other rewards."""
     return lambda step, _: step._replace(rewards=function(np.array(step.rewards, dtype=np.float64)))
 
 

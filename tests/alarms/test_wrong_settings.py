@@ -16,7 +16,6 @@ STEP_LENGTH = 512
 
 
 def first(spoil: Any, kind: str, facts: Any = FACTS) -> Alarm:
-    """The first alarm of a kind."""
     return next(alarm for alarm in alarms(judged(run(60, spoil), facts)) if alarm.type == kind)
 
 

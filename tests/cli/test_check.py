@@ -35,7 +35,6 @@ def check(directory: Path, *words: str) -> Output:
 
 
 def row(output: Output, equation: str) -> dict[str, Any]:
-    """A row of the table as JSON."""
     (values,) = [each for each in json.loads(output.out)["equations"] if each["equation"] == equation]
     return dict(values)
 

@@ -193,7 +193,6 @@ def gate(file: Path) -> Path:
 
 
 def calls(file: Path) -> list[dict[str, Any]]:
-    """The calls of the sink so far, in order."""
     if not file.exists():
         return []
     lines = file.read_text().split("\n")[:-1]
@@ -206,5 +205,4 @@ def seqs(file: Path) -> list[int]:
 
 
 def statuses(file: Path) -> list[str]:
-    """The statuses that the sink was closed with."""
     return [call["status"] for call in calls(file) if call["call"] == "close"]

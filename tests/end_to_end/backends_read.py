@@ -50,7 +50,6 @@ def all_backends_have(records: int, run_dir: Path) -> bool:
 
 
 def all_backends_closed(run_dir: Path) -> bool:
-    """Return True if all three backends are closed."""
     cursor = cursors(run_dir)
     return all(name in cursor and cursor[name]["closed"] for name in BACKENDS)
 
@@ -178,13 +177,11 @@ def _inspected(file: Path) -> list[dict[str, Any]]:
 
 
 def wandb_rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the history, without W&B's additions."""
     rows = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
     return [without_overview({key: value for key, value in row.items() if not key.startswith("_")}) for row in rows]
 
 
 def wandb_exit_codes(entries: list[dict[str, Any]]) -> list[int]:
-    """Exit codes of the parts of the run."""
     return [int(entry["exit"].get("exit_code", 0)) for entry in entries if entry["type"] == "exit"]
 
 
@@ -223,13 +220,11 @@ def rounded(points: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
 
 
 def axes_row(record: Record) -> dict[str, float]:
-    """The axes as columns of a W&B row."""
     axes = record.axes
     return dict(zip(AXES, (axes.update, axes.env_step, axes.gradient_step, axes.wall_time), strict=True))
 
 
 def histograms_row(record: Record) -> dict[str, Any]:
-    """The histograms as columns of a W&B row."""
     row: dict[str, Any] = {}
     for key, histogram in shown_histograms(record).items():
         row |= {f"{key}._type": "histogram", f"{key}.bins": list(histogram.edges)}

@@ -28,16 +28,12 @@ CLOSING = ("--close-timeout", f"{CLOSE_DEADLINE_SECONDS:g}")
 
 
 class Ended(NamedTuple):
-    """Exit code and output of a command."""
-
     code: int
     stdout: str
     stderr: str
 
 
 class Finished(NamedTuple):
-    """A finished run."""
-
     run_dir: Path
     command: Ended
 

@@ -215,7 +215,6 @@ def sinks(run_dir: Path) -> list[Sink]:
 
 
 def main(run_dir: Path, *, worker: bool) -> None:
-    """Train for three updates, then fail."""
     sys.argv = ["train.py", *COMMAND]
     os.environ.update(ENVIRONMENT)
     logging.basicConfig()

@@ -146,6 +146,5 @@ def test_mlflow_draws_the_metrics_by_family(page: Any, mlflow: str, finished: Fi
 
 
 def lines(page: Any) -> list[str]:
-    """The text of the page."""
     text: str = page.find_element("tag name", "body").text
     return text.splitlines()

@@ -29,7 +29,6 @@ DEAD_RANK_SECONDS = 90.0
 
 
 def records(run_dir: Path) -> int:
-    """Number of records in the journal."""
     try:
         return len(read_run(run_dir).records)
     except (FileNotFoundError, ValueError):  # it is missing, or its first line is incomplete

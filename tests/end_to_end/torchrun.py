@@ -60,8 +60,6 @@ def _children(pid: int) -> list[int]:
 
 
 def until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -> None:
-    """Wait for the condition; fail if the ranks end first."""
-
     def holds() -> bool:
         assert launcher.poll() is None, "torchrun has ended"
         return condition()

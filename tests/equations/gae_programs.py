@@ -36,7 +36,6 @@ class Columns:
 
     @property
     def following(self) -> Array:
-        """Values of the next row."""
         return np.concatenate([self.values[1:], self.last[None]])
 
     @property

@@ -16,8 +16,6 @@ from esper_telemetry.equations.equation import Equation, Hypothesis, equations
 
 @dataclass(frozen=True)
 class Factors:
-    """Inputs of a product."""
-
     left: Tensor
     right: Tensor
 

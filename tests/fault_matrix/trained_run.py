@@ -50,7 +50,6 @@ class Outcome:
 
 
 def started(run_dir: Path, *sinks: str, updates: int = UPDATES, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start the training in a new session."""
     return subprocess.Popen(
         [sys.executable, str(HERE / "faulty_trainer.py"), str(run_dir), str(updates), *flags, *sinks],
         stdout=subprocess.PIPE,
@@ -67,7 +66,6 @@ def counter_of(run_dir: Path) -> Path:
 
 
 def updates_of(run_dir: Path) -> int:
-    """Number of updates that the trainer has counted."""
     try:
         return int(counter_of(run_dir).read_text() or 0)
     except OSError:
@@ -75,7 +73,6 @@ def updates_of(run_dir: Path) -> int:
 
 
 def at_update(run_dir: Path, process: subprocess.Popen[str], update: int) -> None:
-    """Wait until the training has reached that update."""
     wait_until(lambda: updates_of(run_dir) >= update or process.poll() is not None, f"update {update}", LIMIT_SECONDS)
     assert process.poll() is None, process.communicate()
 

@@ -128,7 +128,6 @@ def logged(columns: Columns, config: Mapping[str, object] | None = None) -> Logg
 
 
 def written(directory: Path, columns: Columns) -> Path:
-    """Write a TensorBoard event file."""
     with SummaryWriter(str(directory)) as writer:
         for tag, values in columns.items():
             for step, value in zip(STEPS, values, strict=True):
