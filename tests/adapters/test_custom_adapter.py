@@ -21,10 +21,8 @@ EXAMPLE: Mapping[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "exa
 Trainer: Any = EXAMPLE["Trainer"]
 CHANGING = ("perf/", "telemetry/", "train/env_steps_per_second")
 OF_EVENTS_ALONE = {
-    *(
-        "policy/ratio/p01",
-        "policy/ratio/p99",
-    ),  # over all rows of the update; a loop that observes reports them by minibatch
+    # over all rows of the update; a loop that observes reports them by minibatch
+    *("policy/ratio/p01", "policy/ratio/p99"),
     *("grad/actor/threshold_explode", "grad/critic/threshold_explode"),  # from the fact `max_grad_norm`
 }
 

@@ -127,12 +127,10 @@ def test_numbers_equal_those_of_the_loss_module(tmp_path: Path) -> None:
         values = record.values
         assert values["policy/kl_k1"] == pytest.approx(mean("kl_approx", update), abs=1e-6)
         later = [float(output["clip_fraction"]) for output in outputs[8 * update + 1 : 8 * (update + 1)]]
-        assert values["policy/clip_frac"] == pytest.approx(
-            statistics.mean(later), abs=1e-6
-        )  # the first minibatch's ratios are 1
-        assert values["policy/ess_frac"] == pytest.approx(
-            mean("ESS", update), rel=1e-3
-        )  # over all rows, not a mean of minibatches
+        # the first minibatch's ratios are 1
+        assert values["policy/clip_frac"] == pytest.approx(statistics.mean(later), abs=1e-6)
+        # over all rows, not a mean of minibatches
+        assert values["policy/ess_frac"] == pytest.approx(mean("ESS", update), rel=1e-3)
         assert values["policy/ratio/mean"] == pytest.approx(mean("mean_ratio", update), rel=1e-5)
         assert values["policy/entropy"] == pytest.approx(mean("entropy", update), rel=1e-5)
         assert values["loss/policy"] == pytest.approx(mean("loss_objective", update), abs=1e-6)

@@ -325,9 +325,8 @@ def test_a_recorded_run_is_silent_until_it_breaks(name: str) -> None:
 
 def test_every_type_is_raised_by_a_real_fault() -> None:
     recorded = {kind for name in names() for kind in alarms_of(name)}
-    growing = {
-        alarm.type for alarm in alarm_rules() if alarm.type.startswith(("seed/", "env/"))
-    }  # tests/lab/morphogenesis
+    # tests/lab/morphogenesis
+    growing = {alarm.type for alarm in alarm_rules() if alarm.type.startswith(("seed/", "env/"))}
     language = {alarm.type for alarm in alarm_rules() if alarm.type.startswith("lm/")}  # tests/adapters/test_trl.py
     elsewhere = {
         *LIVE,

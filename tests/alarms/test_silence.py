@@ -37,10 +37,8 @@ def test_a_solved_task_with_little_entropy_is_no_collapse() -> None:
 def test_a_constant_reward_per_step_is_no_fault() -> None:
     """As in survival tasks: 1 per step from the first step on."""
     constant = {"reward/std": 0.0, "reward/mean": 1.0, "reward/absmax": 1.0}
-    lengths = {
-        "episode/terminated_length_min": 4.0,
-        "episode/terminated_length_max": 25.0,
-    }  # the task is to make episodes longer
+    # the task is to make episodes longer
+    lengths = {"episode/terminated_length_min": 4.0, "episode/terminated_length_max": 25.0}
 
     assert alarms(judged(run(100, set_to({**constant, **lengths}), since=1))) == []
 

@@ -105,10 +105,8 @@ def test_a_forked_worker_keeps_nothing_from_going_on(tmp_path: Path) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     try:
-        wait_until(
-            lambda: read_status(tmp_path / "run")["slow"].get("pending") == 3,
-            "the note of the orphaned sink process",
-        )  # the sink process notes this once it is an orphan
+        # the sink process writes this once it is an orphan
+        wait_until(lambda: read_status(tmp_path / "run")["slow"].get("pending") == 3, "the orphan's status")
         open_gate(tmp_path)
     finally:
         os.killpg(os.getpgid(process.pid), 0)

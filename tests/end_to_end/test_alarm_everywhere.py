@@ -106,9 +106,8 @@ def test_wandb_has_its_alert_and_the_table(run_dir: Path, run: Run, first: Alarm
 def test_mlflow_has_its_verdict_and_the_incidents(run_dir: Path, run: Run, first: Alarm, tmp_path: Path) -> None:
     in_mlflow = mlflow_run(run_dir)
     note = in_mlflow.data.tags["mlflow.note.content"].replace("\\_", "_")
-    cause = [alarm.cause for alarm in run.alarms if alarm.incident == first.incident][
-        -1
-    ]  # a later check may have found it
+    # a later check may have found the cause
+    cause = [alarm.cause for alarm in run.alarms if alarm.incident == first.incident][-1]
     begun = next(alarm.since for alarm in run.alarms if alarm.type == cause)
     assert f"**{cause}** (critical, still active): Since update {begun}, " in note
     assert f"{cause} since update {begun}" in in_mlflow.data.tags["esper.verdict"]

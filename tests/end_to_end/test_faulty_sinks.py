@@ -122,9 +122,8 @@ def test_a_client_that_dies_is_started_again_and_gets_the_rest(
 
     assert report is not None
     assert report.complete
-    (warning,) = [
-        text for text in warnings(caplog) if "feeds the sinks" in text
-    ]  # a busy machine may cause other warnings
+    # a busy machine may cause other warnings
+    (warning,) = [text for text in warnings(caplog) if "feeds the sinks" in text]
     assert "died (exit code -9) and is started again" in warning
     assert [record.axes.update for record in read_run(tmp_path / "run").records] == [1, 2, 3, 4]
 

@@ -70,9 +70,8 @@ def test_every_number_of_every_update_is_that_of_the_run_without_a_break(runs: R
     whole, cut = records(runs.whole), records(runs.cut)
 
     assert [values["update"] for values in cut] == list(range(1, UPDATES + 1))
-    severities = {
-        values.pop(f"alarm/{RUN_FAILED}", 0.0) for values in cut
-    }  # if it was raised, it is cleared when the run continues
+    # if the alarm was raised, it is cleared when the run continues
+    severities = {values.pop(f"alarm/{RUN_FAILED}", 0.0) for values in cut}
     assert severities == {0.0}
     assert cut == whole
     assert sum("eval/return_mean" in values for values in cut) == 2

@@ -112,10 +112,8 @@ class Server:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={
-                **os.environ,
-                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-            },  # it would start ten unused processes
+            # job execution would start ten unused processes
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         )
         wait_until(self.answers, "the server", LIMIT_SECONDS)
 
