@@ -548,7 +548,7 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         frozenset({"replayed_log_probs_memory_not_reset", "values_memory_not_reset"}),
     ),
 }
-"""Programs by what is wrong with them, and the hypotheses that say so, by the last segments of their keys."""
+"""By mistake: a program, and the hypotheses that name the mistake, as the last segments of their keys."""
 
 
 def late_effects(seed: int) -> Any:

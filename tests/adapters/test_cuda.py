@@ -275,7 +275,7 @@ SCRIPT_CHANGES = (
     (r"p\.detach\(\)\.numpy", "p.detach().cpu().numpy"),
     (r"torch\.tensor\(reward\)", f"torch.tensor(reward).to('{DEVICE}')"),
 )
-"""What moves the script to the device: pattern and replacement."""
+"""Substitutions that move the script to the device: pattern and replacement."""
 
 
 PRETEND = """

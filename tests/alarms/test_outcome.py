@@ -423,7 +423,7 @@ def test_a_threshold_that_is_no_number_is_not_known() -> None:
 
 
 def test_success_and_length_decide_where_all_returns_are_equal() -> None:
-    """Earlier is better for a reward of 1 at the end of every episode, later for a penalty of 1; zero rewards tell nothing."""
+    """Earlier is better for a reward of 1 at the end of every episode, later for a penalty of 1; with zero rewards, neither is."""
 
     def lengths(value: float, course: Array) -> list[Record]:
         return [

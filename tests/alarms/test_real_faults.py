@@ -232,7 +232,7 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
     "grad/slow_growth": (lambda: falsified(cartpole(), BackwardEnd, 1, Growing()), 102),
     "task/no_episodes": (lambda: breaking(cartpole(num_steps=64), 6, endless), 50),
 }
-"""By type: a trainer that goes wrong, and the number of updates within which the alarm is due."""
+"""By type: a trainer with a fault, and the number of updates within which the alarm is due."""
 
 SAMPLED = {"integrity/equation", "integrity/actions", "opt/state_lost", "lstm/gate_closed"}
 """Types that need sampled updates, which all are at DEBUG; the others use what NORMAL measures in every update."""
@@ -250,7 +250,7 @@ rate ten thousand times too large, weights jump and each gradient contradicts th
 """
 
 EVERYTHING = Thresholds().with_changes({"grad/noise_dominated": "on"})
-"""Includes what is off by default."""
+"""Includes alarms that are off by default."""
 
 
 def watched(run_dir: Path, trainer: PPO, updates: int, level: str = "debug") -> dict[str, int]:

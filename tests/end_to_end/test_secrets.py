@@ -19,7 +19,7 @@ SCRIPT = HERE.parent / "script" / "scripts" / "categorical.py"
 
 
 def leaks(text: bytes) -> list[str]:
-    """Return the secrets of which a text holds one half or the other."""
+    """Return the secrets of which a text contains either half."""
     return [secret for secret in planted() if secret[:10].encode() in text or secret[-10:].encode() in text]
 
 
