@@ -251,8 +251,8 @@ class TelemetrySession:
     def _start(self, *, config: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None) -> None:
         if facts is not None:
             self._flushed_at = time.perf_counter()
+            self.facts = Facts.of(plain({**self.facts, **facts}))
         self._config.update(config or {})
-        self.facts = Facts.of(plain({**self.facts, **(facts or {})}))
         if self._recorder is not None and self._recorder.run is None:
             offload = self._attached if self._options.offload is None else self._options.offload
             worker = offload and self._peers is None
