@@ -1,4 +1,4 @@
-"""Groups that no half of an update holds, of the rows of one rank or of all."""
+"""Groups that the halves of an update do not contain, from the rows of one rank or of all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from esper_telemetry.metrics.rollout_stats import normalizer_clipping, normalize
 from esper_telemetry.metrics.values import ending_bias, value_movement
 
 ROWS, FIRST = 96, 31
-"""Rows of both ranks, and of rank 0."""
+"""Number of rows of both ranks, and of rank 0."""
 WHOLE = slice(None)
 HALVES = (slice(FIRST), slice(FIRST, None))
 OF_ITS_OWN = {
@@ -39,7 +39,7 @@ OF_ITS_OWN = {
     "grad/pair/{pair}/upstream": "as above",
     "grad/pair/{pair}/zero_frac": "as above",
 }
-"""Keys that are measured on what a rank has for itself, and why that is enough."""
+"""Keys that each rank measures on its own data, and why that is enough."""
 
 
 def columns(*shape: int, seed: int) -> Tensor:
@@ -48,7 +48,7 @@ def columns(*shape: int, seed: int) -> Tensor:
 
 
 def observed(part: slice) -> Iterator[MetricGroup | Postponed]:
-    """Groups of the rows of a part."""
+    """Yield the groups of a part of the rows."""
     a, b, c = (columns(seed=seed)[part] for seed in range(3))
     wide, other = (columns(5, seed=seed)[part] for seed in (3, 4))
     flags, others = a > 0.5, b > 0
@@ -74,7 +74,7 @@ def observed(part: slice) -> Iterator[MetricGroup | Postponed]:
 
 
 def with_gradient() -> Tensor:
-    """A parameter whose gradients have been summed over the ranks."""
+    """Return a parameter whose gradients have been summed over the ranks."""
     weight = torch.nn.Parameter(torch.zeros(3))
     weight.grad = torch.tensor([3.0, 4.0, 12.0])
     return weight

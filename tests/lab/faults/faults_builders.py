@@ -45,7 +45,7 @@ def pendulum(**settings: Any) -> PPO:
 
 
 def learn(trainer: PPO, updates: int) -> None:
-    """Train that many more updates."""
+    """Train for that many more updates."""
     per_update = trainer.config.num_steps * trainer.env.num_envs
     trainer.learn(per_update * (trainer.updates + updates))
 
@@ -56,12 +56,12 @@ def weights(trainer: PPO) -> list[torch.Tensor]:
 
 
 def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Return True where all tensors are bit-identical."""
+    """Return True if all tensors are bit-identical."""
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def recorded(trainer: PPO, fault: str | Fault | None = None, *, at_update: int = 2, updates: int = 3) -> list[Record]:
-    """Return the records of a run that breaks at that update, until non-finite weights end it."""
+    """Return the records of a run whose fault begins at that update. The run lasts until weights are non-finite."""
     records: list[Record] = []
     with suppress(FloatingPointError), Telemetry([records.append], run_dir=None, level="debug") as telemetry:
         attach(telemetry, trainer)
