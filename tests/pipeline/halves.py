@@ -48,7 +48,7 @@ def updates(env: str, **settings: Any) -> tuple[list[Update], dict[str, Any]]:
             submitted.append(copy.deepcopy(precise))
 
     with Telemetry(run_dir=None) as telemetry:
-        session_of(telemetry).submit = keep  # instead of recording it
+        session_of(telemetry).submit = keep  # type: ignore[method-assign]  # instead of recording it
         attach(telemetry, trainer)
         trainer.learn(4 * 48 * ENVS)
     return submitted, trainer.facts(4 * 48 * ENVS)

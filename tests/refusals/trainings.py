@@ -1,4 +1,4 @@
-"""Three small trainings, each with telemetry or without, and the weights they end with."""
+"""Three small trainings, each with telemetry or without, and their final weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from esper_telemetry import PPO, PPOConfig, make_env
 from esper_telemetry.events import UpdateEnd
 
 if TYPE_CHECKING:
-    from esper_telemetry import Telemetry  # cannot be imported on a system that is simulated
+    from esper_telemetry import Telemetry  # cannot be imported on a simulated system
 
 UPDATES = 6
 MIDDLE = 3
-"""The update after which something is refused in the middle of a run."""
+"""A resource is refused after this update."""
 
 Middle = Callable[[], None]
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """A hash of all bits of the tensors."""
+    """Return a hash of all bits of the tensors."""
     content = hashlib.sha256()
     for tensor in tensors:
         content.update(tensor.detach().contiguous().numpy().tobytes())
@@ -43,7 +43,7 @@ def bundled(telemetry: Telemetry | None, middle: Middle) -> str:
 
 
 def own_loop(telemetry: Telemetry | None, middle: Middle) -> str:
-    """Train in a loop of the user's own."""
+    """Train in a user's own loop."""
     torch.manual_seed(3)
     model = nn.Linear(8, 2)
     optimizer = torch.optim.Adam(model.parameters())
