@@ -32,7 +32,7 @@ class Watched:
         self.old: list[Tensor] = []
         self.new: list[Tensor] = []
         self.logits: list[Tensor] = []
-        model.policy.evaluate_actions = self._seen(model)  # type: ignore[method-assign] # it tells nobody else
+        model.policy.evaluate_actions = self._seen(model)  # type: ignore[method-assign] # no other place has them
         model.learn(128)
         self.logged: dict[str, Any] = model.logger.name_to_value
         buffer = model.rollout_buffer
