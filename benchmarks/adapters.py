@@ -9,8 +9,8 @@
 Telemetry runs at NORMAL with TensorBoard, W&B (offline) and MLflow, if they are installed. Each model has its own process with one torch
 thread, and trains in turns with and without telemetry: a second or two, or 16 updates for `trl`. Two processes with the same work would
 differ by more than the effect.
-Figures are medians of the turns' ratios, with the quartiles. `thread` is the processor time of the training thread, which shows the slowdown;
-`process` is the time of all threads of the process. The worker and the sink process run on another core.
+Figures are medians of the turns' ratios, with the quartiles. `thread` is the processor time of the training thread, the slowdown of
+training; `process` is the time of all threads of the process. The worker and the sink process run on another core.
 """
 
 from __future__ import annotations

@@ -374,7 +374,6 @@ def test_every_reader_says_once_which_lines_are_damaged(
 
 
 def run_cli(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return a command's stdout."""
     with pytest.raises(SystemExit):
         main(arguments)
     return capsys.readouterr().out

@@ -228,7 +228,6 @@ def adam_state(x: Numbers, numels: tuple[int, ...]) -> AdamState:
 
 
 def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, ...]:
-    """Return the groups of one measurement."""
     return (found,) if isinstance(found, MetricGroup) else tuple(found)
 
 

@@ -48,7 +48,6 @@ class EventLog:
         return self
 
     def of(self, event_type: type) -> list[Any]:
-        """Return the events of one type."""
         return [event for event in self.events if type(event) is event_type]
 
 

@@ -64,7 +64,6 @@ def poisoned(rollout: Rollout, poison: float) -> Rollout:
 
 
 def updated(settings: dict[str, Any], seed: int, poison: float | None) -> list[Tensor]:
-    """Return the weights after one update."""
     trainer: PPO = restricted(seed=seed, num_epochs=2, entropy_coef=0.01, **settings)
     rollout = with_resets(trainer.collector.collect())
     assert rollout.valid is not None and not rollout.valid.all()

@@ -44,7 +44,6 @@ def ours_named(name: str) -> str:
 
 
 def assert_equal(ours: Any, theirs: Any, what: str = "") -> None:
-    """Assert that no number differs by more than the tolerance."""
     difference = torch.as_tensor(ours).detach() - torch.as_tensor(theirs).detach()
     assert difference.abs().max() <= TOLERANCE, what
 

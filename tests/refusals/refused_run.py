@@ -25,8 +25,6 @@ USER = 54321
 
 
 class Warnings(logging.Handler):
-    """Keeps the warnings."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []

@@ -23,7 +23,6 @@ Middle = Callable[[], None]
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a hash of all bits of the tensors."""
     content = hashlib.sha256()
     for tensor in tensors:
         content.update(tensor.detach().contiguous().numpy().tobytes())
@@ -31,7 +30,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def bundled(telemetry: Telemetry | None, middle: Middle) -> str:
-    """Train with the bundled trainer."""
     trainer = PPO(make_env("CartPole-v1", num_envs=2), PPOConfig(num_steps=32, num_epochs=2, seed=3))
     if telemetry is not None:
         from esper_telemetry import attach
@@ -43,7 +41,6 @@ def bundled(telemetry: Telemetry | None, middle: Middle) -> str:
 
 
 def own_loop(telemetry: Telemetry | None, middle: Middle) -> str:
-    """Train in a user's own loop."""
     torch.manual_seed(3)
     model = nn.Linear(8, 2)
     optimizer = torch.optim.Adam(model.parameters())
@@ -64,7 +61,6 @@ def own_loop(telemetry: Telemetry | None, middle: Middle) -> str:
 
 
 def sb3(telemetry: Telemetry | None, middle: Middle) -> str:
-    """Train with Stable-Baselines3."""
     import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
 

@@ -35,7 +35,6 @@ class Rows:
         self.old_values = self.values.detach() + 0.1 * torch.randn(ROWS)
 
     def surrogate(self, ratio: Tensor | None = None) -> Tensor:
-        """Return the clipped surrogate loss."""
         ratio = self.ratio if ratio is None else ratio
         return torch.max(-self.advantages * ratio, -self.advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
 

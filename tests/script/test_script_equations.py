@@ -210,7 +210,6 @@ class Minibatch:
         return [*gradients], dict(weights), torch.stack([weights[name] * g for name, g in gradients.items()]).sum(0)
 
     def backward(self) -> Tensor:
-        """Return the gradient of the loss; this frees its graph."""
         self.loss.backward()
         return torch.cat(
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters]
@@ -293,7 +292,6 @@ class StepwiseA2C:
         return dict(terms.gradients)
 
     def backward(self) -> Tensor:
-        """Return the gradient of the loss."""
         gradients = torch.autograd.grad(self.loss, self.parameters, allow_unused=True, materialize_grads=True)
         return torch.cat([gradient.flatten() for gradient in gradients]).double()
 

@@ -32,8 +32,6 @@ SPEED = re.compile(r"^SPS: \d+$", re.MULTILINE)
 
 
 class ProcessResult(NamedTuple):
-    """Exit code and output of a process."""
-
     code: int
     stdout: str
     stderr: str

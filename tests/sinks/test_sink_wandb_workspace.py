@@ -74,8 +74,6 @@ def server() -> Iterator[FakeWandb]:
 
 
 class CommandOutput(NamedTuple):
-    """Exit code and output of a command."""
-
     code: int
     out: str
     err: str

@@ -36,8 +36,6 @@ class Novelty(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class Visits:
-    """Visits of one update."""
-
     event_type: ClassVar[type] = Visit
 
     new: Tensor

@@ -100,7 +100,6 @@ def forbidden(inputs: Inputs) -> Values:
 
 
 def losses(inputs: Inputs) -> Values:
-    """The terms of the loss."""
     names = ("logratio", "advantages_norm", "values", "returns", "entropy")
     return ppo_losses(
         *(floats(inputs[name]) for name in names),
@@ -111,7 +110,6 @@ def losses(inputs: Inputs) -> Values:
 
 
 def episodes(inputs: Inputs) -> Values:
-    """Finished episodes."""
     return episode_stats(inputs["episode_returns"], inputs["episode_lengths"]).values()
 
 

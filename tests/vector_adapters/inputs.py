@@ -33,12 +33,10 @@ def mask(inputs: Inputs, name: str = "mask") -> Tensor | None:
 
 
 def masks(inputs: Inputs, name: str) -> dict[str, Tensor]:
-    """Return masks by head."""
     return {head: torch.tensor(value).bool() for head, value in inputs.get(name, {}).items()}
 
 
 def by_head(inputs: Inputs, name: str) -> dict[str, Tensor]:
-    """Return tensors by head."""
     return {head: floats(value) for head, value in inputs[name].items()}
 
 

@@ -33,7 +33,6 @@ def lines_of(
     facts: Mapping[str, Any] = FACTS,
     **info: Any,
 ) -> list[dict[str, Any]]:
-    """Return the lines of a journal."""
     metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
     head = RunInfo("r1", info.pop("name", "run"), None, 1e9, facts=facts, metrics=metrics, **info)
     lines, detectors = [encode_run(head)], Detectors(facts)
@@ -50,7 +49,6 @@ def lines_of(
 
 
 def write(path: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
-    """Write a run directory with these lines."""
     journal = Journal.create(path)
     journal.write(*lines)
     journal.close()

@@ -200,7 +200,6 @@ def test_layers_that_diverge_explode_and_vanish_in_one_epoch() -> None:
 
 
 def verdict(losses: list[float], classes: int = 10) -> watchdog.WatchdogVerdict:
-    """Return the verdict on the last loss."""
     watch = watchdog.TrainingWatchdog.fresh(1, torch.device("cpu"))
     for loss in losses:
         watch, last = watchdog.watch_losses(watch, torch.tensor([loss]), classes)
