@@ -19,7 +19,6 @@ from esper_telemetry.metrics.losses import entropy_gradient, entropy_gradients
 
 
 def logits(*shape: int, seed: int = 0) -> Tensor:
-    """Return random logits in float64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 

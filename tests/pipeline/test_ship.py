@@ -39,7 +39,6 @@ def trainer(settings: dict[str, Any], device: str) -> PPO:
 
 
 def calls(run_dir: Path, level: str, settings: dict[str, Any]) -> float:
-    """Return the operations of an update on the training thread."""
     with pretended_gpu(), Telemetry(run_dir=run_dir, level=level, detect=False) as telemetry:
         ppo = trainer(settings, "cuda")
         attach(telemetry, ppo)

@@ -16,17 +16,14 @@ SMALL = {"num_steps": 32, "hidden_sizes": (16, 16), "num_epochs": 2}
 
 
 def cartpole(seed: int = 0, **settings: Any) -> PPO:
-    """Return a small trainer for CartPole-v1."""
     return PPO(make_env("CartPole-v1", num_envs=4, seed=seed), PPOConfig(**{**SMALL, "seed": seed, **settings}))
 
 
 def pendulum(seed: int = 0, **settings: Any) -> PPO:
-    """Return a small trainer for Pendulum-v1, which has continuous actions."""
     return PPO(make_env("Pendulum-v1", num_envs=2, seed=seed), PPOConfig(**{**SMALL, "seed": seed, **settings}))
 
 
 def weights(trainer: PPO) -> list[Tensor]:
-    """Return copies of all parameters."""
     return [parameter.detach().clone() for parameter in trainer.policy.parameters()]
 
 

@@ -39,7 +39,6 @@ class Rows:
         return torch.max(-self.advantages * ratio, -self.advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
 
     def read(self, loss: Tensor) -> LossReading:
-        """Read the terms of a loss of these rows."""
         outputs = DistributionGraphs([self.log_probs], [self.entropy])
         reading = read_loss(loss, held=[self.values], outputs=outputs, values=[self.output])
         assert reading is not None

@@ -43,7 +43,6 @@ def spec_of(run: RunInfo, keys: set[str], **settings: Any) -> Any:
 
 
 def sections(spec: Any) -> dict[str, list[Any]]:
-    """Return the panels by question."""
     return {section["name"]: section["panels"] for section in spec["panelBankConfig"]["sections"]}
 
 

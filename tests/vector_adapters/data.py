@@ -93,7 +93,6 @@ def _rollout(inputs: Inputs, values: Tensor, after: Tensor) -> Rollout:
 
 
 def forbidden(inputs: Inputs) -> Values:
-    """Check actions against their masks."""
     actions = {head: torch.tensor(value) for head, value in inputs["head_actions"].items()}
     allowed, relevant = masks(inputs, "head_action_mask"), masks(inputs, "head_mask")
     return mask_violation(actions, allowed, relevant=relevant).values()

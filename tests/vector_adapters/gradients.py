@@ -53,7 +53,6 @@ def parameter(gradient: Any, dtype: str = "float64") -> Tensor:
 
 
 def merged(*groups: MetricGroup) -> Values:
-    """Merge the values of several groups."""
     return {key: value for group in groups for key, value in group.values().items()}
 
 
@@ -76,7 +75,6 @@ def opposed(inputs: Inputs) -> Values:
 
 
 def minibatches(inputs: Inputs) -> Values:
-    """Agreement of minibatches."""
     gradients = floats(inputs["grads"])
     return {**minibatch_alignment(gradients).values(), "aux:weighted_pair_cos": float(weighted_pair_cosine(gradients))}
 
@@ -119,7 +117,6 @@ def noise(inputs: Inputs) -> Values:
 
 
 def adam_with_state(inputs: Inputs) -> torch.optim.Optimizer:
-    """Return an Adam optimizer with the case's state."""
     second = floats(inputs["exp_avg_sq"])
     weights = torch.nn.Parameter(torch.ones_like(second))
     optimizer = torch.optim.Adam([weights], betas=tuple(inputs["betas"]), eps=inputs.get("eps", 1e-8))
@@ -130,7 +127,6 @@ def adam_with_state(inputs: Inputs) -> torch.optim.Optimizer:
 
 
 def adam_memory(inputs: Inputs) -> Values:
-    """Measure Adam's state."""
     optimizer = adam_with_state(inputs)
     state = adam_state(adam_parameters(optimizer))
     m, v = state.exp_avg / state.bias(state.beta1), state.exp_avg_sq / state.bias(state.beta2)
@@ -140,7 +136,6 @@ def adam_memory(inputs: Inputs) -> Values:
 
 
 def adam_updates(inputs: Inputs) -> Values:
-    """Take several steps of Adam."""
     weights = torch.nn.Parameter(floats(inputs["weights"]))
     optimizer = torch.optim.Adam([weights], lr=inputs["lr"], betas=tuple(inputs["betas"]), eps=inputs["eps"])
     results: dict[str, list[Any]] = {}

@@ -12,7 +12,6 @@ from vector_adapters.inputs import Inputs, Values, floats
 
 
 def cell_of(inputs: Inputs) -> nn.LSTM:
-    """Return the stock LSTM that the case describes."""
     weights = {f"{name}_l0": floats(inputs[name]) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
     cell = nn.LSTM(weights["weight_ih_l0"].shape[1], weights["weight_hh_l0"].shape[1]).double()
     cell.load_state_dict(weights)

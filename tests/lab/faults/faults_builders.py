@@ -35,23 +35,19 @@ def recall(**settings: Any) -> PPO:
 
 
 def cartpole(**settings: Any) -> PPO:
-    """CartPole-v1 without memory."""
     return PPO(make_env("CartPole-v1", num_envs=4, seed=1), PPOConfig(**{**PLAIN, "seed": 1, **settings}))
 
 
 def pendulum(**settings: Any) -> PPO:
-    """Pendulum-v1: continuous actions."""
     return PPO(make_env("Pendulum-v1", num_envs=2, seed=1), PPOConfig(**{**PLAIN, "seed": 1, **settings}))
 
 
 def learn(trainer: PPO, updates: int) -> None:
-    """Train for that many more updates."""
     per_update = trainer.config.num_steps * trainer.env.num_envs
     trainer.learn(per_update * (trainer.updates + updates))
 
 
 def weights(trainer: PPO) -> list[torch.Tensor]:
-    """Return copies of all parameters."""
     return [parameter.detach().clone() for parameter in trainer.policy.parameters()]
 
 
