@@ -1,16 +1,16 @@
-"""Processor time of other trainers with telemetry over that without: Stable-Baselines3, RSL-RL, TorchRL and TRL.
+"""Processor time of other trainers with telemetry, relative to training without it: Stable-Baselines3, RSL-RL, TorchRL and TRL.
 
-    python benchmarks/adapters.py                        # all models but trl, forty turns; half an hour
+    python benchmarks/adapters.py                        # all models except trl, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
     python benchmarks/adapters.py rsl_rl rsl_rl_lstm torchrl torchrl_pendulum
     python benchmarks/adapters.py rsl_rl_cuda            # on a GPU
     python benchmarks/adapters.py trl --turns 5          # a language model of 105 million parameters; a quarter of an hour
 
-At NORMAL with TensorBoard, W&B (offline) and MLflow, as far as they are installed. One model trains a second or two with telemetry and as
-long without, `trl` for 16 updates, in turns, in a process of its own with one torch thread: two processes with the same work differ by more
-than the effect.
-Figures are medians of the turns' ratios, with the quartiles. `thread` is the training thread's processor time, by which telemetry slows
-training; `process` that of all threads of the process. The worker and the sink process run on another core.
+Telemetry runs at NORMAL with TensorBoard, W&B (offline) and MLflow, if they are installed. Each model has its own process with one torch
+thread, and trains in turns with and without telemetry: a second or two, or 16 updates for `trl`. Two processes with the same work would
+differ by more than the effect.
+Figures are medians of the turns' ratios, with the quartiles. `thread` is the processor time of the training thread, the slowdown of
+training; `process` is the time of all threads of the process. The worker and the sink process run on another core.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from results import Row, save
 sys.path.append(str(Path(__file__).parents[1] / "tests/adapters"))  # the small models of the tests
 
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb:overhead?mode=offline", "mlflow": "mlflow"}
-"""Sink by the package that it needs."""
+"""Each sink, by the package that it needs."""
 
 MAX_RATIO = 1.05
 
@@ -103,7 +103,7 @@ def _sb3(make: Callable[[], Any], rollouts: int) -> Callable[[Any], Turns]:
 def _rsl_rl(
     telemetry: Any, envs: int = 64, device: str = "cpu", widths: Sequence[int] = (128, 128), **settings: Any
 ) -> Turns:
-    """RSL-RL, whose runner learns by its class without the tap on `learn`, and so without telemetry."""
+    """RSL-RL; without telemetry, `learn` is the class's method instead of the adapter's."""
     from rsl_rl.runners import OnPolicyRunner
     from rsl_rl_models import runner
     from rsl_vector import DeviceCartPole, SignedCartPole
@@ -146,14 +146,14 @@ def _torchrl(telemetry: Any, **settings: Any) -> Turns:
 
 
 LANGUAGE_UPDATES = 16
-"""Updates of a language model in a turn: telemetry compares gradients in one of them."""
+"""Updates of a language model in a turn. Telemetry compares gradients in one of them."""
 
 
 def train_language_model(telemetry: Any, count: int) -> dict[str, list[turns.Figures]]:
     """Return the figures of every turn of GRPO in TRL: a Llama of 105 million parameters, 8 completions of at most 24 tokens.
 
-    Training is one call of TRL, so a callback divides it into turns: it begins and ends telemetry between two updates. No turn is left
-    out: the first updates compare gradients most often.
+    Training is one call of TRL, so a callback divides it into turns, and attaches or removes telemetry between two updates. All turns
+    count: the first updates compare gradients most often.
     """
     import transformers
 
@@ -164,7 +164,7 @@ def train_language_model(telemetry: Any, count: int) -> dict[str, list[turns.Fig
     observer = TelemetryCallback(telemetry)
     order = [kind for turn in range(count) for kind in sorted(figures, reverse=turn % 2 == 1)]
 
-    class Alternation(transformers.TrainerCallback):  # type: ignore[misc]  # not typed where it is not installed
+    class Alternation(transformers.TrainerCallback):  # type: ignore[misc]  # not typed if it is not installed
         def __init__(self) -> None:
             self._begun: tuple[float, ...] = ()
             self._turn = 0
@@ -210,14 +210,14 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "rsl_rl": _rsl_rl,
     "rsl_rl_1024": partial(_rsl_rl, envs=1024),
     "rsl_rl_lstm": partial(_rsl_rl, model="RNNModel", model_rnn_hidden_dim=64),
-    "rsl_rl_cuda": partial(_rsl_rl, envs=4096, device="cuda", widths=(512, 256, 128)),  # as Isaac Lab's tasks have them
+    "rsl_rl_cuda": partial(_rsl_rl, envs=4096, device="cuda", widths=(512, 256, 128)),  # as in Isaac Lab's tasks
     "torchrl": _torchrl,
     "torchrl_pendulum": partial(_torchrl, env="Pendulum-v1"),
 }
 """Models by name: telemetry -> functions that train for a turn."""
 
 LANGUAGE_MODEL = "trl"
-"""Name of the model that `train_language_model` trains; a turn of it takes more than a minute."""
+"""The model of `train_language_model`, whose turns take more than a minute."""
 
 NAMES = (*MODELS, LANGUAGE_MODEL)
 
@@ -227,7 +227,7 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("torchrl", "torchrl_pendulum"), ("torchrl",)),
     LANGUAGE_MODEL: ("trl",),
 }
-"""What a model needs."""
+"""The package that a model needs."""
 
 WARM_UP_TURNS = 5
 
@@ -257,7 +257,7 @@ def train(name: str, count: int, *, backends: bool) -> dict[str, list[turns.Figu
 
 
 def compare(name: str, count: int, *, backends: bool) -> dict[str, Any]:
-    """Return the figures of one model, from a process of its own."""
+    """Return the figures of one model, measured in a separate process."""
     command = [sys.executable, "-W", "ignore", __file__, "--alone", name, "--turns", str(count)]
     command += [] if backends else ["--no-backends"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

@@ -1,7 +1,7 @@
-"""CleanRL's unedited script in this process, timed and scored at its environments.
+"""Run CleanRL's unedited script in this process, timed and scored at its environments.
 
-The clock starts at the first reset. The script reads returns from where Gymnasium 1.x does not put them; they are taken here from the
-`RecordEpisodeStatistics` that it wraps its environments in.
+The clock starts at the first reset. Gymnasium 1.x no longer puts returns where the script reads them, so they are read from its
+`RecordEpisodeStatistics` wrappers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class EnvironmentLog:
         self.started = self.started or (time.process_time(), time.perf_counter())
 
     def elapsed(self) -> tuple[float, float]:
-        """CPU and wall time since then."""
+        """Return CPU and wall time since the start."""
         assert self.started is not None, "the script has made no environment"
         return time.process_time() - self.started[0], time.perf_counter() - self.started[1]
 
 
 class Native:
-    """The part of a vector environment that the script uses, on Gymnasium's own implementation."""
+    """The part of a vector environment that the script uses, with Gymnasium's vector implementation."""
 
     def __init__(self, num_envs: int, log: EnvironmentLog) -> None:
         self._log, self._num_envs = log, num_envs
@@ -48,22 +48,22 @@ class Native:
         self.single_action_space = self._env.env.single_action_space
 
     def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
-        """Observations [B, 4], and nothing else."""
+        """Return observations [B, 4], and an empty dict."""
         self._log.start()
         self._env = NativeCartPole(self._num_envs, seed)
         self._env.returns = self._log.returns
         return self._env.reset(), {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Take one action everywhere."""
+        """Step all environments."""
         return *self._env.step(actions)[:4], {}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing."""
 
 
 def run(script: str, options: dict[str, object], *, native: bool) -> EnvironmentLog:
-    """Run the script to its end in a directory of its own; what it prints goes to stderr."""
+    """Run the script to its end in its own directory; its output goes to stderr."""
     path = str(Path(script).resolve())
     sys.argv = [path, *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
     sys.argv += ["--no-anneal-lr", "--no-cuda"]
@@ -80,7 +80,7 @@ def run(script: str, options: dict[str, object], *, native: bool) -> Environment
 
 @contextmanager
 def logged_environments(log: EnvironmentLog, *, native: bool) -> Iterator[None]:
-    """Within it vector environments are logged, or are replaced by the native one."""
+    """Log vector environments, or replace them by the native one."""
     plain = gymnasium.vector.SyncVectorEnv
 
     class Logged(plain):  # type: ignore[misc, valid-type] # a class held in a variable

@@ -1,4 +1,4 @@
-"""Hooks that measure the time which telemetry takes on the training thread."""
+"""Hooks that measure telemetry's time on the training thread."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PER_MINIBATCH = (TrunkBackward, BackwardEnd, MinibatchEnd)
 class ClockedHooks(Hooks):
     """Measure each event from `wants` to the return of `emit`: the time to build it and to call its listeners.
 
-    The clock counts the processor time of this thread; the time of reading it is subtracted. Not measured are the columns of minibatches
-    that a trainer keeps for an event at the end of the update, and colder caches.
+    The clock counts the processor time of this thread, minus the time of reading the clock. It misses the columns of minibatches that a
+    trainer keeps for an event at the end of the update, and the effect of colder caches.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ClockedHooks(Hooks):
         self._seconds[kind] = self._seconds.get(kind, 0.0) + time.thread_time() - start - self._reading
 
     def seconds(self) -> tuple[float, float]:
-        """Return the seconds of the events of minibatches, and those of all others."""
+        """Return the seconds of minibatch events, and of all other events."""
         often = sum(seconds for kind, seconds in self._seconds.items() if kind in PER_MINIBATCH)
         return often, sum(self._seconds.values()) - often
 
@@ -50,6 +50,6 @@ class ClockedHooks(Hooks):
 
 
 def _reading() -> float:
-    """Return the seconds that one reading of the clock takes."""
+    """Return the seconds that reading the clock takes."""
     start = time.thread_time()
     return time.thread_time() - start

@@ -1,4 +1,4 @@
-"""Trainers on the same work, each in a function that runs in a process of its own; see `trainer.py`."""
+"""Trainers on the same work, one function each, which runs in its own process; see `trainer.py`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OPENING_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class Work:
-    """The work of every contender: CartPole-v1, networks of 64 x 64 tanh, behind an LSTM where `lstm_size` is given.
+    """The work of every contender: CartPole-v1, with networks of 64 x 64 tanh, after an LSTM if `lstm_size` is given.
 
-    With `scaled_rewards` this trainer divides rewards by the spread of returns; the others have no such setting. `steps` is a multiple of a
-    rollout's, because trainers round it up or down.
+    With `scaled_rewards` the bundled trainer divides rewards by the spread of returns; the others do not have this setting. `steps` is a
+    multiple of a rollout's, because trainers round it up or down.
     """
 
     steps: int
@@ -54,8 +54,8 @@ class Run:
         cpu, wall: environment steps per CPU-second and per second of wall time in `learn`.
         episode_return: at its end.
         megabytes: peak memory of the process.
-        per_minibatch, per_update: microseconds of telemetry on the training thread, where that was measured; the two do not overlap.
-        update: microseconds of a whole update, where that was measured.
+        per_minibatch, per_update: microseconds of telemetry on the training thread, if measured; the two do not overlap.
+        update: microseconds of a whole update, if measured.
     """
 
     cpu: float
@@ -75,21 +75,21 @@ def measured(learn: Callable[[], int], returns: deque[float]) -> Run:
 
 
 def run_of(steps: int, cpu: float, wall: float, returns: deque[float]) -> Run:
-    """Return a run of so many seconds."""
+    """Return a run of that many seconds."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return Run(steps / cpu, steps / wall, statistics.fmean(returns) if returns else float("nan"), peak)
 
 
 def esper(work: Work) -> Run:
-    """This trainer without telemetry."""
+    """The bundled trainer without telemetry."""
     trainer, returns = ours(work)
     return measured(lambda: trained(trainer, work.steps), returns)
 
 
 def trained(trainer: Any, steps: int) -> int:
-    """Train for that many steps more, up to the end of a rollout, and return their number.
+    """Train for that many more steps, up to the end of a rollout, and return their number.
 
-    This trainer does not count rows in which environments are reset; Stable-Baselines3 and RSL-RL do, on native environments.
+    The bundled trainer does not count rows in which environments are reset. Stable-Baselines3 and RSL-RL do, on native environments.
     """
     before = int(trainer.env_steps)
     trainer.learn(before + steps)
@@ -97,16 +97,16 @@ def trained(trainer: Any, steps: int) -> int:
 
 
 def tuned(work: Work) -> Run:
-    """The same, with one LSTM for actor and critic and normalised observations and rewards, as the presets have them."""
+    """The bundled trainer with one LSTM for actor and critic and normalised observations and rewards, as in the presets."""
     trainer, returns = ours(work, shared_trunk=True, normalize_observations=True, normalize_rewards=True)
     return measured(lambda: trained(trainer, work.steps), returns)
 
 
 def observed(work: Work) -> Run:
-    """This trainer with NORMAL telemetry to TensorBoard, W&B (offline) and MLflow, while it trains.
+    """The bundled trainer with NORMAL telemetry to TensorBoard, W&B (offline) and MLflow.
 
-    The clock starts when the backends have been imported and opened, which takes them some seconds of the other core, and
-    stops before they close.
+    The clock starts after the backends have been imported and opened, which takes some seconds on the other core, and stops before they
+    close.
     """
     trainer, returns = ours(work)
     with attached(trainer):
@@ -116,9 +116,9 @@ def observed(work: Work) -> Run:
 
 
 def certified(work: Work) -> Run:
-    """The same with a clock around telemetry's work on the training thread: building events and listening to them.
+    """The same with a clock around telemetry's work on the training thread: building events and calling their listeners.
 
-    Steps per second are as noisy as the effect is large.
+    Steps per second are too noisy to show the effect.
     """
     from clocked_hooks import ClockedHooks
 
@@ -156,7 +156,7 @@ def attached(trainer: Any) -> Iterator[None]:
 
 
 def disturbed(work: Work) -> Run:
-    """This trainer without telemetry beside a process that only counts: the cost of any work on the second core of this machine.
+    """The bundled trainer without telemetry, next to a process that only counts: the cost of any work on the second core.
 
     The cores of a virtual machine are often two threads of one core, which share its units and caches.
     """
@@ -169,7 +169,7 @@ def disturbed(work: Work) -> Run:
 
 
 def ours(work: Work, *, hooks: Any = None, **settings: Any) -> tuple[Any, deque[float]]:
-    """Return the bundled trainer, with these hooks if there are any, and the returns of its latest episodes."""
+    """Return the bundled trainer with these hooks, if any, and the returns of its latest episodes."""
     from esper_telemetry.events import EpisodeEnd
     from esper_telemetry.ppo import PPO, PPOConfig
     from esper_telemetry.ppo.environments import make_env
@@ -193,9 +193,9 @@ def ours(work: Work, *, hooks: Any = None, **settings: Any) -> tuple[Any, deque[
 
 
 def stable_baselines(work: Work, *, native: bool = False) -> Run:
-    """Stable-Baselines3, or sb3-contrib's RecurrentPPO, as they come: their own vector environment and monitor, no logger.
+    """Stable-Baselines3, or sb3-contrib's RecurrentPPO, with the default vector environment and monitor, and without a logger.
 
-    With `native` they step Gymnasium's own vector implementation instead.
+    With `native` they step Gymnasium's vector implementation instead.
     """
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecEnv
@@ -234,7 +234,7 @@ def stable_baselines(work: Work, *, native: bool = False) -> Run:
 
 
 def rsl_rl(work: Work) -> Run:
-    """RSL-RL on Gymnasium's own vector implementation; it has no categorical head, so the sign of a Gaussian action chooses."""
+    """RSL-RL on Gymnasium's vector implementation. It lacks a categorical head, so the sign of a Gaussian action chooses."""
     from rsl_rl.runners import OnPolicyRunner
     from rsl_vector import SignedCartPole
 
@@ -271,7 +271,7 @@ def rsl_rl(work: Work) -> Run:
 
 
 def cleanrl(work: Work, *, native: bool = False) -> Run:
-    """CleanRL's untouched `ppo.py`; the clock starts at its first reset, and stops when it has closed its environments."""
+    """CleanRL's unedited `ppo.py`; the clock starts at its first reset, and stops after it has closed its environments."""
     import cleanrl_script
 
     assert work.script is not None
@@ -290,7 +290,7 @@ def cleanrl(work: Work, *, native: bool = False) -> Run:
 
 
 def purejaxrl(work: Work, *, count_compilation: bool = False) -> Run:
-    """PureJaxRL's `ppo.py` under the Python that has JAX; the clock starts before or after its compilation."""
+    """PureJaxRL's `ppo.py` under the Python with JAX; the clock starts before or after its compilation."""
     script = Path(__file__).with_name("purejaxrl.py")
     command = [work.jax_python, str(script), "--work", json.dumps(asdict(work))]
     done = subprocess.run(

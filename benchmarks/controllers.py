@@ -2,8 +2,8 @@
 
 python benchmarks/controllers.py [--tasks synthetic digits text] [--policies lstm oracle heuristic random] [--seeds 5] [--updates 40]
 
-The score of an episode is validation accuracy less the price of the seeds' parameters, over the hosts of 16 environments. A run counts with
-the mean of its last four episodes; tables give the median over seeds, smallest and largest in brackets, and seconds of the processor.
+The score of an episode is the validation accuracy minus the price of the seeds' parameters, over the hosts of 16 environments. The score
+of a run is the mean of its last four episodes. Tables show the median over seeds, the range in brackets, and processor seconds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 
 LAST, BLOCK = 4, 5
-"""Episodes that count at the end of a run, and updates of PPO that stand together in its curve."""
+"""Number of last episodes that give a run's score, and of PPO updates in a block of its curve."""
 
 
 def learned(task: str, policy: str, seed: int, updates: int) -> list[float]:
-    """Score of every episode of PPO, one per update."""
+    """Return the score of every episode of PPO, one per update."""
     found, scores = preset("morphogenesis", policy), list[float]()
     trainer = PPO(Morphogenesis(found.num_envs, task=task), found.config(seed=seed))
 
@@ -39,7 +39,7 @@ def learned(task: str, policy: str, seed: int, updates: int) -> list[float]:
 
 
 def scripted(task: str, policy: str, seed: int) -> list[float]:
-    """Scores of the few episodes that count."""
+    """Return the scores of the last episodes."""
     env, choose, scores = Morphogenesis(16, task=task, seed=seed), SCRIPTS[policy](seed), list[float]()
     while len(scores) < LAST:
         if env.step(choose(env)).terminated.any():

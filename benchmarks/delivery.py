@@ -1,12 +1,12 @@
-"""Cost of a record: time of the thread that makes it, beside one `wandb.log` of the same numbers; time of the sink process; bytes on disk.
+"""Cost of a record: time of the thread that makes it, against `wandb.log` of the same numbers; time of the sink process; bytes on disk.
 
 python benchmarks/delivery.py [--records 2000] [--keys 100] [--per-second 40]
 
-All write the same dict in turn, so that whatever else the machine does falls on all alike, and each finds the processor's caches full of
-something else, as behind an update of a trainer:
+All contenders write the same dict in turn, so other load on the machine affects them alike. Before each call the processor's caches are
+filled with other data, as after an update of a trainer:
 
-    journal       one line of the journal, and the look at how far the sinks are: what a record adds where it is made
-    log, flush    `Telemetry.log` and `Telemetry.flush` of an own loop whose records a worker process makes (`offload=True`)
+    journal       one line of the journal, and a check of the sinks' progress: the cost of a record in its thread
+    log, flush    `Telemetry.log` and `Telemetry.flush` in a user's loop whose records a worker process makes (`offload=True`)
     wandb.log     an offline run in this process
 """
 
@@ -33,9 +33,9 @@ from esper_telemetry.sinks import as_sink
 
 SINKS = ("tensorboard", "wandb:bench?mode=offline", "mlflow")
 WARM_UP_SECONDS = 15.0
-"""Left out of the figures: the worker and the clients start in it."""
+"""First records, which are not measured, because the worker and the clients start during them."""
 SOMETHING_ELSE = 4 << 20
-"""Numbers that go through the caches between two calls: 32 MB."""
+"""Numbers that fill the caches between two calls: 32 MB."""
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def numbers(records: int, keys: int) -> list[dict[str, float]]:
 
 
 def in_turn(contenders: dict[str, Callable[[int], object]], records: int, pause: float) -> dict[str, list[float]]:
-    """Seconds that each call took, by contender; whose turn it is first changes from record to record."""
+    """Return the seconds of each call by contender; the order rotates from record to record."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
     something_else = np.zeros(SOMETHING_ELSE)
@@ -109,7 +109,7 @@ def in_turn(contenders: dict[str, Callable[[int], object]], records: int, pause:
 
 
 def cost_of(pid: int) -> dict[str, float]:
-    """Memory in MB and processor seconds of a process so far."""
+    """Return the memory in MB and the processor seconds of a process so far."""
     status = Path(f"/proc/{pid}/status").read_text()
     resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
@@ -135,7 +135,7 @@ def show(
         ratios = (middle(taken) / middle(theirs), late(taken) / late(theirs))
         print(f"{name:14}{middle(taken) * 1e6:8.0f}us{late(taken) * 1e6:8.0f}us{ratios[0]:20.2f}{ratios[1]:10.2f}")
     if child:
-        print(f"the process beside it: {child['memory']:.0f} MB, {child['cpu']:.1f} s of processor time")
+        print(f"the sink process: {child['memory']:.0f} MB, {child['cpu']:.1f} s of processor time")
     print(f"everything delivered: {'yes' if complete else 'no'}")
     sizes = {"journal": size(run_dir / "journal.jsonl"), "tensorboard": size(run_dir / "tensorboard")}
     sizes |= {"wandb": size(run_dir / "wandb"), "mlflow": size(run_dir / "mlflow.db")}

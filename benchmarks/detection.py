@@ -1,7 +1,7 @@
 """Time of detection per update, in microseconds of one thread and as a share of the update.
 
-`python benchmarks/detection.py` trains three small runs, then judges their records again and again. Detection runs in the process
-beside the trainer where there is one (`docs/architecture.md`): the share is what it would take of the trainer's own time without.
+`python benchmarks/detection.py` trains three small runs, then judges their records repeatedly. With a worker, detection runs there
+(`docs/architecture.md`); the share is its part of the training thread's time without a worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from esper_telemetry.journal import Run
 from esper_telemetry.lab.faults.runs import find_environment, train
 
 WARM = 25
-"""Updates after which every history is there: those before cost less."""
+"""Updates until every history is full; earlier updates cost less."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Settings:
     """Judges records of small runs, round by round."""
 
     envs: tuple[str, ...] = ("cue-recall", "cartpole-lstm", "acrobot")
-    """Environments of the fault bench."""
+    """Environments of the fault benchmark."""
     updates: int = 60
     """Updates of every run."""
     rounds: int = 20
-    """Times that each run is judged; the result is the median, and the fastest is shown beside it."""
+    """Number of times that each run is judged; the result is the median, and the fastest is also shown."""
     save: bool = False
-    """Put the medians into docs/benchmarks.json."""
+    """Save the medians in docs/benchmarks.json."""
 
 
 def recorded(env: str, updates: int, run_dir: Path) -> Run:
-    """A run that nobody watches, at NORMAL."""
+    """Return a run at NORMAL without detection."""
     trainer = find_environment(env).trainer(1)
     with Telemetry([], run_dir=run_dir, detect=False, offload=False) as telemetry:
         attach(telemetry, trainer)
@@ -52,7 +52,7 @@ def recorded(env: str, updates: int, run_dir: Path) -> Run:
 
 
 def cost(run: Run) -> float:
-    """Seconds of processor time per update, once histories are full enough."""
+    """Return the processor seconds per update, once histories are full."""
     detectors = Detectors(run.info.facts)
     for record in run.records[:WARM]:
         detectors.step(record)
@@ -64,12 +64,12 @@ def cost(run: Run) -> float:
 
 
 def update_seconds(run: Run) -> float:
-    """Median wall time of an update with its rollout."""
+    """Return the median wall time of an update with its rollout."""
     return statistics.median(b.axes.wall_time - a.axes.wall_time for a, b in pairwise(run.records))
 
 
 def row(env: str, run: Run, costs: Sequence[float]) -> Row:
-    """Print one line of the table, and return that of the page."""
+    """Print one line of the table, and return the page's row."""
     median, best, update = statistics.median(costs), min(costs), update_seconds(run)
     keys = statistics.median(len(record.values) for record in run.records)
     share = median / update
@@ -78,7 +78,7 @@ def row(env: str, run: Run, costs: Sequence[float]) -> Row:
 
 
 def main(settings: Settings) -> None:
-    """Prints a table."""
+    """Print a table."""
     torch.set_num_threads(1)
     print(f"{'environment':16}{'keys':>8}{'µs, median':>12}{'µs, best':>12}{'update, ms':>12}{'share':>11}")
     rows = []

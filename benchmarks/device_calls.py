@@ -1,7 +1,7 @@
-"""Operations of a GPU that telemetry starts on the training thread, counted without one: `python benchmarks/device_calls.py [--save]`.
+"""GPU operations that telemetry starts on the training thread, counted without a GPU: `python benchmarks/device_calls.py [--save]`.
 
-Tensors pretend to be on a GPU (`tests/pretended_gpu.py`). Counted are calls that would start something there, per update that is not
-sampled, with telemetry less those without; views start nothing. `waits` are reads of a number, which wait for the device.
+Tensors pretend to be on a GPU (`tests/pretended_gpu.py`). The count is the number of calls that would start GPU work in an update that is
+not sampled, with telemetry minus without; views start no work. `waits` are reads of a number, which wait for the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Train = Callable[[int], object]
 
 
 def bundled(telemetry: Telemetry, **settings: Any) -> Train:
-    """Return what trains the bundled trainer for so many updates: 5 epochs of 4 minibatches."""
+    """Return a function that trains the bundled trainer for that many updates: 5 epochs of 4 minibatches."""
     config = PPOConfig(num_steps=16, num_epochs=5, num_minibatches=4, hidden_sizes=(8,), **settings)
     trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config, device="cuda")
     attach(telemetry, trainer)
@@ -40,7 +40,7 @@ def bundled(telemetry: Telemetry, **settings: Any) -> Train:
 
 
 def rsl_rl(telemetry: Telemetry) -> Train:
-    """Return what trains a runner of RSL-RL."""
+    """Return a function that trains an RSL-RL runner."""
     import rsl_rl_models
 
     from esper_telemetry.adapters.rsl_rl import attach_runner
@@ -51,7 +51,7 @@ def rsl_rl(telemetry: Telemetry) -> Train:
 
 
 def sb3(telemetry: Telemetry) -> Train:
-    """Return what trains PPO of Stable-Baselines3: 5 epochs of 4 minibatches."""
+    """Return a function that trains Stable-Baselines3's PPO: 5 epochs of 4 minibatches."""
     import stable_baselines3
     from stable_baselines3.common.env_util import make_vec_env
 
@@ -72,7 +72,7 @@ TRAINERS: dict[str, tuple[str, Callable[[Telemetry], Train]]] = {
 
 
 def counted(prepare: Callable[[Telemetry], Train], level: str) -> tuple[float, float]:
-    """Return operations and waits of an update."""
+    """Return the operations and waits of an update."""
     with (
         tempfile.TemporaryDirectory() as folder,
         pretended_gpu() as gpu,
@@ -87,12 +87,12 @@ def counted(prepare: Callable[[Telemetry], Train], level: str) -> tuple[float, f
 
 
 def waits(gpu: PretendedGPU) -> int:
-    """Return how often a number of the device was read so far."""
+    """Return the number of reads from the device so far."""
     return sum(gpu.reads.values())
 
 
 def main() -> None:
-    """Count and print, and save if asked."""
+    """Count, print, and save if `--save` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="put the counts into docs/benchmarks.json")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Cost of telemetry by the duration of an update; time of a rollout and of the training on it.
+"""Cost of telemetry by the duration of an update; time of a rollout and of training on it.
 
 python benchmarks/durations.py            # updates of 30, 100 and 300 ms with three backends; 3 minutes
 python benchmarks/durations.py phases     # rollout and update of this trainer and of Stable-Baselines3; 1 minute
@@ -27,14 +27,14 @@ ROLLOUT = WORK.num_envs * WORK.num_steps
 
 
 def train(trainer: Any, updates: int) -> int:
-    """Train for at least so many updates more, and return their number: steps in which environments are reset do not count."""
+    """Train for at least that many more updates, and return their number: steps in which environments are reset do not count."""
     before = int(trainer.updates)
     trainer.learn(trainer.env_steps + (updates - 1) * ROLLOUT + 1)
     return int(trainer.updates) - before
 
 
 def seconds_per_update(epochs: int) -> float:
-    """Return the processor time of an update with so many epochs, without telemetry."""
+    """Return the processor time of an update with that many epochs, without telemetry."""
     trainer, _ = ours(Work(0, 0, epochs=epochs))
     train(trainer, 2)
     begun = time.thread_time()
@@ -43,7 +43,7 @@ def seconds_per_update(epochs: int) -> float:
 
 
 def durations() -> Iterator[Row]:
-    """Yield the share of updates that take about 30, 100 and 300 ms."""
+    """Yield telemetry's share of updates that take about 30, 100 and 300 ms."""
     few, many = seconds_per_update(1), seconds_per_update(9)
     per_epoch = (many - few) / 8
     for target in MILLISECONDS:
@@ -65,14 +65,14 @@ def durations() -> Iterator[Row]:
 
 
 def phases() -> Iterator[Row]:
-    """Yield what rollout and update take in this trainer and in Stable-Baselines3."""
+    """Yield the time of a rollout and of an update in the bundled trainer and in Stable-Baselines3."""
     mine, theirs = own_phases(), sb3_phases()
     for name, one, other in zip(("rollout", "update"), mine, theirs, strict=True):
         yield Row(f"{name}, ms", f"{1e3 * one:.1f}", f"{1e3 * other:.1f}")
 
 
 def own_phases() -> tuple[float, float]:
-    """Return the seconds of a rollout and of the training on it."""
+    """Return the seconds of a rollout and of training on it."""
     trainer, _ = ours(WORK)
     train(trainer, 2)
     rollouts, updates = list[float](), list[float]()
@@ -87,7 +87,7 @@ def own_phases() -> tuple[float, float]:
 
 
 def sb3_phases() -> tuple[float, float]:
-    """Return the same of Stable-Baselines3."""
+    """Return the same for Stable-Baselines3."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
 
@@ -103,7 +103,7 @@ def sb3_phases() -> tuple[float, float]:
 
 
 def timed(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-    """Return the function, which appends its seconds of processor time."""
+    """Return the function, wrapped to append its processor seconds."""
 
     def call(*args: Any, **keywords: Any) -> Any:
         begun = time.thread_time()

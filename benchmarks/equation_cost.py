@@ -24,7 +24,7 @@ from esper_telemetry.journal.read import read_run
 
 
 def measure_cost(trainer: str, *, worker: bool, save_rows: bool, updates: int = 2) -> None:
-    """Print, and save for the page, the processor time of the checks in each sampled update of a trainer, and peak memory."""
+    """Print and save the processor time of the checks in each sampled update of a trainer, and peak memory."""
     import torch
 
     from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
@@ -34,7 +34,7 @@ def measure_cost(trainer: str, *, worker: bool, save_rows: bool, updates: int = 
     from esper_telemetry.updates import groups
 
     torch.set_num_threads(1)
-    gc.disable()  # a full collection takes a fifth of a second, and would fall on any of the functions
+    gc.disable()  # a full collection takes a fifth of a second, and could occur in any of the functions
     seconds: defaultdict[str, float] = defaultdict(float)
 
     def timed(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def measure_cost(trainer: str, *, worker: bool, save_rows: bool, updates: int = 
 
         return call
 
-    # functions that run once per sampled update: to time one that runs in every minibatch costs more than it does
+    # functions that run once per sampled update, because timing one that runs in every minibatch costs more than the function
     for owner, names in (
         (step_probe, ("begun_step",)),
         (step_probe.StepProbe, ("_prepare_loss", "_backward", "_optimizer_step", "_end")),
@@ -93,7 +93,7 @@ def main() -> None:
     options = parser.parse_args()
     for trainer in options.only:
         for worker in (False, True):
-            if os.fork() == 0:  # the functions that are timed are replaced permanently
+            if os.fork() == 0:  # the timed functions are replaced permanently
                 measure_cost(trainer, worker=worker, save_rows=options.save)
                 sys.exit()
             os.wait()

@@ -1,4 +1,4 @@
-"""Passes over the gradients of a network: clipping, and what telemetry looks at."""
+"""Passes over the gradients of a network: clipping, and telemetry's measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NORMAL, DEBUG = "NORMAL pass", "DEBUG pass"
 
 
 class Gradients:
-    """The gradients of a network, which are put back before every pass."""
+    """The gradients of a network, which are restored before every pass."""
 
     def __init__(self, network: Network) -> None:
         self.model, _ = with_gradients(network)
@@ -30,11 +30,11 @@ class Gradients:
         self._kept = [gradient.clone() for gradient in self.now()]
 
     def now(self) -> list[Tensor]:
-        """As they are."""
+        """Return the gradients."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def restore(self) -> None:
-        """As they were, written in the order of a backward pass: the first layers' come last and are still in the cache."""
+        """Restore the gradients in the order of a backward pass: the first layers' come last and are still in the cache."""
         torch._foreach_copy_(self.now()[::-1], self._kept[::-1])
 
     def left_by(self, clip: Callable[[float], object], limit: float) -> list[Tensor]:
@@ -44,36 +44,36 @@ class Gradients:
         return [gradient.clone() for gradient in self.now()]
 
     def torch(self, limit: float) -> Tensor:
-        """Clips as torch does; says the global norm alone."""
+        """Clip as torch does; return only the global norm."""
         norm: Tensor = nn.utils.clip_grad_norm_(self.parameters, limit)
         return norm
 
     def ours(self, limit: float) -> Tensor:
-        """Clips as the bundled trainer does; says the norm of every tensor."""
+        """Clip as the bundled trainer does; return the norm of every tensor."""
         gradients = self.now()
         norms = ops.gradient_norms(gradients)
         ops.clip_gradients(gradients, norms, limit)
         return norms
 
     def normal(self) -> object:
-        """Measure what NORMAL needs per minibatch: the norm of every tensor, and the non-finite entries where a norm is not finite."""
+        """Measure NORMAL's values per minibatch: the norm of every tensor, and the non-finite entries if a norm is not finite."""
         return finite_norms(self.now())
 
     def debug(self) -> object:
-        """Measure what DEBUG needs once per update: norm, extremes, mean, spread, shares of zeros and decades of every tensor."""
+        """Measure DEBUG's values per update: norm, extremes, mean, spread, shares of zeros and decades of every tensor."""
         gradients = self.now()
         names = tuple(str(index) for index in range(len(gradients)))
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         return layer_table(Update(sample=GradientSample(names, tuple(map(Tensor.numel, gradients)), (flat,))))
 
     def check_equal(self, limit: float) -> None:
-        """Raises AssertionError where the two clip differently by a bit."""
+        """Raise AssertionError if the two clipped gradients differ in a bit."""
         ours, theirs = self.left_by(self.ours, limit), self.left_by(self.torch, limit)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), f"gradients differ at limit {limit}"
 
 
 def passes(gradients: Gradients) -> dict[str, Callable[[], object]]:
-    """Everything that is compared, by name; the first one of each comparison is torch's."""
+    """Return all passes by name; the first one of each comparison is torch's."""
     found: dict[str, Callable[[], object]] = {}
     for what, limit in LIMITS.items():
         found[f"{TORCH}, {what}"] = partial(gradients.torch, limit)

@@ -3,9 +3,9 @@
 python benchmarks/healthy_values.py DIRECTORY [--seeds 2]
 python benchmarks/healthy_values.py --corpus
 
-Trains the bundled PPO and Stable-Baselines3 on classic control and cue recall, in DIRECTORY; runs that are there already are used again.
-With `--corpus` the runs are those of correct programs in the tuning half of `benchmarks/mistakes`. Other kinds of task keep their rows.
-A run counts where its outcome is solved, learning or converged and no alarm about training was raised.
+Trains the bundled PPO and Stable-Baselines3 on classic control and cue recall, in DIRECTORY; existing runs are reused.
+`--corpus` uses the runs of correct programs in the tuning half of `benchmarks/mistakes`. Other kinds of task keep their rows.
+A run counts if its outcome is solved, learning or converged and no alarm about training was raised.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SB3 = {
     "Acrobot-v1": (100_000, 16, {"n_steps": 128, "n_epochs": 4, "gae_lambda": 0.94}),
     "Pendulum-v1": (100_000, 4, {"n_steps": 512, "gamma": 0.9, "learning_rate": 1e-3, "n_epochs": 10}),
 }
-"""Environments with total steps, environments and settings."""
+"""Environments with total steps, number of environments and settings."""
 
 SB3_SCRIPT = """
 import json, sys
@@ -56,7 +56,7 @@ with Telemetry([], run_dir=run_dir) as telemetry:
 
 
 def train(directory: Path, seeds: int) -> None:
-    """Make the runs that are not there yet."""
+    """Train the missing runs."""
     for seed in range(1, seeds + 1):
         for name, (steps, *options) in BUNDLED.items():
             path = directory / f"bundled-{name}-{seed}"

@@ -1,11 +1,11 @@
-"""Host epochs per second, all environments as one set of tensors against one `nn.Module` and one optimizer per environment.
+"""Host epochs per second: all environments as one set of tensors, against one `nn.Module` and one optimizer per environment.
 
 python benchmarks/morphogenesis.py [--num-envs 1 8 64 256] [--rounds 3]
 
-Both train the same host with two seeds of the largest blueprint in place on the same minibatches, clip and optimise host and seeds
-apart, and measure loss, accuracy and norms in training, loss and accuracy in validation with every subset of the seeds switched off. The
-plain loop has no lifecycle, observations, rewards or watchdog, which the environment's steps include. Seconds are those of the processor,
-one thread. Rounds alternate; the median counts.
+Both train the same host, with two seeds of the largest blueprint, on the same minibatches, and clip and optimise host and seeds
+separately. They measure loss, accuracy and norms in training, and loss and accuracy in validation with every subset of the seeds switched
+off. The environment's steps also include lifecycle, observations, rewards and watchdog. Times are processor seconds of one thread, and
+medians over alternating rounds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Plain(nn.Module):
         self.out, self.linear = nn.Linear(task.width, task.classes), task.linear
 
     def forward(self, x: Tensor, alphas: tuple[float, ...] = (1.0, 1.0)) -> Tensor:
-        """Logits, with seeds weighed."""
+        """Return logits, with the seeds' weights applied."""
         for layer, seed, alpha in zip(self.layers, self.seeds, alphas, strict=True):
             x = layer(x) if self.linear else F.relu(layer(x))
             x = x + alpha * seed(x)
@@ -57,12 +57,12 @@ class Plain(nn.Module):
         return found
 
     def parts(self) -> list[list[nn.Parameter]]:
-        """Parameters of the host and of each seed, which are clipped and optimised apart."""
+        """Return the parameters of the host and of each seed, which are clipped and optimised separately."""
         return [[*self.layers.parameters(), *self.out.parameters()], *(list(seed.parameters()) for seed in self.seeds)]
 
 
 class Alone:
-    """One network and its optimizers, as one would write it for a single environment."""
+    """One network and its optimizers, written for a single environment."""
 
     def __init__(self, task: LearningTask) -> None:
         self.net, self.task = Plain(task), task
@@ -70,7 +70,7 @@ class Alone:
         self.optimizers = [torch.optim.Adam(part, lr=task.learning_rate) for part in self.parts]
 
     def epoch(self, generator: torch.Generator) -> tuple[list[Tensor], list[float]]:
-        """Trains and validates; returns what was measured."""
+        """Train and validate; return the measurements."""
         measured = list[Tensor]()
         for batch in minibatches(self.task, generator):
             for optimizer in self.optimizers:
@@ -86,7 +86,7 @@ class Alone:
 
     @torch.no_grad()
     def validate(self) -> list[float]:
-        """Loss and accuracy with every subset of the seeds switched off."""
+        """Return loss and accuracy with every subset of the seeds switched off."""
         found, data = list[float](), self.task.validation
         for alphas in product((1.0, 0.0), repeat=2):
             logits = self.net(data.inputs, alphas)
@@ -96,7 +96,7 @@ class Alone:
 
 
 def seconds_plain(task: LearningTask, count: int, epochs: int) -> float:
-    """Per environment and epoch."""
+    """Return the seconds per environment and epoch."""
     networks, generator = [Alone(task) for _ in range(count)], torch.Generator().manual_seed(0)
     for network in networks:
         network.epoch(generator)
@@ -108,7 +108,7 @@ def seconds_plain(task: LearningTask, count: int, epochs: int) -> float:
 
 
 def seconds_batched(env: Morphogenesis, epochs: int) -> float:
-    """Per environment and epoch, from the middle of an episode in which the oracle grows seeds."""
+    """Return the seconds per environment and epoch, from the middle of an episode in which the oracle grows seeds."""
     env.reset()
     choose = SCRIPTS["oracle"](0)
     for _ in range(12):

@@ -1,6 +1,6 @@
-"""Gymnasium's own vectorised CartPole-v1 for every trainer: the same arithmetic for all, whoever steps it.
+"""Gymnasium's vectorised CartPole-v1 for every trainer, so that all step the same implementation.
 
-This trainer steps it as it comes, with a row for each reset. The others know no such rows, so here resets happen within the step.
+The bundled trainer uses it unchanged, with a row for each reset. Other trainers do not support such rows, so resets happen in the step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
 
 class Outcome(NamedTuple):
-    """A step of all environments, arrays [B] and [B, 4]; `last` is what was observed before the resets."""
+    """A step of all environments, arrays [B] and [B, 4]; `last` is the observation before the resets."""
 
     observations: Any
     rewards: Any
@@ -41,11 +41,11 @@ class NativeCartPole:
         self._open = np.zeros(num_envs)
 
     def reset(self) -> Any:
-        """Observations [B, 4]."""
+        """Return observations [B, 4]."""
         return self.env.reset(seed=self._seed)[0]
 
     def step(self, actions: Any) -> Outcome:
-        """Takes one action everywhere."""
+        """Step all environments."""
         last, rewards, terminated, truncated, _ = self.env.step(actions)
         self._open += rewards
         done = terminated | truncated
@@ -56,7 +56,7 @@ class NativeCartPole:
         return Outcome(self._begin(done), rewards, terminated, truncated, last)
 
     def _begin(self, done: Any) -> Any:
-        """Begins episodes there, as the environment itself would in the next step; observations [B, 4]."""
+        """Begin episodes in these environments, as the environment does in its next step; return observations [B, 4]."""
         env = self.env
         assert env.state is not None
         env.state[:, done] = env.np_random.uniform(env.low, env.high, (4, int(done.sum())))

@@ -1,4 +1,4 @@
-"""The networks that the cost of gradient telemetry is measured on."""
+"""Networks for measuring the cost of gradient telemetry."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Network:
     """A network, and rows to train it on.
 
     Attributes:
-        build: makes it; its weights depend on torch's generator alone.
-        inputs: shape of what it reads.
-        calls: passes over its gradients that one round of a comparison takes.
+        build: makes it; its weights depend only on torch's generator.
+        inputs: shape of the input.
+        calls: passes over its gradients in one round of a comparison.
     """
 
     build: Callable[[], nn.Module]
@@ -27,13 +27,13 @@ class Network:
     calls: int
 
     def made(self) -> tuple[nn.Module, Tensor]:
-        """The network, and its inputs."""
+        """Return the network and its inputs."""
         torch.manual_seed(0)
         return self.build(), torch.randn(self.inputs)
 
 
 class Towers(nn.Module):
-    """Actor and critic side by side, of three linear layers each: 12 tensors."""
+    """Separate actor and critic, with three linear layers each: 12 tensors."""
 
     def __init__(self, inputs: int, hidden: int, actions: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Towers(nn.Module):
 
 
 class Remembering(nn.Module):
-    """An LSTM under an actor and a critic."""
+    """An LSTM below an actor and a critic."""
 
     def __init__(self, size: int, actions: int) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ def deep(width: int, depth: int) -> nn.Sequential:
 
 
 def with_gradients(network: Network) -> tuple[nn.Module, Tensor]:
-    """The network after one backward pass, and its inputs."""
+    """Return the network after one backward pass, and its inputs."""
     model, x = network.made()
     loss_of(model, x).backward()
     return model, x
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """A loss whose gradient reaches every parameter."""
+    """Return a loss whose gradient reaches every parameter."""
     loss: Tensor = model(x).square().mean()
     return loss
 

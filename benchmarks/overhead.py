@@ -1,18 +1,18 @@
-"""Cost of telemetry: passes over gradients, whole steps beside other tools, whole runs with three backends.
+"""Cost of telemetry: passes over gradients, whole steps compared with other tools, whole runs with three backends.
 
     python benchmarks/overhead.py                            # everything; 20 minutes
     python benchmarks/overhead.py passes steps               # parts of it
     python benchmarks/overhead.py --rounds 9 --json overhead.json
 
-passes: clipping with the norm of every tensor against `torch.nn.utils.clip_grad_norm_`, with gradients that are equal to the last bit
-(the program stops where they are not), and what telemetry looks at.
-steps: whole training steps under `wandb.watch`, Cockpit, a loop of `.item()` and telemetry, against steps that nobody watches. What is
-not installed is left out, with a sentence.
+passes: clipping with the norm of every tensor against `torch.nn.utils.clip_grad_norm_`, and telemetry's measurements. The clipped gradients
+must be bit-identical, otherwise the program stops.
+steps: whole training steps under `wandb.watch`, Cockpit, a loop of `.item()` and telemetry, against steps without measurements. A message
+names the tools that are not installed.
 runs: the bundled trainer on CartPole-v1, at NORMAL with TensorBoard, W&B (offline) and MLflow, against OFF, in turns of half a second
-(`turns.py`); and how many microseconds of the training thread telemetry takes per minibatch and per update, by a clock around them.
+(`turns.py`); and telemetry's microseconds on the training thread per minibatch and per update.
 
-Contenders take turns; figures are medians over the rounds, ratios medians of the rounds' ratios. One torch thread, processor time.
-Memory is the most that a process of its own held while it did its work: passes beside the gradients alone, steps beside bare ones.
+Contenders take turns. Figures are medians over the rounds, ratios are medians of the rounds' ratios, and times are processor time with one
+torch thread. Memory is the peak of a separate process: passes minus the gradients alone, steps minus bare steps.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ from watched_steps import NEEDS, WATCHERS, Step, Training
 
 PARTS = ("passes", "steps", "runs")
 GOALS = {f"{OURS}, does not clip": 0.6, f"{OURS}, clips": 0.95, NORMAL: 1.0}
-"""Ratios to torch's clipping at most."""
+"""Largest allowed ratios to torch's clipping."""
 
 STEPS_PER_ROUND = 16
 FEW_CALLS = 3
-"""Calls per round of slow contenders, and of every contender whose memory is measured."""
+"""Calls per round of slow contenders, and of every contender in measurements of memory."""
 
 RUNS = {"CartPole MLP": Work(0, 0), "CartPole LSTM 64": Work(0, 0, lstm_size=64, scaled_rewards=True)}
-"""Whole runs. With rewards as they come, returns of hundreds saturate the critic's LSTM now and then; `grad/vanish` says so, and the next
-updates are measured at DEBUG, which is not what is asked here."""
+"""Whole runs. Without scaled rewards, returns of hundreds sometimes saturate the critic's LSTM. The alarm `grad/vanish` then measures the
+next updates at DEBUG, which would distort the result.
+"""
 TURNS, TURN_UPDATES = 60, 8
 
 WATCHED = ("MLP 64x64", "LSTM 512")
-"""Networks whose whole steps are compared."""
+"""Networks for the comparison of whole steps."""
 
 MINIBATCHES = Work(0, 0).epochs * Work(0, 0).minibatches
 
@@ -65,7 +66,7 @@ Row = dict[str, Any]
 
 
 def compare_passes(rounds: int) -> Iterator[Row]:
-    """Ratios to torch's clipping, on every network."""
+    """Yield the ratios to torch's clipping, on every network."""
     for name, network in NETWORKS.items():
         gradients = Gradients(network)
         for limit in LIMITS.values():
@@ -89,7 +90,7 @@ def timed_passes(
     memory: dict[str, float],
     calls: int | None = None,
 ) -> Iterator[Row]:
-    """One row per contender."""
+    """Yield one row per contender."""
     calls = calls or NETWORKS[network].calls
     for name, timed in take_turns(contenders, rounds=rounds, calls=calls, prepare=gradients.restore).items():
         yield {
@@ -104,7 +105,7 @@ def timed_passes(
 
 
 def compare_steps(rounds: int) -> Iterator[Row]:
-    """Ratios to steps that nobody watches."""
+    """Yield the ratios to steps without measurements."""
     present = [name for name in WATCHERS if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
     for name in [name for name in WATCHERS if name not in present]:
         yield {"contender": name, "skipped": f"{NEEDS[name]} is not installed"}
@@ -128,7 +129,7 @@ def compare_steps(rounds: int) -> Iterator[Row]:
 
 
 def compare_runs(rounds: int, steps: int) -> Iterator[Row]:
-    """Speed with telemetry over that without, turn by turn, and microseconds on the training thread in whole runs."""
+    """Yield the relative speed with telemetry, turn by turn, and its microseconds on the training thread in whole runs."""
     for network, work in RUNS.items():
         work = replace(work, steps=steps)
         command = [sys.executable, "-W", "ignore", __file__, "--alone", "runs", network]
@@ -150,7 +151,7 @@ def compare_runs(rounds: int, steps: int) -> Iterator[Row]:
 
 
 def train_in_turns(network: str, level: str) -> None:
-    """A contender of `compare_runs`, once its backends are open."""
+    """Run a contender of `compare_runs`, after its backends have opened."""
     work = RUNS[network]
     trainer, _ = ours(work)
     with attached(trainer) if level == "NORMAL" else nullcontext():
@@ -160,7 +161,7 @@ def train_in_turns(network: str, level: str) -> None:
 
 
 def peak(part: str, network: str, contender: str) -> float:
-    """Megabytes that a process with this contender held at most; 0 where the contender failed, which is told."""
+    """Return the peak memory in MB of a process with this contender; 0 if the contender failed, which is printed."""
     command = [sys.executable, "-W", "ignore", __file__, "--alone", part, network, contender]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -185,7 +186,7 @@ def alone(part: str, network: str, contender: str) -> float:
 
 
 def highest() -> float:
-    """Megabytes that this process has held at most since `forget_peak`; 0 where the system does not say."""
+    """Return the peak memory of this process in MB since `forget_peak`; 0 if the system does not report it."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
     return next((float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")), 0.0)
@@ -199,7 +200,7 @@ def forget_peak() -> None:
 
 
 SPEED_GOAL, SHARE_GOAL = "0.97", "2 %"
-"""Yield the speed of whole runs with telemetry over that without, and telemetry's share of the training thread."""
+"""Yield the relative speed of whole runs with telemetry, and telemetry's share of the training thread."""
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "network": ("network", str),
@@ -220,7 +221,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def table(title: str, rows: list[Row]) -> Table:
-    """The rows, with the columns that any of them has."""
+    """Return the rows as a table, with all columns that occur."""
     shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
     found = Table(title=title)
     for key in shown:

@@ -1,12 +1,12 @@
-"""Speed of a user's loop that logs 120 numbers per update to three backends, over one that logs nothing.
+"""Speed of a user's loop that logs 120 numbers per update to three backends, relative to a loop that logs nothing.
 
 python benchmarks/paced.py [--turns 100] [--updates 60] [--per-second 40] [--keys 120]
 
-An update is a fixed number of optimizer steps of an MLP, as many as this machine does in 25 ms on one torch thread. Nothing sleeps, so
-whatever telemetry takes, on this core, of the caches or of the disk, is missing from the updates per second of wall time.
+An update is a fixed number of optimizer steps of an MLP: as many as fit into 25 ms on one torch thread of this machine. Nothing sleeps, so
+all costs of telemetry, including caches and disk, reduce the updates per second of wall time.
 
-Contenders work in turns (`turns.py`). Starting and ending are not in it: clients are made, and the worker process that makes the records of
-the loop (`offload=True`) is up, before the first turn.
+Contenders work in turns (`turns.py`). The clients and the worker process that makes the loop's records (`offload=True`) start before the
+first turn.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SINKS: dict[str, tuple[str, ...]] = {
 }
 NOTHING = "nothing"
 MIN_SPEED = 0.95
-"""Goal for updates of 25 to 30 ms, over the speed of a loop that logs nothing."""
+"""Goal for updates of 25 to 30 ms, relative to a loop that logs nothing."""
 WARM_UP_SECONDS = 15.0
 CALIBRATION_BLOCKS, CALIBRATION_STEPS = 50, 20
 
@@ -53,7 +53,7 @@ class Training:
         self.rows, self.targets = torch.randn(256, 4), torch.randn(256, 2)
 
     def update(self, steps: int) -> None:
-        """Make that many steps."""
+        """Take that many steps."""
         for _ in range(steps):
             self.optimizer.zero_grad()
             nn.functional.mse_loss(self.network(self.rows), self.targets).backward()
@@ -61,7 +61,7 @@ class Training:
 
 
 def steps_per_update(per_second: float) -> int:
-    """Return the number of steps that fill an update where nothing else runs."""
+    """Return the number of steps that fill an update on an idle machine."""
     training = Training()
     seconds = min(timed(training) for _ in range(CALIBRATION_BLOCKS))
     return max(1, round(CALIBRATION_STEPS / seconds / per_second))
@@ -144,7 +144,7 @@ def main() -> None:
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    logging.getLogger("esper_telemetry").setLevel(logging.ERROR)  # what is not delivered when it closes is no news here
+    logging.getLogger("esper_telemetry").setLevel(logging.ERROR)  # do not report undelivered records at the end
     if options.alone:
         serve_loop(options.alone, options.steps, options)
     else:

@@ -4,8 +4,8 @@
     python -m venv jax && jax/bin/pip install jax flax distrax optax gymnax==0.0.8
     python benchmarks/trainer.py --purejaxrl purejaxrl/purejaxrl --jax-python jax/bin/python
 
-This file runs under the Python that has JAX, so it imports nothing of ours. The script itself is unedited. It is of 2024, and asks for
-`jax.tree_map`, which JAX has renamed, and for Brax and Navix, which CartPole does not need: the first is given back, the others are empty.
+This file runs under the Python with JAX, so it does not import this package. The script is unedited. It dates from 2024 and needs
+`jax.tree_map`, which JAX has renamed and which is restored here, and Brax and Navix, which CartPole does not use and which are empty here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EMPTY = {
     "brax.envs.wrappers.training": ("EpisodeWrapper", "AutoResetWrapper"),
     "navix": (),
 }
-"""Modules that `wrappers.py` imports for other environments, and the names that it takes from them."""
+"""Modules that `wrappers.py` imports for other environments, and the names it imports."""
 
 RECENT_EPISODES = 100
 

@@ -1,4 +1,4 @@
-"""The file of all results, docs/benchmarks.json, and the page that is made from it: `python benchmarks/results.py` writes the page.
+"""The results file docs/benchmarks.json, and the page made from it: `python benchmarks/results.py` writes the page.
 
 Every benchmark replaces the rows of its tables with `save`. A table names the machine, date and command of its rows.
 """
@@ -31,11 +31,11 @@ class Row:
 
 
 def save(key: str, rows: Sequence[Row], *, file: Path = FILE) -> None:
-    """Put rows into the table of that key; rows of the same machine and day stay, unless `what` and `others` are equal.
+    """Replace the rows of the table with that key; rows of the same machine and day stay, unless `what` and `others` are equal.
 
-    A row without a goal has that of the row that it replaces.
+    A row without a goal keeps the goal of the row that it replaces.
 
-    Raises KeyError where there is no such table.
+    Raises KeyError if the table does not exist.
     """
     contents = json.loads(file.read_text(encoding="utf-8"))
     tables = {table["key"]: table for section in contents["sections"] for table in section["tables"]}

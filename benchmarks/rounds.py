@@ -30,14 +30,14 @@ def take_turns(
     calls: int,
     prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, Timed]:
-    """Every contender `calls` times in every round, one after the other; the first one is what the others are compared with.
+    """Run every contender `calls` times in every round, one after the other; the first one is the reference.
 
-    Measured is the processor time of this thread, which other programs disturb less than the clock on the wall; a round's figure is
-    the median of its calls.
+    The measure is the processor time of this thread, which other programs disturb less than wall time. A round's figure is the median of
+    its calls.
 
     Args:
         contenders: by name.
-        rounds: how many; a first one, which warms up, is thrown away.
+        rounds: how many; a first one, which warms up, is dropped.
         calls: per round and contender.
         prepare: is called before every call, and not timed.
     """

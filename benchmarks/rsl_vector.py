@@ -1,6 +1,4 @@
-"""CartPole-v1 as RSL-RL wants it, with resets within the step and signs for actions: stepped by Gymnasium's own vector implementation, or
-in torch on a device.
-"""
+"""CartPole-v1 for RSL-RL, with resets within the step and signs as actions: Gymnasium's vector implementation, or torch on a device."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch import Tensor
 
 
 class SignedCartPole(VecEnv):  # type: ignore[misc] # the package has no type information
-    """CartPole-v1 where a positive action pushes right.
+    """CartPole-v1 in which a positive action pushes right.
 
     Attributes:
         returns: of the last hundred episodes.
@@ -34,7 +32,7 @@ class SignedCartPole(VecEnv):  # type: ignore[misc] # the package has no type in
         return TensorDict({"policy": torch.from_numpy(self._observations)}, batch_size=[self.num_envs])
 
     def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
-        """Takes one action everywhere."""
+        """Step all environments."""
         outcome = self._env.step((actions[:, 0] > 0).long().numpy())
         self._observations = outcome.observations
         time_outs = torch.from_numpy(outcome.truncated & ~outcome.terminated)
@@ -58,7 +56,7 @@ class DeviceCartPole(VecEnv):  # type: ignore[misc] # the package has no type in
         return TensorDict({"policy": self._state.clone()}, batch_size=[self.num_envs])
 
     def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
-        """Takes one action everywhere."""
+        """Step all environments."""
         _, velocity, angle, angular_velocity = self._state.unbind(-1)
         force = torch.where(actions[:, 0] > 0, 10.0, -10.0)
         sine, cosine = angle.sin(), angle.cos()

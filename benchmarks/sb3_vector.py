@@ -1,4 +1,4 @@
-"""CartPole-v1 for Stable-Baselines3 on Gymnasium's own vector implementation."""
+"""CartPole-v1 for Stable-Baselines3 on Gymnasium's vector implementation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 
 class NativeVecEnv(VecEnv):
-    """Says of an episode what their monitor says of it."""
+    """Reports episodes as Stable-Baselines3's monitor does."""
 
     def __init__(self, num_envs: int, seed: int) -> None:
         self._native = NativeCartPole(num_envs, seed)
@@ -20,15 +20,15 @@ class NativeVecEnv(VecEnv):
         self._actions: Any = None
 
     def reset(self) -> Any:
-        """Observations [B, 4]."""
+        """Return observations [B, 4]."""
         return self._native.reset()
 
     def step_async(self, actions: Any) -> None:
-        """Keeps the actions for `step_wait`."""
+        """Keep the actions for `step_wait`."""
         self._actions = actions
 
     def step_wait(self) -> VecEnvStepReturn:
-        """Takes them."""
+        """Step with the kept actions."""
         outcome = self._native.step(self._actions)
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         ended = np.flatnonzero(outcome.done)
@@ -40,19 +40,19 @@ class NativeVecEnv(VecEnv):
         return outcome.observations, outcome.rewards, outcome.done, infos
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing."""
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """The same for all."""
+        """Return the same attribute for all environments."""
         return [getattr(self._native.env, attr_name)] * self.num_envs
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        """Nothing can be set."""
+        """Set nothing."""
 
     def env_method(self, method_name: str, *arguments: Any, indices: Any = None, **named: Any) -> list[Any]:
-        """There are no single environments."""
+        """Call nothing, because single environments do not exist."""
         raise NotImplementedError(method_name)
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
-        """None is."""
+        """Return False for all environments."""
         return [False] * self.num_envs

@@ -1,20 +1,20 @@
-"""Speed of the bundled trainer: against other trainers on the same work, and with telemetry against without.
+"""Speed of the bundled trainer: against other trainers on the same work, and with telemetry against training without it.
 
     python benchmarks/trainer.py                        # CartPole-v1, 8 x 128, 4 epochs x 4 minibatches, 64 x 64 tanh
     python benchmarks/trainer.py --num-envs 8 64 1024   # a table for each
-    python benchmarks/trainer.py --lstm 64 256          # the same behind LSTMs of these sizes, against recurrent trainers
+    python benchmarks/trainer.py --lstm 64 256          # the same with LSTMs of these sizes, against recurrent trainers
     python benchmarks/trainer.py --steps 20000 --rounds 3     # a quick look: seconds for each contender
-    python benchmarks/trainer.py --cleanrl ppo.py       # CleanRL's script, from wherever it lies
+    python benchmarks/trainer.py --cleanrl ppo.py       # CleanRL's script, at this path
     python benchmarks/trainer.py --purejaxrl DIR --jax-python PYTHON     # PureJaxRL, see purejaxrl.py
     python benchmarks/trainer.py --telemetry            # NORMAL with three backends, and a second core kept busy, against OFF
 
-Peers that are not installed are left out: Stable-Baselines3, sb3-contrib, rsl-rl-lib. Every run is a process of its own
-with one torch thread; contenders take turns, so that a change of the machine's speed hits all of them. Figures are
-medians over the rounds, ratios medians over the pairs; only the ratios mean something beyond the machine. Each round
-has its own seed; the return is the mean of the last 100 training episodes, and MB the peak of the process's memory.
+Peers that are not installed are left out: Stable-Baselines3, sb3-contrib, rsl-rl-lib. Every run has its own process
+with one torch thread. Contenders take turns, so that a change of the machine's speed affects all of them. Figures are
+medians over the rounds, and ratios are medians over the pairs; only the ratios hold for other machines. Each round has
+its own seed. The return is the mean of the last 100 training episodes, and MB the peak memory of the process.
 
-This trainer and RSL-RL step Gymnasium's own vectorised CartPole. Stable-Baselines3 and CleanRL bring their own loop over single
-environments; "native" is the same trainer on the vectorised one, which is the fair comparison from dozens of environments on.
+The bundled trainer and RSL-RL step Gymnasium's vectorised CartPole. Stable-Baselines3 and CleanRL loop over single environments;
+"native" is the same trainer on the vectorised one, the fair comparison for dozens of environments or more.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LEAST_ROLLOUTS = 4
 
 
 def spawn(contender: str, work: Work, cores: str | None) -> Run:
-    """The contender's run in a fresh process with one thread."""
+    """Run the contender in a new process with one thread."""
     command = [sys.executable, __file__, "--contender", contender, "--work", json.dumps(asdict(work))]
     command = ["taskset", "-c", cores, *command] if cores else command
     threads = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
@@ -61,7 +61,7 @@ def spawn(contender: str, work: Work, cores: str | None) -> Run:
 
 
 def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> tuple[list[Row], list[Row]]:
-    """Print medians of all contenders and the first one's speed over each other's.
+    """Print the medians of all contenders, and the first one's speed relative to each other's.
 
     Returns the rows of the page: speeds, then returns and memory.
     """
@@ -106,7 +106,7 @@ def peer_of(name: str, work: Work) -> str:
 
 
 def goal_of(name: str, work: Work) -> str:
-    """Return the goal for the ratio to that contender, as the page writes it; empty where there is none."""
+    """Return the goal for the ratio to that contender, as the page writes it; empty without a goal."""
     if work.lstm_size:
         return "2.5" if name == "rsl_rl" else ""
     if work.num_envs == 8:
@@ -115,13 +115,13 @@ def goal_of(name: str, work: Work) -> str:
 
 
 def median_of(runs: list[Run], field: str) -> float:
-    """The median of a field."""
+    """Return the median of a field."""
     median: float = statistics.median(getattr(run, field) for run in runs)
     return median
 
 
 def contenders(options: argparse.Namespace) -> list[str]:
-    """Who takes part: this trainer first, then the peers that are there."""
+    """Return the contenders: the bundled trainer first, then the installed ones."""
     if options.telemetry:
         return ["esper", "esper + telemetry", "esper + busy core"]
     theirs = "sb3_contrib" if options.lstm else "stable_baselines3"
@@ -135,7 +135,7 @@ def contenders(options: argparse.Namespace) -> list[str]:
 
 
 def work_of(options: argparse.Namespace, num_envs: int, lstm_size: int | None) -> Work:
-    """The work with so many environments: whole rollouts, and not fewer than make a speed."""
+    """Return the work for that many environments: whole rollouts, and enough of them to measure a speed."""
     work = Work(
         0,
         0,

@@ -1,7 +1,7 @@
 """Contenders that work in turns of about a second, for machines whose speed changes from minute to minute.
 
-Each contender is a process that lives through the whole measurement and waits while it is not its turn. Two contenders' figures of the same
-turn, seconds apart, give a ratio; the median of many ratios is less noisy than a pair of whole runs on a shared machine.
+Each contender is a process that runs during the whole measurement and waits between its turns. Two contenders' figures in the same turn,
+seconds apart, give a ratio. On a shared machine, the median of many ratios is less noisy than a pair of whole runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 PAUSE_SECONDS = 0.3
-"""Pause after a turn, in which the worker and sink processes of a contender finish, so that they do not slow the next one."""
+"""Pause after a turn, so that a contender's worker and sink processes finish and do not slow the next one."""
 
 Figures = Mapping[str, float]
 
@@ -28,7 +28,7 @@ class Turns:
         _say("ready")
 
     def next(self) -> bool:
-        """End the turn under way, report its figures and wait for the next one; return False where there is none."""
+        """End the current turn, report its figures and wait for the next one; return False if none follows."""
         if self._begun:
             _say(since(self._begun))
         asked = bool(sys.stdin.readline())
@@ -88,7 +88,7 @@ class Contender:
         self._process.communicate()
 
     def _answer(self) -> Figures:
-        """Return its next line of JSON; lines that libraries print are passed over."""
+        """Return its next line of JSON; skip lines that libraries print."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:

@@ -1,10 +1,10 @@
-"""Memory and terminal output of `esper-telemetry watch` on a long run that goes on.
+"""Memory and terminal output of `esper-telemetry watch` on a long unfinished run.
 
 python benchmarks/watch.py RUN_DIR [--updates 10000] [--minutes 30] [--per-second 5] [--columns 200] [--rows 50]
 
-A journal of that many updates is made from the records of a run, which repeat, and its alarms, which do not. It grows at a live pace while
-`watch` shows it in a pseudo-terminal. Every minute the next page is opened. Printed are the time to the first screen with the last update,
-and by the minute the resident memory and the bytes that were written to the terminal.
+The journal repeats a run's records up to that number of updates; its alarms are not repeated. It grows at a live pace while `watch` shows
+it in a pseudo-terminal, and every minute the next page is opened. The output is the time to the first screen with the last update, then the
+resident memory and the bytes written to the terminal, minute by minute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UPDATE = re.compile(rb"update ([\d,]+)")
 
 
 def turns(source: Path, seconds: float, begin: float) -> Iterator[tuple[int, bytes]]:
-    """Yield (update, line) without end: all lines once, then records and the events of each update, with axes that go on."""
+    """Yield (update, line) without end: all lines once, then the records and events of each update again, with increasing axes."""
     lines = [json.loads(line) for line in source.read_text().splitlines()]
     last = [line["axes"] for line in lines if line["kind"] == "record"][-1]
     for turn in itertools.count():

@@ -1,4 +1,4 @@
-"""Whole training steps, forward to optimizer, with different things looking at the gradients; each in a process of its own."""
+"""Whole training steps, from forward to optimizer, with different tools that measure gradients, each in its own process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Step = Callable[[], object]
 
 
 class Training:
-    """A network that is trained step by step; `clip` is what happens between backward and the optimizer's step."""
+    """A network that is trained step by step; `clip` is the usual call between backward and the optimizer's step."""
 
     def __init__(self, network: str) -> None:
         self.model, self.x = NETWORKS[network].made()
@@ -30,7 +30,7 @@ class Training:
         self.steps = 0
 
     def step(self, clip: Callable[[], object]) -> None:
-        """One step."""
+        """Take one step."""
         self.optimizer.zero_grad()
         loss_of(self.model, self.x).backward()
         clip()
@@ -39,24 +39,24 @@ class Training:
 
     @property
     def over(self) -> bool:
-        """True where an update ends with this step."""
+        """True if an update ends with this step."""
         return self.steps % UPDATE == 0
 
     def clip(self) -> Tensor:
-        """As everybody does."""
+        """Clip with torch's function."""
         norm: Tensor = nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)
         return norm
 
 
 @contextmanager
 def bare(training: Training) -> Iterator[Step]:
-    """Nobody looks."""
+    """Step without measurements."""
     yield lambda: training.step(training.clip)
 
 
 @contextmanager
 def ours(training: Training) -> Iterator[Step]:
-    """A loop of one's own: health of the gradients at every step, a record to TensorBoard per update."""
+    """A user's loop: gradient health at every step, a record to TensorBoard per update."""
     from esper_telemetry import Telemetry, gradient_health
 
     with (
@@ -78,7 +78,7 @@ def ours(training: Training) -> Iterator[Step]:
 
 @contextmanager
 def shared(training: Training) -> Iterator[Step]:
-    """The same where clipping and telemetry share the norms, as in the bundled trainer."""
+    """The same, but clipping and telemetry share the norms, as in the bundled trainer."""
     from esper_telemetry import Telemetry
     from esper_telemetry.core import tensors as ops
     from esper_telemetry.metrics.gradients.norms import gradient_norms
@@ -151,7 +151,7 @@ def wandb_watch(training: Training) -> Iterator[Step]:
 
 @contextmanager
 def cockpit(training: Training) -> Iterator[Step]:
-    """Cockpit with the norms of gradients alone, at every step: the cheapest of what it measures."""
+    """Cockpit with gradient norms only, at every step: its cheapest measurement."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from backpack import extend

@@ -27,7 +27,7 @@ def main() -> None:
             trainer.config = replace(trainer.config, learning_rate=100 * usual)
 
     def calm_down(alarm: Alarm) -> None:
-        """On the training thread, between two updates."""
+        """Runs on the training thread, between two updates."""
         print(f"{alarm.event}: {alarm.type} since update {alarm.since}. {alarm.text}")
         if alarm.event == "raise" and trainer.config.learning_rate > usual:
             trainer.config = replace(trainer.config, learning_rate=usual)

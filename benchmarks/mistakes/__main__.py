@@ -1,4 +1,4 @@
-"""The corpus of programs with one mistake each: list it, run a tool on it, and score what the tool says.
+"""The corpus of programs with one mistake each: list it, run a tool on it, and score the tool's findings.
 
     python -m benchmarks.mistakes list equations
     python -m benchmarks.mistakes run equations --only subclass-pg     # programs whose names contain this
@@ -9,7 +9,7 @@
     python -m benchmarks.mistakes score equations --tool "my-tool check"
     python -m benchmarks.mistakes sound                                # do the mistakes change what is trained?
 
-Programs run one after the other, in a process each. `runs/mistakes/`, which git ignores, holds what they say.
+Programs run one after the other, each in its own process. Results are saved in `runs/mistakes/`, which git ignores.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def chosen(options: argparse.Namespace) -> list[Program]:
 
 
 def saved(directory: Path, programs: Iterable[Program], seeds: int) -> list[Any]:
-    """Return the verdicts of the programs that were run."""
+    """Return the verdicts of the finished programs."""
     paths = [directory / f"{one.name}-{seed}.json" for one in programs for seed in range(1, seeds + 1)]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 

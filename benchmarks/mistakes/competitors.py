@@ -32,7 +32,7 @@ TAGS: Final[Mapping[str, tuple[str, float]]] = {
     "rollout/ep_rew_mean": ("episode/return_mean_100", 1.0),
     "rollout/ep_len_mean": ("episode/length_mean", 1.0),
 }
-"""Tags of Stable-Baselines3 with the key that holds the number here, and the factor between them."""
+"""Tags of Stable-Baselines3, with our key for the number and the factor between them."""
 
 CAUSES: Final = {
     "LR_TOO_HIGH": frozenset({"remark/learning_rate"}),
@@ -43,10 +43,10 @@ CAUSES: Final = {
     "gradient_norm_spike": frozenset({"grad/explode"}),
     "loss_nan": frozenset({"numerics/nonfinite"}),
 }
-"""Names that the others give, and the alarms that say the same; the rest of their names say that the return is low or moves."""
+"""Other diagnosers' names, and our alarms with the same meaning. The rest of their names say that the return is low or moves."""
 
 Said = tuple[set[str], bool]
-"""Names of what a diagnoser says, and whether one of them is right."""
+"""Names of a diagnoser's findings, and whether one of them is right."""
 
 
 def logs_of(run: Run) -> dict[str, list[tuple[int, float]]]:
@@ -59,19 +59,19 @@ def logs_of(run: Run) -> dict[str, list[tuple[int, float]]]:
 
 
 def by_names(program: Program, names: set[str]) -> Said:
-    """Return what was said with names of the others."""
+    """Return the findings with the other diagnosers' names."""
     return names, any(CAUSES.get(name, frozenset()) & program.causes for name in names)
 
 
 def zen(program: Program, run: Run) -> Said:
-    """Return what `zen-rl` says of the tags."""
+    """Return `zen-rl`'s findings for the tags."""
     return by_names(
         program, {issue["mode"] for issue in importlib.import_module("zen.detect.rules").detect(logs_of(run))}
     )
 
 
 def rlwatch(program: Program, run: Run) -> Said:
-    """Return what the detectors of `rlwatch` say, which also get the norm of gradients, the rewards' spread and that of advantages."""
+    """Return the findings of `rlwatch`'s detectors. They also get the gradient norm and the spreads of rewards and advantages."""
     suite = importlib.import_module("rlwatch.detectors").DetectorSuite(
         importlib.import_module("rlwatch.config").RLWatchConfig()
     )
@@ -95,7 +95,7 @@ def _watched(record: Record) -> dict[str, Any]:
 
 
 def from_logs(program: Program, run: Run) -> Said:
-    """Return what this package says of the tags alone."""
+    """Return this package's findings from the tags alone."""
     points = {tag: [LoggedPoint(step, value) for step, value in values] for tag, values in logs_of(run).items()}
     foreign = read_foreign(LoggedRun(program.name, points))
     own = frozenset({"telemetry/missing_metric", "telemetry/overhead", "telemetry/delivery"})
@@ -103,7 +103,7 @@ def from_logs(program: Program, run: Run) -> Said:
 
 
 def by_verdict(program: Program, verdict: Diagnosis) -> Said:
-    """Return the alarms and shown remarks of a verdict; a bad outcome without one is said as `unexplained`."""
+    """Return the alarms and shown remarks of a verdict, or `unexplained` for a bad outcome without any."""
     raised = [one for incident in verdict.incidents for one in incident.alarms if one.event is AlarmEvent.RAISE]
     raised = [one for one in raised if not one.type.startswith(NOT_EXPLAINING)]
     remarks, right_remarks = shown_remarks(program, verdict)

@@ -38,7 +38,7 @@ class Task:
     Attributes:
         env: Gymnasium id.
         steps: environment steps of a run.
-        settings: as `script.py` names them, with underscores.
+        settings: with `script.py`'s names, with underscores.
     """
 
     env: str

@@ -16,7 +16,7 @@ def correct(name: str, base: str, args: tuple[str, ...] = (), edits: tuple[Edit,
 
 
 def of_cleanrl(directory: Path) -> Iterator[Program]:
-    """Yield CleanRL's scripts, unedited except for what Gymnasium 1.x needs of `TransformObservation`."""
+    """Yield CleanRL's scripts, unedited except for the argument that Gymnasium 1.x requires for `TransformObservation`."""
     short = ("--no-cuda", "--num-steps", "64", "--total-timesteps", "1300")
     for env, args in {
         "CartPole-v1": (),

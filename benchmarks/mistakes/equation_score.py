@@ -1,4 +1,4 @@
-"""Short runs: what the equation checks say about programs with one mistake, and about correct programs.
+"""Short runs: results of the equation checks for programs with one mistake, and for correct programs.
 
 The checks run in every update (level debug). For each mistake the score shows the equations that failed, the hypotheses that were named,
 and whether they are right. For correct programs it shows how often each equation was checked, and the largest error as a fraction of its
@@ -70,7 +70,7 @@ class Reading:
 
 @dataclass
 class Verdict:
-    """The judgement of what was said about a mistake.
+    """The judgement of the findings about a mistake.
 
     Attributes:
         result: right, set (the right one among others), unnamed, missed, wrong name, wrong equation, or crashed.
@@ -85,7 +85,7 @@ class Verdict:
 
 
 def run_program(program: Program, seed: int, *, telemetry: bool = True) -> Reading:
-    """Run a program in a process of its own and return what its journal says."""
+    """Run a program in its own process and return the reading of its journal."""
     with tempfile.TemporaryDirectory(prefix="mistakes-", ignore_cleanup_errors=True) as name:
         directory, text = Path(name), program.text()
         script, run_dir = directory / Path(program.base).name, directory / "run"
@@ -117,7 +117,7 @@ def short_args(program: Program) -> tuple[str, ...]:
 
 
 def read_journal(run_dir: Path) -> Reading:
-    """Return what a journal says of the equations."""
+    """Return the results of the equations in a journal."""
     run, declared, reading = read_run(run_dir), equations(), Reading()
     precision = run.info.facts.get("precision")
     reading.updates = len(run.records)
@@ -181,7 +181,7 @@ RANKS = ("wrong name", "unnamed", "set", "right")
 
 
 def judge_names(program: Program, name: str, records: Sequence[Sequence[str]], reading: Reading) -> str:
-    """Return the result for one equation that failed and was allowed to."""
+    """Return the result for one equation that failed and was allowed to fail."""
     named = [set(one) for one in records if one]
     if not named:
         return "unnamed"
@@ -202,7 +202,7 @@ def named_by(quantities: Iterable[str], declared: Mapping[str, Equation], *, los
 
 
 def common_text(records: Sequence[Sequence[str]]) -> str:
-    """Return the names of each record, the commonest set first."""
+    """Return the names in each record, the most common set first."""
     counts = Counter(" or ".join(one) or "no name" for one in records)
     return ", ".join(f"{text} ({count})" for text, count in counts.most_common())
 
@@ -219,7 +219,7 @@ def run_wrong(programs: Iterable[Program], seeds: int) -> Iterator[Verdict]:
 
 
 def quantity(program: Program) -> str:
-    """Return where the mistake is."""
+    """Return the quantity that has the mistake."""
     return program.quantities[0] if program.quantities else "alarms"
 
 
@@ -257,7 +257,7 @@ def run_correct(programs: Iterable[Program], seeds: int) -> Iterator[Verdict]:
 
 
 def print_correct(verdicts: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of what was checked in correct programs."""
+    """Print a table of the checked equations in correct programs."""
     readings = [one["reading"] for one in verdicts]
     names = list(dict.fromkeys(name for one in readings for name in one["checked"]))
     print("\n| equation | runs | checks | largest error / tolerance | runs in which it failed |\n|---|---|---|---|---|")
@@ -278,7 +278,7 @@ def print_correct(verdicts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_soundness(programs: Sequence[Program]) -> list[str]:
-    """Run programs and their twins without telemetry; return each that crashes or trains the weights of its twin."""
+    """Run programs and their twins without telemetry; return each program that crashes or ends with its twin's weights."""
     healthy: dict[tuple[str, tuple[str, ...]], str] = {}
     unsound = []
     for program in programs:

@@ -1,7 +1,7 @@
 """Score of another tool, which runs every program and its correct twin.
 
-The tool is called as `CMD program.py OPTIONS`, in the directory of the program. It runs the program however it likes, and reports each
-finding as a line of its standard output that begins with `finding:`.
+The tool is called as `CMD program.py OPTIONS`, in the directory of the program. It runs the program in any way, and reports each finding
+as a line of its standard output that begins with `finding:`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PREFIX = "finding:"
 
 
 def slug(tool: str) -> str:
-    """Return a name of a directory for a command."""
+    """Return a directory name for a command."""
     return re.sub(r"\W+", "-", tool).strip("-")
 
 
 def commands(programs: Sequence[Program]) -> Iterator[tuple[Program, str, list[str]]]:
-    """Yield programs with their text and options, short runs with their correct twins; loops with this package's checks are left out."""
+    """Yield programs with their text and options, and short runs with their correct twins, except loops with this package's checks."""
     twins = [one.correct() for one in programs if one.kind == "wrong"]
     seen = set()
     for program in (*programs, *twins):
@@ -40,7 +40,7 @@ def commands(programs: Sequence[Program]) -> Iterator[tuple[Program, str, list[s
 
 
 def run(tool: str, programs: Sequence[Program], directory: Path, *, long: bool) -> None:
-    """Run the tool on each program, and save what it finds."""
+    """Run the tool on each program, and save its findings."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = os.pathsep.join([str(PROGRAMS), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     for program, text, words in ((one, *one.long_run(1)) for one in programs) if long else commands(programs):
@@ -70,7 +70,7 @@ def run(tool: str, programs: Sequence[Program], directory: Path, *, long: bool) 
 
 
 def judge(program: Program, findings: Sequence[str]) -> str:
-    """Return whether the findings name the mistake."""
+    """Return True if the findings name the mistake."""
     if not findings:
         return "silent"
     if program.kind != "wrong":

@@ -1,4 +1,4 @@
-"""Runs of programs, each in a process of its own with one torch thread.
+"""Runs of programs, each in its own process with one torch thread.
 
 A long run keeps its journal, its true returns and `run.json`. A program runs with a third seed only if two do not agree on whether it
 learns.
@@ -30,7 +30,7 @@ LONG_LIMIT_SECONDS = 900
 def forked(command: Sequence[str], directory: Path, limit_seconds: float = TIME_LIMIT_SECONDS) -> int:
     """Run a command of `esper-telemetry`, or a script, in a fork of this process, which has imported torch; return the exit code.
 
-    The fork has one core. The records are therefore made in the fork and not in a worker process, which would import torch again.
+    The fork has one core, so it makes the records itself, instead of a worker process that would import torch again.
     """
     pid = os.fork()
     if pid:
@@ -71,7 +71,7 @@ def forked(command: Sequence[str], directory: Path, limit_seconds: float = TIME_
 
 
 def preload() -> None:
-    """Import what programs import, and torch's compiler, whose import takes half the time of a program."""
+    """Import the programs' modules, and torch's compiler, whose import takes half the time of a program."""
     import sb3_contrib
     import stable_baselines3
     import torch
@@ -115,7 +115,7 @@ def run_long(results: Path, programs: Iterable[Program], seeds: int) -> None:
 
 
 def plan(results: Path, programs: list[Program], seeds: int) -> Iterator[tuple[Program, int]]:
-    """Yield what to run: every program once, the wrong ones and their twins twice, and a third time if two do not agree.
+    """Yield the runs: every program once, the wrong ones and their twins twice, and a third time if two runs do not agree.
 
     Programs that may be harmful by their first seed, and their twins, come first.
     """

@@ -1,7 +1,7 @@
-"""Long runs on tasks: what was said about harmful programs, false alarms, and outcomes, from the journals of the runs.
+"""Long runs on tasks: findings about harmful programs, false alarms, and outcomes, from the journals of the runs.
 
-A harmful program is *named* if an alarm or a shown remark is one of its causes, *named wrongly* if other alarms were raised,
-*unexplained* if the verdict says so, and *called fine* otherwise. A remark counts only next to a bad outcome, which shows it.
+A harmful program is *named* if an alarm or a shown remark is one of its causes, and *named wrongly* if only other alarms were raised.
+Otherwise it is *unexplained* if the verdict says so, or *called fine*. A remark counts only with a bad outcome, which shows it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Score:
         root_first: the cause of the first incident is right.
         alarms: raised, as type and, for equations, the equation.
         remarks: names of the shown remarks.
-        raised: number of alarms; one that is over and comes back counts again.
+        raised: number of alarms, including each repetition of an alarm that ended.
         right_outcome: the outcome agrees with the truth; None if the truth is undecided.
     """
 
@@ -79,7 +79,7 @@ def score(results: Path, programs: Sequence[Program]) -> list[Score]:
 
 
 def save_truth(results: Path, programs: Sequence[Program]) -> None:
-    """Put what the runs do, and whether a mistake does harm, into `truth.json`; programs that were not run keep their entry."""
+    """Save the truth about runs, and whether a mistake does harm, in `truth.json`; programs that were not run keep their entry."""
     known = json.loads(TRUTH.read_text())
     for one in programs:
         seeds = {seed: truth.text for seed in SEEDS if (truth := truth_of(results, one.name, seed)).kind != "missing"}
@@ -91,7 +91,7 @@ def save_truth(results: Path, programs: Sequence[Program]) -> None:
 
 
 def scored(results: Path, programs: Iterable[Program]) -> Iterator[Score]:
-    """Yield the scores of the runs that are there."""
+    """Yield the scores of the finished runs."""
     for program in programs:
         harmful = harm(results, program.name, program.twin, SEEDS) if program.kind == "wrong" else False
         for seed in SEEDS:
@@ -103,7 +103,7 @@ def scored(results: Path, programs: Iterable[Program]) -> Iterator[Score]:
 
 @cache
 def verdict_of(run_dir: Path) -> Diagnosis:
-    """Return what `esper-telemetry diagnose` says."""
+    """Return the output of `esper-telemetry diagnose`."""
     run = read_run(run_dir)
     failures = [Failure(one.seq, one.axes, one.data) for one in run.events if one.type == "failure" and one.axes]
     interventions = [one.seq for one in run.events if one.type == "intervention"]
@@ -158,7 +158,7 @@ def score_of(program: Program, seed: int, harmful: bool | None, truth: Truth, ve
 
 
 def shown_remarks(program: Program, verdict: Diagnosis) -> tuple[list[str], list[str]]:
-    """Return the names of the remarks that a bad outcome shows, and the names among them that are causes of the program."""
+    """Return the names of the remarks that a bad outcome shows, and those that are causes of the program."""
     shown = [data for data in verdict.remarks if verdict.shows_remarks or not data.get("quiet")]
     names = [str(data["name"]) for data in shown] if verdict.outcome.kind in BAD else []
     return names, [name for name in names if any(f"remark/{name}".startswith(cause) for cause in program.causes)]
@@ -178,7 +178,7 @@ def share(part: int, whole: int) -> str:
 
 
 def print_harmful(scores: Sequence[Score]) -> None:
-    """Print what was said about harmful programs, by run."""
+    """Print the findings about harmful programs, by run."""
     runs = [one for one in scores if one.harmful and not one.learns]
     print(f"\n{len({one.program for one in runs})} programs are harmful.")
     counts = Counter(one.result for one in runs)

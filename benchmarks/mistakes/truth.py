@@ -1,6 +1,6 @@
 """Truth about a run, from its returns alone, by a rule that was fixed before any run was scored. It uses no code of the package.
 
-Episodes are the task's own, beneath all wrappers. *First* episodes ended in the first tenth of the steps; there are at least
+Episodes are measured in the task itself, below all wrappers. *First* episodes ended in the first tenth of the steps; there are at least
 `MIN_EPISODES`. *Last* episodes ended in the last fifth, *best* episodes in the best fifth that begins at a tenth of the steps.
 
 - failed: the program ended with an exception;
@@ -46,7 +46,7 @@ class Truth:
 
     @property
     def good(self) -> bool | None:
-        """True for a run that learns, False for one that does not, None if that is not known."""
+        """True for a run that learns, False for one that does not, None if this is unknown."""
         return None if self.kind in ("undecided", "missing") else self.kind == "learns"
 
     @property
@@ -98,7 +98,7 @@ def above(lower: Sequence[float], upper: Sequence[float]) -> bool:
 
 
 def harm(results: Path, program: str, twin: str, seeds: Sequence[int]) -> bool | None:
-    """True for a program that ruins the return, False for one that does not; None if too few seeds say so."""
+    """True for a program that ruins the return, False for one that does not; None if too few seeds agree."""
     broken = majority([truth_of(results, program, seed).good for seed in seeds])
     learns = majority([truth_of(results, twin, seed).good for seed in seeds])
     if broken is None or learns is None:

@@ -1,4 +1,4 @@
-"""Journals that are packed, and what a full disk leaves behind."""
+"""Packed journals, and a journal after the disk was full."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def test_only_a_run_that_is_over_is_packed(tmp_path: Path) -> None:
 
 
 def test_what_a_full_disk_has_cost_stands_where_it_is_missing(tmp_path: Path) -> None:
-    """Room for two lines in memory while the disk is full; when there is space again, they come, then how many did not."""
+    """The memory limit holds two lines while the disk is full. Once there is space, they are written, followed by the number of lost
+    lines.
+    """
     script = textwrap.dedent("""
         import resource, sys
         from esper_telemetry.journal import Journal, encode_record, encode_run
@@ -136,7 +138,7 @@ def test_a_handler_that_listened_for_sigterm_before_still_does() -> None:
     trainer = SimpleNamespace(stop=lambda: stopped.append(1), ranks=SimpleNamespace(alone=True))
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        with _stopped_by_signals(trainer) as came:  # all that it uses of a trainer
+        with _stopped_by_signals(trainer) as came:  # all that the context manager uses of a trainer
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     finally:

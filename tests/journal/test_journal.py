@@ -245,7 +245,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_nothing_once_there_is_space_again(tmp_path: Path) -> None:
-    """The size limit cuts a line in two; when it is lifted, the line is completed and what waited follows."""
+    """The size limit cuts a line in two. After the limit is lifted, the line is completed and the waiting lines follow."""
     script = textwrap.dedent("""
         import resource, signal, sys
         from esper_telemetry.journal import Journal, encode_record
@@ -274,7 +274,7 @@ def test_a_full_disk_costs_nothing_once_there_is_space_again(tmp_path: Path) -> 
 def test_what_waits_for_a_full_disk_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Room for two lines in memory: of three, the last is lost, and closing loses the two as well."""
+    """Memory holds two lines: the third is lost, and closing loses the other two as well."""
     line = encode_record(record(1))
     monkeypatch.setattr(journal_file, "MAX_BACKLOG_BYTES", 2 * len(to_json(line)))
     journal = Journal(tmp_path, os.open("/dev/full", os.O_WRONLY))
@@ -338,7 +338,7 @@ def test_a_corrupt_line_is_skipped_and_counted(tmp_path: Path) -> None:
 
 
 def damaged_run(run_dir: Path) -> Path:
-    """A finished run of 30 records whose line 17 was overwritten, and whose line 5 a killed writer left unfinished."""
+    """A finished run of 30 records. Line 17 was overwritten, and a killed writer left line 5 unfinished."""
     journal = Journal.create(run_dir)
     journal.write(encode_run(info()), *[encode_record(record(seq)) for seq in range(1, 4)])
     journal.close()
@@ -356,7 +356,7 @@ def damaged_run(run_dir: Path) -> Path:
 def test_every_reader_says_once_which_lines_are_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also of a packed journal; a line that a killed writer left unfinished is normal."""
+    """The same holds for a packed journal. An unfinished line of a killed writer is normal."""
     run_dir = damaged_run(tmp_path / "run")
     sentence = f"line 17 of {run_dir / JOURNAL_NAME} is damaged (it is not JSON: Expecting value): it is left out"
 
@@ -374,7 +374,6 @@ def test_every_reader_says_once_which_lines_are_damaged(
 
 
 def run_cli(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """A command's stdout."""
     with pytest.raises(SystemExit):
         main(arguments)
     return capsys.readouterr().out
@@ -410,7 +409,7 @@ def test_an_end_is_added_for_a_writer_that_is_gone_but_only_once(tmp_path: Path)
 
 
 def test_a_run_is_read_back_whole(tmp_path: Path) -> None:
-    """Were an update there twice, its first record would count, which backends have; the first end is none."""
+    """If an update is recorded twice, the first record counts, because backends have it. An end before a later run line is ignored."""
     journal = Journal.create(tmp_path)
     journal.write(encode_run(info()), encode_record(record(1, 0.1)), encode_record(record(2, 0.2)))
     journal.write(encode_end(RunStatus.FAILED), encode_run(info()), encode_record(record(4, 0.4, update=2)))

@@ -1,4 +1,4 @@
-"""A journal that somebody has made or damaged: each malformed line is one damaged line with a reason, and all others are read."""
+"""Malformed journals: each malformed line is reported as one damaged line with a reason, and all other lines are read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ END = encode_end(RunStatus.FINISHED, seq=2)
 
 
 def changed(line: dict[str, Any], path: str, value: Any) -> bytes:
-    """The line with another value at a path such as `axes.update`."""
+    """Return the line with another value at a path such as `axes.update`."""
     line = json.loads(to_json(line))
     *groups, name = path.split(".")
     inner = line
@@ -109,7 +109,7 @@ def test_what_this_package_writes_has_none(line: dict[str, Any]) -> None:
 
 
 def test_facts_of_another_form_are_left_out_and_the_run_stays() -> None:
-    """The journal, strict JSON, spells a setting that is not finite."""
+    """The journal is strict JSON, so a setting that is not finite is written as text."""
     line = json.loads(to_json(RUN))
     line["facts"] = {"num_envs": "eight", "groups": [1], "max_grad_norm": "inf", "own": {"any": "thing"}}
 
@@ -170,7 +170,7 @@ def test_a_journal_whose_only_run_line_is_damaged_says_why(tmp_path: Path) -> No
 def test_a_line_that_is_too_long_is_left_out_and_never_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line of 100 bytes, if the limit is 64; and a line whose end is not written yet."""
+    """A line of 100 bytes with a limit of 64, and a line whose end is not written yet."""
     monkeypatch.setattr(journal_file, "CHUNK_BYTES", 16)
     monkeypatch.setattr(journal_file, "MAX_LINE_BYTES", 64)
     (tmp_path / JOURNAL_NAME).write_bytes(to_json(END) + b"9" * 100 + b"\n" + to_json(END) + b"9" * 100)
@@ -192,7 +192,7 @@ def packed_run(run_dir: Path, content: bytes) -> Path:
 
 
 def test_a_truncated_packed_journal_is_read_up_to_its_end(tmp_path: Path) -> None:
-    """Twenty thousand records; what is unpacked of the last third of the file is missing."""
+    """Twenty thousand records; the last third of the file is missing."""
     lines = [
         encode_record(Record(seq, Axes(seq, seq, seq, 1 / seq), {"policy/kl": 1 / seq})) for seq in range(1, 20_000)
     ]
@@ -215,7 +215,7 @@ def test_a_packed_journal_that_is_no_archive_says_so(content: bytes, tmp_path: P
 
 
 def test_a_bomb_is_read_up_to_a_multiple_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million zeros pack to a thousand bytes; at most 200 times as many are unpacked."""
+    """A million zeros compress to a thousand bytes. At most 200 times the file's size is unpacked."""
     monkeypatch.setattr(packed, "MIN_LIMIT_BYTES", 1000)
     run = read_run(packed_run(tmp_path / "run", gzip.compress(to_json(RUN) + b"0" * 1_000_000)))
 
@@ -224,7 +224,7 @@ def test_a_bomb_is_read_up_to_a_multiple_of_its_size(tmp_path: Path, monkeypatch
 
 
 def test_millions_of_empty_lines_are_no_lines(tmp_path: Path) -> None:
-    """The line after them is found, also if one entry is read per call."""
+    """The line after them is read, even if each call reads one entry."""
     journal = to_json(RUN) + b"\n" * 3_000_000 + to_json(encode_end(RunStatus.FINISHED, seq=1))
     reader = JournalReader(journal_path(packed_run(tmp_path / "run", gzip.compress(journal))))
 
@@ -235,7 +235,7 @@ def test_millions_of_empty_lines_are_no_lines(tmp_path: Path) -> None:
 
 
 def test_a_journal_with_an_end_alone_is_begun_again(tmp_path: Path) -> None:
-    """Its trainer was killed before the first line, and another process has ended it."""
+    """The trainer was killed before its first line, and another process wrote the end."""
     (tmp_path / JOURNAL_NAME).write_bytes(to_json(encode_end(RunStatus.KILLED, seq=1)))
     with Telemetry(run_dir=tmp_path) as telemetry:
         telemetry.flush(env_step=1)
@@ -267,7 +267,7 @@ def test_a_journal_that_is_no_file_is_not_written(kind: str, tmp_path: Path) -> 
     journal = tmp_path / "run" / JOURNAL_NAME
     journal.symlink_to(target) if kind == "link" else os.mkfifo(journal)
 
-    with pytest.raises(OSError):  # which one depends on the kind
+    with pytest.raises(OSError):  # the kind decides which error
         Journal.open(tmp_path / "run")
     with pytest.raises(OSError):
         Journal.create(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Advantages, returns and rewards against SciPy and NumPy, and what masks and normalisation do to them."""
+"""Advantages, returns and rewards against SciPy and NumPy, and the effects of masks and normalisation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from esper_telemetry.metrics.rollout_stats import return_stats, reward_stats
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Random skewed numbers, float64."""
+    """Return random skewed numbers in float64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).exp() - 1
 
 
@@ -78,14 +78,14 @@ def test_normalisation_over_the_update_is_judged_over_all_its_minibatches() -> N
 
 
 def test_normalisation_that_reverses_credit_is_counted() -> None:
-    """Less their mean of 2, the advantages 1 and 3 become -1 and 1: one of two signs flips."""
+    """Advantages 1 and 3 less their mean of 2 are -1 and 1: one of two signs flips."""
     advantages = torch.tensor([1.0, 3.0])
 
     assert normalized_advantage_stats(advantages - 2, advantages).values()["adv/sign_flip_frac"] == 0.5
 
 
 def test_participation_is_the_share_of_equal_magnitudes() -> None:
-    """One of four advantages does all the work."""
+    """One of four advantages has all the weight."""
     values = normalized_advantage_stats(torch.tensor([0.0, 0.0, 0.0, 5.0])).values()
 
     assert values["adv/participation"] == 0.25
@@ -106,7 +106,7 @@ def test_rewards_count_exact_zeros_and_what_is_not_finite() -> None:
 
 
 def test_flips_follow_the_order_where_rows_have_no_indices() -> None:
-    """Two of four, 1 and 2, lie between 0 and the mean of 3.25; shuffled and masked they are the same two."""
+    """1 and 2 of the four are between 0 and the mean of 3.25. Shuffled and masked, they are the same two."""
     raw, valid = torch.tensor([[1.0, 2.0, 99.0], [-1.0, 11.0, math.nan]]), torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
     used = raw[valid] - 3.25
 

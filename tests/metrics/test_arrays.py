@@ -1,4 +1,4 @@
-"""Metric functions take NumPy arrays and lists wherever they take tensors, and say the same numbers of them."""
+"""Metric functions accept NumPy arrays and lists in place of tensors, with equal results."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "value_movement": ((A, B, C), {"clip": 0.2, "valid": VALID}),
 }
 OF_OTHER_THINGS = {"gradient_health", "head_entropy", "policy_entropy"}
-"""Functions of modules and of what `entropy_rows` returns."""
+"""Functions of modules, and methods of the result of `entropy_rows`."""
 
 
 def converted(value: Any, convert: Callable[[Tensor], Any]) -> Any:
@@ -99,7 +99,7 @@ def frozen_array(tensor: Tensor) -> object:
 
 
 def backwards(tensor: Tensor) -> object:
-    """An array whose strides torch cannot take over."""
+    """Return an array with strides that torch does not support."""
     return tensor.numpy()[..., ::-1].copy()[..., ::-1]
 
 

@@ -1,4 +1,4 @@
-"""Histograms with fixed edges: they add up, whatever the way in which rows were split."""
+"""Histograms with fixed edges add up, however the rows are split."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_minibatches_of_one_call_add_up() -> None:
 
 
 def test_outermost_bins_hold_what_lies_outside_and_masked_rows_are_nowhere() -> None:
-    """-9 and 0.1 lie at or below the first bin, 0.5 on an edge, and so in the bin below it; 7 and NaN do not count."""
+    """-9 and 0.1 are at or below the first bin. 0.5 is on an edge, so in the bin below it. 7 and NaN do not count."""
     x = torch.tensor([-9.0, 0.1, 0.5, 3.0, 7.0, math.nan])
     valid = torch.tensor([True, True, True, True, False, True])
 

@@ -1,4 +1,4 @@
-"""Endings of episodes, and observations that never change."""
+"""Ends of episodes, and observations that never change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TERMINATED = torch.tensor([[True, False], [False, False], [False, True]])
 
 
 def test_lengths_belong_to_their_ends_in_the_order_of_time_and_environment() -> None:
-    """Among 4 episodes those of 7 and 9 steps terminated, those of 30 and 2 were cut off."""
+    """The episodes of 7 and 9 steps terminated; those with 30 and 2 steps were truncated."""
     result = episode_ends(ENDED, TERMINATED, [7, 30, 2, 9]).values()
 
     assert result == {
@@ -27,7 +27,7 @@ def test_lengths_belong_to_their_ends_in_the_order_of_time_and_environment() -> 
 
 
 def test_rows_that_do_not_count_end_nothing() -> None:
-    """The last row is masked: one episode of 7 steps terminated, one of 30 was cut off."""
+    """The last row is masked: one episode of 7 steps terminated, and one of 30 was truncated."""
     valid = torch.tensor([[True, True], [True, True], [False, False]])
 
     result = episode_ends(ENDED, TERMINATED, [7, 30], valid=valid).values()
@@ -46,7 +46,7 @@ def test_without_an_end_nothing_is_said() -> None:
 
 
 def test_an_environment_is_constant_where_no_step_differs_from_the_one_before() -> None:
-    """The first of three changes in the last step, the second in one pixel, the third never."""
+    """The first environment changes in the last step, the second in one pixel, the third never."""
     observations = torch.zeros(4, 3, 2, 2)
     observations[3, 0] = 1.0
     observations[1, 1, 1, 0] = 1.0
@@ -56,7 +56,7 @@ def test_an_environment_is_constant_where_no_step_differs_from_the_one_before() 
 
 
 def test_steps_that_do_not_count_are_not_compared() -> None:
-    """The first changes in a step that does not count, the second has no two steps side by side that do."""
+    """The first environment changes in an invalid step. The second has no two adjacent valid steps."""
     observations = torch.tensor([[0.0, 5.0], [9.0, 5.0], [0.0, 5.0], [0.0, 5.0]])
     valid = torch.tensor([[True, True], [False, False], [True, True], [True, False]])
 

@@ -19,12 +19,11 @@ from esper_telemetry.metrics.losses import entropy_gradient, entropy_gradients
 
 
 def logits(*shape: int, seed: int = 0) -> Tensor:
-    """Random logits, float64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def random_mask(*shape: int, seed: int = 0) -> Tensor:
-    """A random action mask that leaves the first action."""
+    """Return a random action mask that allows the first action."""
     mask = torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) > 0.4
     mask[..., 0] = True
     return mask
@@ -56,7 +55,7 @@ def test_gaussian_entropy_is_that_of_torch_distributions_and_has_no_perplexity()
 
 
 def test_heads_add_up_where_they_take_part() -> None:
-    """Head b (ln 2) takes part in one of two rows beside head a (ln 4): (ln 4 + ln 4 + ln 2) / 2."""
+    """Head a (ln 4) is relevant in both rows, head b (ln 2) in one: (ln 4 + ln 4 + ln 2) / 2."""
     rows = entropy_rows({"a": torch.zeros(2, 4), "b": torch.zeros(2, 2)}, relevant={"b": torch.tensor([True, False])})
 
     joint, heads = policy_entropy(rows).values(), head_entropy(rows).values()
@@ -68,7 +67,7 @@ def test_heads_add_up_where_they_take_part() -> None:
 
 
 def test_a_confident_policy_differs_from_a_stuck_one() -> None:
-    """Two states with two sure but different actions: I(S; A) = ln 2; with the same action: 0."""
+    """Two states with certain but different actions: I(S; A) = ln 2. With the same action: 0."""
     sure = torch.tensor([[50.0, 0.0], [0.0, 50.0]], dtype=torch.float64)
     stuck = sure[[0, 0]]
 
@@ -137,7 +136,7 @@ def test_exact_kl_is_that_of_torch_distributions() -> None:
 
 
 def test_exact_kl_adds_over_heads_that_take_part() -> None:
-    """Rows 1 and 3 of head a, row 2 of head b only where it takes part."""
+    """Rows 1 and 3 of head a, and row 2 of head b only if it is relevant."""
     rows = {"a": torch.tensor([1.0, 3.0]), "b": torch.tensor([math.nan, 2.0])}
     relevant = {"b": torch.tensor([False, True])}
 
@@ -164,7 +163,7 @@ def test_without_a_policy_gradient_the_ratio_is_absent() -> None:
 
 
 def test_saturated_actions_are_those_at_or_beyond_the_bounds() -> None:
-    """Among four components, 1 and -1.5 are at or beyond ±1."""
+    """Two of the four components, 1 and -1.5, are at or beyond ±1."""
     actions = torch.tensor([[1.0, 0.0], [-1.5, 0.5]])
 
     values = gaussian_stats("move", torch.tensor([0.0, math.log(3.0)]), actions=actions, low=-1.0, high=1.0).values()
@@ -176,7 +175,7 @@ def test_saturated_actions_are_those_at_or_beyond_the_bounds() -> None:
 
 
 def test_entropy_gradient_of_all_heads_is_what_autograd_finds() -> None:
-    """Two minibatches, two heads, one of them not always relevant, ratios on both sides of the clip range."""
+    """Two minibatches and two heads. One head is not always relevant, and ratios are on both sides of the clip range."""
     heads = {"a": logits(2, 50, 4), "b": logits(2, 50, 3, seed=1)}
     generator = torch.Generator().manual_seed(2)
     actions = {head: torch.randint(x.shape[-1], (2, 50), generator=generator) for head, x in heads.items()}
@@ -187,7 +186,7 @@ def test_entropy_gradient_of_all_heads_is_what_autograd_finds() -> None:
     advantages[0, 0], valid[0, 0] = math.nan, False
 
     def joint(heads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Log-ratio and entropy of each row, [2, 50]."""
+        """Return the log-ratio and entropy of each row, [2, 50]."""
         result = {head: Categorical(logits=x) for head, x in heads.items()}
         zero = torch.zeros(2, 50, dtype=torch.float64)
         log_prob = result["a"].log_prob(actions["a"]) + result["b"].log_prob(actions["b"]).where(relevant["b"], zero)
@@ -212,7 +211,7 @@ def test_entropy_gradient_of_all_heads_is_what_autograd_finds() -> None:
 
 
 def test_the_gradient_of_the_bonus_is_that_of_autograd_for_any_mixture_of_heads() -> None:
-    """c ‖∂H/∂z‖ of a masked categorical head and of a Gaussian one that matters in two of four rows, one of which does not count."""
+    """c ‖∂H/∂z‖ of a masked categorical head and a Gaussian head. The latter is relevant in two of four rows, one of them invalid."""
     mask, relevant = random_mask(4, 3), torch.tensor([True, False, True, False])
     valid = torch.tensor([True, True, False, True])
     z, log_std = logits(4, 3).requires_grad_(), logits(4, 2, seed=1).requires_grad_()

@@ -46,7 +46,7 @@ def test_steps_that_are_not_finite_do_not_count() -> None:
 
 
 def test_separate_networks_are_compared_by_their_parameters() -> None:
-    """Actor 3, critic 4 in step one, limit 1: a fifth is left of the actor. In step two the critic is not finite."""
+    """Actor 3, critic 4 in step one, limit 1: clipping leaves a fifth of the actor's norm. In step two the critic is not finite."""
     norms = torch.tensor([[3.0, 4.0], [3.0, math.nan]])
     result = gradient_norms(norms, ["a", "c"], {"actor": ["a"], "critic": ["c"]}, max_norm=1.0)
 
@@ -58,7 +58,7 @@ def test_separate_networks_are_compared_by_their_parameters() -> None:
 
 
 def test_agreement_by_layer_of_actor_and_critic() -> None:
-    """(3, 4) and (4, 3): 24/25. Opposite directions: -1. A zero gradient lacks a direction, a matrix is one vector."""
+    """(3, 4) and (4, 3): 24/25. Opposite directions: -1. A zero gradient has no direction; a matrix counts as one vector."""
     actor = [torch.tensor([3.0, 4.0]), torch.ones(2, 2), torch.zeros(3)]
     critic = [torch.tensor([4.0, 3.0]), -2 * torch.ones(2, 2), torch.ones(3)]
 
@@ -73,7 +73,7 @@ def test_agreement_by_layer_of_actor_and_critic() -> None:
 
 def test_agreement_of_heads() -> None:
     """Heads a and b agree in the first layer and conflict in the second, which is twice as large: (1 - 4) / 5. Head c is orthogonal to a
-    in the first layer and reaches nothing in the second.
+    in the first layer and has no gradient in the second.
     """
     first, second = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
     heads = {"a": [first, second], "b": [first, -second], "c": [torch.tensor([0.0, 1.0]), torch.zeros(2)]}
@@ -160,7 +160,7 @@ def test_one_minibatch_or_a_zero_gradient_has_no_alignment() -> None:
 
 
 def test_zeros_are_counted_over_entries_not_over_layers() -> None:
-    """Three of four entries here, none of two there: 3/6, not (3/4 + 0)/2."""
+    """Three of four entries in one layer and none of two in the other: 3/6, not (3/4 + 0)/2."""
     overall, layers = gradient_zeros([torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.ones(2)], ["dead", "live"])
 
     assert overall.values() == {"grad/zero_frac": 0.5}
@@ -201,7 +201,7 @@ def test_layer_entropy_averages_over_steps_and_skips_zero_ones() -> None:
 
 
 def test_noise_estimates_are_unbiased_for_shards_of_any_size() -> None:
-    """Known gradient |G|² = 4, noise tr Σ = 50 per sample: the mean of 2000 estimates within three standard errors."""
+    """Known gradient |G|² = 4 and noise tr Σ = 50 per sample. The mean of 2000 estimates is within three standard errors."""
     generator = torch.Generator().manual_seed(0)
     d, batches = 8, [4, 8, 20]
     truth = torch.full((d,), math.sqrt(4 / d), dtype=torch.float64)

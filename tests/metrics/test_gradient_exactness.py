@@ -1,4 +1,4 @@
-"""Gradient norms at the edges of number formats and layouts, and groups that have none."""
+"""Gradient norms at the limits of number formats and layouts, and groups without gradients."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def values(groups: Iterable[MetricGroup]) -> dict[str, float]:
 
 
 def exact_norm(gradients: list[Tensor]) -> float:
-    """By Python's own arithmetic, without overflow: math.hypot."""
+    """Return the norm from Python's `math.hypot`, which does not overflow."""
     return math.hypot(*(entry for gradient in gradients for entry in gradient.double().flatten().tolist()))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_norms_are_exact_at_every_scale_that_a_type_can_hold(dtype: torch.dtype, scale: float) -> None:
-    """The squares of 1e30 and 1e-30 leave float32, and so does their sum."""
+    """The squares of 1e30 and 1e-30 are outside the range of float32, and so is their sum."""
     generator = torch.Generator().manual_seed(7)
     gradients = [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in ((33, 7), (5,), (1,))]
 
@@ -52,7 +52,7 @@ def test_norms_are_exact_at_every_scale_that_a_type_can_hold(dtype: torch.dtype,
 
 @pytest.mark.parametrize("size", [65504.0, 1.0, 6.1e-5, 6e-8])
 def test_half_precision_is_exact_from_its_largest_to_its_smallest_number(size: float) -> None:
-    """Four entries of 65504 have norm 131008, which half precision cannot hold; 6e-8 is its smallest number."""
+    """Four entries of 65504 have norm 131008, which half precision cannot represent. 6e-8 is its smallest number."""
     gradient = torch.full((4,), size, dtype=torch.float16)
 
     result = values(gradient_health([with_gradient(gradient)]))
@@ -62,7 +62,7 @@ def test_half_precision_is_exact_from_its_largest_to_its_smallest_number(size: f
 
 
 def test_half_precision_that_overflowed_is_counted_and_what_underflowed_is_zero() -> None:
-    """1e30 is infinite in half precision, 1e-30 zero."""
+    """In half precision 1e30 is infinite and 1e-30 is zero."""
     infinite, zero = (torch.full((3,), scale).to(torch.float16) for scale in (1e30, 1e-30))
 
     result = values(gradient_health({"infinite": with_gradient(infinite), "zero": with_gradient(zero)}))
@@ -74,7 +74,7 @@ def test_half_precision_that_overflowed_is_counted_and_what_underflowed_is_zero(
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("limit", [0.01, 0.5, 1e3])
 def test_clipping_is_that_of_torch_bit_for_bit(dtype: torch.dtype, limit: float) -> None:
-    """Also where a gradient is transposed or has gaps in memory."""
+    """The same holds if a gradient is transposed or has gaps in memory."""
     generator = torch.Generator().manual_seed(11)
     dense = torch.randn(6, 5, generator=generator).to(dtype)
     layouts = [dense.clone(), dense.t().contiguous().t(), torch.stack([dense, dense], -1)[..., 0], dense[0].clone()]
@@ -99,7 +99,7 @@ def test_the_norm_is_the_one_that_torch_clips_by() -> None:
 
 
 def test_a_weight_that_two_modules_share_counts_once() -> None:
-    """Tied as in language models: both uses add to one gradient, [2, 2], of norm √8."""
+    """The weight is tied as in language models: both uses add to one gradient, [2, 2], of norm √8."""
     model = nn.ModuleDict({"encode": nn.Linear(2, 1, bias=False), "decode": nn.Linear(2, 1, bias=False)})
     model["decode"].weight = model["encode"].weight
     ones = torch.ones(1, 2)
@@ -134,7 +134,7 @@ def test_groups_of_many_sizes_make_up_the_whole() -> None:
 
 
 def without_critic(values: Tensor, returns: Tensor, old: Tensor) -> Tensor:
-    """A value loss that somebody detached by mistake."""
+    """Return a loss whose value term was detached by mistake."""
     return (values.detach() - returns).square().mean()
 
 
@@ -147,7 +147,7 @@ def first_record(run_dir: Path, source: PPO, level: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("level", ["normal", "debug"])
 def test_a_critic_that_nothing_reaches_is_no_healthy_one(tmp_path: Path, level: str) -> None:
-    """Its head has no gradient at all and is missing; its trunk gets exact zeros, which is as bad as vanishing gets."""
+    """The head has no gradient, so its norm is missing. The trunk gets exact zeros, the worst case of vanishing."""
     source = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=1, num_minibatches=2))
     source.steps = replace(source.steps, value_loss=without_critic)
 
@@ -162,7 +162,7 @@ def test_a_critic_that_nothing_reaches_is_no_healthy_one(tmp_path: Path, level: 
 
 @pytest.mark.parametrize("level", ["normal", "debug"])
 def test_a_declared_group_without_gradients_is_missing_and_not_healthy(tmp_path: Path, level: str) -> None:
-    """The policy's head, frozen by mistake, while its trunk still learns through it."""
+    """The policy's head is frozen by mistake; its trunk still learns through it."""
     source = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=1, num_minibatches=2))
     source.policy.heads["action"].requires_grad_(False)
 

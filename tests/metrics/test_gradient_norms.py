@@ -25,7 +25,7 @@ def with_gradient(gradient: Tensor) -> Tensor:
 
 
 def test_global_and_group_norms_are_sub_sums_of_the_tensors_norms() -> None:
-    """Tensors of norm 3, 4 and 12: the network 13, the actor (3, 4) 5."""
+    """Tensors of norm 3, 4 and 12: the network has norm 13, the actor (3, 4) has 5."""
     results = values(
         gradient_norms(torch.tensor([3.0, 4.0, 12.0]), ["a.w", "a.b", "c.w"], {"actor": ["a"], "critic": ["c.w"]})
     )
@@ -51,7 +51,7 @@ def test_squares_of_disjoint_groups_add_up_to_the_global_square() -> None:
 
 
 def test_every_optimizer_step_counts_once() -> None:
-    """Norms 1 and 3: mean 2, largest 3. At limit 2 the second is clipped: mean coefficient (1 + 2/3)/2."""
+    """Norms 1 and 3: mean 2, maximum 3. At limit 2 the second is clipped: mean coefficient (1 + 2/3)/2."""
     results = values(gradient_norms(torch.tensor([[1.0], [3.0]]), ["w"], max_norm=2.0))
 
     assert results["grad/global/norm_preclip"] == 2.0
@@ -112,7 +112,7 @@ def test_zero_gradient_of_a_group_is_zero() -> None:
 
 
 def test_norm_that_is_not_finite_leaves_its_step_and_group_and_is_counted() -> None:
-    """Step 2 loses the actor and the whole network; the critic keeps both steps."""
+    """Step 2 is missing for the actor and the whole network. The critic keeps both steps."""
     norms = torch.tensor([[3.0, 4.0], [math.nan, 4.0], [3.0, math.inf]])
     results = values(gradient_norms(norms, ["w", "v"], {"actor": ["w"], "critic": ["v"]}, max_norm=5.0))
 
@@ -190,7 +190,7 @@ def test_norms_hold_for_every_type_against_float64(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_norms_neither_overflow_nor_underflow(scale: float) -> None:
-    """Entries 3 and 4 at scales whose squares float32 cannot hold."""
+    """Entries 3 and 4 at scales whose squares float32 cannot represent."""
     results = values(gradient_health([with_gradient(torch.tensor([3.0, 4.0]) * scale)], max_norm=0.5))
 
     assert results["grad/global/norm_preclip"] == pytest.approx(5 * scale, rel=1e-6)

@@ -27,7 +27,7 @@ from esper_telemetry.metrics.rollout_stats import cut_entries, normalizer_clippi
 
 
 def test_rows_that_come_again_in_a_pass() -> None:
-    """Among six rows 3 comes three times and 1 twice: three of six repeat an earlier one; padding counts for nothing."""
+    """In six rows, 3 occurs three times and 1 twice, so three of six repeat an earlier row. Padding does not count."""
     rows = torch.tensor([[3, 1, 3], [0, 3, 1]])
     valid = torch.tensor([[True, True, True], [True, False, False]])
 
@@ -37,7 +37,7 @@ def test_rows_that_come_again_in_a_pass() -> None:
 
 
 def test_advantages_plus_values_must_be_the_returns() -> None:
-    """Off by 2 where returns reach 4: 2 / 4."""
+    """Off by 2, with returns of up to 4: 2 / 4."""
     ones = torch.ones(3)
 
     assert gae_identity(ones, ones, ones * 2).values() == {"integrity/gae_identity": 0.0}
@@ -47,7 +47,7 @@ def test_advantages_plus_values_must_be_the_returns() -> None:
 
 @pytest.mark.parametrize("correction", [0, 1])
 def test_advantages_that_were_normalised_over_all_rows_after_the_returns_agree(correction: int) -> None:
-    """A = (R - V - mean) / std. The same advantages in another order, or with another value in one row, do not."""
+    """A = (R - V - mean) / std. The same advantages in another order, or with another value in one row, do not agree."""
     values, advantages = torch.randn(2, 50, 4, generator=torch.Generator().manual_seed(1)) * 3
     returns = advantages + values
     normalized = (advantages - advantages.mean()) / advantages.std(correction=correction)
@@ -187,7 +187,7 @@ def test_continuous_actions_shift_in_units_of_sigma() -> None:
 
 
 def test_processes_that_knew_a_mean_each_shift_from_the_mean_of_both() -> None:
-    """Then 3 actions of 1 and 1 of 5, mean 2; now one action of 4 and three of 0, mean 1, σ 1 and thrice 3: 1 / 2.5."""
+    """Before: 3 actions of 1 and 1 of 5, mean 2. Now: one action of 4 and three of 0, mean 1, σ 1 and three times 3: 1 / 2.5."""
     parts = [
         gaussian_action_shift("a", torch.tensor([[4.0]]), torch.tensor([1.0]), torch.tensor([1.0]), previous_count=3),
         gaussian_action_shift("a", torch.zeros(3, 1), torch.tensor([5.0]), torch.full((3, 1), 3.0), previous_count=1),
@@ -199,7 +199,7 @@ def test_processes_that_knew_a_mean_each_shift_from_the_mean_of_both() -> None:
 
 
 def test_normalisers_drift_by_the_larger_of_shift_and_scale() -> None:
-    """A mean that moves by half a σ against a σ that grows by e^0.1."""
+    """A mean that moves by half a σ, against a σ that grows by e^0.1."""
     values = normalizer_drift(
         "obs", torch.tensor([0.5]), torch.tensor([math.exp(0.1)]), torch.tensor([0.0]), torch.tensor([1.0])
     ).values()
@@ -227,7 +227,7 @@ def test_the_largest_shift_of_no_head_is_absent() -> None:
 
 
 def test_entries_at_the_limit_were_cut() -> None:
-    """Two of the four entries of the one valid row."""
+    """Two of the four entries of the valid row."""
     normalized = torch.tensor([[[10.0, -10.0, 9.9, 0.0]], [[10.0, 10.0, 10.0, 10.0]]])
     valid = torch.tensor([[True], [False]])
 

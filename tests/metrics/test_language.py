@@ -47,7 +47,7 @@ def test_log_probabilities_in_bfloat16_are_recognised() -> None:
 @pytest.mark.parametrize(
     ("mask", "wrong"),
     [
-        ([1, 1, 1, 0], 0.0),  # up to and with the end token
+        ([1, 1, 1, 0], 0.0),  # up to and including the end token
         ([0, 0, 0, 0], 0.0),  # left out on purpose
         ([0, 1, 1, 1], 1.0),  # shifted to the right
         ([1, 1, 0, 0], 1.0),  # without the end token
@@ -65,7 +65,7 @@ def test_masks_end_with_the_first_end_token(mask: list[int], wrong: float) -> No
 
 
 def test_surprise_over_entropy_of_another_temperature() -> None:
-    """Deviations 0.5 and 0.5 have mean 0.5 and lie 1 / sqrt(0.5) standard errors from 0."""
+    """Deviations 0.5 and 0.5 have mean 0.5, which is 1 / sqrt(0.5) standard errors from 0."""
     values = calibration(torch.tensor([[-1.5, -1.5]]), torch.ones(1, 2), torch.ones(1, 2)).values()
 
     assert values["lm/surprise/gap"] == 0.5
@@ -73,7 +73,7 @@ def test_surprise_over_entropy_of_another_temperature() -> None:
 
 
 def test_engine_that_disagrees_about_one_token_of_four() -> None:
-    """Ratios are 1, 1, 1 and 2, factors of disagreement the same, k3 of the last is 1 - ln 2; a NaN is left out."""
+    """Ratios are 1, 1, 1 and 2, with the same factors of disagreement. k3 of the last is 1 - ln 2. A NaN is left out."""
     trainer = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5]]))
     engine = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.2, math.nan]]))
 
@@ -87,7 +87,7 @@ def test_engine_that_disagrees_about_one_token_of_four() -> None:
 
 
 def test_distance_from_the_reference() -> None:
-    """Half as likely as under the reference: 2 - ln 2 - 1; equally likely: 0."""
+    """Half as likely as under the reference: 2 - ln 2 - 1. Equally likely: 0."""
     values = reference_kl(
         torch.log(torch.tensor([[0.25, 0.5]])), torch.log(torch.tensor([[0.5, 0.5]])), torch.ones(1, 2)
     )
@@ -97,7 +97,7 @@ def test_distance_from_the_reference() -> None:
 
 
 def test_ratios_of_whole_completions() -> None:
-    """Sums of log-ratios 0.3 and -0.1: the first over two tokens, 0.15 per token."""
+    """Sums of log-ratios 0.3 and -0.1. The first has two tokens, so 0.15 per token."""
     values = sequence_ratio(torch.tensor([[0.1, 0.2, 9.0], [-0.1, 9.0, 9.0]]), MASK).values()
 
     assert values["lm/sequence/logratio_std"] == pytest.approx(0.2)
@@ -120,7 +120,7 @@ LENGTHS = torch.tensor([2, 4, 3, 3, 3, 3])
 
 
 def test_groups_of_equal_rewards_teach_nothing() -> None:
-    """One group of three differs; one has only the best reward, one only the worst. The shorter completion is the better one."""
+    """One of three groups has different rewards; the others have only the best or only the worst. The shorter completion is better."""
     advantages = torch.tensor([0.7, -0.7, 0.0, 0.0, 0.0, 0.0])
 
     values = group_stats(REWARDS, PROMPTS, LENGTHS, advantages=advantages, size=2).values()

@@ -1,4 +1,4 @@
-"""Memory: gates against the stock LSTM, statistics of states, resets and ages on numbers worked by hand."""
+"""Memory: gates against the stock LSTM; statistics of states, resets and ages on numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS, ENVS, INPUTS, UNITS = 12, 3, 5, 7
 
 
 def stock(dtype: torch.dtype) -> tuple[nn.LSTM, Tensor, tuple[Tensor, Tensor], Tensor]:
-    """A stock cell, inputs, a first state and resets."""
+    """Return a stock cell, inputs, a first state and resets."""
     generator = torch.Generator().manual_seed(0)
     cell = nn.LSTM(INPUTS, UNITS).to(dtype)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def stock(dtype: torch.dtype) -> tuple[nn.LSTM, Tensor, tuple[Tensor, Tensor], T
 
 @torch.no_grad()
 def unrolled(cell: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor) -> tuple[Tensor, Tensor]:
-    """States of the stock cell before and after each step, [T, 2, B, H] each."""
+    """Return the states of the stock cell before and after each step, [T, 2, B, H] each."""
     now, before, after = torch.stack(state), [], []
     for x, reset in zip(inputs, resets, strict=True):
         now = now.masked_fill(reset.unsqueeze(-1), 0.0)
@@ -78,7 +78,7 @@ def test_gates_give_the_states_of_the_stock_lstm(dtype: torch.dtype, tolerance: 
 @pytest.mark.parametrize("batch_first", [True, False])
 @torch.no_grad()
 def test_layers_one_by_one_give_what_a_stack_of_them_gives(layers: int, bias: bool, batch_first: bool) -> None:
-    """A stock stack hides what its inner layers say; a cell for each shows it."""
+    """A stock stack hides the states of its inner layers; a cell for each layer shows them."""
     torch.manual_seed(layers)
     stack = nn.LSTM(INPUTS, UNITS, layers, bias=bias, batch_first=batch_first).double()
     inputs = torch.randn(STEPS, ENVS, INPUTS, dtype=torch.float64)
@@ -101,7 +101,7 @@ def test_layers_one_by_one_give_what_a_stack_of_them_gives(layers: int, bias: bo
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
 def test_gates_give_the_states_of_the_stock_gru(bias: bool) -> None:
-    """One step of the stock cell at a time, from states with resets; z interpolates between the candidate and the old state."""
+    """One step of the stock cell at a time, from states with resets. z interpolates between the candidate and the old state."""
     torch.manual_seed(0)
     cell = nn.GRU(INPUTS, UNITS, bias=bias).double()
     inputs, before = torch.randn(STEPS, ENVS, INPUTS).double(), torch.randn(STEPS, ENVS, UNITS).double()
@@ -115,7 +115,7 @@ def test_gates_give_the_states_of_the_stock_gru(bias: bool) -> None:
 
 
 def test_the_update_gate_of_a_gru_decides_what_it_remembers() -> None:
-    """z of 0.95 and 0.05 in two units: they remember 20 and 1.05 steps; one gate in two is wide open, one shut. r is 0.5."""
+    """z of 0.95 and 0.05 in two units: they remember 20 and 1.05 steps. One of two gates is wide open, the other closed. r is 0.5."""
     z = torch.tensor([0.95, 0.05], dtype=torch.float64).expand(4, 3, 2)
     half = torch.full_like(z, 0.5)
 
@@ -153,7 +153,7 @@ def constant_gates(f: Tensor) -> Gates:
 
 
 def test_timescales_are_quantiles_over_units_of_their_mean_forget_gates() -> None:
-    """Mean f of 0.5, 0.75 and 0.9: units remember 2, 4 and 10 steps; one of the three more than 5."""
+    """Mean f of 0.5, 0.75 and 0.9: units remember 2, 4 and 10 steps, and one of the three more than 5."""
     f = torch.tensor([[[0.4, 0.75, 0.9]], [[0.6, 0.75, 0.9]]], dtype=torch.float64)
 
     values = gate_stats(constant_gates(f), torch.zeros(2, 1, dtype=torch.bool), bptt_length=5).cell.values()
@@ -188,7 +188,7 @@ def test_gates_of_steps_that_are_not_valid_do_not_count() -> None:
 
 
 def test_states_are_measured_over_layers_units_and_valid_steps() -> None:
-    """Two steps, one layer, h and c, two environments, two units; the second environment's second state is not valid.
+    """Two steps, one layer, h and c, two environments, two units. The second environment's second state is not valid.
 
     h: 3, 4 and 0, 0 and 1, -1: squares add to 27 over 6 entries; environments: 25 / 4 and 2 / 2. c is 2 h.
     """
@@ -239,7 +239,7 @@ def test_ages_count_from_the_reset_and_go_on_from_the_rollout_before() -> None:
 
 
 def test_resets_on_invalid_steps_do_not_count() -> None:
-    """One of five valid steps resets; the second environment has no valid reset; ages 0, 1, 0 and 4, 5."""
+    """One of five valid steps resets. The second environment has no valid reset. Ages: 0, 1, 0 and 4, 5."""
     resets = torch.tensor([[True, False], [False, False], [False, True]])
     valid = torch.tensor([[True, True], [True, True], [True, False]])
     ages = torch.tensor([[0, 4], [1, 5], [0, 0]])
@@ -273,12 +273,12 @@ def test_buckets_reach_four_rollouts_back() -> None:
 
 
 def test_staleness_is_the_length_of_the_difference_over_that_of_what_was_stored() -> None:
-    """‖(3, 4)‖ = 5; the difference (0, 0.5)."""
+    """‖(3, 4)‖ = 5; the difference is (0, 0.5)."""
     assert state_staleness(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])).values() == {"lstm/staleness": 0.1}
 
 
 def test_gradients_through_time_compare_the_beginning_with_the_end() -> None:
-    """Norms 13 of both layers, 5 of the last one, 2.5 at the end: 5 / 2.5."""
+    """Norms: 13 over both layers, 5 in the last one, 2.5 at the end: 5 / 2.5."""
     first = torch.tensor([[[0.0, 12.0]], [[3.0, 4.0]]])
 
     values = bptt_stats(first, torch.tensor([[1.5, 2.0]])).values()

@@ -1,4 +1,4 @@
-"""Memory of the training process and its children in the record, and the limit that it is compared with."""
+"""Memory of the training process and its children in the record, and the limit it is compared with."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from esper_telemetry.core.record import Level
 from esper_telemetry.metrics.performance import process_memory
 
 HUNGRY = "b = bytearray(64 << 20); b[::4096] = b'x' * len(b[::4096]); print('ready', flush=True); input()"
-"""A program that fills 64 MiB and waits."""
+"""A program that allocates 64 MiB and waits."""
 
 
 def test_the_share_is_that_of_the_process_and_its_children() -> None:
-    """600 and 250 MiB of 1,000 are 85 %; a process on the CPU has no device."""
+    """600 and 250 MiB of 1,000 are 85 %. A process on the CPU has no device."""
     values = process_memory(MemoryUsage(600 * MIB, 250 * MIB, 1000 * MIB)).values()
 
     assert values == {
@@ -52,7 +52,7 @@ def test_memory_of_children_counts_and_is_sampled_once_per_second() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc")
 def test_what_forked_processes_share_with_the_trainer_counts_once() -> None:
-    """Four processes have the trainer's 64 MiB in common with it, and write 8 MiB each."""
+    """Four processes share the trainer's 64 MiB, and each writes 8 MiB."""
     ballast = bytearray(b"x" * (64 << 20))
     before = MemorySampler().sample().children
     written, ready = os.pipe()
@@ -81,7 +81,7 @@ def test_what_forked_processes_share_with_the_trainer_counts_once() -> None:
 
 
 def test_memory_of_devices_is_what_this_process_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """300 bytes on the second of two devices, a quarter of which is free; nobody asks a device that it does not use."""
+    """300 bytes on the second of two devices, a quarter of which is free. A device that is not used is not queried."""
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
         device_count=lambda: 2,
@@ -125,7 +125,7 @@ def test_a_process_that_is_gone_has_no_memory(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_every_record_has_the_memory_of_the_trainer(offload: bool, tmp_path: Path) -> None:
-    """A worker, too, reports the process that trains, not its own: 256 MiB more than it has itself."""
+    """A worker reports the memory of the training process, which is 256 MiB more than its own."""
     ballast = bytearray(256 << 20)
     ballast[::4096] = b"x" * len(ballast[::4096])
     with Telemetry(run_dir=tmp_path / "run", offload=offload) as telemetry:

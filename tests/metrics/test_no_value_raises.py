@@ -1,4 +1,4 @@
-"""No value in the data makes telemetry raise: whole updates of NaN, infinities, constants, single rows and nothing at all."""
+"""No value in the data makes telemetry raise: whole updates of NaN, infinities, constants, single rows and empty tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FACTS = Facts(
 
 
 class Numbers:
-    """Tensors of one kind of trouble; each is drawn for itself."""
+    """Draws tensors with one kind of invalid values."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw
@@ -83,7 +83,7 @@ class Numbers:
         return x
 
     def flags(self, *shape: int) -> Tensor:
-        """All, none or some."""
+        """Draw flags: all, none or some."""
         share = self._draw(st.sampled_from([0.0, 0.5, 1.0]))
         return torch.rand(shape, generator=self._generator) < share
 
@@ -93,7 +93,7 @@ class Numbers:
 
 @st.composite
 def updates_of_anything(draw: st.DrawFn) -> Update:
-    """A whole update: T steps in B environments, M minibatches of a few rows, K gradients."""
+    """Draw a whole update: T steps in B environments, M minibatches of a few rows, K gradients."""
     x = Numbers(draw)
     steps, envs = x.size(1, 2, 5), x.size(1, 3)
     counts = tuple(x.size(1, 2, 4) for _ in range(x.size(1, 2)))
@@ -228,17 +228,16 @@ def adam_state(x: Numbers, numels: tuple[int, ...]) -> AdamState:
 
 
 def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, ...]:
-    """The groups of one measurement."""
     return (found,) if isinstance(found, MetricGroup) else tuple(found)
 
 
 def recorded(updates: Iterable[Update]) -> list[dict[str, float]]:
-    """The values of the updates' records, evidence on the way."""
+    """Return the values of the updates' records; the evidence is computed on the way."""
     series, result = RunHistory(FACTS), []
     for update in updates:
         window = Window()
         for measurements, epochs in measure(update, FACTS, Level.DEBUG):
-            for measurement in measurements:  # called as they are: a run would contain what they raise
+            for measurement in measurements:  # called directly, because a run would contain the exceptions
                 for group in as_tuple(measurement()):
                     window.add(group, epochs, None)
         values = window.send().finish(Level.DEBUG)
@@ -259,7 +258,7 @@ def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates:
 
 
 def test_an_update_of_nothing_is_a_record_of_nothing(tmp_path: Path) -> None:
-    """Nobody tells of distributions, losses or gradients: what remains is measured."""
+    """Without distributions, losses or gradients, the rest is still measured."""
     bare = JoinedMinibatches((0,), (2,), torch.zeros(2), torch.ones(2), None, {})
 
     assert recorded([Update()])[0].keys() <= {"telemetry/undefined"}

@@ -1,4 +1,4 @@
-"""Copies of environments, observations that stand still, and the scale of features."""
+"""Copies of environments, observations that stay the same, and the scale of features."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNNING = torch.zeros(4, 3, dtype=torch.bool)
 
 
 def test_environments_that_repeat_another_one_are_counted() -> None:
-    """Of three environments the first and the last see the same four numbers."""
+    """The first and the last of three environments have the same four numbers."""
     window = torch.tensor([[0.0, 5.0, 0.0], [1.0, 6.0, 1.0], [2.0, 7.0, 2.0], [3.0, 8.0, 3.0]]).unsqueeze(-1)
 
     assert observation_change(window, RUNNING).values() == {
@@ -36,7 +36,7 @@ def test_a_single_environment_repeats_none() -> None:
 
 
 def test_only_steps_within_an_episode_stand_still() -> None:
-    """The observation is 1, 1, 2, 2 and the episode ends with the second step: both pairs within an episode stand still."""
+    """The observation is 1, 1, 2, 2 and the episode ends with the second step. Both pairs within an episode are equal."""
     window = torch.tensor([1.0, 1.0, 2.0, 2.0]).reshape(4, 1, 1)
     ended = torch.tensor([False, True, False, False]).reshape(4, 1)
 
@@ -52,7 +52,7 @@ def test_steps_that_do_not_count_are_not_compared() -> None:
 
 
 def test_features_are_measured_with_their_offset() -> None:
-    """One feature of ±0.5, one of 1000 ± 2 and one that is always 7 and does not count."""
+    """One feature of ±0.5, one of 1000 ± 2, and one that is always 7 and does not count."""
     window = torch.tensor([[0.5, 1002.0, 7.0], [-0.5, 998.0, 7.0]]).unsqueeze(1)
 
     values = observation_scale(window).values()
@@ -109,7 +109,7 @@ def test_nothing_is_measured_of_observations_that_nobody_shows() -> None:
 
 
 def test_a_spread_is_compared_with_half_the_range() -> None:
-    """σ of 1 in a range from -0.1 to 0.1 is ten times half of it; a dimension without bounds does not count."""
+    """σ = 1 in a range from -0.1 to 0.1 is ten times half the range. A dimension without bounds does not count."""
     low, high = torch.tensor([-0.1, -torch.inf]), torch.tensor([0.1, torch.inf])
 
     (value,) = spread_over_range("action", torch.zeros(2), low=low, high=high).values().values()
@@ -118,7 +118,7 @@ def test_a_spread_is_compared_with_half_the_range() -> None:
 
 
 def test_the_mix_of_one_head_of_several() -> None:
-    """The head always takes its first of two actions, but for a probability of 1 in 100: 0.056 nats of 0.693."""
+    """The head takes its first of two actions, except with a probability of 1 in 100: 0.056 nats of 0.693."""
     logits = {"op": torch.tensor([[0.99, 0.01]]).log().expand(8, 2), "arg": torch.zeros(8, 4)}
 
     rows = entropy_rows(logits)

@@ -99,7 +99,7 @@ def test_growth_is_the_logarithm_of_the_norms_ratio() -> None:
 
 
 def test_optimizer_made_anew_in_mid_training_is_noticed() -> None:
-    """Two of three parameters count fewer steps than before: their moments are gone."""
+    """Two of three parameters have fewer steps than before: their moments are lost."""
     before = torch.tensor([32.0, 32.0, 32.0])
 
     assert state_reset(torch.tensor([33.0, 33.0, 33.0]), before).values() == {"opt/state_reset": 0.0}
@@ -113,7 +113,7 @@ def test_the_first_look_at_an_optimizer_has_nothing_to_compare_with() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_copies_of_the_state_say_what_the_optimizer_says(fused: bool) -> None:
-    """A copy stays as it was, whatever the optimizer does next; the moment before the step is what the step started from."""
+    """A copy stays the same during later steps of the optimizer. The moment before the step is the step's starting point."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=fused)
     stepped(model, optimizer)
@@ -130,7 +130,7 @@ def test_copies_of_the_state_say_what_the_optimizer_says(fused: bool) -> None:
 
 @pytest.mark.parametrize("most", [1, 5, 8, 1000])
 def test_pieces_say_what_the_whole_says(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where parameters of one piece have settings, steps and types of their own, and one has lost its gradient."""
+    """Parameters of one piece may have their own settings, step counts and types, and one has no gradient."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1), nn.Linear(1, 1).double())
     rates = [{"params": layer.parameters(), "lr": 10.0**-place} for place, layer in enumerate(model, start=2)]
     optimizer = torch.optim.Adam(rates, betas=(0.8, 0.99), eps=1e-5)

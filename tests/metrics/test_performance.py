@@ -1,4 +1,4 @@
-"""Speed of training and telemetry's numbers about itself."""
+"""Training speed, and telemetry's numbers about itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stats:
 
 
 def test_speed_and_phases_of_an_update() -> None:
-    """1024 steps in 2 s; phases in milliseconds; what the trainer does not time is absent."""
+    """1024 steps in 2 s; phases in milliseconds. A phase that the trainer does not time is absent."""
     values = update_performance(7, env_steps=1024, elapsed=2.0, seconds={"environment": 0.5, "update": 1.25}).values()
 
     assert values == {
@@ -46,7 +46,7 @@ def test_processor_time_has_phases() -> None:
 
 
 class FakeTime:
-    """The `time` module of a program whose time passes only where a test says so."""
+    """The `time` module of a program, whose time passes only on request."""
 
     def __init__(self) -> None:
         self.wall = self.processor = 0.0
@@ -60,13 +60,13 @@ class FakeTime:
     thread_time = process_time
 
     def work(self, seconds: float) -> float:
-        """Let time pass in which the processor is busy."""
+        """Let time pass while the processor is busy."""
         self.wall += seconds
         self.processor += seconds
         return seconds
 
     def wait(self, seconds: float) -> None:
-        """Let time pass in which the processor is idle."""
+        """Let time pass while the processor is idle."""
         self.wall += seconds
 
 
@@ -80,7 +80,7 @@ def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 def test_the_environments_share_is_that_of_the_steps_that_are_timed(fake_time: FakeTime) -> None:
-    """16 steps of 4 ms, one of them timed, beside 20 ms of inference."""
+    """16 steps of 4 ms, one of them timed, and 20 ms of inference."""
     clock = RolloutClock()
     for _ in range(16):
         assert clock.step(fake_time.work, 0.004) == 0.004
@@ -107,7 +107,7 @@ def test_waiting_takes_time_and_no_processor_time(fake_time: FakeTime) -> None:
 
 
 def test_an_interruption_of_a_call_that_stands_for_many_counts_once(fake_time: FakeTime) -> None:
-    """Seventeen calls of 1 ms, of which one is timed, while another program has the processor for 50 ms."""
+    """Seventeen calls of 1 ms, one of them timed, while another program uses the processor for 50 ms."""
     clock = Clock()
     with clock.weighing(17):
         fake_time.wait(0.05)

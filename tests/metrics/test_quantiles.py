@@ -1,4 +1,4 @@
-"""Quantiles of one sample are exact; those of several lie within one bin of 1/64 of the rows."""
+"""Quantiles of one sample are exact; quantiles of several samples are within one bin of 1/64 of the rows."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BIN = 1 / 64
 
 
 def slots(x: Array, levels: tuple[float, ...] = FINE) -> Array:
-    """The slots [1 + levels] of a sample."""
+    """Return the slots [1 + levels] of a sample."""
     s = sample(torch.from_numpy(x))
     result = as_quantiles(quantiles(ascending(s), s.count, levels), s.count)
     return np.array([float(slot) for slot in result.slots()])
 
 
 def merged(*parts: Array) -> Array:
-    """Slots of several samples as those of one."""
+    """Merge the slots of several samples."""
     result: Array = Quantiles.merge(np.stack(parts)[:, None])[0]
     return result
 

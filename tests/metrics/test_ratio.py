@@ -21,14 +21,14 @@ log_ratios = st.lists(st.floats(-5, 5, allow_nan=False), min_size=1, max_size=40
 
 
 def after_a_step(group: RatioDiagnostics) -> dict[str, float]:
-    """Values of a minibatch that follows the first optimizer step."""
+    """Return the values of a minibatch after the first optimizer step."""
     packed = pack(group)
     steps = np.arange(1, packed.rows + 1)
     return packed.layout.finish(packed.table(), steps, np.zeros_like(steps)).values
 
 
 def minibatches() -> tuple[Tensor, Tensor, Tensor]:
-    """Log-ratios, advantages and validity of 5 minibatches of 30 rows, some of them invalid and not finite."""
+    """Log-ratios, advantages and validity of 5 minibatches of 30 rows, some invalid and not finite."""
     generator = torch.Generator().manual_seed(0)
     log_ratio, advantages = (torch.randn(5, 30, generator=generator, dtype=torch.float64) / 5 for _ in range(2))
     valid = torch.rand(5, 30, generator=generator) > 0.2
@@ -36,7 +36,7 @@ def minibatches() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_clip_fraction_counts_ratios_outside_the_trust_region() -> None:
-    """Two of four ratios (0.5 and 2.0) lie outside 1 ± 0.2."""
+    """Two of four ratios (0.5 and 2.0) are outside 1 ± 0.2."""
     log_ratio = torch.tensor([0.5, 0.9, 1.1, 2.0]).log()
 
     assert after_a_step(ratio_diagnostics(log_ratio, clip=0.2))["policy/clip_frac"] == 0.5
@@ -83,7 +83,7 @@ def test_one_pass_over_all_minibatches_is_one_call_per_minibatch() -> None:
 
 
 def _but_quantiles(values: dict[str, float]) -> dict[str, float]:
-    """Without the quantiles, which one pass takes over all rows and several calls can only average."""
+    """Drop the quantiles: one pass computes them over all rows, but several calls only average them."""
     return {key: value for key, value in values.items() if key not in ("policy/ratio/p01", "policy/ratio/p99")}
 
 

@@ -52,7 +52,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
     **{name: (getattr(public, name), *call) for name, call in CHECKS.items()},
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, where these tensors are made
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns when these tensors are created
 
 UNREADABLE: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "sparse": (lambda x: x.to_sparse(), r"call to_dense\(\)"),
@@ -164,7 +164,7 @@ def test_settings_out_of_range_are_named(call: Callable[[], object], text: str) 
 
 
 def test_booleans_and_unsigned_integers_have_differences_with_a_sign() -> None:
-    """0 - 1 = -1, where unsigned integers would give 255."""
+    """0 - 1 = -1; unsigned integers would give 255."""
     estimates, targets = torch.tensor([0, 1, 1, 0], dtype=torch.uint8), torch.tensor([True, True, False, False])
 
     assert (
@@ -175,7 +175,7 @@ def test_booleans_and_unsigned_integers_have_differences_with_a_sign() -> None:
 @pytest.mark.parametrize("kind", ["None", "nested"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_first_argument_that_holds_no_numbers_is_one_sentence(name: str, kind: str) -> None:
-    """A call that fails in the package for such a value is named by the function that the user has called."""
+    """If the package fails inside for such a value, the error names the function that the user called."""
     function, arguments, settings = FUNCTIONS[name]
     value = None if kind == "None" else torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     try:

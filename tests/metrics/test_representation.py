@@ -19,7 +19,7 @@ from esper_telemetry.metrics.representation import (
 
 
 def test_equal_singular_values_use_every_dimension() -> None:
-    """An orthogonal [4, 4] times 2: every definition finds all four; σ / √4 = 1."""
+    """An orthogonal [4, 4] times 2: every definition gives rank 4; σ / √4 = 1."""
     result = feature_rank(2 * torch.eye(4)).values()
 
     assert result["repr/effective_rank"] == pytest.approx(4)
@@ -27,7 +27,7 @@ def test_equal_singular_values_use_every_dimension() -> None:
 
 
 def test_the_definitions_of_rank_differ() -> None:
-    """Singular values 100, 1: shares 0.990 and 0.9999 of the sum and of the squares; 1 / √100 is above 0.01 no more."""
+    """Singular values 100, 1: shares 0.990 and 0.9999 of the sum and of the squares. 1 / √100 is the first that exceeds 0.01."""
     features = torch.zeros(10_000, 2, dtype=torch.float64)
     features[0, 0], features[1, 1] = 100.0, 1.0
 
@@ -54,7 +54,7 @@ def test_features_without_a_rank_have_none(features: torch.Tensor) -> None:
 
 
 def test_dormant_units_are_counted_details_and_over_all_units() -> None:
-    """First layer: one of two dormant; second: none of three; overall 1 of 5."""
+    """First layer: one of two dormant. Second: none of three. Overall: 1 of 5."""
     first, second = torch.tensor([[1.0, 0.0], [1.0, 0.01]]), torch.ones(2, 3)
 
     result = unit_activity({"actor.0": first, "actor.2": second}, activation="relu")
@@ -100,7 +100,7 @@ def test_features_that_only_grow_do_not_drift() -> None:
 
 
 def test_the_excess_counts_from_the_edge_of_the_clip_range() -> None:
-    """Ratios 1.5 and 1.3 lie 0.3 and 0.1 above 1.2; 0.6 lies 0.2 below 0.8."""
+    """Ratios 1.5 and 1.3 are 0.3 and 0.1 above 1.2; 0.6 is 0.2 below 0.8."""
     log_ratio = torch.tensor([1.5, 1.3, 1.0, 0.6], dtype=torch.float64).log()
 
     result = excess_ratio(log_ratio, clip=0.2).values()
@@ -143,7 +143,7 @@ def test_testing_capacity_leaves_the_generators_of_others_alone() -> None:
 
 
 def test_responses_of_a_layer_have_quantiles() -> None:
-    """0 to 20 in some order, of 21 entries with a NaN beside them; a layer without anything finite has none."""
+    """0 to 20 in some order, and a NaN. A layer without finite entries has no quantiles."""
     first = torch.randperm(21, generator=torch.Generator().manual_seed(0)).float()
     layers = {
         "trunk.0": torch.cat([first, torch.tensor([math.nan])]).reshape(11, 2),

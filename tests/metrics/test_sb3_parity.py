@@ -1,4 +1,4 @@
-"""The numbers that Stable-Baselines3 logs of an update, from the rows that its own `train` saw."""
+"""The numbers that Stable-Baselines3 logs for an update, from the rows of its own `train`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MINIBATCHES = 4
 
 
 class Watched:
-    """One update of SB3's PPO: what its minibatches saw, and what it logged."""
+    """One update of SB3's PPO: its minibatches' rows, and its log."""
 
     def __init__(self, directory: Path) -> None:
         model = PPO("MlpPolicy", "CartPole-v1", n_steps=128, batch_size=32, n_epochs=1, seed=0, device="cpu")
@@ -32,7 +32,7 @@ class Watched:
         self.old: list[Tensor] = []
         self.new: list[Tensor] = []
         self.logits: list[Tensor] = []
-        model.policy.evaluate_actions = self._seen(model)  # type: ignore[method-assign] # it tells nobody else
+        model.policy.evaluate_actions = self._seen(model)  # type: ignore[method-assign] # no other place has them
         model.learn(128)
         self.logged: dict[str, Any] = model.logger.name_to_value
         buffer = model.rollout_buffer
@@ -69,7 +69,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 
 
 def test_kl_and_clip_fraction_are_what_it_logs(watched: Watched) -> None:
-    """It averages the first minibatch, in which nothing can be clipped, into the clip fraction: ours is 4/3 of it."""
+    """SB3 includes the first minibatch, in which nothing is clipped, in the average. Our clip fraction is 4/3 of it."""
     log_ratio = torch.stack(watched.new) - torch.stack(watched.old)
     packed = pack(ratio_diagnostics(log_ratio, clip=0.2, dim=-1))
     result = packed.layout.finish(packed.table(), np.arange(MINIBATCHES), np.zeros(MINIBATCHES, int)).values

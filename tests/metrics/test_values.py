@@ -24,14 +24,14 @@ from esper_telemetry.metrics.values import (
 
 
 def pairs(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Values and returns [16, 8] that have something to do with each other."""
+    """Return correlated values and returns [16, 8]."""
     generator = torch.Generator().manual_seed(seed)
     returns = torch.randn(16, 8, generator=generator, dtype=torch.float64) * 3 + 1
     return returns * 0.7 + torch.randn(16, 8, generator=generator, dtype=torch.float64), returns
 
 
 def fit(values: Tensor, returns: Tensor) -> CriticFit:
-    """Derived values on the first update."""
+    """Return the derived values of the first update."""
     result = value_fit(values, returns).values()
     keys = ("value/bias", "value/err/std", "value/std", "value/target/std")
     return critic_fit(CriticMoments(*map(result.get, keys)), VarianceAverage())[0]
@@ -129,7 +129,7 @@ def test_discounted_sums_follow_the_recurrence(length: int) -> None:
 
 
 def test_only_episodes_that_terminate_count_for_the_monte_carlo_fit() -> None:
-    """Returns of the first two steps are 1 + 0.5 · 3 and 3; the third step's episode is cut by the rollout."""
+    """Returns of the first two steps are 1 + 0.5 · 3 and 3. The rollout cuts the third step's episode."""
     rewards, values = torch.tensor([[1.0], [3.0], [9.0]]), torch.tensor([[2.5], [3.0], [0.0]])
     done = torch.tensor([[False], [True], [False]])
 
@@ -146,9 +146,9 @@ def test_terminal_errors_ignore_time_limits() -> None:
 
 @pytest.mark.parametrize(("bootstrap", "truncated"), [(10.0, 0.0), (0.0, 9.0)])
 def test_a_time_limit_treated_as_an_end_shows_in_the_bias_at_time_limits(bootstrap: float, truncated: float) -> None:
-    """Reward 1 for ever at γ = 0.9 is worth 10: a critic that says so is right at a time limit, unless 0 is taken to follow.
+    """A reward of 1 per step at γ = 0.9 is worth 10 at a time limit. The critic is right, unless 0 is taken as the next value.
 
-    At the termination it says 10 where 1 is all there is. Both count once, and neither touches the other.
+    At the termination the critic says 10, but the true value is 1. Each end counts once, separately.
     """
     ended = torch.tensor([[False, False], [True, True]])
     terminated = torch.tensor([[False, False], [True, False]])

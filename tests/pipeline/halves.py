@@ -1,4 +1,4 @@
-"""Updates of one process, and the parts of them that two ranks would have seen."""
+"""Updates of one process, and the parts of them that each of two ranks would have."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from esper_telemetry.updates.update import (
 
 ENVS = 4
 FIRST = 1
-"""Environments of rank 0; rank 1 has the rest."""
+"""Number of environments of rank 0; rank 1 has the rest."""
 SMALL = {"num_steps": 48, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (16,)}
 
 
 def updates(env: str, **settings: Any) -> tuple[list[Update], dict[str, Any]]:
-    """Return some updates of one process, and the facts of its run; losses and logits in float64, so that parts of them add up."""
+    """Return some updates of one process, and the run's facts. Losses and logits are float64, so that their parts add up."""
     trainer = PPO(make_env(env, num_envs=ENVS), PPOConfig(**{**SMALL, **settings}))
     submitted: list[Update] = []
 
@@ -55,7 +55,7 @@ def updates(env: str, **settings: Any) -> tuple[list[Update], dict[str, Any]]:
 
 
 def half(update: Update, rank: int) -> Update:
-    """The data of one rank: its environments, its rows of every minibatch, the gradients of all."""
+    """Return the data of one rank: its environments, its rows of every minibatch, and the gradients of all rows."""
     assert update.rollout and update.minibatches and update.episodes
     return update._replace(
         rollout=_rollout(update.rollout, rank),
@@ -70,7 +70,7 @@ def half(update: Update, rank: int) -> Update:
 
 
 def _columns(x: Any, rank: int) -> Any:
-    """The environments of a rank, of everything with [T, B, ...] inside."""
+    """Select a rank's environments in everything with [T, B, ...]."""
     if isinstance(x, Tensor):
         return x[:, :FIRST] if rank == 0 else x[:, FIRST:]
     if isinstance(x, Mapping):
@@ -81,7 +81,7 @@ def _columns(x: Any, rank: int) -> Any:
 
 
 def _rollout(rollout: RolloutEnd, rank: int) -> RolloutEnd:
-    """The environments of a rank; bounds and standard deviations [D] are those of all."""
+    """Select a rank's environments; bounds and standard deviations [D] stay whole."""
     same = ("bounds",) if all(std.dim() > 1 for std in rollout.log_std.values()) else ("bounds", "log_std")
     names = [field.name for field in fields(rollout) if field.name not in same]
     return replace(rollout, **{name: _columns(getattr(rollout, name), rank) for name in names})
@@ -107,7 +107,7 @@ def _memory(memory: RecurrentState, rank: int) -> RecurrentState:
 
 
 def _rows_of(counts: tuple[int, ...], rank: int) -> Callable[[Any], Any]:
-    """Cuts the first third of the rows of every minibatch, or the rest, out of a column, of none, or of one for each head."""
+    """Return a function that cuts a rank's rows of every minibatch out of a column, out of one column per head, or of None."""
     cuts = [count // 3 for count in counts]
 
     def cut(x: Any) -> Any:
@@ -122,7 +122,7 @@ def _rows_of(counts: tuple[int, ...], rank: int) -> Callable[[Any], Any]:
 
 
 def _minibatches(minibatches: JoinedMinibatches, rank: int) -> JoinedMinibatches:
-    """A rank's rows; losses whose means, weighted by rows, are those of all."""
+    """Select a rank's rows. The ranks' losses, weighted by rows, average to the losses of all rows."""
     cuts = [count // 3 for count in minibatches.counts]
     rows = _rows_of(minibatches.counts, rank)
     counts, first = (torch.tensor(numbers, dtype=torch.float64) for numbers in (minibatches.counts, cuts))
@@ -140,7 +140,7 @@ def _collected(collected: CollectedRows | None, counts: tuple[int, ...], rank: i
 
 
 def _gradients(gradients: BackwardGradients, counts: tuple[int, ...], rank: int) -> BackwardGradients:
-    """The same norms, and gradients at the trunk whose parts, in the shares of the rows, make up those of all."""
+    """Keep the norms. The ranks' gradients at the trunk, weighted by rows, add up to the whole gradient."""
     if gradients.leaves is None:
         return gradients
     rows, cuts = (torch.tensor(numbers, dtype=torch.float64) for numbers in (counts, [count // 3 for count in counts]))
@@ -162,7 +162,7 @@ def _features(features: Tensor | None, cut: int, rank: int) -> Tensor | None:
 
 
 def _episodes(episodes: Episodes, rollout: RolloutEnd, rank: int) -> Episodes:
-    """Those of its environments, in their order; of the last hundred every third or the others, with the places that they have."""
+    """Select the episodes of a rank's environments, in order. Of the last hundred, a rank has every third one or the others."""
     places = torch.nonzero(rollout.ended if rollout.valid is None else rollout.ended & rollout.valid)
     assert len(places) == len(episodes.returns)
     own = [(env < FIRST) == (rank == 0) for env in places[:, 1].tolist()]
@@ -176,13 +176,13 @@ def _episodes(episodes: Episodes, rollout: RolloutEnd, rank: int) -> Episodes:
 
 
 def _growth(growth: GrowthUpdate, rank: int) -> GrowthUpdate:
-    """The networks of its environments."""
+    """Select the networks of a rank's environments."""
     columns = {name: _columns(getattr(growth.steps, name), rank) for name in ("hosts", "seeds", "rewards", "gates")}
     return replace(growth, steps=replace(growth.steps, **columns))
 
 
 def recorded(run_dir: Path, updates: list[Update], facts: Mapping[str, Any]) -> None:
-    """Writes a run of these updates, summarised where the trainer is."""
+    """Write a run of these updates, summarised in the training process."""
     with Telemetry(run_dir=run_dir) as telemetry:
         session_of(telemetry).start(facts=facts)
         for number, update in enumerate(updates, 1):

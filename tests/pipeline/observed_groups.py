@@ -1,4 +1,4 @@
-"""Groups that no half of an update holds, of the rows of one rank or of all."""
+"""Groups that the halves of an update do not contain, from the rows of one rank or of all."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from esper_telemetry.metrics.rollout_stats import normalizer_clipping, normalize
 from esper_telemetry.metrics.values import ending_bias, value_movement
 
 ROWS, FIRST = 96, 31
-"""Rows of both ranks, and of rank 0."""
+"""Number of rows of both ranks, and of rank 0."""
 WHOLE = slice(None)
 HALVES = (slice(FIRST), slice(FIRST, None))
 OF_ITS_OWN = {
-    "repr/capacity_loss": "of a copy of the network on a rank's own rows: the last rank's",
-    "repr/dormant_frac/{layer}": "of a sample that each rank takes",
-    "repr/response/{layer}/p05": "as above: the last rank's",
+    "repr/capacity_loss": "from a copy of the network on each rank's rows: the last rank's value",
+    "repr/dormant_frac/{layer}": "from a sample of each rank",
+    "repr/response/{layer}/p05": "as above: the last rank's value",
     "repr/response/{layer}/p50": "as above",
     "repr/response/{layer}/p95": "as above",
-    "lstm/bptt/h0_grad_norm": "of a minibatch of each rank: their mean",
-    "lstm/bptt/profile_ratio": "of a minibatch of each rank: their mean",
-    "grad/layer/{layer}/interference_cos": "of a minibatch of each rank, at DEBUG alone: their mean",
+    "lstm/bptt/h0_grad_norm": "from a minibatch of each rank: the mean",
+    "lstm/bptt/profile_ratio": "from a minibatch of each rank: the mean",
+    "grad/layer/{layer}/interference_cos": "from a minibatch of each rank, only at DEBUG: the mean",
     "grad/layer/{layer}/heads_cos": "as above",
     "grad/heads/{pair}/cos": "as above",
-    "grad/pair/{pair}/connected": "the same everywhere, or of the rows that each rank has seen: their mean",
+    "grad/pair/{pair}/connected": "the same on all ranks, or from the rows of each rank: the mean",
     "grad/pair/{pair}/intensity": "as above",
     "grad/pair/{pair}/host_intensity": "as above",
     "grad/pair/{pair}/upstream": "as above",
     "grad/pair/{pair}/zero_frac": "as above",
 }
-"""Keys that are measured on what a rank has for itself, and why that is enough."""
+"""Keys that each rank measures on its own data, and why that is enough."""
 
 
 def columns(*shape: int, seed: int) -> Tensor:
@@ -48,7 +48,7 @@ def columns(*shape: int, seed: int) -> Tensor:
 
 
 def observed(part: slice) -> Iterator[MetricGroup | Postponed]:
-    """Groups of the rows of a part."""
+    """Yield the groups of a part of the rows."""
     a, b, c = (columns(seed=seed)[part] for seed in range(3))
     wide, other = (columns(5, seed=seed)[part] for seed in (3, 4))
     flags, others = a > 0.5, b > 0
@@ -74,7 +74,7 @@ def observed(part: slice) -> Iterator[MetricGroup | Postponed]:
 
 
 def with_gradient() -> Tensor:
-    """A parameter whose gradients have been summed over the ranks."""
+    """Return a parameter whose gradients have been summed over the ranks."""
     weight = torch.nn.Parameter(torch.zeros(3))
     weight.grad = torch.tensor([3.0, 4.0, 12.0])
     return weight

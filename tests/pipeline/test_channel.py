@@ -1,4 +1,4 @@
-"""Messages to the worker: shared memory is not overwritten before it is released, and what both sides know is left out of pickles."""
+"""Messages to the worker: shared memory is reused only after release, and data that both sides have is not pickled again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def descriptor() -> Iterator[int]:
 
 @given(st.lists(st.one_of(st.none(), st.integers(1, 5 * ALIGNMENT))))
 def test_reserved_bytes_stay_until_they_are_released(steps: list[int | None]) -> None:
-    """Sizes are reserved, None releases what was reserved first."""
+    """Sizes are reserved; None releases the oldest reservation."""
     opened = shared_file(SIZE)
     ring, reader, reserved = Ring(opened, SIZE), Ring(opened, SIZE), deque[tuple[int, bytes]]()
     os.close(opened)
@@ -87,7 +87,7 @@ def test_shapes_are_sent_once(descriptor: int) -> None:
 
 
 def test_a_reader_remembers_shapes_that_were_sent_before(descriptor: int) -> None:
-    """More kinds of messages than are remembered, each twice, in the ring and, where it is full, through the pipe."""
+    """There are more kinds of messages than the cache holds. Each is sent twice, through the ring or, if that is full, the pipe."""
     ring = Ring(descriptor, SIZE)
     packer = MessagePacker(ring)
     sent = [torch.full((size % 7 + 1, size), float(size)).half() for size in range(MAX_LAYOUTS + 20) for _ in range(2)]
@@ -144,7 +144,7 @@ VOCABULARY = Vocabulary((Point, Axes), tuple(Level))
 )
 def test_known_types_are_read_as_they_were_written(sent: Any) -> None:
     plain, short = MessagePacker(), MessagePacker(None, VOCABULARY)
-    for _ in range(3):  # every message stands alone
+    for _ in range(3):  # each message is independent
         assert short.pack(sent).load() == plain.pack(sent).load() == sent
 
     assert type(short.pack(sent).load()) is type(sent)

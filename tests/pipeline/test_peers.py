@@ -1,4 +1,4 @@
-"""`Telemetry` in somebody's own loop over two ranks: they report as one, differ where they may, and never wait for nobody."""
+"""`Telemetry` in a user's loop over two ranks: ranks report one merged run, may differ where allowed, and never wait in vain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from esper_telemetry.telemetry import session_of
 
 @dataclass(frozen=True, slots=True)
 class Bonus(MetricGroup):
-    """A group that each rank measures of its own data."""
+    """A group that each rank measures on its own data."""
 
     bonus: Mean | None = reports(
         Metric(key="my/bonus", unit="1", question="?"), Metric(key="my/bonus_max", unit="1", question="?", over="max")
@@ -42,7 +42,7 @@ class Norm(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class Episode(MetricGroup):
-    """A group that one rank only observes."""
+    """A group that only one rank observes."""
 
     name: str = label()
     length: Mean = reports(Metric(key="my/{name}/length", unit="1", question="?"))
@@ -57,7 +57,7 @@ class Histogram(MetricGroup):
 
 
 def loop(rank: int, run_dir: str) -> dict[str, Any]:
-    """Three updates of a loop of one's own; what this rank knows of the run."""
+    """Run three updates of a user's loop; return what this rank knows about the run."""
     telemetry = Telemetry(run_dir=run_dir, name="mine")
     for update in range(1, 4):
         for value in (1.0, 3.0) if rank == 0 else (5.0, 7.0):
@@ -74,7 +74,7 @@ def loop(rank: int, run_dir: str) -> dict[str, Any]:
 
 
 def test_ranks_of_a_loop_of_ones_own_report_as_one(tmp_path: Path) -> None:
-    """Minibatch 1 is (1 + 2·5) / 3 over both ranks, minibatch 2 is (3 + 2·7) / 3; an episode of one rank is reported as it is."""
+    """Minibatch 1 is (1 + 2·5) / 3 over both ranks, minibatch 2 is (3 + 2·7) / 3. An episode of one rank is reported unchanged."""
     first, second = run_together(loop, tmp_path, str(tmp_path / "run"))
 
     assert first == {"run_dir": str(tmp_path / "run"), "ranks": 2, "run": True}
@@ -94,7 +94,7 @@ def test_ranks_of_a_loop_of_ones_own_report_as_one(tmp_path: Path) -> None:
 
 
 def disagree(rank: int, run_dir: str) -> str:
-    """Two ranks whose histograms have different edges."""
+    """Observe a histogram whose edges differ between ranks."""
     edges = (0.0, 1.0, 2.0 + rank)
     telemetry = Telemetry(run_dir=run_dir)
     telemetry.observe(Histogram(Counts(torch.ones(2), edges)))
@@ -115,7 +115,7 @@ def test_ranks_that_measure_differently_end_with_a_sentence_on_both(tmp_path: Pa
 
 
 def partly(rank: int, run_dir: str) -> None:
-    """Some fields, and some rows, on one rank only."""
+    """Observe some fields, and some rows, on one rank only."""
     with Telemetry(run_dir=run_dir) as telemetry:
         for update in range(1, 3):
             telemetry.observe(Bonus(seen=Sum(1.0), bonus=Mean(2.0, 1.0)) if rank else Bonus(seen=Sum(1.0)))
@@ -137,7 +137,7 @@ def test_fields_and_rows_of_one_rank_only_are_merged_with_what_there_is(tmp_path
 
 
 def taken(rank: int, run_dir: str) -> str:
-    """A run directory that holds a journal, which rank 0 alone looks at."""
+    """Use a run directory that holds a journal; only rank 0 reads it."""
     try:
         Telemetry(run_dir=run_dir)
     except FileExistsError as error:
@@ -154,7 +154,7 @@ def test_a_mistake_that_rank_0_finds_is_raised_on_all(tmp_path: Path) -> None:
 
 
 def alone(rank: int, run_dir: str) -> int:
-    """Telemetry on rank 0 only, which says so; the other rank is not waited for."""
+    """Open telemetry on rank 0 only, and declare this; rank 0 does not wait for the other rank."""
     if rank:
         return 0
     with Telemetry(run_dir=run_dir, ranks="alone") as telemetry:
@@ -169,7 +169,7 @@ def test_one_rank_may_report_alone(tmp_path: Path) -> None:
 
 
 def without_the_other(rank: int) -> str:
-    """Rank 1 makes no Telemetry; nobody wants to wait a minute for it here."""
+    """Create no Telemetry on rank 1. The test shortens the wait of a minute."""
     if rank:
         return ""
     peers.MEETING_TIMEOUT = timedelta(seconds=2)  # type: ignore[misc]  # in this process, which ends with this function

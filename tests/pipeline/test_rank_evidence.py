@@ -1,4 +1,4 @@
-"""Agreements of ranks besides numbers: sampled updates, and the rank whose transitions the evidence shows."""
+"""What ranks agree on in addition to numbers: sampled updates, and the rank whose transitions are the evidence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def jumping(log_ratio: torch.Tensor) -> Update:
 
 
 def update(rank: int, run_dir: str) -> list[int]:
-    """One update whose ratios explode in different places; how often the rank looks closely, before and after."""
+    """Run one update whose ratios explode in different places; return the sampling periods before and after."""
     telemetry = Telemetry(run_dir=run_dir)
     session_of(telemetry).start(facts={"ranks": 2, "clip": 0.2})
     found = [session_of(telemetry).sampling.every]
@@ -47,7 +47,7 @@ def test_ranks_look_closely_as_often_as_the_first_one_can_afford(tmp_path: Path)
 
 
 def test_evidence_is_of_the_first_rank_and_says_so(tmp_path: Path) -> None:
-    """Rank 1 has a log-ratio of 6: the record knows, the transitions shown are rank 0's own."""
+    """Rank 1 has a log-ratio of 6: the record has it, but the evidence shows rank 0's transitions."""
     run_together(update, tmp_path, str(tmp_path / "run"))
     run = read_run(tmp_path / "run")
     (alarm,) = [alarm for alarm in run.alarms if alarm.type == "policy/kl_spike"]

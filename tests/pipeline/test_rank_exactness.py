@@ -1,4 +1,4 @@
-"""Two ranks report of an update what one process reports of all of it."""
+"""Two ranks report the values that one process reports for the whole update."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from esper_telemetry.metrics.statistics import Quantiles
 
 TIMED = ("perf/memory", "perf/telemetry", "telemetry/queue_depth", "telemetry/errors")
 SAMPLED = ("repr/dormant", "repr/dead", "repr/effective", "repr/srank", "repr/pca99", "repr/feature_rank")
-"""Measured on rows that each rank samples for itself."""
+"""Measured on rows that each rank samples on its own."""
 PAIRED = {"adv/sign_flip_frac", "telemetry/undefined"}
-"""Pairs the rows of minibatches with those of the rollout, which are not the same rows in these halves; and the count of such."""
+"""Metrics that pair the rows of minibatches with rollout rows, which differ in these halves, and the count of such metrics."""
 OF_EACH_RANK = {
     "obs/rms_max": "of the window of rank 0",
     "obs/rms_median": "as above",
@@ -34,7 +34,7 @@ OF_EACH_RANK = {
 }
 """Keys that ranks measure on their own rows and then combine, and how."""
 EQUATIONS = ("integrity/equation/", "integrity/equation_tolerance/", "integrity/fitted/", "policy/action_effect")
-"""Rank 0 reports them of its own rows: the rounding differs, equations that pair rows are not checked, as in `PAIRED`, and half of the rows
+"""Rank 0 reports these for its own rows: rounding differs, equations that pair rows are not checked (see `PAIRED`), and half of the rows
 may be too few to show an effect.
 """
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,7 +48,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def record_halves(rank: int, directory: str) -> bool:
-    """Records a rank's halves of every run that lies in the directory."""
+    """Record a rank's halves of every run in the directory."""
     for name in RUNS:
         snapshots, facts = pickle.loads((Path(directory) / f"{name}.pickle").read_bytes())
         recorded(Path(directory) / name, [half(snapshot, rank) for snapshot in snapshots], facts | {"ranks": 2})
@@ -57,7 +57,7 @@ def record_halves(rank: int, directory: str) -> bool:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the updates of every run, and a journal of each that two ranks have recorded."""
+    """A directory with the updates of every run, and the journals that two ranks recorded."""
     directory = tmp_path_factory.mktemp("together")
     for name, (env, settings) in RUNS.items():
         (directory / f"{name}.pickle").write_bytes(pickle.dumps(updates(env, **settings)))
@@ -66,12 +66,12 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_quantile(key: str) -> bool:
-    """Quantiles of several ranks are known to one bin."""
+    """Return True for quantiles, which several ranks know only to one bin."""
     return key.rpartition("/")[2] in {*Quantiles.statistics, "median"}
 
 
 def merged_keys(values: Iterable[str]) -> set[str]:
-    """Return the keys that two ranks and one process both report, of all rows."""
+    """Return the keys that both two ranks and one process report for all rows."""
     return {key for key in values if key not in PAIRED and not key.startswith(EQUATIONS)}
 
 

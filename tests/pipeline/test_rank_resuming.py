@@ -1,4 +1,4 @@
-"""`Telemetry(..., resume=True)` in somebody's own loop over two ranks: both go on behind the same update, and each update is once."""
+"""`Telemetry(..., resume=True)` in a user's loop over two ranks: both continue after the same update, and each update is recorded once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from esper_telemetry.core.reduction import Mean
 
 @dataclass(frozen=True, slots=True)
 class Bonus(MetricGroup):
-    """A group that each rank measures of its own data."""
+    """A group that each rank measures on its own data."""
 
     bonus: Mean = reports(Metric(key="my/bonus", unit="1", question="?"))
 
@@ -30,7 +30,7 @@ def updates(telemetry: Telemetry, rank: int, numbers: range) -> None:
 
 
 def gone_on(rank: int, run_dir: str, saved: bool) -> dict[str, Any]:
-    """Four updates; then again from the second to the sixth, from a state that was saved or by counting only."""
+    """Run four updates, then resume with updates 3 to 6, from a saved state or by counting only."""
     with Telemetry(run_dir=run_dir) as telemetry:
         updates(telemetry, rank, range(1, 3))
         state = telemetry.state_dict()

@@ -1,4 +1,4 @@
-"""Which updates are sampled: as many as the budget allows, and never none."""
+"""Which updates are sampled: as many as the budget allows, and at least some."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from esper_telemetry.pipeline.sampling import INITIAL_PERIOD, MAX_PERIOD, Sampli
 
 
 def sampled_updates(sampling: Sampling, updates: int, *, plain: float = 0.0, close: float = 0.0) -> list[int]:
-    """The updates, from 1, that are sampled, where each takes a second and telemetry so much of it."""
+    """Return the sampled updates, counted from 1. Each update takes a second, and telemetry takes `plain` or `close` seconds of it."""
     updates_sampled = []
     for update in range(1, updates + 1):
         sampled = sampling.begin()
@@ -34,7 +34,7 @@ def test_debug_samples_every_update_and_minimal_none() -> None:
 @pytest.mark.parametrize(
     ("plain", "close", "every"),
     [
-        (0.005, 0.015, 1),  # 5 ms count twice; 10 ms more each time: 2 % is exactly what is allowed
+        (0.005, 0.015, 1),  # 5 ms count twice; 10 ms more each time: exactly the allowed 2 %
         (0.005, 0.045, 4),  # 40 ms more every 4th time are 10 ms
         (0.005, 0.055, 8),  # 50 ms more need every 5th; powers of two make it 8
         (0.005, 0.900, MAX_PERIOD),  # 895 ms more would need every 90th
@@ -60,7 +60,7 @@ def test_a_larger_budget_samples_more_often() -> None:
 
 
 def test_the_first_update_warms_up_and_does_not_count() -> None:
-    """A first update that takes telemetry ten seconds says nothing of the others."""
+    """Telemetry takes ten seconds in the first update, which says nothing about later updates."""
     sampling = Sampling(Level.NORMAL)
     sampling.begin()
     sampling.learn(10.0, 20.0)

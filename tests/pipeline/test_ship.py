@@ -1,4 +1,4 @@
-"""Updates on a GPU are copied to the host asynchronously, and measured there like updates on the CPU."""
+"""Updates on a GPU are copied to the host asynchronously and measured there like updates on the CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def trainer(settings: dict[str, Any], device: str) -> PPO:
 
 
 def calls(run_dir: Path, level: str, settings: dict[str, Any]) -> float:
-    """Operations of an update on the training thread."""
     with pretended_gpu(), Telemetry(run_dir=run_dir, level=level, detect=False) as telemetry:
         ppo = trainer(settings, "cuda")
         attach(telemetry, ppo)
@@ -131,7 +130,7 @@ def test_of_a_large_update_whole_minibatches_travel_the_first_and_the_last_among
 
 
 def test_a_record_says_how_many_minibatches_stand_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has all metrics of minibatches, and does not raise an alarm."""
+    """The record has all minibatch metrics, and raises no alarm."""
     monkeypatch.setattr(ship_module, "MAX_MINIBATCH_ROWS", 64)
     with pretended_gpu(), Telemetry(run_dir=tmp_path / "run") as telemetry:
         ppo = trainer({}, "cuda")

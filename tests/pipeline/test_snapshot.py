@@ -1,4 +1,4 @@
-"""A resumed run continues from the state of its histories and alarms, as if it had never stopped, however long it is."""
+"""A resumed run continues from the state of its histories and alarms as if it had never stopped, however long it is."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def trained(run_dir: Path, *stops: int, until: int = UPDATES) -> None:
 
 
 def part(run_dir: Path, rows: list[dict[str, float]], first: int, last: int) -> None:
-    detect = Thresholds(off={"telemetry/overhead"})  # whose times differ
+    detect = Thresholds(off={"telemetry/overhead"})  # overhead depends on the clock
     facts = {"num_envs": 8, "num_steps": 64}
     with Telemetry(run_dir=run_dir, resume=first > 0, detect=detect, facts=facts) as telemetry:
         for update in range(first + 1, last + 1):
@@ -57,7 +57,7 @@ def part(run_dir: Path, rows: list[dict[str, float]], first: int, last: int) -> 
 
 
 def judged(run_dir: Path) -> list[dict[str, float]]:
-    """Values that follow from the history: all but times, memory and what was logged."""
+    """Return the values that depend on the history, without times, memory and logged numbers."""
     own = ("perf/", "telemetry/", "system/")
     return [
         {key: value for key, value in record.values.items() if not key.startswith(own)}
@@ -93,7 +93,7 @@ def test_values_and_alarms_are_those_of_a_run_that_was_never_stopped(
 def test_records_after_the_last_snapshot_are_judged_again(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed process leaves the snapshot of update 30; updates 31 to 36 are read from the journal."""
+    """A killed process leaves the snapshot of update 30. Updates 31 to 36 are read from the journal."""
     monkeypatch.setattr("esper_telemetry.pipeline.in_process.SNAPSHOT_RECORDS", 30)
     if (child := os.fork()) == 0:
         monkeypatch.setattr("esper_telemetry.Telemetry.__exit__", lambda *_: os._exit(9))
@@ -141,7 +141,7 @@ def test_without_a_snapshot_that_fits_the_records_are_judged_again(tmp_path: Pat
 
 
 class Touch:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

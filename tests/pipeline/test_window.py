@@ -1,4 +1,4 @@
-"""Plain numbers: `log` takes them, however often the same keys come."""
+"""`log` accepts plain numbers, even if the same keys come repeatedly."""
 
 from __future__ import annotations
 

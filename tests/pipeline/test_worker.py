@@ -1,4 +1,4 @@
-"""The worker: nothing is lost when it dies, when it hangs, or when the trainer dies."""
+"""The worker: no data is lost if it dies, if it hangs, or if the trainer dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one co
 
 
 LARGE = {f"text_{number}": f"{number} " * 12_000 for number in range(10, 110)}
-"""Details of an intervention that are larger than the pipe to the worker."""
+"""Details of an intervention, larger than the pipe to the worker."""
 
 
 def submit(telemetry: Telemetry, update: int) -> None:
@@ -43,7 +43,7 @@ def submit(telemetry: Telemetry, update: int) -> None:
 
 
 def offloaded(run_dir: Path) -> tuple[Telemetry, int]:
-    """Return a telemetry whose updates a worker measures, and the worker's process."""
+    """Return a telemetry with a worker, and the worker's process."""
     telemetry = Telemetry(run_dir=run_dir, close_timeout=10.0)
     session_of(telemetry).expect_updates(candidates=tuple, open_update=Update)
     session_of(telemetry).start()
@@ -98,7 +98,7 @@ def test_a_worker_that_dies_or_hangs_costs_a_warning(
 
 
 def broken(update: int) -> Update:
-    """An update whose returns do not fit its values, as a bug would leave them."""
+    """An update with a bug: its returns do not match its values."""
     steps = torch.zeros(4, 2)
     flags = torch.zeros(4, 2, dtype=torch.bool)
     rollout = RolloutEnd(
@@ -147,7 +147,7 @@ def test_a_wrong_call_of_the_user_raises_at_once() -> None:
 
 
 def trained(run_dir: Path, *, offload: bool, stop: bool = False) -> list[dict[str, float]]:
-    """Return the records of three updates of an LSTM policy, times aside."""
+    """Return the records of three updates of an LSTM policy, without times."""
     telemetry = Telemetry(run_dir=run_dir, offload=offload, level="debug")
     config = PPOConfig(num_steps=16, num_epochs=1, num_minibatches=2, lstm_size=8, hidden_sizes=(8,), policy="lstm")
     trainer = PPO(CueRecall(8, seed=0), config)
@@ -163,7 +163,7 @@ def trained(run_dir: Path, *, offload: bool, stop: bool = False) -> list[dict[st
 
 
 def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
-    """The trainer collects in the same memory every time; the worker is stopped until all is over, then the trainer does its work."""
+    """The trainer reuses the memory of its rollouts. The worker is stopped until the end, then the trainer measures the updates."""
     waited = trained(tmp_path / "waited", offload=True, stop=True)
 
     at_once = trained(tmp_path / "at_once", offload=False)
@@ -179,7 +179,7 @@ def wide(update: int) -> Update:
 
 
 def test_large_updates_that_waited_are_measured_as_soon_as_the_worker_goes_on(tmp_path: Path) -> None:
-    """While it is stopped, 40 times what a pipe holds is sent; then nothing more has to be sent for all of it to arrive."""
+    """While the worker is stopped, 40 times the pipe's capacity is sent. All of it then arrives without further calls."""
     telemetry, pid = offloaded(tmp_path)
     os.kill(pid, signal.SIGSTOP)
     for update in range(1, 8):
@@ -196,7 +196,7 @@ def test_large_updates_that_waited_are_measured_as_soon_as_the_worker_goes_on(tm
 def test_updates_that_a_worker_could_not_be_given_are_recorded_marked_and_raise_no_alarm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Six updates are measured, then the worker is stopped: ten of six megabytes fit into what may wait, and the rest is left out."""
+    """Six updates are measured, then the worker is stopped. Ten updates of six megabytes fit into the backlog; the rest are marked."""
     telemetry, pid = offloaded(tmp_path)
     for update in range(1, 27):
         session_of(telemetry).submit(wide(update))
@@ -227,7 +227,7 @@ def test_a_worker_that_is_behind_is_given_less_to_measure(tmp_path: Path, monkey
 
 
 def test_updates_that_take_long_do_not_make_a_worker_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour passes between two of them."""
+    """An hour passes between two updates."""
     telemetry, _ = offloaded(tmp_path)
     submit(telemetry, 1)
     now = time.monotonic()
@@ -240,7 +240,7 @@ def test_updates_that_take_long_do_not_make_a_worker_late(tmp_path: Path, monkey
 
 
 def test_a_worker_is_late_once_half_of_what_may_wait_does(tmp_path: Path) -> None:
-    """It is not late because of the one sampled update that it works on, which may have 20 MB."""
+    """A single sampled update in progress, which may have 20 MB, does not make the worker late."""
     telemetry, pid = offloaded(tmp_path)
     os.kill(pid, signal.SIGSTOP)
     worker, waiting = worker_of(telemetry), []
@@ -289,7 +289,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_trainer_loses_no_finished_update(tmp_path: Path) -> None:
-    """The worker still finds the updates in the pipe, and the run ends as killed after the last of them."""
+    """The worker still reads the updates in the pipe, and the run ends as killed after the last one."""
     run_dir = tmp_path / "run"
     trainer = subprocess.Popen([sys.executable, "-c", KILLED, str(run_dir)], start_new_session=True)
     try:
@@ -303,7 +303,7 @@ def test_a_killed_trainer_loses_no_finished_update(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_replaces_its_worker_knows_the_journal_and_its_history(tmp_path: Path) -> None:
-    """The worker dies after five updates, before its answer to the last is read: no update twice, and averages go on."""
+    """The worker dies after five updates, before the trainer reads its last answer. No update is recorded twice, and averages continue."""
     telemetry, pid = offloaded(tmp_path)
     for update in range(1, 6):
         telemetry.log({"policy/entropy": 2.0**-update})
@@ -323,19 +323,19 @@ def test_a_trainer_that_replaces_its_worker_knows_the_journal_and_its_history(tm
 
 
 def logged(telemetry: Telemetry, updates: range) -> None:
-    """Log and flush as a loop of the user's own, which takes no time itself."""
+    """Log and flush like a user's loop that takes no time itself."""
     for update in updates:
         telemetry.log({"my/number": float(update), "policy/kl": 0.01 + 0.005 * math.sin(update)})
         telemetry.flush(env_step=update)
 
 
 def own_values(values: Mapping[str, float]) -> dict[str, float]:
-    """Leave out what depends on the machine: times, and alarms about them."""
+    """Drop values that depend on the machine: times, and alarms about them."""
     return {key: value for key, value in values.items() if key.startswith(("my/", "policy/"))}
 
 
 def test_records_of_a_users_loop_are_the_same_in_process_and_in_a_worker(tmp_path: Path) -> None:
-    """A sink gets each of them once. The last one has the largest count."""
+    """A sink gets each record once. The last record has the largest count."""
     records = []
     for offload in (True, False):
         got: list[float] = []
@@ -362,7 +362,7 @@ def test_a_users_loop_has_a_worker_only_where_it_asks_for_one(tmp_path: Path, se
 
 
 def test_a_detector_of_the_script_itself_is_kept_in_process(tmp_path: Path) -> None:
-    """The worker could not import it."""
+    """A worker could not import the detector."""
     script = """
 from esper_telemetry import Telemetry
 from esper_telemetry.alarms import Detectors
@@ -391,7 +391,7 @@ def test_a_loop_that_records_slow_down_is_told_once_that_a_worker_could_make_the
 
 
 def test_the_run_is_announced_before_its_first_numbers(tmp_path: Path) -> None:
-    """Also where the run goes on."""
+    """The same holds for a resumed run."""
     for resume in (False, True):
         with Telemetry(run_dir=tmp_path, resume=resume, offload=True) as telemetry:
             logged(telemetry, range(1 + 2 * resume, 3 + 2 * resume))

@@ -16,22 +16,19 @@ SMALL = {"num_steps": 32, "hidden_sizes": (16, 16), "num_epochs": 2}
 
 
 def cartpole(seed: int = 0, **settings: Any) -> PPO:
-    """A small trainer for CartPole-v1."""
     return PPO(make_env("CartPole-v1", num_envs=4, seed=seed), PPOConfig(**{**SMALL, "seed": seed, **settings}))
 
 
 def pendulum(seed: int = 0, **settings: Any) -> PPO:
-    """A small trainer for Pendulum-v1, whose actions are continuous."""
     return PPO(make_env("Pendulum-v1", num_envs=2, seed=seed), PPOConfig(**{**SMALL, "seed": seed, **settings}))
 
 
 def weights(trainer: PPO) -> list[Tensor]:
-    """Copies of all parameters."""
     return [parameter.detach().clone() for parameter in trainer.policy.parameters()]
 
 
 def equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    """Return True where the tensors agree bit for bit."""
+    """Return True if the tensors agree bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
@@ -48,12 +45,11 @@ class EventLog:
         return self
 
     def of(self, event_type: type) -> list[Any]:
-        """The events of one type."""
         return [event for event in self.events if type(event) is event_type]
 
 
 def random_rollout(steps: int = 37, envs: int = 5, *, seed: int = 0, invalid: bool = False) -> Rollout:
-    """A rollout with episodes that end both ways, also at its edges."""
+    """Return a rollout whose episodes end in both ways, also at its edges."""
     generator = torch.Generator().manual_seed(seed)
     normal = [torch.randn(steps, envs, generator=generator) for _ in range(4)]
     terminated = torch.rand(steps, envs, generator=generator) < 0.1

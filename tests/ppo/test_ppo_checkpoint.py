@@ -1,4 +1,4 @@
-"""Checkpoints: training continues bit for bit; a file is whole, runs no code, and is refused where it does not fit."""
+"""Checkpoints: training continues bit for bit. A file is complete, runs no code, and is refused if it does not fit the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def recall_in_tensors(**changes: Any) -> PPO:
 @pytest.mark.parametrize("make", [cartpole, pendulum, acrobot, hidden, recall, recall_in_tensors])
 @pytest.mark.parametrize("settings", [{}, {"policy": "lstm", "num_minibatches": 2, **SCALED}])
 def test_a_resumed_run_is_bit_identical(make: Any, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Saved after the third update; both go on to the same end."""
+    """Saved after the third update; both runs continue to the same end."""
     whole = make(**settings)
     emitted = EventLog().listen(whole, EpisodeEnd, UpdateEnd)
     whole.hooks.on(UpdateEnd, lambda event: event.update == 3 and whole.save(tmp_path / "latest.pt"))
@@ -126,7 +126,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_best_is_that_of_the_highest_mean_return(tmp_path: Path) -> None:
-    """The hundred returns rise, then fall: the best stays where they were highest."""
+    """Mean returns of 1, 3, then 2: the best checkpoint stays at 3."""
     trainer = cartpole()
     checkpoints = Checkpoints(trainer, tmp_path, every=10**9)
     updates = []

@@ -23,7 +23,7 @@ OWN = ("log_probs", "replayed_log_probs", "values", "actions")
 def values_of(
     run_dir: Path, env: str, change: Callable[[Rollout], Rollout] | None = None, **settings: Any
 ) -> Mapping[str, float]:
-    """The largest value of each key of equations in three updates."""
+    """Return the largest value of each equation key in three updates."""
     trainer = PPO(make_env(env, num_envs=4), PPOConfig(seed=2, num_steps=48, **settings))
     if change is not None:
         collect = trainer.collector.collect
@@ -57,7 +57,7 @@ def test_every_equation_holds(env: str, settings: Mapping[str, Any], tmp_path: P
 
 
 def late(rollout: Rollout) -> Rollout:
-    """The same with memory that is reset one step late in training."""
+    """Return the rollout with memory that training resets one step late."""
     assert rollout.recurrence is not None
     fresh = rollout.recurrence.fresh
     shifted = np.concatenate([np.zeros_like(fresh[:1]), fresh[:-1]])
@@ -65,7 +65,7 @@ def late(rollout: Rollout) -> Rollout:
 
 
 def never(rollout: Rollout) -> Rollout:
-    """The same with a memory that training never resets."""
+    """Return the rollout with memory that training never resets."""
     assert rollout.recurrence is not None
     return replace(rollout, recurrence=replace(rollout.recurrence, fresh=np.zeros_like(rollout.recurrence.fresh)))
 

@@ -1,4 +1,4 @@
-"""Wrong settings end in one sentence with the offending value."""
+"""Wrong settings raise one sentence with the offending value."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_minibatches_must_divide_the_rollout() -> None:
     ],
 )
 def test_ranks_need_rows_for_every_minibatch(settings: dict[str, Any], sentence: str) -> None:
-    """Every second row may be a reset: of 3 x 3 rows, 3 are transitions for sure."""
+    """Every second row may be a reset, so of 3 x 3 rows only 3 are certain to be transitions."""
     config = PPOConfig(**settings)
 
     with pytest.raises(ValueError, match=sentence):

@@ -1,4 +1,4 @@
-"""Learning of CueRecall: a policy with memory solves it; one without, or with the cue of the episode before, does not."""
+"""Learning of CueRecall: a policy with memory solves it; a policy without memory, or with the previous episode's cue, does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.ppo import PPO, preset
 from esper_telemetry.ppo.environments import CueRecall
 
-CHANCE = 5.25  # for ever the same op, but not 0, and the right arguments: 9 / 4 + 3
+CHANCE = 5.25  # always the same op except 0, and the right arguments: 9 / 4 + 3
 
 
 def final_return(steps: int = 25_000, *, stale_cue: bool = False, **changes: Any) -> float:

@@ -1,4 +1,4 @@
-"""Encoders: images of any size, several parts at once, and everything that a rollout does with them."""
+"""Encoders: images of any size, several parts at once, and their use in a rollout."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_both_layouts_of_an_image_are_encoded_alike() -> None:
 
 
 def test_each_part_has_an_encoder_of_its_own() -> None:
-    """The features stand side by side: those of two images, then 64 of the numbers. Each reads its part alone."""
+    """The features are concatenated: two images, then 64 of the numbers. Each encoder reads only its own part."""
     layout = ObservationLayout(2, 3, (Image((1, 8, 8)), Image((9, 8, 1), True, "float32", 0.0, 1.0)))
     encoder = Encoded(layout, (), "tanh").encoder
     generator = np.random.default_rng(0)
@@ -111,7 +111,7 @@ def test_each_part_has_an_encoder_of_its_own() -> None:
 
 @pytest.mark.parametrize("env_id", ENVS)
 def test_a_rollout_keeps_bytes(env_id: str) -> None:
-    """64 pixels; with parts 4 bytes each for the time and the two shifts in addition."""
+    """64 pixels. Rows of several parts add 4 bytes each for the time and the two shifts."""
     rollout = trainer(env_id).collector.collect()
 
     assert rollout.observations.dtype == torch.uint8
@@ -144,7 +144,7 @@ def test_watching_changes_nothing(env_id: str, settings: dict[str, Any]) -> None
 
 
 def mean_reward(source: PPO, total_steps: int) -> float:
-    """Mean reward per step over the last hundred episodes, of 8 steps each."""
+    """Return the mean reward per step over the last hundred episodes of 8 steps."""
     returns: deque[float] = deque(maxlen=100)
     source.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
     source.learn(total_steps)
@@ -162,7 +162,7 @@ LEARNING: dict[str, Any] = {
 
 @pytest.mark.parametrize("policy", ["mlp", pytest.param("lstm", marks=pytest.mark.slow)])
 def test_a_spotlight_is_learned_from_pixels(policy: str) -> None:
-    """Guessing pays 0.25; the image says it all."""
+    """Guessing pays 0.25; the image has all the information."""
     assert mean_reward(trainer(num_envs=8, policy=policy, **LEARNING), 6_000) > 0.7
 
 
@@ -180,7 +180,7 @@ def test_image_and_choice_are_combined(shared_trunk: bool) -> None:
     ("env_id", "chance"), [("FrozenLake-v1", 0.02), pytest.param("Blackjack-v1", -0.4, marks=pytest.mark.slow)]
 )
 def test_choices_are_learned_from(env_id: str, chance: float) -> None:
-    """A Discrete, and a Tuple of three: without slipping the lake is crossed, and few hands beat the dealer's as badly."""
+    """A Discrete, and a Tuple of three: FrozenLake without slipping, and Blackjack."""
     kwargs = {"is_slippery": False} if env_id == "FrozenLake-v1" else {}
     env = make_env(env_id, num_envs=8, seed=1, **kwargs)
     source = PPO(env, PPOConfig(num_steps=64, seed=2, hidden_sizes=(32,), entropy_coef=0.02, learning_rate=5e-3))
@@ -193,7 +193,7 @@ def test_choices_are_learned_from(env_id: str, chance: float) -> None:
 
 
 def next_values(mode: AutoresetMode, source: PPO, *, parts: bool) -> tuple[Any, Any]:
-    """Rollout of a policy in environments of 3 and 5 steps, and the values that follow its steps."""
+    """Return a rollout in environments of 3 and 5 steps, and the values after its steps."""
     env = GymnasiumEnvironment(spotlights(mode, parts=parts), seed=5)
     other = PPO(env, replace(source.config, num_minibatches=2))
     other.policy.load_state_dict(source.policy.state_dict())
@@ -204,14 +204,14 @@ def next_values(mode: AutoresetMode, source: PPO, *, parts: bool) -> tuple[Any, 
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_cut_episode_is_valued_by_its_last_observation(parts: bool, policy: str) -> None:
-    """In SAME_STEP by `final_obs`; in NEXT_STEP that observation is simply the next one."""
+    """SAME_STEP gives this observation as `final_obs`; in NEXT_STEP it is the next observation."""
     source = trainer(ENVS[parts], num_envs=2, policy=policy, num_minibatches=1)
     same, same_values = next_values(AutoresetMode.SAME_STEP, source, parts=parts)
     after, after_values = next_values(AutoresetMode.NEXT_STEP, source, parts=parts)
     following = source.policy
 
     assert same.valid is None and after.valid is not None
-    # Environment 0 has episodes of 3 steps: its third step is cut in both, before their actions can differ.
+    # Environment 0 has episodes of 3 steps: in both modes its third step is cut before their actions can differ.
     assert same.ended[2, 0] and after.ended[2, 0] and not same.terminated.any()
     assert torch.equal(same.observations[:3, 0], after.observations[:3, 0])
     assert float(same_values[2, 0]) == pytest.approx(float(after_values[2, 0]), abs=1e-6)
@@ -246,7 +246,7 @@ def test_acting_on_the_host_is_the_policy(policy: str) -> None:
 
 
 def test_only_vectors_are_normalised() -> None:
-    """Columns: 2 measurements, 3 choices, 64 pixels. The same in NumPy and in torch, and in training as in acting."""
+    """Columns: 2 measurements, 3 choices, 64 pixels. NumPy and torch agree, and so do acting and training."""
     layout = ObservationLayout(2, 3, (Image((1, 8, 8)),))
     generator = np.random.default_rng(0)
     numbers = [generator.normal(5.0, 3.0, (50, 2)), np.eye(3)[generator.integers(3, size=50)]]
@@ -278,7 +278,7 @@ def test_what_has_no_vectors_has_nothing_to_normalise(env_id: str, kind: type | 
 
 
 def test_statistics_of_vectors_follow_the_rollouts() -> None:
-    """Time runs from 0 to 7 in episodes of 8: over whole episodes its mean is 3.5."""
+    """Time runs from 0 to 7 in episodes of 8, so its mean over whole episodes is 3.5."""
     source = trainer("SpotlightParts-v0", normalize_observations=True)
 
     source.learn(1)
@@ -310,7 +310,7 @@ def test_evaluation_sees_images_too() -> None:
 
 
 class Lights:
-    """The spotlight as tensors, with the layout that it declares itself."""
+    """The spotlight as a tensor environment that declares its own layout."""
 
     name, num_envs = "lights", 6
     observation_layout = ObservationLayout(0, 0, (Image((1, 8, 8)),))
@@ -351,7 +351,7 @@ def test_tensor_environments_may_declare_images(on_device: bool) -> None:
 
 
 def test_several_kinds_of_actions_are_chosen_from_pixels() -> None:
-    """A Dict of actions with a squashed Gaussian, two bits and a choice: the sum of their log-probabilities is the joint one."""
+    """A Dict of actions: a squashed Gaussian, two bits and a choice. Their log-probabilities add up to the joint one."""
 
     class Many(Spotlight):
         def __init__(self) -> None:

@@ -8,7 +8,7 @@ from esper_telemetry.ppo.collectors.base import EpisodeTotals
 
 
 def test_episodes_are_counted_over_rollouts_and_in_order() -> None:
-    """Environment 0 ends at t = 1 and t = 2, environment 1 at t = 0; in the next rollout both end at t = 0."""
+    """Environment 0 ends at t = 1 and t = 2, environment 1 at t = 0. In the next rollout both end at t = 0."""
     counter = EpisodeTotals(2)
     rewards = np.array([[1, 10], [2, 20], [4, 40]], np.float32)
 
@@ -28,7 +28,7 @@ def test_a_rollout_without_an_end_gives_no_episode() -> None:
 
 
 def test_invalid_rows_count_for_nothing() -> None:
-    """The episode's second row is a reset: two of three rows count."""
+    """The episode's second row is a reset, so two of three rows count."""
     counter = EpisodeTotals(1)
 
     counter.count(

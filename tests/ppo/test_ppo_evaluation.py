@@ -1,4 +1,4 @@
-"""Evaluation: the likeliest actions, one whole episode per environment, and training unchanged."""
+"""Evaluation: the most likely actions, one whole episode per environment, and no effect on training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from esper_telemetry.ppo.trainer import evaluate, first_episode
 
 
 def test_steps_of_the_first_episode_include_its_end() -> None:
-    """Environment 0 ends at t = 1, environment 1 never, environment 2 was over before."""
+    """Environment 0 ends at t = 1, environment 1 never; environment 2 had ended before."""
     ended = torch.tensor([[0, 0, 0], [1, 0, 0], [1, 0, 1]], dtype=torch.bool)
 
     assert first_episode(ended, torch.tensor([True, True, False])).int().tolist() == [[1, 1, 0], [1, 1, 0], [0, 1, 0]]

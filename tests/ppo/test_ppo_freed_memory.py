@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FEW = 40_000
-"""Pages of 4 KB: 160 MB, where twenty times 32 MB are needed."""
+"""Pages of 4 KB: 160 MB, although twenty times 32 MB are needed."""
 SCRIPT = """
 import ctypes, resource
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages are small ones, wherever this runs
@@ -33,14 +33,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def pages_fetched(first: str) -> int:
-    """Page faults of a fresh process that frees and allocates four blocks twenty times."""
+    """Return the page faults of a new process that frees and allocates four blocks twenty times."""
     script = SCRIPT.format(first=first, numbers=MAX_HEAP_BLOCK_BYTES // 16)
     run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
     return int(run.stdout)
 
 
 def test_what_is_freed_is_there_again() -> None:
-    """Without the setting it depends on what lies behind a block, so on the process, whether its memory goes back to the system."""
+    """Without the setting, whether memory returns to the system depends on what follows a block in memory, so on the process."""
     assert any(pages_fetched("") > FEW for _ in range(20))
     assert pages_fetched("retain_freed_memory()") < FEW
 

@@ -1,4 +1,4 @@
-"""Continuous heads: their probabilities are those of torch.distributions, and what leaves them stays within bounds."""
+"""Continuous heads: their probabilities equal torch.distributions, and their actions stay within bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def head(*, squashed: bool, state_dependent: bool, spec: ActionSpec = SPEC) -> Gaussian:
-    """A head in float64 whose scores differ from row to row."""
+    """Return a head in float64 whose scores differ between rows."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         gaussian = make_gaussian("move", spec, FEATURES, -0.5, state_dependent=state_dependent, squashed=squashed)
@@ -41,7 +41,7 @@ def head(*, squashed: bool, state_dependent: bool, spec: ActionSpec = SPEC) -> G
 
 
 def theirs(ours: Gaussian, scores: Tensor) -> Independent[Normal]:
-    """The Gaussian of torch that the scores stand for."""
+    """Return torch's Gaussian for these scores."""
     described = ours.description(scores)
     return Independent(Normal(described["means"], described["log_std"].exp()), 1)
 
@@ -51,7 +51,7 @@ def assert_near(left: Tensor, right: Tensor) -> None:
 
 
 def drawn(ours: Gaussian) -> tuple[Tensor, Tensor]:
-    """Scores [N, width] and draws [N, D]."""
+    """Return scores [N, width] and draws [N, D]."""
     generator = torch.Generator().manual_seed(1)
     scores = ours(torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64))
     return scores, ours.sample(scores, ours.noise((ROWS,), generator).double())
@@ -72,7 +72,7 @@ def test_probability_and_entropy_are_those_of_torch(state_dependent: bool) -> No
 
 @pytest.mark.parametrize("state_dependent", [False, True])
 def test_a_squashed_probability_is_that_of_torch_for_the_tanh(state_dependent: bool) -> None:
-    """Ours is given the draw u, theirs the action tanh(u); the entropy is that before the tanh."""
+    """Our head takes the draw u, torch's distribution the action tanh(u). The entropy is the one before the tanh."""
     ours = head(squashed=True, state_dependent=state_dependent)
     scores, draws = drawn(ours)
 
@@ -83,7 +83,7 @@ def test_a_squashed_probability_is_that_of_torch_for_the_tanh(state_dependent: b
 
 
 def test_stretching_to_the_bounds_shifts_every_log_probability_alike() -> None:
-    """So it cancels in the ratio: log((high - low) / 2) per dimension, here log 2 + log ½ + log 3 = log 3."""
+    """It therefore cancels in the ratio: log((high - low) / 2) per dimension, here log 2 + log ½ + log 3 = log 3."""
     ours = head(squashed=True, state_dependent=False)
     scores, draws = drawn(ours)
     low, high = torch.tensor([SPEC.low, SPEC.high], dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_gradients_of_a_squashed_probability_are_those_of_torch(state_dependent:
 
 
 def test_a_probability_far_out_stays_finite_with_its_gradient() -> None:
-    """1 - tanh²(200) is 0 in any precision; its logarithm, -2·200 + 2 log 2, is not."""
+    """1 - tanh²(200) is 0 in any precision, but its logarithm, -2·200 + 2 log 2, is finite."""
     squash = Squash("move", ActionSpec("continuous", 1, low=(-1.0,), high=(1.0,)))
     draws = torch.tensor([[200.0], [-200.0], [0.0]], requires_grad=True)
 
@@ -133,7 +133,7 @@ def test_acting_in_numpy_draws_what_torch_draws(squashed: bool, state_dependent:
 
 
 def test_irrelevant_rows_have_no_entropy() -> None:
-    """One row of four counts: its entropy, over the number of all rows."""
+    """One row of four counts: its entropy, divided by the number of all rows."""
     ours = head(squashed=False, state_dependent=True)
     scores = drawn(ours)[0][:4]
 
@@ -196,7 +196,7 @@ def test_an_environment_cuts_what_is_stored_uncut(actions: np.ndarray[Any, Any])
 
 
 class Witness:
-    """Pendulum that keeps what it was told to do."""
+    """Pendulum that records its actions."""
 
     def __init__(self) -> None:
         self._env: Any = make_env("Pendulum-v1", num_envs=2, seed=0)
@@ -267,7 +267,7 @@ def test_watching_changes_nothing(settings: dict[str, Any]) -> None:
     ids=str,
 )
 def test_continuous_heads_learn_a_constant(settings: dict[str, Any], policy: str) -> None:
-    """The reward is -(action - 0.7)² in bounds of [-2, 2]; a policy that stays at its start gets about -1 or less."""
+    """The reward is -(action - 0.7)² in bounds of [-2, 2]. A policy that stays at its start gets about -1 or less."""
     trainer = PPO(Target(), PPOConfig(
         num_steps=32, num_epochs=4, num_minibatches=4, hidden_sizes=(16,), lstm_size=8, policy=policy, seed=1,
         learning_rate=3e-3, gamma=0.0, anneal_learning_rate=False, **settings,
@@ -279,7 +279,7 @@ def test_continuous_heads_learn_a_constant(settings: dict[str, Any], policy: str
 
 
 class Target:
-    """Eight environments without state that pay for actions near 0.7; what they get must be within [-2, 2] or cut."""
+    """Eight stateless environments that pay for actions near 0.7, clipped to [-2, 2]."""
 
     name, num_envs, observation_shape = "target", 8, (2,)
 
@@ -315,7 +315,7 @@ def test_a_checkpoint_of_a_squashed_policy_fits_no_other(tmp_path: Any) -> None:
 
 
 class Throws:
-    """Tensor environments in which an amount matters only for the second of two ways; it keeps what it was told."""
+    """Tensor environments in which an amount is relevant only for the second of two ways. They record their actions."""
 
     name, num_envs, observation_shape = "throws", 5, (3,)
 

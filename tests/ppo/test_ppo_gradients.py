@@ -1,4 +1,4 @@
-"""Gradients: the split backward, the written-out network and the NumPy one against plain torch."""
+"""Gradients: the split backward, the written-out network and the NumPy network against plain torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_split_backward_equals_the_plain_one_bit_for_bit(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("shared_trunk", [False, True])
 def test_the_split_backward_of_memory_and_several_heads_is_the_plain_one(precision: str, shared_trunk: bool) -> None:
-    """Heads add up in another order: by a last bit."""
+    """Heads add up in another order, so the last bit may differ."""
     env = make_env("cue-recall", num_envs=4, seed=0)
     config = PPOConfig(
         policy="lstm", lstm_size=8, num_steps=16, num_minibatches=1, shared_trunk=shared_trunk, entropy_coef=0.01
@@ -91,7 +91,7 @@ def test_the_split_backward_of_memory_and_several_heads_is_the_plain_one(precisi
 
 @pytest.mark.parametrize("make", [cartpole, pendulum])
 def test_the_critics_gradient_is_what_the_actors_leaves_of_the_whole(make: Make) -> None:
-    """By subtraction, and by a pass of its own."""
+    """Computed by subtraction, and by a separate pass."""
     trainer = make(shared_trunk=True)
     batch = first_batch(trainer)
     outputs = trainer.policy.trunks(batch.observations)
@@ -109,7 +109,7 @@ def test_the_critics_gradient_is_what_the_actors_leaves_of_the_whole(make: Make)
 
 
 def test_the_leaves_give_exact_parameter_gradients_of_either_loss() -> None:
-    """With a shared trunk, what a hook takes from the actor's leaf equals backing up the actor's loss alone."""
+    """With a shared trunk, the gradient from the actor's leaf equals a backward pass of the actor's loss alone."""
     trainer = cartpole(shared_trunk=True)
     observed: list[tuple[Tensor, ...]] = []
 
@@ -130,8 +130,8 @@ def test_the_leaves_give_exact_parameter_gradients_of_either_loss() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_gradients_through_the_heads_are_those_of_one_head_at_a_time(shared: bool) -> None:
-    """Together they are the actor's gradient at the trunk's output. One head's is what is left when the others' scores are detached; the
-    ratio of a factored policy is a product, so it still has their values. Nothing of it shows in the weights.
+    """Their sum is the actor's gradient at the trunk's output. Detaching the other heads' scores leaves one head's gradient; the ratio of
+    a factored policy is a product, so it keeps their values. The measurement does not change the weights.
     """
     config = PPOConfig(num_steps=16, num_minibatches=2, hidden_sizes=(8,), shared_trunk=shared, entropy_coef=0.1)
     watched, alone, bare = (PPO(CueRecall(8, seed=0), config) for _ in range(3))
@@ -171,7 +171,7 @@ def test_separate_networks_share_nothing() -> None:
 def test_the_written_out_network_equals_plain_operations(
     activation: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where its 33 rows are backed up in five parts."""
+    """Its 33 rows are also backed up in five parts."""
     monkeypatch.setattr(mlp, "TILE_ROWS", tile)
     torch.manual_seed(0)
     network = MLP(5, (16, 8), activation)

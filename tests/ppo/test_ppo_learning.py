@@ -1,4 +1,4 @@
-"""Learning curves: medians over five seeds of the mean return of the last 100 episodes. Minutes, not seconds.
+"""Learning curves: medians over five seeds of the mean return of the last 100 episodes. They take minutes.
 
 The numbers of all seeds are printed; `make test-slow` shows them whether a test passes or not.
 """
@@ -19,7 +19,7 @@ SEEDS = range(5)
 
 
 def final_return(env_id: str, total_steps: int, seed: int, *, policy: str = "mlp", hidden: bool = False) -> float:
-    """Final return of a training with the preset alone."""
+    """Return the final return of training with the preset alone."""
     tuned = preset(env_id, policy, mask_velocity=hidden)
     env = make_env(env_id, num_envs=tuned.num_envs, seed=seed, mask_velocity=hidden)
     trainer = PPO(env, tuned.config(seed=seed))
@@ -30,7 +30,7 @@ def final_return(env_id: str, total_steps: int, seed: int, *, policy: str = "mlp
 
 
 def median_return(env_id: str, total_steps: int, **view: Any) -> float:
-    """The median over the seeds; says what each has reached."""
+    """Return the median over the seeds, and print each seed's return."""
     returns = [final_return(env_id, total_steps, seed, **view) for seed in SEEDS]
     reached = statistics.median(returns)
     options = " ".join(f"{name}={value}" for name, value in view.items())
@@ -69,5 +69,5 @@ def test_without_memory_hidden_velocities_are_too_much() -> None:
 
 @pytest.mark.slow
 def test_two_factored_heads_recall_the_cue() -> None:
-    """The largest return is about 11; who has to guess the cue gets 5.25 at best."""
+    """The largest return is about 11. Guessing the cue gives at most 5.25."""
     assert median_return("cue-recall", 50_000, policy="lstm") >= 9

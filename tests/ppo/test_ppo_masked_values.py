@@ -1,4 +1,4 @@
-"""Values in rows that are no transitions, and in irrelevant parts of actions, do not change an update."""
+"""Values in rows without a transition, and in irrelevant parts of actions, do not change an update."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POISONS = st.sampled_from([torch.nan, torch.inf, -torch.inf, 1e30])
 
 
 def with_resets(rollout: Rollout) -> Rollout:
-    """The rollout as if every row after an end were a reset, as in Gymnasium's NEXT_STEP mode."""
+    """Return the rollout as if every row after an end were a reset, as in Gymnasium's NEXT_STEP mode."""
     valid = torch.ones_like(rollout.ended)
     for t in range(1, len(valid)):
         valid[t] = ~(rollout.ended[t - 1] & valid[t - 1])
@@ -40,7 +40,7 @@ def with_resets(rollout: Rollout) -> Rollout:
 
 
 def poisoned(rollout: Rollout, poison: float) -> Rollout:
-    """Poison in every row that is no transition, and in every part of an action that does not matter."""
+    """Write an invalid value into every row without a transition, and into every irrelevant part of an action."""
     assert rollout.valid is not None
     lost = ~rollout.valid
 
@@ -64,7 +64,6 @@ def poisoned(rollout: Rollout, poison: float) -> Rollout:
 
 
 def updated(settings: dict[str, Any], seed: int, poison: float | None) -> list[Tensor]:
-    """Weights after one update."""
     trainer: PPO = restricted(seed=seed, num_epochs=2, entropy_coef=0.01, **settings)
     rollout = with_resets(trainer.collector.collect())
     assert rollout.valid is not None and not rollout.valid.all()

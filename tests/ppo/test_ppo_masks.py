@@ -1,4 +1,4 @@
-"""Masks and relevance: forbidden choices are never made, and masked values have no influence, even NaN."""
+"""Masks and relevance: forbidden choices are never made, and masked values have no influence, not even NaN."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SPECS = {
     "arg": ActionSpec("categorical", 4, given="op", relevant_for=(1, 2)),
     "size": ActionSpec("continuous", 2, given="arg", relevant_for=(0, 1)),
 }
-"""`arg` matters unless op = 0; `size` matters where `arg` does and is 0 or 1."""
+"""`arg` is relevant unless op = 0; `size` is relevant if `arg` is and is 0 or 1."""
 
 
 class Restricted:
-    """Four environments of noise in which op is limited at random, and arg by the op chosen."""
+    """Four environments with random observations. op is limited at random, and arg by the chosen op."""
 
     name, num_envs, observation_shape, action_specs = "Restricted", 4, (3,), SPECS
 
@@ -57,7 +57,7 @@ class Restricted:
         op[np.arange(4), self.rng.integers(3, size=4)] = True
         arg = self.rng.random((4, 3, 4)) < 0.4
         arg[..., 2] |= ~arg.any(-1)
-        arg[:, 0] = False  # nothing is allowed where it does not matter
+        arg[:, 0] = False  # no choice is allowed if it is irrelevant
         self.masks = {"op": op, "arg": arg}
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ def test_log_probabilities_add_up_over_the_relevant_heads(policy: str) -> None:
 
     trainer.learn(640)
 
-    for event in emitted.of(RolloutEnd)[-1:]:  # tensors of earlier rollouts are overwritten by now
+    for event in emitted.of(RolloutEnd)[-1:]:  # tensors of earlier rollouts have been overwritten
         assert torch.allclose(event.log_probs, sum(event.head_log_probs.values()), atol=1e-6)
         assert list(event.head_log_probs) == ["op", "arg", "size"]
         assert {name: tuple(logits.shape) for name, logits in event.logits.items()} == {
@@ -113,7 +113,7 @@ def test_log_probabilities_add_up_over_the_relevant_heads(policy: str) -> None:
 
 
 def policy_and_rows(seed: int = 0) -> tuple[ActorCritic, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """A policy, and per head scores, masks and relevance of 16 rows; arg is forced in the first four."""
+    """Return a policy, and each head's scores, masks and relevance of 16 rows. arg has one choice in the first four."""
     generator = torch.Generator().manual_seed(seed)
     policy = restricted().policy
     scores = {name: torch.randn(16, spec.size, generator=generator) for name, spec in SPECS.items()}
@@ -132,7 +132,7 @@ ACTIONS = {
 
 
 def test_the_joint_entropy_counts_relevant_heads_over_allowed_choices() -> None:
-    """Against torch.distributions, row by row."""
+    """Compared with torch.distributions, row by row."""
     policy, scores, masks, relevance = policy_and_rows()
     expected = torch.zeros(16)
     for name in ("op", "arg"):
@@ -169,7 +169,7 @@ def add_up(parts: Mapping[str, Tensor]) -> Tensor:
 @given(seed=st.integers(0, 1000), poison=st.sampled_from([torch.nan, torch.inf, -torch.inf, 1e30]))
 @settings(max_examples=25, deadline=None)
 def test_masked_content_has_no_influence(seed: int, poison: float) -> None:
-    """Scores of forbidden choices and actions of irrelevant heads may hold anything."""
+    """Scores of forbidden choices and actions of irrelevant heads may have any value."""
     results = []
     for poisoned in (False, True):
         policy, scores, masks, relevance = policy_and_rows(seed)

@@ -20,7 +20,7 @@ def infinite(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
 
 
 def test_the_first_gradient_of_the_pass_is_named_and_no_step_is_taken(tmp_path: Path) -> None:
-    """A reward of the second rollout is NaN, so every loss is: the pass reaches a head first, and no weight changes."""
+    """A reward of the second rollout is NaN, so every loss is. The pass reaches a head first, and no weight changes."""
     trainer = cartpole(stop_on_nonfinite=True)
     trainer.steps = replace(trainer.steps, rewards=poisoned({2}))
     states: list[list[Tensor]] = []
@@ -42,7 +42,7 @@ def test_the_first_gradient_of_the_pass_is_named_and_no_step_is_taken(tmp_path: 
 
 
 def test_only_the_faulty_part_of_a_loss_is_named() -> None:
-    """The policy loss alone is infinite: the value head's gradients come first and are finite."""
+    """Only the policy loss is infinite. The value head's gradients come first and are finite."""
     trainer = cartpole(stop_on_nonfinite=True)
     trainer.steps = replace(trainer.steps, policy_loss=infinite)
 

@@ -1,4 +1,4 @@
-"""Running statistics: their values, and that acting and training use the same ones."""
+"""Running statistics: their values, and their use in acting and training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_observations_are_normalised_alike_on_host_and_device() -> None:
 
 
 def test_rewards_are_divided_by_the_deviation_of_the_discounted_return() -> None:
-    """γ = 0.5, rewards 1, 1, 1, an end after the second: sums 1, 1.5, 1; then 1 + 0.5 · 1 = 1.5 in the next rollout."""
+    """γ = 0.5, rewards 1, 1, 1, an end after the second: sums 1, 1.5, 1. In the next rollout: 1 + 0.5 · 1 = 1.5."""
     normalizer = RewardNormalizer(1, 0.5)
     ones, ended = torch.ones(3, 1), torch.tensor([[False], [True], [False]])
 

@@ -1,7 +1,7 @@
-"""One update of a minibatch by this trainer and by Stable-Baselines3, from the same weights and the same rows.
+"""One update of a minibatch by this trainer and by Stable-Baselines3, from the same weights and rows.
 
-The losses are written here as `stable_baselines3.ppo.PPO.train` computes them, from what its policy's
-`evaluate_actions` returns; policy, distribution, clipping and optimizer are its own.
+The losses are written here as `stable_baselines3.ppo.PPO.train` computes them, from its policy's `evaluate_actions`. Policy, distribution,
+clipping and optimizer are Stable-Baselines3's.
 """
 
 from __future__ import annotations
@@ -38,19 +38,18 @@ NAMES = {
 
 
 def ours_named(name: str) -> str:
-    """Our name of their parameter."""
+    """Return our name of one of their parameters."""
     part = next(part for part in NAMES if name == part or name.startswith(f"{part}."))
     return NAMES[part] + name.removeprefix(part)
 
 
 def assert_equal(ours: Any, theirs: Any, what: str = "") -> None:
-    """No number differs by more than the tolerance."""
     difference = torch.as_tensor(ours).detach() - torch.as_tensor(theirs).detach()
     assert difference.abs().max() <= TOLERANCE, what
 
 
 def their_policy(env_id: str, trainer: PPO) -> ActorCriticPolicy:
-    """A policy of Stable-Baselines3 with our weights."""
+    """Return a policy of Stable-Baselines3 with our weights."""
     env = gymnasium.make(env_id)
     sizes = list(trainer.config.hidden_sizes)
     policy = ActorCriticPolicy(
@@ -65,7 +64,7 @@ def their_policy(env_id: str, trainer: PPO) -> ActorCriticPolicy:
 
 
 def their_update(policy: ActorCriticPolicy, batch: Batch, trainer: PPO) -> dict[str, Any]:
-    """Losses, norm and parameters after one step."""
+    """Return losses, norm and parameters after one step."""
     config = trainer.config
     values, log_prob, entropy = policy.evaluate_actions(batch.observations, batch.actions["action"])
     ratio = torch.exp(log_prob - batch.log_probs)
@@ -87,7 +86,7 @@ def their_update(policy: ActorCriticPolicy, batch: Batch, trainer: PPO) -> dict[
 
 
 def moved(trainer: PPO) -> Batch:
-    """Rows whose ratios differ from 1 and are clipped in part."""
+    """Return rows whose ratios differ from 1 and are clipped in part."""
     rollout: Rollout = trainer.collector.collect()
     advantages = trainer.steps.advantages(rollout, 0.99, 0.95)
     batch = flatten(rollout, trainer.steps.normalize(advantages), advantages + rollout.values)
@@ -118,7 +117,7 @@ def test_one_step_equals_that_of_stable_baselines(make: Any, env_id: str) -> Non
 
 @pytest.mark.parametrize(("make", "env_id"), [(cartpole, "CartPole-v1"), (pendulum, "Pendulum-v1")])
 def test_gradients_equal_those_of_stable_baselines(make: Any, env_id: str) -> None:
-    """After clipping to a norm of 0.5, so that the largest are a sizeable part of 1."""
+    """After clipping to a norm of 0.5, so that the largest are of the order of 1."""
     trainer: PPO = make(max_grad_norm=0.5, entropy_coef=0.01)
     batch = moved(trainer)
     policy = their_policy(env_id, trainer)
@@ -141,15 +140,15 @@ def test_gradients_equal_those_of_stable_baselines(make: Any, env_id: str) -> No
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_advantages_equal_those_of_stable_baselines(env_id: str) -> None:
-    """Stable-Baselines3's buffer adds the value of a truncated episode's last state to its reward; ours keeps it apart.
+    """Stable-Baselines3's buffer adds the value of a truncated episode's last state to its reward; ours keeps them separate.
 
-    Both ends occur: a policy of no skill lets the pole fall within 64 steps, and a pendulum's episode is cut after 200.
+    Both kinds of ends occur: an untrained policy drops the pole within 64 steps, and a pendulum's episode is cut after 200.
     """
     from stable_baselines3.common.buffers import RolloutBuffer
 
     steps, envs = (64, 4) if env_id == "CartPole-v1" else (256, 2)
     trainer = (cartpole if env_id == "CartPole-v1" else pendulum)(num_steps=steps)
-    rollout = replace(trainer.collector.collect(), valid=None)  # theirs has no rows of resets
+    rollout = replace(trainer.collector.collect(), valid=None)  # theirs has no reset rows
     env = gymnasium.make(env_id)
     buffer = RolloutBuffer(steps, env.observation_space, env.action_space, gamma=0.98, gae_lambda=0.9, n_envs=envs)
     cut = (rollout.ended & ~rollout.terminated).numpy()

@@ -1,4 +1,4 @@
-"""Precision and compilation change the speed of an update, and its results by rounding only."""
+"""Precision and compilation change the speed of an update, but its results only by rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from esper_telemetry.ppo.environments import make_env
 from esper_telemetry.ppo.rollout import flatten
 
 NOISY_IMPORT = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-"""Warnings of torch's compiler itself, when it is first used."""
+"""Warnings of torch's compiler at its first use."""
 
 
 def spotlight(**settings: Any) -> PPO:
@@ -38,7 +38,7 @@ KINDS: list[Any] = [
 
 @pytest.mark.parametrize(("make", "settings"), KINDS)
 def test_bf16_acts_and_trains_alike(make: Any, settings: dict[str, Any]) -> None:
-    """The first minibatch finds the probabilities of collection to three digits, the bound for bf16 being 2e-2."""
+    """The first minibatch has the probabilities of collection to three digits; the bound for bf16 is 2e-2."""
     trainer = make(precision="bf16", **settings)
     emitted = EventLog().listen(trainer, MinibatchEnd)
 
@@ -52,7 +52,7 @@ def test_bf16_acts_and_trains_alike(make: Any, settings: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(("make", "settings"), KINDS)
 def test_bf16_is_close_to_fp32_and_not_the_same(make: Any, settings: dict[str, Any]) -> None:
-    """A few digits of the trunk's features are gone: 8 bits of significand are left of 24."""
+    """The trunk's features lose a few digits: the significand has 8 bits instead of 24."""
     fine, coarse = make(**settings), make(precision="bf16", **settings)
     rollout = fine.collector.collect()
     batch = flatten(rollout, rollout.values, rollout.values)
@@ -88,7 +88,7 @@ def test_bf16_learns_cartpole() -> None:
 
 
 def again(event: TrunkBackward) -> None:
-    """A hook that takes the gradients of one loss alone, before those of both go on to the trunks."""
+    """Compute the gradients of one loss alone before the joint backward pass."""
     torch.autograd.grad(event.outputs, list(event.shared), [event.actor] * len(event.outputs), retain_graph=True)
 
 
@@ -106,8 +106,8 @@ def again(event: TrunkBackward) -> None:
     ],
 )
 def test_a_compiled_update_is_the_update(make: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """CartPole's minibatches differ in size, because NEXT_STEP wastes rows; a hook may back up through the trunk twice."""
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # without a pool of processes, which outlives the test
+    """CartPole's minibatches differ in size, because NEXT_STEP wastes rows. A hook may back up through the trunk twice."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # without a process pool, which outlives the test
     plain, fast = make(**settings), make(compile=True, **settings)
     emitted = EventLog().listen(fast, MinibatchEnd)
     if settings.get("shared_trunk"):

@@ -35,7 +35,7 @@ def test_an_unknown_task_gets_the_defaults() -> None:
 
 
 def test_an_unknown_task_with_memory_is_normalised() -> None:
-    """Rewards of any size, observations of any scale: an LSTM that must see small differences does not learn without."""
+    """Rewards and observations may have any scale. Without normalisation, an LSTM that must see small differences does not learn."""
     defaults = preset("Somewhere-v0", "gru")
 
     assert (defaults.name, defaults.config().policy) == ("memory", "gru")

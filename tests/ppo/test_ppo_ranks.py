@@ -1,4 +1,4 @@
-"""Two processes: on the same data they take one process's steps, they agree, and a dead one ends the other."""
+"""Two processes: they take the same steps on the same data as one process, they agree, and if one dies, the other ends."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from esper_telemetry.ppo.rollout import Rollout
 
 
 def shared_rollout() -> Rollout:
-    """Four environments of 32 steps, with observations that fit CartPole and log-probabilities near those of a policy."""
+    """Return four environments of 32 steps, with observations for CartPole and log-probabilities close to a policy's."""
     rollout = random_rollout(32, 4, invalid=True)
     observations = torch.randn(32, 4, 4, generator=torch.Generator().manual_seed(1))
     return replace(rollout, observations=observations, log_probs=torch.full((32, 4), -0.69))
 
 
 def columns(rollout: Rollout, chosen: slice) -> Rollout:
-    """Some of the environments."""
+    """Select some of the environments."""
     changes: dict[str, Any] = {
         name: getattr(rollout, name)[:, chosen]
         for name in ("observations", "log_probs", "rewards", "values", "next_values", "ended", "terminated", "valid")
@@ -42,14 +42,14 @@ def columns(rollout: Rollout, chosen: slice) -> Rollout:
 
 
 def after_update(rollout: Rollout, **settings: Any) -> tuple[list[Tensor], int]:
-    """Weights after an update, and how many passes it had."""
+    """Return the weights after an update, and its number of passes."""
     trainer = cartpole(num_minibatches=1, num_epochs=6, learning_rate=0.01, max_grad_norm=0.1, **settings)
     passes = trainer._update(rollout)
     return weights(trainer), passes
 
 
 def everything(rank: int) -> dict[str, Any]:
-    """Several checks in one pair of processes, because they take seconds to start."""
+    """Run several checks in one pair of processes, which takes seconds to start."""
     half = columns(shared_rollout(), slice(0, 1) if rank == 0 else slice(1, 4))
     moments = RunningMoments((4,), Ranks.current())
     assert half.valid is not None
@@ -67,7 +67,7 @@ def everything(rank: int) -> dict[str, Any]:
 
 
 def rolled_back(rank: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """Weights and rollbacks of a run in whose second update the second rank's loss is not a number."""
+    """Return weights and rollbacks of a run in which the second rank's loss is NaN in the second update."""
     trainer = cartpole(watchdog=True)
     usual = trainer.steps.policy_loss
 
@@ -82,7 +82,7 @@ def rolled_back(rank: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
 
 
 def learned(rank: int, make: Callable[[], PPO]) -> tuple[list[Tensor], int, int]:
-    """Weights, updates and steps of a run that the second rank stops after three updates."""
+    """Return weights, updates and steps of a run that the second rank stops after three updates."""
     trainer = make()
 
     def stop(event: UpdateEnd) -> None:
@@ -120,7 +120,7 @@ def remembering() -> PPO:
 
 
 def gone_on(rank: int, directory: str) -> dict[str, Any]:
-    """A run of eight updates, the same saved after the third and gone on with, and what else a checkpoint is asked."""
+    """Run eight updates, and again with a resume after the third; return the states of both, and the refusal of an unfit checkpoint."""
     path = Path(directory) / "latest.pt"
     whole = remembering()
     whole.hooks.on(UpdateEnd, lambda event: whole.save(path).touch() if event.update == 3 else None)
@@ -143,7 +143,7 @@ def gone_on(rank: int, directory: str) -> dict[str, Any]:
 
 
 def own_state(trainer: PPO) -> list[Tensor]:
-    """State of this rank alone: its open episodes, its generators, its discounted returns."""
+    """Return the state of this rank alone: open episodes, generators, discounted returns."""
     state = trainer.collector.state_dict()
     assert trainer.normalizers.rewards is not None
     return [state["observations"], state["generator"], *state["memories"].values(), trainer.normalizers.rewards.sums]
@@ -156,7 +156,7 @@ def refusal(trainer: PPO, path: Path) -> str:
 
 
 def test_ranks_go_on_from_one_file_each_with_its_own_episodes(tmp_path: Path) -> None:
-    """Eight updates of 128 steps: all that each rank has is, bit for bit, what it would have had without a break."""
+    """Eight updates of 128 steps: each rank's state equals, bit for bit, the state without a break."""
     ranks = run_together(gone_on, tmp_path, str(tmp_path))
 
     for result in ranks:

@@ -1,4 +1,4 @@
-"""Memory: the same in acting, valuing and training, and cleared at every end of an episode."""
+"""Memory is the same in acting, valuing and training, and is cleared at every end of an episode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trunk(kind: str, layers: int, size: int = 8) -> RecurrentTrunk:
 
 
 def step_by_step(core: RecurrentTrunk, observations: Tensor, fresh: Tensor, state: Tensor) -> Tensor:
-    """Features [T, B, H], one step and one environment at a time."""
+    """Return features [T, B, H], computed one step and one environment at a time."""
     columns = []
     for env in range(observations.shape[1]):
         memory, outputs = state[:, :, env : env + 1], []
@@ -51,7 +51,7 @@ def step_by_step(core: RecurrentTrunk, observations: Tensor, fresh: Tensor, stat
 def test_sequences_in_columns_equal_a_loop_over_steps(
     kind: str, shared: bool, layers: int, flags: list[list[bool]]
 ) -> None:
-    """Resets anywhere, stored initial states, three environments; columns of one run each, or shared."""
+    """Resets at any step, stored initial states, three environments; a column holds one sequence or several."""
     fresh = torch.tensor(flags)
     core = trunk(kind, layers)
     generator = torch.Generator().manual_seed(0)
@@ -69,7 +69,7 @@ def test_sequences_in_columns_equal_a_loop_over_steps(
 @given(seed=st.integers(0, 1000), shared=st.booleans(), noise=st.sampled_from([1.0, 1e3, 1e6]))
 @settings(max_examples=20, deadline=None)
 def test_what_an_earlier_episode_held_has_no_influence(seed: int, shared: bool, noise: float) -> None:
-    """An environment's episode begins at t = 2: whatever was before, and the stored state, change no bit from there on."""
+    """An environment's episode begins at t = 2. Earlier steps and the stored state do not change any later bit."""
     core = trunk("lstm", 1)
     generator = torch.Generator()
     fresh = np.zeros((5, 2), bool)
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_columns_of_one_run() -> None:
 
 
 def test_runs_share_columns_while_there_is_room() -> None:
-    """Room for 6, separators of 1. Carried 3 and 1 lie on top; then 5 alone, 4 behind the 1, 2 behind the 3."""
+    """Room for 6, separators of 1. The carried 3 and 1 are on top. Then 5 is alone, 4 follows the 1, and 2 follows the 3."""
     columns, offsets = pack(np.array([3, 2, 5, 1, 4]), np.array([True, False, False, True, False]), 6)
 
     assert columns.tolist() == [0, 0, 2, 1, 1]
@@ -120,7 +120,7 @@ def test_runs_share_columns_while_there_is_room() -> None:
 @given(seed=st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
 def test_rows_that_are_no_transitions_have_no_influence_even_nan(seed: int) -> None:
-    """Features of a batch with invalid rows full of NaN are those of a loop that clears the memory there."""
+    """Features of a batch with invalid rows full of NaN equal a loop that clears the memory there."""
     core = trunk("lstm", 1)
     rollout = random_rollout(12, 3, seed=seed, invalid=True)
     assert rollout.valid is not None
@@ -190,7 +190,7 @@ def test_training_from_an_empty_state_breaks_the_identity() -> None:
 
 
 def test_memory_that_is_never_cleared_stays_consistent_and_crosses_episodes() -> None:
-    """The identity cannot see this fault: acting and training share it."""
+    """The identity cannot show this fault, because acting and training share it."""
     trainer = pendulum(policy="lstm", lstm_size=16, num_minibatches=2)
     trainer.steps = replace(trainer.steps, resets=np.zeros_like)
     emitted = EventLog().listen(trainer, RolloutEnd)
@@ -221,7 +221,7 @@ def test_memory_is_empty_at_every_beginning_and_carried_over_rollouts() -> None:
 
 
 def test_estimating_the_last_state_does_not_move_the_memory() -> None:
-    """The state in which a rollout begins is the one after the last step of the rollout before it."""
+    """A rollout begins in the state after the last step of the previous rollout."""
     trainer = pendulum(policy="lstm", shared_trunk=True, num_minibatches=2)
     first = trainer.collector.collect()
     assert first.recurrence is not None
@@ -234,7 +234,7 @@ def test_estimating_the_last_state_does_not_move_the_memory() -> None:
 
 
 def test_after_a_limit_the_next_value_is_that_of_the_last_observation_with_its_memory() -> None:
-    """Pendulum is cut after 200 steps; the value of its last state comes from that step's memory."""
+    """Pendulum is cut after 200 steps. The value of its last state uses the memory after that step."""
     trainer = pendulum(policy="lstm", num_steps=256, num_minibatches=1, lstm_size=16, shared_trunk=True)
     collector: Any = trainer.collector
     rollout = collector.collect()

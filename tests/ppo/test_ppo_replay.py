@@ -1,4 +1,4 @@
-"""Replay of a rollout: outputs of the policy before and after an update, and training unchanged."""
+"""Replay of a rollout: the policy's outputs before and after an update, and no effect on training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trainer(env: str, policy: str, **settings: Any) -> PPO:
 
 
 def ask(source: PPO, event: type, question: Callable[[PolicyReplay], Any]) -> list[Any]:
-    """Answers of the policy in each of three updates."""
+    """Return the policy's answers in each of three updates."""
     answers: list[Any] = []
     source.hooks.on(event, lambda e: answers.append(question(e.policy)))
     source.learn(3 * 24 * 4)
@@ -103,7 +103,7 @@ def test_asking_for_everything_leaves_no_trace(env: str, policy: str) -> None:
 
 @pytest.mark.parametrize(("policy", "shared"), [("lstm", True), ("lstm", False), ("gru", True)])
 def test_gradients_at_the_first_state_are_those_of_the_fused_pass(policy: str, shared: bool) -> None:
-    """The loss of the environments that remember, through the grid that training uses; both environments of a minibatch do."""
+    """The loss of the two environments of a minibatch that begin with memory, computed on the training grid."""
     source = trainer("cue-recall", policy, shared_trunk=shared, entropy_coef=0.1)
 
     def question(replay: PolicyReplay) -> tuple[Tensor, Tensor] | None:
@@ -153,7 +153,7 @@ def test_a_policy_without_memory_has_nothing_to_forget() -> None:
 
 
 def test_the_first_step_of_an_episode_does_the_same_without_memory() -> None:
-    """Rows that begin an episode have none to lose."""
+    """The first row of an episode has no memory to lose."""
     source = trainer("cue-recall", "lstm")
     rollouts = EventLog().listen(source, RolloutEnd)
 

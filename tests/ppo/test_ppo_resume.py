@@ -1,4 +1,4 @@
-"""Members of a checkpoint besides the trainer itself, and environments that cannot be saved."""
+"""Members of a checkpoint in addition to the trainer, and environments that cannot be saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from esper_telemetry.ppo.environments import make_env
 
 
 class Curriculum:
-    """Something of the user's that a run must not lose."""
+    """A user's object that a run must not lose."""
 
     def __init__(self, lesson: int = 0) -> None:
         self.lesson = lesson
@@ -57,12 +57,12 @@ def test_checkpointables_of_one_name_are_numbered_and_may_leave() -> None:
 
 
 def draws() -> tuple[float, float, float]:
-    """One number from each global generator."""
+    """Draw one number from each global generator."""
     return random.random(), float(np.random.normal()), float(torch.rand(()))
 
 
 def test_global_generators_go_on_where_they_were(tmp_path: Path) -> None:
-    """NumPy keeps the second of two normal numbers for the next call: that goes on too."""
+    """NumPy keeps the second of two normal numbers for the next call; that is restored too."""
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     draws()
     path = cartpole().save(tmp_path / "latest.pt")
@@ -114,7 +114,7 @@ def test_a_checkpoint_is_written_after_everybody_was_told_of_the_update(tmp_path
     state = torch.load(tmp_path / "latest.pt", weights_only=True)
     assert state["checkpointables"]["curriculum"] == {"lesson": trainer.updates}
 
-    state["companions"] = state.pop("checkpointables")  # as releases up to 0.2 wrote it
+    state["companions"] = state.pop("checkpointables")  # written by releases up to 0.2
     torch.save(state, tmp_path / "old.pt")
     curriculum.load_state_dict({"lesson": 0})
     trainer.load(tmp_path / "old.pt")
@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_says_from_where(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 def test_new_episodes_are_not_those_the_run_began_with(policy: str, tmp_path: Path) -> None:
-    """Nor do open episodes go on: their sums, their memory and their discounted returns begin at 0."""
+    """Open episodes do not continue either: their sums, memory and discounted returns begin at 0."""
     settings = PPOConfig(num_steps=16, num_minibatches=2, policy=policy, normalize_rewards=True)
     trainer = PPO(make_env("Pendulum-v1", num_envs=3), settings)
     trainer.learn(48 * 2)
@@ -160,7 +160,7 @@ def test_new_episodes_are_not_those_the_run_began_with(policy: str, tmp_path: Pa
 
 
 def test_stop_before_learn_ends_it_after_one_update() -> None:
-    """A signal that comes while a run is still being prepared."""
+    """A signal during the preparation of a run."""
     trainer = pendulum()
     trainer.stop()
     trainer.learn(10**6)

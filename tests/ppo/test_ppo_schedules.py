@@ -30,7 +30,7 @@ def test_a_constant_rate_stays() -> None:
 
 
 def test_the_adaptive_rate_follows_the_band_around_the_desired_kl() -> None:
-    """Above twice the KL: / 1.5. Below half: x 1.5. Between: as it is. Never beyond 1e-5 and 1e-2; no KL, no change."""
+    """Above twice the KL: / 1.5. Below half: x 1.5. Between: unchanged. Never beyond 1e-5 and 1e-2; without a KL, no change."""
     assert adapted_rate(3e-3, 0.021, 0.01) == pytest.approx(2e-3)
     assert adapted_rate(2e-3, 0.004, 0.01) == pytest.approx(3e-3)
     assert adapted_rate(2e-3, 0.015, 0.01) == 2e-3
@@ -53,7 +53,7 @@ def test_the_kl_of_a_pass_is_schulmans_estimator() -> None:
 
 
 def test_an_update_ends_after_the_pass_that_went_too_far() -> None:
-    """Nothing has moved before the first step; one pass with a large rate moves far."""
+    """The KL is 0 before the first step. One pass with a large rate moves far."""
     trainer = cartpole(target_kl=1e-6, num_epochs=5, learning_rate=0.01)
     emitted = EventLog().listen(trainer, UpdateEnd, MinibatchEnd)
 
@@ -76,7 +76,7 @@ def test_the_entropy_bonus_moves_linearly() -> None:
 
 
 def test_an_update_says_how_much_the_bonus_counted() -> None:
-    """Two updates: full weight, then half way."""
+    """Two updates: full weight, then half of it."""
     trainer = pendulum(entropy_coef=0.1, final_entropy_coef=0.0, num_epochs=1)
     emitted = EventLog().listen(trainer, UpdateEnd)
 
@@ -104,7 +104,7 @@ def test_a_clipped_value_has_no_gradient_where_the_clipped_error_is_larger() -> 
 
 
 def test_the_deviation_of_advantages_has_a_floor() -> None:
-    """Deviation 1 under a floor of 4: a quarter of what it would be."""
+    """A deviation of 1 with a floor of 4: a quarter of the unfloored result."""
     advantages = torch.tensor([1.0, 2.0, 3.0])
 
     assert torch.allclose(standardize(advantages, 4.0), standardize(advantages) / 4)

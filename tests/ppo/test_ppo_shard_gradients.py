@@ -1,4 +1,4 @@
-"""Gradients of parts of a minibatch: they add up to that of the whole, and training does not change."""
+"""Gradients of parts of a minibatch: they add up to the whole gradient, and training does not change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def recall(**settings: Any) -> PPO:
 @pytest.mark.parametrize("make", [cartpole, pendulum, recall])
 @pytest.mark.parametrize("shared_trunk", [False, True])
 def test_the_parts_add_up_to_the_gradient_of_the_minibatch(make: Any, shared_trunk: bool) -> None:
-    """The loss is a mean over rows, so the parts' gradients, weighted by their rows, have the minibatch's as their mean."""
+    """The loss is a mean over rows, so the mean of the parts' gradients, weighted by rows, is the minibatch's gradient."""
     trainer = make(shared_trunk=shared_trunk, entropy_coef=0.01)
     parts: list[Shard] = []
     whole: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Unrolling of a memory over whole environments equals unrolling step by step, gradients too."""
+"""Unrolling a memory over whole environments equals unrolling step by step, gradients included."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from esper_telemetry.ppo.rollout import Rollout, flatten
 
 
 def brute_force(rollout: Rollout, gamma: float, gae_lambda: float) -> Tensor:
-    """Each advantage as the sum of its discounted errors up to the end of its episode or of the rollout."""
+    """Return each advantage as the sum of its discounted errors up to the end of its episode or of the rollout."""
     steps, envs = rollout.rewards.shape
     errors = (rollout.rewards + gamma * rollout.next_values - rollout.values).double()
     advantages = torch.zeros(steps, envs, dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_advantages_equal_the_sum_of_discounted_errors(steps: int, gae_lambda: f
 
 
 def test_advantages_of_a_truncated_and_a_terminated_episode() -> None:
-    """γ = 0.5, λ = 1, V = 2, r = 1. Termination: 1 - 2 = -1. Truncation: 1 + 0.5 · 2 - 2 = 0. Neither sees t = 1."""
+    """γ = 0.5, λ = 1, V = 2, r = 1. Termination: 1 - 2 = -1. Truncation: 1 + 0.5 · 2 - 2 = 0. Neither uses t = 1."""
     ends = torch.tensor([[True, True], [False, False]])
     terminated = torch.tensor([[True, False], [False, False]])
     two = torch.full((2, 2), 2.0)

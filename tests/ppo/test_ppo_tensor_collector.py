@@ -1,4 +1,4 @@
-"""Tensor environments: collected on the device as on the host."""
+"""Tensor environments: rollouts on the device equal rollouts on the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = ("observations", "log_probs", "rewards", "values", "next_values", "end
 
 
 class Walk:
-    """Four random walks with a forbidden direction and an amount, cut every 7 steps and ended where they are positive."""
+    """Four random walks with a forbidden direction and an amount. They are cut every 7 steps and end at positive positions."""
 
     name, num_envs, observation_shape, device = "Walk", 4, (2,), torch.device("cpu")
 

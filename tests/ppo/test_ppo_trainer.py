@@ -1,4 +1,4 @@
-"""The trainer as a whole: properties of every run, whatever is learned."""
+"""The trainer as a whole: properties of every run, whatever it learns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Make = Callable[..., PPO]
 @pytest.mark.parametrize("make", [cartpole, pendulum])
 @pytest.mark.parametrize("shared_trunk", [False, True])
 def test_the_first_minibatch_finds_the_probabilities_of_collection(make: Make, shared_trunk: bool) -> None:
-    """The rollout acts in NumPy, the update runs in torch; before the first step of an update they must agree."""
+    """The rollout acts in NumPy, the update runs in torch. Before the first step of an update they must agree."""
     trainer = make(shared_trunk=shared_trunk)
     emitted = EventLog().listen(trainer, MinibatchEnd)
 
@@ -69,7 +69,7 @@ def test_the_first_minibatch_finds_the_probabilities_of_collection(make: Make, s
 def test_the_same_seed_gives_the_same_weights(make: Make) -> None:
     first, second, other = make(3), make(3), make(4)
     for trainer in (first, second, other):
-        torch.rand(17)  # whatever else uses torch's generator is no business of the trainer
+        torch.rand(17)  # other users of torch's generator must not affect the trainer
         trainer.learn(600)
 
     assert equal(weights(first), weights(second))
@@ -140,7 +140,7 @@ def test_joined_minibatches_are_the_minibatches(make: Make) -> None:
 
 
 def test_nothing_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without hooks no event is built, and without a bonus nobody asks for the entropy."""
+    """Without hooks no event is built, and without a bonus no entropy is computed."""
     trainer = cartpole()
     monkeypatch.setattr(trainer.hooks, "emit", fail)
     monkeypatch.setattr(trainer.policy, "entropy", fail)
@@ -265,7 +265,7 @@ def test_a_stopped_trainer_ends_after_the_update() -> None:
 
 
 def test_a_replaced_step_is_used() -> None:
-    """Advantages of zero leave the actor as it is."""
+    """Advantages of zero do not change the actor."""
     trainer = cartpole()
     trainer.steps = replace(trainer.steps, normalize=torch.zeros_like)
     before = [parameter.clone() for parameter in trainer.policy.actor.parameters()]
@@ -276,7 +276,7 @@ def test_a_replaced_step_is_used() -> None:
 
 
 class Forever:
-    """Two environments that pay 1 for ever, cut every 4 steps; nothing is ever seen."""
+    """Two environments that pay 1 forever, cut every 4 steps, with constant observations."""
 
     name, num_envs, observation_shape = "Forever", 2, (1,)
 
@@ -298,7 +298,7 @@ class Forever:
 
 
 def without_bootstrap(rollout: Rollout, gamma: float, gae_lambda: float) -> Tensor:
-    """The common defect: a time limit taken for a terminal state."""
+    """The common mistake of treating a time limit as a terminal state."""
     cut = replace(rollout, next_values=rollout.next_values.masked_fill(rollout.ended, 0.0))
     return generalized_advantages(cut, gamma, gae_lambda)
 
@@ -306,7 +306,7 @@ def without_bootstrap(rollout: Rollout, gamma: float, gae_lambda: float) -> Tens
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 @pytest.mark.parametrize("bootstrap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> None:
-    """γ = 0.9: an endless income of 1 is worth 1 / (1 - γ) = 10. Cut after 4 steps it would be at most 3.44."""
+    """γ = 0.9: an endless reward of 1 is worth 1 / (1 - γ) = 10. With episodes that end after 4 steps it is at most 3.44."""
     settings: dict[str, Any] = {
         "num_steps": 32,
         "gamma": 0.9,
@@ -326,7 +326,7 @@ def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> 
 
 
 def test_every_documented_event_is_emitted() -> None:
-    """Other trainers alone begin an update without a rollout."""
+    """Only other trainers begin an update without a rollout."""
     documented = {
         value for value in vars(events).values() if isinstance(value, type) and value.__module__ == events.__name__
     }

@@ -1,4 +1,4 @@
-"""The watchdog: it restores weights after one bad rollout, ends training after three in a row, and alters no good one."""
+"""The watchdog: it restores weights after one bad rollout, ends training after three in a row, and never changes a good one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from esper_telemetry.events import Rollback, UpdateEnd
 
 
 def poisoned(updates: set[int]) -> Callable[[Tensor], Tensor]:
-    """One NaN among the rewards of these rollouts, numbered from 1."""
+    """Put one NaN into the rewards of these rollouts, numbered from 1."""
     count = 0
 
     def rewards(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A training under a limit of the system: `refused_run.py TRAINING RESOURCE MOMENT` prints its weights and telemetry's warnings as JSON."""
+"""Train under a system limit: `refused_run.py TRAINING RESOURCE MOMENT` prints the weights and telemetry's warnings as JSON."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ from esper_telemetry.telemetry import session_of
 
 FILE_BYTES = 60 << 10
 USER = 54321
-"""A user without processes: root may start any number."""
+"""A user without processes, because root may start any number."""
 
 
 class Warnings(logging.Handler):
-    """Keeps what is warned of."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
@@ -53,7 +51,7 @@ def file_size(run_dir: Path, telemetry: Telemetry | None) -> None:
 
 
 def descriptors(run_dir: Path, telemetry: Telemetry | None) -> None:
-    """Let nothing more be opened."""
+    """Let no more descriptors be opened."""
     count = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 1
     spare = [os.dup(0) for _ in range(count)]  # no gap may be left below the limit
     limit = max(spare) + 1
@@ -70,7 +68,7 @@ def processes(run_dir: Path, telemetry: Telemetry | None) -> None:
 
 
 def read_only(run_dir: Path, telemetry: Telemetry | None) -> None:
-    """Let nothing be made where the run directory would be."""
+    """Make the parent of the run directory read-only."""
     run_dir.parent.chmod(0o555)
 
 
@@ -80,7 +78,7 @@ LIMITS: dict[str, Callable[[Path, Telemetry | None], None]] = {
 
 
 def main(training: str, name: str, moment: str) -> None:
-    """Train once for the imports, which open files too, then under the limit."""
+    """Train once without the limit, because imports open files too, then under it."""
     os.sched_getaffinity = lambda pid: {0, 1}  # a worker is started on any machine
     warnings = Warnings()
     train, limit = TRAININGS[training], LIMITS[name]

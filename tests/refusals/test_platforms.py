@@ -1,4 +1,4 @@
-"""Systems that lack names which Linux has: simulated, by removing the names in the program and in the processes that it starts."""
+"""Systems without some of Linux's names, simulated by removing the names in the program and in its child processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ for module, names in {
 
 
 def without(names: str, place: Path, program: str) -> subprocess.CompletedProcess[str]:
-    """Run a program where these names are missing from the start, in its child processes too."""
+    """Run a program in which these names are missing from the start, also in its child processes."""
     (place / "sitecustomize.py").write_text(names)
     path = os.pathsep.join([str(place), str(HERE), str(HERE.parents[1])])
     return subprocess.run(
@@ -57,7 +57,7 @@ def without(names: str, place: Path, program: str) -> subprocess.CompletedProces
     )
 
 
-OWN_LOOP = pytest.param("own_loop", marks=pytest.mark.slow)  # who trains makes no difference to processes and pipes
+OWN_LOOP = pytest.param("own_loop", marks=pytest.mark.slow)  # the trainer makes no difference to processes and pipes
 
 
 @pytest.mark.parametrize("training", ["bundled", OWN_LOOP])

@@ -1,4 +1,4 @@
-"""Whatever the system refuses to telemetry, training ends with the weights that it has without, and one warning per part says so.
+"""If the system refuses a call of telemetry, training ends with the same weights as without telemetry, and each affected part warns once.
 
 What telemetry asks the system for, and the test that refuses it:
 
@@ -19,9 +19,8 @@ What telemetry asks the system for, and the test that refuses it:
 | `os.writev`, `os.read`, `Journal.open`, the life of the worker | a worker at work | `test_a_worker_that_is_killed...` |
 | `torch.save` of the command's checkpoints | checkpoints | `test_the_command_...` |
 
-Real refusals are limits of the process (`resource`), which its children inherit; they are set in a program of their own.
-Descriptors and files of backends are their own affair: `tests/fault_matrix`.
-Readers (`diagnose`, `replay`, `compress`) run without training.
+Real refusals are process limits (`resource`), which child processes inherit. They are set in a separate program. `tests/fault_matrix` tests
+the descriptors and files of backends. Readers (`diagnose`, `replay`, `compress`) run without training.
 """
 
 from __future__ import annotations
@@ -64,14 +63,14 @@ SINKS = "cannot start the process that feeds the sinks"
 THREAD = "sink .* cannot start"
 JOURNAL = "cannot write to run directory"
 REPORTS = re.compile("send the rest with|not everything is delivered yet|sink [^ ]+ is slow")
-"""In the lines with which `close` reports what is not delivered, and a busy machine a slow backend."""
+"""Lines in which `close` reports undelivered records, or a busy machine a slow backend."""
 
 Call = Callable[..., Any]
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def refused(number: int, original: Call, when: Callable[[tuple[Any, ...]], bool] = lambda _: True) -> Call:
-    """A system call that fails, where its arguments are such."""
+    """Return a system call that fails for such arguments."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         if when(arguments):
@@ -87,7 +86,7 @@ def names(*endings: str) -> Callable[[tuple[Any, ...]], bool]:
 
 
 def reads(*endings: str) -> Callable[[tuple[Any, ...]], bool]:
-    """Return a test: the first argument is a path with one of these endings, the second says that it is read alone."""
+    """Return a test: the first argument is a path with one of these endings, and the second opens it for reading only."""
     return lambda arguments: names(*endings)(arguments) and arguments[1] & os.O_ACCMODE == os.O_RDONLY
 
 
@@ -137,7 +136,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def untouched(training: str) -> str:
-    """The weights without telemetry."""
+    """Return the weights without telemetry."""
     return TRAININGS[training](None, nothing)
 
 
@@ -147,7 +146,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def check(warnings: list[str], expected: tuple[str, ...]) -> None:
-    """Exactly these warnings, in any order."""
+    """Expect exactly these warnings, in any order."""
     assert len(warnings) == len(expected), warnings
     for pattern in expected:
         assert any(re.search(pattern, warning) for warning in warnings), (pattern, warnings)
@@ -156,10 +155,12 @@ def check(warnings: list[str], expected: tuple[str, ...]) -> None:
 WITHOUT_WORKER = (
     *("lock of the trainer", "lock of the sink process", "log of the sink process", "small files", "reader", "thread"),
 )
-"""Resources of the trainer and the sinks, which `make test` refuses to a run without a worker: to start one takes two seconds of a core."""
+"""Resources of the trainer and the sinks. `make test` refuses them to a run without a worker, because starting one takes two seconds of a
+core.
+"""
 
 OF_EACH_PART = ("mapping", "process", "journal, full disk", "thread")
-"""Resources that all trainers are refused in `make test`: who trains makes no difference to telemetry's parts."""
+"""Resources that `make test` refuses to one trainer only, because the trainer makes no difference to telemetry's parts."""
 
 
 def marks(training: str, refusal: str, offload: bool) -> list[pytest.MarkDecorator]:
@@ -324,7 +325,7 @@ def test_the_command_trains_where_no_file_may_be_larger_than_60_kb_and_says_that
 def test_a_library_that_cannot_be_imported_in_the_middle_costs_what_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """NumPy imports parts of itself at the first use, which takes a descriptor."""
+    """NumPy imports parts of itself at their first use, which needs a descriptor."""
     expected = untouched("bundled")
     with Telemetry([ignore], run_dir=tmp_path / "run", offload=False) as telemetry:
         weights = TRAININGS["bundled"](telemetry, lambda: refuse(np, "unique", errno.EMFILE)(monkeypatch))
@@ -338,7 +339,7 @@ def test_a_library_that_cannot_be_imported_in_the_middle_costs_what_it_measures(
 def test_a_trainer_with_more_than_a_thousand_open_files_uses_the_worker(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`select` takes no descriptor above 1023, which would end training where `close` waits for the worker."""
+    """`select` does not accept a descriptor above 1023, which would end training when `close` waits for the worker."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
     opened = [os.dup(0) for _ in range(1100)]

@@ -1,4 +1,4 @@
-"""Three small trainings, each with telemetry or without, and the weights they end with."""
+"""Three small trainings, each with telemetry or without, and their final weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from esper_telemetry import PPO, PPOConfig, make_env
 from esper_telemetry.events import UpdateEnd
 
 if TYPE_CHECKING:
-    from esper_telemetry import Telemetry  # cannot be imported on a system that is simulated
+    from esper_telemetry import Telemetry  # cannot be imported on a simulated system
 
 UPDATES = 6
 MIDDLE = 3
-"""The update after which something is refused in the middle of a run."""
+"""A resource is refused after this update."""
 
 Middle = Callable[[], None]
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """A hash of all bits of the tensors."""
     content = hashlib.sha256()
     for tensor in tensors:
         content.update(tensor.detach().contiguous().numpy().tobytes())
@@ -31,7 +30,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def bundled(telemetry: Telemetry | None, middle: Middle) -> str:
-    """Train with the bundled trainer."""
     trainer = PPO(make_env("CartPole-v1", num_envs=2), PPOConfig(num_steps=32, num_epochs=2, seed=3))
     if telemetry is not None:
         from esper_telemetry import attach
@@ -43,7 +41,6 @@ def bundled(telemetry: Telemetry | None, middle: Middle) -> str:
 
 
 def own_loop(telemetry: Telemetry | None, middle: Middle) -> str:
-    """Train in a loop of the user's own."""
     torch.manual_seed(3)
     model = nn.Linear(8, 2)
     optimizer = torch.optim.Adam(model.parameters())
@@ -64,7 +61,6 @@ def own_loop(telemetry: Telemetry | None, middle: Middle) -> str:
 
 
 def sb3(telemetry: Telemetry | None, middle: Middle) -> str:
-    """Train with Stable-Baselines3."""
     import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
 

@@ -1,4 +1,4 @@
-"""Why a script's training computes other log-probabilities than its acting, by what its network received."""
+"""Why a script's training computes other log-probabilities than its acting, found from its network's inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS, ENVS, INPUTS = 8, 4, 3
 
 
 def acted(network: nn.Sequential, states: Tensor) -> Acting:
-    """What the log has of a network that acts on these states [T, B, n]."""
+    """Return the log of a network that acts on these states [T, B, n]."""
     log = ActingLog()
     with torch.no_grad():
         for inputs in states:
@@ -36,7 +36,7 @@ def network(*between: nn.Module) -> nn.Sequential:
 
 @pytest.mark.parametrize("case", ["same", "running", "noise", "copy", "dropout", "mode"])
 def test_what_differs_between_acting_and_training(case: str) -> None:
-    """Rows of training come in another order; running statistics differ from step to step."""
+    """Rows of training come in another order. Running statistics differ from step to step."""
     trained = network(nn.Dropout(0.5)) if case in ("dropout", "mode") else network()
     stored = torch.randn(STEPS, ENVS, INPUTS)
     moving = torch.linspace(1, 2, STEPS).reshape(-1, 1, 1)
@@ -71,7 +71,7 @@ def test_a_network_may_act_with_a_graph_and_training_is_none_of_its_acting() -> 
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_running_statistics_of_one_environment_change_from_step_to_step(delayed: bool) -> None:
-    """Observations that change slowly are nearly those of the step before, times a number."""
+    """Slowly changing observations are nearly the previous observations times a number."""
     time = torch.arange(64.0).reshape(-1, 1, 1)
     stored = torch.sin(time / torch.tensor([9.0, 5.0, 3.0]) + torch.arange(3))
     moving = 1 + time / 2000

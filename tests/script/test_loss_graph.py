@@ -16,11 +16,11 @@ from esper_telemetry.adapters.script.script_minibatches import PassFinder, commo
 ROWS, CLIP = 16, 0.2
 
 Error = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The critic's loss of estimates, targets and estimates at collection; with its clip and its weight as half a squared error."""
+"""Critic losses of estimates, targets and estimates at collection; with the clip, and the weight relative to half a squared error."""
 
 
 class Rows:
-    """Rows of a minibatch with a policy and a critic of one layer each."""
+    """Rows of a minibatch, with a policy and a critic of one layer each."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -35,12 +35,10 @@ class Rows:
         self.old_values = self.values.detach() + 0.1 * torch.randn(ROWS)
 
     def surrogate(self, ratio: Tensor | None = None) -> Tensor:
-        """The clipped surrogate loss."""
         ratio = self.ratio if ratio is None else ratio
         return torch.max(-self.advantages * ratio, -self.advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
 
     def read(self, loss: Tensor) -> LossReading:
-        """The terms of a loss of these rows."""
         outputs = DistributionGraphs([self.log_probs], [self.entropy])
         reading = read_loss(loss, held=[self.values], outputs=outputs, values=[self.output])
         assert reading is not None
@@ -125,7 +123,7 @@ def test_the_ratio_is_that_of_the_new_policy_whatever_the_loss_has(inverted: boo
 
 
 Surrogate = Callable[[Tensor, Tensor], Tensor]
-"""A loss of rows by their ratios and advantages."""
+"""Policy losses as functions of ratios and advantages."""
 
 OTHER_SURROGATES: dict[str, Surrogate] = {
     "SPO": lambda ratio, a: a.abs() / 0.4 * (ratio - 1) ** 2 - ratio * a,
@@ -161,7 +159,7 @@ def test_the_cross_entropy_of_a_critic_is_not_the_policys_term(first: bool) -> N
 
 
 MASK = torch.arange(ROWS) % 4 > 0
-"""Rows that are no padding."""
+"""Rows that are not padding."""
 
 MASKED_MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "times the mask": lambda rows: (rows * MASK).sum() / MASK.sum(),
@@ -285,7 +283,7 @@ def test_a_factor_of_the_whole_loss_is_told_from_other_weights() -> None:
 
 
 def test_passes_are_counted_by_the_variable_that_grows_after_each_of_them() -> None:
-    """Three passes of four minibatches; the others are the update, the minibatch, its first row, and all minibatches."""
+    """Three passes of four minibatches. The other variables are the update, the minibatch, its first row, and all minibatches."""
     finder = PassFinder()
     for count in range(12):
         epoch, minibatch = divmod(count, 4)

@@ -1,4 +1,4 @@
-"""Scripts for Stable-Baselines3 that know nothing of telemetry: `run` attaches `TelemetryCallback` and alters nothing."""
+"""Scripts for Stable-Baselines3 without telemetry: `run` attaches `TelemetryCallback` and changes nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = str(SCRIPTS / "sb3_model.py")
 
 @pytest.mark.parametrize("callback", ["none", "function", "list", "object", "nested"])
 def test_it_is_attached_beside_every_form_of_callback(callback: str, tmp_path: Path) -> None:
-    """Prints, weights and random numbers as without; the script's callback is prepared once and called as often."""
+    """Prints, weights and random numbers are unchanged. The script's callback is prepared once and called as often."""
     plain = python(tmp_path, MODEL, f"--callback={callback}")
     result = with_telemetry(tmp_path, MODEL, f"--callback={callback}")
 
@@ -45,7 +45,7 @@ def test_a_model_that_learns_again_goes_on_and_another_has_a_run_of_its_own(tmp_
 
 
 def test_a_learning_rate_of_a_tenth_is_named(tmp_path: Path) -> None:
-    """Not the gradients, which are its effect."""
+    """The alarm does not name the gradients, which are an effect."""
     with_telemetry(tmp_path, MODEL, "--learning-rate=0.1", "--steps=2560")
 
     raised = [alarm for alarm in read_run(tmp_path / "run").alarms if alarm.event is AlarmEvent.RAISE]

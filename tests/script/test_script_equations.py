@@ -38,7 +38,7 @@ MATCHING = ("stored_rewards", "executed_actions", "replayed_log_probs", "values"
 
 
 def test_a_script_that_clears_no_gradient_and_acts_on_stale_observations(tmp_path: Path) -> None:
-    """Both are named in every update, and what neither touches matches: nothing but an explained difference counts."""
+    """Both mistakes are named in every update, and unaffected equations match, because only an explained difference counts."""
     source = (SCRIPTS / "categorical.py").read_text()
     for old, new in (*STALE, ("                optimizer.zero_grad()\n", "")):
         assert source.count(old) == 1
@@ -90,7 +90,7 @@ for update in range(3):
 
 
 def test_a_script_with_two_networks_and_no_known_rollout(tmp_path: Path) -> None:
-    """The parameters of its networks have the same names; the steps of its optimizers are checked without a rollout."""
+    """The parameters of its networks have the same names. The optimizers' steps are checked without a rollout."""
     (tmp_path / "script.py").write_text(TWO_NETWORKS)
 
     result = with_telemetry(tmp_path, "script.py")
@@ -144,7 +144,7 @@ for update in range(3):
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.01])
 def test_rows_and_entropies_of_a_script_that_counts_no_passes(coefficient: float, tmp_path: Path) -> None:
-    """Without log-probabilities in acting, actions are still known; a bonus of 0 leaves nothing out but itself."""
+    """Without log-probabilities in acting, actions are still known. A bonus of 0 leaves out only its own equation."""
     (tmp_path / "script.py").write_text(REPLACED_ROWS.replace("ENTROPY_COEF", str(coefficient)))
 
     result = with_telemetry(tmp_path, "script.py")
@@ -158,7 +158,7 @@ def test_rows_and_entropies_of_a_script_that_counts_no_passes(coefficient: float
 
 @pytest.mark.parametrize("uncleared", [None, 0, 1])
 def test_gradients_of_two_optimizers_are_checked_in_turns(uncleared: int | None, tmp_path: Path) -> None:
-    """Both are known from the second update on: it checks the actor, the third the critic. A gradient that is not cleared is named."""
+    """Both are known from the second update on, which checks the actor; the third checks the critic. An uncleared gradient is named."""
     source = TWO_NETWORKS.replace("range(3)", "range(5)")
     assert source.count("            optimizer.zero_grad()\n") == 1
     if uncleared is not None:
@@ -181,7 +181,7 @@ def test_gradients_of_two_optimizers_are_checked_in_turns(uncleared: int | None,
 
 
 class Minibatch:
-    """Eight rows of a policy and a critic with one layer each, and the variables of a script that computes the clipped surrogate."""
+    """Eight rows of a policy and a critic with one layer each, and the variables of a script with the clipped surrogate."""
 
     def __init__(self, *, square: float = 0.5, extra: float = 0.0) -> None:
         torch.manual_seed(1)
@@ -202,7 +202,7 @@ class Minibatch:
         self.parameters = list(self.agent.parameters())
 
     def terms(self, started: Tensor) -> tuple[list[str], dict[str, float], Tensor]:
-        """Names of the terms, their weights, and the sum of their weighted gradients."""
+        """Return the names of the terms, their weights, and the sum of their weighted gradients."""
         reading = read_loss(started, held=self.variables.tensors())
         terms = loss_terms(started, reading, self.variables, self.parameters)
         assert terms is not None and all(p.grad is None for p in self.parameters)
@@ -210,7 +210,6 @@ class Minibatch:
         return [*gradients], dict(weights), torch.stack([weights[name] * g for name, g in gradients.items()]).sum(0)
 
     def backward(self) -> Tensor:
-        """The gradient of the loss, after which its graph is gone."""
         self.loss.backward()
         return torch.cat(
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters]
@@ -253,7 +252,7 @@ def test_a_maximising_optimizer_is_found_before_the_first_update() -> None:
 
 
 class StepwiseA2C:
-    """A2C that keeps the graphs of its steps: its advantages may be attached in the policy loss, and the critic stopped."""
+    """A2C that keeps the graphs of its steps. Its advantages may be attached in the policy loss, and the critic stopped."""
 
     def __init__(self, *, gaussian: bool, attached: bool = False, stopped: bool = False) -> None:
         torch.manual_seed(2)
@@ -279,21 +278,20 @@ class StepwiseA2C:
         self.loss = policy + 0.5 * value - 0.01 * self.entropies.mean()
 
     def read(self) -> LossReading:
-        """The terms of the loss; the last estimates alone are known."""
+        """Read the terms of the loss; only the last estimates are known."""
         held = [self.values, self.returns, self.log_probs]
         reading = read_loss(self.loss, held=held, values=self.outputs[-2:])
         assert reading is not None and reading.complete and reading.entropy is not None
         return reading
 
     def terms(self) -> dict[str, Tensor]:
-        """Gradients of the terms and of alternatives."""
+        """Return gradients of the terms and of alternatives."""
         variables = Variables([{"agent": self.agent, "values": self.values}])
         terms = loss_terms(self.loss, self.read(), variables, self.parameters)
         assert terms is not None and terms.coefficients == pytest.approx({"policy": 1, "value": 1, "entropy": 0.01})
         return dict(terms.gradients)
 
     def backward(self) -> Tensor:
-        """The gradient of the loss."""
         gradients = torch.autograd.grad(self.loss, self.parameters, allow_unused=True, materialize_grads=True)
         return torch.cat([gradient.flatten() for gradient in gradients]).double()
 
@@ -354,7 +352,7 @@ def test_parameters_that_an_optimizer_lacks_are_those_of_the_loss_and_those_with
 
 
 def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> None:
-    """Three steps, the second of which ends its episode, by the environment; the script has no flags of its own."""
+    """Three steps, the second of which ends its episode in the environment. The script has no flags of its own."""
     ends = torch.tensor([[False], [True], [False]])
     columns: dict[str, Any] = {
         "rewards": [1.0, 2.0, 3.0],
@@ -385,7 +383,7 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
 
 
 def test_the_rollout_of_environments_that_are_not_known_is_found_by_names() -> None:
-    """Two steps of two environments; `dones` says which steps begin an episode, and `next_done` what follows the last one."""
+    """Two steps of two environments. `dones` marks steps that begin an episode, and `next_done` the state after the last step."""
     columns = {
         **{name: torch.randn(2, 2) for name in ("rewards", "values", "advantages", "logprobs")},
         "dones": torch.tensor([[1.0, 1.0], [0.0, 1.0]]),
@@ -420,7 +418,7 @@ class Walkers:
 
 
 def test_steps_are_compared_with_what_was_stored_and_bounds_hold_where_actions_reach_them() -> None:
-    """Two steps of two environments; the second one ends its episode in the first step, and shows its last observation."""
+    """Two steps of two environments. The second one ends its episode in the first step, and returns its last observation."""
     log, env = EpisodeLog(), Walkers()
     returned, sent = np.array([[[1.0, 2], [3, 4.5]], [[5, 6], [7, 8.5]]]), torch.tensor([[[0.5], [3]], [[-2], [0]]])
     assert log.includes(env)
@@ -449,7 +447,7 @@ def test_steps_are_compared_with_what_was_stored_and_bounds_hold_where_actions_r
 def first_minibatch(
     *, log_ratio: float | Tensor, new: Tensor, values: Tensor, ended: Tensor | None = None, policy: str = "mlp"
 ) -> set[str]:
-    """Names of the equations of `values` and `replayed_log_probs` that differ, and of their explanations, in one minibatch of all rows."""
+    """Return the differing equations of `values` and `replayed_log_probs`, and their explanations, in one minibatch of all rows."""
     shape, rows = values.shape, torch.arange(values.numel())
     zeros, never = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
     ends = never if ended is None else ended
@@ -522,7 +520,7 @@ def test_returns_of_normalised_advantages_are_named_where_a_script_does_not_say_
 
 
 def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_clip() -> None:
-    """A2C's loss, in a script whose settings are those of PPO too; of two steps it would be a mistake."""
+    """A2C's loss, in a script that also has PPO's settings. With two steps it would be a mistake."""
     draw = torch.Generator().manual_seed(3)
     logits, advantages = torch.randn(8, 1, 3, generator=draw), torch.randn(8, 1, generator=draw)
     actions, zeros = torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1)
@@ -551,7 +549,7 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
 
 
 def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> None:
-    """Not in its first update, where the rate may still change, and not where another setting says its rate."""
+    """Not in its first update, when the rate may still change, and not if another setting gives its rate."""
     weights = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weights], lr=0.5)
 

@@ -1,4 +1,4 @@
-"""Losses and minibatches of a script whose code is in a function: its mistake is named, and nothing else."""
+"""Losses and minibatches of a script whose code is in a function: only its mistake is named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKED = {"policy_loss", "value_loss", "entropy_loss", "total_loss", "minibatch
 
 
 def named_mistakes(directory: Path, text: str) -> dict[str, set[str]]:
-    """Run a script; return the equations that its first record has, and the names of what explains them."""
+    """Run a script; return the equations in its first record, and the names of their explanations."""
     head, parser, body = text.partition("parser = ")
     (directory / "ppo.py").write_text(f"{head}def main():\n{textwrap.indent(parser + body, '    ')}\n\nmain()\n")
     words = [

@@ -1,4 +1,4 @@
-"""Rollouts, minibatches and distributions of scripts, found by the numbers that they hold."""
+"""Rollouts, minibatches and distributions of scripts, identified by their numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from esper_telemetry.adapters.script.variables import Variables, calling_variabl
 
 
 def columns(**changes: Tensor) -> dict[str, Tensor]:
-    """Columns [64, 1] of a rollout, of which the log-probabilities are close together."""
+    """Return rollout columns [64, 1] whose log-probabilities are close together."""
     draw = torch.Generator().manual_seed(1)
     log_probs = -0.7 - 1e-6 * torch.rand(64, 1, generator=draw)
     numbers = {"log_probs": log_probs, "advantages": torch.randn(64, 1, generator=draw)}
@@ -75,7 +75,7 @@ def test_each_loss_before_an_optimizer_step_has_the_heads_of_its_own_rows() -> N
 
 
 class Zipped(gym.Env[Any, Any]):
-    """Two environments in one, which does not say so and returns an iterator."""
+    """Two environments in one that does not declare this and returns an iterator."""
 
     def step(self, action: object) -> Any:
         return zip(*[(0.0, 1.0, True, False, {}), (1.0, 2.0, False, False, {})], strict=True)
@@ -115,7 +115,7 @@ def test_variables_of_a_script_may_refuse_attributes() -> None:
 
 
 def collected(ends: Tensor, paid: Tensor | None = None, limits: Tensor | None = None) -> Any:
-    """Steps of environments that pay 1 unless `paid` says otherwise."""
+    """Run environments that pay 1 unless `paid` has other rewards."""
     cut = torch.zeros_like(ends) if limits is None else limits
     rewards = torch.ones(ends.shape) if paid is None else paid
     steps, envs = ends.shape
@@ -130,7 +130,7 @@ def rollout_of(arrays: dict[str, Any], reading: LossReading) -> RolloutFinder:
 
 
 def reading_of(log_probs: Tensor, advantages: Tensor, values: Tensor | None = None) -> LossReading:
-    """A loss with these columns, before any step; the critic's targets are advantages plus values."""
+    """Read a loss with these columns before any step; the critic's targets are advantages plus values."""
     now = log_probs.clone().requires_grad_() + 0
     new = (torch.zeros(32) if values is None else values).clone().requires_grad_() + 0
     loss = -((now - log_probs).exp() * advantages).mean()
@@ -141,7 +141,7 @@ def reading_of(log_probs: Tensor, advantages: Tensor, values: Tensor | None = No
 
 
 def test_columns_are_those_that_the_loss_is_computed_from_and_the_rows_are_those_that_the_script_indexed() -> None:
-    """The advantages of the loss are normalised, and of other rows than its log-probabilities."""
+    """The advantages of the loss are normalised, and come from other rows than its log-probabilities."""
     draw = torch.Generator().manual_seed(4)
     targets, critic, log_probs, raw = (torch.randn(32, generator=draw) for _ in range(4))
     rows, others = torch.randperm(32, generator=draw)[:16], torch.randperm(32, generator=draw)[:16]
@@ -193,7 +193,7 @@ def test_what_actions_are_drawn_from_counts_where_no_log_probabilities_are_asked
 
 
 class MaskedChoice(Categorical):
-    """A choice among actions that are allowed: where its masks are 1, or all where they are an empty list."""
+    """A choice among the actions whose masks are 1, or among all actions if the masks are an empty list."""
 
     def __init__(self, logits: Tensor, masks: Any) -> None:
         self.masks = masks
@@ -281,7 +281,7 @@ def test_rows_are_those_of_most_columns_where_a_script_mixes_up_one() -> None:
 
 
 def test_rows_with_equal_numbers_are_told_apart_by_most_columns_where_one_is_permuted() -> None:
-    """The permuted advantage of the first row is that of another with the same log-probability."""
+    """The first two rows have one log-probability, and their advantages are exchanged."""
     draw = torch.Generator().manual_seed(7)
     rollout = {name: torch.randn(64, 1, generator=draw) for name in ("log_probs", "advantages", "inputs", "returns")}
     for name, distance in (("log_probs", 0.0), ("inputs", 1e-3), ("returns", 1e-3)):
@@ -299,7 +299,7 @@ def test_the_value_after_the_last_step_is_of_the_critic_and_not_of_a_policy_with
     policy, critic = nn.Linear(3, 1), nn.Linear(3, 1)
     observations, log = torch.randn(33, 3, generator=draw), EstimateLog()
     with torch.no_grad():
-        values = torch.stack([critic(observation) for observation in observations])  # a batch may round otherwise
+        values = torch.stack([critic(observation) for observation in observations])  # a batch may round differently
         for observation in observations:
             log.after_env_step()
             log.add(policy, policy(observation))
@@ -434,7 +434,7 @@ def test_what_a_distribution_asks_its_parts_is_no_question_of_the_script() -> No
 
 
 class Walkers:
-    """Two environments of no class of Gymnasium; the second one is cut off at its third step."""
+    """Two environments without a Gymnasium class. The second one is truncated at its third step."""
 
     def __init__(self, flags: int) -> None:
         self.flags, self.time = flags, 0
@@ -456,7 +456,7 @@ class Walkers:
 
 
 class Wrapped:
-    """An environment of Gymnasium within an object of another class."""
+    """A Gymnasium environment within an object of another class."""
 
     def __init__(self) -> None:
         self.inner = gym.make("CartPole-v1")
@@ -470,7 +470,7 @@ class Wrapped:
 
 
 class Member:
-    """No environment: its `step` returns an action with its log-probability, value and entropy."""
+    """Not an environment: its `step` returns an action with its log-probability, value and entropy."""
 
     def reset(self) -> None:
         pass
@@ -544,7 +544,7 @@ def test_columns_that_a_script_shuffles_together_are_put_back_in_order() -> None
     acted = [Asked(kept["log_probs"], None)]
     finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, acted=acted)
 
-    assert finder.rollout(0.9) is None  # equal log-probabilities do not tell
+    assert finder.rollout(0.9) is None  # equal log-probabilities do not identify a row
 
 
 def test_advantages_that_a_script_detaches_in_its_loss_have_their_sign() -> None:
@@ -568,7 +568,7 @@ def test_actions_without_a_name_are_those_that_distributions_were_asked_for_in_a
     draw = torch.Generator().manual_seed(21)
     log_probs, advantages, actions = (torch.randn(32, generator=draw) for _ in range(3))
     log = DistributionLog()
-    for step in range(32):  # asked after each step
+    for step in range(32):  # queried after each step
         if step:
             log.after_env_step()
         log.add(object(), log_probs[step].reshape(1), actions[step].reshape(1))

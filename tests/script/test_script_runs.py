@@ -1,4 +1,4 @@
-"""Scripts as people write them, run in processes of their own, with and without telemetry."""
+"""Typical scripts, run in processes of their own, with and without telemetry."""
 
 from __future__ import annotations
 
@@ -22,29 +22,27 @@ from esper_telemetry.journal import Run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CLEANRL = os.environ.get("ESPER_CLEANRL")
-"""A directory with CleanRL's scripts, which are run too where it is set."""
+"""A directory with CleanRL's scripts; if it is set, they are run too."""
 
 TWO_CORES = min(2, len(os.sched_getaffinity(0)))
-"""For the trainer and the process beside it."""
+"""For the trainer and the worker process."""
 
 SPEED = re.compile(r"^SPS: \d+$", re.MULTILINE)
-"""Lines that no two runs have in common."""
+"""Lines that differ between any two runs."""
 
 
 class ProcessResult(NamedTuple):
-    """Exit code and output of a process."""
-
     code: int
     stdout: str
     stderr: str
 
 
 def python(directory: Path, *words: str, fresh: bool = False, cores: int = 1) -> ProcessResult:
-    """Run Python with one core, where it starts no worker, in a process that is forked from one with torch: both save seconds.
+    """Run Python on one core, so without a worker, in a fork of a process that has imported torch: both save seconds.
 
     Args:
-        fresh: in a process of its own, that Ctrl-C ends also where these tests run in the background.
-        cores: of a fresh process.
+        fresh: use a new process. Ctrl-C ends it even if the tests run in the background.
+        cores: of a new process.
     """
     if not fresh:
         program = run_python(*words, cwd=directory)
@@ -72,7 +70,7 @@ def with_telemetry(directory: Path, script: str, *arguments: str, fresh: bool = 
 
 
 def script_stderr(result: ProcessResult) -> str:
-    """Lines that a script wrote to stderr, without our own."""
+    """Return the lines that a script wrote to stderr, without our own."""
     return "".join(line for line in result.stderr.splitlines(keepends=True) if not line.startswith("esper-telemetry: "))
 
 
@@ -107,7 +105,7 @@ OPTIMIZER = "optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, e
             'optimizer = optim.Adam([{"params": agent.actor.parameters()}, {"params": agent.critic.parameters(), "lr": 3e-3}], lr=1e-3)',
             LOSS_AND_STEP,
         ),
-        (  # an optimizer each after one backward pass: their variables' names say whose they are
+        (  # an optimizer each after one backward pass; the variable names show which network they belong to
             "pi_opt, vf_opt = optim.Adam(agent.actor.parameters(), lr=1e-3), optim.Adam(agent.critic.parameters(), lr=3e-3)",
             LOSS_AND_STEP.replace("optimizer.zero_grad()", "agent.zero_grad()").replace(
                 "optimizer.step()", "pi_opt.step(); vf_opt.step()"
@@ -133,7 +131,7 @@ def test_learning_rates_of_actor_and_critic(tmp_path: Path, made: str, stepped: 
 
 
 def test_the_gradient_of_an_entropy_bonus_whose_weight_has_no_name(tmp_path: Path) -> None:
-    """The graph of the loss has the weight: doubled in the second script, it doubles the gradient."""
+    """The graph of the loss has the weight. The second script doubles it, which doubles the gradient."""
     source = (SCRIPTS / "categorical.py").read_text()
     norms = []
     for weight in ("0.01", "0.02"):
@@ -184,7 +182,7 @@ main(["--run-dir", "run", "--level", "debug", sys.argv[2]])
 
 
 def test_a_bug_in_the_reader_of_losses_costs_readings_and_is_counted_and_shown(tmp_path: Path) -> None:
-    """Four minibatches an update: the first loss, before there is a run, and the sixth, in its second update."""
+    """Four minibatches an update. Readings fail for the first loss, before the run exists, and for the sixth, in the second update."""
     result = python(tmp_path, "-c", BROKEN_READER, "1,6", str(SCRIPTS / "categorical.py"))
 
     assert result.code == 0, result.stderr
@@ -204,7 +202,7 @@ def test_a_reader_that_never_works_is_reported_at_the_end(tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> ProcessResult:
-    """The script in one piece without telemetry."""
+    """Run the script in one piece without telemetry."""
     return python(tmp_path_factory.mktemp("plain"), str(SCRIPTS / "categorical.py"), "--seed=4")
 
 
@@ -212,8 +210,8 @@ MEMORY = {"lstm/h/rms", "lstm/c/rms", "lstm/reset_rate", "lstm/age/mean", "lstm/
 
 
 def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
-    """The same prints and weights as without; the critic's fit and the gradients' norms are those that the script knows itself; one line
-    names what is measured, episodes too, which the script, written for another Gymnasium, does not see.
+    """Prints and weights equal a run without telemetry. The critic's fit and the gradient norms are the script's own. One line names what
+    is measured, including episodes, which the script misses because it was written for another Gymnasium.
     """
     result = with_telemetry(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", fresh=True, cores=TWO_CORES)
 
@@ -242,7 +240,7 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
 
 
 def test_with_a_default_device_each_pass_counts_once(tmp_path: Path, plain: ProcessResult) -> None:
-    """With one, torch calls `Tensor.backward` once more from within itself."""
+    """With a default device, torch calls `Tensor.backward` a second time from within itself."""
     text = (SCRIPTS / "categorical.py").read_text(encoding="utf-8")
     script = tmp_path / "categorical.py"
     script.write_text(
@@ -258,7 +256,7 @@ def test_with_a_default_device_each_pass_counts_once(tmp_path: Path, plain: Proc
 
 
 def test_the_last_kl_is_the_scripts_own(tmp_path: Path) -> None:
-    """One minibatch and one epoch: the KL of the update is that of the minibatch, which the script prints."""
+    """One minibatch and one epoch: the KL of the update is the minibatch's, which the script prints."""
     result = with_telemetry(
         tmp_path, str(SCRIPTS / "categorical.py"), "--num_minibatches=1", "--update_epochs=1", "--learning_rate=0.5"
     )
@@ -270,7 +268,7 @@ def test_the_last_kl_is_the_scripts_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_with_memory(tmp_path: Path) -> None:
-    """States and gates are measured where the script steps its LSTM one by one; its value loss has no half, the record's has."""
+    """States and gates are measured if the script steps its LSTM. Its value loss lacks the factor of a half; the record's has it."""
     script = str(SCRIPTS / "recurrent.py")
     plain, result = python(tmp_path, script), with_telemetry(tmp_path, script)
 
@@ -285,8 +283,8 @@ def test_a_script_with_memory(tmp_path: Path) -> None:
 
 
 def test_a_script_in_one_piece_with_memory(tmp_path: Path) -> None:
-    """Minibatches of whole environments: prints, scalars and weights as without, everything of `COMMON` and of memory; no probability has
-    changed before the first step, so states are those of collection; what `run` takes is counted.
+    """Minibatches of whole environments: prints, scalars and weights as without telemetry, and everything in `COMMON` and of memory.
+    Probabilities are unchanged before the first step, so states are the collected ones. The time of `run` is counted.
     """
     script = str(SCRIPTS / "lstm.py")
     plain = python(tmp_path, script)
@@ -314,7 +312,7 @@ def test_a_script_in_one_piece_with_memory(tmp_path: Path) -> None:
 
 
 def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
-    """Continuous actions, nothing clipped, everything in a class: episodes are those that the time limit ends."""
+    """Continuous actions, no clipping, everything in a class. The time limit ends the episodes."""
     script = str(SCRIPTS / "gaussian.py")
     plain, result = python(tmp_path, script), with_telemetry(tmp_path, script)
 
@@ -330,7 +328,7 @@ def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
-    """Nothing is created, and the line says why."""
+    """Nothing is created, and one line says why."""
     script = str(SCRIPTS / "supervised.py")
     plain, result = python(tmp_path, script), with_telemetry(tmp_path, script)
 
@@ -354,8 +352,8 @@ def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
 def test_a_script_ends_as_without(
     tmp_path: Path, plain: ProcessResult, end: str, code: int, words: str, status: RunStatus | None
 ) -> None:
-    """Exit code, prints and traceback are the script's own; the journal says how it ended and has what came before. Of a script that the
-    system ends at once only the process beside it can say that.
+    """Exit code, prints and traceback are the script's own. The journal has the earlier records and says how the run ended. If the system
+    kills the script, the worker process writes the end.
     """
     script = str(SCRIPTS / "categorical.py")
     cores = TWO_CORES if end == "terminated" else 1
@@ -373,7 +371,7 @@ def test_a_script_ends_as_without(
 
 
 def traceback_of(result: ProcessResult) -> list[str]:
-    """The last line of a traceback, and the first file in it; empty without one."""
+    """Return the last line of a traceback and the first file in it, empty without a traceback."""
     lines = result.stderr.splitlines()
     if "Traceback (most recent call last):" not in lines:
         return []
@@ -382,7 +380,7 @@ def traceback_of(result: ProcessResult) -> list[str]:
 
 
 def recorded(run_dir: Path, *, updates: int) -> Run:
-    """The run with so many complete updates and its end, which another process may still write."""
+    """Return the run once it has that many complete updates and its end, which another process may still write."""
 
     def complete() -> Run | None:
         with suppress(ValueError):  # nothing is written yet
@@ -406,9 +404,9 @@ def recorded(run_dir: Path, *, updates: int) -> Run:
     ],
 )
 def test_a_script_of_cleanrl(tmp_path: Path, script: str, mend: bool, arguments: tuple[str, ...]) -> None:
-    """Its own event file is the same with and without telemetry, to the bit; or it fails alike with this Gymnasium.
+    """Its own event file is bit-identical with and without telemetry, or it fails alike with this Gymnasium.
 
-    Unedited; or, mended, a copy that gives `TransformObservation` the space that Gymnasium 1.x asks for.
+    The script is unedited, or a copy that passes the space that Gymnasium 1.x requires to `TransformObservation`.
     """
     path = str(Path(CLEANRL or "") / script)
     if mend:
@@ -434,7 +432,7 @@ def test_a_script_of_cleanrl(tmp_path: Path, script: str, mend: bool, arguments:
 
 
 def event_values(directory: Path) -> dict[str, list[float]]:
-    """Values of the script's own writer by tag, without its speed."""
+    """Return the values of the script's own writer by tag, without its speed."""
     (file,) = directory.glob("*/events.*")
     accumulator = EventAccumulator(str(file))
     accumulator.Reload()

@@ -1,4 +1,4 @@
-"""Correct programs in different styles have their equations checked without an alarm; their mistaken twins are named."""
+"""The equations of correct programs in different styles are checked without an alarm; variants with a mistake are named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EQUATIONS = 20
 
 
 def checked(directory: Path, name: str, *edit: str) -> dict[str, dict[str, Any]]:
-    """Return the equations of a script by name, with one piece of it replaced."""
+    """Return the equations of a script by name, after replacing one piece of the script."""
     source = (SCRIPTS / name).read_text()
     if edit:
         old, new = edit
@@ -42,7 +42,7 @@ def checked(directory: Path, name: str, *edit: str) -> dict[str, dict[str, Any]]
     ],
 )
 def test_a_correct_program_has_its_equations_checked(tmp_path: Path, name: str, others: Collection[str]) -> None:
-    """`others` are of what it does not do: clip gradients, add its losses, send actions as stored, keep advantages over all passes."""
+    """`others` are equations that do not apply: it does not clip gradients, add its losses, send actions as stored, or keep advantages."""
     rows = checked(tmp_path, name)
 
     assert {one for one, row in rows.items() if row["state"] not in ("matches", "variant")} == set(others)
@@ -50,7 +50,7 @@ def test_a_correct_program_has_its_equations_checked(tmp_path: Path, name: str, 
 
 
 def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -> None:
-    """Its worker processes scale the rewards by 0.01 and add up what they were before."""
+    """Its worker processes scale the rewards by 0.01 and add up the unscaled rewards."""
     checked(tmp_path, "worker_pipes.py")
 
     returns = [record.values.get("episode/return_mean", 0.0) for record in read_run(tmp_path / "run").records]
@@ -90,7 +90,7 @@ def test_a_mistake_is_named_in_any_style(
 
 
 def test_what_is_not_traced_says_what_was_sought_and_what_was_found(tmp_path: Path) -> None:
-    """The minibatches have advantages that come from no array of the script."""
+    """The minibatches have advantages that do not come from an array of the script."""
     rows = checked(tmp_path, "worker_pipes.py", "g = G[b]\n", "g = torch.randn(128)\n")
 
     row = rows["normalized_advantages"]

@@ -1,4 +1,4 @@
-"""Advantages of scripts: the ends of episodes are those of the environments, whatever the script's flags mean."""
+"""Advantages of scripts: the environments decide where episodes end, whatever the script's flags mean."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def rollout(
 
 
 def random_columns(steps: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards, values and values of the next row, [3, T, 2], and ends [T, 2]."""
+    """Return rewards, values and values of the next row, [3, T, 2], and ends [T, 2]."""
     generator = torch.Generator().manual_seed(4)
     columns = torch.randn(3, steps, 2, generator=generator)
     columns[2, :-1] = columns[1, 1:]

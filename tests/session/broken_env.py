@@ -1,4 +1,4 @@
-"""Environments whose fault comes after some steps, for Stable-Baselines3 and for scripts."""
+"""Environments that fail after some steps, for Stable-Baselines3 and for scripts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from gymnasium import spaces
 
 AFTER = 40
-"""Steps of an environment without a fault."""
+"""Steps of an environment before its fault."""
 
 
 class Broken(gym.Env[Any, Any]):
-    """Noise, [4], until step `AFTER`; then the environment at this place observes or pays NaN, or crashes."""
+    """Random observations, [4], until step `AFTER`. Then the environment at this index observes or pays NaN, or crashes."""
 
     observation_space = spaces.Box(-1, 1, (4,), np.float32)
     action_space = spaces.Discrete(2)

@@ -1,4 +1,4 @@
-"""Alarms of users whose code does what it should not; importable, so that a worker judges them too."""
+"""Users' alarms that misbehave; importable, so that a worker applies them too."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def clears_the_view(view: View) -> Iterator[Finding]:
 
 
 class UnspeakableError(Exception):
-    """An exception whose text cannot be had."""
+    """An exception whose text cannot be computed."""
 
     def __str__(self) -> str:
         """End the process."""
@@ -95,7 +95,7 @@ RESULTS: dict[str, Callable[[View], Any]] = {
     "limits of other alarms": overwrites("limits"),
     "baselines of other alarms": overwrites("baselines"),
 }
-"""What judges return and raise, and what they do to what they are given."""
+"""What judges return, what they raise, and how they change their arguments."""
 
 ENDS: dict[str, Callable[[], object]] = {
     "exit": lambda: os._exit(7),
@@ -103,7 +103,7 @@ ENDS: dict[str, Callable[[], object]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), 9),
     "hang": lambda: time.sleep(1e6),
 }
-"""What a process does not survive."""
+"""Ways to end or block a process."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Ending:
 
 @dataclass
 class Returning:
-    """Judges as one of `RESULTS`."""
+    """Judges like one of `RESULTS`."""
 
     what: str
 

@@ -1,4 +1,4 @@
-"""Arguments of the Python API: accepted forms, refusals in one sentence, and one warning for lost values."""
+"""Arguments of the Python API: accepted forms, one-sentence errors, and one warning for lost values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Curiosity(MetricGroup):
 
 @pytest.fixture
 def telemetry(tmp_path: Path) -> Iterator[Telemetry]:
-    """Telemetry that is open, in `tmp_path / "run"`."""
+    """Open telemetry in `tmp_path / "run"`."""
     with Telemetry(run_dir=tmp_path / "run") as opened:
         yield opened
 
@@ -384,7 +384,7 @@ def test_a_flush_without_anything_is_a_record(tmp_path: Path, telemetry: Telemet
     assert [record.axes.update for record in read_run(tmp_path / "run").records] == [1]
 
 
-# --- what is lost is told
+# --- lost values are reported
 
 
 LATE: dict[str, Callable[[Telemetry], object]] = {
@@ -635,7 +635,7 @@ def test_a_watched_model_is_copied_saved_and_compiled_as_ever(telemetry: Telemet
 
 
 class FlushedMeanwhile(Postponed):
-    """A measurement during whose `observe` another thread flushes; that thread is given a second to do so."""
+    """A measurement whose `observe` gives another thread a second to flush."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.thread = threading.Thread(target=lambda: telemetry.flush(env_step=1))
@@ -653,7 +653,7 @@ class FlushedMeanwhile(Postponed):
 
 
 def test_threads_are_served_one_at_a_time(tmp_path: Path) -> None:
-    """Groups that one thread observes while another one flushes belong to that update or to the next; none is lost."""
+    """Groups that one thread observes during another's flush belong to that update or the next; none is lost."""
     with Telemetry(run_dir=tmp_path / "run") as telemetry:
         measured = FlushedMeanwhile(telemetry)
         telemetry.observe(measured)
@@ -675,7 +675,7 @@ def test_a_callback_may_call_it_back(tmp_path: Path) -> None:
 
 
 def test_a_function_that_returns_has_not_killed_the_run(tmp_path: Path) -> None:
-    """Nothing refers to its telemetry when the interpreter ends."""
+    """No reference to the telemetry is left when the interpreter exits."""
     code = (
         "import gc\n"
         "from esper_telemetry import Telemetry\n"

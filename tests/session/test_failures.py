@@ -1,4 +1,4 @@
-"""A run that an exception ended names it, and the first tensor that is not finite, before everything else in every view."""
+"""If an exception ended a run, every view begins with the exception and the first tensor that is not finite."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ SENTENCE = (
 
 
 def output(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """A command's stdout, lines joined by spaces."""
+    """Return a command's stdout with lines joined by spaces."""
     with pytest.raises(SystemExit):
         main(arguments)
     return " ".join(capsys.readouterr().out.split())
 
 
 def journal(directory: Path, status: RunStatus | None, failure: dict[str, Any] | None = None) -> Path:
-    """A run of six healthy updates that ended so."""
+    """Write a run of six healthy updates that ended with this failure."""
     path = directory / "run"
     book = Journal.create(path)
     book.write(encode_run(RunInfo("r1", "run", path, 1e9)))
@@ -58,7 +58,7 @@ def journal(directory: Path, status: RunStatus | None, failure: dict[str, Any] |
 
 
 def test_a_failure_raises_the_alarm_that_fits_and_one_of_its_own() -> None:
-    """The cause of the incident is the tensor; without one it is the exception alone."""
+    """The cause of the incident is the tensor, or the exception if no tensor is known."""
     numeric = Detectors().failure(7, AXES, NAN_OBSERVATIONS).alarms
     other = (
         Detectors().failure(7, AXES, {"exception": "KeyError", "message": "'joint 7'", "first_nonfinite": ""}).alarms
@@ -148,7 +148,7 @@ def test_an_exception_in_the_search_leaves_the_users_own() -> None:
 
 
 def test_masks_are_not_taken_for_the_fault() -> None:
-    """Negative infinity stands for forbidden actions; a KeyError says nothing about tensors."""
+    """Negative infinity marks forbidden actions; a KeyError says nothing about tensors."""
 
     def masked() -> None:
         logits = torch.tensor([0.0, -torch.inf])
@@ -165,7 +165,7 @@ def test_masks_are_not_taken_for_the_fault() -> None:
 
 
 def own_loop(run_dir: Path, poison: str) -> None:
-    """A loop with `watch` that fails in its third update."""
+    """Run a loop with `watch` that fails in its third update."""
     actor = nn.Linear(4, 2)
     optimizer = torch.optim.Adam(actor.parameters(), lr=0.1)
     with Telemetry(run_dir=run_dir, offload=False) as telemetry:
@@ -245,7 +245,7 @@ def test_stable_baselines3_names_its_tensor(fault: str, tmp_path: Path, capsys: 
 
 
 def test_gradients_alone_name_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Gradients that explode are a symptom: what to try for it would be a guess. With losses beside them it is not."""
+    """Exploding gradients are a symptom, so advice would be a guess. The run that also has losses gets a full diagnosis."""
     for name, more in (("alone", {}), ("explained", {"policy/kl": 0.01, "loss/value": 1.0})):
         path = tmp_path / name
         book = Journal.create(path)

@@ -1,4 +1,4 @@
-"""Calls from signal handlers and from several threads: none deadlocks, tears a line or ends training."""
+"""Calls from signal handlers and several threads: none deadlocks, tears a line or ends training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one cor
 
 @pytest.fixture
 def handler() -> Iterator[Callable[[Callable[[], object]], object]]:
-    """Sets what SIGUSR1 does."""
+    """Set the handler of SIGUSR1."""
     before = signal.getsignal(signal.SIGUSR1)
     yield lambda call: signal.signal(signal.SIGUSR1, lambda *_: call())
     signal.signal(signal.SIGUSR1, before)
@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[Telemetry], object]] = {
 def test_a_signal_handler_may_call_anything_while_the_journal_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: Any, call: str, leaves: bool
 ) -> None:
-    """The signal arrives in the middle of writing the third record, and again of the fourth; `leaves` ends the handler with sys.exit."""
+    """The signal arrives while the third record is written, and again during the fourth. `leaves` ends the handler with sys.exit."""
     telemetry = Telemetry(run_dir=tmp_path)
     write, marks = os.write, [b'"my/number":3', b'"my/number":4']
 
@@ -119,7 +119,7 @@ def test_a_sigterm_that_saves_and_closes_at_any_moment_leaves_a_whole_journal(tm
         assert not run.damaged and run.status is RunStatus.PREEMPTED
         updates = [record.axes.update for record in run.records]
         assert updates == [*range(1, len(updates) + 1)]
-        assert int(ended.stdout) - len(updates) in (0, -1)  # a handler may come before the update under way is counted
+        assert int(ended.stdout) - len(updates) in (0, -1)  # a handler may run before the current update is counted
 
 
 @two_cores
@@ -157,7 +157,7 @@ def test_threads_may_flush_save_and_note_side_by_side(tmp_path: Path, offload: b
 
 
 def test_a_callback_may_wait_for_a_thread_that_logs(tmp_path: Path) -> None:
-    """Callbacks of alarms are called when no call is under way."""
+    """Alarm callbacks run outside all other calls."""
     telemetry = Telemetry(run_dir=tmp_path)
 
     def callback(alarm: object) -> None:
@@ -218,7 +218,7 @@ def test_an_exception_between_a_write_and_its_result_costs_no_byte(
 
 
 def test_calls_that_come_faster_than_they_are_served_neither_nest_nor_hold_training_up() -> None:
-    """Each of ten thousand calls is interrupted by the next one; two are served with every call that training makes."""
+    """Each of ten thousand calls is interrupted by the next one. Every call by the training serves two of them."""
     calls, served = SerialCalls(), list[int]()
 
     def interrupted() -> None:

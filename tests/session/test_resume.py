@@ -1,4 +1,4 @@
-"""Going on with a run: the journal holds each update once, what is derived knows its history, and two never train one run."""
+"""Resuming a run: the journal holds each update once, derived metrics keep their history, and two processes never train one run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROLLOUT = 128
 
 
 def flush(telemetry: Telemetry, *numbers: float, start: int = 0) -> None:
-    """One record per number; each stands 100 environment steps after the one before."""
+    """Flush one record per number; each is 100 environment steps after the previous one."""
     for index, number in enumerate(numbers, start=start + 1):
         telemetry.log({"my/number": number})
         telemetry.flush(env_step=100 * index)
@@ -35,7 +35,7 @@ def numbers(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def begun(run_dir: Path) -> dict[str, int]:
-    """A run of four updates; the state it had after the second."""
+    """Write a run of four updates; return the state after the second."""
     with Telemetry(run_dir=run_dir, name="walker", tags=["demo"], config={"clip": 0.2, "steps": 4}) as telemetry:
         flush(telemetry, 1.0, 2.0)
         state = telemetry.state_dict()
@@ -44,7 +44,7 @@ def begun(run_dir: Path) -> dict[str, int]:
 
 
 def test_the_first_record_of_an_update_stands(tmp_path: Path) -> None:
-    """Training goes on after update 2 and gives other numbers: 3 and 4 are recorded already, 5 is new."""
+    """Training continues after update 2 with other numbers: 3 and 4 are already recorded, 5 is new."""
     state = begun(tmp_path)
     memory = MemorySink()
 
@@ -157,7 +157,7 @@ def test_resume_needs_a_directory(run_dir: Any) -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 def test_a_checkpoint_waits_until_the_journal_has_all_before_it(tmp_path: Path) -> None:
-    """So whoever dies after it, the process beside the trainer included, leaves no gap."""
+    """So if any process dies after the checkpoint, including the worker, there is no gap."""
     counts = []
     with Telemetry(run_dir=tmp_path) as telemetry:
         source = trainer()
@@ -209,7 +209,7 @@ def trainer(**settings: Any) -> PPO:
 
 
 def keep_pace(telemetry: Telemetry, source: PPO) -> None:
-    """Has every update wait for its record: on a busy machine a process beside the trainer may fall behind updates this small."""
+    """Let every update wait for its record: on a busy machine a worker may fall behind updates this small."""
 
     def wait(event: UpdateEnd) -> None:
         telemetry.state_dict()
@@ -218,7 +218,7 @@ def keep_pace(telemetry: Telemetry, source: PPO) -> None:
 
 
 def values(run_dir: Path) -> list[dict[str, float]]:
-    """Values of every record, without those that depend on the clock or on backends."""
+    """Return the values of every record, without values that depend on the clock or on backends."""
     return [
         {key: value for key, value in record.values.items() if not key.startswith(TIMED)}
         for record in read_run(run_dir).records
@@ -234,7 +234,7 @@ def test_measures_that_need_history_go_on_with_a_checkpoint(
 ) -> None:
     """Saved around update 20, when windows of 20 updates are full, and trained to 26: the last updates are trained twice.
 
-    Which updates are looked at closely below DEBUG follows from what they cost, which is a matter of time.
+    Below DEBUG, the choice of sampled updates depends on their cost, so on time.
     """
     settled: dict[str, Any] = {"offload": offload, "level": "debug"}
     with Telemetry(run_dir=tmp_path / "whole", **settled) as telemetry:
@@ -295,7 +295,7 @@ def fail() -> None:
 
 @pytest.mark.usefixtures("one_core")
 def test_a_new_run_may_begin_with_an_old_checkpoint(tmp_path: Path) -> None:
-    """The first update after a resume does not count the steps of the run before."""
+    """The first update after a resume does not count the steps of the earlier run."""
     old = trainer()
     old.learn(3 * ROLLOUT)
     old.save(tmp_path / "old.pt")

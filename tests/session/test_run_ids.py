@@ -1,4 +1,4 @@
-"""Run ids stand in names of files, so none may lead out of the run directory."""
+"""Run ids are part of file names, so they must not lead out of the run directory."""
 
 from __future__ import annotations
 

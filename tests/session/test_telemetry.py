@@ -1,4 +1,4 @@
-"""Telemetry: what is observed becomes one record per flush, once, whatever happens."""
+"""Telemetry: each flush makes one record of the observed groups, even after errors."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_step_overrides_the_count_under_gradient_accumulation(tmp_path: Path) ->
 
 
 def test_health_of_every_minibatch_counts_once_and_belongs_to_its_epoch(tmp_path: Path) -> None:
-    """Gradients (3, 4), (6, 8) and (0, 0), which are overwritten later: norms 5, 10 and 0, of which a limit of 5.1 clips one."""
+    """Gradients (3, 4), (6, 8) and (0, 0), which are overwritten later: norms 5, 10 and 0. A limit of 5.1 clips one of them."""
     weight = torch.nn.Parameter(torch.zeros(2))
     with Telemetry(run_dir=tmp_path / "run") as telemetry:
         for epoch, gradient in enumerate(([3.0, 4.0], [6.0, 8.0], [0.0, 0.0])):
@@ -159,7 +159,7 @@ def test_health_of_every_minibatch_counts_once_and_belongs_to_its_epoch(tmp_path
 
 
 def test_health_is_summarised_once_per_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second computation of the norms would cost ten times a minibatch of a small network."""
+    """Computing the norms twice would cost ten times a minibatch of a small network."""
     rows: list[int] = []
 
     def counted(norms: torch.Tensor, *args: object, **kwargs: object) -> object:
@@ -194,7 +194,7 @@ def test_health_of_gradients_that_break_is_counted_in_its_minibatch(tmp_path: Pa
 
 
 def test_health_of_parts_that_differ_is_told_apart(tmp_path: Path) -> None:
-    """A part that is frozen in the first of two minibatches, of norms 4 and |(4, 3)|, counts in the second alone."""
+    """Norms 4 and |(4, 3)| = 5 in two minibatches. The second parameter is frozen in the first, so it counts only once."""
     frozen, trained = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     with Telemetry(run_dir=tmp_path / "run") as telemetry:
         trained.grad = torch.full((1,), 4.0)
@@ -288,7 +288,7 @@ def test_a_failing_and_a_hanging_sink_cost_training_nothing(tmp_path: Path) -> N
 
     assert len(memory.records) == 20
     assert report is not None
-    assert not report.complete  # so neither a flush nor the end waited for the sink that hangs
+    assert not report.complete  # so neither a flush nor the end waited for the hanging sink
 
 
 @pytest.mark.parametrize(

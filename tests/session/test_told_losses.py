@@ -1,4 +1,4 @@
-"""Records that the journal could not take are counted at the end, and no sentence says that it has everything."""
+"""Records that the journal could not store are counted at the end, and no message claims that it is complete."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_run_directory_that_is_deleted_meanwhile_is_told_of(
         for update in range(1, 4):
             telemetry.log({"my/number": 1.0})
             telemetry.flush(env_step=update)
-        gone = (tmp_path / "run").rename(tmp_path / "gone")  # at once: a process may still write into it
+        gone = (tmp_path / "run").rename(tmp_path / "gone")  # at once, because a process may still write into it
         shutil.rmtree(gone, ignore_errors=True)
 
     messages = [record.getMessage() for record in caplog.records]
@@ -66,7 +66,7 @@ def test_a_run_directory_that_is_deleted_meanwhile_is_told_of(
 def test_a_worker_that_cannot_be_ended_costs_the_journal_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A process that waits for a network file system survives SIGKILL; here it is asked to and spared."""
+    """A process that waits for a network file system survives SIGKILL; here `kill` does nothing."""
     telemetry = Telemetry(run_dir=tmp_path, offload=True, close_timeout=0.4)
     telemetry.log({"my/number": 1.0})
     telemetry.flush(env_step=1)

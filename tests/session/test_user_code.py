@@ -1,4 +1,4 @@
-"""Every update is recorded and training continues, also if a user's alarm raises, exits or returns invalid values."""
+"""Every update is recorded and training continues, even if a user's alarm raises, exits or returns invalid values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_numbers_of_a_judge_are_plain_in_the_journal(
 def test_other_alarms_hear_nothing_of_it_in_a_worker(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that the package declares is raised as without the hostile one."""
+    """A built-in alarm is raised as it is without the misbehaving alarm."""
     telemetry = Telemetry(run_dir=tmp_path, alarms=rule(Returning(what)), offload=True)
     with telemetry:
         for update in range(1, 9):
@@ -190,7 +190,7 @@ def test_a_sink_that_raises_anything_in_its_thread_is_tried_again(
 
 
 def test_texts_of_any_length_are_written_as_readers_take_them(tmp_path: Path) -> None:
-    """Of names, notes, settings, alarms and interventions: three million characters each."""
+    """Names, notes, settings, alarms and interventions of three million characters each."""
     text = "x" * 3_000_000
     long = AlarmRule(
         type="my/long", inputs=(KEY,), meaning=text, action=text, judge=lambda view: iter([found(view, text)]), n_on=1

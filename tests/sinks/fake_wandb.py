@@ -1,4 +1,4 @@
-"""A W&B server that keeps what it is sent, and fails as it is told: what `wandb-core` 0.31 asks of one, over plain HTTP."""
+"""A W&B server that stores what it receives and fails on request: the HTTP interface that `wandb-core` 0.31 uses."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ ENTITY = "someone"
 
 
 class FakeWandb(ThreadingHTTPServer):
-    """Listens on a port of its own from the moment it is made.
+    """Listens on its own port as soon as it is created.
 
     Attributes:
-        status: HTTP status of every answer to rows; 200 when well.
+        status: HTTP status of every answer to rows; normally 200.
         rows: of the history, by run.
         alerts: title and text of each.
-        exit_codes: by run, of those that have ended.
+        exit_codes: of finished runs, by run.
         configs: by run.
-        views: saved workspaces, by name, as they were sent; a project has none before its first.
+        views: saved workspaces as received, by name; a new project is empty.
     """
 
     daemon_threads = True
@@ -47,10 +47,10 @@ class FakeWandb(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that hang up are no news."""
+        """Ignore clients that hang up."""
 
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """The data of a GraphQL answer; operations that are not known get none, which the client bears."""
+        """Return the data of a GraphQL answer; an unknown operation gets no data, which the client tolerates."""
         for name, reply in (
             ("UpsertBucket", self._upserted),
             ("RunResumeStatus", lambda _: {"model": {"bucket": None}}),
@@ -90,7 +90,7 @@ class FakeWandb(ThreadingHTTPServer):
         return {"notifyScriptableRunAlert": {"success": True}}
 
     def _saved(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """As W&B does: without an id a view is new, even where one has its name."""
+        """As in W&B, a view without an id is new, even if its name exists."""
         if self.status != 200:
             return {}
         same_id = [name for name, view in self.views.items() if view["id"] == variables.get("id")]
@@ -105,7 +105,7 @@ class FakeWandb(ThreadingHTTPServer):
         return {"project": {"allViews": {"edges": [{"node": view} for view in same_name]}}}
 
     def take(self, run: str, body: dict[str, Any]) -> None:
-        """Part of a run's file stream."""
+        """Store part of a run's file stream."""
         history = body.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
         rows = self.rows.setdefault(run, [])
         rows[history["offset"] :] = [json.loads(line) for line in history["content"]]

@@ -15,7 +15,7 @@ def budget(max_keys: int = 300, run: RunInfo | None = None, **settings: Any) -> 
 
 
 def test_the_least_important_families_are_left_out_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Three of five keys fit: the returns lead, then the policy; perf and telemetry are last."""
+    """Three of five keys fit: returns rank first, then the policy; perf and telemetry are last."""
     values = dict.fromkeys(["perf/a", "telemetry/b", "policy/c", "episode/d", "policy/e"], 1.0)
     limited = budget(3, run_info(metrics={}))
 
@@ -29,7 +29,7 @@ def test_the_least_important_families_are_left_out_with_one_warning(caplog: pyte
 
 
 def test_histories_of_other_keys_come_last() -> None:
-    """Two of three keys fit: a whole family beats the history of one of its keys, however important that is."""
+    """Two of three keys fit: a whole family ranks before the history of an important key."""
     history = MetricInfo(unit="as key", question="Where does it stand?")
     run = run_info(metrics={**METRICS, "{key}/ema": history})
     limited = budget(2, run, details=True)
@@ -48,7 +48,7 @@ def test_a_key_that_was_shown_stays() -> None:
 
 
 def test_room_is_kept_for_the_returns_that_come_late() -> None:
-    """Five keys: of two declared as minimal and not seen yet, one place in five is kept."""
+    """Five keys. Two keys declared as minimal are still missing, which reserves one place in five."""
     limited = budget(5)
 
     early = limited.select(record(1, {f"perf/{name}": 1.0 for name in "abcdefg"}))

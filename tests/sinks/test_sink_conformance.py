@@ -1,4 +1,4 @@
-"""Every bundled sink passes the kit that plugins are tried with, and the kit finds what is wrong in sinks that are broken on purpose."""
+"""Every bundled sink passes the plugin test kit, and the kit finds the faults of deliberately broken sinks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOW = ("many records", "sigterm")
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A working directory in which MLflow may make its `mlruns`, and fewer records than users' sinks get."""
+    """Use a working directory for MLflow's `mlruns`, and fewer records than users' sinks get."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setattr(conformance, "MANY_RECORDS", 2000)
@@ -40,7 +40,7 @@ BUNDLED: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="session")
 def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One for all checks: to make one takes seconds."""
+    """One store for all checks, because creating it takes seconds."""
     return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
 
 
@@ -87,7 +87,7 @@ class Double(MemorySink):
 
 
 class Stepless(MemorySink):
-    """Does not forward the step: all rows get the same."""
+    """Does not forward the step, so all rows have the same step."""
 
     def stored(self, run: RunInfo) -> StoredMetrics:
         *_, last = super().stored(run).rows.values()
@@ -95,7 +95,7 @@ class Stepless(MemorySink):
 
 
 class Sanitising(MemorySink):
-    """Lets two keys become one."""
+    """Maps two keys to one."""
 
     def stored(self, run: RunInfo) -> StoredMetrics:
         rows = super().stored(run).rows

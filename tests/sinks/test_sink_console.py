@@ -74,7 +74,7 @@ def test_a_run_without_updates_only_says_how_it_ended(capsys: pytest.CaptureFixt
 
 
 def test_numbers_that_do_not_fit_are_left_out_from_the_least_important_on() -> None:
-    """`return 21.0` takes 11 columns and `kl 0.01` 7, each with a gap of 2 before it: 22 in all."""
+    """`return 21.0` takes 11 columns and `kl 0.01` takes 7, each after a gap of 2: 22 in total."""
     numbers = ["[dim]return[/dim] 21.0", "[dim]kl[/dim] 0.01", "[dim]grad[/dim] 3"]
 
     assert list(fitting(numbers, 22)) == numbers[:2]

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy i
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory whose database is made once: that takes seconds."""
+    """A run directory with a database, created once because that takes seconds."""
     return tmp_path_factory.mktemp("run")
 
 
@@ -114,7 +114,7 @@ AGAIN = [
 def test_history_and_latest_numbers_are_what_the_client_alone_makes_of_them(
     store: Path, client: Any, request: pytest.FixtureRequest, records: list[Record]
 ) -> None:
-    """`perf/once` is in the first record only, and step 2000 comes again after 3000."""
+    """`perf/once` is only in the first record, and step 2000 repeats after 3000."""
     name = request.node.callspec.id
     fast, plain = (opened(run_info(store, run_id=f"{name}-{way}", metrics={})) for way in ("fast", "plain"))
     assert fast._open is not None and plain._open is not None and fast._open.table is not None
@@ -222,7 +222,7 @@ def test_the_run_page_is_complete(store: Path, client: Any) -> None:
 def test_what_all_metrics_mean_is_an_artifact_and_the_headlines_are_in_the_description(
     store: Path, client: Any, tmp_path: Path
 ) -> None:
-    """The whole catalogue, which is too long for tags. The return is named first, `adv/grad_corr` not at all."""
+    """The whole catalogue is too long for tags. The description begins with the return and does not have `adv/grad_corr`."""
     every = {entry.metric.key: entry.info() for entry in metric_entries()}
     sink = opened(run_info(store, run_id="all", metrics=every))
     sink.write([record(1, {"adv/grad_corr": 0.5, "policy/kl": 0.25, "episode/return_mean_100": 7.0})])
@@ -384,7 +384,7 @@ def test_a_run_that_is_not_there_cannot_be_joined(store: Path) -> None:
 
 
 def test_a_new_database_is_made_without_a_word(store: Path) -> None:
-    """In a process of its own, as MLflow makes the tables of a store once per process."""
+    """In a separate process, because MLflow creates the tables of a store once per process."""
     code = (
         "from sink_runs import run_info; from pathlib import Path; from esper_telemetry.sinks import MLflowSink;"
         f"MLflowSink().open(run_info(Path({str(store / 'fresh')!r})))"
@@ -397,7 +397,7 @@ def test_a_new_database_is_made_without_a_word(store: Path) -> None:
 
 
 def statements(count: int) -> str:
-    """SQL that makes the first tables of MLflow's, as a process leaves them that is killed while it makes them."""
+    """Return the SQL of MLflow's first tables, as left by a process that is killed while it creates them."""
     tables = [
         "experiments (experiment_id INTEGER)",
         "_alembic_tmp_metrics (key TEXT)",
@@ -434,7 +434,7 @@ def test_a_database_that_holds_runs_is_never_set_aside(tmp_path: Path) -> None:
 
 
 def test_a_database_is_made_once_however_many_want_it(tmp_path: Path) -> None:
-    """Without a draft the second finds the tables of the first half made."""
+    """The second process finds half of the first one's tables, unless they are made in a draft file."""
     path = tmp_path / "mlflow.db"
     with ThreadPoolExecutor(3) as makers:
         list(makers.map(ensure_database, [path] * 3))
@@ -480,12 +480,14 @@ needs_passwords = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that asks for a password, where it can; it takes seconds to start, so there is one."""
+    """A server with a password, if supported; it takes seconds to start, so the tests share it."""
     folder, port = tmp_path_factory.mktemp("server"), free_port()
     users = (
         f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{folder}/users.db\nadmin_username = {USER}\n"
     )
-    (folder / "auth.ini").write_text(f"{users}auth_cache_ttl_seconds = 600\n")  # else half a second for every request
+    (folder / "auth.ini").write_text(
+        f"{users}auth_cache_ttl_seconds = 600\n"
+    )  # otherwise half a second for every request
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     arguments += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
     arguments += ["--app-name", "basic-auth"] if WITH_PASSWORDS else []
@@ -504,7 +506,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         wait_until(lambda: is_healthy(f"http://127.0.0.1:{port}"), "the MLflow server", 240.0)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # asked kindly it takes 20 seconds
+        os.killpg(process.pid, signal.SIGKILL)  # SIGTERM takes 20 seconds
         process.wait(30)
 
 
@@ -536,7 +538,7 @@ def test_a_server_holds_what_was_sent(server: str) -> None:
 
 @pytest.mark.usefixtures("logged_in")
 def test_the_first_names_on_a_server_repeat_the_headlines_and_the_return_is_the_first(server: str) -> None:
-    """MLflow lists and draws metrics in alphabetical order. `doctor` reads the run without them: they repeat other numbers."""
+    """MLflow lists and draws metrics in alphabetical order. `doctor` ignores these keys, because they repeat other numbers."""
     every = {entry.metric.key: entry.info() for entry in metric_entries()}
     run = run_info(run_id="headlines", metrics=every)
     sink = opened(run, MLflowSink(server))
@@ -560,7 +562,7 @@ def test_the_first_names_on_a_server_repeat_the_headlines_and_the_return_is_the_
 def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
     server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole way: journal, child process, server with artifacts. Then every file of the run is searched for the password."""
+    """The whole path: journal, child process, server with artifacts. Then every file of the run is searched for the password."""
     quoted, client = quote(PASSWORD, safe=""), MlflowClient(server)
     sink = MLflowSink(server.replace("://", f"://{USER}:{quoted}@"), experiment="secret", checkpoints=True)
     with monkeypatch.context() as without_variables:
@@ -600,7 +602,7 @@ def test_nobody_is_let_in_without_the_password_and_nothing_is_tried_again(server
 
 
 def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, client: Any) -> None:
-    """Metrics that MLflow does not list for a run are left out, whatever rows the table holds."""
+    """Metrics that MLflow does not list for a run are left out, even if the table has rows for them."""
     run = run_info(store, run_id="bulk")
     sink = opened(run)
     sink.write([record(update, {"policy/kl": 0.5, "policy/entropy": float(update)}) for update in (1, 2, 3)])

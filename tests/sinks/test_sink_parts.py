@@ -22,7 +22,7 @@ from esper_telemetry.sinks.pages import metric_description, run_readme
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 0.0), (0.25, 1.0), (0.5, 1.5), (0.75, 2.0), (1.0, 3.0)])
 def test_quantiles_are_linear_within_a_bin(share: float, value: float) -> None:
-    """Counts 1, 2, 1 between 0, 1, 2, 3: half of four lies in the middle of the second bin."""
+    """Counts 1, 2, 1 between 0, 1, 2, 3: half of four is in the middle of the second bin."""
     assert HISTOGRAM.quantile(share) == value
 
 
@@ -31,7 +31,7 @@ def test_an_empty_histogram_has_no_quantile() -> None:
 
 
 def test_bins_are_joined_until_they_fit() -> None:
-    """Three bins in at most two: the first two joined, the last left over."""
+    """Three bins in at most two: the first two are joined, the last stays alone."""
     assert with_at_most(2, HISTOGRAM) == Histogram((0.0, 2.0, 3.0), (3.0, 1.0))
     assert with_at_most(3, HISTOGRAM) is HISTOGRAM
     assert midpoints(HISTOGRAM) == [0.5, 1.5, 2.5]
@@ -109,7 +109,7 @@ def test_a_chart_is_called_what_its_numbers_are_called() -> None:
 
 
 def test_leftovers_share_a_chart_only_from_one_bound_to_another() -> None:
-    """`a` and `b` lie between 0 and 1, `c` and `d` have no upper bound and could be of any size."""
+    """`a` and `b` are between 0 and 1. `c` and `d` have no upper bound and may have any size."""
     bounded, open_ended = MetricInfo("fraction", "?", low=0.0, high=1.0), MetricInfo("fraction", "?", low=0.0)
     metrics = {"my/a": bounded, "my/b": bounded, "my/c": open_ended, "my/d": open_ended}
 
@@ -120,7 +120,7 @@ def test_leftovers_share_a_chart_only_from_one_bound_to_another() -> None:
 
 
 def test_families_stand_at_the_places_that_their_declarations_say() -> None:
-    """Those of a plugin, such as `seed`, between bundled ones; a user's own last."""
+    """A plugin's families, such as `seed`, are placed between bundled ones; a user's own come last."""
     questions = [section.question for section in sections(["my/key", "perf/a", "seed/active", "obs/b"], run_info())]
 
     assert questions == [

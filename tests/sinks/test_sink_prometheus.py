@@ -15,7 +15,7 @@ from esper_telemetry.testing import alarm, record, run_in
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """By name and the label beside the run's, what is shown."""
+    """Return the samples by name and by their label in addition to the run."""
     numbers = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

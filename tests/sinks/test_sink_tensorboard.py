@@ -62,7 +62,7 @@ def test_the_first_event_of_a_tag_says_what_the_number_means(sink: TensorBoardSi
 
 
 def test_histograms_keep_our_bins(sink: TensorBoardSink, tmp_path: Path) -> None:
-    """Midpoints 0.5, 1.5, 2.5 with counts 1, 2, 1: the sum is 6, of squares 0.25 + 4.5 + 6.25."""
+    """Midpoints 0.5, 1.5, 2.5 with counts 1, 2, 1: the sum is 6, the sum of squares 0.25 + 4.5 + 6.25."""
     sink.write([record(1, {}, {"policy/ratio": HISTOGRAM})])
 
     events = read(tmp_path / "tensorboard").Histograms("policy/ratio")[0].histogram_value
@@ -111,7 +111,7 @@ def test_settings_and_status_stand_in_the_table_of_runs(
 
 
 def test_the_table_of_runs_begins_with_what_runs_differ_in_and_with_returns(tmp_path: Path) -> None:
-    """TensorBoard shows the settings that are said to differ first, five of them, and the first outcome."""
+    """TensorBoard shows five of the settings marked as differing, and the first outcome."""
     every = {entry.metric.key: entry.info() for entry in metric_entries()}
     sink = TensorBoardSink()
     sink.open(run_info(tmp_path, metrics=every, config={"ppo": {"learning_rate": 1e-3, "clip": 0.2}, "env": "a"}))
@@ -128,7 +128,7 @@ def test_the_table_of_runs_begins_with_what_runs_differ_in_and_with_returns(tmp_
 
 
 def test_a_run_that_goes_on_does_so_in_a_new_file_without_gaps_or_doubles(tmp_path: Path) -> None:
-    """The second part begins with update 2, which the first had written but not acknowledged."""
+    """The second part begins with update 2, which the first part wrote but did not acknowledge."""
     for part in ([record(1), record(2)], [record(2), record(3)]):
         sink = TensorBoardSink()
         sink.open(run_info(tmp_path))
@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_does_so_in_a_new_file_without_gaps_or_doubles(tmp_pa
 
 
 def test_in_a_directory_of_somebody_elses_nothing_of_theirs_is_touched(tmp_path: Path) -> None:
-    """Theirs is at step 5000 when ours starts, and starts again, at step 1000."""
+    """The existing file is at step 5000 when ours starts, and starts again, at step 1000."""
     theirs = EventFileWriter(str(tmp_path))
     theirs.add_event(Event(step=5000, summary=Summary(value=[Summary.Value(tag="theirs", simple_value=1.0)])))
     theirs.close()
@@ -180,7 +180,7 @@ def test_the_place_is_the_directory_the_command_and_the_pages(tmp_path: Path) ->
 
 
 def test_the_first_family_of_tags_repeats_the_headlines_and_the_return_is_the_first(tmp_path: Path) -> None:
-    """`doctor` reads the file without them: they repeat numbers of other tags."""
+    """`doctor` ignores these tags, because they repeat numbers of other tags."""
     every = {entry.metric.key: entry.info() for entry in metric_entries()}
     run = run_info(tmp_path, metrics=every)
     sink = TensorBoardSink()
@@ -201,7 +201,7 @@ def test_the_first_family_of_tags_repeats_the_headlines_and_the_return_is_the_fi
 
 
 def test_each_alarm_has_a_chart_of_its_own_with_its_name(tmp_path: Path) -> None:
-    """TensorBoard draws all lines of a run in one colour. The 3 keys of `max_keys` are taken when the alarms are raised."""
+    """TensorBoard draws all lines of a run in one colour. The 3 keys of `max_keys` are used up when the alarms are raised."""
     every = {entry.metric.key: entry.info() for entry in metric_entries()}
     sink = TensorBoardSink(max_keys=3)
     sink.open(run_info(tmp_path, metrics=every))

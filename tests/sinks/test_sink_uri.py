@@ -204,14 +204,14 @@ def test_anything_else_is_no_sink(thing: object, message: str) -> None:
 
 
 class Greeter(MemorySink):
-    """A sink of somebody else's, made from what stands after its name."""
+    """A user's sink, made from the text after its name."""
 
     def __init__(self, greeting: str = "hello") -> None:
         super().__init__(name=greeting)
 
 
 def shout(record: Record) -> None:
-    """A function of somebody else's."""
+    """A user's function."""
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 
 @pytest.fixture(autouse=True)
 def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which nobody has logged in."""
+    """Simulate a machine without a W&B login."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
@@ -33,14 +33,14 @@ def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def alone() -> Iterator[None]:
-    """No run that another module has left open is taken for one of these, and none of these for another's."""
+    """Close open runs, so that none of another module's runs is used here, and none of ours there."""
     wandb.teardown()
     yield
     wandb.teardown()
 
 
 def inspect(directory: Path) -> list[dict[str, Any]]:
-    """Everything in the offline run, once its end is on disk."""
+    """Return all entries of the offline run, once its end is on disk."""
     (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
 
     def entries_with_an_end() -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One offline run of three updates that failed, read back."""
+    """An offline run of three updates that failed, read back."""
     directory = tmp_path_factory.mktemp("offline")
     sink = WandbSink(project="walker", mode="offline", group="sweep", job_type="rank3")
     sink.open(run_info(directory))
@@ -106,7 +106,7 @@ def test_returns_are_drawn_over_steps_and_the_policy_over_updates(offline: list[
 
 
 def test_the_first_names_repeat_the_headlines_over_environment_steps(tmp_path: Path) -> None:
-    """W&B orders the sections of its charts by name. `doctor` reads the run without them: they repeat other numbers."""
+    """W&B orders the sections of its charts by name. `doctor` ignores these keys, because they repeat other numbers."""
     every = {entry.metric.key: entry.info() for entry in metric_entries()}
     run = run_info(tmp_path, metrics=every)
     sink = WandbSink(mode="offline")
@@ -166,12 +166,12 @@ def joined(run: Any) -> WandbSink:
 
 
 def logged_pairs(entries: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
-    """The owner's and the sink's number of each row."""
+    """Return the owner's and the sink's number in each row."""
     return [(row.get("loss"), row.get("axis/update")) for row in rows(entries)]
 
 
 def test_rows_of_an_owner_who_passes_steps_are_never_lost(theirs: Any, tmp_path: Path, caplog: Any) -> None:
-    """The owner logs updates 1, 4 and 5, twice each, with consecutive steps; of ours in between the newest stays."""
+    """The owner logs updates 1, 4 and 5 twice each, with consecutive steps. The newest of our rows in between stays."""
     sink = joined(theirs)
     for update in range(1, 7):
         if update in (1, 4, 5):
@@ -190,7 +190,7 @@ def test_rows_of_an_owner_who_passes_steps_are_never_lost(theirs: Any, tmp_path:
 
 
 def test_an_owner_who_passes_no_steps_gets_rows_in_between(theirs: Any, tmp_path: Path) -> None:
-    """The first record waits for the owner's first call, which shows how the owner counts."""
+    """The first record waits for the owner's first call, which shows how the owner counts steps."""
     sink = joined(theirs)
     for update in (1, 2):
         sink.write([record(update)])
@@ -238,7 +238,7 @@ def test_an_owner_who_never_logs_gets_a_row_per_record(theirs: Any, tmp_path: Pa
 
 
 def test_the_first_step_of_an_owner_who_comes_late_is_kept(theirs: Any, tmp_path: Path) -> None:
-    """Three records wait until the owner's first call shows that steps are passed; the newest joins it."""
+    """Three records wait until the owner's first call shows that it passes steps. The newest joins that row."""
     sink = joined(theirs)
     sink.write([record(1), record(2), record(3)])
     theirs.log({"loss": 0}, step=0)
@@ -304,9 +304,9 @@ print(said, attempt(lambda: sink.close(RunStatus.FINISHED)), sep="\\n")
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the client's process in /proc")
 def test_a_dead_client_process_is_told_apart(tmp_path: Path) -> None:
-    """In a process of its own, as W&B is beyond use in one whose client has died.
+    """In a separate process, because W&B is unusable in a process whose client has died.
 
-    That process is told of a client process of somebody else's, which a sink in a child process does not use.
+    The process also has a foreign client process, which a sink in a child process does not use.
     """
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
     command = [sys.executable, "-c", KILL_CORE, str(tmp_path)]
@@ -319,7 +319,7 @@ def test_a_dead_client_process_is_told_apart(tmp_path: Path) -> None:
 
 
 class FakeInit:
-    """Stands in for `wandb.init` where a real one would need a network or a full disk."""
+    """Replaces `wandb.init`, which would need a network or a full disk."""
 
     def __init__(self, fails: Callable[[dict[str, Any]], bool], sync_dir: Path) -> None:
         self.fails = fails
@@ -333,10 +333,10 @@ class FakeInit:
         return self
 
     def teardown(self) -> None:
-        """Stands in for the end of the client's process, which other tests still use."""
+        """Replaces the end of the client's process, which other tests still use."""
 
     def define_metric(self, *names: str, **settings: object) -> None:
-        """Nothing to define."""
+        """Define nothing."""
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,9 @@ def test_without_a_key_the_run_is_offline(
     init = FakeInit(lambda settings: False, tmp_path / "wandb")
     monkeypatch.setattr(wandb, "init", init)
     if key:
-        monkeypatch.setattr(wandb, "login", lambda **settings: True)  # a real one would ask the server for the name
+        monkeypatch.setattr(
+            wandb, "login", lambda **settings: True
+        )  # the real function would ask the server for the name
 
     WandbSink(mode=mode).open(run_info(tmp_path))
 
@@ -371,7 +373,7 @@ def test_with_a_key_that_is_none_the_run_is_offline_with_a_warning(
 def test_without_a_server_the_run_is_offline_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wandb.teardown()  # what another test has left open would need the id
+    wandb.teardown()  # a run that another test left open would need the id
     init = FakeInit(lambda settings: settings["mode"] == "online", tmp_path / "wandb")
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "teardown", init.teardown)
@@ -383,7 +385,7 @@ def test_without_a_server_the_run_is_offline_with_a_warning(
 
 
 def test_a_run_that_lands_elsewhere_is_reported(tmp_path: Path) -> None:
-    """W&B may not write into the directory, and moves to the system's temporary one."""
+    """W&B cannot write into the directory, and uses the system's temporary directory."""
     run_dir, temporary = tmp_path / "run", tmp_path / "temporary"
     run_dir.mkdir(mode=0o555)
     temporary.mkdir()

@@ -1,4 +1,4 @@
-"""W&B loses rows without a word where the disk is full: we look before, and we look at what it wrote into its log."""
+"""W&B silently loses rows if the disk is full, so the sink checks the disk first, and W&B's log afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A W&B client that is killed has lost rows that it had accepted: whoever goes on looks at what is on disk."""
+"""A W&B client that is killed loses rows that it had accepted, so a resumed run reads what is on disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def first_part(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The run directory of an offline run of five updates, whose file is over a block long."""
+    """The run directory of an offline run of five updates, whose file is longer than a block."""
     run_dir = tmp_path_factory.mktemp("first") / "run"
     run_dir.mkdir()
     sink = WandbSink(project=PROJECT, mode="offline")
@@ -50,7 +50,7 @@ def files(run_dir: Path) -> list[Path]:
 
 
 def updates(run_dir: Path) -> list[int]:
-    """Updates of all rows of all parts, read as W&B itself reads them."""
+    """Return the updates of all rows of all parts, read as W&B reads them."""
     return [update for file in files(run_dir) for update in rows(file)]
 
 
@@ -70,7 +70,7 @@ def test_the_last_update_on_disk_is_found_across_blocks(first_part: Path) -> Non
 
 
 def test_a_file_that_is_cut_off_holds_what_is_whole(first_part: Path, tmp_path: Path) -> None:
-    """At any length at all the reader finds some updates, fewer and fewer, and never stumbles."""
+    """Cut off at any length: the number of updates only falls, and the reader never raises."""
     data, cut = files(first_part)[0].read_bytes(), tmp_path / "cut.wandb"
     updates_of_cuts = []
     for length in range(len(data), 0, -997):
@@ -94,7 +94,7 @@ def test_only_parts_of_the_same_project_and_id_count(first_part: Path, tmp_path:
     "acknowledged", [2, 5], ids=["fewer acknowledged than on disk", "more acknowledged than on disk"]
 )
 def test_a_run_goes_on_behind_the_last_row_on_disk(first_part: Path, acknowledged: int, tmp_path: Path) -> None:
-    """Three of five rows have reached the disk; the journal has seven records."""
+    """Three of five rows are on disk; the journal has seven records."""
     run_dir = tmp_path / "run"
     shutil.copytree(first_part, run_dir, symlinks=True)
     (file,) = files(run_dir)

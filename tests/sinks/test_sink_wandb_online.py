@@ -1,4 +1,4 @@
-"""W&B online: rows, alerts, settings and the exit code reach a server; one that fails or is gone costs nothing but time."""
+"""W&B online: rows, alerts, settings and the exit code reach a server. A server that fails or is gone costs only time."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_server_that_fails_for_a_while_gets_everything_later(tmp_path: Path, s
 def test_without_a_server_the_run_is_kept_offline(
     tmp_path: Path, server: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing listens at its address: W&B waits for twice its time-out, then the run goes on without it."""
+    """No server is listening. W&B waits for twice its time-out, then the run continues without it."""
     server.stop()
     journal, deliveries, run_id = begun(tmp_path)
     for update in range(1, 4):

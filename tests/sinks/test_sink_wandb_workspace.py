@@ -1,4 +1,4 @@
-"""The dashboard of a run as a W&B workspace: real objects of `wandb-workspaces`, saved on a server that keeps what it is sent."""
+"""The dashboard of a run as a W&B workspace: real objects of `wandb-workspaces`, saved on a fake server."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ def spec_of(run: RunInfo, keys: set[str], **settings: Any) -> Any:
 
 
 def sections(spec: Any) -> dict[str, list[Any]]:
-    """By question, the panels."""
     return {section["name"]: section["panels"] for section in spec["panelBankConfig"]["sections"]}
 
 
 def axes_and_keys(panels: list[Any]) -> list[tuple[str, list[str]]]:
-    """The x-axis and the keys of each chart that names its keys."""
+    """Return the x-axis and the keys of each chart that names its keys."""
     return [
         (panel["config"]["xAxis"], panel["config"]["metrics"]) for panel in panels if panel["config"].get("metrics")
     ]
@@ -74,15 +73,13 @@ def server() -> Iterator[FakeWandb]:
 
 
 class CommandOutput(NamedTuple):
-    """Exit code and output of a command."""
-
     code: int
     out: str
     err: str
 
 
 def command(run_dir: Path, *options: str, server: FakeWandb | None = None) -> CommandOutput:
-    """`esper-telemetry workspace` as a terminal starts it, in the home of a user who has a key for that server, or none."""
+    """Run `esper-telemetry workspace` as in a terminal, for a user with or without a key for that server."""
     home = run_dir.parent
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {"HOME": str(home), "NETRC": str(home / "netrc")}
@@ -256,7 +253,7 @@ def test_names_that_wandb_refuses_are_named(run_dir: Path, options: list[str], o
 
 
 def head_only(run_dir: Path) -> None:
-    """A run that has begun and recorded nothing yet."""
+    """A run without records."""
     journal = Journal.create(run_dir)
     journal.write(encode_run(run_info(run_dir, metrics=EVERY)))
     journal.close()

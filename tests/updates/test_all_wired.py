@@ -1,4 +1,4 @@
-"""Every declared metric of gradients, optimizer and costs is reported at its level by a real run; `test_every_key.py` shows DEBUG."""
+"""A real run reports every declared metric of gradients, optimizer and costs at its level; `test_every_key.py` checks DEBUG."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from esper_telemetry.testing import MemorySink
 
 FAMILIES = ("grad/", "opt/", "perf/", "telemetry/", "train/", "loss/")
 ELSEWHERE = {"telemetry/escalation_remaining", "perf/memory/device_mib", "perf/memory/device_frac"}
-"""There only where alarms are raised, and where a policy is on a GPU."""
+"""Present only if alarms are raised or a policy is on a GPU."""
 
 
 def keys_of(run_dir: Path, source: PPO, *, level: str, updates: int = 5) -> set[str]:
-    """Keys, as their templates, of a run with a watched head."""
+    """Return the keys, as templates, of a run with a watched head."""
     with Telemetry([MemorySink()], run_dir=run_dir, detect=False, offload=False, level=level) as telemetry:
         attach(telemetry, source)
         head = next(iter(source.policy.heads.values()))
@@ -34,7 +34,7 @@ def keys_of(run_dir: Path, source: PPO, *, level: str, updates: int = 5) -> set[
 
 
 def sources() -> list[PPO]:
-    """A shared trunk with memory and several heads, and separate networks, whose critic learns twice as fast."""
+    """Return a trainer with a shared trunk, memory and several heads, and one with separate networks, whose critic's rate is doubled."""
     common: dict[str, Any] = {"num_steps": 32, "num_epochs": 2, "num_minibatches": 2, "entropy_coef": 0.01}
     common["anneal_learning_rate"] = False
     recall = PPOConfig(policy="lstm", lstm_size=8, hidden_sizes=(8,), shared_trunk=True, **common)
@@ -48,7 +48,7 @@ def sources() -> list[PPO]:
 
 
 def declared(level: Level) -> set[str]:
-    """Keys of these families that must be there: all but counters of events that did not happen."""
+    """Return the keys of these families that must be reported: all except counters of events that did not happen."""
     return {
         metric.key
         for metric in catalogue()
@@ -57,7 +57,7 @@ def declared(level: Level) -> set[str]:
 
 
 def test_normal_reports_what_belongs_to_it_and_nothing_else(tmp_path: Path) -> None:
-    """Two of nine updates are sampled: two estimates of the signal may both be negative, and a correlation needs twenty."""
+    """Two of nine updates are sampled. Two estimates of the signal may both be negative, and a correlation needs twenty."""
     keys = {key for i, s in enumerate(sources()) for key in keys_of(tmp_path / str(i), s, level="normal", updates=9)}
 
     assert declared(Level.NORMAL) - keys <= {"grad/gns/b_simple", "opt/update_to_weight/lr_response"}
@@ -65,7 +65,7 @@ def test_normal_reports_what_belongs_to_it_and_nothing_else(tmp_path: Path) -> N
 
 
 def test_the_rates_of_two_parameter_groups_are_theirs(tmp_path: Path) -> None:
-    """The trainer sets one rate for all; a hook then doubles the critic's. `opt/lr` is the first one's."""
+    """The trainer sets one rate for all, then a hook doubles the critic's. `opt/lr` is the first group's."""
     _, apart = sources()
     with Telemetry(run_dir=tmp_path, detect=False, offload=True) as telemetry:
         attach(telemetry, apart)

@@ -1,4 +1,4 @@
-"""Attaching: what the trainer does becomes records, wherever it is summarised, and detaching ends it."""
+"""Attaching: the trainer's events become records, wherever they are summarised, until telemetry is detached."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trainer(env: str = "CartPole-v1", **settings: Any) -> PPO:
 
 
 def values_of(run_dir: Path, *, offload: bool, level: str = "normal", **settings: Any) -> list[dict[str, float]]:
-    """The records' values of some updates, without those that depend on the clock."""
+    """Return the records' values of some updates, without values that depend on the clock."""
     with Telemetry(run_dir=run_dir, offload=offload, level=level) as telemetry:
         source = trainer(**settings)
         attach(telemetry, source)
@@ -155,7 +155,7 @@ def test_a_continuous_policy_is_measured_too(tmp_path: Path) -> None:
 def test_spread_and_bounds_of_a_continuous_policy_are_those_of_its_rollouts(
     tmp_path: Path, settings: dict[str, Any], offload: bool
 ) -> None:
-    """Pendulum's bounds are ±2; a squashed action counts as at them from 99 % of the way. σ of e is wide enough for both."""
+    """Pendulum's bounds are ±2. A squashed action counts as at a bound from 99 % of it. σ = e is wide enough for both."""
     rollouts: list[tuple[Tensor, Tensor]] = []
     with Telemetry([], run_dir=tmp_path / "run", offload=offload) as telemetry:
         source = trainer("Pendulum-v1", log_std=1.0, **settings)
@@ -217,7 +217,7 @@ def test_the_run_carries_the_trainers_config_and_facts(tmp_path: Path) -> None:
 
 
 def test_minibatches_of_an_update_that_an_exception_ended_do_not_join_the_next_one(tmp_path: Path) -> None:
-    """Two epochs of two minibatches: an update breaks off at its third step."""
+    """Two epochs of two minibatches; one update breaks off at its third step."""
 
     def interrupt(event: OptimizerStep) -> None:
         if event.step == 2:

@@ -1,4 +1,4 @@
-"""Copies of a policy within this process: they share none of its tensors, also if its classes cannot be pickled."""
+"""Copies of a policy within this process share none of its tensors, even if its classes cannot be pickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from esper_telemetry.updates.pickles import policy_copy
 
 
 def policy() -> Any:
-    """A class and functions that no pickle can name, an optimizer, a tensor with a graph."""
+    """Local classes and functions that cannot be pickled, an optimizer, and a tensor with a graph."""
 
     class Local(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Records of an attached run beyond its minibatches: DEBUG, normalisers, evaluations, old data, and columns that a source leaves out."""
+"""Records of an attached run beyond its minibatches: DEBUG, normalisers, evaluations, reused data, and missing columns."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_policy_that_leaps_is_far_away_in_the_end(tmp_path: Path) -> None:
 
 
 def test_exact_kl_of_the_heads_adds_up_where_they_matter(tmp_path: Path) -> None:
-    """The joint KL counts `arg` in the rows where it matters, so it lies between that of `op` and the sum."""
+    """The joint KL counts `arg` only in relevant rows, so it is between the KL of `op` and the sum."""
     last = records(tmp_path, policy="lstm", learning_rate=0.05)[-1]
     op, arg = (last[f"policy/head/{head}/kl_exact"] for head in ("op", "arg"))
 
@@ -134,7 +134,7 @@ def test_a_normaliser_drifts_over_ten_updates_and_never_drifts_where_there_is_no
 
 
 def test_data_that_are_learned_from_twice_have_an_age(tmp_path: Path) -> None:
-    """The trainer emits another update without a rollout of its own."""
+    """The trainer emits another update without its own rollout."""
 
     def repeat(source: PPO) -> None:
         again = UpdateEnd(update=9, env_step=64, gradient_step=8, learning_rate=1e-3, seconds={})
@@ -166,7 +166,7 @@ def test_an_evaluation_joins_the_record_of_the_update_that_ends_next(tmp_path: P
 
 
 def test_exact_divergences_are_there_at_normal_in_sampled_updates(tmp_path: Path) -> None:
-    """The first and the ninth of ten; the same numbers as at DEBUG, which samples every one."""
+    """In the first and ninth of ten updates. The numbers equal the ones at DEBUG, which samples every update."""
     keys = {"policy/kl_exact", "policy/head/op/kl_exact", "policy/entropy_grad_ratio", "value/move_over_std"}
     runs = {
         level: records(tmp_path / level, level=level, updates=10, policy="lstm", entropy_coef=0.01)
@@ -182,7 +182,7 @@ def test_exact_divergences_are_there_at_normal_in_sampled_updates(tmp_path: Path
 
 
 class ReducedSource:
-    """Passes on a trainer's events, those of one type without some of their columns."""
+    """Forwards a trainer's events, but events of one type without some of their columns."""
 
     def __init__(self, source: PPO, reduced: type, **columns: object) -> None:
         self.hooks = Hooks()

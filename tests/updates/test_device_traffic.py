@@ -1,4 +1,4 @@
-"""Telemetry reads one packed vector per record from the device, and no single number, which would wait for the device."""
+"""Telemetry reads one packed vector per record from the device, and no single number, because that would wait for the device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 class Counted(TorchDispatchMode):
-    """Counts operations by name: a tenth of the profiler's time, but on this side of the device only."""
+    """Counts operations by name in a tenth of the profiler's time, but only on the host."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
@@ -47,7 +47,7 @@ class Counted(TorchDispatchMode):
 
 
 def operations(work: Callable[[], object], *kinds: ProfilerActivity) -> dict[str, int]:
-    """Number of calls of each operation, copies of the device included, by the profiler."""
+    """Return the profiled number of calls of each operation, including device copies."""
     with profile(activities=[ProfilerActivity.CPU, *kinds]) as profiled:
         work()
     return {event.key: event.count for event in profiled.key_averages()}
@@ -58,7 +58,7 @@ def single_numbers(counts: dict[str, int]) -> int:
 
 
 def own_loop(telemetry: Telemetry, device: str) -> Callable[[], None]:
-    """Return the calls of a hand-written loop in some updates; its tensors are there already."""
+    """Return the calls of a hand-written loop in some updates; its tensors exist already."""
     agent = nn.Linear(8, 3, device=device)
     rows = torch.randn(64, device=device)
     agent(torch.randn(64, 8, device=device)).square().mean().backward()
@@ -75,7 +75,7 @@ def own_loop(telemetry: Telemetry, device: str) -> Callable[[], None]:
 
 
 def trained(run_dir: Path, level: str, **settings: Any) -> Counter[str]:
-    """The operations of a short training on the training thread."""
+    """Return the operations of a short training on the training thread."""
     with Telemetry(run_dir=run_dir, level=level, offload=False, detect=False) as telemetry:
         config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), **settings)
         trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config)
@@ -90,7 +90,7 @@ def copies_of(run_dir: Path) -> list[float]:
 
 
 def test_a_loop_of_ones_own_reads_no_single_number(tmp_path: Path) -> None:
-    """Once the fused norms have been tried, which happens at the first call of a process."""
+    """The first call of a process tries the fused norms, so it is not counted."""
     gradient_norms([torch.ones(1)])
     with Telemetry(run_dir=tmp_path / "run") as telemetry:
         counts = operations(own_loop(telemetry, "cpu"))
@@ -104,7 +104,7 @@ def test_a_loop_of_ones_own_reads_no_single_number(tmp_path: Path) -> None:
 def test_beside_a_trainer_no_single_number_is_read_that_it_does_not_read_itself(
     tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampled updates are not among them: there equations are compared, and which hypotheses are tried depends on the numbers."""
+    """Sampled updates are excluded: they compare equations, and the hypotheses they try depend on the numbers."""
     monkeypatch.setattr(Sampling, "begin", lambda self, *, raised=False: False)
     off, on = trained(tmp_path / "off", "off", **settings), trained(tmp_path / "on", "normal", **settings)
 
@@ -113,7 +113,7 @@ def test_beside_a_trainer_no_single_number_is_read_that_it_does_not_read_itself(
 
 
 def test_no_measurement_waits_for_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But those of sampled updates."""
+    """Only sampled updates may wait."""
     monkeypatch.setattr(Sampling, "begin", lambda self, *, raised=False: False)
     with pretended_gpu() as gpu, Telemetry(run_dir=tmp_path / "run", detect=False) as telemetry:
         config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,))
@@ -133,10 +133,10 @@ def test_reading_a_number_would_be_noticed() -> None:
 
 @needs_cuda
 def test_on_a_gpu_a_flush_is_one_copy_and_nothing_waits(tmp_path: Path) -> None:
-    """Whatever waits raises: reading the last copy, when the next update ends, only waits for an event that has passed."""
+    """Anything that waits raises an error. Reading the last copy after the next update waits only for a finished event."""
     with Telemetry(run_dir=tmp_path / "run") as telemetry:
         work = own_loop(telemetry, "cuda")
-        work()  # compiles and allocates what waits once
+        work()  # compiles and allocates, which waits once
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -151,7 +151,7 @@ def test_on_a_gpu_a_flush_is_one_copy_and_nothing_waits(tmp_path: Path) -> None:
 
 @needs_cuda
 def test_on_a_gpu_an_attached_trainer_copies_once_per_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But in sampled updates, whose number and cost `budget` limits."""
+    """Except in sampled updates, whose number and cost `budget` limits."""
     monkeypatch.setattr(Sampling, "begin", lambda self, *, raised=False: False)
 
     def copied(level: str) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from esper_telemetry.updates.environments import EnvironmentTable
 
 
 def test_episodes_are_followed_over_rollouts() -> None:
-    """Environment 0: rewards 1, 2 | 4 end, 8; environment 1: ends after 1, then after 2, goes on with 4 and 8."""
+    """Environment 0: rewards 1, 2 | 4 end, 8. Environment 1: ends after 1, then after 2, and continues with 4 and 8."""
     table = EnvironmentTable()
     first, second = np.array([[1.0, 1.0], [2.0, 2.0]]), np.array([[4.0, 4.0], [8.0, 8.0]])
 
@@ -39,7 +39,7 @@ def test_a_resumed_run_does_not_know_the_episodes_under_way() -> None:
 
 @pytest.mark.parametrize("num_envs", [1, 3, 70])
 def test_the_journal_has_a_table_of_every_update(num_envs: int, tmp_path: Path) -> None:
-    """Steps of the episodes under way and of those that ended add up to all steps while no environment has ended two."""
+    """Steps of unfinished and finished episodes add up to all steps, as long as no environment has finished two."""
     env = make_env("cue-recall", num_envs=num_envs)
     with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
         trainer = PPO(env, PPOConfig(num_steps=8, num_epochs=1, num_minibatches=1))

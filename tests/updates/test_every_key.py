@@ -1,4 +1,4 @@
-"""Every key of the catalogue comes out of a real run, and nothing else does: what is declared is wired.
+"""A real run reports every key of the catalogue and no other: every declaration is used.
 
 `ELSEWHERE` names every key that does not apply to these three runs, with the reason.
 """
@@ -35,7 +35,7 @@ ELSEWHERE = {
 """Keys that no run here can report, and why."""
 
 PARTIAL = {"AdamMemory", "LearningRate", "NormalizerClipping", "SamplingPeriod"}
-"""Groups that `updates.groups.measure` yields as a `partial`, which is called after it."""
+"""Groups that `updates.groups.measure` yields as a `partial`, which is called after it returns."""
 
 KEYS = {metric.key: metric for metric in catalogue()}
 LANGUAGE = {key for key, metric in KEYS.items() if key.startswith("lm/") and not metric.when_positive}
@@ -43,7 +43,7 @@ LANGUAGE = {key for key, metric in KEYS.items() if key.startswith("lm/") and not
 
 
 def measured(run_dir: Path, env: str, *, num_steps: int, **settings: Any) -> set[str]:
-    """The keys of a short run at DEBUG: values and histograms of all its records."""
+    """Return the keys of a short run at DEBUG: values and histograms of all its records."""
     config = PPOConfig(num_steps=num_steps, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), **settings)
     with Telemetry([MemorySink()], run_dir=run_dir, offload=False, level="debug") as telemetry:
         trainer = PPO(make_env(env, num_envs=4, seed=0), config)
@@ -58,7 +58,7 @@ def measured(run_dir: Path, env: str, *, num_steps: int, **settings: Any) -> set
 
 @pytest.fixture(scope="module")
 def callers() -> Iterator[dict[type, set[str]]]:
-    """The functions that were running when groups were made, by their type."""
+    """Functions on the call stack when groups were created, by group type."""
     running: dict[type, set[str]] = defaultdict(set)
 
     def watched(group: type, make: Callable[..., None]) -> Callable[..., None]:
@@ -77,7 +77,7 @@ def callers() -> Iterator[dict[type, set[str]]]:
 
 @pytest.fixture(scope="module")
 def emitted(tmp_path_factory: pytest.TempPathFactory, callers: dict[type, set[str]]) -> set[str]:
-    """Keys of a policy with memory and several heads, one that grows networks, and a continuous one with a shared trunk."""
+    """Keys of a policy with memory and several heads, a policy that grows networks, and a continuous one with a shared trunk."""
     directory = tmp_path_factory.mktemp("runs")
     recall = measured(
         directory / "recall",
@@ -110,7 +110,7 @@ def test_everything_that_is_registered_is_emitted_or_has_a_reason(emitted: set[s
 
 
 def test_the_registry_names_the_function_that_makes_a_metric(emitted: set[str], callers: dict[type, set[str]]) -> None:
-    """One of the functions that an entry names was running when the group was made."""
+    """One of the functions that an entry names was on the call stack when the group was created."""
     made = {group: emitter(next(metric.key for _, metric in declared(group))).functions for group in callers}
 
     assert {group.__name__ for group, names in made.items() if callers[group].isdisjoint(names)} == PARTIAL

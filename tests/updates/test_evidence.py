@@ -1,4 +1,4 @@
-"""The evidence behind a record: the steps and the worst transitions of an update, what was not finite, every layer's gradient."""
+"""The evidence of a record: the steps and the worst transitions of an update, non-finite tensors, every layer's gradient."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def minibatches(log_ratio: list[float], **named: Any) -> JoinedMinibatches:
 
 
 def rollout(log_probs: Tensor, **named: Any) -> RolloutEnd:
-    """A rollout of T steps in B environments; columns that are left out are zero."""
+    """Return a rollout of T steps in B environments; missing columns are zero."""
     zeros = torch.zeros_like(log_probs)
     flags = zeros.bool()
     columns = {name: named.pop(name, zeros) for name in ("rewards", "values", "advantages", "returns", "next_values")}
@@ -48,7 +48,7 @@ def rollout(log_probs: Tensor, **named: Any) -> RolloutEnd:
 
 
 def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
-    """Rows 0 and 1 are of step 0, the others of step 1; row 2, the largest, does not count."""
+    """Rows 0 and 1 are of step 0, the others of step 1. Row 2, the largest, is masked."""
     valid = torch.tensor([True, True, False, True, True])
     update = Update(minibatches=minibatches([0.1, -3.0, 9.0, 0.5, -0.2], valid=valid))
 
@@ -69,7 +69,7 @@ def test_a_ratio_that_is_no_number_is_worse_than_any() -> None:
 
 
 def test_a_row_knows_its_place_its_actions_and_its_log_probabilities() -> None:
-    """Transition 5 of three environments is step 1 of environment 2; -1.5 then, -1.5 + 2 now, of which 1.75 is the slot's."""
+    """Transition 5 of three environments is step 1 of environment 2. Log-probability -1.5, now -1.5 + 2; the slot has 1.75 of it."""
     update = Update(
         rollout=rollout(
             torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, -1.5]]),
@@ -93,7 +93,7 @@ def test_a_row_knows_its_place_its_actions_and_its_log_probabilities() -> None:
 
 
 def test_the_report_names_the_first_tensor_in_forward_order() -> None:
-    """Two values are not finite; the losses behind them are not either, and come later."""
+    """Two values are not finite. The losses are not finite either, but come later in the forward pass."""
     values = torch.tensor([[1.0, math.nan], [-4.0, math.inf]])
     losses = {"value": torch.tensor([math.nan, 2.0])}
     update = Update(rollout=rollout(torch.zeros(2, 2), values=values), minibatches=minibatches([0.0, 0.0, 0.0]))
@@ -116,7 +116,7 @@ def test_a_healthy_update_has_no_offender() -> None:
 
 
 def test_what_is_not_finite_counts_wherever_it_is() -> None:
-    """A reward, two log-ratios of which one does not count, a loss and two norms: five."""
+    """A reward, two log-ratios of which one is masked, a loss and two norms: five."""
     update = Update(
         rollout=rollout(torch.zeros(2, 2), rewards=torch.tensor([[0.0, math.nan], [0.0, 0.0]])),
         minibatches=minibatches([math.inf, 0.0, math.nan], valid=torch.tensor([True, True, False])),
@@ -152,7 +152,7 @@ def alarm(kind: str, key: str = "policy/kl") -> Alarm:
 
 
 def evidence(kind: str, update: Update | None = None, key: str = "policy/kl", **named: Any) -> dict[str, Any]:
-    """Evidence of an alarm of that type in update 7, as JSON."""
+    """Return the evidence of an alarm of that type in update 7, as JSON."""
     values = named.pop("values", {"policy/kl": 0.3, "policy/ratio/max": 11.0, "value/bias": 0.1})
     record = Record(7, AXES, values, named.pop("histograms", {}))
     updates = () if update is None else (update,)
@@ -209,7 +209,7 @@ def test_a_run_whose_gradients_explode_says_so_with_the_alarm(tmp_path: Path) ->
 
 
 def test_an_alarm_of_the_gradient_brings_a_line_for_each_tensor_in_every_update() -> None:
-    """Norms 1 and 3 of w over two steps; of b one is not finite."""
+    """Norms of w are 1 and 3 over two steps; one norm of b is not finite."""
     part = BackwardGradients((0, 0), ("w", "b"), (3, 1), torch.tensor([[1.0, math.inf], [3.0, 2.0]]), None)
     pieces = evidence(
         "grad/explode", Update(gradients=(part,)), pairs={"a": {"cause": "starved"}, "b": {"cause": "ok"}}
@@ -231,7 +231,7 @@ def test_an_alarm_of_the_memory_brings_the_histograms_of_the_gates() -> None:
 
 @pytest.mark.parametrize("kind", [kind.type for kind in alarm_rules()])
 def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
-    """2000 steps of 300 tensors and 16000 rows, none of it finite: some tens of kilobytes, for every type of alarm."""
+    """2000 steps of 300 tensors and 16000 rows, all non-finite: some tens of kilobytes for every type of alarm."""
     steps, names = 2000, tuple(f"encoder.block.{index}.weight" for index in range(300))
     part = BackwardGradients((0,) * steps, names, (1000,) * 300, torch.full((steps, 300), math.nan), None)
     rows = torch.full((16_000,), math.nan)
@@ -262,7 +262,7 @@ def pendulum(**settings: Any) -> PPO:
 
 @pytest.mark.parametrize(("make", "offload"), [(cartpole, False), (recall, False), (pendulum, False), (recall, True)])
 def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any, offload: bool) -> None:
-    """The recorder's rows against what the trainer's own events say of the same transitions."""
+    """The evidence is compared with the trainer's own events of the same transitions."""
     source = make()
     rollouts: list[RolloutEnd] = []
     events: list[MinibatchEnd] = []
@@ -305,7 +305,7 @@ def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path) 
 
 @pytest.mark.parametrize("most", [1 << 20, 10])
 def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """A sample that is too large to travel is measured in process, once, and only its first gradient goes on."""
+    """A sample that is too large to send is measured in process, once, and only its first gradient is sent."""
     monkeypatch.setattr(recorder_module, "MAX_TRAVELLING_ENTRIES", most)
     source = cartpole()
     with Telemetry(run_dir=tmp_path, level="debug", offload=False) as telemetry:

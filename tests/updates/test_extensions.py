@@ -1,4 +1,4 @@
-"""A plugin's own events become columns of the update, metrics of its record and evidence, here and in the worker."""
+"""A plugin's events become columns of the update, metrics of its record and evidence, in process and in the worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from esper_telemetry.updates.extensions import Capture, update_extensions
 
 @dataclass(frozen=True)
 class Visit:
-    """A step that saw so many new states."""
+    """A step, with the number of new states that it saw."""
 
     new: Tensor
 
@@ -36,8 +36,6 @@ class Novelty(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class Visits:
-    """Visits of one update."""
-
     event_type: ClassVar[type] = Visit
 
     new: Tensor
@@ -64,7 +62,7 @@ class BrokenVisits(Visits):
 
 
 class Explorer:
-    """A source of visits: in update n the steps find n and 3n new states."""
+    """A source of visits: in update n its steps see n and 3n new states."""
 
     def __init__(self) -> None:
         self.hooks = Hooks()
@@ -96,7 +94,7 @@ def explored(run_dir: Path, **options: Any) -> Explorer:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_events_of_a_plugin_are_measured_with_the_update(tmp_path: Path, offload: bool) -> None:
-    """Means of n and 3n; episodes are counted, because there were steps."""
+    """Means of n and 3n. Episodes are counted because there were steps."""
     explored(tmp_path, offload=offload)
 
     records = read_run(tmp_path).records

@@ -1,4 +1,4 @@
-"""Losses and minibatches of the bundled trainer: right in every setting, and named where a step of the update is wrong."""
+"""Losses and minibatches of the bundled trainer: they match in every setting, and a wrong step of the update is named."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = {
 def train(
     path: Path, env: str = "CartPole-v1", *, changes: dict[str, Any] | None = None, **settings: Any
 ) -> dict[str, list[EquationResult]]:
-    """Train for two updates, all of them sampled; return each equation in the records that have it."""
+    """Train for two updates, all sampled; return each equation in the records that have it."""
     trainer = PPO(make_env(env, num_envs=ENVS, seed=0), PPOConfig(**{**SETTINGS, **settings}))
     trainer.steps = replace(trainer.steps, **(changes or {}))
     with Telemetry([], run_dir=path, level="debug", offload=False) as telemetry:
@@ -108,7 +108,7 @@ BREAKS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 QUICK = {("policy_loss", "no_clip"), ("value_loss", "sign"), ("entropy_loss", "sign"), ("minibatches", "unshuffled")}
-"""Breaks that every run of the tests has; the others are trained in the slow ones."""
+"""Mistakes that every test run checks; the slow tests train the others."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A recurrent or factored policy, attached: memory, heads and masks are measured on the rows that count."""
+"""A recurrent or factored policy, attached: memory, heads and masks are measured on valid rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RESETS = {"lstm/reset_rate", "lstm/chunk_no_reset_frac", "lstm/age/mean", "lstm/
 GATES = {f"lstm/gate/{gate}/{name}" for gate in "ifo" for name in ("mean", "sat_lo", "sat_hi")}
 CELL = {"lstm/cand/sat", "lstm/cell_log_gain", *(f"lstm/timescale/{n}" for n in ("median", "p90", "frac_beyond_bptt"))}
 THROUGH_TIME = {"lstm/bptt/h0_grad_norm"}
-"""Absent where no sequence began with memory."""
+"""Absent because no sequence began with memory."""
 REPLAYED = {"lstm/staleness", "lstm/staleness_first"}
 
 
@@ -98,9 +98,9 @@ def test_minimal_reports_the_reset_rate_and_never_computes_gates(tmp_path: Path)
 
 
 def test_the_reset_rate_is_that_of_the_task(tmp_path: Path) -> None:
-    """Episodes of ten steps: 32 steps hold three beginnings, some four; memory is at most nine steps old.
+    """Episodes of ten steps: 32 steps have three beginnings, some four. Memory is at most nine steps old.
 
-    The first rollout begins in the midst of episodes, without memory.
+    The first rollout begins in the middle of episodes, without memory.
     """
     _, *records = records_of(tmp_path, trainer(cue_recall, policy="lstm"))
 
@@ -111,7 +111,7 @@ def test_the_reset_rate_is_that_of_the_task(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_never_reset_shows_at_once(tmp_path: Path) -> None:
-    """The first rollout begins without memory, in each environment once: 1 of 32; then never again, and ages go on."""
+    """The first rollout begins without memory once in each environment: 1 of 32. Later none resets, and ages grow."""
     source = trainer(cue_recall, policy="lstm")
     source.steps = replace(source.steps, resets=lambda ended: ended & False)
 
@@ -123,7 +123,7 @@ def test_memory_that_is_never_reset_shows_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["lstm", "gru"])
 def test_gates_are_those_of_the_weights_that_collected(policy: str) -> None:
-    """Read at the event, the gates lead from each stored state to the next."""
+    """Gates computed in the event lead from each stored state to the next."""
     source = trainer(masked_cartpole, policy=policy, lstm_layers=2)
     worst: list[float] = []
 
@@ -159,7 +159,7 @@ def test_one_head_is_not_reported_twice(tmp_path: Path) -> None:
 
 
 def test_the_joint_entropy_leaves_out_irrelevant_rows(tmp_path: Path) -> None:
-    """A row's entropy is that of `op`, plus that of `arg` where it matters: weighted by the share of such rows."""
+    """A row's entropy is `op`'s, plus `arg`'s if it is relevant, so it is weighted by the share of such rows."""
     last = records_of(tmp_path, trainer(cue_recall, policy="lstm"))[-1]
     op, arg = (last[f"policy/head/{head}/entropy"] for head in ("op", "arg"))
 
@@ -167,7 +167,7 @@ def test_the_joint_entropy_leaves_out_irrelevant_rows(tmp_path: Path) -> None:
 
 
 def test_forbidden_actions_are_counted_where_they_matter() -> None:
-    """Masks that allow nothing forbid every action of a valid row; `arg` matters in every second one."""
+    """Masks that allow nothing forbid every action of a valid row. `arg` is relevant in every second row."""
     rollouts: list[RolloutEnd] = []
     source = trainer(cue_recall)
     source.hooks.on(RolloutEnd, rollouts.append)
@@ -280,7 +280,7 @@ RANKS = {f"repr/{name}" for name in ("effective_rank", "srank", "pca99", "featur
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_features_before_the_first_step_are_measured(tmp_path: Path, shared: bool) -> None:
-    """Eight units: at most eight dimensions, none dead in a fresh tanh layer."""
+    """Eight units: at most eight dimensions, and none dormant in a new tanh layer."""
     first, second, *_ = records_of(tmp_path, trainer(masked_cartpole, policy="lstm", shared_trunk=shared))
 
     assert starting(first, "repr/") >= RANKS | {"repr/dormant_frac", "repr/dead_frac"}

@@ -1,4 +1,4 @@
-"""A module beside its host: how strongly it learns, what reaches it, and why that is little."""
+"""A module next to its host: how strongly it learns, what gradient reaches it, and why it learns little."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def watched(run_dir: Path, source: PPO, **options: Any) -> list[dict[str, float]
 
 
 def test_a_real_module_is_measured_beside_its_host(tmp_path: Path) -> None:
-    """The ratio of the two intensities is that of their root mean squares, which other keys report as well."""
+    """The ratio of the two intensities equals the ratio of their root mean squares, which other keys report as well."""
     values = watched(tmp_path, trainer())[-1]
 
     assert {*PAIR, "grad/pair/head/intensity_ratio"} <= set(values)
@@ -56,9 +56,9 @@ def test_what_arrives_at_the_module_is_the_gradient_of_its_output(tmp_path: Path
 
 
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """Intensities are root mean squares of the gradients before clipping, and what arrives is the gradient at the head's output.
+    """Intensities are root mean squares of the gradients before clipping. `upstream` is the gradient at the head's output.
 
-    The loss is Σ y²/2 at y = 1, so that is y itself, of 8 rows and 2 outputs: √16. The bias's gradient is 8 in each output.
+    The loss is Σ y²/2 at y = 1, so that gradient is y, of 8 rows and 2 outputs: √16. The bias's gradient is 8 in each output.
     """
     trunk, head = nn.Linear(3, 4), nn.Linear(4, 2)
     model = nn.ModuleList([trunk, head])
@@ -162,9 +162,9 @@ def step(histories: PairHistories, own: float, host: float, upstream: float, con
     [
         ((0.1, 1.0, 1.0), "ok"),
         ((1e-5, 1.0, 1e-4), "dormant"),  # little arrives
-        ((0.0, 1.0, 0.0), "dormant"),  # nothing does: gated off
-        ((1e-5, 1.0, 1.0), "saturated"),  # much arrives, little comes of it
-        ((0.1, 1000.0, 1.0), "host_fast"),  # the module learns as ever, its host in leaps
+        ((0.0, 1.0, 0.0), "dormant"),  # no gradient: gated off
+        ((1e-5, 1.0, 1.0), "saturated"),  # much arrives, little remains
+        ((0.1, 1000.0, 1.0), "host_fast"),  # the module learns as before, its host much faster
     ],
 )
 def test_the_history_tells_why_a_module_learns_little(last: tuple[float, float, float], cause: str) -> None:

@@ -1,4 +1,4 @@
-"""Sampled updates: whole gradients, their parts and Adam's state, without a trace in training."""
+"""Sampled updates: whole gradients, their parts and Adam's state, without an effect on training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAMPLED = ALIGNMENT | ENTRIES | NOISE | STEP | WEIGHTS
 
 
 def trainer(**settings: Any) -> PPO:
-    """A trainer whose learning rate stays: `values_of` learns update by update, and each call would anneal to its own end."""
+    """A trainer with a constant learning rate. `values_of` trains update by update, and each call would anneal to its own end."""
     config: dict[str, Any] = {"num_steps": 32, "num_epochs": 2, "num_minibatches": 4, "hidden_sizes": (8, 8)}
     config |= {"entropy_coef": 0.01, "anneal_learning_rate": False}
     return PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(**{**config, **settings}))
@@ -147,7 +147,7 @@ def test_a_shared_trunk_has_a_cosine_of_its_parameters(tmp_path: Path) -> None:
 
 
 def test_the_cosine_is_that_of_the_two_losses_own_gradients(tmp_path: Path) -> None:
-    """Against plain autograd: the losses of the first minibatch, each backed up on its own through the whole network."""
+    """Compared with plain autograd: each loss of the first minibatch, backed up on its own through the whole network."""
     source = trainer(shared_trunk=True)
     alone: dict[str, Tensor] = {}
     losses, optimize = source._losses, source._optimize
@@ -166,7 +166,7 @@ def test_the_cosine_is_that_of_the_two_losses_own_gradients(tmp_path: Path) -> N
                 alone[name] = torch.cat([part.reshape(-1) for part in parts])
         return optimize(batch, epoch, step)
 
-    source._optimize = both  # type: ignore[method-assign]  # looks over the trainer's shoulder
+    source._optimize = both  # type: ignore[method-assign]  # wraps the optimizer step
     (values,) = values_of(tmp_path, source, updates=1)
 
     cosine = torch.nn.functional.cosine_similarity(alone["actor"].double(), alone["critic"].double(), 0)
@@ -185,7 +185,7 @@ def test_a_frozen_part_of_the_network_is_no_obstacle(tmp_path: Path, part: str) 
 
 
 def test_sparse_gradients_of_changing_size_are_sampled_as_far_as_they_compare(tmp_path: Path) -> None:
-    """A trainer of somebody's own, whose embedding touches two rows in one minibatch and three in the next."""
+    """A user's trainer whose embedding uses two rows in one minibatch and three in the next."""
     embedding = nn.Embedding(9, 2, sparse=True)
     hooks = Hooks()
     source = type("Source", (), {"hooks": hooks})()
@@ -233,7 +233,7 @@ def test_a_new_optimizer_in_mid_training_is_noticed_at_the_next_sample(tmp_path:
 
 
 def test_hooks_of_a_probe_are_gone_as_soon_as_they_have_enough(tmp_path: Path) -> None:
-    """Eight steps in two epochs: the optimizer after the first step and the last but one, whole gradients in the first epoch."""
+    """Eight steps in two epochs: the optimizer is read after the first and the last but one, whole gradients in the first epoch."""
     source = trainer()
     wanted = []
     types = (MinibatchStart, OptimizerStep)
@@ -278,7 +278,7 @@ def test_training_does_not_notice(make: Any, shared_trunk: bool) -> None:
 
 
 def test_a_baseline_that_starts_anew_is_an_event_in_the_journal(tmp_path: Path) -> None:
-    """Thirty norms of about 1, then fifty of 1000: the fiftieth is the new rule."""
+    """Thirty norms of about 1, then fifty of 1000: with the fiftieth, the baseline restarts."""
     hooks = Hooks()
     source = type("Source", (), {"hooks": hooks})()
     weight = nn.Parameter(torch.zeros(1))
@@ -330,7 +330,7 @@ def no_pass(*arguments: object) -> None:
 
 
 def test_debug_shows_in_which_layer_actor_and_critic_or_two_heads_conflict(tmp_path: Path) -> None:
-    """The cosines of the first minibatch's gradients, which the test takes on to each parameter itself."""
+    """Cosines of the first minibatch's gradients, which the test backs up to each parameter itself."""
     source = recall(shared_trunk=True, entropy_coef=0.01)
     names = {id(parameter): segment(name) for name, parameter in source.parameters.items()}
     expected: dict[str, float] = {}

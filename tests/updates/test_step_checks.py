@@ -113,7 +113,7 @@ def test_a_fitted_rate_is_the_one_that_was_used(tmp_path: Path) -> None:
 
 
 def test_the_event_is_wanted_up_to_the_step_after_the_one_that_is_checked(tmp_path: Path) -> None:
-    """Of twelve steps the eleventh is checked, and its weights are read before the twelfth; the next update is not sampled."""
+    """The eleventh of twelve steps is checked, and its weights are read before the twelfth. The next update is not sampled."""
     source, wanted = trainer(), []
     source.hooks.on(BackwardEnd, lambda event: wanted.append(source.hooks.wants(MinibatchObjective)))
 
@@ -134,9 +134,7 @@ def test_weights_are_the_same_without_telemetry(changes: dict[str, Any], tmp_pat
 
 
 def test_an_expensive_pass_is_taken_in_one_sample_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are checked in every sample, here in every second update; a pass counts as expensive from 0 seconds on, and the next one is two
-    samples later.
-    """
+    """Every sample, here every second update, checks steps. Any pass counts as expensive, so the next one is two samples later."""
     monkeypatch.setattr(Sampling, "adopt", lambda self, every, *, late: setattr(self, "every", min(every, 2)))
     monkeypatch.setattr(step_probe, "EXPENSIVE_PASS_SECONDS", 0.0)
     monkeypatch.setattr(step_probe, "EXPENSIVE_PASS_PERIOD", 2)

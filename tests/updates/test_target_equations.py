@@ -1,4 +1,4 @@
-"""Equations of a rollout's targets in sampled updates of the bundled trainer: right runs match, and steps with a mistake are named."""
+"""Equations of a rollout's targets in sampled updates of the bundled trainer: correct runs match, and steps with a mistake are named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def recall(**settings: Any) -> PPO:
 
 
 def run(source: PPO, updates: int = 3) -> tuple[list[Record], set[str]]:
-    """Records of so many updates, all sampled, and the types of alarms."""
+    """Return the records of that many sampled updates, and the types of alarms."""
     records: list[Record] = []
     alarms: set[str] = set()
     with Telemetry([records.append], run_dir=None, level="debug", offload=False) as telemetry:
@@ -43,7 +43,7 @@ def run(source: PPO, updates: int = 3) -> tuple[list[Record], set[str]]:
 
 
 def explanations(records: list[Record], equation: str) -> list[set[str]]:
-    """Hypotheses of each record whose numbers differ from the equation."""
+    """Return the hypotheses of each record whose numbers differ from the equation."""
     key = EQUATION_KEY + equation
     return [
         {name.removeprefix(f"{key}_") for name in record.values if name.startswith(f"{key}_")}
@@ -70,7 +70,7 @@ HEALTHY: dict[str, Callable[[], PPO]] = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_follows_its_equations(name: str) -> None:
-    """To rounding: these runs come to 1e-8 to 3e-6, the latter where normalised advantages are what rounding left."""
+    """To rounding: errors are 1e-8 to 3e-6, the latter if normalised advantages are only rounding errors."""
     records, alarms = run(HEALTHY[name](), updates=2)
 
     for equation in TARGETS:
@@ -129,7 +129,7 @@ def test_a_step_with_a_mistake_is_named(name: str) -> None:
 
 
 def test_minibatches_that_are_normalised_though_the_rollout_should_be_are_named() -> None:
-    """The trainer normalises the rollout, and another step each minibatch again: this gives what the minibatches alone would give."""
+    """The trainer normalises the rollout, and another step each minibatch: the result equals normalising minibatches alone."""
     source = trainer(normalize_minibatches=False)
     cut = source.steps.minibatches
 

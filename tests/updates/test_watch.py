@@ -1,4 +1,4 @@
-"""`Telemetry.watch` against gradients that the test computes itself, with everything that people put around an optimizer."""
+"""`Telemetry.watch` against gradients that the test computes itself, with common additions to an optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Agent(nn.Module):
 
 
 class Loop:
-    """A loop of one's own in which every update is one flush."""
+    """A user's loop in which every update is one flush."""
 
     def __init__(self, telemetry: Telemetry, records: list[Record], make: Callable[..., torch.optim.Optimizer]) -> None:
         self.telemetry, self.records = telemetry, records
@@ -43,7 +43,7 @@ class Loop:
         return 10 * out.square().mean()
 
     def expected(self, *losses: Tensor) -> dict[str, list[Tensor]]:
-        """Gradients of the summed losses by group."""
+        """Return the gradients of the summed losses by group."""
         names = [name for name, _ in self.agent.named_parameters()]
         gradients = torch.autograd.grad(sum(losses, torch.zeros(())), list(self.agent.parameters()))
         groups: dict[str, list[Tensor]] = {"actor": [], "critic": []}
@@ -76,7 +76,7 @@ def loop(make: Callable[..., torch.optim.Optimizer] = sgd) -> Iterator[Loop]:
 
 
 def test_a_clipped_step() -> None:
-    """Norms by group before and after, the factor between, and the learning rate, without a line in the loop."""
+    """Norms by group before and after clipping, the factor between them, and the learning rate, without a line in the loop."""
     with loop() as own:
         own.telemetry.watch(own.agent, own.optimizer, actor=own.agent.actor, critic=["critic"])
         groups = own.expected(own.loss(0))
@@ -111,7 +111,7 @@ def test_nothing_is_clipped() -> None:
 
 
 def test_two_clip_calls() -> None:
-    """Actor and critic are clipped apart, to 0.1 and 0.2: there is no one limit, and after clipping each has its own."""
+    """Actor and critic are clipped separately, to 0.1 and 0.2: no single limit exists, and each has its own norm after clipping."""
     with loop() as own:
         own.telemetry.watch(own.agent, own.optimizer, actor="actor", critic="critic")
         groups = own.expected(own.loss(0))
@@ -128,7 +128,7 @@ def test_two_clip_calls() -> None:
 
 
 def test_accumulated_passes() -> None:
-    """Three backward passes, one step: the gradient before clipping is that of their sum."""
+    """Three backward passes, one step: the gradient before clipping belongs to their sum."""
     with loop() as own:
         own.telemetry.watch(own.agent, own.optimizer)
         groups = own.expected(*(own.loss(place) for place in range(3)))
@@ -144,7 +144,7 @@ def test_accumulated_passes() -> None:
 
 
 def test_compiled_before_it_is_watched() -> None:
-    """Hooks on modules would never fire; those on parameters do, and names are those of the module inside."""
+    """Hooks on modules would never fire. Hooks on parameters do, and names are those of the inner module."""
     with loop() as own:
         compiled = torch.compile(own.agent, backend="aot_eager")
         own.loss(0, compiled).backward()
@@ -164,7 +164,7 @@ def test_compiled_before_it_is_watched() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_a_gradient_scaler(fused: bool, unscaled: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Norms are those of the loss itself, whoever divides by the scale: the loop, the scaler, or a fused optimizer."""
+    """Norms are the loss's own, whether the loop, the scaler, or a fused optimizer divides by the scale."""
     with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=fused)) as own:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         own.telemetry.watch(own.agent, own.optimizer)
@@ -185,7 +185,7 @@ def test_a_gradient_scaler(fused: bool, unscaled: bool, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_the_scaler_passes_over(fused: bool) -> None:
-    """Its gradients overflow on purpose: no step, so no gradient, and none that is not finite."""
+    """Its gradients overflow on purpose, so there is no step and no gradient, and nothing is counted as non-finite."""
     with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=fused)) as own:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         own.telemetry.watch(own.agent, own.optimizer)
@@ -215,7 +215,7 @@ def test_clipping_what_is_still_scaled_is_told(caplog: pytest.LogCaptureFixture)
 
 
 def test_two_optimizers_are_one_network() -> None:
-    """Each changes a half; the norm of the whole is that of both."""
+    """Each optimizer changes one half; the norm of the whole network covers both."""
     with loop() as own:
         first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (own.agent.actor, own.agent.critic))
         own.telemetry.watch(own.agent, first, actor=own.agent.actor)
@@ -231,7 +231,7 @@ def test_two_optimizers_are_one_network() -> None:
 
 
 def test_learning_rates_of_actor_and_critic() -> None:
-    """Two optimizers, then one with two groups; a scheduler halves the critic's rate. `opt/lr` is the first one's."""
+    """Two optimizers, then one with two groups. A scheduler halves the critic's rate. `opt/lr` is the first one's."""
     with loop() as own:
         actor, critic = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (own.agent.actor, own.agent.critic))
         stops = [
@@ -267,7 +267,7 @@ def test_learning_rates_of_actor_and_critic() -> None:
 
 
 def test_a_backward_pass_stops_at_the_first_gradient_that_is_not_finite() -> None:
-    """The actor's loss is NaN, so the pass stops in the actor; without the option it does not, nor after the watch has ended."""
+    """The actor's loss is NaN, so the pass stops in the actor. It does not without the option or after the watch has ended."""
     with loop() as own:
 
         def backward() -> None:
@@ -279,7 +279,7 @@ def test_a_backward_pass_stops_at_the_first_gradient_that_is_not_finite() -> Non
         watched = own.telemetry.watch(own.agent, own.optimizer, stop_on_nonfinite=True)
         with pytest.raises(FloatingPointError) as raised:
             backward()
-        torch.autograd.grad(own.loss(0) * torch.nan, list(own.agent.parameters()))  # adds to no gradient
+        torch.autograd.grad(own.loss(0) * torch.nan, list(own.agent.parameters()))  # does not accumulate gradients
         copied = copy.deepcopy(own.agent)
         torch.save(own.agent, io.BytesIO())
         watched()
@@ -291,7 +291,7 @@ def test_a_backward_pass_stops_at_the_first_gradient_that_is_not_finite() -> Non
 
 
 def test_a_sparse_gradient_that_is_not_finite() -> None:
-    """Also with a sparse gradient, of two rows of two entries each."""
+    """A sparse gradient has two rows of two entries each."""
     table = nn.Embedding(4, 2, sparse=True)
     with loop() as own:
         own.agent.add_module("table", table)
@@ -307,7 +307,7 @@ def test_a_sparse_gradient_that_is_not_finite() -> None:
 
 
 def test_gradients_that_cannot_be_measured_cost_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Set by hand, grown after backward, or no step at all: one sentence each, and no wrong number."""
+    """Set by hand, grown after backward, or no step: one warning each, and no wrong number."""
     with loop() as own:
         own.telemetry.watch(own.agent, own.optimizer)
         for parameter in own.agent.parameters():
@@ -332,7 +332,7 @@ def test_gradients_that_cannot_be_measured_cost_a_warning(caplog: pytest.LogCapt
 
 
 def test_gradients_that_are_asked_for_between_clipping_and_the_step() -> None:
-    """`torch.autograd.grad` is no backward pass: what it finds is added to nothing."""
+    """`torch.autograd.grad` is not a backward pass: its result is not accumulated."""
     with loop() as own:
         own.telemetry.watch(own.agent, own.optimizer)
         own.loss(0).backward()
@@ -346,7 +346,7 @@ def test_gradients_that_are_asked_for_between_clipping_and_the_step() -> None:
 
 
 def test_parameters_of_several_types() -> None:
-    """The critic is kept in half precision, and one weight is complex: all count."""
+    """The critic has half precision, and one weight is complex: all count."""
     with loop() as own:
         own.agent.critic.to(torch.bfloat16)
         wave = nn.Parameter(torch.tensor([3.0 + 4.0j]))

@@ -1,4 +1,4 @@
-"""`Telemetry.watch` where ranks average gradients."""
+"""`Telemetry.watch` when ranks average gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WarningLog(logging.Handler):
 
 
 def stepped(rank: int, run_dir: str, wrapped: bool) -> dict[str, Any]:
-    """One step on data that differ; returns the norm that clipping saw, the rank's own norm, and what was warned of."""
+    """Take one step on different data; return the clipped norm, the rank's own norm, and the warnings."""
     handler = WarningLog()
     logging.getLogger("esper_telemetry").addHandler(handler)
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def stepped(rank: int, run_dir: str, wrapped: bool) -> dict[str, Any]:
 
 
 def test_norms_are_those_of_the_average(tmp_path: Path) -> None:
-    """Hooks of a backward pass see each rank's own gradient; what is reported is what all ranks step with."""
+    """Hooks of a backward pass see each rank's own gradient. Telemetry reports the averaged one, which all ranks use."""
     first, second = run_together(stepped, tmp_path, str(tmp_path / "run"), True)
 
     assert first["norm"] == second["norm"] != first["own"]

@@ -1,4 +1,4 @@
-"""One table from metric keys, or the beginnings of formulas where a case has no key, to adapters from inputs to values."""
+"""One table from metric keys, or the beginnings of formulas for cases without a key, to adapters from inputs to values."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ BY_FORMULA: dict[str, Adapter] = {
 
 
 def adapters_of(case: Mapping[str, Any]) -> list[Adapter]:
-    """Return the adapters of a case: by its formula where that is listed, by its metric keys otherwise."""
+    """Return the adapters of a case, by its formula if it is listed, otherwise by its metric keys."""
     by_formula = [adapter for start, adapter in BY_FORMULA.items() if case["formula"].startswith(start)]
     result = by_formula or [BY_KEY[key] for key in case["metric_keys"] if key in BY_KEY]
     return list(dict.fromkeys(result))
 
 
 def uncovered(case: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of a case, or its formula where it has none, that no adapter computes."""
+    """Yield the keys of a case, or its formula if it has no key, that no adapter computes."""
     if adapters_of(case) and all(key in BY_KEY for key in case["metric_keys"]):
         return
     if any(case["formula"].startswith(start) for start in BY_FORMULA):

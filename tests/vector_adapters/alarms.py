@@ -1,4 +1,4 @@
-"""From the inputs of a reference case to what the state machines of alarms do."""
+"""Compute the state machines of alarms from the inputs of a reference case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the inputs of a reference case to the values of advantages, returns, rewards, losses, episodes and integrity."""
+"""Compute advantages, returns, rewards, losses, episodes and integrity from the inputs of a reference case."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def following_values(inputs: Inputs) -> Tensor:
 
 
 def gae(inputs: Inputs) -> Values:
-    """A4 and V5; advantages and returns as the trainer computes them, where the case does not give them."""
+    """A4 and V5; advantages and returns as the trainer computes them, if the case does not give them."""
     values, valid = floats(inputs["values"]), mask(inputs)
     if "advantages" in inputs:
         return gae_identity(floats(inputs["advantages"]), values, floats(inputs["returns"]), valid=valid).values()
@@ -93,14 +93,12 @@ def _rollout(inputs: Inputs, values: Tensor, after: Tensor) -> Rollout:
 
 
 def forbidden(inputs: Inputs) -> Values:
-    """Actions against their masks."""
     actions = {head: torch.tensor(value) for head, value in inputs["head_actions"].items()}
     allowed, relevant = masks(inputs, "head_action_mask"), masks(inputs, "head_mask")
     return mask_violation(actions, allowed, relevant=relevant).values()
 
 
 def losses(inputs: Inputs) -> Values:
-    """The terms of the loss."""
     names = ("logratio", "advantages_norm", "values", "returns", "entropy")
     return ppo_losses(
         *(floats(inputs[name]) for name in names),
@@ -111,7 +109,6 @@ def losses(inputs: Inputs) -> Values:
 
 
 def episodes(inputs: Inputs) -> Values:
-    """Finished episodes."""
     return episode_stats(inputs["episode_returns"], inputs["episode_lengths"]).values()
 
 
@@ -156,4 +153,4 @@ ADAPTERS = {
 """By metric key."""
 
 FORMULA_ADAPTERS = {"A4: a truncated step": gae}
-"""By the beginning of the formula, where a case has no key."""
+"""By the beginning of the formula, for cases without a key."""

@@ -1,4 +1,4 @@
-"""From the inputs of a reference case to the values of the gradient and optimizer metrics."""
+"""Compute the gradient and optimizer metrics from the inputs of a reference case."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Values = dict[str, Any]
 
 
 def floats(values: Any, dtype: str = "float64") -> Tensor:
-    """A tensor of nested lists in which "nan" and "inf" may stand for numbers."""
+    """Return a tensor from nested lists, in which "nan" and "inf" may stand for numbers."""
     if isinstance(values, list):
         parts = [floats(value, dtype) for value in values]
         return torch.stack(parts) if parts else torch.zeros(0, dtype=getattr(torch, dtype))
@@ -45,7 +45,7 @@ def floats(values: Any, dtype: str = "float64") -> Tensor:
 
 
 def parameter(gradient: Any, dtype: str = "float64") -> Tensor:
-    """A parameter that holds this gradient; None leaves it without."""
+    """Return a parameter with this gradient; None means no gradient."""
     value = torch.zeros(1) if gradient is None else floats(gradient, dtype)
     result = torch.nn.Parameter(torch.zeros_like(value))
     result.grad = None if gradient is None else value
@@ -53,7 +53,6 @@ def parameter(gradient: Any, dtype: str = "float64") -> Tensor:
 
 
 def merged(*groups: MetricGroup) -> Values:
-    """The values of several groups."""
     return {key: value for group in groups for key, value in group.values().items()}
 
 
@@ -76,13 +75,12 @@ def opposed(inputs: Inputs) -> Values:
 
 
 def minibatches(inputs: Inputs) -> Values:
-    """Agreement of minibatches."""
     gradients = floats(inputs["grads"])
     return {**minibatch_alignment(gradients).values(), "aux:weighted_pair_cos": float(weighted_pair_cosine(gradients))}
 
 
 def successive(inputs: Inputs) -> Values:
-    """Agreement of each update with the one before."""
+    """Agreement of each update with the previous one."""
     gradients = [floats(gradient) for gradient in inputs["grads"]]
     key = "grad/align/successive_cos"
     pairs = zip(gradients, [None, *gradients], strict=False)
@@ -119,7 +117,6 @@ def noise(inputs: Inputs) -> Values:
 
 
 def adam_with_state(inputs: Inputs) -> torch.optim.Optimizer:
-    """An Adam whose state is the case's."""
     second = floats(inputs["exp_avg_sq"])
     weights = torch.nn.Parameter(torch.ones_like(second))
     optimizer = torch.optim.Adam([weights], betas=tuple(inputs["betas"]), eps=inputs.get("eps", 1e-8))
@@ -130,7 +127,6 @@ def adam_with_state(inputs: Inputs) -> torch.optim.Optimizer:
 
 
 def adam_memory(inputs: Inputs) -> Values:
-    """Adam's state as it is."""
     optimizer = adam_with_state(inputs)
     state = adam_state(adam_parameters(optimizer))
     m, v = state.exp_avg / state.bias(state.beta1), state.exp_avg_sq / state.bias(state.beta2)
@@ -140,7 +136,6 @@ def adam_memory(inputs: Inputs) -> Values:
 
 
 def adam_updates(inputs: Inputs) -> Values:
-    """Several steps of Adam."""
     weights = torch.nn.Parameter(floats(inputs["weights"]))
     optimizer = torch.optim.Adam([weights], lr=inputs["lr"], betas=tuple(inputs["betas"]), eps=inputs["eps"])
     results: dict[str, list[Any]] = {}

@@ -16,34 +16,32 @@ Values = dict[str, Any]
 
 
 def floats(values: Any, dtype: str = "float64") -> Tensor:
-    """Nested lists as a tensor; "nan", "inf" and "-inf" stand for the float."""
+    """Return nested lists as a tensor; "nan", "inf" and "-inf" are parsed as floats."""
     return torch.tensor(numbers(values), dtype=getattr(torch, dtype))
 
 
 def numbers(values: Any) -> Any:
-    """Nested lists with every text as the float it stands for."""
+    """Return nested lists with every text parsed as a float."""
     if isinstance(values, list):
         return [numbers(value) for value in values]
     return float(values)
 
 
 def mask(inputs: Inputs, name: str = "mask") -> Tensor | None:
-    """A mask of the case; None where it has none."""
+    """Return a mask of the case, or None."""
     return torch.tensor(inputs[name]).bool() if name in inputs else None
 
 
 def masks(inputs: Inputs, name: str) -> dict[str, Tensor]:
-    """Masks by head."""
     return {head: torch.tensor(value).bool() for head, value in inputs.get(name, {}).items()}
 
 
 def by_head(inputs: Inputs, name: str) -> dict[str, Tensor]:
-    """Tensors by head."""
     return {head: floats(value) for head, value in inputs[name].items()}
 
 
 def padded(rows: Sequence[Sequence[Any]]) -> tuple[Tensor, Tensor]:
-    """Rows of different length as [M, N], and which entries are theirs."""
+    """Return rows of different length as [M, N], and a mask of their entries."""
     width = max(len(row) for row in rows)
     filled = [[*numbers(list(row)), *[float("nan")] * (width - len(row))] for row in rows]
     real = [[True] * len(row) + [False] * (width - len(row)) for row in rows]
@@ -51,11 +49,11 @@ def padded(rows: Sequence[Sequence[Any]]) -> tuple[Tensor, Tensor]:
 
 
 def finished(group: MetricGroup, steps: Sequence[int], epochs: Sequence[int]) -> dict[str, float]:
-    """Values of a group whose rows were measured before these optimizer steps."""
+    """Return values of a group whose rows were measured before these optimizer steps."""
     packed = pack(group)
     return packed.layout.finish(packed.table(), np.array(steps), np.array(epochs)).values
 
 
 def at_any_step(group: MetricGroup) -> dict[str, float]:
-    """Values of one minibatch, where the case does not say whether it comes before or after the first step."""
+    """Return the values of one minibatch, if the case does not say whether the first step comes before or after it."""
     return {**finished(group, [0], [0]), **finished(group, [1], [0])}

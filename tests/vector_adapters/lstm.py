@@ -1,4 +1,4 @@
-"""From the inputs of a reference case to the values of the metrics of memory."""
+"""Compute the metrics of memory from the inputs of a reference case."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from vector_adapters.inputs import Inputs, Values, floats
 
 
 def cell_of(inputs: Inputs) -> nn.LSTM:
-    """The stock LSTM that the case describes."""
     weights = {f"{name}_l0": floats(inputs[name]) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
     cell = nn.LSTM(weights["weight_ih_l0"].shape[1], weights["weight_hh_l0"].shape[1]).double()
     cell.load_state_dict(weights)
@@ -21,7 +20,7 @@ def cell_of(inputs: Inputs) -> nn.LSTM:
 
 @torch.no_grad()
 def unrolled(cell: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor) -> tuple[Tensor, Tensor]:
-    """h and c of the stock LSTM after each step, [T, B, H] each; its state is cleared before the steps that reset."""
+    """Return h and c of the stock LSTM after each step, [T, B, H] each; its state is cleared before the steps that reset."""
     h, c = (part.unsqueeze(0) for part in state)
     after = []
     for x, reset in zip(inputs, resets, strict=True):
@@ -45,7 +44,7 @@ def gates(inputs: Inputs) -> Values:
 
 
 def chrono(inputs: Inputs) -> Values:
-    """L3, of constant pre-activations."""
+    """L3, with constant pre-activations."""
     forget = floats(inputs["forget_preact"]).sigmoid()
     return {"aux:timescale": timescales(forget.view(1, 1, -1)).values.tolist()}
 

@@ -1,4 +1,4 @@
-"""From the inputs of a reference case to the values of the policy's metrics."""
+"""Compute the policy's metrics from the inputs of a reference case."""
 
 from __future__ import annotations
 

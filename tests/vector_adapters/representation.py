@@ -1,4 +1,4 @@
-"""From the inputs of a reference case to the values of the metrics of features."""
+"""Compute the metrics of features from the inputs of a reference case."""
 
 from __future__ import annotations
 

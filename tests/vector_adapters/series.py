@@ -1,4 +1,4 @@
-"""From the inputs of a reference case to the values that come from history."""
+"""Compute history metrics from the inputs of a reference case."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Values = dict[str, Any]
 
 
 def array(values: Iterable[Any]) -> Array:
-    """A series in which "nan" and "inf" may stand for numbers."""
+    """Return a series in which "nan" and "inf" may stand for numbers."""
     return np.array([float(value) for value in values], dtype=np.float64)
 
 
 def number(value: Any) -> float | None:
-    """A number of one series, None where it is undefined."""
+    """Return a number of one series, None if it is undefined."""
     result = float(np.asarray(value).reshape(-1)[0])
     return None if math.isnan(result) else result
 
 
 def listed(values: Iterable[Any]) -> list[float | None]:
-    """Numbers of one series over time."""
+    """Return the numbers of one series over time."""
     return [number(value) for value in values]
 
 
@@ -53,7 +53,7 @@ def level(inputs: Inputs) -> Values:
 
 
 def drift(inputs: Inputs) -> Values:
-    """T2, against the last average and between a fast and a slow one."""
+    """T2, against the last average, and between a fast and a slow average."""
     state = LogDrift(1, inputs.get("beta_fast", inputs.get("beta", 0.9)), inputs.get("beta_slow", 0.99))
     steps = [state.step(array([x])) for x in inputs["x"]]
     return {"*/drift": listed(s.drift for s in steps), "*/macd": listed(s.macd for s in steps)}
@@ -68,7 +68,7 @@ def robust(inputs: Inputs) -> Values:
 
 
 def trend(inputs: Inputs) -> Values:
-    """T3 on the series as it is."""
+    """T3 on the raw series."""
     return _test(array(inputs["x"]), theil_sen(array(inputs["x"])))
 
 
@@ -241,4 +241,4 @@ FORMULA_ADAPTERS = {
     "T4: biased autocorrelation": period,
     "T5: the detector": cusum,
 }
-"""By the beginning of the formula, where a case has no key or its key does not tell which series is meant."""
+"""By the beginning of the formula, for cases without a key, or whose key does not identify the series."""

@@ -1,4 +1,4 @@
-"""From the inputs of a reference case to the values of the critic's metrics."""
+"""Compute the critic's metrics from the inputs of a reference case."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vector_adapters.inputs import Inputs, Values, floats, mask
 
 
 def fit(inputs: Inputs) -> Values:
-    """V1, V2, V3 and V6: what is measured, and what the variance of earlier updates makes of it."""
+    """V1, V2, V3 and V6: the measured value, and its derivation from the variance of earlier updates."""
     measured = value_fit(floats(inputs["values"]), floats(inputs["returns"]), valid=mask(inputs)).values()
     earlier = VarianceAverage(beta=inputs.get("beta", BETA))
     for variance in inputs.get("var_history", ()):

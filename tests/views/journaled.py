@@ -1,4 +1,4 @@
-"""Journals of made-up runs, with the alarms and outcomes that the run itself would have written."""
+"""Journals of made-up runs, with the alarms and outcomes that such a run writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def lines_of(
     facts: Mapping[str, Any] = FACTS,
     **info: Any,
 ) -> list[dict[str, Any]]:
-    """Lines of a journal."""
     metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
     head = RunInfo("r1", info.pop("name", "run"), None, 1e9, facts=facts, metrics=metrics, **info)
     lines, detectors = [encode_run(head)], Detectors(facts)
@@ -50,7 +49,6 @@ def lines_of(
 
 
 def write(path: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
-    """A run directory with these lines."""
     journal = Journal.create(path)
     journal.write(*lines)
     journal.close()
@@ -58,7 +56,7 @@ def write(path: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def learning(updates: int, change: Any = None) -> list[Record]:
-    """Records of a healthy run whose return rises; `change` spoils them as in `healthy_run.run`."""
+    """Return the records of a healthy run whose return rises; `change` breaks them as in `healthy_run.run`."""
 
     def rise(metrics: Values, ago: int) -> None:
         metrics["episode/return_mean"] += 0.5 * ago
@@ -82,7 +80,7 @@ class WrittenRun:
         self._journal.write(encode_run(RunInfo("id", run_dir.name, run_dir, 1.0, facts=info, metrics=metrics)))
 
     def record(self, **values: float) -> None:
-        """Append a record; `__` in a name stands for `/`."""
+        """Append a record; `__` in a keyword means `/`."""
         self.updates += 1
         self._journal.write(
             encode_record(

@@ -1,4 +1,4 @@
-"""Comparison of runs: statistics worked by hand, and journals of which every value is known."""
+"""Comparison of runs: statistics worked by hand, and journals with known values."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def write_run(
 
 
 def learning(seed: int, *, gain: float = 1.0, kl: float = 1.0, begin: int = 0, end: int = 1000) -> Values:
-    """Values of a noisy run whose return rises by `gain`, and whose KL is `kl` times as large in updates from `begin` to `end`."""
+    """Return the values of a noisy run. The return rises by `gain`; KL is multiplied by `kl` in updates from `begin` to `end`."""
     rng = np.random.default_rng(seed)
     noise = rng.normal(size=(1000, 4))
 
@@ -95,7 +95,7 @@ def learning(seed: int, *, gain: float = 1.0, kl: float = 1.0, begin: int = 0, e
 
 
 def groups(folder: Path, count: int, second: Callable[[int], Values]) -> Comparison:
-    """Compare runs of `learning` with as many of another learning rate, which have other values and seeds."""
+    """Compare runs of `learning` with as many runs of another learning rate, with other values and seeds."""
     places = [write_run(folder / f"a{seed}", seed, learning(seed)) for seed in range(count)]
     fast = {"learning_rate": 0.3}
     places += [write_run(folder / f"b{seed}", seed, second(seed), config=fast) for seed in range(100, 100 + count)]
@@ -107,7 +107,7 @@ def compared(*places: str) -> Comparison:
 
 
 def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
-    """Of 1, 2, 3, 4, 100 it is the mean of 2, 3 and 4. Of two values there is no interval."""
+    """For 1, 2, 3, 4, 100 it is the mean of 2, 3 and 4. Two values have no interval."""
     assert iqm(np.array([100.0, 1, 4, 2, 3])) == 3
     low, high = iqm_interval(np.array([100.0, 1, 4, 2, 3])) or (0, 0)
     assert 1 <= low < 3 < high <= 100
@@ -115,13 +115,13 @@ def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
 
 
 def test_improvement_counts_pairs_and_half_of_the_ties() -> None:
-    """Of the six pairs of {1, 2, 2} and {2, 3}, four are above and two are ties: 5 / 6."""
+    """In the six pairs of {1, 2, 2} and {2, 3}, four are above and two are ties: 5 / 6."""
     assert improvement(np.array([1.0, 2, 2]), np.array([2.0, 3])) == pytest.approx(5 / 6)
 
 
 def test_p_values_are_shares_of_the_splits() -> None:
-    """3 and 3 runs have 20 splits. The first feature separates the groups, as its mirrored split does: 2 / 20. The second has the largest
-    statistic of itself and the features below in all splits: 1, as it does not vary.
+    """3 and 3 runs have 20 splits. The first feature separates the groups, as in the mirrored split: 2 / 20. The second is constant, so
+    its statistic is the largest in all splits: 1.
     """
     values = np.array([[1.0, 5], [2, 5], [3, 5], [11, 5], [12, 5], [13, 5]])
 
@@ -154,9 +154,7 @@ def test_a_missing_value_takes_part_in_no_mean() -> None:
 
 
 def test_a_metric_that_differs_is_named_from_where_to_where(tmp_path: Path) -> None:
-    """KL is five times as large in updates 10 to 29 of 40, steps 1,000 to 2,900; the time of an update and the sampled metric differ
-    by the machine alone.
-    """
+    """KL is five times as large in updates 10 to 29 of 40, steps 1,000 to 2,900. Update times and the sampled metric vary by machine."""
     result = groups(tmp_path, 5, lambda seed: learning(seed, kl=5.0, begin=10, end=30))
     (pair,) = result.comparisons
 
@@ -200,7 +198,7 @@ def test_too_few_seeds_are_told_how_many_are_needed(tmp_path: Path, seeds: int, 
 
 
 def test_repeats_of_a_seed_are_one_observation(tmp_path: Path) -> None:
-    """Four equal runs of seed 1 do not make up for seeds."""
+    """Four equal runs of seed 1 do not replace four seeds."""
     places = [
         write_run(tmp_path / f"{kind}{n}", 1, learning(1, kl=kl), config={"rate": kl})
         for kind, kl in (("a", 1.0), ("b", 9.0))
@@ -231,7 +229,7 @@ EDITS: Mapping[str, tuple[Callable[[dict[str, Any]], None], tuple[Any, Any]]] = 
 
 @pytest.mark.parametrize("key", EDITS)
 def test_the_first_difference_of_two_equal_runs_is_exact(tmp_path: Path, key: str) -> None:
-    """Update 7 is edited, and update 9 has another KL as well; times differ everywhere."""
+    """Update 7 is edited, and update 9 has another KL as well. Times differ everywhere."""
 
     def values(time: float) -> Values:
         own = {"policy/kl": 0.5, "loss/value": 0.0, "opt/share": 0.25, "grad/gns/g2": 1.0}
@@ -253,7 +251,7 @@ def test_the_first_difference_of_two_equal_runs_is_exact(tmp_path: Path, key: st
 
 
 def test_equal_runs_that_sample_other_updates_are_equal(tmp_path: Path) -> None:
-    """Which updates are sampled depends on the time that it takes, and so do alarms on sampled values."""
+    """The choice of sampled updates depends on their time, and so do alarms on sampled values."""
 
     def values(every: int) -> Values:
         sampled = {"opt/share": 0.25, "opt/share/ema": every, "alarm/opt/dead": 1.0}
@@ -267,7 +265,7 @@ def test_equal_runs_that_sample_other_updates_are_equal(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_not_alike_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
-    """Nothing recorded, no returns, numbers that are not finite, shorter, still going on, packed, without a seed."""
+    """Empty runs, runs without returns, with non-finite numbers, shorter, unfinished, packed, or without a seed."""
     whole = write_run(tmp_path / "whole", 1, learning(1))
     compress(whole)
     shorter = write_run(tmp_path / "shorter", 2, learning(2), updates=30, status=None)

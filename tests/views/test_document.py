@@ -1,4 +1,4 @@
-"""A document is built once, and says the same as HTML, as Markdown and on a terminal."""
+"""A document is built once, and has the same content as HTML, as Markdown and on a terminal."""
 
 from __future__ import annotations
 

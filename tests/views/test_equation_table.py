@@ -1,4 +1,4 @@
-"""The table of equations: from a run's facts and records alone."""
+"""The table of equations, from a run's facts and records alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RATES = declarations.equations()["schedules"]
 
 @pytest.fixture(autouse=True)
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three equations, two of them of these tests."""
+    """Three equations, two of them declared by these tests."""
     by_name = {one.name: one for one in (SUM, CAUSE, RATES)}
     for module in ("equations.equation", "views.equation_table"):
         monkeypatch.setattr(f"esper_telemetry.{module}.equations", lambda: by_name)
@@ -57,7 +57,7 @@ def run(**facts: Any) -> RunInfo:
 
 
 def records(*updates: Mapping[str, float], partial: bool = False) -> list[Record]:
-    """Records with these values; keys of equations without their beginning."""
+    """Return records with these values; keys omit the prefix of equations."""
     return [
         Record(
             update,
@@ -137,7 +137,7 @@ def test_a_fitted_parameter_is_shown() -> None:
 
 
 def test_the_tolerance_is_that_of_the_precision_or_of_the_check() -> None:
-    """5e-2 in bf16; what the check was told is in the record."""
+    """5e-2 in bf16. A tolerance that the check was given is in the record."""
     own = {"sums": 0.01, "integrity/equation_tolerance/sums": 0.02}
 
     assert rows(run(), records({"sums": 0.01}))["sums"].state == "differs"
@@ -150,7 +150,7 @@ def test_an_update_that_did_not_end_does_not_count() -> None:
 
 
 def test_what_could_not_be_checked_has_a_reason() -> None:
-    """Of the trainer where it gives one; the update was sampled, as another equation shows."""
+    """The trainer's reason, if it gives one. Another equation shows that the update was sampled."""
     given = rows(run(unchecked_equations={"sums": "the trainer keeps its sums to itself"}), records({"terms": 0.0}))
 
     assert given["sums"].result == "could not be checked: the trainer keeps its sums to itself"
@@ -167,7 +167,7 @@ def test_a_journal_from_before_the_checks_says_so(capsys: pytest.CaptureFixture[
 
 
 def test_rates_are_compared_with_the_schedule_of_the_facts() -> None:
-    """From 1 to 0 in ten updates of 100 steps. A constant rate is told from the line in the third."""
+    """From 1 to 0 in ten updates of 100 steps. A constant rate differs from the line by the third update."""
     line = RateSchedule(initial=1.0, final=0.0, total_steps=1000)
     facts = run(**{SCHEDULE_FACT: line.fact()})
     right = rows(facts, records(*({"opt/lr": 1 - update / 10} for update in range(10))))["schedules"]

@@ -1,4 +1,4 @@
-"""The picture of the gradients of single layers in a report."""
+"""The chart of single layers' gradients in a report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def norms(**layers: float) -> dict[str, float]:
 
 
 def test_severities_are_those_of_the_journal(tmp_path: Path) -> None:
-    """A run at DEBUG has them too. Its critic's targets become a million times larger, so some layers explode."""
+    """A run at DEBUG has severities too. The critic's targets become a million times larger, so some layers explode."""
     config = PPOConfig(num_steps=16, num_epochs=1, num_minibatches=1, hidden_sizes=(8,), shared_trunk=True)
     trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config)
     with Telemetry(run_dir=tmp_path, level="debug", offload=False) as telemetry:
@@ -56,7 +56,7 @@ def test_severities_are_those_of_the_journal(tmp_path: Path) -> None:
 
 
 def test_a_spike_and_a_gap_of_a_long_run_are_kept(tmp_path: Path) -> None:
-    """One of 2,000 updates has a norm of 500, a hundred times the first threshold of 10 clip limits; two norms are not finite."""
+    """One of 2,000 updates has a norm of 500, a hundred times the first threshold of 10 clip limits. Two norms are not finite."""
 
     def values(update: int) -> dict[str, float]:
         if update > 1998:

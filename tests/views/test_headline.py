@@ -1,4 +1,4 @@
-"""The tone of a run in every view and text: a run that does not learn never looks clear."""
+"""The tone of a run in every view and text: a run that does not learn is never shown as clear."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_tone_follows_from_outcome_alarms_and_critical_values(
 
 
 def train(run_dir: Path, course: Callable[[int], float], *, explained: float = 0.9) -> Path:
-    """Write a run of an own loop with 12 episodes an update, which does so little that telemetry takes most of the time."""
+    """Write a run of a user's loop with 12 episodes an update, so short that telemetry takes most of the time."""
     detect = Thresholds().without(["telemetry/overhead"])
     with Telemetry(["console"], run_dir=run_dir, detect=detect) as telemetry:
         for update in range(1, 41):

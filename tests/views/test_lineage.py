@@ -1,4 +1,4 @@
-"""The registry says where a metric comes from and who reads it; what it says is true of the code."""
+"""The registry says where a metric comes from and who reads it, and the code agrees."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MEASURED = [key for key in ENTRIES if key not in DERIVED and not key.endswith("_
 
 
 def derived_values(keys: Collection[str], **added: float) -> dict[str, list[float | None]]:
-    """Return the derived values of 30 records that have these keys, by key; without histories, which are named by what they follow."""
+    """Return the derived values of 30 records with these keys, by key. Histories, which are named after their source, are left out."""
     history, rows = RunHistory({"groups": {"actor": []}, "max_grad_norm": 0.5}), []
     for update in range(30):
         values = dict(added)
@@ -78,7 +78,7 @@ def derived_values(keys: Collection[str], **added: float) -> dict[str, list[floa
 
 
 def test_derived_metrics_are_computed_from_the_keys_they_name() -> None:
-    """Without one of these keys their values change; keys that none of them names do not matter."""
+    """Their values change if one of these keys is missing, and do not depend on other keys."""
     sources = {key for group in DERIVED.values() for key in group.sources} & set(MEASURED)
     whole = derived_values(MEASURED)
     assert derived_values(sources) == whole and len(sources) >= 20
@@ -96,7 +96,7 @@ def test_derived_metrics_are_computed_from_the_keys_they_name() -> None:
 
 
 class ReadValues(dict[str, float]):
-    """Values that note which of them are read."""
+    """Values that record which of them are read."""
 
     def __init__(self, values: dict[str, float], seen: set[str]) -> None:
         super().__init__(values)

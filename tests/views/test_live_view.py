@@ -92,7 +92,7 @@ def test_the_strip_names_the_first_cause_and_forgets_what_is_over(run: WrittenRu
         run.alarm(kind, event=AlarmEvent.CLEAR)
     view.refresh()
     assert strip([view]).plain == "ANOMALIES: 1 NaN grads"
-    run.record(policy__kl=0.01)  # a count that is zero is absent
+    run.record(policy__kl=0.01)  # a count of zero is absent
     view.refresh()
     assert strip([view]).plain == "No anomalies so far"
 
@@ -106,7 +106,7 @@ def test_the_strip_counts_exploding_gradients_behind_their_alarm(tmp_path: Path)
 
 
 def test_the_strip_names_the_cause_of_the_incident_and_fits_the_screen(run: WrittenRun) -> None:
-    """A later alarm of the incident explains it better; 80 columns hold all, 40 no cause, 24 only what comes first."""
+    """A later alarm explains the incident better. 80 columns show all, 40 omit the cause, 24 have only the first part."""
     run.alarm("policy/kl_spike")
     run.alarm("opt/update_too_large", cause="opt/update_too_large")
     view = open_view(run.run_dir)
@@ -117,7 +117,7 @@ def test_the_strip_names_the_cause_of_the_incident_and_fits_the_screen(run: Writ
 
 
 def test_the_header_shows_progress_speed_and_age(run: WrittenRun) -> None:
-    """4,000 of 20,000 steps at 100 per second; the last record is of second 40, and 25 s are more than two updates."""
+    """4,000 of 20,000 steps at 100 per second. The last record is from second 40, and 25 s are more than two updates."""
     view = open_view(run.run_dir)
 
     text = text_of(header([view], 120, now=65.0))
@@ -187,7 +187,7 @@ def test_values_are_drawn_in_eighths_and_on_a_logarithmic_axis() -> None:
 
 
 def test_all_lines_have_the_time_of_the_run_and_values_hold_until_the_next() -> None:
-    """Measured at 10 and at 30 of 0 to 40 steps; a logarithmic axis has zeros at its lowest value."""
+    """Measured at steps 10 and 30 of 0 to 40. A logarithmic axis shows zeros at its lowest value."""
     sampled = Series((1, 3), (10, 30), (1.0, 2.0))
 
     assert sparkline(sampled, 4, (0, 40)) == " ▁▁█"
@@ -290,7 +290,7 @@ def test_keys_lead_to_charts_incidents_tables_and_back(run: WrittenRun) -> None:
 
 
 def test_a_click_opens_the_line_below_the_mouse(run: WrittenRun) -> None:
-    """The line may be a metric or a row of a table, also after scrolling; a click on a line without a page does nothing."""
+    """A metric or a row of a table, also after scrolling. A click on a line without a page does nothing."""
     run.event("environments", **table_event(30))
 
     async def use(app: WatchApp, pilot: Pilot[None]) -> None:
@@ -483,7 +483,7 @@ def test_wrong_use_of_watch_is_one_sentence(
 
 @pytest.fixture
 def tmux() -> Iterator[Callable[..., str]]:
-    """A function that calls tmux with a separate server; the path of a socket has at most 107 bytes."""
+    """Return a function that calls tmux with a separate server; the path of a socket has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="tmux", dir="/tmp") as folder:
 
         def call(*arguments: str) -> str:
@@ -513,7 +513,7 @@ def test_watch_follows_a_live_run_in_a_terminal_of_80_by_24(run: WrittenRun, tmu
     after = shows("update 5")
     assert after.splitlines()[0] == "No anomalies so far"
     row = 1 + next(y for y, line in enumerate(after.splitlines()) if "KL divergence" in line)
-    for state in "Mm":  # the button goes down and up: what a terminal sends for a mouse
+    for state in "Mm":  # the button goes down and up, as a terminal reports it for a mouse
         tmux("send-keys", "-l", f"\x1b[<0;5;{row}{state}")
     shows("policy/kl ")
     tmux("send-keys", "q", "q")

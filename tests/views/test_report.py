@@ -1,4 +1,4 @@
-"""The page of a run: what it says, that it says it safely, and that a browser draws it without a network."""
+"""The page of a run: its content, that it is escaped, and that a browser draws it without a network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def command(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> 
 
 
 def charts_of(page: str) -> dict[str, Any]:
-    """The numbers of a page; fails for what is no strict JSON."""
+    """Return the numbers of a page; raise for anything that is not strict JSON."""
     (text,) = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', page)
     charts: dict[str, Any] = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no number of JSON"))
     return charts
@@ -170,7 +170,7 @@ def test_telemetry_writes_the_page_when_it_is_closed(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def chromium() -> Any:
-    """A browser that has no network. Where it is missing these tests are skipped, except in continuous integration."""
+    """A browser without a network. If it is missing, these tests are skipped, except in continuous integration."""
     if not (Path(CHROMIUM).exists() and Path(CHROMEDRIVER).exists()) and os.environ.get("CI") != "true":
         pytest.skip(f"the page is looked at with Chromium, and {CHROMIUM} or {CHROMEDRIVER} is missing")
     with browser(1200, 900, "--host-resolver-rules=MAP * ~NOTFOUND") as driver:

@@ -1,4 +1,4 @@
-"""A run as people look at it: the same from a journal at once, line by line, and judged again."""
+"""A run view is the same from a journal at once, line by line, and judged again."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_bound_with_a_condition_counts_where_the_other_metric_meets_it() -> No
 
 
 def shown(view: RunView) -> Any:
-    """Everything that a view says, but for times."""
+    """Return everything in a view except times."""
     return view.status, view.axes, view.diagnosis, view.incidents, view.panels(), view.strip(), view.alarms
 
 
@@ -149,7 +149,7 @@ def test_a_run_without_records_and_one_that_was_killed_are_shown(tmp_path: Path)
 
 
 def test_progress_is_that_of_the_latest_updates(tmp_path: Path) -> None:
-    """An update of 100 steps takes 2 s, but for one interruption: 50 steps a second, 600 of 1000 steps remain."""
+    """An update of 100 steps takes 2 s, with one interruption: 50 steps a second, 600 of 1000 steps remain."""
     times = [0.0, 2.0, 4.0, 1000.0]
     records = [
         Record(n, Axes(n, 100 * n, n, 2e9 + now), {"perf/environment_ms": 500.0, "perf/update_ms": 1000.0})

@@ -24,7 +24,7 @@ VALUES = {"my/bonus": 0.005, "my/room/attic": 3.0, "policy/kl": 0.01}
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The example of the page, installed as a distribution; its module, which a test may change before the first view."""
+    """The example of the page, installed as a distribution; a test may change its module before the first view."""
     entry, code = (re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0] for language in ("toml", "python"))
     package, metadata = tmp_path / "my_package", tmp_path / "curious-1.dist-info"
     package.mkdir()

@@ -1,4 +1,4 @@
-"""RecurrentPPO and MaskablePPO of sb3-contrib, with what may be wrong spelled out in subclasses.
+"""RecurrentPPO and MaskablePPO of sb3-contrib, in subclasses that contain every step that a mistake may change.
 
 python contrib_program.py --kind recurrent
 """

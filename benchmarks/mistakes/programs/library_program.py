@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def train_sb3(args: Any, settings: dict[str, Any], telemetry: Telemetry) -> None:
-    """`settings` are those of PPO with `n_envs`, `normalize`, `linear_rate`, and `activation` in `policy_kwargs`."""
+    """Train with settings of PPO, plus `n_envs`, `normalize`, `linear_rate`, and `activation` in `policy_kwargs`."""
     import stable_baselines3
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
@@ -56,7 +56,7 @@ def train_sb3(args: Any, settings: dict[str, Any], telemetry: Telemetry) -> None
 
 
 def train_bundled(args: Any, settings: dict[str, Any], telemetry: Telemetry) -> None:
-    """`settings` are those of `PPOConfig` with `num_envs`."""
+    """Train with settings of `PPOConfig`, plus `num_envs`."""
     makers = [lambda: task_environment.make(args.env_id) for _ in range(settings.pop("num_envs", 8))]
     vector = gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     env = GymnasiumEnvironment(vector, name=args.env_id, seed=args.seed)

@@ -1,4 +1,4 @@
-"""PPO of Stable-Baselines3 in a subclass that spells out what may be wrong: collecting, advantages, and the update.
+"""PPO of Stable-Baselines3 in a subclass that contains every step that a mistake may change: collecting, advantages, and the update.
 
 python sb3_program.py --env-id tasks:Drift-v0
 """

@@ -1,4 +1,4 @@
-"""PPO in one file, as people write it who log nothing but a line per update.
+"""A typical PPO script in one file that logs only a line per update.
 
 python script.py --env-id tasks:Drift-v0
 """

@@ -1,8 +1,8 @@
-"""Environments of long runs: a Gymnasium task whose true returns are written to a file, with the mistake of a wrapper above it.
+"""Environments of long runs: a Gymnasium task whose true returns are written to a file, optionally in a wrapper with a mistake.
 
-`make(env_id)` reads two variables of the environment: `TRUE_RETURNS`, a file that gets a line per episode (steps of all environments so
-far and the return), and `WRONG_WRAPPER`, a name in `MISTAKES`. Discrete observations become one-hot vectors, the 128 bytes of an Atari
-console numbers from 0 to 1.
+`make(env_id)` reads two environment variables. `TRUE_RETURNS` is a file that gets a line per episode: the steps of all environments so far,
+and the return. `WRONG_WRAPPER` is a name in `MISTAKES`. Discrete observations become one-hot vectors; the 128 bytes of an Atari console
+become numbers from 0 to 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 
 
 class TrueReturns(gym.Wrapper[Any, Any, Any, Any]):
-    """Write a line per episode, beneath all wrappers of the program."""
+    """Write a line per episode, below all wrappers of the program."""
 
     steps = 0
 
@@ -50,9 +50,9 @@ class Mistake(gym.Wrapper[Any, Any, Any, Any]):
 
     Args:
         env: wrapped.
-        observe: what becomes of an observation.
-        pay: what becomes of a reward.
-        act: what becomes of an action.
+        observe: maps an observation to the wrong one.
+        pay: maps a reward to the wrong one.
+        act: maps an action to the wrong one.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def _first_times(factor: float) -> Callable[[Any], Any]:
 
 
 def make(env_id: str) -> Env:
-    """Return a task as the programs get it."""
+    """Return a task for the programs."""
     if env_id.startswith("ALE/"):
         import ale_py
 

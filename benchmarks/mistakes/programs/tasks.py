@@ -1,8 +1,8 @@
 """Small environments in which every mistake can show: rewards vary in size and sign, episodes end by termination and by a time limit.
 
-`gymnasium.make("tasks:Drift-v0")` has three choices, `tasks:Push-v0` one force, `tasks:MaskedDrift-v0` choices that a mask forbids,
-`tasks:PairDrift-v0` two choices at once, `tasks:BitDrift-v0` three bits, `tasks:DictDrift-v0` observations of several parts,
-`tasks:WidePush-v0` three forces of different bounds.
+`gymnasium.make("tasks:Drift-v0")` has three choices, `tasks:MaskedDrift-v0` masked choices, `tasks:PairDrift-v0` two choices at once, and
+`tasks:BitDrift-v0` three bits. `tasks:Push-v0` has one force, and `tasks:WidePush-v0` three forces with different bounds. The observations
+of `tasks:DictDrift-v0` have several parts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from gymnasium import spaces
 
 TIME_LIMIT = 17
-"""Steps of an episode; odd, so that time limits fall on all rows of a rollout."""
+"""Steps of an episode; odd, so that time limits occur on all rows of a rollout."""
 
 
 class Drift(gym.Env[Any, Any]):
-    """A point with inertia, between two walls that end the episode, is to be near a target, drawn again in each episode."""
+    """A point with inertia between two walls that end the episode. It should stay near a target, drawn again in each episode."""
 
     observation_space: spaces.Space[Any] = spaces.Box(-4, 4, (4,), np.float32)
     action_space: spaces.Space[Any] = spaces.Discrete(3)
@@ -53,7 +53,7 @@ class Push(Drift):
     action_space = spaces.Box(-1, 1, (1,), np.float32)
 
     def force(self, action: Any) -> float:
-        """Return the force, cut at the bounds."""
+        """Return the force, clipped to the bounds."""
         return float(np.clip(action[0], -1, 1))
 
 
@@ -104,10 +104,10 @@ class DictDrift(Drift):
 
 
 class MaskedDrift(Drift):
-    """`Drift` that forbids to push away from the middle."""
+    """`Drift` that forbids pushing away from the middle."""
 
     def action_masks(self) -> Any:
-        """Return the mask of choices that are allowed, [3]."""
+        """Return the mask of allowed choices, [3]."""
         return np.array([self._position > -0.2, True, self._position < 0.2])
 
 

@@ -35,33 +35,29 @@ def recall(**settings: Any) -> PPO:
 
 
 def cartpole(**settings: Any) -> PPO:
-    """CartPole-v1 without memory."""
     return PPO(make_env("CartPole-v1", num_envs=4, seed=1), PPOConfig(**{**PLAIN, "seed": 1, **settings}))
 
 
 def pendulum(**settings: Any) -> PPO:
-    """Pendulum-v1: continuous actions."""
     return PPO(make_env("Pendulum-v1", num_envs=2, seed=1), PPOConfig(**{**PLAIN, "seed": 1, **settings}))
 
 
 def learn(trainer: PPO, updates: int) -> None:
-    """Train that many more updates."""
     per_update = trainer.config.num_steps * trainer.env.num_envs
     trainer.learn(per_update * (trainer.updates + updates))
 
 
 def weights(trainer: PPO) -> list[torch.Tensor]:
-    """Return copies of all parameters."""
     return [parameter.detach().clone() for parameter in trainer.policy.parameters()]
 
 
 def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Return True where all tensors are bit-identical."""
+    """Return True if all tensors are bit-identical."""
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def recorded(trainer: PPO, fault: str | Fault | None = None, *, at_update: int = 2, updates: int = 3) -> list[Record]:
-    """Return the records of a run that breaks at that update, until non-finite weights end it."""
+    """Return the records of a run whose fault begins at that update. The run lasts until weights are non-finite."""
     records: list[Record] = []
     with suppress(FloatingPointError), Telemetry([records.append], run_dir=None, level="debug") as telemetry:
         attach(telemetry, trainer)

@@ -1,4 +1,4 @@
-"""The command line `python -m esper_telemetry.lab.faults`; commands that train run in their own processes."""
+"""The command line `python -m esper_telemetry.lab.faults`. Commands that train run in their own processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def journals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Journals of a score of three faults on one environment, and its output."""
+    """Journals of scoring three faults on one environment, and the output."""
     directory = tmp_path_factory.mktemp("journals")
     trained = command(
         *("score", "--faults", "lr_zero", "h0_zero", "mask_bug", "--envs", "cartpole", "--no-healthy"),
@@ -38,9 +38,9 @@ def journals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow  # training for a score
+@pytest.mark.slow  # trains for a score
 def test_a_score_as_json_has_all_figures(journals: Path) -> None:
-    """A learning rate of 0 raises its alarm at once; the other two faults do not apply and are not counted."""
+    """A learning rate of 0 raises its alarm at once. The other two faults do not apply and are not counted."""
     figures = json.loads((journals / "printed.json").read_text())
 
     assert set(figures) >= FIELDS

@@ -17,7 +17,7 @@ from esper_telemetry.ppo.environments import make_env
 
 Values = Mapping[str, float]
 Effect = Callable[[Values, Values], bool]
-"""Condition on the values of the first broken update and those of the same update of a healthy run."""
+"""Condition on the values of the first broken update and of the same update of a healthy run."""
 
 
 def rises(key: str, bound: float) -> Effect:
@@ -84,7 +84,7 @@ def usual(*, normalized: bool) -> Values:
 
 
 def second(trainer: PPO, fault: str | None) -> Values:
-    """The values of the second update, the first broken one."""
+    """Values of the second update, the first broken one."""
     records = recorded(trainer, fault, updates=2)
     steps = records[1].axes.gradient_step - records[0].axes.gradient_step
     return {**records[1].values, "gradient_steps": steps}
@@ -166,7 +166,7 @@ def test_one_environment_gives_constant_observations() -> None:
 
 
 def test_termination_and_time_limit_are_exchanged() -> None:
-    """CueRecall ends all episodes by termination."""
+    """All episodes of CueRecall terminate."""
     trainer = recall()
 
     with inject(trainer, "swapped_ends"):
@@ -213,7 +213,7 @@ def test_faults_may_be_taken_back_in_any_order() -> None:
 
 
 def test_a_family_knows_its_doses() -> None:
-    """Between 10 and 100, a dose of 30 is nearer to 10 by a hair: log 3 against log 3.3."""
+    """A dose of 30 is slightly nearer to 10 than to 100: log 3 against log 3.3."""
     assert find("lr", 30).name == "lr_x10"
     assert find("lr", 300).name == "lr_x100"
     assert find("forget", -2).name == "forget_m10"

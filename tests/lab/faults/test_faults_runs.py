@@ -1,4 +1,4 @@
-"""Runs of the fault bench and of the demo, by their journals."""
+"""Runs of the fault benchmark and the demo, read from their journals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_healthy_run_stores_its_announced_updates(tmp_path: Path) -> None:
 
 
 def test_announced_rewards_are_three_times_as_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The largest reward of CueRecall is 1.3, and 3.9 from the second update on."""
+    """The largest reward of CueRecall is 1.3; from the second update on it is 3.9."""
     monkeypatch.setattr("esper_telemetry.lab.faults.runs.REWARD_CHANGE_UPDATE", 2)
     monkeypatch.setitem(HEALTHY_KINDS, "soon", replace(HEALTHY_KINDS["rewards_x3"], prepare=triple_rewards))
 

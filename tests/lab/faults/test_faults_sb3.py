@@ -1,4 +1,4 @@
-"""Faults in Stable-Baselines3: they begin in their update, are undone, and are scored by the same rules."""
+"""Faults in Stable-Baselines3 begin in their update, are undone, and are scored by the same rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.sb3
 
 @pytest.mark.parametrize("env", MODELS)
 def test_every_fault_is_undone(env: str) -> None:
-    """A fault that does not apply raises a sentence."""
+    """A fault that does not apply raises a clear error."""
     model = MODELS[env](0)
     before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
     attributes = [set(vars(owner)) for owner in (model, model.policy, model.rollout_buffer)]

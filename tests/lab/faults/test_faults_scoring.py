@@ -35,14 +35,13 @@ from esper_telemetry.lab.faults.verdicts import (
 
 
 def broken(fault: str, *raised: tuple[int, str], cause: str = "", dose: float = 100, **settings: object) -> RunVerdict:
-    """A run that breaks at update 25 and ends at 45, with alarms (update, type), all in one incident."""
+    """A run that breaks at update 25 and ends at 45, with alarms (update, type) in one incident."""
     run = FaultRun("cue-recall", settings.pop("seed", 1), fault, dose)  # type: ignore[arg-type]
     alarms = tuple(RaisedAlarm(update, kind, 1) for update, kind in raised)
     return RunVerdict(run, alarms, {1: cause or (raised[0][1] if raised else "")}, updates=45, **settings)  # type: ignore[arg-type]
 
 
 def healthy(*raised: tuple[int, str], updates: int = 60, seed: int = 1) -> RunVerdict:
-    """A healthy run."""
     run = FaultRun("cartpole", seed, last=updates)
     return RunVerdict(run, tuple(RaisedAlarm(update, kind, 1) for update, kind in raised), {}, updates)
 
@@ -51,7 +50,7 @@ KL, LARGE, OTHER = "policy/kl_spike", "opt/update_too_large", "value/loss_jump"
 
 
 def test_an_accepted_alarm_within_the_bound_is_in_time() -> None:
-    """lr_x100 is due in update 25 or 26."""
+    """lr_x100 must be reported in update 25 or 26."""
     assert BrokenRun.of(broken("lr_x100", (26, KL))).strict
     late = BrokenRun.of(broken("lr_x100", (27, KL)))
     assert (late.strict, late.lag) == (False, 2)
@@ -78,7 +77,7 @@ def test_a_cause_is_correct_where_the_incident_of_the_hit_has_an_accepted_cause(
     ("hypothesis", "named"), [("optimizer_step_learning_rate", True), ("schedules", True), ("advantages_sign", False)]
 )
 def test_an_equation_counts_where_its_hypothesis_names_the_fault(hypothesis: str, named: bool) -> None:
-    """The equation comes first, three updates before a type that the fault accepts, in the incident whose cause it is."""
+    """The equation's alarm is the cause of the incident, three updates before a type that the fault accepts."""
     verdict = RunVerdict(
         FaultRun("cue-recall", 1, "lr_x100", 100),
         (RaisedAlarm(25, EQUATION_ALARM, 1, frozenset({hypothesis})), RaisedAlarm(28, KL, 1)),
@@ -93,7 +92,7 @@ def test_an_equation_counts_where_its_hypothesis_names_the_fault(hypothesis: str
 
 
 def test_figures_of_four_broken_runs() -> None:
-    """Lags 0, 1, 5 and none; two in time, three in twenty, four with any alarm; two of three causes; leads 4 and -2."""
+    """Lags 0, 1, 5 and none: two in time, three in twenty updates, four with any alarm. Two of three causes; leads 4 and -2."""
     runs = [
         broken("lr_x100", (25, KL), symptom=29),
         broken("lr_x100", (26, LARGE), cause=OTHER),
@@ -110,7 +109,7 @@ def test_figures_of_four_broken_runs() -> None:
 
 
 def test_updates_shared_before_a_fault_count_once() -> None:
-    """Two faults of one seed share 24 updates with one alarm; with a healthy run of 60 that is 1 + 2 in 84."""
+    """Two faults of one seed share 24 updates with one alarm. With a healthy run of 60 updates, that is 1 + 2 alarms in 84."""
     runs = [
         broken("lr_x100", (10, OTHER), (25, KL)),
         broken("vf_x1000", (10, OTHER), dose=1000),
@@ -144,7 +143,7 @@ def test_a_quantile_is_one_of_the_values() -> None:
 
 
 def test_the_area_takes_the_best_recall_that_costs_no_more() -> None:
-    """0 up to 0.2, 0.5 up to 0.6, 0.9 from there on; what costs more than 1 does not count: 0.2 + 0.36."""
+    """Recall is 0 up to a rate of 0.2, 0.5 up to 0.6 and 0.9 above. Rates above 1 do not count: 0.2 + 0.36."""
     points = [CurvePoint(4, 0.2, 0.5), CurvePoint(2, 0.6, 0.9), CurvePoint(1.5, 0.8, 0.7), CurvePoint(1, 3.0, 1.0)]
 
     assert partial_area(points) == pytest.approx(0.4 * 0.5 + 0.4 * 0.9)
@@ -172,7 +171,7 @@ def test_doses_are_listed_apart() -> None:
 
 
 def record(update: int, **values: float) -> Record:
-    """A record; keys are spelled with __ for /."""
+    """Return a record; `__` in a keyword stands for `/`."""
     return Record(update, Axes(update, update, update, 0.0), {key.replace("__", "/"): v for key, v in values.items()})
 
 
@@ -183,7 +182,7 @@ def returns(*values: float, fault: str | None = "lr_x100", status: str = "done")
 
 
 def test_a_symptom_is_the_first_of_three_updates_with_a_fifth_less() -> None:
-    """Before: 10. Below 8 in updates 4, 6, 7 and 8: the streak begins with 6."""
+    """Before: 10. The return is below 8 in updates 4, 6, 7 and 8, so the streak begins with 6."""
     assert symptom_update(returns(10, 10, 9, 7, 9, 7, 7, 7, 9)) == 6
 
 

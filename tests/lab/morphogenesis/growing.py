@@ -14,7 +14,7 @@ from esper_telemetry.lab.morphogenesis.training import Data
 
 
 def tiny(num_envs: int = 8, **settings: object) -> Morphogenesis:
-    """Return an environment with very few data, so that a step takes one or two milliseconds."""
+    """Return an environment with so little data that a step takes one or two milliseconds."""
     env = Morphogenesis(num_envs, seed=0, **settings)  # type: ignore[arg-type]  # as they are named
     task = env.colony.task
     rows = 16 * task.tokens
@@ -25,7 +25,7 @@ def tiny(num_envs: int = 8, **settings: object) -> Morphogenesis:
 
 
 def play(env: Morphogenesis, steps: int, seed: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Take random possible actions; return per step the stages before and after it, [B, S], and the rewards [B]."""
+    """Take random valid actions; return the stages before and after each step, [B, S], and the rewards [B]."""
     choose, steps_taken = RandomController(seed), []
     for _ in range(steps):
         before = env.slots.stage
@@ -35,7 +35,7 @@ def play(env: Morphogenesis, steps: int, seed: int = 0) -> list[tuple[Tensor, Te
 
 
 def plain_loss(host: dict[str, Tensor], seeds: list[dict[str, Tensor]], plan: dict[str, object]) -> Tensor:
-    """Return the loss of one network, layer by layer without batching; `plan` describes the seeds."""
+    """Return the loss of one network, computed layer by layer without batching; `plan` describes the seeds."""
     x = plan["inputs"]
     assert isinstance(x, Tensor)
     for slot, seed in enumerate(seeds):
@@ -60,7 +60,7 @@ def plain_loss(host: dict[str, Tensor], seeds: list[dict[str, Tensor]], plan: di
 
 
 def plain_attention(x: Tensor, seed: dict[str, Tensor], tokens: int) -> Tensor:
-    """Return causal attention window by window, by its definition."""
+    """Return causal attention, computed window by window from its definition."""
     out = []
     for window in x.split(tokens):
         scores = (window @ seed["query"].T) @ (window @ seed["key"].T).T / x.shape[-1] ** 0.5

@@ -24,11 +24,11 @@ from esper_telemetry.ppo.config import preset
 
 GROWTH_ALARMS = {"env/rollback", "seed/explode", "seed/vanish", "seed/dormant", "seed/stalled", "seed/reward_hacking"}
 LAST_HEALTHY_UPDATE = 5
-"""The fault begins when this update ends, in the middle of an episode of two updates."""
+"""The fault begins after this update, in the middle of an episode of two updates."""
 
 
 def raised_alarms(path: Path, env: Morphogenesis, updates: int, fault: Callable[[ScriptedRun], None]) -> dict[str, int]:
-    """Run the oracle for that many updates; return the update in which each alarm about growth was first raised."""
+    """Run the oracle for that many updates; return the update in which each growth alarm was first raised."""
     run = ScriptedRun(env, PPOConfig(policy="oracle", num_steps=16))
 
     def begin(event: UpdateEnd) -> None:
@@ -54,7 +54,7 @@ def raise_rate(run: ScriptedRun) -> None:
 
 
 def kill_units(run: ScriptedRun) -> None:
-    """Keep biases so low that no unit of any seed is active, so that its gradient is zero."""
+    """Keep biases so low that no unit of any seed is active, so its gradient is zero."""
     packing = run.env.colony.network.seed
 
     def pull(_: object) -> None:
@@ -64,7 +64,7 @@ def kill_units(run: ScriptedRun) -> None:
 
 
 def cut_off(run: ScriptedRun) -> None:
-    """Keep the weights of the hosts' last layer at zero, so that no gradient of the loss reaches a seed."""
+    """Keep the weights of the hosts' last layer at zero, so that no gradient reaches a seed."""
     colony = run.env.colony
     train, last = colony._optimizer, f"weight_{colony.network.slots}"
 
@@ -77,7 +77,7 @@ def cut_off(run: ScriptedRun) -> None:
 
 
 def break_hosts(run: ScriptedRun) -> None:
-    """Replace the weights of every second host by NaN."""
+    """Set the weights of every second host to NaN."""
     run.env.colony.hosts[::2] = torch.nan
 
 
@@ -100,7 +100,7 @@ def stop_learning(run: ScriptedRun) -> None:
 def test_a_fault_raises_its_alarm(
     alarm: str, fault: Callable[[ScriptedRun], None], settings: dict[str, Any], updates: int, by: int, tmp_path: Path
 ) -> None:
-    """Within the updates that its rule requires, and not before the fault begins."""
+    """The alarm comes within the updates that its rule requires, and not before the fault."""
     raised = raised_alarms(tmp_path / "run", tiny(**settings), updates, fault)
 
     assert LAST_HEALTHY_UPDATE < raised[alarm] <= by, raised
@@ -114,7 +114,7 @@ def test_a_healthy_run_raises_none(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_a_controller_that_learns_raises_none(seed: int, tmp_path: Path) -> None:
-    """In 40 updates with the preset, in which gradients of single minibatches exceed 32 clip limits."""
+    """40 updates with the preset. Gradients of single minibatches exceed 32 clip limits."""
     trainer = PPO(Morphogenesis(16, seed=seed), preset("morphogenesis", "lstm").config(seed=seed))
     with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
         attach(telemetry, trainer)
@@ -141,7 +141,7 @@ def test_hosts_that_break_explain_the_run(tmp_path: Path, capsys: pytest.Capture
 
 
 class Churn(OracleController):
-    """Germinates and prunes whenever that is possible."""
+    """A controller that germinates and prunes whenever possible."""
 
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:
         actions, possible = super().__call__(env), env.action_masks()["slot"]
@@ -154,7 +154,7 @@ class Churn(OracleController):
 
 @pytest.mark.slow
 def test_a_reward_for_operations_raises_reward_hacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reward pays for operations instead of charging for them, and after five episodes the controller exploits it."""
+    """The reward pays for operations instead of charging for them; after five episodes the controller exploits this."""
     monkeypatch.setitem(feedback.REWARDS, "shaped", {"op_cost": 1.0})
     run = ScriptedRun(Morphogenesis(8, seed=0), PPOConfig(policy="oracle", num_steps=32))
 

@@ -1,4 +1,4 @@
-"""PPO scores above the heuristic, and the heuristic above random actions; a resumed run equals an uninterrupted one."""
+"""PPO scores above the heuristic, and the heuristic above random actions. A resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 
 UPDATES, LAST_EPISODES = 25, 4
-"""Updates of a run, each an episode of 16 environments, and the number of its last episodes that are scored."""
+"""Updates of a run, each an episode of 16 environments, and the number of last episodes to score."""
 
 
 def learned(task: str, seed: int) -> float:
-    """Return the mean final score of the last episodes of a run of PPO."""
+    """Return the mean final score of the last episodes of a PPO run."""
     tuned, scores = preset("morphogenesis", "lstm"), list[float]()
     trainer = PPO(Morphogenesis(tuned.num_envs, task=task), tuned.config(seed=seed))
 
@@ -35,7 +35,7 @@ def learned(task: str, seed: int) -> float:
 
 
 def scripted(task: str, policy: str, seed: int) -> float:
-    """Return the same for a policy that does not learn."""
+    """Return the same mean for a policy that does not learn."""
     env, choose, scores = Morphogenesis(16, task=task, seed=seed), SCRIPTS[policy](seed), list[float]()
     for _ in range(LAST_EPISODES * env.horizon):
         if env.step(choose(env)).terminated.any():
@@ -59,7 +59,7 @@ def test_ppo_beats_the_heuristic_which_beats_chance(task: str) -> None:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    """Three updates without interruption, or two, a checkpoint in the middle of an episode, and one."""
+    """Three uninterrupted updates, compared with two, a checkpoint in the middle of an episode, and one more."""
     config = PPOConfig(
         policy="lstm",
         num_steps=12,
@@ -86,7 +86,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", SCRIPTS)
 def test_a_resumed_script_equals_an_uninterrupted_one(policy: str, tmp_path: Path) -> None:
-    """Six updates without interruption, or three, a checkpoint in the middle of an episode, and three."""
+    """Six uninterrupted updates, compared with three, a checkpoint in the middle of an episode, and three more."""
     uninterrupted, first, second = (ScriptedRun(tiny(4), PPOConfig(policy=policy, num_steps=12)) for _ in range(3))
     returns, resumed_returns = list[float](), list[float]()
     uninterrupted.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))

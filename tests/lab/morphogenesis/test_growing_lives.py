@@ -1,4 +1,4 @@
-"""Lifecycle of seeds: transitions, action masks, curves of the weight, gates, gradient health, the watchdog, checkpoints."""
+"""Lifecycle of seeds: transitions, action masks, weight curves, gates, gradient health, the watchdog, checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEGAL = {(a, b) for a, after in TRANSITIONS.items() for b in after} | {(stage, s
 
 
 def test_no_transition_is_illegal_under_random_actions() -> None:
-    """100,000 steps of environments: 1,024 of them for 98 steps; the last step of an episode begins another."""
+    """100,000 environment steps: 1,024 environments for 98 steps. The last step of an episode begins the next one."""
     env = tiny(1024, slots=3)
 
     transitions = set()
@@ -56,7 +56,7 @@ def test_features_stay_in_range_with_nonfinite_weights() -> None:
 
 @pytest.mark.parametrize("gamma", [0.9, 0.99, 1.0])
 def test_shaping_telescopes(gamma: float) -> None:
-    """The first state has potential 0, so the discounted sum of the shaping over every episode is 0."""
+    """The first state has potential 0, so the discounted sum of the shaping over an episode is 0."""
     env, shaping = tiny(32, gamma=gamma), list[torch.Tensor]()
     weight = feedback.REWARDS["shaped"]["shaping"]
     env.hooks.on(GrowthStep, lambda event: shaping.append(event.rewards["shaping"] / weight))
@@ -123,7 +123,7 @@ def holding(**changes: float) -> Slots:
 def test_gates_open_where_their_checks_hold(
     gate: str, changes: dict[str, float], permissive: bool, strict: bool
 ) -> None:
-    """At an accuracy of 0.7; the seed began its stage at 0.6999, or at 0.69 where an improvement is tested."""
+    """At an accuracy of 0.7. The seed began its stage at 0.6999, or at 0.69 if the gate tests an improvement."""
     slots = holding(**{"anchor": 0.6999, **changes})
     (tested,) = [one for one in GATES if one.name == gate]
     accuracy = torch.tensor([0.7])
@@ -133,7 +133,7 @@ def test_gates_open_where_their_checks_hold(
 
 
 def test_severities_are_half_at_their_limits() -> None:
-    """Exploding: ten times the clip limit of 1; vanishing: a 100,000th of it."""
+    """Exploding: ten times the clip limit of 1. Vanishing: 1e-5 of it."""
     assert exploding(torch.tensor([10.0, 100.0, 1.0, 0.0, torch.inf])).tolist() == pytest.approx([0.5, 1, 0, 0, 1])
     assert vanishing(torch.tensor([1e-5, 1e-3, 0.0, torch.nan])).tolist() == pytest.approx([0.5, 0, 1, 0], abs=1e-6)
     assert holding(exploding=0.5, vanishing=0.2).health.item() == pytest.approx(0.5)
@@ -160,7 +160,7 @@ def test_causes_distinguish_dormant_saturated_and_fast_hosts() -> None:
 
 
 def test_a_gradient_that_is_zero_from_birth_is_lost_inside_the_seed() -> None:
-    """The loss reaches the seed, whose units are all dead, so no epoch has a gradient to compare with."""
+    """The loss reaches the seed, but all of its units are dead, so no epoch has a gradient to compare with."""
     history, zero, one = CauseHistory.fresh(1, 1, torch.device("cpu")), torch.zeros(1, 1), torch.ones(1, 1)
     for _ in range(6):
         history, cause = diagnose(history, zero, zero, one, one, counted=one.bool(), alpha=one)
@@ -168,7 +168,7 @@ def test_a_gradient_that_is_zero_from_birth_is_lost_inside_the_seed() -> None:
 
 
 def test_nonfinite_gradients_have_a_cause_and_leave_no_trace_in_the_history() -> None:
-    """The epochs after a roll-back are judged like the first ones of a seed."""
+    """The epochs after a rollback are judged like the first epochs of a seed."""
     history, one = CauseHistory.fresh(1, 1, torch.device("cpu")), torch.ones(1, 1)
     causes = []
     for host in (1.0, 1.0, torch.nan, 1.0, 1.0):
@@ -181,7 +181,7 @@ def test_nonfinite_gradients_have_a_cause_and_leave_no_trace_in_the_history() ->
 
 
 def test_layers_that_diverge_explode_and_vanish_in_one_epoch() -> None:
-    """Units near zero leave their output weights without a gradient; large output weights multiply the input weights' gradient."""
+    """Units near zero leave their output weights without a gradient. Large output weights multiply the input weights' gradient."""
     env, events = tiny(1, slots=1), list[GrowthStep]()
     env.hooks.on(GrowthStep, events.append)
     slots = env.slots
@@ -200,7 +200,6 @@ def test_layers_that_diverge_explode_and_vanish_in_one_epoch() -> None:
 
 
 def verdict(losses: list[float], classes: int = 10) -> watchdog.WatchdogVerdict:
-    """Return the verdict on the last loss."""
     watch = watchdog.TrainingWatchdog.fresh(1, torch.device("cpu"))
     for loss in losses:
         watch, last = watchdog.watch_losses(watch, torch.tensor([loss]), classes)
@@ -223,7 +222,7 @@ def wait(env: Morphogenesis) -> dict[str, torch.Tensor]:
 
 
 def test_no_snapshot_is_taken_of_a_host_whose_loss_rises() -> None:
-    """Three epochs diverge before the watchdog acts, the fifteenth to the seventeenth; the weights from before them return."""
+    """Epochs 15 to 17 diverge before the watchdog acts. It restores the weights from before them."""
     env = tiny(2)
     for _ in range(14):
         env.step(wait(env))
@@ -238,7 +237,7 @@ def test_no_snapshot_is_taken_of_a_host_whose_loss_rises() -> None:
 
 
 def test_slots_without_a_seed_stay_empty_after_a_roll_back() -> None:
-    """The snapshot holds a seed that was pruned since."""
+    """The snapshot holds a seed that was pruned later."""
     env = tiny(1, slots=1)
     stage = torch.ones(1, 1, dtype=torch.bool)
     env.slots.set(stage, stage=Stage.TRAINING, blueprint=2)
@@ -253,7 +252,7 @@ def test_slots_without_a_seed_stay_empty_after_a_roll_back() -> None:
 
 
 def test_patience_ends_the_episode_of_a_broken_host() -> None:
-    """Host 1 breaks in the third epoch and is replaced; the episode of host 0 has all eight epochs."""
+    """Host 1 breaks in the third epoch and is replaced. The episode of host 0 has all eight epochs."""
     env, counted = tiny(2, horizon=8, patience=100), list[torch.Tensor]()
     env.hooks.on(GrowthStep, lambda event: counted.append(event.history.epochs))  # type: ignore[union-attr]  # followed
     ended = []
@@ -269,7 +268,7 @@ def test_patience_ends_the_episode_of_a_broken_host() -> None:
 
 
 def test_patience_waits_for_seeds_that_grow() -> None:
-    """No host learns, so none improves; host 1 has a seed in training."""
+    """No host improves because none learns. Host 1 has a seed in training."""
     env = tiny(2, slots=1, patience=4)
     env.colony.task = replace(env.colony.task, learning_rate=0.0)
     env.slots.set(torch.tensor([[False], [True]]), stage=Stage.TRAINING)
@@ -309,7 +308,7 @@ def test_a_restored_environment_continues_bit_identically(task: str, patience: i
 
 
 def test_a_state_of_an_earlier_version_is_restored() -> None:
-    """It has one epoch for all environments, and no severities."""
+    """The old state has one epoch for all environments, and no severities."""
     env, restored = tiny(2), tiny(2)
     play(env, 10)
     state = env.state_dict()
@@ -355,7 +354,6 @@ def test_scripts_choose_what_is_possible(name: str) -> None:
 
 
 def test_the_oracle_scores_above_hosts_without_seeds() -> None:
-    """By at least ten points of accuracy."""
     grown, unchanged = (Morphogenesis(16, seed=0) for _ in range(2))
     choose = SCRIPTS["oracle"](0)
     for _ in range(32):

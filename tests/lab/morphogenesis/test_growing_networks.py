@@ -1,4 +1,4 @@
-"""Batched networks equal plain single networks, and the optimizers equal those of torch."""
+"""Batched networks equal plain single networks, and the optimizers equal torch's optimizers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def together(network: Network, hosts: Tensor, seeds: Tensor) -> Tensor:
 
 
 def who(style: Tensor, kind: Tensor, tokens: int) -> list[Owners]:
-    """Return the networks with each part by slot, from styles and blueprints [N, S]."""
+    """Return the networks with the style and blueprint of each slot, from [N, S]."""
     has = anatomy()[style, kind]
     names = [name for name in ANATOMY if tokens > 1 or name != "attends"]
     return [
@@ -53,7 +53,7 @@ def who(style: Tensor, kind: Tensor, tokens: int) -> list[Owners]:
 def test_gradients_are_those_of_each_network_alone(tokens: int, linear: bool, inert: bool) -> None:
     """Every style, blueprint and weight, isolated or not, against a plain implementation, to 1e-5.
 
-    Parts that do nothing where they are not may be computed for all.
+    Parts that have no effect at a place may be computed for all.
     """
     network = Network(inputs=5, width=6, classes=3, slots=SLOTS, tokens=tokens, linear=linear)
     g = generator()
@@ -142,7 +142,7 @@ def test_all_subsets_of_seeds_are_switched_off_in_one_pass() -> None:
 
 
 def test_switching_an_empty_slot_off_changes_nothing() -> None:
-    """Three slots, of which the second is empty: subset 2 is subset 0, 6 is 4."""
+    """Three slots, the second one empty: subset 2 equals subset 0, and subset 6 equals subset 4."""
     network = Network(inputs=5, width=6, classes=3, slots=3)
     g = generator()
     rows = together(network, network.hosts(2, g), torch.randn(2, 3, network.seed.size, generator=g))
@@ -186,7 +186,7 @@ def test_moments_are_cleared_by_row() -> None:
 
 
 def test_each_row_is_clipped_by_its_own_norm() -> None:
-    """Norms 5 and 0.5; only the first exceeds 1."""
+    """Norms 5 and 0.5: only the first exceeds 1."""
     found = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
     norms = clip(found, 1.0)
 
@@ -195,9 +195,9 @@ def test_each_row_is_clipped_by_its_own_norm() -> None:
 
 
 def test_contributions_and_shapley_values_of_two_seeds() -> None:
-    """Accuracies 0.9 with both, 0.7 without seed 0, 0.6 without seed 1, 0.5 without any.
+    """Accuracies: 0.9 with both, 0.7 without seed 0, 0.6 without seed 1, 0.5 without any.
 
-    Alone off: 0.2 and 0.3. Shapley: seed 0 adds 0.1 first and 0.2 last, so 0.15; seed 1 adds 0.2 first and 0.3 last, so 0.25.
+    Contributions: 0.2 and 0.3. Shapley: seed 0 adds 0.1 if first and 0.2 if last, so 0.15; seed 1 adds 0.2 and 0.3, so 0.25.
     """
     accuracy = torch.tensor([[0.9, 0.7, 0.6, 0.5]])
 
@@ -213,7 +213,7 @@ def test_shapley_values_add_up(slots: int) -> None:
 
 
 def test_norms_are_those_of_each_parameter() -> None:
-    """Rows may be longer than the parameters; an infinite entry leaves no norm of its row finite."""
+    """Rows may be longer than the parameters. An infinite entry makes the norm of its row infinite."""
     packing = Packing({"a": (2,), "b": (2, 2), "c": ()})
     rows = torch.tensor([[3.0, 4, 1, 1, 1, 1, -6, 9], [torch.inf, 4, 1, 1, 1, 1, -6, 9]])
 

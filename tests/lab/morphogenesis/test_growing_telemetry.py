@@ -53,7 +53,7 @@ def test_components_of_the_reward_and_stages_of_the_slots_add_up(tmp_path: Path)
 
 @pytest.mark.parametrize("level", ["normal", "debug"])
 def test_single_hosts_and_seeds_are_shown_at_debug(level: str, tmp_path: Path) -> None:
-    """Values after the last step; rewards add up to the return, and an update is half an episode."""
+    """Values after the last step. Rewards add up to the return, and an update is half an episode."""
     run, steps = scripted("oracle", num_envs=3), list[GrowthStep]()
     run.hooks.on(GrowthStep, steps.append)
     with Telemetry(run_dir=tmp_path / "run", offload=False, level=level) as telemetry:
@@ -141,7 +141,7 @@ def test_seeds_are_counted_by_hand() -> None:
 
 
 def test_gates_are_counted_by_hand() -> None:
-    """One gate is asked three times and passed once; the other is never asked."""
+    """One gate is tested three times and passed once. The other gate is never tested."""
     answers = {"g2": torch.tensor([[0, 1], [-1, 0]]), "g5": torch.full((2, 2), -1)}
 
     values = gate_stats(answers).values()

@@ -1,4 +1,4 @@
-"""Views of morphogenesis: the journal's event, the environments table, the detail and the strip; names of seeds in alarms."""
+"""Views of morphogenesis: the journal's event, the environments table, details, the status strip, and names of seeds in alarms."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BROKEN_AFTER = 3
 
 @pytest.fixture(scope="module")
 def exploded(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunView, list[GrowthStep]]:
-    """A run of six updates whose seeds explode in the fourth; it is read up to that update."""
+    """A run of six updates whose seeds explode in the fourth, read up to that update."""
     run_dir = tmp_path_factory.mktemp("growth") / "run"
     run, steps = ScriptedRun(tiny(4), PPOConfig(policy="oracle", num_steps=16)), list[GrowthStep]()
     run.hooks.on(GrowthStep, steps.append)
@@ -88,7 +88,7 @@ def test_an_exploding_seed_is_named_in_alarm_table_and_detail(exploded: tuple[Ru
 def test_the_view_moves_while_an_update_is_under_way(
     seconds: float, shown: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two updates of 16 epochs; after each epoch a reader of the journal sees it, or the last update's where the pause is long."""
+    """Two updates of 16 epochs. A reader of the journal sees each epoch, or the last update's epochs during a long pause."""
     monkeypatch.setattr("esper_telemetry.recording.recorder.PROGRESS_SECONDS", seconds)
     run, views, seen = ScriptedRun(tiny(4), PPOConfig(policy="oracle", num_steps=16)), list[RunView](), list[int]()
 
@@ -135,7 +135,7 @@ def test_cells_follow_the_state_of_a_slot(exploded: tuple[RunView, list[GrowthSt
 
 
 def test_rows_say_what_is_wrong(exploded: tuple[RunView, list[GrowthStep]]) -> None:
-    """A row that was rolled back shows its seeds and nothing else; missing values are dashes; a stalled environment is counted."""
+    """A rolled-back row shows only its seeds. Missing values are dashes, and a stalled environment is counted."""
     data = copy.deepcopy(dict(exploded[0].latest["growth"].data))
     data["rollbacks"] = ["divergence", "", "", ""]
     data["seeds"]["stage"][0] = [int(Stage.FOSSILIZED), int(Stage.DORMANT)]
@@ -154,7 +154,7 @@ def test_rows_say_what_is_wrong(exploded: tuple[RunView, list[GrowthStep]]) -> N
 
 
 def test_a_status_changes_when_it_was_due_three_times() -> None:
-    """Environment 0 improves; 1 does not from epoch 1 on, which is noticed after 10 epochs and changes its status 2 later."""
+    """Environment 0 improves. Environment 1 stops at epoch 1; this is noticed after 10 epochs and changes its status 2 epochs later."""
     history = GrowthHistory.fresh(5, torch.device("cpu"))
     seeds = {name: torch.zeros(5, 1, dtype=torch.bool) for name in ("born", "fossilized", "pruned")}
     seeds["blueprint"] = torch.zeros(5, 1, dtype=torch.int64)
@@ -182,7 +182,7 @@ def test_a_status_changes_when_it_was_due_three_times() -> None:
     ],
 )
 def test_both_signs_are_those_of_one_epoch(exploding: list[float], vanishing: list[float], signs: str) -> None:
-    """A seed that explodes and then dies shows ▲; layers that diverge in one epoch show ▲▼."""
+    """A seed that explodes and then dies shows ▲. Layers that diverge in one epoch show ▲▼."""
     steps = len(exploding)
     seeds = {
         "exploding": torch.tensor(exploding).view(steps, 1, 1),
@@ -197,7 +197,7 @@ def test_both_signs_are_those_of_one_epoch(exploding: list[float], vanishing: li
 
 
 def test_every_roll_back_of_an_update_is_in_its_row(tmp_path: Path) -> None:
-    """Host 1 breaks in the 5th and the 16th of 16 epochs, when its seed has fossilised, host 2 in the 5th; the alarm names both."""
+    """Host 1 breaks in epochs 5 and 16 of 16, when its seed has fossilised, and host 2 in epoch 5. The alarm names both."""
     run = ScriptedRun(tiny(4), PPOConfig(policy="oracle", num_steps=16))
     epochs = iter(range(1, 17))
 

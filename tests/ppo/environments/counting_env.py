@@ -1,4 +1,4 @@
-"""Small environments whose course can be worked out by hand."""
+"""Small environments whose episodes can be worked out by hand."""
 
 from functools import partial
 from typing import Any
@@ -11,9 +11,9 @@ Observation = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Counting(gymnasium.Env[Observation, Any]):
-    """Observes how often it was stepped, pays that number, ends after `length` steps: in turn by state and limit.
+    """Observes and pays the number of steps so far, and ends after `length` steps: alternately by termination and truncation.
 
-    It also observes a number drawn at the reset, so that a skipped or a doubled reset is seen.
+    It also observes a number drawn at the reset, which reveals a skipped or doubled reset.
     """
 
     def __init__(self, length: int = 3, *, action_space: gymnasium.Space[Any] | None = None) -> None:
@@ -41,5 +41,5 @@ class Counting(gymnasium.Env[Observation, Any]):
 
 
 def counting_vector(mode: AutoresetMode, lengths: tuple[int, ...] = (3, 5)) -> SyncVectorEnv:
-    """One counting environment per length."""
+    """Return a vector environment with one counting environment per length."""
     return SyncVectorEnv([partial(Counting, length) for length in lengths], autoreset_mode=mode)

@@ -18,16 +18,16 @@ COLUMNS = ("observations", "log_probs", "rewards", "values", "next_values", "end
 
 
 def counting(mode: AutoresetMode, lengths: tuple[int, ...] = (3, 5), **settings: Any) -> PPO:
-    """A small trainer for environments that count."""
+    """Return a small trainer for counting environments."""
     env = GymnasiumEnvironment(counting_vector(mode, lengths), seed=1)
     return PPO(env, PPOConfig(num_steps=8, hidden_sizes=(16,), **settings))
 
 
 def valid_rows(mode: AutoresetMode) -> tuple[list[dict[str, Any]], list[float], int]:
-    """Per environment its transitions, in order, under a policy without noise; returns of episodes; counted steps."""
+    """Return each environment's transitions in order, under a policy without noise; returns of episodes; counted steps."""
     trainer = counting(mode)
     head = trainer.policy.head("action")
-    head.noise = lambda shape, generator: torch.zeros(*shape, 2)  # type: ignore[method-assign] # actions depend on observations alone
+    head.noise = lambda shape, generator: torch.zeros(*shape, 2)  # type: ignore[method-assign]  # actions depend on observations alone
     columns: list[dict[str, list[Any]]] = [{name: [] for name in COLUMNS} for _ in range(2)]
     returns: list[float] = []
     steps = 0
@@ -44,13 +44,13 @@ def valid_rows(mode: AutoresetMode) -> tuple[list[dict[str, Any]], list[float], 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
 def test_every_autoreset_mode_gives_the_same_valid_rollout(mode: AutoresetMode) -> None:
-    """Episodes of 3 and 5 steps over five rollouts of 8: ends fall inside rollouts and on their edges."""
+    """Episodes of 3 and 5 steps over five rollouts of 8. Some end inside a rollout, some on its edge."""
     reference, reference_returns, reference_steps = valid_rows(AutoresetMode.SAME_STEP)
     columns, returns, steps = valid_rows(mode)
 
     for collected, expected in zip(columns, reference, strict=True):
         rows = len(collected["rewards"])
-        inside = slice(0, rows - 1)  # the last row's next value is that of where this rollout happens to stop
+        inside = slice(0, rows - 1)  # the last row's next value depends on where the rollout stops
         assert rows >= 30
         for name in COLUMNS:
             assert np.allclose(collected[name][inside], expected[name][:rows][inside], atol=1e-6), name
@@ -59,7 +59,7 @@ def test_every_autoreset_mode_gives_the_same_valid_rollout(mode: AutoresetMode) 
 
 
 def test_rows_of_a_reset_are_not_counted_as_steps() -> None:
-    """Episodes of 3 steps and a reset: 6 of 8 rows are steps, in both environments."""
+    """Episodes of 3 steps and a reset: 6 of 8 rows are steps in both environments."""
     trainer = counting(AutoresetMode.NEXT_STEP, (3, 3), num_minibatches=1)
     steps: list[int] = []
     episodes: list[EpisodeEnd] = []
@@ -76,7 +76,7 @@ def test_rows_of_a_reset_are_not_counted_as_steps() -> None:
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_rows_of_a_reset_leave_a_recurrent_policy_consistent(mode: AutoresetMode) -> None:
-    """The first minibatch of every update finds the probabilities of collection."""
+    """The first minibatch of every update has the probabilities of collection."""
     trainer = counting(mode, policy="lstm", lstm_size=8, num_minibatches=2)
     largest_log_ratios: list[float] = []
     rows: list[int] = []

@@ -1,4 +1,4 @@
-"""CueRecall: rewards worked by hand, and the three policies that tell whether memory is there and stays in its episode."""
+"""CueRecall: rewards worked by hand, and three policies that show whether memory works and stays in its episode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def act(op: Tensor, arg: Tensor) -> dict[str, Tensor]:
 
 
 def mean_return(env: CueRecall, *, remembers: bool, episodes: int = 40) -> float:
-    """Mean return of a policy that plays the cue, or always op 1, and the right argument; whole episodes only."""
+    """Return the mean return of whole episodes for a policy that plays the cue, or always op 1, with the right argument."""
     observations = env.reset(0)
     cues = torch.zeros(env.num_envs, dtype=torch.int64)
     total, count, running = 0.0, 0, torch.full((env.num_envs,), torch.nan)
@@ -51,7 +51,7 @@ def test_episodes_have_ten_steps_and_begin_at_different_phases() -> None:
 
 
 def test_rewards_of_one_episode() -> None:
-    """Cue 2. At t = 0 recall does not count: 0.3 for arg 0. t = 1: 1 + 0.3. t = 2: op 0 earns nothing. t = 3: arg is wrong: 1."""
+    """Cue 2. t = 0: recall does not count yet; 0.3 for arg 0. t = 1: 1 + 0.3. t = 2: op 0 earns nothing. t = 3: arg is wrong: 1."""
     env = CueRecall(1, seed=0)
     env.reset()
     env._time, env._cue = torch.tensor([0]), torch.tensor([2])
@@ -63,7 +63,7 @@ def test_rewards_of_one_episode() -> None:
 
 
 def test_memory_is_worth_it_and_a_stale_cue_leaves_it_at_chance() -> None:
-    """Remembering: 9 + 3 x 0.3 x 10 / 4 = 11.25. For ever op 1: 9 / 4 + 3 = 5.25. A stale cue: 9 / 4 + 3 x 3 / 4 = 4.5."""
+    """With memory: 9 + 3 x 0.3 x 10 / 4 = 11.25. Always op 1: 9 / 4 + 3 = 5.25. A stale cue: 9 / 4 + 3 x 3 / 4 = 4.5."""
     assert mean_return(CueRecall(64), remembers=True) == pytest.approx(11.25, abs=0.1)
     assert mean_return(CueRecall(64), remembers=False) == pytest.approx(5.25, abs=0.3)
     assert mean_return(CueRecall(64, stale_cue=True), remembers=True) == pytest.approx(4.5, abs=0.3)

@@ -1,4 +1,4 @@
-"""The bridge to Gymnasium: the same comes back in every autoreset mode, and wrong use says what is wrong."""
+"""The bridge to Gymnasium: transitions are the same in every autoreset mode, and errors name the wrong use."""
 
 import sys
 from typing import Any
@@ -21,7 +21,7 @@ def single(action_space: gymnasium.Space[Any]) -> tuple[GymnasiumEnvironment, Co
 
 
 def transitions(mode: AutoresetMode, steps: int) -> list[list[tuple[Any, ...]]]:
-    """Per environment, its valid transitions: observation, reward, terminated, truncated, next observation."""
+    """Return each environment's valid transitions: observation, reward, terminated, truncated, next observation."""
     env = GymnasiumEnvironment(counting_vector(mode), seed=5)
     observations = env.reset().copy()
     transitions_of_envs: list[list[tuple[Any, ...]]] = [[], []]
@@ -39,7 +39,7 @@ def transitions(mode: AutoresetMode, steps: int) -> list[list[tuple[Any, ...]]]:
 
 
 def test_every_autoreset_mode_gives_the_same_transitions() -> None:
-    """Two environments with episodes of 3 and 5 steps; NEXT_STEP needs more calls for the same transitions."""
+    """Two environments with episodes of 3 and 5 steps. NEXT_STEP needs more calls for the same transitions."""
     next_step, same_step, disabled = (transitions(mode, 40) for mode in MODES)
 
     assert same_step == disabled

@@ -14,7 +14,7 @@ from esper_telemetry.ppo.environments import environment_registry as registry
 
 @pytest.fixture(autouse=True)
 def broken_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A plugin whose module ends the process with a message for the terminal."""
+    """A plugin whose module exits the process with a message for the terminal."""
     (tmp_path / "exiting_plugin.py").write_text("raise SystemExit('\\x1b[31mno')\n")
     monkeypatch.syspath_prepend(tmp_path)
     entries = {

@@ -1,4 +1,4 @@
-"""Spaces of Gymnasium: what the trainer makes of them, and what it says of those it cannot use."""
+"""Gymnasium spaces: how the trainer encodes them, and the errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEPTH = spaces.Box(0, 1, (1, 8, 8), np.float32)
 
 
 def samples(space: spaces.Space[Any], count: int) -> tuple[list[Any], Any]:
-    """Single observations, and the same as a vector environment gives them."""
+    """Return single observations, and the same observations as a batch of a vector environment."""
     space.seed(0)
     single = [space.sample() for _ in range(count)]
     batch = gymnasium.vector.utils.create_empty_array(space, count)
@@ -45,7 +45,7 @@ def samples(space: spaces.Space[Any], count: int) -> tuple[list[Any], Any]:
         (spaces.MultiDiscrete(np.array([[2, 3], [4, 5]])), (14,), ObservationLayout(0, 14)),
         (spaces.Dict(b=spaces.Discrete(5), a=FLOATS), (11,), ObservationLayout(6, 5)),
         (spaces.Tuple((spaces.Discrete(2), spaces.Tuple((FLOATS, FLOATS)))), (14,), ObservationLayout(12, 2)),
-        # 6 + 5 floats of 4 bytes and 216 pixels
+        # 6 + 5 floats of 4 bytes, and 216 pixels
         (
             spaces.Dict(x=FLOATS, d=spaces.Discrete(5), p=PIXELS),
             (260,),
@@ -68,7 +68,7 @@ def test_vectors_and_single_images_are_passed_on_untouched() -> None:
 
 
 def test_one_hot_choices_stand_behind_the_vectors() -> None:
-    """3 of Discrete(3, start=2) is its second choice; [1, 0] of MultiDiscrete([2, 3]) lights the second and third number."""
+    """3 in Discrete(3, start=2) is its second choice. [1, 0] in MultiDiscrete([2, 3]) sets the second and third number."""
     space = spaces.Dict(
         a=spaces.Discrete(3, start=2), b=spaces.MultiDiscrete([2, 3]), c=spaces.Box(0, 9, (2,)), d=spaces.MultiBinary(2)
     )
@@ -82,7 +82,7 @@ def test_one_hot_choices_stand_behind_the_vectors() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_part_comes_back_out_of_a_row_in_numpy_and_in_torch(batch: int) -> None:
-    """Bytes and floats share rows of 2 x 6 + 5 floats, 64 floats of depth and two images of 216 and 75 bytes."""
+    """Rows hold bytes and floats: 2 x 6 + 5 floats, 64 floats of depth, and two images of 216 and 75 bytes."""
     odd = spaces.Box(0, 255, (8, 9, 1), np.uint8)
     space = spaces.Dict(p=PIXELS, z=DEPTH, q=odd, x=FLOATS, y=FLOATS, n=spaces.Discrete(5))
     form = observation_form(space, "it")
@@ -105,7 +105,7 @@ def test_every_part_comes_back_out_of_a_row_in_numpy_and_in_torch(batch: int) ->
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=3, max_size=3), st.sampled_from(["uint8", "float32"]))
 def test_a_box_is_an_image_where_height_and_width_are_long(shape: list[int], dtype: str) -> None:
-    """The channels are the shortest axis if that is the first, else the last one."""
+    """The channels are the first axis if it is the shortest, otherwise the last."""
     image = as_image(spaces.Box(0, 1, tuple(shape), np.dtype(dtype).type))
     sides = shape[1:] if shape[0] == min(shape) else shape[:2]
 
@@ -209,7 +209,7 @@ def test_an_action_that_cannot_be_used_is_named(space: spaces.Space[Any], senten
 
 
 def transitions(mode: AutoresetMode, steps: int, *, parts: bool) -> list[list[list[float]]]:
-    """Per environment, its valid transitions: observation, reward, truncated and what followed, in one row."""
+    """Return each environment's valid transitions in one row: observation, reward, truncated, next observation."""
     env = GymnasiumEnvironment(spotlights(mode, parts=parts), seed=5)
     observations = env.reset().copy()
     rows_of_envs: list[list[list[float]]] = [[], []]
@@ -228,7 +228,7 @@ def transitions(mode: AutoresetMode, steps: int, *, parts: bool) -> list[list[li
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_every_autoreset_mode_gives_the_same_transitions(parts: bool) -> None:
-    """Also of images and of rows of several parts: episodes of 3 and 5 steps; NEXT_STEP needs more calls for them."""
+    """Images and rows of several parts, in episodes of 3 and 5 steps. NEXT_STEP needs more calls for them."""
     next_step, same_step, disabled = (transitions(mode, 24, parts=parts) for mode in AutoresetMode)
 
     assert same_step == disabled

@@ -1,4 +1,4 @@
-"""The state of an environment as plain data: what it takes from attributes it gives back, and what it cannot take it refuses."""
+"""The state of an environment as plain data: supported attributes are restored, and unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper_telemetry.ppo.environments import GymnasiumEnvironment, make_env
 
-Place = namedtuple("Place", "x y")  # the kind that environments have
+Place = namedtuple("Place", "x y")  # as in real environments
 
 
 class Number(int):
-    """A type of the user's."""
+    """A user's type."""
 
 
 class Noise:
-    """An object that can be called and remembers how often."""
+    """A callable object that counts its calls."""
 
     calls = 0
 
@@ -34,7 +34,7 @@ class Noise:
 
 
 class Keeping(gymnasium.Env[Any, Any]):
-    """Holds something, and observes a number drawn from every generator in it."""
+    """Holds an attribute, and observes a number drawn from every generator in it."""
 
     observation_space = spaces.Box(-100, 100, (1,))
     action_space = spaces.Discrete(2)
@@ -72,7 +72,7 @@ def generator(seed: int) -> np.random.Generator:
 
 
 def through_a_file(state: Any, directory: Path) -> Any:
-    """As a checkpoint keeps it."""
+    """Save and load the state like a checkpoint."""
     torch.save(state, directory / "state.pt")
     return torch.load(directory / "state.pt", weights_only=True)
 
@@ -109,7 +109,7 @@ def test_what_an_attribute_holds_is_given_back(value: Any, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("collect", [list, lambda made: dict(enumerate(made))])
 def test_generators_go_on_wherever_they_are(collect: Any, tmp_path: Path) -> None:
-    """Two kinds of random generators, one of which has an array for its state."""
+    """Two kinds of random generators; the state of one holds an array."""
 
     def make() -> Any:
         return collect([generator(1), np.random.default_rng(2)])
@@ -135,7 +135,7 @@ def itself() -> list[Any]:
     [lambda: Place(1, 2), lambda: Number(3), lambda: OrderedDict(a=1), Noise, object, itself, lambda: [Noise()]],
 )
 def test_what_might_come_back_as_something_else_is_refused(make: Callable[[], Any]) -> None:
-    """A type that is derived from a plain one would come back plain, and what can be called may remember."""
+    """A subclass of a plain type would be restored as the plain type, and a callable may have state."""
     assert holding(make)[0].state_dict() is None
 
 

@@ -1,4 +1,4 @@
-"""Hidden velocities: zeros in their place, everywhere the policy or the critic looks."""
+"""Hidden velocities are zero wherever the policy or the critic reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO in one file, everything at module level, as people write it; --end says how it is to end."""
+"""PPO in one file with everything at module level, as people write it; --end selects how it ends."""
 
 import hashlib
 import os

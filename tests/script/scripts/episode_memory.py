@@ -1,4 +1,4 @@
-"""A memory of several episodes that a bound of the loop ends, returns to go, and no value at collection."""
+"""A memory of several episodes, ended by a loop bound; returns to go; no value at collection."""
 
 import gymnasium as gym, torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Functions without state: dictionaries of columns, and gradients by `torch.autograd.grad`."""
+"""Stateless functions: dictionaries of columns, and gradients by `torch.autograd.grad`."""
 
 import gymnasium as gym, torch, torch.nn.functional as F
 

@@ -1,4 +1,4 @@
-"""PPO for continuous actions as a class, without clipping of gradients, in one environment that is not a vector."""
+"""PPO for continuous actions as a class, without gradient clipping, in a single environment."""
 
 import hashlib
 

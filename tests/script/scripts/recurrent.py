@@ -1,4 +1,4 @@
-"""PPO with an LSTM that is stepped in a loop, in functions; settings are a dictionary."""
+"""PPO with an LSTM that is stepped in a loop, written as functions; settings are a dictionary."""
 
 import hashlib
 

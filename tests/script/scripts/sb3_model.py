@@ -1,4 +1,4 @@
-"""A script as people write it for Stable-Baselines3: nothing in it knows of telemetry."""
+"""A typical script for Stable-Baselines3, without any use of telemetry."""
 
 import argparse
 
@@ -17,7 +17,7 @@ args = parser.parse_args()
 
 
 class Counting(BaseCallback):
-    """Counts the steps, and how often it was prepared."""
+    """Counts the steps, and the calls that prepare it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A script that reports by a callback of its own, inside another one."""
+"""A script that reports through its own callback, inside another callback."""
 
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import CallbackList

@@ -1,4 +1,4 @@
-"""Environments in worker processes, one-letter names, literals for all settings, and returns that the script alone knows."""
+"""Environments in worker processes, one-letter names, literals for all settings, and returns that only the script knows."""
 
 import multiprocessing as mp
 import gymnasium as gym, numpy as np, torch
