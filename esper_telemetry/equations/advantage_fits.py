@@ -377,7 +377,7 @@ FITTED = (
     mistake("other_ends", "GAE with the ends of episodes in different steps than the environments returned;")
     .fits("A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends", "differing steps", fitted_ends)
     .advises(
-        "Compare the flags that the advantages use with those that `env.step` returns, step by step and in "
+        "Compare the flags that the advantages use with the flags that `env.step` returns, step by step and in "
         "each environment."
     )
     .cites("program: script-ends_of_rollout_before"),

@@ -1,7 +1,7 @@
 """Measure whether actions change the observations, and after which delay, from the exploration noise.
 
 The noise in an action does not depend on anything before it. If the change of the observation some steps later correlates with the noise,
-the action caused the change. This reveals even a delay inside the innermost environment, where the action cannot be observed. The numbers
+the action caused the change. This reveals even a delay inside the innermost environment, whose actions cannot be observed. The numbers
 do not show whether the delay is a mistake or part of the environment. So it is reported and does not raise an alarm.
 
 Shapes: T steps, B environments, D entries of the actions.
@@ -31,7 +31,7 @@ MIN_ROWS = 128
 """Fewest consecutive steps of one episode, with an outcome, for a test of a delay."""
 
 STRONG_Z, WEAK_Z = 7.0, 4.5
-"""Standard deviations above the first number are an effect; below the second number there is no effect."""
+"""Standard deviations above the first number are an effect; below the second number the effect is absent."""
 
 MAX_EARLIER_SHARE = 0.4
 """Largest effect at a shorter delay, relative to the effect at the delay: a system that is slow by nature responds gradually."""
@@ -87,7 +87,7 @@ def judge_effects(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Equati
                 return EquationCheck(EXECUTED, 0.0, EXECUTED.tolerance_at(None))
             return explained(EXECUTED, "late_effect", fitted=float(delay))
         earlier = max(earlier, size)
-    return unchecked(EXECUTED, "the actions have no visible effect on the observations")
+    return unchecked(EXECUTED, "the effect of the actions on the observations is not visible")
 
 
 def _sizes(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Iterator[float]:

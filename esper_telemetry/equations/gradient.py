@@ -579,7 +579,7 @@ GRADIENT = Equation(
         .advises("Detach the trunk's output before the critic reads it", source="program: test_gradients"),
         mistake("parts_missing", "the gradient of the loss, but 0 in some parameters")
         .predicts("g = ∇L in some parameters, 0 in others", parts_missing)
-        .advises("Some parameters have no gradient although the loss depends on them: look for detach() and no_grad()")
+        .advises("Some parameters lack a gradient although the loss depends on them: look for detach() and no_grad()")
         .cites("program: test_gradients"),
         *_of_losses("policy"),
         *_of_losses("value"),

@@ -266,7 +266,7 @@ LOG_PROBS = Equation(
         mistake("likeliest_action", "the log-probabilities of the most likely action instead of the stored action")
         .predicts("max_a log π(a | s)", _of_likeliest)
         .advises("Compute the log-probability of the action that was drawn.", source="program: test_log_probs"),
-        mistake("permuted_choices", "the log-probabilities of renamed choices: each stored choice stands for another")
+        mistake("permuted_choices", "the log-probabilities of renamed choices: each stored choice means another")
         .predicts("log π(σ(a) | s), σ a permutation of the choices", _permuted_choices)
         .advises("Use one numbering of the choices for the distribution, the environment and the buffer.")
         .cites("program: loop-action_permuted_stored"),
@@ -278,7 +278,7 @@ LOG_PROBS = Equation(
         .predicts("Σ over all heads of log π_i(a_i | s)", lambda inputs: log_prob(replace(inputs, relevant={})))
         .given(needs="relevant")
         .advises(
-            "Leave a head out of the sum in rows in which its choice has no effect.", source="program: test_log_probs"
+            "Leave a head out of the sum in rows in which its choice does not matter.", source="program: test_log_probs"
         ),
         mistake("not_stored", "zeros, as in a buffer that was never written")
         .predicts("0", lambda inputs: torch.zeros_like(inputs.stored))

@@ -238,7 +238,7 @@ def check_minibatches(
         shuffled: also compare the order of the passes; False if minibatches hold whole sequences.
 
     Raises:
-        ValueError: there is no pass, a pass has no minibatch, or a row is not in the rollout.
+        ValueError: passes or minibatches are missing, or a row is not in the rollout.
     """
     if not rows or not all(len(one) for one in rows):
         raise ValueError(f"expected at least one pass, and one minibatch in each, got {[len(one) for one in rows]}")

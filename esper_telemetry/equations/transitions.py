@@ -154,7 +154,7 @@ def _best_order(columns: tuple[Tensor, ...]) -> Tensor | None:
 
 
 def _axes_swapped(columns: tuple[Tensor, ...]) -> Tensor | None:
-    """The reference [T, B] read as [B, T], or the reverse, whichever is closer."""
+    """The reference [T, B] read as [B, T], or the reverse; the closer of the two."""
     own, reference = columns[:2]
     steps, envs = reference.shape
     if 1 in (steps, envs):
@@ -325,8 +325,8 @@ EXECUTED = Equation(
         mistake("replaced", "the policy's actions, some of them replaced by others,")
         .fits("executed a_t = a_t or another action, by chance", "share", partial(_replaced, sticky=False))
         .advises(
-            "Explore by the policy's own distribution: the log-probabilities are those of the actions that the "
-            "policy chose."
+            "Explore with the policy's own distribution: the stored log-probabilities belong to the "
+            "actions that the policy chose."
         )
         .cites("program: test_transitions"),
         variant("sticky", "the policy's actions or, by chance, the actions executed in the previous step,")

@@ -114,7 +114,7 @@ class PolicyTerm(NamedTuple):
     reshaped: bool = False
 
     def preferred(self, other: PolicyTerm) -> PolicyTerm:
-        """Return whichever of two terms has a ratio and is not reshaped, or the first if they are equal.
+        """Return the term that has a ratio and is not reshaped, or the first if they are equal.
 
         If the other term is reshaped, the loss is not PPO's, and the returned term is marked as reshaped too.
         """

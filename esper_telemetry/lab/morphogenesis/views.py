@@ -82,16 +82,16 @@ LAST_COLUMNS: Final = (
 )
 HEADINGS: Final = {
     "Env": "▶ acted in the last 5 s; ● bright blue: shaped rewards, white: sparse ones",
-    "Acc": "validation accuracy, ↑ ↓ → beside 5 epochs ago; green: the best so far",
+    "Acc": "validation accuracy, ↑ ↓ → compared with 5 epochs ago; green: the best so far",
     "Status": "★EXCL better than ever, among the best fifth; ◐INIT too early; ◐STALL no better for 10 epochs; ○DEGR fell by a point",
     "Slot": "stage:blueprint; ╱ ∿ ⌒ curve and ▸ tempo of blending, alpha; e7 epochs in the stage; ▲ gradient explodes, ▼ vanishes",
     "Last": "operation of the last step",
     "Momentum": "epochs since the best accuracy: +0 better now; stalled or degraded: !6 more than 5, x16 more than 15",
     "∑Rwd, Reward": "rewards of the episode; the last one (mean)",
-    "Loss, Growth": "validation loss; parameters beside those of the host alone",
+    "Loss, Growth": "validation loss; parameters compared with the host without seeds",
     "CF": "+ seeds help each other by half a point of accuracy, - they disturb each other",
     "Acc▁▃▅, Rwd▁▃▅": "accuracy and reward of the last 8 epochs",
-    "ΔAcc, Seed Δ": "points of accuracy: since the epoch before; with all seeds beside without",
+    "ΔAcc, Seed Δ": "points of accuracy: since the previous epoch; with all seeds compared with none",
     "Rent": "part of the last reward that parameters cost",
     "Stale": "age of the last record",
 }
