@@ -39,7 +39,7 @@ class EntropyInputs:
     Attributes:
         entropies: of each head [R], in nats, including rows in which the head is irrelevant.
         unmasked: entropies without masks; None if there are no masks.
-        log_probs: per categorical head log-probabilities [R, A]; -inf where an action is masked.
+        log_probs: per categorical head log-probabilities [R, A]; -inf if an action is masked.
         log_std: per Gaussian head [R, D].
         relevance: per head that is not always relevant [R], bool.
         sampled: log-probabilities of the actions taken [R] under these distributions.
@@ -152,7 +152,7 @@ ENTROPY_LOSS = Equation(
         mistake("irrelevant_heads", "the negative entropy of all heads, including irrelevant heads")
         .predicts("L = -mean Σ_{all heads} H", lambda x: entropy_loss(replace(x, relevance={})))
         .given(needs="relevance")
-        .advises("Count a head only in the rows where its choice matters.", source="program: test_entropy_and_total"),
+        .advises("Count a head only in rows in which its choice matters.", source="program: test_entropy_and_total"),
         variant("relevant_rows", "each head's negative entropy, averaged over the rows where the head is relevant")
         .predicts("L = -Σ_heads mean_{relevant rows} H", _over_relevant_rows)
         .given(needs="relevance")

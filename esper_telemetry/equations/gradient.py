@@ -412,7 +412,7 @@ def by_norm(inputs: GradientInputs) -> Tensor | None:
 
 
 def leaks(inputs: GradientInputs) -> Tensor | None:
-    """Return the gradient of the loss if the critic's gradient flows on where the reference stops it."""
+    """Return the gradient of the loss without the stop of the critic's gradient."""
     leak = inputs.alternatives("critic_leaks")
     return None if leak is None else inputs.total(value=0.0) + inputs.weight("value") * leak / inputs.scale
 

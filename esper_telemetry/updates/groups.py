@@ -428,7 +428,7 @@ def _progress(progress: TrainingProgress) -> Iterator[Measurement]:
 
 
 def nonfinite_in(update: Update) -> Numerics:
-    """Entries that are not finite in the rollout, the forward passes, the losses, the gradients and, where kept, the weights.
+    """Entries that are not finite in the rollout, the forward passes, the losses, the gradients and, if kept, the weights.
 
     If only the norms of gradients are known, each tensor counts once per step.
     """

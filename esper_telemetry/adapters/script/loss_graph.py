@@ -411,7 +411,7 @@ class _LossReader:
                 yield node, number
 
     def _weighs_rows(self, node: Node) -> bool:
-        """Return True for rows of a term times numbers without a graph, such as a mask of padding, or where a condition holds."""
+        """Return True for rows of a term times numbers without a graph, such as a mask of padding, or rows where a condition holds."""
         children = _children(node)
         if _kind(node) not in ("MulBackward0", "DivBackward0", "WhereBackward0") or children.count(None) != 1:
             return False

@@ -208,7 +208,7 @@ class RewardHackingJudge:
 
 
 SEVERITY_SOURCE = (
-    "half where the threshold is met; severities are made where gradients are known, see docs/morphogenesis.md"
+    "half if the threshold is met; severities are made where gradients are known, see docs/morphogenesis.md"
 )
 
 RULES = (

@@ -111,7 +111,7 @@ def growth(view: RunView) -> Data | None:
 
 
 def number_text(value: float | None, form: str, style: str = "") -> Text:
-    """Return a number; a dim dash where it is not known."""
+    """Return a number; a dim dash if it is not known."""
     return DASH.copy() if value is None else Text(format(value, form), style)
 
 
@@ -139,7 +139,7 @@ def last_change(values: Sequence[float | None]) -> Text:
 
 
 def triangles(exploding: float | None, vanishing: float | None) -> Text:
-    """Return ▲ where a gradient explodes, ▼ where it vanishes, both for both."""
+    """Return ▲ if a gradient explodes, ▼ if it vanishes, and both signs for both."""
     text = Text("▲" if (exploding or 0.0) >= SEVERE else "", "bold red")
     return text.append("▼" if (vanishing or 0.0) >= SEVERE else "", "yellow")
 
