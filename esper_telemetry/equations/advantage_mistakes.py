@@ -496,7 +496,7 @@ MISTAKES = (
         "δ_t = r_t + γ V_t - V_{t+1}", lambda inputs: gae(inputs, values=inputs.next_values, next_values=inputs.values)
     )
     .advises("δ_t = r_t + γ V_{t+1} - V_t.", source="program: gae_programs"),
-    mistake("not_flipped", "GAE in reversed order of time")
+    mistake("not_flipped", "GAE in reverse order of time")
     .predicts("A_t = GAE_{T-t}", lambda inputs: gae(inputs).flip(0))
     .advises("Reverse the list that the backward loop has filled.", source="program: gae_programs"),
     mistake("forward", "the recursion of GAE run forward in time")

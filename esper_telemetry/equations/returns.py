@@ -308,7 +308,7 @@ RETURNS = Equation(
         .predicts("R_i = A_i + mean_j V_j", _mean_value)
         .advises("Print the shapes of advantages and values: [N] plus [N, 1] is [N, N].")
         .cites("PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74"),
-        mistake("other_rows", "advantages plus values of other rows")
+        mistake("other_rows", "other rows' advantages plus values")
         .predicts("R_i = A_j + V_j", _other_rows)
         .advises("Index advantages, values and returns with the same rows.", source="program: test_returns"),
         mistake("unrelated", "numbers that are unrelated to advantages, values and rewards")

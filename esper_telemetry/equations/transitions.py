@@ -207,7 +207,7 @@ STORED_REWARDS = Equation(
     name="stored_rewards",
     rank=12,
     quantity="the stored rewards",
-    equation="r_t is what the environment paid for a_t",
+    equation="r_t is the reward that the environment returned for a_t",
     source="Sutton and Barto 2018, figure 3.1",
     inputs="the stored rewards, and the rewards that the environments returned",
     compute=lambda columns: columns[1],
@@ -297,7 +297,7 @@ EXECUTED = Equation(
     name="executed_actions",
     rank=13,
     quantity="the actions that arrive in the environments",
-    equation="executed a_t = a_t, the policy's choice for the same environment and step",
+    equation="executed a_t is the policy's choice for the same environment and step",
     source="Sutton and Barto 2018, figure 3.1",
     inputs="the actions that were sent to the environments, and the actions that arrived there",
     compute=lambda columns: columns[1],
@@ -319,7 +319,7 @@ EXECUTED = Equation(
         )
         .cites("program: force-actions_late"),
         mistake("unrelated", "choices that do not depend on the policy's actions,")
-        .fits("executed a_t independent of a_t", "share of equal ones", _unrelated)
+        .fits("executed a_t independent of a_t", "share of equal actions", _unrelated)
         .advises("Step the environments with the same actions that the policy chose and the rollout stores.")
         .cites("program: script-actions_late"),
         mistake("replaced", "the policy's actions, some of them replaced by others,")

@@ -51,7 +51,9 @@ def test_a_mistake_is_named_with_its_equation_and_what_to_change() -> None:
         assert_gae(rewards, values, advantages, ended=ended, next_values=next_values, gamma=0.9, gae_lambda=0.8)
 
     message, reference, equal, advice = str(raised.value).splitlines()
-    assert message.startswith("the advantages equal GAE that continues over the ends of episodes, and differ from their")
+    assert message.startswith(
+        "the advantages equal GAE that continues over the ends of episodes, and differ from their"
+    )
     assert reference.startswith("reference: A_t = ")
     assert equal.startswith("equal to: A_t = ")
     assert advice
