@@ -1,7 +1,7 @@
 """`TelemetrySession`: one run in this process, as trainers, adapters and commands use it.
 
 It gathers the measurements of an update, hands them to the pipeline when the update is flushed, and feeds the sinks from the journal.
-`Telemetry` is the interface for users; `telemetry.session_of` returns the session behind it.
+`Telemetry` is the interface for users; `telemetry.session_of` returns its session.
 
 `observe` packs groups into rows on the device without synchronising; `flush` starts one copy to the host. On a CPU the record is made
 inside `flush`. On CUDA it is made at the next call, when the copy has arrived. The journal receives the record first, and sinks read the

@@ -30,7 +30,7 @@ def test_every_python_block_runs_as_printed(block: str, tmp_path: Path) -> None:
 
     assert process.returncode == 0, process.stderr
     if "Telemetry(" in block:
-        assert "GAE that runs on over the ends of episodes" in process.stdout
+        assert "GAE that continues over the ends of episodes" in process.stdout
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=shlex.join)

@@ -76,7 +76,7 @@ class CompletionsUpdate:
 
     @property
     def on_device(self) -> bool:
-        """True where the tensors are not on the CPU."""
+        """True if the tensors are not on the CPU."""
         return not self.generations[0].lengths.is_cpu
 
     def measure(self, facts: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
@@ -141,7 +141,7 @@ class TokensUpdate:
 
     @property
     def on_device(self) -> bool:
-        """True where the tensors are not on the CPU."""
+        """True if the tensors are not on the CPU."""
         return not self.passes[0].log_probs.is_cpu
 
     def measure(self, facts: Mapping[str, Any], level: Level) -> Iterator[Measurement]:

@@ -529,7 +529,7 @@ def _other_writer(log_dir: str, writer: str | dict[str, Any] | None) -> Any:
     if writer == "tensorboard":
         from torch.utils import tensorboard
 
-        make: Any = tensorboard.SummaryWriter  # untyped where TensorBoard is installed
+        make: Any = tensorboard.SummaryWriter  # untyped if TensorBoard is installed
         return make(log_dir=log_dir, flush_secs=10)  # as RSL-RL makes it
     if not isinstance(writer, dict) or "class_name" not in writer:
         raise ValueError(f"writer must be 'tensorboard', None or a dictionary with a class_name, got {writer!r}")

@@ -215,7 +215,7 @@ class TrainerListener(Adapter):
                 self.emit_gradients(settings.max_grad_norm or None)
 
 
-class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed where it is not installed
+class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed if it is not installed
     """Telemetry for `GRPOTrainer` of TRL: one record per batch of completions.
 
         with Telemetry([TensorBoardSink()], run_dir="runs/a") as telemetry:

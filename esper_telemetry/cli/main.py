@@ -203,7 +203,7 @@ class Diagnose:
     """Logs of another trainer: a file or a folder, or tensorboard:DIR, csv:FILE, log:FILE, wandb:PATH (a folder, or
     entity/project/run), mlflow:URI?run=ID.
 
-    Those of the trainers in docs/old_logs.md are understood; --map reads any other."""
+    The trainers in docs/old_logs.md are supported; --map reads any other logs."""
     map: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=COLUMN")] = ()
     """The column of the logs that holds a metric, such as episode/return_mean=reward; env_step is the position (repeatable)."""
     run: int | None = None

@@ -49,7 +49,7 @@ class Facts(Mapping[str, Any]):
     env: str | None = None  # name of the environment
     num_envs: int | None = None  # environments of all ranks
     horizon: int | None = None  # time limit of an episode, in steps
-    step_unit: str | None = None  # of a record's position in logs of other trainers if it is no environment step
+    step_unit: str | None = None  # of a record's position in logs of other trainers, if it is not an environment step
     reward_threshold: float | None = None  # return of an episode that solves the task
     heads: Mapping[str, str] | None = None  # kind of distribution by head of the policy: categorical or continuous
     squashed: bool | None = None  # actions are kept within their bounds by a tanh
@@ -152,7 +152,7 @@ def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: None if facts[name] is None else _checked_fact(name, kind, facts[name])
         for name, kind in kinds.items()
-        if facts[name] is not None or not kind.startswith("Mapping")  # None means that there is none, as for a limit
+        if facts[name] is not None or not kind.startswith("Mapping")  # None is a value here, such as a missing limit
     }
 
 

@@ -136,8 +136,8 @@ class ProcessSupervisor:
     def read(self, seconds: float = 0.0) -> bytes:
         """Return the helper's output within that time; empty if it wrote nothing, or has ended.
 
-        A helper that is silent for too long is killed here. Only a little of the time between two calls counts as silence, because it may
-        be a long update, or a time in which both processes were stopped.
+        A helper that is silent for too long is killed here. Only a little of the time between two calls counts as silence: the trainer
+        may be in a long update, or both processes may have been stopped.
         """
         if self._process is None:
             return b""

@@ -163,7 +163,7 @@ class SinkProcess:
         self._supervisor.send(json.dumps(message).encode() + b"\n")
 
     def _take_report(self, line: bytes) -> None:
-        # A sign of life has no status; a process may be killed in the middle of a line.
+        # A heartbeat comes without a status; a process may be killed in the middle of a line.
         with suppress(ValueError, TypeError, KeyError):
             message = json.loads(line)
             if "warning" in message:

@@ -166,7 +166,7 @@ class CloseReport:
 
 
 def sink_report(status: SinkStatus, *, pending: int, command: str = "", goes_on: bool = False) -> SinkReport:
-    """Return the result of a delivery that is over or given up; a complete one needs no command."""
+    """Return the result of a delivery that has ended or was abandoned; a complete delivery does not need a command."""
     complete = status.state is SinkState.CLOSED and not pending
     return SinkReport(
         *(status.name, status.state, status.records, pending, status.errors, status.last_error),

@@ -16,43 +16,43 @@ from esper_telemetry.equations.equation import TOLERANCES, mistake, variant
 from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, rows_that_count, standard
 
 ADVANTAGE_TOLERANCE = 1.0
-"""Factor of `TOLERANCES` for advantages. Loops in float32 come to 2e-7 relative error with values near 0, 2e-6 over 128 steps and 2e-5 over
-2048 steps with values near 1000 and no discount."""
+"""Factor of `TOLERANCES` for advantages. Loops in float32 have a relative error of 2e-7 with values near 0. With values near 1000 and no
+discount it is 2e-6 over 128 steps and 2e-5 over 2048 steps."""
 
 MIN_TERMINATIONS = 3
-"""Terminations from which on what was added to their rewards is compared with a constant."""
+"""Fewest terminations for a test that a constant was added to their rewards."""
 
 MIN_ENDS = 4
-"""Ends of episodes from which on they are compared with those that the claimed advantages have."""
+"""Fewest ends of episodes for a comparison with the ends that the claimed advantages imply."""
 
 MIN_BOOTSTRAPPED = 0.8
-"""Fraction of terminations with a value added from which on all of them are said to have one."""
+"""Fraction of terminations with an added value above which all terminations are said to have one."""
 
 MAX_PARAMETER = 1.0 + 1e-6
-"""Largest discount and largest lambda that a fit may give."""
+"""Largest discount and largest lambda that a fit may return."""
 
 MIN_ROWS = 8
-"""Rows from which on the same numbers in another order are no coincidence."""
+"""Fewest rows for which the same numbers in another order are not a coincidence."""
 
 REFINEMENTS = 4
-"""Steps of Gauss-Newton from the solution of the linear equation, which rounding moves by up to 1e-3."""
+"""Gauss-Newton steps from the solution of the linear equation, which rounding changes by up to 1e-3."""
 
 PROBE = 1e-6
-"""Step of the numerical derivative by a discount or a lambda."""
+"""Step of the numerical derivative with respect to a discount or a lambda."""
 
 OTHER_SETTING = 1e-4
-"""Difference from which on a fitted discount or lambda is another one than is set."""
+"""Difference above which a fitted discount or lambda differs from the setting."""
 
 
 class LocalEquation:
-    """The recursion at each row with the claimed advantage of the next one, in which every parameter is linear.
+    """The recursion at each row with the claimed advantage of the next row, which is linear in every parameter.
 
     A_t - r_t + V_t = gamma V(s_{t+1}) + gamma lambda (1 - end_t) A_{t+1}. Fits use every second row that counts.
 
     Attributes:
         left: A_t - r_t + V_t, [T, B].
         ahead: (1 - end_t) A_{t+1}, [T, B]; 0 in the last row.
-        rows: [T, B], bool: rows that are fitted.
+        rows: [T, B], bool: rows that the fit uses.
     """
 
     def __init__(self, inputs: GaeInputs, claimed: Tensor) -> None:
@@ -80,7 +80,7 @@ FitFunction = Callable[[GaeInputs, Tensor], tuple[float, Tensor] | None]
 
 
 def with_stored_limits(fit: FitFunction) -> FitFunction:
-    """Return a fit that also takes rewards as they are stored, with the value of a time limit's last state at the discount that is set."""
+    """Return a fit that also tries stored rewards, which include a time limit's last value with the configured discount."""
 
     def nearest(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
         stored = replace(
@@ -96,7 +96,7 @@ def with_stored_limits(fit: FitFunction) -> FitFunction:
 
 @with_stored_limits
 def fitted_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the discount with which GAE gives the claimed advantages."""
+    """Return the discount for which GAE equals the claimed advantages."""
     local = LocalEquation(inputs, claimed)
     solution = local.solve(local.left, inputs.next_values + inputs.gae_lambda * local.ahead)
     if solution is None or not 0 <= solution[0] <= MAX_PARAMETER:
@@ -105,7 +105,7 @@ def fitted_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | N
 
 
 def fitted_limit_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the discount of the values after time limits, beside the one that is set everywhere else."""
+    """Return the discount of the values after time limits, with the configured discount elsewhere."""
     limits = inputs.truncated if inputs.valid is None else inputs.truncated & inputs.valid
     local, after = LocalEquation(inputs, claimed), inputs.next_values * inputs.truncated
     rest = inputs.gamma * (inputs.next_values * ~inputs.truncated + inputs.gae_lambda * local.ahead)
@@ -119,7 +119,7 @@ def fitted_limit_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tenso
 
 
 def fitted_lambda(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the lambda with which GAE gives the claimed advantages."""
+    """Return the lambda for which GAE equals the claimed advantages."""
     local = LocalEquation(inputs, claimed)
     solution = local.solve(local.left - inputs.gamma * inputs.next_values, inputs.gamma * local.ahead)
     if solution is None or not 0 <= solution[0] <= MAX_PARAMETER:
@@ -129,7 +129,7 @@ def fitted_lambda(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | 
 
 @with_stored_limits
 def fitted_step_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the discount of the next values in δ, beside the one that is set in the trace."""
+    """Return the discount of the next values in δ, with the configured discount in the trace."""
     local, trace = LocalEquation(inputs, claimed), inputs.gamma * inputs.gae_lambda
     solution = local.solve(local.left - trace * local.ahead, inputs.next_values)
     if solution is None or not 0 < solution[0] <= MAX_PARAMETER:
@@ -138,7 +138,7 @@ def fitted_step_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor
 
 
 def fitted_both(place: int) -> FitFunction:
-    """Return a fit of discount and lambda together, which gives the first or the second of them."""
+    """Return a joint fit of discount and lambda, which returns the first or the second of them."""
 
     @with_stored_limits
     def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -157,7 +157,7 @@ def fitted_both(place: int) -> FitFunction:
 
 
 def fitted_gamma_explains(inputs: GaeInputs, claimed: Tensor) -> bool:
-    """Return True if one parameter alone explains the numbers, so that two are not needed."""
+    """Return True if a single parameter explains the numbers."""
     scale = float(torch.stack([claimed.abs().amax(), inputs.values.abs().amax(), inputs.rewards.abs().amax()]).amax())
     for fit in (fitted_gamma, fitted_lambda):
         result = fit(inputs, claimed)
@@ -170,7 +170,7 @@ def fitted_gamma_explains(inputs: GaeInputs, claimed: Tensor) -> bool:
 
 
 def fitted_reward_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the factor of the rewards with which GAE gives the claimed advantages."""
+    """Return the factor of the rewards for which GAE equals the claimed advantages."""
     local = LocalEquation(inputs, claimed)
     solution = local.solve(_implied_rewards(inputs, local), inputs.rewards)
     if solution is None or not solution[0] > 0:
@@ -179,7 +179,7 @@ def fitted_reward_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tens
 
 
 def fitted_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the factor of all advantages, by every second row that counts."""
+    """Return the factor of all advantages, fitted on every second row that counts."""
     right = gae(inputs)
     reference, stored = (rows_that_count(column, inputs.valid)[::2] for column in (right, claimed))
     square = float(reference @ reference)
@@ -190,7 +190,7 @@ def fitted_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | N
 
 
 def fitted_clip(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the magnitude at which rewards are cut."""
+    """Return the magnitude at which rewards are clipped."""
     local = LocalEquation(inputs, claimed)
     fitted = _implied_rewards(inputs, local)[local.rows]
     limit = float(fitted.abs().amax()) if fitted.numel() else 0.0
@@ -201,15 +201,15 @@ def fitted_clip(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
 
 
 def _implied_rewards(inputs: GaeInputs, local: LocalEquation) -> Tensor:
-    """Rewards with which the recursion gives the claimed advantages, [T, B]."""
+    """Rewards for which the recursion gives the claimed advantages, [T, B]."""
     decay = inputs.gamma * inputs.gae_lambda
     return local.left + inputs.rewards - inputs.gamma * inputs.next_values - decay * local.ahead
 
 
 def fitted_termination(constant: bool) -> FitFunction:
-    """Return a fit of what is added to the rewards of terminations: one number, or numbers within the range of the values.
+    """Return a fit of the numbers added to the rewards of terminations: a constant, or numbers within the range of the values.
 
-    The rows of terminations give these numbers; all others, most of which lie before one, decide.
+    The rows of terminations determine these numbers; the other rows, most of them before a termination, decide.
     """
 
     def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -235,7 +235,7 @@ def fitted_termination(constant: bool) -> FitFunction:
 
 
 def fitted_last_value(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the mean of the values that bootstrap the last step. The last row gives them; all others decide."""
+    """Return the mean of the values that bootstrap the last step. The last row determines them; all other rows decide."""
     if len(claimed) < MIN_TERMINATIONS or not inputs.gamma or not inputs.gae_lambda:
         return None
     open_ends = ~inputs.ended[-1]
@@ -248,10 +248,10 @@ def fitted_last_value(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor
 
 
 def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the number of steps whose flag differs, and what the recursion gives with the flags that the claimed numbers have.
+    """Return the number of steps whose flag differs, and the advantages with the flags that the claimed numbers imply.
 
-    Each step ends its episode, or goes on with the claimed advantage of the next one: no third number is possible. About as many ends as
-    the environments have tell flags in wrong places from episodes that a program cuts on purpose.
+    Each step either ends its episode or continues with the next step's claimed advantage. Misplaced flags hardly change the number of ends;
+    a program that cuts episodes on purpose does.
     """
     counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
     if inputs.rollouts > 1 or int(inputs.ended.sum()) < MIN_ENDS or not inputs.gamma:
@@ -272,7 +272,7 @@ def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
 
 
 def normalized_whole(inputs: GaeInputs, values: Tensor) -> Tensor:
-    """Return advantages less their mean over their standard deviation, biased or not, over all rows that count."""
+    """Return advantages minus their mean, divided by their standard deviation, biased or not, over all rows that count."""
     return closest_whole(inputs, *_standards(inputs, values))
 
 
@@ -282,7 +282,7 @@ def _standards(inputs: GaeInputs, values: Tensor) -> list[Tensor]:
 
 
 def fitted_normalized(*names: str, returned: str) -> FitFunction:
-    """Return a fit of `gamma`, of `gae_lambda` or of both to advantages that are normalised over all rows, which gives one of them.
+    """Return a fit of `gamma`, `gae_lambda` or both to advantages that are normalised over all rows; it returns one of them.
 
     With A = s C + m, where C are the claimed numbers, the recursion is linear in s, m, γ, γλs and γλm; its solution is refined.
     """
@@ -323,7 +323,7 @@ def fitted_normalized(*names: str, returned: str) -> FitFunction:
 
 
 def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) -> tuple[float, Tensor] | None:
-    """Return how many rows have the number of another one, and the right numbers in the order of the claimed ones."""
+    """Return how many rows have another row's number, and the correct numbers in the order of the claimed numbers."""
     counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
     if int(counted.sum()) < MIN_ROWS:
         return None
@@ -337,20 +337,20 @@ def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) 
 
 
 FITTED = (
-    mistake("other_gamma", "GAE with another discount,")
+    mistake("other_gamma", "GAE with a different discount,")
     .fits("A_t with another γ", "gamma", fitted_gamma, fitted_normalized("gamma", returned="gamma"))
     .advises("Compare the discount that the advantages use with the setting.", source="program: loop-gamma"),
-    mistake("other_lambda", "GAE with another lambda,")
+    mistake("other_lambda", "GAE with a different lambda,")
     .fits("A_t with another λ", "lambda", fitted_lambda, fitted_normalized("gae_lambda", returned="gae_lambda"))
     .given(of="gae_lambda")
     .advises("Compare the lambda that the advantages use with the setting.", source="program: loop-lambda"),
-    mistake("time_limit_gamma", "GAE with another discount of the values after time limits,")
+    mistake("time_limit_gamma", "GAE with a different discount of the values after time limits,")
     .fits("δ_t = r_t + γ' V(s_{t+1}) - V_t at time limits", "gamma", fitted_limit_gamma)
     .advises("Use one discount for time limits and for all other steps.", source="program: gae_programs"),
-    mistake("step_gamma", "GAE with another discount of the next values, and the one that is set in the trace,")
+    mistake("step_gamma", "GAE with a different discount of the next values than in the trace,")
     .fits("δ_t = r_t + γ' V(s_{t+1}) - V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1}", "gamma", fitted_step_gamma)
     .advises("Use one discount for the next values and for the trace.", source="program: gae_programs"),
-    mistake("both_gamma", "GAE with another discount and another lambda,")
+    mistake("both_gamma", "GAE with a different discount and a different lambda,")
     .fits("A_t with other γ and λ", "gamma", fitted_both(0), fitted_normalized("gamma", "gae_lambda", returned="gamma"))
     .advises("Compare both with the settings.", source="program: gae_programs"),
     mistake("both_lambda", "the same with")
@@ -363,21 +363,21 @@ FITTED = (
     .advises("Compare both with the settings.", source="program: test_advantage_equations"),
     mistake("terminal_reward", "GAE with the same number added to the reward of each termination,")
     .fits("r_t + c at terminations", "c", fitted_termination(constant=True))
-    .advises("Learn from the rewards that are stored.", source="program: gae_programs"),
+    .advises("Compute advantages from the stored rewards.", source="program: gae_programs"),
     mistake(
         "termination_bootstrapped",
         "GAE that adds a value after terminations, as if a time limit had ended the episode;",
     )
     .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", fitted_termination(constant=False))
-    .advises("Bootstrap where truncated is set and terminated is not.", source="Pardo et al. 2018, 1712.00378"),
+    .advises("Bootstrap only if truncated is set and terminated is not.", source="Pardo et al. 2018, 1712.00378"),
     mistake("other_last_value", "GAE that bootstraps the last step with other values;")
     .fits("δ_T = r_T + γ x - V_T", "their mean", fitted_last_value)
-    .advises("Ask the critic for the observation after the last step, with the weights and states of the rollout.")
+    .advises("Evaluate the critic at the observation after the last step, with the weights and states of the rollout.")
     .cites("program: gae_programs"),
-    mistake("other_ends", "GAE with the ends of episodes in other steps than the environments returned them;")
+    mistake("other_ends", "GAE with the ends of episodes in different steps than the environments returned;")
     .fits("A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends", "differing steps", fitted_ends)
     .advises(
-        "Compare the flags that the advantages use with those that `env.step` returns, step by step and in "
+        "Compare the flags that the advantages use with the flags that `env.step` returns, step by step and in "
         "each environment."
     )
     .cites("program: script-ends_of_rollout_before"),
@@ -391,11 +391,13 @@ FITTED = (
     .cites("program: gae_programs"),
     mistake("reward_clip", "GAE of rewards clipped to [-c, c],")
     .fits("δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t", "c", fitted_clip)
-    .advises("Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.")
+    .advises(
+        "If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards."
+    )
     .cites("program: gae_programs"),
     mistake("scaled", "GAE times a factor,")
     .fits("A_t = c GAE_t", "c", fitted_scale)
-    .advises("Look for a factor after the advantages are computed; normalised advantages need none.")
+    .advises("Look for a factor after the advantages are computed; normalised advantages do not need one.")
     .cites("program: gae_programs"),
     variant("reward_scale", "GAE of scaled rewards,")
     .fits("δ_t = c r_t + γ V_{t+1} - V_t", "factor", fitted_reward_scale)

@@ -1,8 +1,7 @@
 """Mistakes and published variants of generalised advantages.
 
-Every function here takes `GaeInputs` and returns float64 [T, B]. A mistake that needs a number which the columns lack, such as the reward
-before the first step, leaves one choice per environment: `closest` takes the one that is nearest to the trainer's numbers, and all other
-rows decide.
+Every function here takes `GaeInputs` and returns float64 [T, B]. Some mistakes need a number that the columns lack, such as the reward
+before the first step. Then `closest` takes the candidate closest to each environment's claimed numbers, and all other rows decide.
 
 Shapes: T steps, B environments.
 """
@@ -29,17 +28,17 @@ from esper_telemetry.equations.gae import (
 from esper_telemetry.metrics.statistics import discounted_sums
 
 MAX_ENV_SHIFTS = 8
-"""Other environments whose ends are compared with the claimed advantages, of many: the nearest on both sides."""
+"""Number of neighbouring environments whose ends are compared with the claimed advantages."""
 
 
 # ends of episodes
 
 
 def _with_ends(inputs: GaeInputs, *flags: Tensor) -> Tensor | None:
-    """Return GAE in which other flags say where episodes end, the nearest of several; None if no episode ends, or none are other flags.
+    """Return GAE with other flags for the ends of episodes, the closest of several; None if no episode ends, or no flag is changed.
 
-    The flags stop bootstrap and trace. A trainer adds the value of a time limit's last state to the reward, or not; or it uses the
-    wrong flags for the trace alone; and the trace may run through rows that do not count.
+    The flags stop bootstrap and trace, or the trace only. A trainer may add the value of a time limit's last state to the reward. The
+    trace may run through rows that do not count.
     """
     others = [cut for cut in flags if not torch.equal(cut, inputs.ended)]
     if not others or not bool(inputs.ended.any()):
@@ -57,7 +56,7 @@ def _with_ends(inputs: GaeInputs, *flags: Tensor) -> Tensor | None:
 
 
 def _ends_ignored(inputs: GaeInputs) -> Tensor | None:
-    """GAE in which no episode ends, in the trace or in the bootstrap too, but perhaps for the values after time limits."""
+    """GAE that ignores ends in the trace, or also in the bootstrap, possibly with the values after time limits."""
     never = torch.zeros_like(inputs.ended)
     runs_on, following = _with_ends(inputs, never), at(inputs.terminated, inputs.following, inputs.next_values)
     return None if runs_on is None else closest(inputs, runs_on, gae(inputs, next_values=following, cut=never))
@@ -71,19 +70,19 @@ def _terminations_ignored(inputs: GaeInputs) -> Tensor | None:
 
 
 def _ends_late(inputs: GaeInputs) -> Tensor | None:
-    """GAE whose ends come one step late; the first flag belongs to the step before, and the last one is often right."""
+    """GAE with ends one step late; the first flag belongs to the previous step, and the last flag is often correct."""
     late = inputs.ended.roll(1, 0)
     return _with_ends(inputs, *_with_rows(late, (0, (False, True)), (-1, (late[-1], inputs.ended[-1]))))
 
 
 def _ends_early(inputs: GaeInputs) -> Tensor | None:
-    """GAE whose ends come one step early; the last flag belongs to the step after."""
+    """GAE with ends one step early; the last flag belongs to the next step."""
     return _with_ends(inputs, *_with_rows(inputs.ended.roll(-1, 0), (-1, (False, True, inputs.ended[-1]))))
 
 
 @in_each_rollout
 def _ends_shared(inputs: GaeInputs) -> Tensor | None:
-    """GAE in which the end of an episode in any environment, or in the first, ends those of all."""
+    """GAE in which the end of an episode in any environment, or in the first, ends the episodes of all environments."""
     if inputs.ended.shape[1] == 1:
         return None
     anywhere = inputs.ended.any(1, keepdim=True).expand_as(inputs.ended)
@@ -91,7 +90,7 @@ def _ends_shared(inputs: GaeInputs) -> Tensor | None:
 
 
 def _ends_of_others(inputs: GaeInputs) -> Tensor | None:
-    """GAE in which each environment has the ends of another one of the same rollout; those of the last step are often right."""
+    """GAE in which each environment has the ends of another environment; the flags of the last step are often correct."""
     envs = inputs.ended.shape[1] // inputs.rollouts
     ended = inputs.ended.unflatten(1, (inputs.rollouts, envs))
     shifts = {shift % envs for shift in range(-(MAX_ENV_SHIFTS // 2), MAX_ENV_SHIFTS // 2 + 1)} - {0}
@@ -101,7 +100,7 @@ def _ends_of_others(inputs: GaeInputs) -> Tensor | None:
 
 
 def _with_rows(flags: Tensor, *rows: tuple[int, tuple[Tensor | bool, ...]]) -> list[Tensor]:
-    """Return copies of the flags with each combination of contents in these rows."""
+    """Return copies of the flags with each combination of values in these rows."""
     variants = [flags]
     for row, contents in rows:
         copies = []
@@ -143,7 +142,7 @@ def _next_episode_bootstrap(inputs: GaeInputs) -> Tensor | None:
 
 
 def _current_value_bootstrap(inputs: GaeInputs) -> Tensor:
-    """GAE whose bootstrap is the value of the step's own state: everywhere, or where the next one is that of row t + 1."""
+    """GAE whose bootstrap is the value of the step's own state: in all rows, or in rows followed by row t + 1."""
     inside = ~inputs.ended
     inside[-1] = False
     return closest_whole(
@@ -166,7 +165,7 @@ def _time_limit_no_end(inputs: GaeInputs) -> Tensor | None:
 
 
 def _time_limit_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Callable[[GaeInputs], Tensor | None]:
-    """Return GAE with these values after time limits; it does not apply where no time limit was reached."""
+    """Return GAE with these values after time limits; None if no time limit was reached."""
 
     def compute(inputs: GaeInputs) -> Tensor | None:
         if not bool(inputs.truncated.any()):
@@ -177,7 +176,7 @@ def _time_limit_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Calla
 
 
 def _last_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Callable[[GaeInputs], Tensor | None]:
-    """Return GAE with these values, [T, B] or a number, after the last step, unless that ended its episode."""
+    """Return GAE with these values, [T, B] or a number, after the last step, unless the step ended its episode."""
 
     def compute(inputs: GaeInputs) -> Tensor | None:
         if bool(inputs.ended[-1].all()):
@@ -209,7 +208,7 @@ def _forward(inputs: GaeInputs) -> Tensor:
     decay = (inputs.gamma * inputs.gae_lambda * ~inputs.ended).flip(0)
     return closest_whole(
         inputs, discounted_sums(delta, decay).flip(0), discounted_sums(delta, decay.roll(-1, 0)).flip(0)
-    )  # what stands in the last row of a decay does not matter
+    )  # the last row of a decay does not matter
 
 
 @in_each_rollout
@@ -234,7 +233,7 @@ def _along_environments(inputs: GaeInputs) -> Tensor | None:
 
 @in_each_rollout
 def _chained(inputs: GaeInputs) -> Tensor | None:
-    """GAE of all environments as one sequence: those of a step after each other, or one environment after the other."""
+    """GAE of all environments as one sequence, ordered by step or by environment."""
     if inputs.values.shape[1] == 1:
         return None
     goes_on = ~inputs.ended
@@ -253,7 +252,7 @@ def _chained(inputs: GaeInputs) -> Tensor | None:
 
 
 def _ahead(inputs: GaeInputs, values: Tensor) -> Tensor:
-    """Values of the next entry along the first axis; the last next value of the rollout ends them."""
+    """Values of the next entry along the first axis; the last entry is the last next value of the rollout."""
     return torch.cat([values[1:], inputs.next_values[-1:, -1:].reshape(1).expand_as(values[:1])])
 
 
@@ -267,7 +266,7 @@ def _environment_mean(inputs: GaeInputs) -> Tensor | None:
 
 @in_each_rollout
 def _broadcast_mean(inputs: GaeInputs) -> Tensor | None:
-    """Returns less the mean value, or the mean return less values: means over one axis of a matrix of all pairs."""
+    """Returns minus the mean value, or the mean return minus values: means over one axis of a matrix of all pairs."""
     returns = gae(inputs) + inputs.values
     if returns.numel() == 1:
         return None
@@ -282,9 +281,9 @@ def _broadcast_mean(inputs: GaeInputs) -> Tensor | None:
 
 
 def _rewards_late(inputs: GaeInputs) -> Tensor | None:
-    """GAE from the rewards of the step before; the first row, whose reward is not in the rollout, is as claimed.
+    """GAE from the previous step's rewards; the first row keeps its claimed advantage, because its reward is not in the rollout.
 
-    None of constant rewards, which are the same in the step before: the first row alone would decide.
+    None if rewards are constant: only the first row would decide, because shifted rewards are the same.
     """
     if _constant(inputs.rewards):
         return None
@@ -295,7 +294,7 @@ def _rewards_late(inputs: GaeInputs) -> Tensor | None:
 
 
 def _rewards_early(inputs: GaeInputs) -> Tensor | None:
-    """GAE from the rewards of the step after; the reward after the last one is that which gives its row. None of constant rewards."""
+    """GAE from the next step's rewards; the reward after the last step is fitted to its row. None if rewards are constant."""
     if _constant(inputs.rewards):
         return None
     shifted = _of_stored(inputs, lambda rewards: rewards.roll(-1, 0))
@@ -309,7 +308,7 @@ def _constant(rewards: Tensor) -> bool:
 
 
 def _of_rewards(change: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Tensor | None]:
-    """Return GAE of changed rewards; None if only the values after time limits change, which other mistakes change as well."""
+    """Return GAE of changed rewards; None if only the values after time limits change, because other mistakes change them too."""
 
     def compute(inputs: GaeInputs) -> Tensor | None:
         if torch.equal(change(inputs.rewards), inputs.rewards):
@@ -320,7 +319,7 @@ def _of_rewards(change: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Ten
 
 
 def _of_stored(inputs: GaeInputs, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return changed rewards without the value of a time limit's last state, and those that were changed with it."""
+    """Return rewards changed before the value of a time limit's last state is added, and rewards changed after."""
     within = change(inputs.bootstrapped_rewards) - inputs.gamma * inputs.next_values * inputs.truncated
     return change(inputs.rewards), within
 
@@ -334,7 +333,7 @@ def _rewards_swapped(inputs: GaeInputs) -> Tensor | None:
 
 @in_each_rollout
 def _ends_swapped(inputs: GaeInputs) -> Tensor | None:
-    """GAE of ends, and perhaps of rewards, of which [T, B] was read as [B, T], or the other way round."""
+    """GAE of ends, and possibly of rewards, with [T, B] read as [B, T] or the reverse."""
     results = []
     for reading in _other_readings(inputs):
         ended = reading(inputs.ended)
@@ -346,17 +345,17 @@ def _ends_swapped(inputs: GaeInputs) -> Tensor | None:
 
 
 def _other_readings(inputs: GaeInputs) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Return what changes a column [T, B] into that of exchanged axes; nothing of one step or one environment."""
+    """Return the functions that swap the axes of a column [T, B]; none if there is one step or one environment."""
     steps, envs = inputs.values.shape
     return () if 1 in (steps, envs) else (lambda x: x.t().reshape(steps, envs), lambda x: x.reshape(envs, steps).t())
 
 
-# what is stored in their place
+# what is stored instead
 
 
 @in_each_rollout
 def normalized(inputs: GaeInputs) -> Tensor:
-    """GAE less its mean, over its standard deviation, biased or not, over all rows that count."""
+    """GAE minus its mean, divided by its standard deviation, biased or not, over all rows that count."""
     right = gae(inputs)
     rows = [right] if inputs.valid is None else [right[inputs.valid], right]
     return closest_whole(inputs, *(standard(right, *pair) for pair in product(rows, (0, 1))))
@@ -364,7 +363,7 @@ def normalized(inputs: GaeInputs) -> Tensor:
 
 @in_each_rollout
 def _normalized_returns(inputs: GaeInputs) -> Tensor:
-    """Discounted rewards to the end of each episode, normalised over the rows that count, biased or not, less the values."""
+    """Discounted rewards to the end of each episode, normalised over the rows that count, biased or not, minus the values."""
     sums = discounted_sums(inputs.rewards, inputs.gamma * ~inputs.ended)
     rows = rows_that_count(sums, inputs.valid)
     return closest_whole(inputs, *(standard(sums, rows, correction) - inputs.values for correction in (0, 1)))
@@ -373,7 +372,7 @@ def _normalized_returns(inputs: GaeInputs) -> Tensor:
 def _moved_and_scaled(
     change: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Callable[[GaeInputs], Tensor | None]:
-    """Return what `change` makes of GAE, the mean of all rows that count and their standard deviation, biased or not."""
+    """Return the result of `change` for GAE and its mean and standard deviation, biased or not, over the rows that count."""
 
     @in_each_rollout
     def compute(inputs: GaeInputs) -> Tensor:
@@ -406,7 +405,7 @@ def _normalized_along(dim: int) -> Callable[[GaeInputs], Tensor | None]:
 
 
 def _stale(inputs: GaeInputs) -> Tensor | None:
-    """The advantages of the rollout before: as GAE gives them, or as the trainer claimed them; in the environments that are there."""
+    """The previous rollout's advantages, computed by GAE or claimed by the trainer, in the environments that are known."""
     result = inputs.claimed.clone()
     if inputs.rollouts > 1:
         envs = result.shape[1] // inputs.rollouts
@@ -422,59 +421,59 @@ def _stale(inputs: GaeInputs) -> Tensor | None:
 
 
 MISTAKES = (
-    mistake("ends_ignored", "GAE that runs on over the ends of episodes")
+    mistake("ends_ignored", "GAE that continues over the ends of episodes")
     .predicts("A_t = r_t + γ V_{t+1} - V_t + γλ A_{t+1}", _ends_ignored)
     .advises("Multiply the trace, and the bootstrap, by 1 - done.")
     .cites("Huang et al. 2022, The 37 implementation details of PPO"),
-    mistake("terminations_ignored", "GAE that runs on over terminations, and not over time limits")
+    mistake("terminations_ignored", "GAE that continues over terminations but not over time limits")
     .predicts("A_t = δ_t + γλ (1 - truncated_t) A_{t+1}", _terminations_ignored)
-    .advises("Multiply the trace, and the bootstrap, by 1 - terminated too.", source="program: gae_programs"),
+    .advises("Also multiply the trace, and the bootstrap, by 1 - terminated.", source="program: gae_programs"),
     mistake("ends_late", "GAE with the ends of episodes one step late")
     .predicts("A_t = δ_t + γλ (1 - end_{t-1}) A_{t+1}", _ends_late)
     .given(doubtful_without="flags")
     .advises(
-        "Take the flag that the step itself returned: where `dones[t]` is the flag before step t, use `dones[t + 1]`."
+        "Take the flag that the step itself returned: if `dones[t]` is the flag before step t, use `dones[t + 1]`."
     )
     .cites("automl/Mighty#126; vwxyzjn/cleanrl: dones[t + 1], not dones[t], says that step t ended an episode"),
     mistake("ends_early", "GAE with the ends of episodes one step early")
     .predicts("A_t = δ_t + γλ (1 - end_{t+1}) A_{t+1}", _ends_early)
     .given(doubtful_without="flags")
-    .advises(
-        "Take the flag that the step itself returned: where `dones[t]` belongs to step t, do not use `dones[t + 1]`."
-    )
+    .advises("Take the flag that the step itself returned: if `dones[t]` belongs to step t, do not use `dones[t + 1]`.")
     .cites("program: loop-dones_after_step"),
-    mistake("ends_inverted", "GAE that goes on only where an episode ends")
+    mistake("ends_inverted", "GAE with inverted flags: it continues only at the ends of episodes")
     .predicts("A_t = δ_t + γλ end_t A_{t+1}", lambda inputs: _with_ends(inputs, ~inputs.ended))
     .advises("Multiply by 1 - done, not by done.", source="program: gae_programs"),
-    mistake("ends_shared", "GAE in which the end of an episode in one environment ends those of all")
+    mistake("ends_shared", "GAE in which the end of one environment's episode ends the episodes of all environments")
     .predicts("A_t = δ_t + γλ (1 - max_b end_tb) A_{t+1}", _ends_shared)
     .advises("Use each environment's own flag: look for `any()` and for shapes that broadcast.")
     .cites("program: gae_programs"),
     mistake("ends_of_others", "GAE with the ends of episodes of other environments")
     .predicts("A_tb = δ_tb + γλ (1 - end_{t,σ(b)}) A_{t+1,b}", _ends_of_others)
     .advises(
-        "Keep the order of environments in the flags: look for `roll`, for reshapes and for results of "
-        "workers in another order."
+        "Keep the order of environments in the flags: look for `roll`, for reshapes and for workers whose "
+        "results arrive in another order."
     )
     .cites("program: subclass-ends_neighbour"),
-    mistake("last_end_ignored", "GAE that bootstraps after the last step though that ended its episode")
+    mistake("last_end_ignored", "GAE that bootstraps after the last step although that step ended its episode")
     .predicts("A_T = r_T + γ V(s_{T+1}) - V_T", _last_end_ignored)
     .advises("Multiply the value after the last step by 1 - done of the last step.")
     .cites("vwxyzjn/cleanrl: `next_done` masks the bootstrap of the last step"),
     mistake("next_episode_bootstrap", "GAE that bootstraps ends with the first value of the next episode")
     .predicts("δ_t = r_t + γ V_{t+1} - V_t at ends too", _next_episode_bootstrap)
     .advises("Multiply the next value by 1 - done.", source="program: gae_programs"),
-    mistake("time_limit_as_termination", "GAE that takes time limits for terminations")
+    mistake("time_limit_as_termination", "GAE that treats time limits as terminations")
     .predicts("δ_t = r_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: 0.0))
-    .advises("Add γ times the value of the episode's last observation where a time limit ended it.")
+    .advises("Add γ times the value of the episode's last observation if a time limit ended the episode.")
     .cites("Pardo et al. 2018, 1712.00378; DLR-RM/stable-baselines3#633"),
-    mistake("time_limit_no_end", "GAE that takes time limits for no end, so that the trace runs into the next episode")
+    mistake("time_limit_no_end", "GAE that ignores time limits, so that the trace continues into the next episode")
     .predicts("A_t = δ_t + γλ (1 - terminated_t) A_{t+1}", _time_limit_no_end)
-    .advises("Cut the trace where terminated or truncated is set, and mask the bootstrap by terminated alone.")
+    .advises("Cut the trace if terminated or truncated is set, and mask the bootstrap by terminated only.")
     .cites("Pardo et al. 2018, 1712.00378"),
     mistake("time_limit_next_episode", "GAE that bootstraps time limits with the first value of the next episode")
     .predicts("δ_t = r_t + γ V_{t+1} - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.following))
-    .advises("Use the value of the episode's last observation (`final_observation`), not of the one after the reset.")
+    .advises(
+        "Use the value of the episode's last observation (`final_observation`), not of the observation after the reset."
+    )
     .cites("Unity-Technologies/ml-agents#574"),
     mistake("time_limit_twice", "GAE that adds the value after a time limit twice")
     .predicts(
@@ -487,43 +486,43 @@ MISTAKES = (
     .cites("Huang et al. 2022, The 37 implementation details of PPO"),
     mistake("old_last_bootstrap", "GAE that bootstraps the last step with the value of the state before it")
     .predicts("δ_T = r_T + γ V_T - V_T", _last_bootstrap(lambda inputs: inputs.values))
-    .advises("Ask the critic for the observation after the last step.")
+    .advises("Evaluate the critic at the observation after the last step.")
     .cites("program: loop-bootstrap_old_value"),
     mistake("current_value_bootstrap", "GAE that bootstraps each step with the value of its own state")
     .predicts("δ_t = r_t + γ V_t - V_t", _current_value_bootstrap)
-    .advises("The next value is that of row t + 1.", source="program: gae_programs"),
-    mistake("values_exchanged", "GAE with the value and the next value exchanged")
+    .advises("The next value is the value in row t + 1.", source="program: gae_programs"),
+    mistake("values_exchanged", "GAE with the value and the next value swapped")
     .predicts(
         "δ_t = r_t + γ V_t - V_{t+1}", lambda inputs: gae(inputs, values=inputs.next_values, next_values=inputs.values)
     )
     .advises("δ_t = r_t + γ V_{t+1} - V_t.", source="program: gae_programs"),
-    mistake("not_flipped", "GAE in reversed order of time")
+    mistake("not_flipped", "GAE in reverse order of time")
     .predicts("A_t = GAE_{T-t}", lambda inputs: gae(inputs).flip(0))
     .advises("Reverse the list that the backward loop has filled.", source="program: gae_programs"),
     mistake("forward", "the recursion of GAE run forward in time")
     .predicts("A_t = δ_t + γλ (1 - end_t) A_{t-1}", _forward)
     .advises("Loop over `reversed(range(T))`.", source="program: loop-forward"),
-    mistake("exchanged", "GAE with gamma and lambda exchanged")
+    mistake("exchanged", "GAE with gamma and lambda swapped")
     .predicts("δ_t = r_t + λ V_{t+1} - V_t", lambda inputs: gae(inputs, gamma=inputs.gae_lambda))
     .advises("Look at the order of the arguments.", source="program: gae_programs"),
     mistake("undiscounted_bootstrap", "GAE whose bootstrap is not discounted")
     .predicts("δ_t = r_t + V_{t+1} - V_t", lambda inputs: gae(inputs, gamma=1.0))
     .advises("Multiply the next value by gamma.", source="program: gae_programs"),
-    mistake("trace_without_gamma", "GAE whose trace decays by lambda alone")
+    mistake("trace_without_gamma", "GAE whose trace decays by lambda only")
     .predicts("A_t = δ_t + λ A_{t+1}", lambda inputs: gae(inputs, decay=inputs.gae_lambda))
     .advises("Multiply the trace by gamma times lambda.", source="program: gae_programs"),
     mistake("sign", "GAE with the opposite sign")
     .predicts("A_t = -GAE_t", lambda inputs: -gae(inputs))
-    .advises("Advantages are returns less values.", source="program: bundled-adv_sign"),
-    mistake("absolute", "GAE whose negative numbers have become positive, or 0")
+    .advises("Advantages are returns minus values.", source="program: bundled-adv_sign"),
+    mistake("absolute", "GAE with negative numbers made positive, or 0")
     .predicts("A_t = |GAE_t|, GAE_t² or max(GAE_t, 0)", _without_signs)
-    .advises("Keep the signs: an action that is worse than expected is to become less likely.")
+    .advises("Keep the signs: an action that is worse than expected must become less likely.")
     .cites("program: subclass-abs"),
-    mistake("rewards_late", "GAE from the rewards of the step before")
+    mistake("rewards_late", "GAE from the previous step's rewards")
     .predicts("δ_t = r_{t-1} + γ V_{t+1} - V_t", _rewards_late)
     .given(unknown_row=True)
     .advises("Store each reward in the row of the action that earned it.", source="program: loop-reward_shift"),
-    mistake("rewards_early", "GAE from the rewards of the step after")
+    mistake("rewards_early", "GAE from the next step's rewards")
     .predicts("δ_t = r_{t+1} + γ V_{t+1} - V_t", _rewards_early)
     .given(unknown_row=True)
     .advises("Store each reward in the row of the action that earned it.", source="program: gae_programs"),
@@ -532,20 +531,24 @@ MISTAKES = (
     .advises("Rewards are maximised; costs need a minus sign.", source="program: gae_programs"),
     mistake("rewards_clipped", "GAE of rewards clipped to [-1, 1]")
     .predicts("δ_t = clip(r_t, -1, 1) + γ V_{t+1} - V_t", _of_rewards(lambda rewards: rewards.clamp(-1, 1)))
-    .advises("Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.")
+    .advises(
+        "If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards."
+    )
     .cites("Mnih et al. 2015: rewards of Atari are clipped in the environment"),
     mistake("reward_signs", "GAE of the signs of the rewards")
     .predicts("δ_t = sign(r_t) + γ V_{t+1} - V_t", _of_rewards(lambda rewards: rewards.sign()))
-    .advises("Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.")
+    .advises(
+        "If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards."
+    )
     .cites("Mnih et al. 2015: rewards of Atari are clipped in the environment"),
     mistake("raw_rewards", "GAE of the rewards before normalisation")
     .predicts("δ_t = raw r_t + γ V_{t+1} - V_t", lambda inputs: gae(inputs, rewards=inputs.raw_rewards))
     .given(needs="raw_rewards")
-    .advises("Store the normalised rewards, or train the critic on the raw ones too.")
+    .advises("Store the normalised rewards, or train the critic on the raw rewards too.")
     .cites("program: test_advantage_equations"),
     mistake("returns_stored", "returns: the values were not subtracted")
     .predicts("A_t = GAE_t + V_t", lambda inputs: gae(inputs) + inputs.values)
-    .advises("Subtract the values, or store returns and advantages apart.", source="program: gae_programs"),
+    .advises("Subtract the values, or store returns and advantages separately.", source="program: gae_programs"),
     mistake("values_missing", "discounted sums of rewards, as if all values were 0")
     .predicts(
         "A_t = Σ_k (γλ)^k r_{t+k}",
@@ -554,7 +557,7 @@ MISTAKES = (
     .advises("Fill the values before the advantages are computed.", source="program: gae_programs"),
     mistake(
         "monte_carlo_cut",
-        "discounted rewards to the end of the rollout, less values, without a bootstrap after the last step",
+        "discounted rewards to the end of the rollout, minus values, without a bootstrap after the last step",
     )
     .predicts(
         "A_t = Σ_k γ^k r_{t+k} - V_t", lambda inputs: None if inputs.gae_lambda == 1 else _monte_carlo_cut(inputs)
@@ -567,22 +570,22 @@ MISTAKES = (
         lambda x: closest_whole(x, _monte_carlo_cut(x) + x.values, gae(x, decay=x.gamma) + x.values),
     )
     .advises("Subtract the values.", source="program: gae_programs"),
-    mistake("axes_swapped", "GAE with steps and environments exchanged when it was reshaped")
+    mistake("axes_swapped", "GAE, reshaped with steps and environments swapped")
     .predicts("A[t, b] = GAE.reshape(B, T)[b, t]", _axes_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
     .cites("program: loop-axes_gae"),
-    mistake("rewards_swapped", "GAE of rewards with steps and environments exchanged when they were reshaped")
+    mistake("rewards_swapped", "GAE of rewards that were reshaped with steps and environments swapped")
     .predicts("δ[t, b] = r.reshape(B, T)[b, t] + γ V_{t+1} - V_t", _rewards_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
     .cites("program: subclass-axes_rewards"),
     mistake(
         "ends_swapped",
-        "GAE of ends, perhaps of rewards too, with steps and environments exchanged when they were reshaped",
+        "GAE of ends, possibly also of rewards, that were reshaped with steps and environments swapped",
     )
     .predicts("end[t, b] = ends.reshape(B, T)[b, t]", _ends_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
     .cites("program: gae_programs"),
-    mistake("along_environments", "the recursion of GAE over environments in place of steps")
+    mistake("along_environments", "the recursion of GAE over environments instead of steps")
     .predicts("A_tb = δ_tb + γλ A_t,b+1", _along_environments)
     .advises("Loop over the axis of time.", source="program: gae_programs"),
     mistake("chained", "GAE of all environments as one sequence")
@@ -592,9 +595,9 @@ MISTAKES = (
     .predicts("A_tb = mean_b GAE_tb", _environment_mean)
     .advises("Keep the axis of environments: look for `mean()` and for shapes that broadcast.")
     .cites("program: gae_programs"),
-    mistake("broadcast_mean", "differences of returns and values in which one of both is a mean over all rows")
+    mistake("broadcast_mean", "returns minus values, with one of them averaged over all rows")
     .predicts("A_i = mean_j (R_j - V_i)", _broadcast_mean)
-    .advises("Print the shapes of returns and values: [N] less [N, 1] is [N, N].")
+    .advises("Print the shapes of returns and values: [N] minus [N, 1] is [N, N].")
     .cites("PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74"),
     mistake("normalized_parts", "GAE normalised over each environment")
     .predicts("A_tb = (GAE_tb - mean_b) / std_b", _normalized_along(0))
@@ -604,34 +607,36 @@ MISTAKES = (
     .predicts("A_tb = (GAE_tb - mean_t) / std_t", _normalized_along(1))
     .advises("Normalise over all rows of the batch or of the minibatch.")
     .cites("Huang et al. 2022, detail 7, normalises over the minibatch"),
-    mistake("std_alone", "GAE divided by its standard deviation without taking its mean away")
+    mistake("std_alone", "GAE divided by its standard deviation, without subtracting its mean")
     .predicts("A_t = GAE_t / std", _moved_and_scaled(lambda right, mean, std: right / std))
     .advises("Subtract the mean.", source="program: gae_programs"),
-    mistake("mean_alone", "GAE less its mean, which is not divided by its standard deviation")
+    mistake("mean_alone", "GAE minus its mean, not divided by its standard deviation")
     .predicts("A_t = GAE_t - mean", _moved_and_scaled(lambda right, mean, std: right - mean))
     .advises("Divide by the standard deviation.", source="program: gae_programs"),
-    mistake("variance", "GAE less its mean, divided by its variance")
+    mistake("variance", "GAE minus its mean, divided by its variance")
     .predicts("A_t = (GAE_t - mean) / std²", _moved_and_scaled(lambda right, mean, std: (right - mean) / std.square()))
     .advises("Divide by the standard deviation.", source="program: gae_programs"),
-    mistake("precedence", "GAE less the ratio of its mean and its standard deviation")
+    mistake("precedence", "GAE minus the ratio of its mean and its standard deviation")
     .predicts("A_t = GAE_t - mean / std", _moved_and_scaled(lambda right, mean, std: right - mean / std))
     .advises("Put `advantages - mean` in parentheses.", source="program: gae_programs"),
-    mistake("stale", "the advantages of the rollout before")
+    mistake("stale", "the previous rollout's advantages")
     .predicts("A_t = GAE_t of rollout k - 1", _stale)
     .advises("Compute advantages after the rollout is complete, and clear the buffer after each update.")
     .cites("program: bundled-stale_adv"),
 )
 VARIANTS = (
-    variant("lambda_one", "returns less values (lambda = 1)")
+    variant("lambda_one", "returns minus values (lambda = 1)")
     .predicts("A_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n}) - V_t", lambda inputs: gae(inputs, decay=inputs.gamma))
     .cites("A2C, 1602.01783; 1506.02438, eq. 16"),
     variant("lambda_zero", "one-step TD errors (lambda = 0)")
     .predicts("A_t = r_t + γ V_{t+1} - V_t", lambda inputs: gae(inputs, decay=0.0))
     .cites("1506.02438, eq. 16"),
-    variant("v_trace", "one-step advantages against lambda-returns, as in V-trace")
+    variant("v_trace", "one-step advantages with lambda-returns as next values, as in V-trace")
     .predicts("A_t = r_t + γ v_{t+1} - V_t", _v_trace)
     .cites("IMPALA, 1802.01561, section 4.2"),
-    variant("time_limit_current_value", "GAE that bootstraps time limits with the value of the last state acted in")
+    variant(
+        "time_limit_current_value", "GAE that bootstraps time limits with the value of the state before the last action"
+    )
     .predicts("δ_t = r_t + γ V_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.values))
     .cites("leggedrobotics/rsl_rl, Rudin et al. 2021, 2109.11978"),
     variant("normalized", "GAE that was normalised over the whole batch")
@@ -640,7 +645,7 @@ VARIANTS = (
     .cites("openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns"),
     variant(
         "normalized_returns",
-        "discounted rewards to the end of each episode, normalised over the whole batch, less the values",
+        "discounted rewards to the end of each episode, normalised over the whole batch, minus the values",
     )
     .predicts("A_t = (Σ_k γ^k r_{t+k} - mean) / std - V_t", _normalized_returns)
     .cites("https://github.com/nikhilbarhate99/PPO-PyTorch, PPO.update"),

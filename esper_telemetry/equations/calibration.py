@@ -1,9 +1,9 @@
-"""Tests that a rollout's actions were drawn from the distributions that they are said to come from.
+"""Tests that a rollout's actions were drawn from their stored distributions.
 
-Given everything before it, an action has the stored distribution. So sums of f(a) - E f are martingales, whatever the policy and the
-environment do, and each becomes a standard score: by Freedman's inequality for choices, exactly for Gaussians. A score of `Z_BOUND` has a
-probability below 3e-11 in a rollout, so that thousands of updates with hundreds of scores give no false alarm; scores of several rollouts
-add up (`ActionScores`).
+Given everything before it, an action follows the stored distribution. So sums of f(a) - E f are martingales for any policy and any
+environment. Each sum becomes a standard score: by Freedman's inequality for choices, exactly for Gaussians. A score of `Z_BOUND` has a
+probability below 3e-11 in a rollout, so thousands of updates with hundreds of scores do not cause a false alarm. Scores of several
+rollouts can be added (`ActionTotals`).
 
 Shapes: T steps, B environments, A choices, D action dimensions.
 """
@@ -19,30 +19,30 @@ from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.equations.log_probs import cut_bounds
 
 Z_BOUND = 7.0
-"""Standard scores from which on chance is ruled out. Largest of 2,000 simulated rollouts of 8 to 4,096 steps: 4.4."""
+"""Standard score above which chance is ruled out. The largest of 2,000 simulated rollouts of 8 to 4,096 steps is 4.4."""
 
 Z_EXPLAINED = 4.5
-"""Standard scores up to which a hypothesis explains the actions: 99 % of simulated rollouts stay below 3.3."""
+"""Standard score below which a hypothesis explains the actions: 99 % of simulated rollouts stay below 3.3."""
 
 UNLIKELY_NATS = 8.0
-"""Nats at which log-probabilities are cut in a sum: one action of tiny probability is no evidence by itself."""
+"""Nats at which log-probabilities are clipped in a sum: one action of tiny probability is not evidence on its own."""
 
 TAILS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
-"""Sizes of z beyond which draws of a Gaussian are counted."""
+"""Magnitudes of z; draws of a Gaussian beyond each of them are counted."""
 
 TIE_SHARE = 1e-6
-"""Share of the draws that rounding to float32 makes equal to the largest one, times |a| / std: about ten times what it does."""
+"""Allowed share of draws that rounding to float32 makes equal to the largest one, times |a| / std: about ten times the real share."""
 
 MAX_ATANH = 4.0
-"""Size of an action before its tanh up to which float32 keeps its digits; larger ones count as somewhere beyond."""
+"""Magnitude of a pre-tanh action above which float32 loses its digits; larger actions count only as being beyond this bound."""
 
 MAX_CLASSES = 64
-"""Choices up to which each is counted by itself."""
+"""Largest number of choices that are counted one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionInputs:
-    """Actions of a rollout and the distributions that they are said to come from, by head; float64 but for `counted`.
+    """Actions of a rollout and their stored distributions, by head; float64 except `counted`.
 
     Attributes:
         actions: per head [T, B], choices in int64, or [T, B, D].
@@ -60,7 +60,7 @@ class ActionInputs:
     bounds: Mapping[str, Tensor] = field(default_factory=dict)
 
     def map(self, actions: Callable[[Tensor], Tensor], distributions: Callable[[Tensor], Tensor]) -> ActionInputs:
-        """Return the same with other rows of the actions, and of the distributions."""
+        """Return the inputs with other rows of the actions and of the distributions."""
         parts = {name: getattr(self, name) for name in ("log_probs", "means", "std")}
         return replace(
             self,
@@ -71,7 +71,7 @@ class ActionInputs:
 
 
 Scores = dict[str, Tensor]
-"""Standard scores, [n] each, by the name of the test."""
+"""Standard scores by the name of the test, each [n]."""
 
 
 def scores(inputs: ActionInputs) -> list[Scores]:
@@ -88,16 +88,16 @@ def z_of(inputs: ActionInputs, head: str) -> Tensor:
 
 
 def largest(parts: list[Scores], *, without: tuple[str, ...] = ()) -> float:
-    """Return the largest magnitude of all scores but those of the tests `without`."""
+    """Return the largest magnitude of all scores, except for the tests `without`."""
     numbers = [z.abs().max() for part in parts for name, z in part.items() if name not in without and z.numel()]
     return float(torch.stack(numbers).max()) if numbers else 0.0
 
 
 def categorical_scores(log_probs: Tensor, actions: Tensor, counted: Tensor) -> Scores:
-    """Return the scores of choices [T, B] under log-probabilities [T, B, A]; rows that are not counted have none.
+    """Return the scores of choices [T, B] under log-probabilities [T, B, A]; rows that are not counted are left out.
 
     `likelihood`: log-probability of the choices; `classes` [A]: number of each choice; `mode`: number of likeliest choices; `repeat`:
-    choices equal to that of the step before; `neighbours`: choices equal to that of the environment before.
+    choices equal to the previous step's choice; `neighbours`: choices equal to the previous environment's choice.
     """
     result = {name: bounded_score(*terms) for name, terms in categorical_terms(log_probs, actions, counted).items()}
     p = log_probs.exp()
@@ -109,7 +109,7 @@ def categorical_scores(log_probs: Tensor, actions: Tensor, counted: Tensor) -> S
 
 
 class Terms(NamedTuple):
-    """Martingale differences, their variances given what was before, their largest size, and the rows that count."""
+    """Martingale differences, their variances given the past, their largest magnitude, and the rows that count."""
 
     residuals: Tensor
     variances: Tensor
@@ -118,7 +118,7 @@ class Terms(NamedTuple):
 
 
 def categorical_terms(log_probs: Tensor, actions: Tensor, counted: Tensor) -> dict[str, Terms]:
-    """Return the terms of the tests of `categorical_scores`, but for those of single choices."""
+    """Return the terms of the tests of `categorical_scores`, except for the tests of single choices."""
     p = log_probs.exp()
     f = log_probs.clamp(min=-UNLIKELY_NATS)
     mean = (p * f).sum(-1)
@@ -138,7 +138,7 @@ def categorical_terms(log_probs: Tensor, actions: Tensor, counted: Tensor) -> di
 
 
 def gaussian_terms(z: Tensor, counted: Tensor) -> dict[str, Terms]:
-    """Return the terms of the tests of `gaussian_scores`, but for the means; entries of z that do not count are 0."""
+    """Return the terms of the tests of `gaussian_scores`, except for the means; entries of z that do not count are 0."""
     at = counted.unsqueeze(-1).expand_as(z)
     z = torch.where(at, z, 0.0).clamp(-1e6, 1e6)
     ones = torch.ones_like(z)
@@ -156,17 +156,17 @@ def _by_class(residuals: Tensor, variances: Tensor, counted: Tensor) -> list[Ter
 
 
 def bounded_score(residuals: Tensor, variances: Tensor, bound: float, counted: Tensor) -> Tensor:
-    """Return z [1] with P(|sum| as large) <= 2 exp(-z²/2), of martingale differences up to `bound` in size (Freedman 1975, theorem 1.6)."""
+    """Return z [1] with P(|sum| as large) <= 2 exp(-z²/2), for martingale differences of magnitude `bound` (Freedman 1975, theorem 1.6)."""
     total = torch.where(counted, residuals, 0.0).sum()
     variance = torch.where(counted, variances, 0.0).sum() + bound * total.abs() / 3
     return (total / variance.clamp(min=1e-12).sqrt()).reshape(1)
 
 
 def gaussian_scores(z: Tensor, counted: Tensor) -> Scores:
-    """Return the scores of z [T, B, D] under a standard normal distribution; rows that are not counted have none.
+    """Return the scores of z [T, B, D] under a standard normal distribution; rows that are not counted are left out.
 
-    `mean` and `spread` [D]: mean and variance of each dimension; `tails`: draws beyond each of `TAILS`; `repeat`: correlation with the step
-    before; `neighbours`: with the environment before.
+    `mean` and `spread` [D]: mean and variance of each dimension; `tails`: draws beyond each of `TAILS`; `repeat`: correlation with
+    the previous step; `neighbours`: correlation with the previous environment.
     """
     at = counted.unsqueeze(-1)
     z = torch.where(at, z, 0.0).clamp(-1e6, 1e6)
@@ -183,14 +183,14 @@ def gaussian_scores(z: Tensor, counted: Tensor) -> Scores:
 
 
 def binomial_score(hits: Tensor, share: Tensor, count: Tensor) -> Tensor:
-    """Return z with P(as many hits, or as few) <= exp(-z²/2), of `count` draws that hit with these mean probabilities (Chernoff 1952)."""
+    """Return z with P(as many hits, or as few) <= exp(-z²/2), for `count` draws with these mean probabilities of a hit (Chernoff 1952)."""
     rate, share = hits / count, share.clamp(1e-12, 1 - 1e-12)
     divergence = torch.xlogy(rate, rate / share) + torch.xlogy(1 - rate, (1 - rate) / (1 - share))
     return (rate - share).sign() * (2 * count * divergence.clamp(min=0.0)).sqrt()
 
 
 def _end_scores(inputs: ActionInputs, head: str) -> Scores:
-    """Return the scores [2 D] of the smallest and the largest draw: how many others equal it exactly, and that none lies beyond it."""
+    """Return the scores [2 D] of the smallest and the largest draw: how many others equal it exactly, and how extreme it is."""
     counted, actions = inputs.counted[head], inputs.actions[head][inputs.counted[head]]
     count = counted.sum().double()
     if not len(actions):
@@ -199,10 +199,10 @@ def _end_scores(inputs: ActionInputs, head: str) -> Scores:
     ties = (actions == ends.unsqueeze(1)).sum(1).double() - 1
     ordered = actions.sort(0).values
     inside = (ordered[1:] == ordered[:-1]) & (ordered[1:] != ends[0]) & (ordered[1:] != ends[1])
-    # coarse numbers, such as those of bfloat16, are equal everywhere and not at the ends alone
+    # coarse numbers, such as bfloat16, are equal everywhere and not only at the ends
     rounding = TIE_SHARE * actions.abs().amax(0) / inputs.std[head][counted].amin(0) + 2 * inside.double().mean(0)
     edges = (ends.unsqueeze(1) - inputs.means[head][counted]) / inputs.std[head][counted]
-    # the distribution function of a largest draw, at that draw, is uniform: its negative logarithm is exponential
+    # the distribution function at the largest draw is uniform, so its negative logarithm is exponential
     extent = -torch.special.log_ndtr(torch.stack([-edges[0], edges[1]])).sum(1)
     return {
         "ties": binomial_score(ties, rounding.expand_as(ties), count).clamp(min=0.0).flatten(),
@@ -217,15 +217,15 @@ def chi_square_score(total: Tensor, count: Tensor) -> Tensor:
 
 
 def _product_score(own: Tensor, other: Tensor) -> Tensor:
-    """Score [1] of Σ own · other, whose terms are independent of the others given these."""
+    """Score [1] of Σ own · other, if `own` is independent given `other`."""
     return ((own * other).sum() / (other.square().sum() + 1.0).sqrt()).reshape(1)
 
 
-# Hypotheses: each returns its largest score, that is small where it explains the actions; None if it does not apply.
+# Hypotheses: each returns its largest score, which is small if it explains the actions; None if it does not apply.
 
 
 def deterministic(inputs: ActionInputs) -> float | None:
-    """0 if every action is the likeliest one, or the mean."""
+    """0 if every action is the most likely choice, or the mean."""
     for head, log_probs in inputs.log_probs.items():
         chosen = log_probs.gather(-1, inputs.actions[head].unsqueeze(-1)).squeeze(-1)
         if bool((inputs.counted[head] & (chosen < log_probs.amax(-1) - 1e-6)).any()):
@@ -237,7 +237,7 @@ def deterministic(inputs: ActionInputs) -> float | None:
 
 
 def independent(inputs: ActionInputs) -> float | None:
-    """Score of the actions' agreement with the distributions beyond that of the same actions in another order."""
+    """Score of the actions' agreement with the distributions, minus the agreement of the same actions in another order."""
     if deterministic(inputs) is not None:
         return None
     numbers = [_independent_choices(inputs, head) for head in inputs.log_probs]
@@ -249,7 +249,7 @@ def _independent_choices(inputs: ActionInputs, head: str) -> float | None:
     log_probs, actions, counted = inputs.log_probs[head], inputs.actions[head], inputs.counted[head]
     own = categorical_scores(log_probs, actions, counted)
     if largest([own], without=("repeat", "neighbours")) <= Z_BOUND:
-        return None  # what is wrong is their order in time, or among environments
+        return None  # only their order in time, or among environments, is wrong
     allowed = (log_probs > -1e4).to(log_probs)
     chosen = torch.nn.functional.one_hot(actions, log_probs.shape[-1]).to(log_probs)
     share = (chosen * counted.unsqueeze(-1)).sum((0, 1)) / (allowed * counted.unsqueeze(-1)).sum((0, 1)).clamp(min=1.0)
@@ -288,14 +288,14 @@ def _independent_numbers(inputs: ActionInputs, head: str) -> float | None:
 
 
 def _slope_score(rows: Tensor, predicted: Tensor, slope: float) -> Tensor:
-    """Standard score [D] by which the slope of rows [N, D] against what is predicted falls below `slope`."""
+    """Standard score [D] of how far the slope of rows [N, D] against their prediction falls below `slope`."""
     deviation, centred = predicted - predicted.mean(0), rows - rows.mean(0)
     size = deviation.square().sum(0).clamp(min=1e-24)
     return (slope - (centred * deviation).sum(0) / size) * size.sqrt() / rows.std(0).clamp(min=1e-12)
 
 
 MAX_AT_BOUNDS = 0.01
-"""Share of uniform draws that may lie exactly at their bounds."""
+"""Share of uniform draws that may equal their bounds exactly."""
 
 
 def _uniform_score(rows: Tensor, bounds: Tensor | None) -> float | None:
@@ -329,7 +329,7 @@ def permuted(inputs: ActionInputs) -> float | None:
 
 
 def shuffled(inputs: ActionInputs) -> float | None:
-    """Score of actions that come from the distributions of all environments of the same step, each from another one."""
+    """Score of actions that come from the same step's distributions in permuted environments."""
     envs = next(iter(inputs.actions.values())).shape[1]
     if envs < 2:
         return None
@@ -346,9 +346,9 @@ def shuffled(inputs: ActionInputs) -> float | None:
 
 
 def _step_scores(p: Tensor, actions: Tensor, counted: Tensor, expected: Tensor) -> Scores:
-    """Return the score of each choice's number in a step, weighted by how likely the policies [T, B, A] make it in that step.
+    """Return the score of each choice's count in a step, weighted by its probability under the policies [T, B, A] in that step.
 
-    `expected` [T, B, A] are the probabilities of the hypothesis; the order of the environments makes no difference.
+    `expected` [T, B, A] are the probabilities of the hypothesis; the order of the environments does not matter.
     """
     at = counted.unsqueeze(-1)
     share = torch.where(at, p, 0.0).sum(1) / counted.sum(1, keepdim=True).clamp(min=1)
@@ -361,7 +361,7 @@ def _step_scores(p: Tensor, actions: Tensor, counted: Tensor, expected: Tensor) 
 
 
 def _best_order(inputs: ActionInputs) -> Tensor | None:
-    """The environment whose distributions fit the actions of each environment best, [B]; None if two have the same one."""
+    """For each environment, the environment whose distributions fit its actions best, [B]; None if two share one."""
     envs = next(iter(inputs.actions.values())).shape[1]
     if envs > MAX_CLASSES:
         return None
@@ -388,7 +388,7 @@ def displaced(inputs: ActionInputs, steps: int) -> float | None:
 
 
 def repeated(inputs: ActionInputs) -> float | None:
-    """Score of the actions that differ from those of the step before, given that they do; they must differ less often than they should."""
+    """Score of the actions that differ from the previous step's actions, provided that they differ less often than expected."""
     numbers: list[float] = []
     excess = 0.0
     for head, log_probs in inputs.log_probs.items():
@@ -400,12 +400,12 @@ def repeated(inputs: ActionInputs) -> float | None:
         others = log_probs[1:].scatter(-1, before.unsqueeze(-1), -1e9).log_softmax(-1)
         numbers.append(largest([categorical_scores(others, actions[1:], changed)], without=("repeat", "neighbours")))
         if bool((actions == actions[0, 0]).all()):
-            return None  # one action always
+            return None  # always the same action
     for head, means in inputs.means.items():
         actions, counted = inputs.actions[head], inputs.counted[head]
         same = (actions[1:] == actions[:-1]).all(-1) & counted[1:]
         bounds = inputs.bounds.get(head)
-        if bounds is not None:  # actions that are cut there are equal by chance
+        if bounds is not None:  # actions that are clipped there are equal by chance
             same &= ((actions[1:] != bounds[0]) & (actions[1:] != bounds[1])).all(-1)
         excess = max(excess, Z_BOUND + 1 if int(same.sum()) > 2 + 0.02 * int(counted.sum()) else 0.0)
         z = (actions - means) / inputs.std[head]
@@ -414,7 +414,7 @@ def repeated(inputs: ActionInputs) -> float | None:
 
 
 def same_noise(inputs: ActionInputs) -> float | None:
-    """Score of the actions of each environment alone, where those of neighbours agree more often than they should."""
+    """Score of the actions of each environment on its own, provided that neighbours agree more often than expected."""
     parts = scores(inputs)
     envs = next(iter(inputs.actions.values())).shape[1]
     if envs < 2 or max(float(part["neighbours"]) for part in parts) <= Z_BOUND:
@@ -424,7 +424,7 @@ def same_noise(inputs: ActionInputs) -> float | None:
 
 
 def cut_at_bounds(inputs: ActionInputs) -> float | None:
-    """Score of Gaussian actions, those at a bound counted as somewhere beyond it."""
+    """Score of Gaussian actions; an action at a bound counts only as being beyond it."""
     numbers = []
     for head in inputs.means:
         counted = inputs.counted[head]
@@ -437,7 +437,7 @@ def cut_at_bounds(inputs: ActionInputs) -> float | None:
 
 
 def squashed(inputs: ActionInputs) -> float | None:
-    """Score of the inverse tanh of the actions, those with a size that float32 does not keep counted as somewhere beyond."""
+    """Score of the inverse tanh of the actions; an action that float32 cannot resolve counts only as being beyond a bound."""
     numbers = []
     for head, means in inputs.means.items():
         counted, bounds = inputs.counted[head], inputs.bounds.get(head)
@@ -456,7 +456,7 @@ def squashed(inputs: ActionInputs) -> float | None:
 
 
 def _censored_score(z: Tensor, low: Tensor, high: Tensor, counted: Tensor) -> float:
-    """Largest score of z [T, B, D] that are cut at `low` and `high`: of their mean, of their squares, and of how many are cut."""
+    """Largest score of z [T, B, D] clipped at `low` and `high`: of the mean, of the squares, and of the number of clipped entries."""
     normal = torch.distributions.Normal(torch.zeros((), dtype=z.dtype), 1.0)
     at = counted.unsqueeze(-1)
     below, above = z <= low + 1e-6, z >= high - 1e-6
@@ -477,7 +477,7 @@ def _censored_score(z: Tensor, low: Tensor, high: Tensor, counted: Tensor) -> fl
 
 
 def coloured_noise(inputs: ActionInputs) -> float | None:
-    """Score of Gaussian noise from which that of the step before is taken, times a correlation above 0."""
+    """Score of Gaussian noise minus the previous step's noise times a correlation above 0."""
     if inputs.log_probs or repeated(inputs) is not None or same_noise(inputs) is not None:
         return None
     numbers = []

@@ -1,4 +1,4 @@
-"""Equation of the gradient that the optimizer reads: clipped by its global norm. Shapes: d entries of K parameters, one after the other."""
+"""Equation of the gradient that the optimizer reads: clipped by its global norm. Shapes: d entries of K parameters, concatenated."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from esper_telemetry.equations.gradient import fitted, flat64, gradient_scale
 Gradients: TypeAlias = "Mapping[str, Tensor] | Sequence[Tensor]"
 
 NORM_EPS = 1e-6
-"""Added to the norm that a limit is divided by, as in torch."""
+"""Added to the norm before the limit is divided by it, as in torch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClipInputs:
-    """What a clipped gradient is computed from.
+    """Inputs of a clipped gradient.
 
     Attributes:
         gradient: [d] before clipping, float64.
         numels: entries of each of the K parameters.
-        scale: [d], that the result is divided by.
+        scale: [d], divisor of the result.
         max_norm: limit of the global norm; None if nothing is clipped.
     """
 
@@ -77,23 +77,23 @@ CLIPPING = Equation(
         mistake("not_clipped", "gradients that are not clipped, or only after the step")
         .predicts("g", lambda inputs: inputs.gradient / inputs.scale)
         .advises("Clip between the backward pass and optimizer.step()", source="program: test_optimizer_step"),
-        mistake("by_value", "gradients with each entry cut at the limit of the norm")
+        mistake("by_value", "gradients with each entry clipped at the limit of the norm")
         .predicts("clip(g, ±c)", lambda inputs: inputs.gradient.clamp(-inputs.max_norm, inputs.max_norm) / inputs.scale)
         .given(needs="max_norm")
-        .advises("Use clip_grad_norm_ in place of clip_grad_value_", source="torch.nn.utils.clip_grad_value_"),
-        mistake("each_tensor", "gradients of which each tensor is clipped by its own norm")
+        .advises("Use clip_grad_norm_ instead of clip_grad_value_", source="torch.nn.utils.clip_grad_value_"),
+        mistake("each_tensor", "gradients with each tensor clipped by its own norm")
         .predicts("g_k min(1, c / ‖g_k‖)", _each_tensor)
         .advises("Clip all parameters in one call, by their global norm", source="program: test_optimizer_step"),
         mistake("cleared", "zero")
         .predicts("0", lambda inputs: torch.zeros_like(inputs.gradient))
         .advises("Call zero_grad() before the backward pass, not between it and the step")
         .cites("program: test_optimizer_step"),
-        mistake("norm", "gradients of another norm than the limit allows,")
+        mistake("norm", "gradients with a norm that differs from the limit,")
         .fits("g c / ‖g‖", "norm", _fit_norm)
         .advises("Compare the limit with the setting", source="program: test_optimizer_step"),
-        mistake("value", "gradients with each entry cut at")
+        mistake("value", "gradients with each entry clipped at")
         .fits("clip(g, ±c)", "c", _fit_value)
-        .advises("Use clip_grad_norm_ in place of clip_grad_value_", source="torch.nn.utils.clip_grad_value_"),
+        .advises("Use clip_grad_norm_ instead of clip_grad_value_", source="torch.nn.utils.clip_grad_value_"),
     ),
 )
 
@@ -107,7 +107,7 @@ def compare_clipping(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of the gradient that the optimizer reads, [d] float64, with the one after the backward pass."""
+    """Return the comparison of the gradient that the optimizer reads, [d] float64, with the gradient after the backward pass."""
     scale = gradient_scale(claimed, [gradient], numels)
     inputs = ClipInputs(gradient, numels, scale, max_norm)
     return distinguished(compare(CLIPPING, inputs, claimed / scale, precision=precision, tolerance=tolerance))
@@ -123,16 +123,16 @@ def check_clipping(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of gradients after clipping with those before.
+    """Return the comparison of gradients after clipping with the gradients before it.
 
     Args:
         before, after: gradients of the K parameters, a mapping by name or a sequence, in one order.
-        max_norm: limit of their global norm; None if they are not to be clipped.
+        max_norm: limit of their global norm; None if they must not be clipped.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: if shapes differ, or there are none.
+        ValueError: if shapes differ, or there are no gradients.
     """
     old, new = (as_floats(x.values() if isinstance(x, Mapping) else x) for x in (before, after))
     shapes = [[list(x.shape) for x in tensors] for tensors in (old, new)]

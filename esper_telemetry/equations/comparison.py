@@ -1,7 +1,7 @@
-"""Comparison of a trainer's numbers with a reference equation, and the search for the hypothesis that explains a difference.
+"""Compare a trainer's numbers with a reference equation, and search for the hypothesis that explains a difference.
 
-Everything is recomputed in float64 on the device of the numbers. An error is the largest difference over the largest magnitude of the
-numbers and of what they are computed from, so that advantages of 0.01 beside values of 1000 are not judged by their rounding.
+Everything is recomputed in float64 on the device of the numbers. An error is the largest difference divided by the largest magnitude among
+the numbers and their inputs. So rounding of values around 1000 does not fail a check of advantages around 0.01.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from esper_telemetry.core.reduction import Last, Max
 from esper_telemetry.equations.equation import Equation, EquationResult, Explanation, Hypothesis
 
 TINY_SCALE = 1e-30
-"""Smallest magnitude that an error is divided by: numbers that are all 0 equal each other."""
+"""Smallest magnitude that an error is divided by, so that numbers that are all 0 compare as equal."""
 
 
 MAX_EXPLAINED_SHARE = 0.2
-"""Largest error of an explanation next to that of the reference: an unknown mistake with a small effect is near to both."""
+"""Largest error of an explanation, relative to the reference's error: an unknown mistake with a small effect is close to both."""
 
 MAX_ERROR_RATIO = 30.0
-"""Largest error of an explanation next to the best one: of hypotheses that differ by more, the batch tells which it is."""
+"""Largest error of an explanation, relative to the best one: if two hypotheses differ by more, the batch separates them."""
 
 ROUNDING_ERROR = 2e-6
-"""Error up to which explanations count as equal, because single precision rounds so."""
+"""Error below which explanations count as equal, because single precision rounds at this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class EquationErrors(MetricGroup):
-    """Errors of an equation and of the hypotheses that explain it. Rank 0 reports: hypotheses may differ between ranks."""
+    """Errors of an equation and of the hypotheses that explain it. Only rank 0 reports, because hypotheses may differ between ranks."""
 
     replicated = True
 
@@ -73,7 +73,7 @@ class FittedParameters(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class EquationTolerances(MetricGroup):
-    """Tolerances that are not those of single precision."""
+    """Tolerances that differ from the tolerance for single precision."""
 
     replicated = True
 
@@ -88,7 +88,7 @@ class EquationTolerances(MetricGroup):
             cost="sampled",
         )
         .asks("Up to which error do the trainer's numbers count as equal to the equation?")
-        .absent("it is that of single precision")
+        .absent("the tolerance for single precision applies")
     )
 
 
@@ -106,7 +106,7 @@ class EquationCheck(EquationResult, Postponed):
 
     @property
     def details(self) -> str:
-        """The result, the equations and the advice, a line each."""
+        """The result, the equations and the advice, each on its own line."""
         lines = [self.text, f"reference: {self.equation.equation} ({self.equation.source})"]
         if not self.matches:
             cited = [(one.equation, f" ({one.citation})" if one.citation else "") for one in self.hypotheses]
@@ -119,7 +119,7 @@ class EquationCheck(EquationResult, Postponed):
 
     @property
     def kind(self) -> Hashable:
-        """The equation: all its checks of an update are joined."""
+        """The equation; all its checks in an update are joined."""
         return type(self), self.equation.name
 
     @classmethod
@@ -155,12 +155,12 @@ def _common(checks: Sequence[EquationCheck]) -> list[Hypothesis]:
 
 
 def explained(equation: Equation, name: str, *, error: float = 1.0, fitted: float | None = None) -> EquationCheck:
-    """Return the check of an equation that does not hold, by the name of the hypothesis that evidence of another kind shows."""
+    """Return a failed check of an equation, explained by a named hypothesis that other evidence shows."""
     return EquationCheck(equation, error, equation.tolerance_at(None), (Explanation(equation[name], 0.0, fitted),))
 
 
 def unchecked(equation: Equation, reason: str) -> EquationCheck:
-    """Return the check of an equation whose inputs are not there; `reason` continues "could not be checked: "."""
+    """Return the check of an equation whose inputs are missing; `reason` continues "could not be checked: "."""
     return EquationCheck(equation, None, equation.tolerance_at(None), reason=reason)
 
 
@@ -174,13 +174,13 @@ def compare(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Compare numbers with the reference equation; where they differ, with published variants, and then with mistakes.
+    """Compare numbers with the reference equation; if they differ, compare them with published variants, then with mistakes.
 
     Args:
-        equation: whose `compute`, and those of its hypotheses, take `inputs` and return values of the shape of `claimed`.
-        inputs: what they are computed from; a dataclass.
+        equation: its `compute`, and the `compute` of its hypotheses, take `inputs` and return values of the shape of `claimed`.
+        inputs: a dataclass of the numbers that the equation reads.
         claimed: the trainer's numbers, any shape.
-        magnitudes: tensors of the inputs whose size sets the rounding of the result.
+        magnitudes: input tensors whose magnitude determines the rounding of the result.
         valid: bool, of the shape of `claimed`; None if every entry counts.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
         tolerance: largest relative error; by precision if it is None.
@@ -203,7 +203,7 @@ def compare(
         return EquationCheck(equation, error, bound)
 
     def error_of_nearest(one: Hypothesis) -> float:
-        """The error of what the hypothesis computes, in the units that are nearest; infinite if it does not apply."""
+        """Error of the hypothesis, with its closest multiple; infinite if the hypothesis does not apply."""
         needed = getattr(inputs, one.needs) if one.needs else True
         missing = needed is None or not (isinstance(needed, Tensor) or needed)
         values = None if missing or one.compute is None else one.compute(inputs)
@@ -231,7 +231,7 @@ def compare(
 
 
 def distinguished(check: EquationCheck) -> EquationCheck:
-    """Return the check with the explanations that are nearest to the numbers, and much nearer than the reference; with none otherwise."""
+    """Return the check with the closest explanations, provided that they are much closer to the numbers than the reference is."""
     best = min([one.error for one in check.explanations], default=0.0)
     if check.error is None or best > MAX_EXPLAINED_SHARE * check.error:
         return replace(check, explanations=())
@@ -240,6 +240,6 @@ def distinguished(check: EquationCheck) -> EquationCheck:
 
 
 def _largest(values: Tensor, valid: Tensor | None) -> float:
-    """Return the largest magnitude of the entries that count; infinity where one is not finite, 0 if none counts."""
+    """Return the largest magnitude of the entries that count; infinity if one is not finite, 0 if none counts."""
     counted = values if valid is None else values[valid.expand_as(values)]
     return float(counted.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if counted.numel() else 0.0

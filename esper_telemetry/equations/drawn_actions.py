@@ -1,4 +1,4 @@
-"""Equation of the actions: each is drawn from the distribution that is stored beside it.
+"""Equation of the actions: each action is drawn from the distribution that is stored with it.
 
 Shapes: T steps, B environments, A choices, D action dimensions.
 """
@@ -23,10 +23,10 @@ from esper_telemetry.equations.log_probs import ActionColumns, named_columns
 from esper_telemetry.metrics.statistics import same_shape
 
 MAX_SQUASHED = 5.0
-"""Actions before a tanh beyond which float32 has lost them: a rollout with such actions cannot be checked."""
+"""Magnitude of pre-tanh actions that float32 cannot resolve: a rollout with such actions cannot be checked."""
 
 SMALLEST_STD = 1e-5
-"""Standard deviation, over the size of the actions, below which their rounding to float32 is part of their noise."""
+"""Standard deviation, relative to the size of the actions, below which rounding to float32 is part of the noise."""
 
 
 class CalibrationEquation(Equation):
@@ -42,8 +42,8 @@ class CalibrationEquation(Equation):
         """Return a difference in one clause."""
         size = f"by {Z_BOUND * error:.3g} standard errors in one rollout (chance explains {Z_BOUND:.3g})"
         if not explanations:
-            return f"{self.quantity} do not follow the distributions that are stored beside them, {size}, and no known mistake explains it"
-        return f"{self.quantity} are {' or '.join(explanations)}, not drawn from the distributions stored beside them: they differ {size}"
+            return f"{self.quantity} do not follow their stored distributions, {size}, and no known mistake explains it"
+        return f"{self.quantity} are {' or '.join(explanations)}, not drawn from their stored distributions: they differ {size}"
 
 
 ACTIONS = CalibrationEquation(
@@ -52,11 +52,11 @@ ACTIONS = CalibrationEquation(
     quantity="the actions",
     equation="a_t ~ π(· | s_t), independently of everything before, given s_t",
     source="policy gradient theorem (Sutton 1999); scores: Freedman 1975, theorem 1.6",
-    inputs="actions, and the distributions that were acted on",
+    inputs="actions, and the distributions that they were drawn from",
     compute=lambda inputs: calibration.largest(calibration.scores(inputs)),
     advice="Take the actions from the distribution whose parameters are stored, in the same step and environment.",
     hypotheses=(
-        mistake("deterministic", "always the likeliest ones")
+        mistake("deterministic", "always the most likely actions")
         .predicts("a_t = argmax π(· | s_t)", calibration.deterministic)
         .given(
             hides=(
@@ -72,9 +72,11 @@ ACTIONS = CalibrationEquation(
                 "independent",
             )
         )
-        .advises("Draw actions while training; take the likeliest one in evaluations only (`deterministic=False`).")
+        .advises(
+            "Sample actions while training (`deterministic=False`); take the most likely action in evaluations only."
+        )
         .cites("program: force-mean_action"),
-        mistake("permuted", "those of another environment")
+        mistake("permuted", "another environment's actions")
         .predicts("a_{t,b} ~ π(· | s_{t,σ(b)})", calibration.permuted)
         .given(
             hides=(
@@ -87,7 +89,7 @@ ACTIONS = CalibrationEquation(
             "reshapes of [T, B]."
         )
         .cites("program: test_action_calibration"),
-        mistake("step_before", "drawn from the distribution of the step before")
+        mistake("step_before", "drawn from the previous step's distribution")
         .predicts("a_t ~ π(· | s_{t-1})", partial(calibration.displaced, steps=-1))
         .given(
             hides=(
@@ -95,9 +97,9 @@ ACTIONS = CalibrationEquation(
                 "shuffled",
             )
         )
-        .advises("Store observation, distribution and action of one step in one row.")
+        .advises("Store the observation, distribution and action of a step in the same row.")
         .cites("program: test_action_calibration"),
-        mistake("step_after", "drawn from the distribution of the step after")
+        mistake("step_after", "drawn from the next step's distribution")
         .predicts("a_t ~ π(· | s_{t+1})", partial(calibration.displaced, steps=1))
         .given(
             hides=(
@@ -105,15 +107,15 @@ ACTIONS = CalibrationEquation(
                 "shuffled",
             )
         )
-        .advises("Store observation, distribution and action of one step in one row.")
+        .advises("Store the observation, distribution and action of a step in the same row.")
         .cites("program: test_action_calibration"),
-        mistake("repeated", "repeated from the step before")
+        mistake("repeated", "repeated from the previous step")
         .predicts("a_t = a_{t-1}, else a_t ~ π(· | s_t)", calibration.repeated)
         .advises(
-            "Ask the policy in every step; where actions are repeated on purpose, store one transition for all of them."
+            "Query the policy in every step; if actions are repeated on purpose, store one transition for all repetitions."
         )
         .cites("program: loop-sticky"),
-        mistake("cut_at_bounds", "cut at their bounds before they were stored")
+        mistake("cut_at_bounds", "clipped at their bounds before they were stored")
         .predicts("a_t = clip(u, low, high), u ~ π(· | s_t)", calibration.cut_at_bounds)
         .given(
             hides=(
@@ -121,7 +123,7 @@ ACTIONS = CalibrationEquation(
                 "shuffled",
             )
         )
-        .advises("Store the action as it was drawn, and cut only what the environment gets.")
+        .advises("Store the action as it was drawn, and clip only the copy that the environment receives.")
         .cites("program: force-clipped_before_log_prob"),
         variant("squashed", "the tanh of draws")
         .predicts("a_t = tanh u, u ~ π(· | s_t)", calibration.squashed)
@@ -134,18 +136,18 @@ ACTIONS = CalibrationEquation(
         .cites("1801.01290, appendix C"),
         mistake("same_noise", "drawn with the same noise in all environments")
         .predicts("a_{t,b} = F_b⁻¹(ε_t)", calibration.same_noise)
-        .advises("Draw noise for every environment; give processes seeds of their own.")
+        .advises("Draw separate noise for every environment; seed each process differently.")
         .cites("program: script-repeated_env"),
         variant("coloured_noise", "drawn with noise that is correlated in time")
         .predicts("ε_t = ρ ε_{t-1} + √(1 - ρ²) η_t", calibration.coloured_noise)
         .cites("2312.11091; 2005.05719"),
-        mistake("shuffled", "those of any environment of the same step")
+        mistake("shuffled", "the same step's actions in shuffled environments")
         .predicts("a_{t,b} ~ π(· | s_{t,σ_t(b)})", calibration.shuffled)
         .advises("Keep the order of environments from the policy's output to `env.step` and to the buffer.")
         .cites("program: loop-independent"),
         mistake("independent", "independent of the distributions")
         .predicts("a_t ~ q(·)", calibration.independent)
-        .advises("Step the environments with the actions of the policy, and store those.")
+        .advises("Step the environments with the policy's actions, and store the same actions.")
         .cites("program: force-independent"),
     ),
 )
@@ -153,7 +155,7 @@ ACTIONS = CalibrationEquation(
 
 @dataclass(frozen=True, slots=True)
 class ActionTotals(MetricGroup):
-    """Sums of tests that actions were drawn from their distributions, which add up over the rollouts of a run."""
+    """Sums of the tests that actions were drawn from their distributions. They can be added over the rollouts of a run."""
 
     test: tuple[str, ...] = label()
     excess: Sum = reports(
@@ -161,14 +163,14 @@ class ActionTotals(MetricGroup):
             "integrity/actions/{test}", 840, "excess of a test of the actions", unit="terms", cost="sampled"
         )
         .asks(
-            "By how much do the actions exceed what their distributions predict: in log-probability, in likeliest choices or squares, in "
-            "agreement with the step before, with the next environment?"
+            "By how much do the actions exceed the predictions of their distributions: in log-probability, in most likely choices "
+            "or squares, in agreement with the previous step, with the next environment?"
         )
         .bounds(
             healthy="within 7 roots of its variance, also summed over a run",
             source="a martingale, Freedman 1975, theorem 1.6",
         )
-        .absent("the distributions are not there, or the update was not sampled")
+        .absent("the distributions are missing, or the update was not sampled")
     )
 
 
@@ -187,7 +189,7 @@ class ActionVariances(MetricGroup):
             cost="sampled",
         )
         .asks("How much would the excess vary if the actions were drawn from their distributions?")
-        .absent("the distributions are not there, or the update was not sampled")
+        .absent("the distributions are missing, or the update was not sampled")
     )
 
 
@@ -204,12 +206,12 @@ def check_actions(
     bounds: ActionColumns | None = None,
     valid: ArrayLike | None = None,
 ) -> EquationCheck:
-    """Return the test that actions were drawn from the distributions stored beside them.
+    """Return the test that actions were drawn from their stored distributions.
 
-    Columns of several heads are mappings from their names.
+    If there are several heads, each column is a mapping from the head's name.
 
     Args:
-        actions: [T, B], choices; [T, B, D], real numbers as they were drawn, before a squash.
+        actions: choices [T, B], or real numbers [T, B, D] as they were drawn, before a squash.
         logits: per categorical head [T, B, A].
         means: per Gaussian head [T, B, D].
         log_std: per Gaussian head [T, B, D] or [D].
@@ -257,9 +259,9 @@ def judge_actions(inputs: ActionInputs) -> EquationCheck:
 
 @inference_mode
 def action_totals(inputs: ActionInputs) -> Iterator[MetricGroup]:
-    """Yield the sum of each test's terms over all heads, and the sum of their variances, in units of their largest size.
+    """Yield the sum of each test's terms over all heads, and the sum of their variances, in units of the largest magnitude.
 
-    Both add up over rollouts, and the first one stays a martingale.
+    Both can be added over rollouts, and the first sum remains a martingale.
     """
     parts = [
         calibration.categorical_terms(inputs.log_probs[h], inputs.actions[h], inputs.counted[h])
@@ -293,10 +295,12 @@ def action_inputs(
     counted: dict[str, Tensor] = {}
     for head, part in {**logits, **means}.items():
         if head not in chosen:
-            raise ValueError(f"there is a distribution but there are no actions of head {head!r}")
+            raise ValueError(f"head {head!r} has a distribution but no actions")
         own = chosen[head] if head in logits else chosen[head][..., 0]
         if own.dim() != 2:
-            raise ValueError(f"the actions of head {head!r} stand in [T, B], got shape {list(chosen[head].shape)}")
+            raise ValueError(
+                f"the actions of head {head!r} must have shape [T, B], got shape {list(chosen[head].shape)}"
+            )
         rows = [x for x in (as_mask(valid, own), relevance.get(head)) if x is not None]
         same_shape(actions=own, distributions=part[..., 0], **{f"rows_{place}": x for place, x in enumerate(rows)})
         counted[head] = torch.stack([torch.ones_like(own, dtype=torch.bool), *rows]).all(0)
@@ -304,7 +308,7 @@ def action_inputs(
         raise ValueError("actions are checked against logits, or means and log_std; got neither")
     missing = [head for head in means if head not in log_std]
     if missing:
-        raise ValueError(f"head {missing[0]!r} has means and no log_std")
+        raise ValueError(f"head {missing[0]!r} has means but no log_std")
     masked = {
         head: x.double().masked_fill(~masks[head], torch.finfo(torch.float32).min) if head in masks else x.double()
         for head, x in logits.items()

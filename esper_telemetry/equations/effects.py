@@ -1,8 +1,8 @@
-"""Whether and after which delay actions change what the environment shows, by the noise of exploration.
+"""Measure whether actions change the observations, and after which delay, from the exploration noise.
 
-The part of an action that the policy drew by chance depends on nothing before it. If the change of the observation some steps later goes
-with it, the action caused it. So a delay shows that lies beneath all wrappers, where no tap sees the action. Whether it is a mistake or
-the environment's own does not show: it is named and raises no alarm.
+The noise in an action does not depend on anything before it. If the change of the observation some steps later correlates with the noise,
+the action caused the change. This reveals even a delay inside the innermost environment, whose actions cannot be observed. The numbers
+do not show whether the delay is a mistake or part of the environment. So it is reported and does not raise an alarm.
 
 Shapes: T steps, B environments, D entries of the actions.
 """
@@ -22,27 +22,27 @@ from esper_telemetry.equations.comparison import EquationCheck, explained, unche
 from esper_telemetry.equations.transitions import EXECUTED
 
 MIN_DELAY = 3
-"""Steps from which on an effect is late: positions without velocities, and motors, respond one or two steps late by nature."""
+"""Delay in steps that counts as late. Positions without velocities, and motors, naturally respond one or two steps late."""
 
 MAX_DELAY = 16
-"""Steps up to which effects are looked for."""
+"""Largest delay in steps that is tested."""
 
 MIN_ROWS = 128
-"""Steps of one episode in a row, with an outcome, from which on effects of a delay are tested."""
+"""Fewest consecutive steps of one episode, with an outcome, for a test of a delay."""
 
 STRONG_Z, WEAK_Z = 7.0, 4.5
-"""Standard deviations from which on there is an effect, and up to which there is none."""
+"""Standard deviations above the first number are an effect; below the second number the effect is absent."""
 
 MAX_EARLIER_SHARE = 0.4
-"""Largest effect of fewer steps next to that of the delay: what a system does slowly by nature grows from step to step."""
+"""Largest effect at a shorter delay, relative to the effect at the delay: a system that is slow by nature responds gradually."""
 
 EARLY_STEPS = 4
-"""Steps in which `ActionEffect` looks for an effect: to look longer finds more by chance and, in usual tasks, nothing else."""
+"""Steps in which `ActionEffect` looks for an effect: more steps add chance correlations and, in usual tasks, nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionEffect(MetricGroup):
-    """Effect of actions on the observations of the next steps. Rank 0 reports that of its own rows."""
+    """Effect of actions on the observations of the next steps. Rank 0 reports the effect in its own rows."""
 
     replicated = True
 
@@ -50,18 +50,18 @@ class ActionEffect(MetricGroup):
         Metric.ratio("policy/action_effect", 176, "effect of actions on observations", cost="sampled")
         .asks(
             "Do observations change with the actions? The largest correlation between the part of an action that was drawn by chance and "
-            "the change of the observation within four steps, over the largest that chance alone gives: about 1 without an effect."
+            "the change of the observation within four steps, divided by the largest that chance alone gives: about 1 without an effect."
         )
-        .bounds(healthy="> 1.7", source="15 tasks of Gymnasium have 1.4 to 21, and 0.2 to 1.7 where no action arrives")
+        .bounds(healthy="> 1.7", source="15 tasks of Gymnasium have 1.4 to 21, and 0.2 to 1.7 if no action arrives")
         .absent(
-            "no transition was recorded, the distributions are not those acted on, or observations are no vectors of real numbers"
+            "no transition was recorded, the policy acted on other distributions, or observations are not vectors of real numbers"
         )
     )
 
 
 @inference_mode
 def action_effect(inputs: ActionInputs, change: Tensor, ended: Tensor) -> ActionEffect | None:
-    """Return the effect of the actions; None of too few steps. For the arguments see `judge_effects`."""
+    """Return the effect of the actions; None if there are too few steps. For the arguments see `judge_effects`."""
     sizes = [size for size, _ in zip(_sizes(inputs, change, ended), range(EARLY_STEPS), strict=False)]
     entries = sum(
         [*(mean.shape[-1] for mean in inputs.means.values()), *(one.shape[-1] for one in inputs.log_probs.values())]
@@ -73,12 +73,12 @@ def action_effect(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Action
 
 @inference_mode
 def judge_effects(inputs: ActionInputs, change: Tensor, ended: Tensor) -> EquationCheck:
-    """Return the test that no action takes effect several steps late, and none before.
+    """Return the test that actions do not take effect several steps late.
 
     Args:
         inputs: actions and the distributions that they were drawn from.
-        change: [T, B], of a number that the observations give, in each step.
-        ended: [T, B], bool: the step ended its episode, so that its change is not the action's.
+        change: [T, B], change in each step of a number computed from the observations.
+        ended: [T, B], bool: the step ended its episode, so the action did not cause the change.
     """
     earlier = 0.0
     for delay, size in enumerate(_sizes(inputs, change, ended)):
@@ -87,11 +87,11 @@ def judge_effects(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Equati
                 return EquationCheck(EXECUTED, 0.0, EXECUTED.tolerance_at(None))
             return explained(EXECUTED, "late_effect", fitted=float(delay))
         earlier = max(earlier, size)
-    return unchecked(EXECUTED, "no effect of the actions on the observations shows")
+    return unchecked(EXECUTED, "the effect of the actions on the observations is not visible")
 
 
 def _sizes(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Iterator[float]:
-    """Yield the effect after 0, 1, ... steps, in standard deviations of chance, as long as there are enough steps."""
+    """Yield the effect after 0, 1, ... steps, in standard deviations of chance, while there are enough steps."""
     noise = _noise(inputs).to(change.device)
     ended = ended.to(change.device)
     alive = ~ended
@@ -105,7 +105,7 @@ def _sizes(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Iterator[floa
 
 
 def _noise(inputs: ActionInputs) -> Tensor:
-    """Actions less their means, [T, B, D]; 0 in rows that do not count."""
+    """Actions minus their means, [T, B, D]; 0 in rows that do not count."""
     parts = [(inputs.actions[head] - mean) * inputs.counted[head].unsqueeze(-1) for head, mean in inputs.means.items()]
     for head, log_probs in inputs.log_probs.items():
         chosen = torch.nn.functional.one_hot(inputs.actions[head], log_probs.shape[-1])
@@ -114,7 +114,7 @@ def _noise(inputs: ActionInputs) -> Tensor:
 
 
 def _effect(noise: Tensor, change: Tensor, counted: Tensor) -> float | None:
-    """Return the largest correlation of any entry of the noise with the change, in standard deviations; None of too few rows."""
+    """Return the largest correlation of a noise entry with the change, in standard deviations; None if there are too few rows."""
     rows, outcome = noise[counted], change[counted].unsqueeze(-1)
     if len(rows) < MIN_ROWS:
         return None

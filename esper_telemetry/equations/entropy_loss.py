@@ -1,6 +1,6 @@
 """Equation of the entropy loss: the negative mean entropy of the joint action.
 
-Shapes: M minibatches of R rows in all, one minibatch after the other; A actions, D action dimensions.
+Shapes: M minibatches with R rows in total, concatenated; A actions, D action dimensions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GAUSSIAN_ENTROPY = 0.5 * math.log(2 * math.pi * math.e)
 """Entropy of a Gaussian of standard deviation 1, in nats."""
 
 ROUNDED_SHARE = 0.2
-"""Share of the size of a logit that an error is divided by, where the entropy is smaller: then rounding is a tenth of the tolerance."""
+"""Share of a logit's magnitude that replaces a smaller entropy as divisor of an error: rounding is then a tenth of the tolerance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class EntropyInputs:
     """Rows [R] that the entropy loss is computed from: float64, or one minibatch with its graph.
 
     Attributes:
-        entropies: of each head [R], in nats, whether it is relevant or not.
-        unmasked: the same without masks; None if there are none.
-        log_probs: per categorical head log-probabilities [R, A]; -inf where an action is masked.
+        entropies: of each head [R], in nats, including rows in which the head is irrelevant.
+        unmasked: entropies without masks; None if there are no masks.
+        log_probs: per categorical head log-probabilities [R, A]; -inf if an action is masked.
         log_std: per Gaussian head [R, D].
         relevance: per head that is not always relevant [R], bool.
         sampled: log-probabilities of the actions taken [R] under these distributions.
-        trained: the log-probabilities now [R] that the ratio is computed from, where a squash makes them others than `sampled`.
+        trained: the current log-probabilities [R] in the ratio, if a squash makes them different from `sampled`.
         weight: of the entropy loss in the total.
     """
 
@@ -78,7 +78,7 @@ class EntropyInputs:
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:
-    """Return -Σ p log p [R] of log-probabilities [R, A]; an impossible action adds nothing."""
+    """Return -Σ p log p [R] of log-probabilities [R, A]; an impossible action contributes 0."""
     return -(log_probs.exp() * log_probs.clamp(min=-1e30)).sum(-1)
 
 
@@ -101,7 +101,7 @@ def _over_relevant_rows(x: EntropyInputs) -> Tensor:
 
 
 def _of_std(change: Callable[[Tensor], Tensor]) -> Callable[[EntropyInputs], Tensor | None]:
-    """Return what `change` makes of the log standard deviations [R, D] of Gaussian heads; it does not apply where others are there."""
+    """Return the result of `change` for the log standard deviations [R, D] of Gaussian heads; None if there are other heads."""
     return lambda x: None if x.log_probs else -x.summed({head: change(std) for head, std in x.log_std.items()})
 
 
@@ -114,11 +114,11 @@ ENTROPY_LOSS = Equation(
     inputs="entropy losses, and logits or standard deviations of the minibatches",
     compute=entropy_loss,
     tolerance=LOSS_TOLERANCE,
-    advice="Compare the line of the entropy with the distribution's.",
+    advice="Compare the line that computes the entropy with the entropy of the distribution.",
     hypotheses=(
-        mistake("sign", "the entropy itself, without its minus sign: descent lowers it")
+        mistake("sign", "the entropy without its minus sign: gradient descent lowers it")
         .predicts("L = mean H", lambda x: -entropy_loss(x))
-        .advises("Subtract the entropy from the loss, so that the bonus rewards exploring.")
+        .advises("Subtract the entropy from the loss, so that the bonus rewards exploration.")
         .cites("program: script-entropy_sign"),
         mistake("sample", "the log-probability of the chosen action, whose gradient is noise")
         .predicts("L = mean log π(a)", lambda x: x.minibatches.mean(x.sampled))
@@ -130,43 +130,43 @@ ENTROPY_LOSS = Equation(
         .given(needs="sampled", gradient="entropy_of_sample_sign")
         .advises("Take the entropy of the distribution: the expected gradient of log π(a) is 0.")
         .cites("program: test_entropy_and_total"),
-        mistake("chosen_term", "the term p log p of the chosen action alone, without those of the other actions")
+        mistake("chosen_term", "the term p log p of the chosen action, without the other actions")
         .predicts("L = mean π(a) log π(a)", lambda x: x.minibatches.mean(x.sampled.exp() * x.sampled))
         .given(needs="sampled")
         .advises("Sum -p log p over all actions of each row.", source="program: test_script_styles"),
         variant(
             "squashed_sample",
-            "the log-probability of the chosen action after a squash, whose entropy has no closed form",
+            "the log-probability of the chosen action after a squash, because the entropy does not have a closed form",
         )
         .predicts("L = mean log π(a)", lambda x: x.minibatches.mean(x.trained))
         .given(needs="trained")
         .cites("Stable-Baselines3, PPO.train"),
-        mistake("sum", "the sum of the entropies over the rows in place of the mean")
+        mistake("sum", "the sum of the entropies over the rows instead of the mean")
         .predicts("L = -Σ H", lambda x: entropy_loss(x) * x.minibatches.counts)
         .advises("Take the mean, so that the bonus does not grow with the minibatch.")
         .cites("program: test_entropy_and_total"),
-        mistake("unmasked", "the negative entropy over all choices, masked ones included")
+        mistake("unmasked", "the negative entropy over all choices, including masked choices")
         .predicts("L = -mean H(π without its mask)", lambda x: -x.summed(x.unmasked))
         .given(needs="unmasked", gradient="entropy_unmasked")
         .advises("Take the entropy of the masked distribution.", source="2006.14171 (invalid action masking)"),
-        mistake("irrelevant_heads", "the negative entropy of all heads, irrelevant ones included")
+        mistake("irrelevant_heads", "the negative entropy of all heads, including irrelevant heads")
         .predicts("L = -mean Σ_{all heads} H", lambda x: entropy_loss(replace(x, relevance={})))
         .given(needs="relevance")
-        .advises("Count a head in the rows where its choice matters.", source="program: test_entropy_and_total"),
-        variant("relevant_rows", "the negative entropy of each head, as a mean over the rows where it is relevant")
+        .advises("Count a head only in rows in which its choice matters.", source="program: test_entropy_and_total"),
+        variant("relevant_rows", "each head's negative entropy, averaged over the rows where the head is relevant")
         .predicts("L = -Σ_heads mean_{relevant rows} H", _over_relevant_rows)
         .given(needs="relevance")
         .cites("program: test_entropy_and_total"),
-        variant("mean_of_heads", "the mean of the heads' negative entropies in place of their sum")
+        variant("mean_of_heads", "the mean of the heads' negative entropies instead of their sum")
         .predicts("L = -mean mean_heads H", lambda x: entropy_loss(x) / len(x.sizes()) if len(x.sizes()) > 1 else None)
         .cites("program: test_entropy_and_total"),
-        variant("mean_of_entries", "the mean over the actions or dimensions of each head in place of the sum")
+        variant("mean_of_entries", "the mean over the actions or dimensions of each head instead of the sum")
         .predicts("L = mean_{rows, actions} p log p", _mean_of_entries)
         .cites("https://github.com/openai/spinningup, ppo.py"),
         variant("bits", "the negative entropy in bits")
         .predicts("L = -mean H / log 2", lambda x: entropy_loss(x) / math.log(2))
         .cites("program: test_entropy_and_total"),
-        variant("normalized", "the negative entropy over its largest value")
+        variant("normalized", "the negative entropy divided by its largest value")
         .predicts(
             "L = -mean Σ_heads H / log A",
             lambda x: (
@@ -176,22 +176,22 @@ ENTROPY_LOSS = Equation(
             ),
         )
         .cites("program: test_entropy_and_total"),
-        mistake("std", "the negative standard deviation in place of the entropy")
+        mistake("std", "the negative standard deviation instead of the entropy")
         .predicts("L = -mean Σ σ", _of_std(lambda log_std: log_std.exp().sum(-1)))
         .given(needs="log_std")
         .advises("Take the entropy, which grows with log σ.", source="program: test_entropy_and_total"),
-        mistake("mean_std", "the negative mean of the standard deviations in place of the entropy")
+        mistake("mean_std", "the negative mean of the standard deviations instead of the entropy")
         .predicts("L = -mean σ", _of_std(lambda log_std: log_std.exp().mean(-1)))
         .given(needs="log_std")
         .advises("Take the entropy, which grows with log σ.", source="program: test_entropy_and_total"),
-        mistake("variance", "the entropy with the variance in place of the standard deviation")
+        mistake("variance", "the entropy with the variance instead of the standard deviation")
         .predicts(
             "L = -mean Σ (2 log σ + ½ log 2πe)", _of_std(lambda log_std: (2 * log_std + GAUSSIAN_ENTROPY).sum(-1))
         )
         .given(needs="log_std")
-        .advises("Pass the standard deviation to the distribution, and not its square.")
+        .advises("Pass the standard deviation to the distribution, not its square.")
         .cites("program: test_entropy_and_total"),
-        variant("log_std", "the negative log standard deviation, which is the entropy but for a constant")
+        variant("log_std", "the negative log standard deviation, which equals the entropy up to a constant")
         .predicts("L = -mean Σ log σ", _of_std(lambda log_std: log_std.sum(-1)))
         .given(needs="log_std")
         .cites("program: test_entropy_and_total"),
@@ -239,15 +239,15 @@ def check_entropy(
         masks: per categorical head of the shape of its logits, bool: allowed choices.
         relevance: per head that is not always relevant [N], or [M, N], or [R], bool.
         valid: of the same shape, bool; None if every row counts.
-        counts: rows of each minibatch, where the columns are [R].
+        counts: rows of each minibatch, if the columns are [R].
         chosen_log_probs: of the same shape: log-probabilities of the actions taken, under these distributions.
-        log_probs: of the same shape: those that the ratio is computed from, where a squash makes them others.
+        log_probs: of the same shape: the log-probabilities in the ratio, if a squash makes them different.
         weight: of the entropy loss in the total; None if it is not known.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
         tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: shapes do not fit, or there is no head.
+        ValueError: shapes do not fit, or there are no heads.
     """
     categorical, gaussian = by_head(logits), by_head(log_std)
     heads = {**categorical, **gaussian}
@@ -270,7 +270,7 @@ def check_entropy(
     masked = {}
     for head, mask in allowed.items():
         choices = mask.reshape(-1, mask.shape[-1])
-        choices = choices | ~choices.any(-1, keepdim=True)  # rows of padding allow nothing
+        choices = choices | ~choices.any(-1, keepdim=True)  # rows of padding do not allow any action
         masked[head] = flat(categorical[head]).masked_fill(~choices, -torch.inf).log_softmax(-1)
     spreads = {head: flat(column) for head, column in gaussian.items()}
     of_spreads = {head: (column + GAUSSIAN_ENTROPY).sum(-1) for head, column in spreads.items()}
@@ -285,7 +285,7 @@ def check_entropy(
         trained=rows.get("log_probs"),
         weight=weight,
     )
-    # where one action is certain, its log-probability is rounded at the size of its logit, and the entropy itself is almost 0
+    # if one action is certain, its log-probability is rounded like its logit, and the entropy is almost 0
     sizes = {head: 1 + (inputs.log_probs[head].exp() * flat(z).abs()).sum(-1) for head, z in categorical.items()}
     sizes |= {head: (column.abs() + 1).sum(-1) for head, column in inputs.log_std.items()}
     magnitudes = (inputs.summed({head: ROUNDED_SHARE * size for head, size in sizes.items()}),)

@@ -15,16 +15,16 @@ from esper_telemetry.core.catalogue import declaring_modules
 from esper_telemetry.core.facts import Facts
 
 EQUATION_KEY: Final = "integrity/equation/"
-"""Beginning of the keys of equations and of the hypotheses that explain a difference."""
+"""Prefix of the keys of equations and of the hypotheses that explain a difference."""
 
 FITTED_KEY: Final = "integrity/fitted/"
-"""Beginning of the keys of fitted parameters."""
+"""Prefix of the keys of fitted parameters."""
 
 TOLERANCE_KEY: Final = "integrity/equation_tolerance/"
-"""Beginning of the keys of tolerances that are not those of single precision."""
+"""Prefix of the keys of tolerances that differ from the tolerance for single precision."""
 
 MAX_EXPLANATIONS: Final = 3
-"""Hypotheses that a sentence names; the keys of a record have all."""
+"""Number of hypotheses that a sentence names; a record has the keys of all of them."""
 
 TOLERANCES: Final[Mapping[str, float]] = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
 """Largest relative error that rounding explains, by the precision of the trainer's arithmetic."""
@@ -32,26 +32,26 @@ TOLERANCES: Final[Mapping[str, float]] = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An equation that a known mistake, or a published variant, computes in place of the reference.
+    """An equation that a known mistake, or a published variant, computes instead of the reference.
 
     Attributes:
-        name: segment of a key, unique in its equation.
+        name: segment of a key, unique within its equation.
         says: noun phrase that continues "the advantages equal ": "GAE that ignores the ends of episodes".
         equation: as in a paper.
-        compute: (inputs of the check) -> the values that it predicts, or several candidates; None if it does not apply to these inputs.
-        fit: (inputs of the check, numbers of the run) -> (fitted parameter, predicted values), or None. It uses every second row, and the
-            comparison takes the others. Tried only if no hypothesis without a parameter explains the numbers.
-        parameter: the fitted one, such as "gamma".
-        variant: published and correct: it is named and raises no alarm.
-        source: paper, code or bug report; "program: NAME" for a program of ours that shows it.
+        compute: (inputs of the check) -> the predicted values, or several candidates; None if it does not apply to these inputs.
+        fit: (inputs of the check, numbers of the run) -> (fitted parameter, predicted values), or None. The fit uses every second row;
+            the comparison uses the other rows. Tried only if no hypothesis without a parameter explains the numbers.
+        parameter: name of the fitted parameter, such as "gamma".
+        variant: published and correct; a record names it, but it does not raise an alarm.
+        source: paper, code or bug report; "program: NAME" if one of our test programs shows it.
         advice: what to change.
-        normalized_fit: `fit` of advantages that are normalised over all rows.
-        exact: it is not tried in the other units of `Equation.multiples`.
-        needs: attribute of the inputs without which it does not apply: that is None, 0 or empty.
+        normalized_fit: `fit` for advantages that are normalised over all rows.
+        exact: the multiples of `Equation.multiples` are not tried.
+        needs: attribute of the inputs; the hypothesis does not apply if it is None, 0 or empty.
         gradient: name of the same mistake in the equation of the gradient.
         doubtful_without: what the program must show in addition, because the same numbers may have another reason.
         of: subject that a check asks for: a setting, the memory, or a part of the total loss that is included.
-        hides: names of hypotheses of its equation that explain the same numbers by chance.
+        hides: names of other hypotheses of the same equation that explain the same numbers by chance.
         unknown_row: the columns lack the number of one row.
     """
 
@@ -74,7 +74,7 @@ class Hypothesis:
     unknown_row: bool = False
 
     def predicts(self, equation: str, compute: Callable[[Any], Any] | None = None) -> Hypothesis:
-        """Return the hypothesis with its equation and the function that computes it, if one function does."""
+        """Return the hypothesis with its equation and, if there is one, the function that computes it."""
         return replace(self, equation=equation, compute=compute)
 
     def fits(
@@ -92,7 +92,7 @@ class Hypothesis:
         return replace(self, **facts)
 
     def advises(self, advice: str, *, source: str = "") -> Hypothesis:
-        """Return the hypothesis with what to change."""
+        """Return the hypothesis with advice on what to change."""
         return replace(self, advice=advice, source=source or self.source)
 
     def cites(self, source: str) -> Hypothesis:
@@ -101,7 +101,7 @@ class Hypothesis:
 
     @property
     def citation(self) -> str:
-        """The source; empty if it is a program of ours."""
+        """The source; empty if it is one of our test programs."""
         return "" if self.source.startswith("program: ") else self.source
 
     def phrase(self, fitted: float | None = None) -> str:
@@ -110,7 +110,7 @@ class Hypothesis:
 
 
 def mistake(name: str, says: str) -> Hypothesis:
-    """Return a hypothesis that is a mistake; its methods add the rest, each to a copy."""
+    """Return a hypothesis that is a mistake. Its methods return copies with more fields set."""
     return Hypothesis(name, says)
 
 
@@ -128,14 +128,14 @@ class Equation:
         quantity: plural noun phrase, "the advantages".
         equation: as in a paper.
         compute: (inputs of the check) -> values, float64.
-        hypotheses: the likeliest first.
+        hypotheses: most likely first.
         source: paper.
         inputs: what a trainer must show so that the equation can be checked, as a noun phrase.
-        tolerance: factor of `TOLERANCES`.
+        tolerance: factor applied to `TOLERANCES`.
         advice: what to look at if no hypothesis explains a difference.
-        multiples: (inputs) -> factors with which programs may compute what a hypothesis predicts.
-        over_run: compared over all updates so far, so that the last comparison knows most.
-        rank: place among causes. If several equations differ, the one with the smallest rank is named first.
+        multiples: (inputs) -> factors that programs may apply to the prediction of a hypothesis.
+        over_run: compared over all updates so far, so that the last comparison has the most data.
+        rank: order among causes. If several equations differ, the smallest rank is named first.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Equation:
         return next(one for one in self.hypotheses if one.name == name)
 
     def tolerance_at(self, precision: str | None) -> float:
-        """Return the largest relative error that rounding explains; that of single precision where the precision is unknown."""
+        """Return the largest relative error that rounding explains; assume single precision if the precision is unknown."""
         return self.tolerance * TOLERANCES.get(precision or "fp32", TOLERANCES["fp32"])
 
     def label(self, hypothesis: Hypothesis | None = None) -> str:
@@ -164,14 +164,14 @@ class Equation:
         return self.name if hypothesis is None else f"{self.name}_{hypothesis.name}"
 
     def sentence(self, error: float, explanations: Sequence[str] = ()) -> str:
-        """Return a difference in one clause; `explanations` are noun phrases of the hypotheses that give the numbers."""
+        """Return a difference in one clause; `explanations` are noun phrases for the hypotheses that reproduce the numbers."""
         size = f"by {100 * error:.3g} % of the largest number"
         if not explanations:
             return f"{self.quantity} differ from their reference equation {size}, and no known mistake explains it"
         return f"{self.quantity} equal {alternatives(explanations)}, and differ from their reference equation {size}"
 
     def explanations(self, values: Mapping[str, float]) -> tuple[Hypothesis, ...]:
-        """Return the hypotheses that explained the numbers of a record, by its values."""
+        """Return the hypotheses that explained the numbers of a record, given its values."""
         return tuple([one for one, key in _keys_of(self).explanations if key in values])
 
 
@@ -183,13 +183,13 @@ def equations() -> dict[str, Equation]:
 
 
 def alternatives(phrases: Sequence[str]) -> str:
-    """Return phrases joined by "or"; the first ones and the number of the others where there are many."""
+    """Return phrases joined by "or"; if there are many, the first ones and a count of the rest."""
     named, others = phrases[:MAX_EXPLANATIONS], len(phrases) - MAX_EXPLANATIONS
     return " or ".join([*named, f"{others} other{'s' * (others > 1)}"] if others > 0 else named)
 
 
 class Explanation(NamedTuple):
-    """A hypothesis that gives the trainer's numbers, with its relative error and its fitted parameter."""
+    """A hypothesis that reproduces the trainer's numbers, with its relative error and its fitted parameter."""
 
     hypothesis: Hypothesis
     error: float = math.nan
@@ -208,8 +208,8 @@ class EquationResult:
     Attributes:
         equation: the reference.
         error: relative; None if the equation could not be checked.
-        tolerance: largest error that counts as rounding.
-        explanations: hypotheses that give the numbers, if the reference does not.
+        tolerance: largest error that rounding explains.
+        explanations: hypotheses that reproduce the numbers, if the reference does not.
         reason: why the equation could not be checked, as a clause.
     """
 
@@ -236,7 +236,7 @@ class EquationResult:
 
     @property
     def explained(self) -> bool:
-        """True if the numbers equal the reference, or a hypothesis gives them."""
+        """True if the numbers equal the reference, or a hypothesis reproduces them."""
         return self.matches or bool(self.explanations)
 
     @property
@@ -251,7 +251,7 @@ class EquationResult:
 
     @property
     def advice(self) -> str:
-        """Advice of the first hypothesis that gives any."""
+        """Advice of the first hypothesis that has any."""
         return next((one.advice for one in self.hypotheses if one.advice), self.equation.advice)
 
 
@@ -266,7 +266,7 @@ class EquationKeys(NamedTuple):
 
 @cache
 def _keys_of(equation: Equation) -> EquationKeys:
-    """Return the keys of an equation: to spell them for each record took half of the time of a report."""
+    """Return the keys of an equation. Cached, because building them for each record took half of the time of a report."""
     return EquationKeys(
         EQUATION_KEY + equation.name,
         TOLERANCE_KEY + equation.name,
@@ -276,12 +276,12 @@ def _keys_of(equation: Equation) -> EquationKeys:
 
 
 def equation_results(values: Mapping[str, float], facts: Facts, factor: float = 1.0) -> list[EquationResult]:
-    """Return the equations that a record has, causes before effects.
+    """Return the results of the equations that a record has, causes before effects.
 
     Args:
         values: of the record.
         facts: of the run.
-        factor: of the tolerances.
+        factor: applied to the tolerances.
     """
     results = []
     for equation in equations().values():

@@ -11,10 +11,10 @@ from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.metrics.statistics import discounted_sums
 
 NEAR = 1e-3
-"""Largest difference from the claimed advantages, next to the largest of them, of a candidate that is taken for them."""
+"""Largest difference of an accepted candidate from the claimed advantages, relative to the largest claimed advantage."""
 
 STD_EPS = 1e-8
-"""Added to a standard deviation that is divided by, as in Stable-Baselines3 and CleanRL."""
+"""Added to the standard deviation before dividing by it, as in Stable-Baselines3 and CleanRL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class GaeInputs:
     """Columns of a rollout, [T, B] float64 or bool, and the settings of the estimate.
 
     Attributes:
-        rewards: as they are learned from, without the value of a time limit's last state.
+        rewards: used for learning, without the value of a time limit's last state.
         values, next_values: of the states before and after each step; `next_values` is 0 after termination.
-        ended, terminated: the step ended its episode; it did so by termination.
-        following: values of the states in the next row: where an episode ended, of the first state of the next one. Where the last
-            step ended its episode and nothing says what followed, the value with which the claimed advantage would go on.
+        ended, terminated: the step ended its episode; the episode ended by termination.
+        following: values of the states in the next row. After the end of an episode this is the next episode's first state. If the last
+            step ended its episode and the next state is unknown, the value that continues the claimed advantage.
         claimed: the trainer's advantages.
         valid: rows that count; None if all do.
         raw_rewards: before scaling; None if they are `rewards`.
-        previous: the rollout before, or its first environment; None if it is not there.
-        rollouts: rollouts that stand side by side, the environments of one after those of the other.
-        last_known: the last row of `following` is the trainer's.
+        previous: the previous rollout, or its first environment; None if it is missing.
+        rollouts: number of rollouts that are concatenated along the environments.
+        last_known: the last row of `following` comes from the trainer.
     """
 
     rewards: Tensor
@@ -57,12 +57,12 @@ class GaeInputs:
 
     @property
     def bootstrapped_rewards(self) -> Tensor:
-        """Rewards with the value of a time limit's last state in them, as Stable-Baselines3 stores them."""
+        """Rewards that include the value of a time limit's last state, as Stable-Baselines3 stores them."""
         return self.rewards + self.gamma * self.next_values * self.truncated
 
 
 def following_values(inputs: GaeInputs, last_values: Tensor | None) -> GaeInputs:
-    """Return the inputs with `following` from the values of the next rows and those after the last step, [B], where they are known."""
+    """Return the inputs with `following` from the values of the next rows and, if known, the values after the last step, [B]."""
     last = inputs.next_values[-1]
     if last_values is not None:
         last = last_values
@@ -82,11 +82,11 @@ def gae(
     gamma: float | None = None,
     decay: float | None = None,
 ) -> Tensor:
-    """Return generalised advantages [T, B] (1506.02438, eq. 16), with other columns where they are given; 0 in rows that do not count.
+    """Return generalised advantages [T, B] (1506.02438, eq. 16); arguments replace the columns of the inputs. 0 in rows that do not count.
 
     Args:
-        cut: steps at which the trace ends; those that ended an episode if it is None.
-        gamma: discount of the next value; the trace keeps its own.
+        cut: steps at which the trace ends; the ends of episodes if it is None.
+        gamma: discount of the next value; the trace keeps its own discount.
         decay: of the trace at each step; gamma times lambda if it is None.
     """
     rewards = inputs.rewards if rewards is None else rewards
@@ -100,7 +100,7 @@ def gae(
 
 
 def closest(inputs: GaeInputs, *candidates: Tensor) -> Tensor:
-    """Return in each environment the candidate, [T, B], that is nearest to the trainer's advantages."""
+    """Return, for each environment, the candidate that is closest to the trainer's advantages, [T, B]."""
     stacked = torch.stack(candidates)
     difference = (stacked - inputs.claimed).abs().nan_to_num(torch.inf)
     if inputs.valid is not None:
@@ -110,9 +110,9 @@ def closest(inputs: GaeInputs, *candidates: Tensor) -> Tensor:
 
 
 def closest_whole(inputs: GaeInputs, *candidates: Tensor) -> Tensor:
-    """Return the candidate, [T, B], that is nearest to the trainer's advantages in all environments.
+    """Return the candidate, [T, B], that is closest to the trainer's advantages in all environments.
 
-    Where none is near, that is the one of which a multiple and an offset are: the advantages may be normalised.
+    If none is close, the fit may scale and shift the candidates, because the advantages may be normalised.
     """
     valid = None if inputs.valid is None else inputs.valid.reshape(-1, 1)
     flat = replace(inputs, claimed=inputs.claimed.reshape(-1, 1), valid=valid)
@@ -126,12 +126,12 @@ def closest_whole(inputs: GaeInputs, *candidates: Tensor) -> Tensor:
 
 
 def at(mask: Tensor, values: Tensor | float, otherwise: Tensor) -> Tensor:
-    """Return `values` where the mask is set, else the other ones."""
+    """Return `values` where the mask is set, and the other values elsewhere."""
     return torch.where(mask, values, otherwise)
 
 
 def in_each_rollout(estimate: Callable[[GaeInputs], Tensor | None]) -> Callable[[GaeInputs], Tensor | None]:
-    """Return the estimate of each rollout by itself, for one that mixes environments; None if it applies to no rollout."""
+    """Apply an estimate that mixes environments to each rollout separately; None if it does not apply to any rollout."""
 
     @wraps(estimate)
     def compute(inputs: GaeInputs) -> Tensor | None:
@@ -151,7 +151,7 @@ def in_each_rollout(estimate: Callable[[GaeInputs], Tensor | None]) -> Callable[
 
 
 def rows_that_count(column: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the entries [R] of a column in the rows that count; all of them where `valid` is None."""
+    """Return the entries [R] of a column in the rows that count; all entries if `valid` is None."""
     return column.flatten() if valid is None else column[valid]
 
 
@@ -164,7 +164,7 @@ def is_standard(advantages: Tensor, valid: Tensor | None, *, error: float = 1e-2
 
 
 def standard(values: Tensor, counted: Tensor, correction: int) -> Tensor:
-    """Return the values less the mean of those that count, over their standard deviation; the values where too few count."""
+    """Return the values normalised by the mean and standard deviation of the rows that count; unchanged if too few rows count."""
     if counted.numel() <= correction:
         return values
     std, mean = torch.std_mean(counted, correction=correction)

@@ -30,10 +30,10 @@ from esper_telemetry.equations.gae import (
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
 TINY_DEVIATION = 1e-12
-"""Smallest standard deviation to divide by."""
+"""Lower bound of the standard deviation before dividing by it."""
 
 MAX_SCALE_PASSES = 60
-"""Passes up to which the scale of normalised advantages and such a row are found together; each is several times nearer."""
+"""Largest number of iterations that solve for the scale of normalised advantages and an unknown row; each is several times closer."""
 
 DETAILS = "Huang et al. 2022, The 37 implementation details of PPO"
 
@@ -73,29 +73,29 @@ def check_gae(
     """Return the comparison of advantages, before normalisation, with GAE.
 
     Args:
-        rewards, values, advantages: [T, B]; [T] for one environment, like all other columns. Rewards are those that are learned from,
-            without the value of a time limit's last state.
+        rewards, values, advantages: [T, B]; [T] for one environment, like all other columns. Rewards are used for learning and do not
+                include the value of a time limit's last state.
         gamma, gae_lambda: settings of the estimate.
         ended: bool: the step taken at t ended its episode; `terminated` or `truncated` if it is None.
-        terminated: bool: it ended by termination; if it is None, all ends but those `truncated`. Where both are None, ends whose
-            `next_values` are not 0 may be time limits.
-        truncated: bool: it ended by a time limit.
-        next_values: the critic's estimate of the state that follows t, whatever it is after termination.
-        last_values: [B], its estimates of the states after the last step. In place of `next_values`, values after time limits are
-            unknown: rows from the start of an episode to its time limit are left out. Beside them, they tell what was done where
-            the last step ended an episode.
+        terminated: bool: the episode ended by termination; if it is None, all ends that are not `truncated`. If both are None, ends with
+            nonzero `next_values` may be time limits.
+        truncated: bool: the episode ended by a time limit.
+        next_values: the critic's estimate of the state that follows t; ignored after termination.
+        last_values: [B], the critic's estimates of the states after the last step. Without `next_values`, values after time limits are
+            unknown, and rows from the start of an episode to its time limit are left out. With `next_values`, they show how the trainer
+            handled a last step that ended an episode.
         raw_rewards: before scaling; None if they are `rewards`.
-        valid: bool; None if every entry is.
+        valid: bool; None if every entry counts.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
         tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: if shapes disagree, no flag says where episodes end, neither `next_values` nor `last_values` is given,
-            or a setting lies outside 0 to 1.
+        ValueError: if shapes disagree, flags of the ends are missing, neither `next_values` nor `last_values` is given,
+                or a setting is outside 0 to 1.
     """
     for name, setting in (("gamma", gamma), ("gae_lambda", gae_lambda)):
         if not 0 <= as_number(setting, name) <= 1:
-            raise ValueError(f"{name} must lie between 0 and 1, got {setting!r}")
+            raise ValueError(f"{name} must be between 0 and 1, got {setting!r}")
     if next_values is None and last_values is None:
         raise ValueError("give next_values [T, B] or last_values [B]: the values of the states that follow")
     claimed = _grid("advantages", as_tensor(advantages).detach())
@@ -125,7 +125,9 @@ def check_gae(
     if following is None:
         ahead = torch.cat([estimates[1:], last[None] if last is not None else estimates[:0]])
         following = torch.where(ends, 0.0, ahead)
-        cut = (ends & ~terminations).double()  # what follows is not known in all of an episode that ends in such a step
+        cut = (
+            ends & ~terminations
+        ).double()  # the next value is unknown throughout an episode that ends in such a step
         known = discounted_sums(cut, (~ends).double()) <= 0
     inputs = GaeInputs(
         rewards=paid,
@@ -143,16 +145,16 @@ def check_gae(
     check = compare_advantages(following_values(inputs, last), known=known, precision=precision, tolerance=tolerance)
     if check.matches or next_values is None or "terminated" in flags or "truncated" in flags:
         return check
-    # `ended` alone does not say which ends are time limits: those whose next value is not 0 may be
+    # `ended` does not show which ends are time limits: an end with a nonzero next value may be one
     inputs = replace(inputs, next_values=following, terminated=ends & (following == 0))
     other = compare_advantages(following_values(inputs, last), precision=precision, tolerance=tolerance)
     return _likelier(check, other, of_next_episode=bool((following[:-1] == estimates[1:])[ends[:-1]].all()))
 
 
 def _likelier(terminations: EquationCheck, limits: EquationCheck, *, of_next_episode: bool) -> EquationCheck:
-    """Return one of two checks, in which all ends are terminations, or some are time limits; the first one does not match.
+    """Return one of two checks: all ends are terminations, or some are time limits; the first check does not match.
 
-    `of_next_episode`: the values after the ends are those of the next episode, not of a last state.
+    `of_next_episode`: the values after the ends belong to the next episode, not to a last state.
     """
     known = limits.matches or bool(limits.explanations)
     return terminations if not known or (terminations.explanations and of_next_episode) else limits
@@ -164,7 +166,7 @@ def compare_advantages(
     """Return the comparison of the claimed advantages with GAE in the rows that count.
 
     Args:
-        known: [T, B], bool: rows whose advantage the columns determine; None if they do everywhere.
+        known: [T, B], bool: rows whose advantage the columns determine; None if all rows are known.
     """
     counted = inputs.valid if known is None else known if inputs.valid is None else inputs.valid & known
     if counted is not None and not bool(counted.any()):
@@ -198,17 +200,17 @@ def compare_advantages(
 def _normalized(
     compute: Callable[[GaeInputs], Tensor | None], *, has_unknown_rewards: bool
 ) -> Callable[[GaeInputs], Tensor | None]:
-    """Normalise what a hypothesis computes over all rows that count, by the biased or the unbiased standard deviation."""
+    """Normalise the prediction of a hypothesis over all rows that count, by the biased or the unbiased standard deviation."""
 
     def normalized(inputs: GaeInputs) -> Tensor | None:
-        # hypotheses with several candidates take the one nearest to the claimed numbers, so these are put near to what they were
+        # hypotheses choose the candidate closest to the claimed numbers, so the claimed numbers are put on the original scale
         claimed = rows_that_count(inputs.claimed, inputs.valid)
         std, mean = torch.std_mean(rows_that_count(gae(inputs), inputs.valid), correction=0)
         values = compute(replace(inputs, claimed=inputs.claimed * std + mean))
         for _ in range(MAX_SCALE_PASSES if has_unknown_rewards else 0):
             if values is None:
                 break
-            # a row whose reward is unknown is taken from the claimed numbers, so that it depends on their scale, and the scale on it
+            # a row with an unknown reward copies the claimed number, so it depends on the scale, and the scale depends on it
             rows, before = rows_that_count(values, inputs.valid), std
             std = ((claimed * rows).mean() - claimed.mean() * rows.mean()) / claimed.var(correction=0)
             mean = rows.mean() - std * claimed.mean()
@@ -222,9 +224,9 @@ def _normalized(
 
 @cache
 def _of_normalized() -> Equation:
-    """The equation of advantages that a program normalises over the whole batch without keeping others, with the same hypotheses.
+    """The equation of advantages that a program normalises over the whole batch without keeping the originals.
 
-    A function, because each constant of these modules that is an equation is listed as one of its own.
+    A function, because every module constant that is an equation is listed as a separate equation.
     """
     hypotheses = [
         replace(one, compute=_normalized(one.compute, has_unknown_rewards=one.unknown_row))
@@ -236,14 +238,14 @@ def _of_normalized() -> Equation:
 
 
 def _grid(name: str, column: Tensor) -> Tensor:
-    """The column as [T, B]."""
+    """Return the column as [T, B]."""
     if column.dim() not in (1, 2):
         raise ValueError(f"{name} must have shape [T, B], or [T] for one environment, got {list(column.shape)}")
     return column.unsqueeze(1) if column.dim() == 1 else column
 
 
 def _ends(flags: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Steps that ended an episode, and those that did so by termination."""
+    """Steps that ended an episode, and steps that ended it by termination."""
     ended, terminated, truncated = (flags.get(name) for name in ("ended", "terminated", "truncated"))
     given = [part for part in (terminated, truncated) if part is not None]
     if ended is None:

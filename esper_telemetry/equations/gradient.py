@@ -1,10 +1,10 @@
-"""Equation of the gradient: that of the PPO loss at the same minibatch and the same weights, and the mistakes that are recognised in it.
+"""Equation of the gradient: the PPO loss's gradient at the same minibatch and weights, and the mistakes that it reveals.
 
-The losses of mistakes are those of `policy_loss`, `value_loss` and `entropy_loss`, with the graph of a minibatch. Entries of each
-parameter are divided by the largest one that its parameter has in the trainer's gradient or in the terms of the loss, so that a critic
-whose gradient is a thousand times the actor's hides nothing of the actor's.
+The mistakes' losses come from `policy_loss`, `value_loss` and `entropy_loss`, with the graph of a minibatch. Each parameter's entries are
+divided by the largest entry that the parameter has in the trainer's gradient or in the terms of the loss. So a critic with a gradient a
+thousand times larger does not hide the actor's gradient.
 
-Shapes: N rows of the minibatch, d entries of K parameters, one after the other.
+Shapes: N rows of the minibatch, d entries of K parameters, concatenated.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from esper_telemetry.equations.policy_loss import KL_ESTIMATES, POLICY_LOSS, Pol
 from esper_telemetry.equations.value_loss import VALUE_LOSS, ValueLossInputs, clipped_at, value_loss
 
 ROUNDED_SHARE: Final = 1e-5
-"""Share of the largest gradient at a value that is rounding."""
+"""Share of the largest gradient with respect to a value that counts as rounding."""
 
 MOVED_WEIGHTS: Final = 0.1
-"""Size of the noise that is added to weights to see what depends on them."""
+"""Magnitude of the noise that is added to weights to find out what depends on them."""
 
 VALUE_FACTORS: Final = (1.0, 0.5, 2.0)
 """Factors of a value loss in programs that place the ½ elsewhere."""
 
 NEGLIGIBLE_SHARE: Final = 1e-3
-"""Size of a parameter's gradient, next to the largest one of the same loss, that may be rounding: that of a bias before a
-normalising layer is 0 but for rounding."""
+"""Magnitude of a parameter's gradient, relative to the largest gradient of the same loss, that may be rounding. Example: a bias before a
+normalising layer has a gradient of 0, except for rounding."""
 
 
 class LossTerm(NamedTuple):
@@ -47,8 +47,8 @@ class LossTerm(NamedTuple):
         words: its name in sentences.
         weight: symbol of its coefficient.
         inputs: (rows of a minibatch) -> inputs of its equation.
-        loss: (inputs) -> the loss, 0-d; the value loss has the factor ½, the entropy a minus.
-        equation: whose hypotheses are other losses.
+        loss: (inputs) -> the loss, 0-d; the value loss has the factor ½, the entropy has a minus sign.
+        equation: its hypotheses are other losses.
     """
 
     words: str
@@ -67,28 +67,33 @@ TERMS: Final = {
     "value": LossTerm("value loss", "c_v ", ValueLossInputs.of, value_loss, VALUE_LOSS),
     "entropy": LossTerm("entropy bonus", "c_e ", EntropyInputs.of, entropy_loss, ENTROPY_LOSS),
 }
-"""Terms of the loss by name, in the order in which they are added."""
+"""Terms of the loss by name, in the order of addition."""
 
 OTHER_POLICY_LOSSES = (
-    mistake("advantages_normalized", "a policy loss whose advantages are normalised though the setting is off")
+    mistake("advantages_normalized", "a policy loss with normalised advantages although the setting is off")
     .predicts(
-        "L_policy of (A - mean A) / std A in place of A",
+        "L_policy of (A - mean A) / std A instead of A",
         lambda x: x.of_advantages(x.minibatches.normalized(x.advantages)) if x.raw is None else None,
     )
-    .advises("Leave the advantages as they are, or switch the setting on")
+    .advises("Do not normalise the advantages, or switch the setting on")
     .cites("stable-baselines3, normalize_advantage"),
-    mistake("advantages_centred", "a policy loss whose advantages are centred but not divided by their deviation")
+    mistake(
+        "advantages_centred", "a policy loss with advantages minus their mean, not divided by their standard deviation"
+    )
     .predicts("L_policy of A - mean A", lambda x: x.of_advantages(x.raw - x.raw.mean()))
     .given(needs="raw")
     .advises("Divide by the standard deviation", source="program: sb3_own_loops"),
-    mistake("advantages_std_alone", "a policy loss whose advantages are divided by their deviation but not centred")
+    mistake(
+        "advantages_std_alone",
+        "a policy loss with advantages divided by their standard deviation, without subtracting the mean",
+    )
     .predicts("L_policy of A / std A", lambda x: x.of_advantages(x.raw / (x.raw.std() + STD_EPS)))
     .given(needs="raw")
     .advises("Subtract the mean before you divide", source="program: subclass-norm_no_mean"),
-    mistake("returns_for_advantages", "a policy loss with returns in place of advantages")
+    mistake("returns_for_advantages", "a policy loss with returns instead of advantages")
     .predicts("L_policy of R", lambda x: x.of_advantages(x.returns))
     .advises("Subtract the values from the returns", source="program: sb3_own_loops"),
-    mistake("advantages_attached", "a policy loss that reaches the values through the advantages")
+    mistake("advantages_attached", "a policy loss whose gradient reaches the critic through the advantages")
     .predicts(
         "L_policy of A = R - V, with ∇V",
         lambda x: x.of_advantages(
@@ -97,13 +102,13 @@ OTHER_POLICY_LOSSES = (
     )
     .advises("Detach the advantages, or compute them without gradients", source="program: sb3_own_loops"),
 )
-"""Mistakes that only the gradient of the policy loss is compared with."""
+"""Mistakes in the policy loss that are compared only in its gradient."""
 
 OTHER_VALUE_LOSSES = (
-    mistake("value_unclipped", "a value loss that is not clipped though the setting is on")
+    mistake("value_unclipped", "a value loss without clipping although the setting is on")
     .predicts("L_value = ½ mean (V - R)²", lambda x: clipped_at(x, None))
     .given(needs="clip")
-    .advises("Clip the values to the old ones ± clip_range_vf, or switch the setting off")
+    .advises("Clip the values to the old values ± clip_range_vf, or switch the setting off")
     .cites("2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better"),
     variant("value_clip_maximum", "a clipped value loss with the maximum")
     .predicts("L_value = ½ mean max((V - R)², (V_clip - R)²)", lambda x: clipped_at(x, x.clip))
@@ -114,11 +119,11 @@ OTHER_VALUE_LOSSES = (
     .given(needs="clip")
     .cites("stable-baselines3, clip_range_vf"),
 )
-"""The same of the value loss, where the settings say how values are clipped."""
+"""Mistakes in the value loss that are compared only in its gradient, if the settings say how values are clipped."""
 
 
 class OtherLoss(NamedTuple):
-    """A loss in place of a term, by the mistake that computes it."""
+    """A mistaken loss that replaces a term."""
 
     term: str
     hypothesis: Hypothesis
@@ -144,7 +149,7 @@ OTHER_LOSSES: Final = dict(_other_losses())
 
 
 def padded(term: str, rows: LossRows) -> Tensor | None:
-    """Return the mean of a term over the rows that count and the padding, 0-d."""
+    """Return the mean of a term over all rows, including padding, 0-d."""
     if rows.padding is None:
         return None
     parts = [(len(part.values), TERMS[term].of(part)) for part in (rows, rows.padding)]
@@ -160,20 +165,20 @@ LOSSES: Final[Mapping[str, Callable[[LossRows], Tensor | None]]] = {
         for name, estimate in KL_ESTIMATES.items()
     },
 }
-"""Losses by name: terms, others in place of a term, and penalties, which are added to the loss."""
+"""Losses by name: terms, replacements of terms, and penalties, which are added to the loss."""
 
 
 def flat64(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the tensors one after the other, [d] float64."""
+    """Return the concatenated tensors, [d] float64."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).double()
 
 
 class LossGradients:
-    """Gradients of the terms of a loss and of alternatives to them, each computed when it is first asked for.
+    """Gradients of the terms of a loss and of alternatives to them, each computed on first use.
 
     Args:
-        rows: forward pass through a copy of the policy, as a context in which its graph is valid.
-        parameters: K tensors of the copy, which `detached` moves.
+        rows: forward pass through a copy of the policy, as a context manager that keeps its graph valid.
+        parameters: K tensors of the copy, which `detached` perturbs.
     """
 
     def __init__(self, rows: Callable[[], AbstractContextManager[LossRows]], parameters: Sequence[Tensor]) -> None:
@@ -181,9 +186,9 @@ class LossGradients:
         self._cache: dict[str, Tensor | None] = {}
 
     def __call__(self, name: str) -> Tensor | None:
-        """Return the gradient [d], float64; None if this minibatch has no such loss.
+        """Return the gradient [d], float64; None if this minibatch does not have the loss.
 
-        The first call takes a forward pass for all losses, and each loss a backward pass.
+        The first call runs one forward pass for all losses; each loss runs its own backward pass.
         """
         if not self._cache:
             with torch.enable_grad(), self._rows() as rows:
@@ -199,9 +204,9 @@ class LossGradients:
         return gradient, len(rows.log_ratio)
 
     def detached(self) -> list[bool]:
-        """Return for each of the K parameters True if either the actor or the critic depends on it, and no gradient reaches it.
+        """Return for each of the K parameters True if the actor or the critic, but not both, depends on it and it has no gradient.
 
-        Parameters without a gradient that serve both are an encoder that is frozen on purpose.
+        Parameters without a gradient that both depend on belong to an encoder that is frozen on purpose.
         """
         with torch.enable_grad(), self._rows() as rows:
             outputs = [rows.values.sum(), rows.log_probs.sum(), rows.entropy.sum()]
@@ -213,9 +218,9 @@ class LossGradients:
         return silent if actor != critic else [False] * len(silent)
 
     def of_errors(self, at_values: Tensor) -> Tensor | None:
-        """Return the gradient [d] of a value loss from that at the values [N]; None unless this is an increasing function of V - R.
+        """Return the gradient [d] of a value loss from its gradient at the values [N]; None unless this increases with V - R.
 
-        Rows whose values are clipped may have none.
+        Rows with clipped values may have a gradient of 0.
         """
         with torch.enable_grad(), self._rows() as rows:
             error = (rows.values - rows.returns).detach()
@@ -231,7 +236,7 @@ class LossGradients:
 
     @no_grad
     def _changes(self, chosen: Sequence[bool]) -> tuple[bool, bool]:
-        """Return whether log-probabilities, and whether values, are others when these parameters are moved."""
+        """Return whether log-probabilities, and whether values, change when these parameters are perturbed."""
         moved = [parameter for parameter, one in zip(self._parameters, chosen, strict=True) if one]
         weights = [parameter.data for parameter in moved]
         with self._rows() as rows:
@@ -262,20 +267,20 @@ class GradientsByName(Protocol):
     """Gradients of a loss, or of an alternative to one, by name."""
 
     def __call__(self, name: str, /) -> Tensor | None:
-        """Return the gradient [d], float64; None if this minibatch has no such loss."""
+        """Return the gradient [d], float64; None if this minibatch does not have the loss."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientInputs:
-    """What a gradient is computed from. All vectors are [d], float64, divided by `scale`.
+    """Inputs of a gradient. All vectors are [d], float64, divided by `scale`.
 
     Attributes:
         terms: gradients of the terms without their coefficients.
         coefficients: by term.
         numels: entries of each of the K parameters.
-        scale: [d], largest magnitude of the parameter that an entry belongs to.
+        scale: [d], largest magnitude among the entries of the same parameter.
         claimed: the trainer's gradient.
-        previous: gradient that stood in `.grad` before the backward pass; None if there was none.
+        previous: gradient in `.grad` before the backward pass; None if there was no gradient.
         weights: of the parameters; None if they are not given.
         rows: N; None if it is not known.
         max_norm: limit of the global norm; None if nothing is clipped.
@@ -294,22 +299,22 @@ class GradientInputs:
     alternatives: GradientsByName = field(default=lambda name: None)
 
     def total(self, **coefficients: float) -> Tensor:
-        """Return the gradient of the loss; `coefficients` replace those that are set."""
+        """Return the gradient of the loss; `coefficients` replace the configured coefficients."""
         weights = {**self.coefficients, **coefficients}
         return torch.stack([weights[name] * gradient for name, gradient in self.terms.items()]).sum(0)
 
     def without(self, term: str) -> Tensor | None:
-        """Return the gradient of the loss without a term; None if it has no such term."""
+        """Return the gradient of the loss without a term; None if the loss does not have the term."""
         return self.total(**{term: 0.0}) if self.weight(term) else None
 
     def weight(self, term: str) -> float:
-        """Coefficient of a term; 0 if there is none."""
+        """Coefficient of a term; 0 if it is missing."""
         return self.coefficients.get(term, 0.0) if term in self.terms else 0.0
 
     def replaced(self, name: str) -> Tensor | None:
-        """Return the gradient of the loss with an alternative in place of its term; None if there is no such alternative.
+        """Return the gradient of the loss with an alternative instead of its term; None if the alternative is missing.
 
-        A value loss has the factor that is nearest to the trainer's: some programs leave the ½ out, and some have it in the weight too.
+        A value loss gets the factor that fits the trainer's gradient best: some programs omit the ½, and some include it in the weight too.
         """
         term = OTHER_LOSSES[name].term if name in OTHER_LOSSES else name.removesuffix("_padded")
         gradient = self.alternatives(name) if self.weight(term) else None
@@ -326,18 +331,18 @@ class GradientInputs:
 
 
 def spread(values: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
-    """Return [d] from one number of each parameter."""
+    """Expand one number per parameter to [d]."""
     column = torch.stack(list(values))
     return column.repeat_interleave(torch.tensor(numels, device=column.device), output_size=sum(numels))
 
 
 def largest_entries(vector: Tensor, numels: Sequence[int]) -> Tensor:
-    """Return the largest magnitude of each of the K parameters, [K]; 0 of one without entries."""
+    """Return the largest magnitude of each of the K parameters, [K]; 0 for a parameter without entries."""
     return torch.stack([part.abs().max() if len(part) else part.sum() for part in vector.split(list(numels))])
 
 
 def gradient_scale(claimed: Tensor, terms: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
-    """Return [d], the largest magnitude of each parameter's entries, and at least `NEGLIGIBLE_SHARE` of the largest one in its terms."""
+    """Return [d], the largest magnitude of each parameter's entries, at least `NEGLIGIBLE_SHARE` of the largest in its terms."""
     scale, floor = (
         largest_entries(claimed, numels),
         torch.zeros(len(numels), dtype=torch.float64, device=claimed.device),
@@ -351,12 +356,12 @@ def gradient_scale(claimed: Tensor, terms: Iterable[Tensor], numels: Sequence[in
 
 
 def _sum_with_previous(inputs: GradientInputs) -> Tensor | None:
-    """Return the sum of the gradient and of the one that stood there before; None if none did."""
+    """Return the sum of the gradient and the previous gradient; None if there is no previous gradient."""
     return None if inputs.previous is None or not inputs.previous.any() else inputs.total() + inputs.previous
 
 
 def parts_with_previous(inputs: GradientInputs) -> Tensor | None:
-    """Return the sum with the gradient before in the parameters where it is nearer to the trainer's; None if that is all or nothing."""
+    """Return the sum with the previous gradient in the parameters in which it fits better; None if these are all or no parameters."""
     total, whole = inputs.total(), _sum_with_previous(inputs)
     if whole is None:
         return None
@@ -367,7 +372,7 @@ def parts_with_previous(inputs: GradientInputs) -> Tensor | None:
 
 
 def parts_missing(inputs: GradientInputs) -> Tensor | None:
-    """Return the gradient of the loss, 0 in the parameters where the trainer has none; None if that is all or nothing of a term."""
+    """Return the gradient with 0 in parameters in which the trainer has no gradient; None if that is all or nothing of a term."""
     total = inputs.total()
     values = torch.where(inputs.active(inputs.claimed), total, 0.0)
     whole_terms = [inputs.without(term) for term in TERMS]
@@ -377,7 +382,7 @@ def parts_missing(inputs: GradientInputs) -> Tensor | None:
 
 
 def stopped(inputs: GradientInputs, terms: Sequence[str]) -> Tensor | None:
-    """Return the gradient of the loss without that of some terms in the parameters that they share with the others."""
+    """Return the gradient of the loss without some terms in the parameters that they share with other terms."""
     ended = [inputs.weight(term) * inputs.terms[term] for term in terms if inputs.weight(term)]
     if not ended:
         return None
@@ -388,14 +393,14 @@ def stopped(inputs: GradientInputs, terms: Sequence[str]) -> Tensor | None:
 
 
 def summed(inputs: GradientInputs, terms: Sequence[str]) -> Tensor | None:
-    """Return the gradient with a sum over the rows in place of the mean in some terms; None without the first of them."""
+    """Return the gradient with a sum over the rows instead of the mean in some terms; None without the first of them."""
     if inputs.rows is None or inputs.rows < 2 or not all(inputs.weight(term) for term in terms[:1]):
         return None
     return inputs.total(**{term: inputs.rows * inputs.weight(term) for term in terms})
 
 
 def factor(inputs: GradientInputs, term: str, times: float) -> Tensor | None:
-    """Return the gradient with another weight of a term, in multiples of its own; None if there is no such term."""
+    """Return the gradient with a term's weight multiplied by `times`; None if there is no such term."""
     return inputs.total(**{term: times * inputs.weight(term)}) if inputs.weight(term) else None
 
 
@@ -407,15 +412,15 @@ def by_norm(inputs: GradientInputs) -> Tensor | None:
 
 
 def leaks(inputs: GradientInputs) -> Tensor | None:
-    """Return the gradient of the loss with that of the whole critic, where the reference stops it."""
+    """Return the gradient of the loss without the stop of the critic's gradient."""
     leak = inputs.alternatives("critic_leaks")
     return None if leak is None else inputs.total(value=0.0) + inputs.weight("value") * leak / inputs.scale
 
 
 def fitted(base: Tensor, direction: Tensor, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Return the factor c, by least squares over every second entry that depends on it, and base + c direction.
+    """Return the factor c, by least squares over every second entry that depends on it, and base + c · direction.
 
-    None if fewer than two entries depend on c: any number fits one.
+    None if fewer than two entries depend on c, because some factor always fits a single entry.
     """
     entries = direction.nonzero().flatten()
     if len(entries) < 2:
@@ -431,23 +436,23 @@ def fit_weight(term: str, inputs: GradientInputs, numbers: Tensor) -> tuple[floa
 
 
 def fit_scale(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Fit a factor of the whole gradient."""
+    """Fit a factor for the whole gradient."""
     return fitted(torch.zeros_like(numbers), inputs.total(), numbers)
 
 
 def fit_limit(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor]:
-    """Fit the limit of a clip by value: the largest entry."""
+    """Fit the limit of clipping by value: the largest entry."""
     limit = float((numbers * inputs.scale).abs().max())
     return limit, (inputs.total() * inputs.scale).clamp(-limit, limit) / inputs.scale
 
 
 def fit_penalty(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Fit the weight of a penalty of half the squared weights."""
+    """Fit the coefficient of a penalty on half the squared weights."""
     return None if inputs.weights is None else fitted(inputs.total(), inputs.weights, numbers)
 
 
 def fit_kl(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Fit the weight of the estimate of the KL divergence that explains the numbers best, beside the clipped or the plain surrogate."""
+    """Fit the weight of the KL estimator that explains the numbers best, with the clipped or the plain surrogate."""
     bases = [inputs.total(), inputs.replaced("no_clip")]
     penalties = [one / inputs.scale for name in KL_ESTIMATES if (one := inputs.alternatives(name)) is not None]
     fits = [
@@ -463,7 +468,7 @@ def fit_kl(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | No
 def _of_each_term(
     name: str, says: str, equation: str, advice: str, compute: Callable[[GradientInputs, str], Any]
 ) -> Iterator[Hypothesis]:
-    """Yield a mistake in each term: texts with the term's name, words, symbol and weight."""
+    """Yield a mistake for each term: its texts contain the term's name, words, symbol and weight."""
     for term, loss in TERMS.items():
         fill = partial(str.format, term=term, words=loss.words, symbol=f"L_{term}", weighted=f"{loss.weight}L_{term}")
         yield (
@@ -478,7 +483,7 @@ def _of_term(compute: Callable[[GradientInputs, str], Any], name: str, inputs: G
 
 
 def _of_losses(term: str) -> Iterator[Hypothesis]:
-    """Yield the mistakes of a term as those of its gradient."""
+    """Yield the mistakes of a term as mistakes of its gradient."""
     for name, (place, one) in OTHER_LOSSES.items():
         if place == term:
             compute = partial(_of_term, GradientInputs.replaced, name)
@@ -498,12 +503,14 @@ GRADIENT = Equation(
     tolerance=1.0,  # errors of the bundled trainer and of Stable-Baselines3 on a CPU: 0, because both passes run the same kernels
     advice="Compare the terms of the loss in the update with the equation, one at a time",
     hypotheses=(
-        mistake("not_cleared", "the sum of this minibatch's gradient and the one before")
+        mistake("not_cleared", "the sum of this minibatch's gradient and the previous gradient")
         .predicts("g_k = ∇L_k + g_{k-1}", _sum_with_previous)
         .advises("Call optimizer.zero_grad() before each backward pass", source="torch.optim.Optimizer.zero_grad"),
-        mistake("parts_not_cleared", "the gradient of the loss, in some parameters added to the one before")
+        mistake("parts_not_cleared", "the gradient of the loss, added to the previous gradient in some parameters")
         .predicts("g_k = ∇L_k in some parameters, ∇L_k + g_{k-1} in others", parts_with_previous)
-        .advises("Clear the gradients of all parameters: optimizer.zero_grad() clears those that the optimizer has")
+        .advises(
+            "Clear the gradients of all parameters: optimizer.zero_grad() clears only the optimizer's own parameters"
+        )
         .cites("torch.optim.Optimizer.zero_grad"),
         mistake("zero", "zero")
         .predicts("g = 0", lambda inputs: torch.zeros_like(inputs.claimed))
@@ -511,10 +518,10 @@ GRADIENT = Equation(
         .cites("program: test_gradients"),
         mistake("sign", "the gradient with the opposite sign")
         .predicts("g = -∇L", lambda inputs: -inputs.total())
-        .advises("The optimizer climbs the loss: remove the minus sign", source="program: test_gradients"),
+        .advises("The optimizer maximises the loss: remove the minus sign", source="program: test_gradients"),
         *_of_each_term(
             "{term}_sign",
-            "the gradient of a loss whose {words} has the wrong sign",
+            "the gradient of a loss with the wrong sign of its {words}",
             "L - 2 {weighted}",
             "Minimise the policy loss, which is the negative surrogate, and the value loss; subtract the entropy",
             partial(factor, times=-1.0),
@@ -526,15 +533,15 @@ GRADIENT = Equation(
             "The {words} is missing from the total, or computed from detached numbers",
             GradientInputs.without,
         ),
-        mistake("value_halved", "the gradient of a loss whose value term counts half")
+        mistake("value_halved", "the gradient of a loss with half the weight of its value term")
         .predicts("g = ∇(L_policy + ½ c_v L_value - c_e H)", partial(factor, term="value", times=0.5))
-        .advises("The factor ½ of the squared error is applied twice, or the coefficient assumes that it is not there")
+        .advises("The factor ½ of the squared error is applied twice, or the coefficient is for a loss without it")
         .cites("program: subclass-v_half"),
-        mistake("value_doubled", "the gradient of a loss whose value term counts twice")
+        mistake("value_doubled", "the gradient of a loss with twice the weight of its value term")
         .predicts("g = ∇(L_policy + 2 c_v L_value - c_e H)", partial(factor, term="value", times=2.0))
         .advises("The factor ½ of the squared error is missing, or the coefficient includes it already")
         .cites("program: test_gradients"),
-        mistake("summed", "the gradient of the sum of the rows in place of their mean")
+        mistake("summed", "the gradient of the sum over the rows instead of their mean")
         .predicts("g = N ∇L", partial(summed, terms=tuple(TERMS)))
         .advises("Take the mean over the minibatch", source="program: test_gradients"),
         *_of_each_term(
@@ -548,9 +555,9 @@ GRADIENT = Equation(
             one.cites("https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75")
             for one in _of_each_term(
                 "{term}_padded",
-                "the gradient of a loss whose {words} is a mean over padding too",
+                "the gradient of a loss whose {words} is a mean that includes padding",
                 "L with {symbol} of rows and padding",
-                "Leave padding out of the {words} with the mask of the minibatch",
+                "Use the mask of the minibatch to leave padding out of the {words}",
                 lambda inputs, term: inputs.replaced(f"{term}_padded"),
             )
         ),
@@ -566,47 +573,47 @@ GRADIENT = Equation(
         .cites("program: test_gradients"),
         mistake(
             "critic_leaks",
-            "the gradient of a loss whose value term reaches the trunk that it was meant to be stopped at",
+            "the gradient of a loss whose value term reaches the trunk although it should stop there",
         )
         .predicts("g = ∇L + c_v ∇L_value in the trunk", leaks)
         .advises("Detach the trunk's output before the critic reads it", source="program: test_gradients"),
-        mistake("parts_missing", "the gradient of the loss with some parameters left out")
+        mistake("parts_missing", "the gradient of the loss, but 0 in some parameters")
         .predicts("g = ∇L in some parameters, 0 in others", parts_missing)
-        .advises("Some parameters have no gradient although the loss depends on them: look for detach() and no_grad()")
+        .advises("Some parameters lack a gradient although the loss depends on them: look for detach() and no_grad()")
         .cites("program: test_gradients"),
         *_of_losses("policy"),
         *_of_losses("value"),
         *_of_losses("entropy"),
         variant(
             "other_errors",
-            "the gradient of a loss whose value term is another increasing function of the size of the error",
+            "the gradient of a loss whose value term is another increasing function of the absolute error",
         )
         .predicts("L_value = mean f(|V - R|), f increasing and convex")
         .cites("2006.05990 (Andrychowicz et al.), 3.4: the Huber loss"),
         variant("clipped_already", "the gradient of the loss, clipped by its norm")
         .predicts("g = ∇L min(1, c / ‖∇L‖)", by_norm)
         .cites("torch.nn.utils.clip_grad_norm_"),
-        mistake("value_weight", "the gradient of a loss whose value term has another weight,")
+        mistake("value_weight", "the gradient of a loss with a different weight of the value term,")
         .fits("g = ∇(L_policy + c L_value - c_e H)", "value_coef", partial(fit_weight, "value"))
-        .advises("Compare the weight of the value loss with the setting; it is that of half the squared error")
+        .advises("Compare the weight of the value loss with the setting; it multiplies half the squared error")
         .cites("program: test_gradients"),
-        mistake("entropy_weight", "the gradient of a loss whose entropy bonus has another weight,")
+        mistake("entropy_weight", "the gradient of a loss with a different weight of the entropy bonus,")
         .fits("g = ∇(L_policy + c_v L_value - c H)", "entropy_coef", partial(fit_weight, "entropy"))
         .advises("Compare the weight of the entropy bonus with the setting")
         .cites("program: subclass-entropy_weight"),
-        mistake("policy_weight", "the gradient of a loss whose policy term has a weight,")
+        mistake("policy_weight", "the gradient of a loss with a weighted policy term,")
         .fits("g = ∇(c L_policy + c_v L_value - c_e H)", "weight", partial(fit_weight, "policy"))
         .advises("The policy loss has the weight 1", source="program: script-pg_sum"),
         mistake("scaled", "the gradient of the loss multiplied by a")
         .fits("g = c ∇L", "factor", fit_scale)
         .advises("Look for a division of the loss, such as one for gradient accumulation")
         .cites("program: subclass-gradient_scaled"),
-        mistake("clipped_by_value", "the gradient of the loss, each entry cut at")
+        mistake("clipped_by_value", "the gradient of the loss with each entry clipped at")
         .fits("g = clip(∇L, ±c)", "limit", fit_limit)
         .advises("PPO clips the global norm of the gradient", source="torch.nn.utils.clip_grad_value_"),
         mistake("weight_penalty", "the gradient of the loss with a penalty on the weights,")
         .fits("g = ∇L + c w", "weight", fit_penalty)
-        .advises("Remove the penalty, or set weight_decay of the optimizer in its place")
+        .advises("Remove the penalty, or use the optimizer's weight_decay instead")
         .cites("program: test_gradients"),
         variant("kl_penalty", "the gradient of the loss with a penalty on the KL divergence,")
         .fits("g = ∇(L + β KL)", "β", fit_kl)
@@ -633,22 +640,22 @@ def check_gradient(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of a gradient, before clipping, with that of the PPO loss.
+    """Return the comparison of a gradient, before clipping, with the gradient of the PPO loss.
 
-    Tensors of the K parameters are a mapping by name or a sequence, in one order everywhere; None is a gradient of zeros. A parameter with
-    `requires_grad` stands for its `.grad`.
+    Tensors of the K parameters are a mapping by name or a sequence, always in the same order. None is a gradient of zeros. If a parameter
+    with `requires_grad` is passed, its `.grad` is used.
 
     Args:
         gradients: the trainer's, after the backward pass.
-        terms: gradients of the terms at the same minibatch and weights, without coefficients: `policy`, `value` (half the mean squared
-            error), `entropy` (the negative mean entropy); any of them.
-        coefficients: weights of the terms; 1 for `policy` where it is not given.
-        previous: gradients of the minibatch before, as they were last in `.grad`.
-        weights: of the parameters, to recognise a penalty on them.
-        rows: of the minibatch, to recognise a sum in place of a mean.
+        terms: gradients of one or more terms at the same minibatch and weights, without coefficients: `policy`, `value` (half the mean
+                squared error), `entropy` (the negative mean entropy).
+            coefficients: weights of the terms; `policy` defaults to 1.
+            previous: gradients of the previous minibatch, as they were last in `.grad`.
+            weights: of the parameters, to recognise a penalty on them.
+            rows: of the minibatch, to recognise a sum instead of a mean.
         max_norm: limit of the global norm.
         alternatives: gradients of other losses by the name of their hypothesis, unweighted: `no_clip`, `ratio_inverted`,
-            `entropy_of_sample` and so on (an unknown name lists all), or `critic_leaks`: that of the value loss where nothing is stopped.
+            `entropy_of_sample` and so on (an unknown name lists all), or `critic_leaks`: the value loss's gradient if it is not stopped.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.
 
@@ -685,30 +692,33 @@ def check_gradient(
 
 
 def _check_names(terms: Iterable[str], coefficients: Iterable[str], alternatives: Iterable[str]) -> None:
-    """Raise ValueError where there is no term, a term has no weight, or a name is not known."""
+    """Raise ValueError if there are no terms, a term does not have a weight, or a name is unknown."""
     unknown = sorted({*terms, *coefficients} - set(TERMS))
     if unknown or not [*terms]:
-        raise ValueError(f"terms of the loss are {', '.join(TERMS)}, got {', '.join(unknown) or 'none'}")
+        raise ValueError(f"terms of the loss must be among {', '.join(TERMS)}, got {', '.join(unknown) or 'none'}")
     unweighted = [name for name in terms if name != "policy" and name not in coefficients]
     if unweighted:
         raise ValueError(f"coefficients must have a weight for {', '.join(unweighted)}")
     known = [*(name for name in LOSSES if name not in TERMS), "critic_leaks"]
     unknown = sorted(set(alternatives) - set(known))
     if unknown:
-        raise ValueError(f"alternatives are of {', '.join(known)}, got {', '.join(unknown)}")
+        raise ValueError(f"alternatives must be among {', '.join(known)}, got {', '.join(unknown)}")
 
 
 def _models(given: Sequence[Tensor | None], by_term: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor]:
-    """Return a gradient of each parameter, the trainer's or of a term. Raises ValueError if numbers differ or one has none."""
+    """Return one gradient for each parameter, from the trainer or from a term.
+
+    Raises ValueError if the numbers of tensors differ, or a parameter does not have a gradient.
+    """
     counts = {"gradients": len(given)} | {name: len(entries) for name, entries in by_term.items()}
     if not given or len(set(counts.values())) > 1:
-        raise ValueError(f"gradients and terms must have equally many tensors, got {counts}")
+        raise ValueError(f"gradients and terms must have the same number of tensors, got {counts}")
     models = []
     for place, column in enumerate(zip(given, *by_term.values(), strict=True)):
         present = [entry for entry in column if entry is not None]
         if not present:
             raise ValueError(
-                f"each parameter needs a gradient, the trainer's or of a term, and number {place} has none"
+                f"each parameter needs a gradient, from the trainer or from a term, but parameter {place} does not have one"
             )
         models.append(present[0])
     return models
@@ -728,7 +738,7 @@ def compare_gradient(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of a gradient [d], float64, with the weighted terms [d]; arguments are those of `GradientInputs`, unscaled."""
+    """Return the comparison of a gradient [d], float64, with the weighted terms [d]; see `GradientInputs`, here unscaled."""
     weighted = [coefficients.get(name, 0.0) * gradient for name, gradient in terms.items()]
     scale = gradient_scale(claimed, weighted, numels)
     inputs = GradientInputs(
@@ -747,7 +757,7 @@ def compare_gradient(
 
 
 def same_gradient(claimed: Tensor, total: Tensor, numels: Sequence[int]) -> float:
-    """Return the largest error [d] of a gradient next to the largest entry of its parameter."""
+    """Return the largest error of a gradient [d], relative to the largest entry of the same parameter."""
     if torch.equal(claimed, total):
         return 0.0
     scale = gradient_scale(claimed, [total], numels)
@@ -759,6 +769,6 @@ def _values(tensors: Tensors) -> list[Tensor | None]:
 
 
 def _entries(tensors: Tensors) -> list[Tensor | None]:
-    """The gradients: those of parameters in place of parameters."""
+    """The gradients; the `.grad` of each parameter that was passed."""
     entries = [entry.grad if isinstance(entry, torch.nn.Parameter) else entry for entry in _values(tensors)]
     return [None if entry is None else as_floats([entry])[0] for entry in entries]

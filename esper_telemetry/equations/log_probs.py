@@ -1,6 +1,6 @@
-"""Equation of the log-probabilities at collection: those of the stored actions under the distributions that were acted on.
+"""Equation of the log-probabilities at collection, of the stored actions under the distributions that they were drawn from.
 
-Shapes: N rows, which may stand in several axes [T, B]; A choices, D action dimensions.
+Shapes: N rows, which may have several axes [T, B]; A choices, D action dimensions.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from esper_telemetry.metrics.statistics import same_shape
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 LOG_PROB_TOLERANCE = 2.0
-"""Factor of the tolerances. Healthy runs in single precision: up to 2e-7, with the epsilon of a tanh in its logarithm 2e-5."""
+"""Factor of the tolerances. Healthy runs in single precision reach 2e-7, or 2e-5 with an epsilon inside the logarithm of a tanh."""
 
 AMPLIFICATION = 1e-2
-"""Share of |z| (|a| + |mean|) / std that counts as the size of a Gaussian's log-probability: float32 rounds it by 1e-7 of that."""
+"""Share of |z| (|a| + |mean|) / std that counts as the magnitude of a Gaussian's log-probability, which float32 rounds to 1e-7."""
 
 MAX_SQUASHED = 2.5
-"""Actions before a tanh from which on the stored tanh has lost its digits, and an epsilon in its logarithm shows."""
+"""Magnitude of pre-tanh actions above which the stored tanh loses its digits, and an epsilon in its logarithm becomes visible."""
 
 MAX_LOST_ROWS = 0.75
-"""Share of such rows from which on a tanh is not tried."""
+"""Share of such rows above which a tanh is not tried."""
 
 MIN_TIES = 4
-"""Draws that equal the largest or the smallest one exactly from which on actions were cut there."""
+"""Number of draws equal to the largest, or to the smallest, that shows a clip at that number."""
 
 MAX_CHOICES = 64
-"""Choices up to which another order of them is tried."""
+"""Largest number of choices for which permutations are tried."""
 
 MAX_SUBSET_HEADS = 8
-"""Heads up to which sums over some of them are tried."""
+"""Largest number of heads for which sums over subsets are tried."""
 
 ActionColumns = ArrayLike | Mapping[str, ArrayLike]
 
@@ -98,7 +98,7 @@ def _categorical(inputs: LogProbInputs, head: str) -> Tensor:
 
 
 def _gaussian(inputs: LogProbInputs, head: str) -> Tensor:
-    """Log-densities [N, D] of each dimension, those of the tanh where the head is squashed."""
+    """Log-densities [N, D] of each dimension; if the head is squashed, the log-densities of the tanh."""
     draws, std = inputs.actions[head], inputs.std[head]
     z = (draws - inputs.means[head]) / std
     densities = -0.5 * z.square() - std.log() - HALF_LOG_TWO_PI
@@ -119,14 +119,14 @@ def _mean_over_dimensions(inputs: LogProbInputs) -> Tensor | None:
 
 
 def _with_log_det(inputs: LogProbInputs) -> Tensor | None:
-    """Those of a tanh of the stored actions, of a trainer that does not say that it has one."""
+    """Log-probabilities of a tanh of the stored actions, for a trainer that does not declare its tanh."""
     if inputs.squashed or not inputs.means:
         return None
     return log_prob(replace(inputs, squashed=frozenset(inputs.means)))
 
 
 def _of_atanh(inputs: LogProbInputs, *, slope: bool) -> Tensor | None:
-    """Those of what was drawn, where the actions stored are its tanh; the stored numbers where that has lost its digits."""
+    """Log-probabilities of the draws whose tanh is stored; the stored numbers if the tanh has lost its digits."""
     if not inputs.means or inputs.squashed or any(inputs.actions[head].abs().max() > 1 for head in inputs.means):
         return None
     lost = torch.zeros_like(inputs.stored, dtype=torch.bool)
@@ -143,8 +143,9 @@ def _of_atanh(inputs: LogProbInputs, *, slope: bool) -> Tensor | None:
 
 
 def cut_bounds(actions: Tensor, bounds: Tensor | None) -> Tensor | None:
-    """Return the bounds [2, D] at which some actions [..., D] lie exactly: those given, else the ends that several draws share; infinite
-    where a dimension has none, None if no dimension has one.
+    """Return the bounds [2, D] that some actions [..., D] equal exactly, or None.
+
+    Bounds that are not given are extremes that several draws share; a dimension without a bound has an infinite one.
     """
     rows = actions.reshape(-1, actions.shape[-1])
     if bounds is not None and bool((rows.unsqueeze(0) == bounds.to(rows).unsqueeze(1)).any()):
@@ -156,7 +157,7 @@ def cut_bounds(actions: Tensor, bounds: Tensor | None) -> Tensor | None:
 
 
 def _clipped_actions(inputs: LogProbInputs) -> Tensor | None:
-    """The stored numbers where an action lies exactly at a bound, as what was drawn is not known there; the reference elsewhere."""
+    """The stored numbers if an action equals a bound exactly, because its draw is unknown; the reference otherwise."""
     cut = torch.zeros_like(inputs.stored, dtype=torch.bool)
     for head in inputs.means:
         bounds = cut_bounds(inputs.actions[head], inputs.bounds.get(head))
@@ -164,14 +165,14 @@ def _clipped_actions(inputs: LogProbInputs) -> Tensor | None:
             cut |= ((inputs.actions[head] == bounds[0]) | (inputs.actions[head] == bounds[1])).any(-1)
     reference = log_prob(inputs)
     differs = (inputs.stored - reference).abs() > 1e-3
-    # an action that is drawn at a bound has probability 0: nearly all of those there must have been cut
+    # a draw exactly at a bound has probability 0, so nearly all actions at a bound were clipped
     if not cut.any() or (differs & cut).sum() < 0.5 * cut.sum():
         return None
     return torch.where(cut, inputs.stored, reference)
 
 
 def _permuted_choices(inputs: LogProbInputs) -> Tensor | None:
-    """Those of the choice that each stored one stands for: the one that comes closest wherever it is stored; None unless all differ."""
+    """Log-probabilities under a renaming of the choices: the closest for each stored choice; None unless all of them differ."""
     if len(inputs.heads) != 1 or not inputs.logits:
         return None
     numbers = _masked_logits(inputs, inputs.heads[0]).log_softmax(-1).flatten(0, -2)
@@ -197,7 +198,7 @@ def _masked_logits(inputs: LogProbInputs, head: str) -> Tensor:
 
 
 def _of_some_heads(inputs: LogProbInputs) -> Tensor | None:
-    """The sum over the heads that comes closest to the stored numbers, of all sums that leave some out."""
+    """The closest to the stored numbers of all sums that leave heads out."""
     heads = inputs.heads
     if not 1 < len(heads) <= MAX_SUBSET_HEADS:
         return None
@@ -211,12 +212,12 @@ def _of_some_heads(inputs: LogProbInputs) -> Tensor | None:
 
 
 def _shifted(inputs: LogProbInputs, steps: int) -> Tensor | None:
-    """Those of the step `steps` later; the stored numbers if there is none."""
+    """Log-probabilities of the step `steps` later; the stored numbers if there is no such step."""
     return shifted(log_prob(inputs), steps, inputs.stored)
 
 
 def shifted(column: Tensor, steps: int, filler: Tensor) -> Tensor | None:
-    """Return column [T, B] of the step `steps` later, `filler` if there is none; None of a column without time."""
+    """Return column [T, B] of the step `steps` later, `filler` if there is no such step; None if the column has no time axis."""
     if column.dim() < 2 or len(column) < 2 + abs(steps):
         return None
     rest = filler[-steps:] if steps > 0 else filler[:-steps]
@@ -227,45 +228,45 @@ LOG_PROBS = Equation(
     name="log_probs",
     rank=15,
     quantity="the log-probabilities at collection",
-    equation="log π(a | s) = Σ over heads and dimensions of log π_i(a_i | s), of the stored action under the distribution acted on",
+    equation="log π(a | s) = Σ over heads and dimensions of log π_i(a_i | s), under the distribution that a was drawn from",
     source="1707.06347, eq. 6; 1801.01290, appendix C, for a tanh",
-    inputs="actions, their log-probabilities, and the distributions that were acted on",
+    inputs="actions, their log-probabilities, and the distributions that they were drawn from",
     compute=log_prob,
     tolerance=LOG_PROB_TOLERANCE,
-    advice="Compute the log-probability of the very action that is stored, under the distribution that it was drawn from.",
+    advice="Compute the log-probability of the same action that is stored, under the distribution that it was drawn from.",
     hypotheses=(
-        mistake("clipped_actions", "those of what was drawn, while the actions stored were cut at their bounds")
+        mistake("clipped_actions", "the log-probabilities of unclipped actions, while the stored actions are clipped")
         .predicts("log π(u), a = clip(u, low, high)", _clipped_actions)
-        .advises("Store the action as it was drawn, and cut only what the environment gets.")
+        .advises("Store the action as it was drawn, and clip only the copy that the environment receives.")
         .cites("https://github.com/thu-ml/tianshou/issues/312"),
-        mistake("mean_over_dimensions", "means over the action dimensions in place of sums")
+        mistake("mean_over_dimensions", "means over the action dimensions instead of sums")
         .predicts("1/D Σ_i log π(a_i | s)", _mean_over_dimensions)
         .advises("Sum the log-probabilities over the action dimensions.", source="program: test_log_probs"),
-        mistake("log_det_missing", "those of the Gaussian before its tanh")
+        mistake("log_det_missing", "the log-probabilities of the Gaussian before its tanh")
         .predicts("log N(u; μ, σ), a = tanh u", lambda inputs: log_prob(replace(inputs, squashed=frozenset())))
         .given(needs="squashed")
         .advises("Subtract Σ log(1 - tanh² u).", source="1801.01290, appendix C, eq. 21"),
-        variant("squashed_gaussian", "those of a Gaussian that goes through a tanh")
+        variant("squashed_gaussian", "the log-probabilities of a tanh-squashed Gaussian")
         .predicts("log N(u; μ, σ) - Σ log(1 - tanh² u), stored u", _with_log_det)
         .cites("1801.01290, appendix C, eq. 21"),
-        variant("squashed_actions", "those of a Gaussian that goes through a tanh, of the actions after it")
+        variant("squashed_actions", "the log-probabilities of a tanh-squashed Gaussian at the actions after the tanh")
         .predicts("log N(u; μ, σ) - Σ log(1 - a²), u = atanh a", partial(_of_atanh, slope=True))
         .cites("1801.01290, appendix C, eq. 21"),
         mistake(
             "squashed_before_storing",
-            "those of what was drawn before its tanh, while the actions stored are those after it",
+            "the log-probabilities of the actions before a tanh, while the stored actions are after it",
         )
         .predicts("log N(u; μ, σ), a = tanh u", partial(_of_atanh, slope=False))
         .advises("Store the action before the tanh, or subtract Σ log(1 - a²).")
         .cites("1801.01290, appendix C, eq. 21"),
-        mistake("mask_missing", "those of the distributions without their masks")
+        mistake("mask_missing", "the log-probabilities under distributions without masks")
         .predicts("log softmax(logits)[a] over all choices", lambda inputs: log_prob(replace(inputs, masks={})))
         .given(needs="masks")
         .advises("Mask the logits before the log-probability is computed.", source="2006.14171"),
-        mistake("likeliest_action", "those of the likeliest action, whatever was done")
+        mistake("likeliest_action", "the log-probabilities of the most likely action instead of the stored action")
         .predicts("max_a log π(a | s)", _of_likeliest)
         .advises("Compute the log-probability of the action that was drawn.", source="program: test_log_probs"),
-        mistake("permuted_choices", "those of other choices than the stored ones, always the same in their place")
+        mistake("permuted_choices", "the log-probabilities of renamed choices: each stored choice means another")
         .predicts("log π(σ(a) | s), σ a permutation of the choices", _permuted_choices)
         .advises("Use one numbering of the choices for the distribution, the environment and the buffer.")
         .cites("program: loop-action_permuted_stored"),
@@ -273,23 +274,25 @@ LOG_PROBS = Equation(
         .predicts("Σ over some heads of log π_i(a_i | s)", _of_some_heads)
         .given(doubtful_without="heads")
         .advises("Add the log-probabilities of all heads.", source="program: test_log_probs"),
-        mistake("irrelevant_heads", "sums over all heads, those that played no part included")
+        mistake("irrelevant_heads", "sums over all heads, including irrelevant heads")
         .predicts("Σ over all heads of log π_i(a_i | s)", lambda inputs: log_prob(replace(inputs, relevant={})))
         .given(needs="relevant")
-        .advises("Leave a head out where its choice has no effect.", source="program: test_log_probs"),
-        mistake("not_stored", "zeros, as of a buffer that nothing was written to")
+        .advises(
+            "Leave a head out of the sum in rows in which its choice does not matter.", source="program: test_log_probs"
+        ),
+        mistake("not_stored", "zeros, as in a buffer that was never written")
         .predicts("0", lambda inputs: torch.zeros_like(inputs.stored))
-        .advises("Store the log-probability of each step: the ratio is that of the new policy to 1 otherwise.")
+        .advises("Store the log-probability of each step; otherwise the ratio divides the new probability by 1.")
         .cites(
             "https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py"
         ),
         mistake("probabilities", "probabilities, without a logarithm")
         .predicts("π(a | s)", lambda inputs: log_prob(inputs).exp())
         .advises("Store the logarithm.", source="program: test_log_probs"),
-        mistake("step_before", "those of the step before")
+        mistake("step_before", "the previous step's log-probabilities")
         .predicts("log π(a_{t-1} | s_{t-1})", partial(_shifted, steps=-1))
         .advises("Store action and log-probability in the same row.", source="program: test_log_probs"),
-        mistake("step_after", "those of the step after")
+        mistake("step_after", "the next step's log-probabilities")
         .predicts("log π(a_{t+1} | s_{t+1})", partial(_shifted, steps=1))
         .advises("Store action and log-probability in the same row.", source="program: test_log_probs"),
     ),
@@ -297,7 +300,7 @@ LOG_PROBS = Equation(
 
 
 def named_columns(columns: ActionColumns | None) -> dict[str, Tensor]:
-    """Return columns by head; a column alone is that of the head `action`."""
+    """Return columns by head; a single column belongs to the head `action`."""
     return {} if columns is None else by_head(columns if isinstance(columns, Mapping) else {"action": columns})
 
 
@@ -318,12 +321,12 @@ def check_log_probs(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of stored log-probabilities with those of the stored actions under the distributions acted on.
+    """Return the comparison of stored log-probabilities with the stored actions' log-probabilities under their distributions.
 
-    Columns of several heads are mappings from their names.
+    If there are several heads, each column is a mapping from the head's name.
 
     Args:
-        actions: [T, B] or [N], choices; [T, B, D] or [N, D], real numbers as they were drawn, before a squash.
+        actions: choices [T, B] or [N], or real numbers [T, B, D] or [N, D] as they were drawn, before a squash.
         log_probs: [T, B] or [N], summed over heads and dimensions.
         logits: per categorical head [..., A].
         means: per Gaussian head [..., D].
@@ -346,10 +349,10 @@ def check_log_probs(
         raise ValueError("log-probabilities are checked against logits, or means and log_std; got neither")
     for head in (*columns["logits"], *columns["means"]):
         if head not in chosen:
-            raise ValueError(f"there is a distribution but there are no actions of head {head!r}")
+            raise ValueError(f"head {head!r} has a distribution but no actions")
     for head, mean in columns["means"].items():
         if head not in columns["log_std"]:
-            raise ValueError(f"head {head!r} has means and no log_std")
+            raise ValueError(f"head {head!r} has means but no log_std")
         same_shape(actions=chosen[head], means=mean)
     for head, part in columns["logits"].items():
         same_shape(actions=chosen[head], logits=part[..., 0], log_probs=stored)
@@ -372,12 +375,12 @@ def check_log_probs(
         exact = (inputs.actions[head].abs() < MAX_SQUASHED).all(-1)
         counted = exact if counted is None else counted & exact
     if counted is not None and not counted.any():
-        return unchecked(LOG_PROBS, "every squashed action lies near its bounds, where its tanh has lost its digits")
+        return unchecked(LOG_PROBS, "every squashed action is so close to its bounds that its tanh has lost its digits")
     magnitudes = [torch.ones(1)]
     for (
         head,
         mean,
-    ) in inputs.means.items():  # the sizes of what a Gaussian's log-probability is the rounded difference of
+    ) in inputs.means.items():  # magnitudes of the terms whose rounded difference is a Gaussian's log-probability
         drawn, std = inputs.actions[head], inputs.std[head]
         size = AMPLIFICATION * (drawn - mean).abs() / std * (drawn.abs() + mean.abs()) / std
         magnitudes.append(size.nan_to_num(0.0, 0.0, 0.0))

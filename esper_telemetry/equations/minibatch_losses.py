@@ -1,6 +1,6 @@
-"""Minibatches that losses are means over, and hypotheses and fits that all losses share.
+"""Means of losses over minibatches, and the hypotheses and fits that all losses share.
 
-Shapes: M minibatches of R rows in all, one minibatch after the other; N rows of one minibatch.
+Shapes: M minibatches with R rows in total, concatenated; N rows of one minibatch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ LOSS_TOLERANCE: Final = 0.05
 """Factor of the tolerances for losses: 5e-6 in single precision. Eleven healthy runs of the bundled trainer reach 1.5e-7."""
 
 MIN_FITTED_MINIBATCHES: Final = 4
-"""Minibatches from which a parameter is fitted: half of them give it, and the others confirm it."""
+"""Fewest minibatches for a fitted parameter: half of them determine it, and the others confirm it."""
 
 INFORMATIVE_ERROR: Final = 1e-5
-"""Relative difference from the reference from which a minibatch tells something about a parameter."""
+"""Relative difference from the reference above which a minibatch is evidence about a parameter."""
 
 BISECTIONS: Final = 60
-"""Halvings of the interval that a parameter lies in."""
+"""Bisections of the interval that contains a parameter."""
 
 STD_EPS: Final = 1e-8
-"""Added to a standard deviation that is divided by, as in Stable-Baselines3 and CleanRL."""
+"""Added to the standard deviation before dividing by it, as in Stable-Baselines3 and CleanRL."""
 
 MAX_ACCUMULATED: Final = 64
-"""Most parts of a minibatch whose gradients are accumulated, each with its share of the loss."""
+"""Largest number of parts of a minibatch whose gradients are accumulated, each with its share of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class Minibatches:
     number: int
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Return the sums [M] of the valid ones of rows [R]."""
+        """Return the sums [M] over the valid rows [R]."""
         zeros = rows.new_zeros(self.number, dtype=torch.float64)
         return zeros.index_add_(0, self.index, torch.where(self.valid, rows, 0.0).double())
 
     def mean(self, rows: Tensor) -> Tensor:
-        """Return the means [M] over the valid ones of rows [R]; 0 of a minibatch without any."""
+        """Return the means [M] over the valid rows [R]; 0 for a minibatch without valid rows."""
         return self.sum(rows) / self.counts
 
     @property
@@ -62,31 +62,31 @@ class Minibatches:
         return self.sum(self.valid.double()).clamp(min=1)
 
     def normalized(self, rows: Tensor) -> Tensor:
-        """Return rows [R] less the mean of their minibatch, over its unbiased standard deviation."""
+        """Return rows [R], normalised by the mean and the unbiased standard deviation of their minibatch."""
         centred = rows - self.mean(rows)[self.index]
         std = (self.sum(centred.square()) / (self.counts - 1).clamp(min=1)).sqrt()
         return centred / (std[self.index] + STD_EPS)
 
     def followers(self, step: int) -> Tensor:
-        """Return the places [R] of the rows `step` later in the same minibatch; after its last row comes its first."""
+        """Return the indices [R] of the rows `step` later in the same minibatch; its last row is followed by its first."""
         sizes = torch.bincount(self.index, minlength=self.number)
         starts = (sizes.cumsum(0) - sizes)[self.index]
         place = torch.arange(len(self.index), device=self.index.device) - starts
         return starts + (place + step) % sizes[self.index]
 
     def reversed(self) -> Tensor:
-        """Return the places [R] of the rows in the reverse order of each minibatch."""
+        """Return the indices [R] of the rows in the reverse order of each minibatch."""
         sizes = torch.bincount(self.index, minlength=self.number)
         starts = (sizes.cumsum(0) - sizes)[self.index]
         return 2 * starts + sizes[self.index] - 1 - torch.arange(len(self.index), device=self.index.device)
 
     def with_padding(self) -> Minibatches:
-        """Return the same with every row valid."""
+        """Return the same division with every row valid."""
         return replace(self, valid=torch.ones_like(self.valid))
 
 
 class OneMinibatch(Minibatches):
-    """A minibatch of N rows that all count, in the trainer's own precision and with its kernels: its losses are 0-d and have a graph."""
+    """A minibatch of N valid rows in the trainer's own precision and with its kernels; its losses are 0-d and have a graph."""
 
     @classmethod
     def like(cls, column: Tensor) -> OneMinibatch:
@@ -98,18 +98,18 @@ class OneMinibatch(Minibatches):
         return rows.mean()
 
     def normalized(self, rows: Tensor) -> Tensor:
-        """Return rows [N] less their mean, over their unbiased standard deviation; the rows themselves if there is one."""
+        """Return rows [N], normalised by their mean and unbiased standard deviation; a single row is unchanged."""
         return (rows - rows.mean()) / (rows.std() + STD_EPS) if len(rows) > 1 else rows
 
 
 def divided(
     loss: Tensor, counts: Sequence[int] | None, valid: ArrayLike | None, **columns: Tensor | None
 ) -> tuple[Tensor, Minibatches, dict[str, Tensor]]:
-    """Return the losses [M], the minibatches, and the columns [R] in float64; columns that are None are left out.
+    """Return the losses [M], the minibatches, and the columns [R] in float64, without columns that are None.
 
     Args:
         loss: 0-d or [M].
-        counts: rows of each minibatch, where columns are [R]; None if they are [M, N], or of one minibatch in any shape.
+        counts: rows of each minibatch, if columns are [R]; None if they are [M, N], or one minibatch in any shape.
         valid: bool, of the shape of the columns; None if every row counts.
         columns: of one shape.
 
@@ -142,7 +142,7 @@ Loss = Callable[[float], Tensor]
 
 
 def informative(claimed: Tensor, reference: Tensor) -> bool:
-    """Return True if enough minibatches differ from the reference to fit a parameter and to confirm it by others."""
+    """Return True if enough minibatches differ from the reference to fit a parameter and to confirm it."""
     if len(claimed) < MIN_FITTED_MINIBATCHES:
         return False
     differs = (claimed - reference).abs() > INFORMATIVE_ERROR * torch.maximum(claimed.abs(), reference.abs()).max()
@@ -150,8 +150,9 @@ def informative(claimed: Tensor, reference: Tensor) -> bool:
 
 
 def bisected(loss: Loss, claimed: Tensor, low: float, high: float) -> tuple[float, Tensor] | None:
-    """Return the parameter at which a monotone loss has the sum of every second claimed loss, and all its losses [M]; None
-    if there is none between the bounds.
+    """Return the parameter at which a monotone loss fits the sum of every second claimed loss, and all its losses [M].
+
+    None if there is no such parameter between the bounds.
     """
     target = claimed[::2].sum()
 
@@ -171,7 +172,7 @@ def bisected(loss: Loss, claimed: Tensor, low: float, high: float) -> tuple[floa
 
 
 def proportional(reference: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the factor that takes every second reference loss to the claimed one, and all predicted losses [M]."""
+    """Return the ratio of claimed to reference losses, fitted on every second minibatch, and all predicted losses [M]."""
     square = float(reference[::2] @ reference[::2])
     if not square or not informative(claimed, reference):
         return None
@@ -180,7 +181,7 @@ def proportional(reference: Tensor, claimed: Tensor) -> tuple[float, Tensor] | N
 
 
 def accumulated(reference: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the same for the inverse of a whole number of parts, which is the parameter; None for any other factor."""
+    """Return the number of parts whose inverse is that ratio, and the predicted losses; None if it is not a whole number."""
     result = proportional(reference, claimed)
     parts = 0.0 if result is None or not result[0] else 1 / result[0]
     whole = round(parts)
@@ -190,14 +191,14 @@ def accumulated(reference: Tensor, claimed: Tensor) -> tuple[float, Tensor] | No
 
 
 def scaled(reference: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the same as `proportional` for a factor that no number of accumulated parts gives."""
+    """Return the result of `proportional`; None if a number of accumulated parts explains the factor."""
     return None if accumulated(reference, claimed) is not None else proportional(reference, claimed)
 
 
 def rescaled(
     loss: Callable[[Any], Tensor], says: str, equation: str, *, scale: Callable[[str, str], Hypothesis] = mistake
 ) -> tuple[Hypothesis, ...]:
-    """Return the hypotheses of a loss that is divided by a number of accumulated parts, and of one with another factor.
+    """Return the hypotheses that a loss is divided by a number of accumulated parts, or has another factor.
 
     Args:
         loss: (inputs) -> losses [M].
@@ -210,13 +211,15 @@ def rescaled(
         .cites("program: test_losses"),
         scale("scaled", f"{says} times a factor,")
         .fits(f"L = c ({equation})", "c", lambda inputs, claimed: scaled(loss(inputs), claimed))
-        .advises("Look for a weight that is not the setting, or a division by another number than the rows.")
+        .advises(
+            "Look for a weight that differs from the setting, or a division by a number other than the number of rows."
+        )
         .cites("program: test_losses"),
     )
 
 
 def with_padding(loss: Callable[[Any], Tensor], equation: str) -> tuple[Hypothesis, ...]:
-    """Return the hypotheses of a mean over padding too, and of a sum over the valid rows that is divided by all of them.
+    """Return the hypotheses that the mean includes padding, or that the sum over valid rows is divided by the number of all rows.
 
     Args:
         loss: (inputs with `minibatches`) -> losses [M].
@@ -224,17 +227,17 @@ def with_padding(loss: Callable[[Any], Tensor], equation: str) -> tuple[Hypothes
     """
 
     def padded(change: Callable[[Any, Minibatches], Tensor]) -> Callable[[Any], Tensor | None]:
-        """Apply to minibatches with padding."""
+        """Apply `compute` only to minibatches with padding."""
         return lambda x: None if bool(x.minibatches.valid.all()) else change(x, x.minibatches.with_padding())
 
     source = "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75"
     return (
-        mistake("padding_included", "the mean over all rows, padding included")
+        mistake("padding_included", "the mean over all rows, including padding")
         .predicts(
             f"L = mean_{{all rows}} {equation}", padded(lambda x, everything: loss(replace(x, minibatches=everything)))
         )
         .advises("Take the mean over the valid rows.", source=source),
-        mistake("padding_counted", "the sum over the valid rows, divided by the number of all rows, padding included")
+        mistake("padding_counted", "the sum over the valid rows, divided by the number of all rows, including padding")
         .predicts(
             f"L = Σ_{{valid}} {equation} / N",
             padded(lambda x, everything: loss(x) * x.minibatches.counts / everything.counts),
@@ -244,7 +247,7 @@ def with_padding(loss: Callable[[Any], Tensor], equation: str) -> tuple[Hypothes
 
 
 def added(reference: Tensor, term: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the weight with which a term [M] is added to every second reference loss, and all predicted losses [M]."""
+    """Return the weight of an added term [M], fitted on every second minibatch, and all predicted losses [M]."""
     square = float(term[::2] @ term[::2])
     if not square or not informative(claimed, reference):
         return None

@@ -1,6 +1,6 @@
 """Equations of the minibatches (each pass over a rollout visits every row once) and of the log-ratios in their rows.
 
-Shapes: E passes, M minibatches of R rows in all, S rows of the rollout, in B environments.
+Shapes: E passes, M minibatches with R rows in total, S rows of the rollout, in B environments.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.metrics.statistics import same_shape
 
 MAX_ROWS = 1 << 24
-"""Visits of rows in all passes up to which they are counted."""
+"""Largest number of row visits, over all passes, that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPass:
-    """Rows of one pass, one minibatch after the other, and the number of rows of each minibatch."""
+    """Rows of one pass, concatenated over its minibatches, and the number of rows of each minibatch."""
 
     rows: Tensor
     counts: tuple[int, ...]
@@ -43,8 +43,8 @@ class PassInputs:
         passes: E of them.
         valid: [S], bool.
         environments: B; rows are counted time by time, t B + b.
-        visits: [E, S], how often each pass takes each row.
-        alike: 1 where all passes are cut into the same minibatches, or a single one is not shuffled; else 0.
+        visits: [E, S], number of times that each pass takes each row.
+        alike: 1 if all passes are split into the same minibatches, or if a single pass is not shuffled; else 0.
     """
 
     passes: tuple[RolloutPass, ...]
@@ -55,7 +55,7 @@ class PassInputs:
 
     @property
     def claimed(self) -> Tensor:
-        """The visits of valid and of other rows, and whether the passes are alike, in one vector."""
+        """The visits of valid and of other rows, and whether the passes are equal, in one vector."""
         return torch.cat([self.visits.flatten(), self.visits.new_tensor([self.alike])])
 
     @property
@@ -75,13 +75,13 @@ class PassInputs:
 
 
 def each_row_once(inputs: PassInputs) -> Tensor:
-    """Return one visit of every valid row in each pass, in another order than the other passes."""
+    """Return one visit of every valid row in each pass, in a different order for each pass."""
     visits = inputs.valid.double().expand(len(inputs.passes), -1)
     return torch.cat([visits.flatten(), visits.new_zeros(1)])
 
 
 def _where(condition: Callable[[PassInputs], bool]) -> Callable[[PassInputs], Tensor | None]:
-    """Explain the visits where a condition holds: mistakes in drawing rows predict no numbers, but kinds of visits."""
+    """Explain the visits if a condition holds: mistakes in drawing rows predict kinds of visits, not numbers."""
     return lambda inputs: inputs.claimed if condition(inputs) else None
 
 
@@ -153,7 +153,7 @@ MINIBATCHES = Equation(
     source="1707.06347, algorithm 1",
     inputs="the rows of each minibatch",
     compute=each_row_once,
-    advice="Draw one permutation per pass and cut it into minibatches.",
+    advice="Draw one permutation per pass and split it into minibatches.",
     hypotheses=(
         variant("same_order", "one permutation that is used in every pass")
         .predicts(
@@ -168,19 +168,19 @@ MINIBATCHES = Equation(
         .predicts("the last, smaller minibatch is dropped", _where(_one_minibatch_short))
         .cites("torch.utils.data, drop_last"),
         mistake("with_replacement", "rows that are drawn with replacement within a minibatch")
-        .predicts("row ~ uniform, each by itself", _where(lambda x: _repeats_within(x) and not _same_visits(x)))
-        .advises("Draw a permutation per pass: rows that are drawn by themselves leave a third of the rollout out.")
+        .predicts("row ~ uniform, independently", _where(lambda x: _repeats_within(x) and not _same_visits(x)))
+        .advises("Draw a permutation per pass: rows that are drawn independently leave out a third of the rollout.")
         .cites("program: loop-with_replacement"),
-        mistake("overlapping", "minibatches that have rows in common, and leave others out")
+        mistake("overlapping", "minibatches that have rows in common, and leave out other rows")
         .predicts(
-            "each minibatch drawn by itself",
+            "each minibatch drawn independently",
             _where(lambda x: x.repeats and not (_repeats_within(x) or _same_visits(x) or _same_minibatch(x))),
         )
-        .advises("Cut one permutation per pass into minibatches that have no row in common.")
+        .advises("Split one permutation per pass into minibatches that do not have rows in common.")
         .cites("program: loop-overlapping"),
         mistake("same_rows", "the same rows several times in each pass, and others never")
         .predicts(
-            "equal visits in each pass, not one for each row",
+            "equal visits in each pass, but not one for each row",
             _where(lambda x: x.repeats and _same_visits(x) and not _same_minibatch(x)),
         )
         .advises(
@@ -188,28 +188,28 @@ MINIBATCHES = Equation(
             "all passes."
         )
         .cites("program: test_minibatches"),
-        mistake("same_minibatch", "one minibatch that is taken several times in each pass")
+        mistake("same_minibatch", "the same minibatch several times in each pass")
         .predicts(
             "rows 1 to N, rows 1 to N, ...",
             _where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)),
         )
-        .advises("Move the bounds of the minibatch on by its size.", source="program: bundled-repeated_minibatches"),
-        mistake("one_minibatch", "one minibatch per pass, which leaves the other rows out")
+        .advises("Advance the bounds of the minibatch by its size.", source="program: bundled-repeated_minibatches"),
+        mistake("one_minibatch", "one minibatch per pass, without the other rows")
         .predicts("the first minibatch of a permutation", _where(_one_minibatch))
-        .advises("Go on to the other minibatches of the permutation: look for a break or a return in the loop.")
+        .advises("Use all minibatches of the permutation: look for a break or a return in the loop.")
         .cites("program: subclass-first_minibatch_only"),
-        mistake("environments_left_out", "the rows of some environments, without those of the others")
+        mistake("environments_left_out", "the rows of some environments, without the other environments")
         .predicts("all t of some b", _where(_environments_left_out))
         .advises("Flatten time and environments, and draw rows from all of them.")
         .cites("program: test_minibatches"),
         mistake("times_left_out", "the first rows of the rollout, without the later ones")
         .predicts("rows 1 to K of R", _where(_times_left_out))
         .advises("Draw indices up to steps times environments.", source="program: test_minibatches"),
-        mistake("left_out", "a permutation without some of its rows, a minibatch of them or more")
+        mistake("left_out", "a permutation without some of its rows, at least one minibatch of them")
         .predicts("each row at most once", _where(_left_out))
         .advises("Compare the number of minibatches times their size with the size of the rollout.")
         .cites("program: loop-rows_left_out"),
-        mistake("padding", "rows that are padding or resets, and not transitions")
+        mistake("padding", "rows that are padding or resets instead of transitions")
         .predicts("rows that do not count", _where(lambda x: x.outside and not x.repeats and not x.missing))
         .advises("Draw minibatches from the valid rows.", source="program: test_minibatches"),
     ),
@@ -228,17 +228,17 @@ def check_minibatches(
 ) -> EquationCheck:
     """Return the comparison of the rows of minibatches with a permutation of the rollout in each pass.
 
-    A last pass that leaves rows out is not counted where there are others: training may have stopped in it.
+    If there are several passes, a last pass that leaves rows out is not counted: training may have stopped in it.
 
     Args:
-        rows: of each pass a list of its minibatches, each of them [N] whole numbers from 0.
+        rows: for each pass a list of its minibatches, each of them [N] whole numbers from 0.
         size: S, number of rows of the rollout.
-        environments: B, where rows are counted time by time: row t B + b is step t in environment b.
+        environments: B, if rows are counted time by time: row t B + b is step t in environment b.
         valid: [S] or [T, B], bool: rows that are transitions; None if every row is.
-        shuffled: compare the order of the passes too; False where minibatches hold whole sequences.
+        shuffled: also compare the order of the passes; False if minibatches hold whole sequences.
 
     Raises:
-        ValueError: there is no pass, a pass has no minibatch, or a row is not in the rollout.
+        ValueError: passes or minibatches are missing, or a row is not in the rollout.
     """
     if not rows or not all(len(one) for one in rows):
         raise ValueError(f"expected at least one pass, and one minibatch in each, got {[len(one) for one in rows]}")
@@ -267,7 +267,7 @@ def check_minibatches(
 
 
 def _alike(passes: Sequence[RolloutPass]) -> bool:
-    """Return True if several passes, cut into several minibatches, are cut alike."""
+    """Return True if several passes are split into the same minibatches, of which there are several."""
     if any(len(one.counts) < 2 or max(one.counts) < 2 for one in passes):
         return False
     if len(passes) == 1:
@@ -280,8 +280,8 @@ def _alike(passes: Sequence[RolloutPass]) -> bool:
 
 
 RATIO_TOLERANCE = 0.5
-"""Factor of the tolerances: 5e-5 in single precision, of the largest log-probability or of 1. Healthy runs of the bundled trainer reach
-3e-7."""
+"""Factor of the tolerances: 5e-5 in single precision, relative to the largest log-probability or to 1. Healthy runs of the bundled trainer
+reach 3e-7."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +291,9 @@ class LogRatioInputs:
     Attributes:
         now: under the policy of the minibatch.
         stored: at collection.
-        in_order: at collection, in the order of the rollout instead of that of the minibatches.
-        swapped: at collection, in the rows that steps and environments give when they change places.
-        now_swapped: under the policy of the minibatch, of the actions in these rows.
+        in_order: at collection, in the order of the rollout instead of the order of the minibatches.
+        swapped: at collection, in the rows that result from swapping steps and environments.
+        now_swapped: under the policy of the minibatch, of the actions in the swapped rows.
     """
 
     now: Tensor
@@ -318,22 +318,22 @@ LOG_RATIOS = Equation(
     rank=48,
     advice="Compare the rows and the order of the two log-probabilities.",
     hypotheses=(
-        mistake("inverted", "the old log-probabilities less the new ones: the ratio is inverted")
+        mistake("inverted", "the old log-probabilities minus the new: the ratio is inverted")
         .predicts("log r = log π_old - log π", lambda x: x.stored - x.now)
         .advises("Take exp(new log-probability - old log-probability).", source="program: loop-pg_ratio_inverted"),
-        mistake("recomputed", "zeros: the old log-probabilities are those of now")
+        mistake("recomputed", "zeros: the old log-probabilities are recomputed with the new policy")
         .predicts("log r = log π - log π", lambda x: 0 * x.now)
-        .advises("Store the log-probabilities at collection, once: otherwise nothing is ever clipped.")
+        .advises("Store the log-probabilities once, at collection; otherwise nothing is ever clipped.")
         .cites("program: test_log_ratios"),
-        mistake("no_old", "the new log-probabilities, without the old ones")
+        mistake("no_old", "the new log-probabilities without subtracting the old")
         .predicts("log r = log π", lambda x: x.now)
         .advises("Subtract the log-probabilities at collection.", source="program: test_log_ratios"),
-        mistake("quotient", "the quotient of the log-probabilities in place of that of the probabilities")
+        mistake("quotient", "the quotient of the log-probabilities instead of the quotient of the probabilities")
         .predicts("r = log π / log π_old", lambda x: (x.now / x.stored).log())
         .advises("Take the exponential of the difference.", source="program: test_log_ratios"),
         mistake(
             "rows_in_order",
-            "the new log-probabilities less old ones in the order of the rollout: they are not indexed with the "
+            "the new minus the old log-probabilities in the order of the rollout: they are not indexed with the "
             "minibatch",
         )
         .predicts("log r_i = log π_i - log π_old,start+i", lambda x: x.to(x.in_order))
@@ -341,20 +341,20 @@ LOG_RATIOS = Equation(
         .cites("program: test_log_ratios"),
         mistake(
             "axes_swapped",
-            "the new log-probabilities less old ones that are flattened with steps and environments exchanged",
+            "the new minus the old log-probabilities, flattened with steps and environments swapped",
         )
         .predicts("log r = log π_tb - log π_old,bt", lambda x: x.to(x.swapped))
         .advises("Flatten all columns of the rollout in the same order.", source="program: test_log_ratios"),
         mistake(
             "actions_swapped",
-            "log-probabilities of actions that are flattened with steps and environments exchanged, less the old ones",
+            "the log-probabilities of actions flattened with steps and environments swapped, minus the old log-probabilities",
         )
         .predicts(
             "log r = log π(a_bt|s_tb) - log π_old,tb",
             lambda x: None if x.now_swapped is None else x.now_swapped - x.stored,
         )
         .advises("Flatten all columns of the rollout in the same order.", source="program: test_log_ratios"),
-        mistake("shifted_rows", "the new log-probabilities less the old ones of the row before")
+        mistake("shifted_rows", "the new log-probabilities minus the previous row's old log-probabilities")
         .predicts("log r_i = log π_i - log π_old,i-1", lambda x: x.now - x.stored.roll(1))
         .advises("Index both log-probabilities with the same rows.", source="program: test_log_ratios"),
     ),
@@ -382,9 +382,9 @@ def check_log_ratios(
         log_probs: of the same shape: of the actions under the policy of the minibatch.
         old_log_probs: of the same shape: at collection, in the same rows.
         valid: bool, of the same shape; None if every row counts.
-        in_order, swapped: of the same shape: those at collection in the order of the rollout, and in rows that steps and environments give
-            when they change places, for the mistakes that involve them.
-        now_swapped: of the same shape: under the policy of the minibatch, of the actions in these other rows.
+        in_order, swapped: of the same shape: at collection, in the order of the rollout, and in the rows that result from swapping steps
+                and environments, for the mistakes that involve them.
+            now_swapped: of the same shape: under the policy of the minibatch, of the actions in the swapped rows.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
         tolerance: largest relative error; by precision if it is None.
 
@@ -410,7 +410,7 @@ def check_log_ratios(
         exact.get("swapped"),
         exact.get("now_swapped"),
     )
-    # of an action that is certain both are about 0, and rounded where the probability is: at 1
+    # if an action is certain, both are about 0 and rounded like a probability of 1
     magnitudes = (inputs.now, inputs.stored, torch.ones(1))
     return compare(
         LOG_RATIOS, inputs, claimed, magnitudes=magnitudes, valid=mask, precision=precision, tolerance=tolerance

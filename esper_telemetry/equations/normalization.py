@@ -20,10 +20,10 @@ from esper_telemetry.equations.returns import MIN_ROWS, ranked
 from esper_telemetry.metrics.statistics import same_shape
 
 NORMALIZED_TOLERANCE = 1.0
-"""Factor of `TOLERANCES` for normalised advantages. In float32 they come to 3e-7 of the largest |A| / std."""
+"""Factor of `TOLERANCES` for normalised advantages. Errors in float32 reach 3e-7 of the largest |A| / std."""
 
 MIN_GROUP_ROWS = 3
-"""Rows from which on a normalised group says something: a single row becomes 0, and two rows become opposite numbers."""
+"""Fewest rows of an informative normalised group: a single row becomes 0, and two rows become opposite numbers."""
 
 Scope = Literal["minibatch", "rollout", "nothing"]
 
@@ -36,13 +36,13 @@ class NormalizedInputs:
         advantages: before normalisation.
         claimed: as they multiply the ratio.
         valid: [M, N], bool: rows that count.
-        rollout: of all rows of the rollout that count, [T, B] or any shape; None if it is not there.
-        environments: [M, N], int: environment of each row; None if it is not known.
-        over: rows whose mean and standard deviation are taken.
+        rollout: of all rows of the rollout that count, [T, B] or any shape; None if missing.
+        environments: [M, N], int: environment of each row; None if unknown.
+        over: rows over which mean and standard deviation are computed.
         correction: 1 for an unbiased standard deviation, 0 for a biased one.
-        floor: smallest standard deviation to divide by.
-        in_order: [M, N], before normalisation, of the rollout's rows in their own order; None if they are not there.
-        of_others: [M, N], before normalisation, of the rows that they were taken from, if these are known to be others.
+        floor: lower bound of the standard deviation before dividing by it.
+        in_order: [M, N], before normalisation, of the rollout's rows in order; None if missing.
+        of_others: [M, N], before normalisation, of the rows that they came from, if these are known to be other rows.
     """
 
     advantages: Tensor
@@ -57,7 +57,7 @@ class NormalizedInputs:
     of_others: Tensor | None = None
 
     def moments(self, over: Scope | None = None, *, correction: int | None = None) -> tuple[Tensor, Tensor] | None:
-        """Return mean and standard deviation, [M, 1] or 0-d; None if the rollout is not there."""
+        """Return mean and standard deviation, [M, 1] or 0-d; None if the rollout is missing."""
         correction = self.correction if correction is None else correction
         if (over or self.over) == "rollout":
             if self.rollout is None or self.rollout.numel() <= correction:
@@ -70,7 +70,7 @@ class NormalizedInputs:
         return mean, (squares / (count - correction).clamp(min=1)).sqrt().clamp(min=self.floor)
 
     def standard(self, over: Scope, *, correction: int | None = None) -> Tensor | None:
-        """Return the advantages less their mean, over their standard deviation; a single row stays as it is."""
+        """Return the advantages minus their mean, divided by their standard deviation; a single row is unchanged."""
         moments = self.moments(over, correction=correction)
         if moments is None:
             return None
@@ -82,21 +82,21 @@ class NormalizedInputs:
         )
 
     def sizes(self) -> Tensor:
-        """Return the magnitudes of the advantages that count over their standard deviation, which set the rounding."""
+        """Return the magnitudes of valid advantages divided by their standard deviation, which determine the rounding."""
         moments = self.moments("minibatch" if self.over == "nothing" else self.over)
         std = torch.ones_like(self.advantages[:1, :1]) if moments is None or self.over == "nothing" else moments[1]
         single = self.valid.sum(-1, keepdim=True) < 2
         return torch.where(single, self.advantages.abs(), self.advantages.abs() / (std + STD_EPS))[self.valid]
 
     def nearest(self, *candidates: Tensor | None) -> Tensor | None:
-        """Return the candidate that is nearest to the claimed numbers; None if there is none."""
+        """Return the candidate that is closest to the claimed numbers; None without candidates."""
         present = [one for one in candidates if one is not None]
         errors = [float((one - self.claimed).abs()[self.valid].amax()) for one in present]
         return present[errors.index(min(errors))] if present else None
 
 
 def normalized_advantages(inputs: NormalizedInputs) -> Tensor:
-    """Return advantages normalised as the settings say."""
+    """Return advantages normalised according to the settings."""
     normal = None if inputs.over == "nothing" else inputs.standard(inputs.over)
     return inputs.advantages if normal is None else normal
 
@@ -105,7 +105,7 @@ SCOPES: tuple[Scope, ...] = ("minibatch", "rollout")
 
 
 def _over(scope: Scope) -> Callable[[NormalizedInputs], Tensor | None]:
-    """Return advantages normalised over other rows than the settings say, by a biased or an unbiased standard deviation."""
+    """Return advantages normalised over other rows than the settings name, by a biased or an unbiased standard deviation."""
 
     def compute(inputs: NormalizedInputs) -> Tensor | None:
         if scope == inputs.over:
@@ -116,7 +116,7 @@ def _over(scope: Scope) -> Callable[[NormalizedInputs], Tensor | None]:
 
 
 def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[NormalizedInputs], Tensor | None]:
-    """Return what `change` makes of advantages, mean and standard deviation, of the minibatch or of the rollout."""
+    """Return the result of `change` for advantages, mean and standard deviation, of the minibatch or of the rollout."""
 
     def compute(inputs: NormalizedInputs) -> Tensor | None:
         moments = [
@@ -128,9 +128,9 @@ def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[
 
 
 def _over_environments(inputs: NormalizedInputs) -> Tensor | None:
-    """Each environment by its own rows: of the minibatch, of all minibatches, or of the rollout.
+    """Each environment normalised over its own rows of the minibatch, of all minibatches, or of the rollout.
 
-    The columns of a rollout [T, B] are its environments; one of another shape holds one step, or one environment, after the other.
+    The columns of a rollout [T, B] are its environments; a rollout of another shape is flattened by step or by environment.
     """
     index, valid = inputs.environments, inputs.valid
     if index is None or int(index.max()) == 0:
@@ -148,11 +148,11 @@ def _over_environments(inputs: NormalizedInputs) -> Tensor | None:
 
 
 def _in_groups(inputs: NormalizedInputs, own: Tensor, rows: Tensor, groups: Tensor) -> list[Tensor]:
-    """Return the advantages normalised over groups of rows, biased and unbiased; nothing where every group is smaller than three rows.
+    """Return the advantages normalised over groups of rows, biased and unbiased; empty if every group has fewer than three rows.
 
     Args:
         own: [M, N], int: the group of each advantage.
-        rows, groups: [R]: the numbers that mean and standard deviation are taken of, and the group of each.
+        rows, groups: [R]: the numbers in mean and standard deviation, and the group of each number.
     """
     zeros = rows.new_zeros(max(int(own.max()), int(groups.max())) + 1)
     count = zeros.index_add(0, groups, torch.ones_like(rows))
@@ -165,7 +165,7 @@ def _in_groups(inputs: NormalizedInputs, own: Tensor, rows: Tensor, groups: Tens
 
 
 def _without_signs(inputs: NormalizedInputs) -> Tensor | None:
-    """Negative advantages made positive or 0; None if there are none."""
+    """Negative advantages made positive or 0; None if no advantage is negative."""
     candidates: list[Tensor | None] = []
     for change in (torch.abs, torch.square, torch.relu):
         rollout = None if inputs.rollout is None else change(inputs.rollout)
@@ -178,7 +178,7 @@ def _without_signs(inputs: NormalizedInputs) -> Tensor | None:
 
 
 def _over_padding(inputs: NormalizedInputs) -> Tensor | None:
-    """Mean and standard deviation with the rows that do not count, as they are stored, or as zeros."""
+    """Mean and standard deviation that include rows that do not count, as stored or as zeros."""
     if bool(inputs.valid.all()):
         return None
     candidates = []
@@ -190,7 +190,7 @@ def _over_padding(inputs: NormalizedInputs) -> Tensor | None:
 
 
 def _reordered(inputs: NormalizedInputs) -> Tensor | None:
-    """The numbers of other rows that are known, or the right ones in another order: within each minibatch, or within all of them."""
+    """The numbers of known other rows, or the correct numbers in another order: within each minibatch, or within all of them."""
     if inputs.of_others is not None:
         return normalized_advantages(replace(inputs, advantages=inputs.of_others))
     if int(inputs.valid.sum(-1).amin()) < MIN_ROWS:
@@ -204,7 +204,7 @@ def _reordered(inputs: NormalizedInputs) -> Tensor | None:
 
 
 def _in_order(inputs: NormalizedInputs) -> Tensor | None:
-    """The advantages of the rollout's rows in their own order, normalised over the minibatch, the rollout or not at all."""
+    """The advantages of the rollout's rows in order, not normalised, or normalised over the minibatch or the rollout."""
     if inputs.in_order is None:
         return None
     other = replace(inputs, advantages=inputs.in_order)
@@ -228,50 +228,55 @@ NORMALIZED_ADVANTAGES = Equation(
     inputs="advantages before and after normalisation, and the rows of each minibatch",
     compute=normalized_advantages,
     tolerance=NORMALIZED_TOLERANCE,
-    advice="Look at every line that changes advantages between the rollout and the loss.",
+    advice="Check every line that changes advantages between the rollout and the loss.",
     hypotheses=(
         mistake("over_minibatch", "advantages normalised over each minibatch")
         .predicts("(A - mean_minibatch) / std_minibatch", _over("minibatch"))
-        .advises("Set over which rows advantages are normalised, in one place.", source="program: test_returns"),
+        .advises("Configure in one place over which rows advantages are normalised.", source="program: test_returns"),
         mistake("over_rollout", "advantages normalised over the whole rollout")
         .predicts("(A - mean_rollout) / std_rollout", _over("rollout"))
-        .advises("Set over which rows advantages are normalised, in one place.", source="program: test_returns"),
+        .advises("Configure in one place over which rows advantages are normalised.", source="program: test_returns"),
         mistake("over_environments", "advantages normalised over each environment")
         .predicts("(A - mean_b) / std_b", _over_environments)
-        .advises("Take mean and standard deviation over both axes.", source="program: test_returns"),
-        mistake("over_padding", "advantages normalised with the rows of padding")
+        .advises("Compute the mean and the standard deviation over both axes.", source="program: test_returns"),
+        mistake("over_padding", "advantages normalised over all rows, including padding")
         .predicts("mean and std over all N rows", _over_padding)
-        .advises("Take mean and standard deviation over the rows of the mask.", source="NovaSky-AI/SkyRL#1305"),
+        .advises(
+            "Compute the mean and the standard deviation over the rows of the mask.", source="NovaSky-AI/SkyRL#1305"
+        ),
         mistake("not_normalized", "advantages before normalisation")
         .predicts("A", lambda inputs: inputs.advantages)
         .given(doubtful_without="setting")
-        .advises("Normalise them, or say in the settings that you do not.", source="program: subclass-norm_none"),
-        mistake("std_alone", "advantages divided by their standard deviation without taking their mean away")
+        .advises(
+            "Normalise the advantages, or switch normalisation off in the settings.",
+            source="program: subclass-norm_none",
+        ),
+        mistake("std_alone", "advantages divided by their standard deviation, without subtracting their mean")
         .predicts("A / std", _by_moments(lambda advantages, mean, std: advantages / (std + STD_EPS)))
         .advises("Subtract the mean.", source="program: subclass-norm_no_mean"),
-        mistake("mean_alone", "advantages less their mean that were not divided by their standard deviation")
+        mistake("mean_alone", "advantages minus their mean, not divided by their standard deviation")
         .predicts("A - mean", _by_moments(lambda advantages, mean, std: advantages - mean))
         .advises("Divide by the standard deviation.", source="program: script-norm_no_std"),
-        mistake("variance", "advantages less their mean, divided by their variance")
+        mistake("variance", "advantages minus their mean, divided by their variance")
         .predicts(
             "(A - mean) / std²",
             _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)),
         )
         .given(of="loss")
         .advises("Divide by the standard deviation.", source="program: test_returns"),
-        mistake("precedence", "advantages less the ratio of mean and standard deviation")
+        mistake("precedence", "advantages minus the ratio of mean and standard deviation")
         .predicts("A - mean / std", _by_moments(lambda advantages, mean, std: advantages - mean / (std + STD_EPS)))
         .advises("Put `advantages - mean` in parentheses.", source="program: test_returns"),
         mistake("sign", "normalised advantages with the opposite sign")
         .predicts("-(A - mean) / std", lambda inputs: -normalized_advantages(inputs))
         .given(of="loss")
-        .advises("The sign of advantages decides which actions become likelier.", source="program: test_returns"),
+        .advises("Keep the sign: it decides which actions become more likely.", source="program: test_returns"),
         mistake(
             "absolute",
-            "advantages whose negative numbers have become positive, or 0, before or after they were normalised",
+            "advantages with negative numbers made positive, or 0, before or after normalisation",
         )
         .predicts("|A|, A² or max(A, 0)", _without_signs)
-        .advises("Keep the signs: an action that is worse than expected is to become less likely.")
+        .advises("Keep the signs: an action that is worse than expected must become less likely.")
         .cites("program: script-abs_before_norm"),
         mistake("other_rows", "normalised advantages of other rows")
         .predicts("A_j in row i", _reordered)
@@ -279,13 +284,16 @@ NORMALIZED_ADVANTAGES = Equation(
         .cites("program: subclass-pg_rows"),
         mistake(
             "in_order",
-            "advantages of the rollout's first rows, second rows and so on, which are not the rows of the minibatch",
+            "advantages of the rollout's rows in order, instead of the rows of the minibatch",
         )
-        .predicts("A_k of the k-th row taken, whatever its index", _in_order)
+        .predicts("A_k for the k-th row taken, ignoring its index", _in_order)
         .advises("Index advantages with the rows of the observations and actions.", source="program: loop-pg_rows"),
-        variant("other_std", "advantages normalised with the other of biased and unbiased standard deviation")
+        variant(
+            "other_std",
+            "advantages normalised with the biased standard deviation instead of the unbiased, or the reverse",
+        )
         .predicts(
-            "std over N in place of N - 1, or the reverse",
+            "std over N instead of N - 1, or the reverse",
             lambda inputs: (
                 None if inputs.over == "nothing" else inputs.standard(inputs.over, correction=1 - inputs.correction)
             ),
@@ -322,22 +330,22 @@ def check_normalized_advantages(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of the advantages that multiply the ratio with those of the rollout, less their mean, over their deviation.
+    """Return the comparison of the advantages that multiply the ratio with the rollout's normalised advantages.
 
-    To normalise twice gives the same numbers but for rounding, and matches.
+    Normalising twice gives the same numbers, except for rounding, and matches.
 
     Args:
         advantages: before normalisation, [N] of one minibatch or [M, N] of several.
         normalized: as they multiply the ratio, same shape.
-        over: rows whose mean and standard deviation are taken: those of the `minibatch`, of the `rollout`, or `nothing` where advantages
-            stay as they are; None if the settings do not say: each of the three is right then.
+        over: rows over which mean and standard deviation are computed: `minibatch`, `rollout`, or `nothing` if advantages are not
+                normalised; None if the settings do not say, and then each of the three matches.
         rollout: advantages of all rows of the rollout that count, [T, B] or any shape; needed for `rollout`.
         environments: environment of each row, int, same shape.
-        in_order: before normalisation, of the rollout's rows in their own order, same shape, to recognise advantages of these rows.
-        of_others: before normalisation, of other rows that they were taken from, same shape.
+        in_order: before normalisation, of the rollout's rows in order, same shape, to recognise advantages of these rows.
+        of_others: before normalisation, of other rows that they came from, same shape.
         correction: 1 for an unbiased standard deviation, 0 for a biased one.
-        floor: smallest standard deviation to divide by.
-        valid: bool, same shape: rows that are no padding; None if every row counts.
+        floor: lower bound of the standard deviation before dividing by it.
+        valid: bool, same shape: rows that are not padding; None if every row counts.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.
 
@@ -383,5 +391,5 @@ def check_normalized_advantages(
         if checks[-1].matches:
             return checks[-1]
     if over is None and any(one.doubtful_without == "setting" for one in checks[0].hypotheses):
-        return unchecked(NORMALIZED_ADVANTAGES, "whether advantages are normalised is not said")
+        return unchecked(NORMALIZED_ADVANTAGES, "the settings do not say whether advantages are normalised")
     return next((one for one in checks if one.holds), next((one for one in checks if one.explanations), checks[0]))

@@ -1,7 +1,7 @@
-"""Equation of the optimizer's step: the weights after it from the weights before, the gradient, the optimizer's state and its settings.
+"""Equation of the optimizer's step: the new weights follow from the old weights, the gradient, the optimizer's state and its settings.
 
-Adam, AdamW, SGD and RMSprop are written out here in float64, as their papers have them, and owe nothing to torch's step. Steps of each
-parameter are divided by the largest one that the parameter takes, plus what rounding of its weights to their type amounts to.
+Adam, AdamW, SGD and RMSprop are implemented here in float64 from their papers, independently of torch. Each parameter's steps are divided
+by the parameter's largest step plus the rounding error of its weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Weights: TypeAlias = "Mapping[str, Tensor] | Sequence[Tensor]"
 
 ROUNDINGS: Final = 2.0
-"""Roundings of a weight in a step, in units of its type's epsilon: one of weight decay and one of the step, and as much to spare."""
+"""Rounding errors of a weight in a step, in units of its type's epsilon: weight decay and the step, with a margin of the same size."""
 
 
 class StepSettings(NamedTuple):
@@ -33,7 +33,7 @@ class StepSettings(NamedTuple):
         kind: adam, sgd or rmsprop.
         decoupled: weight decay acts on the weights (AdamW), not through the gradient.
         epsilon_inside: ε is added to the average of squares, not to its root (TensorFlow's RMSprop).
-        corrects_bias: of Adam's averages, which begin at 0.
+        corrects_bias: corrects the bias of Adam's averages, which begin at 0.
     """
 
     kind: str
@@ -63,10 +63,10 @@ class ParameterStep:
 
     Attributes:
         weights: before the step, any shape.
-        gradient: that the optimizer reads; None if the parameter has none, and stays.
+        gradient: that the optimizer reads; None if the parameter does not have a gradient, and stays.
         settings: None if the optimizer does not have the parameter.
-        state: of the optimizer before the step, by torch's names; empty before the first one.
-        count: steps that the state has counted.
+        state: of the optimizer before the step, by torch's names; empty before the first step.
+        count: number of steps that the state has counted.
     """
 
     weights: Tensor
@@ -77,7 +77,7 @@ class ParameterStep:
 
 
 def next_state(step: ParameterStep, settings: StepSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a step's change of the weights, and the state after it."""
+    """Return the change of the weights in a step, and the state after the step."""
     assert step.gradient is not None
     weights, gradient = step.weights, -step.gradient if settings.maximize else step.gradient
     decay = torch.zeros_like(weights)
@@ -127,13 +127,13 @@ Change: TypeAlias = Callable[[StepSettings], StepSettings]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """What the weights after a step are computed from.
+    """Inputs of the weights after a step.
 
     Attributes:
         steps: of the K parameters.
         settings: of parameters that the optimizer does not have.
-        scale: [d], that changes of the weights are divided by.
-        lost: number of steps that the optimizer has taken and its state has not counted.
+        scale: [d], divisor of the changes of the weights.
+        lost: number of steps that the optimizer has taken but its state has not counted.
         stands_still: the optimizer's own learning rate is 0.
     """
 
@@ -144,7 +144,7 @@ class StepInputs:
     stands_still: bool = False
 
     def unscaled(self, change: Change = lambda settings: settings, *, lost: int | None = None) -> Tensor:
-        """Return the change [d] of the weights, with changed settings."""
+        """Return the change [d] of the weights with changed settings."""
         missing = self.lost if lost is None else lost
         return torch.cat(
             [
@@ -158,11 +158,11 @@ class StepInputs:
         )
 
     def changed(self, change: Change = lambda settings: settings, *, lost: int | None = None) -> Tensor:
-        """Return the same, divided by `scale`."""
+        """Return the change [d] of the weights, divided by `scale`."""
         return self.unscaled(change, lost=lost) / self.scale
 
     def any(self, condition: Callable[[StepSettings], bool]) -> bool:
-        """Return True if some parameters have such settings."""
+        """Return True if the condition is true for the settings of some parameters."""
         return any(condition(step.settings or self.settings) for step in self.steps)
 
 
@@ -184,14 +184,14 @@ def _twice(inputs: StepInputs) -> Tensor:
 
 
 def _cleared(inputs: StepInputs) -> Tensor | None:
-    """Return the change by an empty state."""
+    """Return the change if the state is empty."""
     if not any(step.state for step in inputs.steps):
         return None
     return replace(inputs, steps=tuple([replace(step, state={}, count=0) for step in inputs.steps])).changed(lost=0)
 
 
 def _left_out(inputs: StepInputs) -> Tensor | None:
-    """Return the change without the parameters that the optimizer does not have."""
+    """Return the change without the parameters that the optimizer lacks."""
     if all(step.settings is not None for step in inputs.steps):
         return None
     kept = tuple([step if step.settings is not None else replace(step, gradient=None) for step in inputs.steps])
@@ -199,7 +199,7 @@ def _left_out(inputs: StepInputs) -> Tensor | None:
 
 
 def _if(condition: Callable[[StepSettings], bool], change: Change) -> Callable[[StepInputs], Tensor | None]:
-    """Return a hypothesis of other settings, for parameters that have some."""
+    """Return the prediction of a change of settings, which applies if some parameters satisfy the condition."""
     return lambda inputs: inputs.changed(change) if inputs.any(condition) else None
 
 
@@ -213,7 +213,7 @@ def _fit_rate(inputs: StepInputs, numbers: Tensor) -> tuple[float, Tensor] | Non
 
 
 def _fit_decay(inputs: StepInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Fit a decay of the weights before or after the step, whichever explains the numbers better."""
+    """Fit a decay of the weights before or after the step, depending on which explains the numbers better."""
     before = torch.cat([step.weights.flatten() for step in inputs.steps]) / inputs.scale
     change = inputs.changed()
     fits = [fit for weights in (before, before + change) if (fit := fitted(change, -weights, numbers)) is not None]
@@ -226,66 +226,66 @@ OPTIMIZER_STEP = Equation(
     quantity="the optimizer's steps",
     equation="θ' - θ of the optimizer's update rule, its state and its settings",
     source="1412.6980, algorithm 1 (Adam); 1711.05101 (AdamW); Sutskever et al. 2013 (momentum); Hinton 2012, lecture 6 (RMSprop)",
-    inputs="weights before and after a step, the gradient and the optimizer",
+    inputs="the weights before and after a step, the gradient and the optimizer",
     tolerance=10.0,  # errors of healthy runs: 1e-5 to 3.1e-4, most of it rounding of the weights to fp32
     compute=StepInputs.changed,
-    advice="Look for changes of weights, of the learning rate and of the optimizer's state outside of its step",
+    advice="Look for code outside the step that changes weights, the learning rate or the optimizer's state",
     hypotheses=(
         mistake("no_step", "zero")
         .predicts("θ' = θ", lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale))
-        .advises("The optimizer has other parameters than the policy that is trained, or the weights are put back")
+        .advises("The optimizer has parameters of another policy, or the weights are restored after the step")
         .cites("program: test_optimizer_step"),
-        mistake("left_out", "those of an optimizer that lacks some of the parameters")
+        mistake("left_out", "the steps of an optimizer without some of the parameters")
         .predicts("θ' = θ for some parameters with a gradient", _left_out)
-        .advises("Give all parameters of the policy to the optimizer, after the last layer is made")
+        .advises("Pass all parameters of the policy to the optimizer, after the last layer is created")
         .cites("program: loop-missing_parameter"),
         mistake("twice", "two steps with one gradient")
         .predicts("θ' = step(step(θ))", _twice)
         .advises("optimizer.step() is called twice", source="program: test_optimizer_step"),
-        mistake("state_lost", "those of an optimizer whose state was reset in the middle of training")
+        mistake("state_lost", "the steps of an optimizer whose state was reset in the middle of training")
         .predicts("t less than the number of steps", lambda inputs: inputs.changed(lost=0) if inputs.lost else None)
-        .advises("Make the optimizer once, not in every update", source="program: subclass-state_lost"),
-        mistake("state_cleared", "those of an optimizer whose state was cleared just before the step")
+        .advises("Create the optimizer once, not in every update", source="program: subclass-state_lost"),
+        mistake("state_cleared", "the steps of an optimizer whose state was cleared just before the step")
         .predicts("m = v = 0, t = 0", _cleared)
-        .advises("Make the optimizer once, not in every step", source="program: loop-state_lost"),
+        .advises("Create the optimizer once, not in every step", source="program: loop-state_lost"),
         mistake("ascent", "the opposite of the optimizer's steps")
         .predicts("θ' = θ + lr step", lambda inputs: -inputs.changed())
         .advises("The learning rate is negative, or the step is added with the wrong sign")
         .cites("program: test_optimizer_step"),
-        mistake("negated_gradient", "steps with the opposite gradient")
+        mistake("negated_gradient", "the steps with the opposite gradient")
         .predicts(
             "g = ∇(-L)",
             lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)),
         )
         .advises("The optimizer maximises: compare its maximize flag with the sign of the loss")
         .cites("program: test_optimizer_step"),
-        mistake("gradient_descent", "those of plain gradient descent")
+        mistake("gradient_descent", "the steps of plain gradient descent")
         .predicts("θ' = θ - lr g", _if(lambda settings: settings.kind != "sgd" or settings.momentum != 0, _plain))
-        .advises("The optimizer is another one than the settings name", source="program: loop-other_optimizer"),
-        mistake("no_bias_correction", "those of Adam without correction of its bias")
+        .advises("The optimizer differs from the settings", source="program: loop-other_optimizer"),
+        mistake("no_bias_correction", "the steps of Adam without bias correction")
         .predicts(
             "θ' = θ - lr m / (√v + ε)",
             _if(lambda settings: settings.kind == "adam", lambda settings: settings._replace(corrects_bias=False)),
         )
         .advises("Divide m by 1 - β₁ᵗ and v by 1 - β₂ᵗ", source="1412.6980, section 3"),
         mistake(
-            "decay_coupling", "those with weight decay through the gradient in place of the weights, or the reverse"
+            "decay_coupling", "the steps with weight decay through the gradient instead of the weights, or the reverse"
         )
         .predicts(
-            "g + λ θ in place of (1 - lr λ) θ, or the reverse",
+            "g + λ θ instead of (1 - lr λ) θ, or the reverse",
             _if(
                 lambda settings: settings.weight_decay != 0,
                 lambda settings: settings._replace(decoupled=not settings.decoupled),
             ),
         )
         .advises("AdamW decays the weights, Adam adds the decay to the gradient", source="1711.05101"),
-        mistake("no_decay", "those without the weight decay that is set")
+        mistake("no_decay", "the steps without the configured weight decay")
         .predicts(
             "λ = 0",
             _if(lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(weight_decay=0.0)),
         )
         .advises("The optimizer ignores its weight_decay", source="program: test_optimizer_step"),
-        variant("epsilon_inside", "those of RMSprop with ε under the root")
+        variant("epsilon_inside", "the steps of RMSprop with ε under the root")
         .predicts(
             "θ' = θ - lr g / √(v + ε)",
             _if(
@@ -294,11 +294,11 @@ OPTIMIZER_STEP = Equation(
             ),
         )
         .cites("stable-baselines3, RMSpropTFLike"),
-        mistake("learning_rate", "those with another learning rate than set,")
+        mistake("learning_rate", "the steps with a different learning rate than configured,")
         .fits("θ' = θ - c step", "lr", _fit_rate)
-        .advises("Set the rate of the schedule in every group of the optimizer before each update")
+        .advises("Set the scheduled rate in every parameter group of the optimizer before each update")
         .cites("program: subclass-lr_other"),
-        mistake("weight_decay", "those of the optimizer and a decay of the weights by the fraction")
+        mistake("weight_decay", "the optimizer's steps plus a decay of the weights by the fraction")
         .fits("θ' = step(θ) - c θ", "c", _fit_decay)
         .advises("Something else shrinks the weights after the step", source="program: loop-decay"),
     ),
@@ -306,7 +306,7 @@ OPTIMIZER_STEP = Equation(
 
 
 def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings | None:
-    """Return the settings of a parameter group; None if the optimizer's rule is not written out here."""
+    """Return the settings of a parameter group; None if the optimizer's rule is not implemented here."""
     common: dict[str, Any] = {
         "lr": float(group["lr"]),
         "weight_decay": float(group.get("weight_decay", 0.0)),
@@ -333,7 +333,7 @@ def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings 
 
 
 def state_before(state: Mapping[str, Any]) -> tuple[State, int]:
-    """Return copies of the tensors of a parameter's state, float64, and the number of steps that it has counted."""
+    """Return float64 copies of the tensors of a parameter's state, and the number of steps that the state has counted."""
     tensors = {
         name: value.detach().double().clone()
         for name, value in state.items()
@@ -354,15 +354,15 @@ def compare_step(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of weights after a step with its equation.
+    """Return the comparison of the weights after a step with the equation of the step.
 
     Args:
         steps: of the K parameters.
         after: K tensors, after the step.
         settings: of parameters that the optimizer does not have.
         epsilon: of the weights' type.
-        learning_rate: by the trainer's settings; None, or groups with several rates: the optimizer's own.
-        lost: steps that the optimizer has taken and its state has not counted.
+        learning_rate: from the trainer's settings; the optimizer's own rate if it is None or groups have different rates.
+        lost: number of steps that the optimizer has taken but its state has not counted.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.
     """
@@ -407,15 +407,15 @@ def check_optimizer_step(
 ) -> EquationCheck:
     """Return the comparison of the weights after a step with the equation of Adam, AdamW, SGD or RMSprop.
 
-    Tensors of the K parameters are a mapping by name or a sequence, in one order everywhere. Where `after` are the parameters themselves,
-    those that the optimizer lacks are recognised; copies have to be all of its parameters, in its order.
+    Tensors of the K parameters are a mapping by name or a sequence, always in the same order. If `after` holds the parameters themselves,
+    parameters that the optimizer lacks are recognised. Copies must cover all of the optimizer's parameters, in its order.
 
     Args:
         before, after: weights before and after the step.
-        gradients: that the step reads, clipped where they are; None for a parameter without one.
-        optimizer: its settings, and its state before the step, unless `state` is given.
-        state: a deep copy of `optimizer.state_dict()` from before the step: needed after the first step, because the step changes it.
-        learning_rate: that the settings ask for; None for the optimizer's own.
+        gradients: that the step reads, after any clipping; None for a parameter without a gradient.
+        optimizer: its settings, and its state before the step unless `state` is given.
+        state: a deep copy of `optimizer.state_dict()` from before the step; needed after the first step, because a step changes it.
+        learning_rate: of the settings; None for the optimizer's own.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.
 
@@ -426,10 +426,10 @@ def check_optimizer_step(
     listed = gradients.values() if isinstance(gradients, Mapping) else gradients
     read = [None if gradient is None else as_floats([gradient])[0] for gradient in listed]
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"check_optimizer_step needs an optimizer of torch, got {shown(optimizer)}")
+        raise TypeError(f"check_optimizer_step needs a torch optimizer, got {shown(optimizer)}")
     if not len(old) == len(new) == len(read) > 0:
         counts = f"{len(old)}, {len(new)} and {len(read)}"
-        raise ValueError(f"before, after and gradients must have equally many tensors, got {counts}")
+        raise ValueError(f"before, after and gradients must have the same number of tensors, got {counts}")
     for place, row in enumerate(zip(old, new, read, strict=True)):
         shapes = [list((row[0] if x is None else x).shape) for x in row]
         if shapes != shapes[:1] * 3:
@@ -443,7 +443,7 @@ def check_optimizer_step(
     if not any(id(one) in groups for one in new):
         if len(members) != len(new):
             raise ValueError(
-                f"copies must be those of all {len(members)} parameters of the optimizer, got {len(new)}: pass the parameters as after"
+                f"copies must cover all {len(members)} parameters of the optimizer, got {len(new)}: pass the parameters themselves as after"
             )
         groups = {id(one): member for one, member in zip(new, members, strict=True)}
     default = settings_of(optimizer, optimizer.param_groups[0])

@@ -1,6 +1,6 @@
-"""Equation of the policy loss, the clipped surrogate of PPO: values of the losses of all minibatches, and the graph of one.
+"""Equation of the policy loss, the clipped surrogate of PPO: the losses of all minibatches, or one minibatch with its graph.
 
-Shapes: M minibatches of R rows in all, one minibatch after the other; N rows of one minibatch.
+Shapes: M minibatches with R rows in total, concatenated; N rows of one minibatch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from esper_telemetry.equations.minibatch_losses import (
 from esper_telemetry.metrics.ratio import EXP_LIMIT
 
 DUAL_CLIP: Final = 3.0
-"""Bound of the ratio where advantages are negative, in the paper of dual-clip PPO (1912.09729)."""
+"""Bound of the ratio for negative advantages in the dual-clip paper (1912.09729)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class PolicyLossInputs:
     """Rows [R] that the policy loss is computed from: float64, or one minibatch with its graph.
 
     Attributes:
-        log_ratio: log-probability now minus at collection.
+        log_ratio: current log-probability minus log-probability at collection.
         advantages: as they multiply the ratio.
         clip: range of the ratio; None for a policy gradient without a ratio.
-        raw_advantages: before normalisation, where the settings ask for it.
-        log_probs: now.
-        head_log_ratios: of each head, where there are several.
+        raw_advantages: before normalisation, if the settings enable it.
+        log_probs: current log-probabilities.
+        head_log_ratios: of each head, if there are several.
         bonus: [M], the entropy loss times its weight.
-        returns, values: the critic's targets, and its estimates now.
+        returns, values: the critic's targets, and its current estimates.
     """
 
     log_ratio: Tensor
@@ -74,26 +74,26 @@ class PolicyLossInputs:
 
     @property
     def ratio(self) -> Tensor:
-        """Probability of the action now over that at collection, [R]."""
+        """Current probability of the action divided by its probability at collection, [R]."""
         return self.log_ratio.exp()
 
     @property
     def width(self) -> float:
-        """Clip range, 0 without a ratio."""
+        """Clip range; 0 without a ratio."""
         return self.clip or 0.0
 
     @property
     def raw(self) -> Tensor | None:
-        """Advantages before normalisation [R]; None unless they differ from those in use."""
+        """Advantages before normalisation [R]; None unless they differ from the advantages in use."""
         raw = self.raw_advantages
         return None if raw is None or torch.equal(raw, self.advantages) else raw
 
     def clipped(self, low: float | None = None, high: float | None = None) -> Tensor:
-        """Return the ratio [R] within 1 ± clip, or within other bounds."""
+        """Return the ratio [R], clipped to 1 ± clip or to other bounds."""
         return self.ratio.clamp(1 - self.width if low is None else low, 1 + self.width if high is None else high)
 
     def mean(self, rows: Tensor) -> Tensor:
-        """Return the means [M] of rows [R], negative: gains are maximised."""
+        """Return the negative means [M] of gains [R], because gains are maximised."""
         return -self.minibatches.mean(rows)
 
     def of_advantages(self, advantages: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class PolicyLossInputs:
 
 
 def clipped_surrogate(x: PolicyLossInputs) -> Tensor:
-    """Return the clipped surrogate loss [M] (1707.06347, eq. 7), or -A log π where there is no ratio."""
+    """Return the clipped surrogate loss [M] (1707.06347, eq. 7), or -A log π if there is no ratio."""
     if x.clip is None and x.log_probs is not None:
         return x.mean(x.advantages * x.log_probs)
     return pessimistic(x, x.clipped())
@@ -119,7 +119,7 @@ def between(x: PolicyLossInputs, low: float, high: float) -> Tensor:
 
 
 def _of_all_pairs(x: PolicyLossInputs) -> Tensor:
-    """Mean over all pairs of a ratio and an advantage: the sign of the advantage decides which bound counts."""
+    """Loss over all pairs of a ratio and an advantage; the sign of the advantage decides which bound applies."""
     mean = x.minibatches.mean
     if x.clip is None and x.log_probs is not None:
         return -mean(x.advantages) * mean(x.log_probs)
@@ -129,13 +129,13 @@ def _of_all_pairs(x: PolicyLossInputs) -> Tensor:
 
 
 def _of_negated_advantages(x: PolicyLossInputs) -> Tensor | None:
-    """The loss of advantages with the other sign; None if no ratio is clipped, because that is the negative loss then."""
+    """Loss of negated advantages; None if no ratio is clipped, because then it equals the negative loss."""
     clips = bool(((x.clipped() != x.ratio) & (x.advantages != 0)).any())
     return x.of_advantages(-x.advantages) if clips else None
 
 
 def _dual_clipped(x: PolicyLossInputs, bound: float = DUAL_CLIP) -> Tensor:
-    """The loss [M] with gains that are at least `bound` times the advantage where it is negative."""
+    """Return the loss [M] with gains of at least `bound` times a negative advantage."""
     gains = torch.minimum(x.ratio * x.advantages, x.clipped() * x.advantages)
     return x.mean(torch.where(x.advantages < 0, torch.maximum(gains, bound * x.advantages), gains))
 
@@ -156,7 +156,7 @@ KL_ESTIMATES: Final[Mapping[str, Callable[[PolicyLossInputs], Tensor]]] = {
 
 
 def _kl_penalty(x: PolicyLossInputs, claimed: Tensor, plain: Tensor) -> tuple[float, Tensor] | None:
-    """Fit the weight of each estimator and keep the closest."""
+    """Fit the weight of each estimator and return the closest."""
     fits = [added(plain, estimate(x), claimed) for estimate in KL_ESTIMATES.values()]
     known = [fit for fit in fits if fit is not None and fit[0] > 0]
     return min(known, key=lambda fit: float((fit[1] - claimed)[::2].abs().max()), default=None)
@@ -165,7 +165,7 @@ def _kl_penalty(x: PolicyLossInputs, claimed: Tensor, plain: Tensor) -> tuple[fl
 def _bound(
     loss: Callable[[PolicyLossInputs, float], Tensor], ends: Callable[[PolicyLossInputs], tuple[float, float]]
 ) -> Callable[[PolicyLossInputs, Tensor], tuple[float, Tensor] | None]:
-    """Return a fit of a bound of the ratio, between the ends."""
+    """Return a fit of a bound of the ratio between the given limits."""
 
     def fit(x: PolicyLossInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
         known = informative(claimed, clipped_surrogate(x))
@@ -183,44 +183,46 @@ POLICY_LOSS = Equation(
     inputs="policy losses, log-ratios and advantages of the minibatches",
     compute=clipped_surrogate,
     tolerance=LOSS_TOLERANCE,
-    advice="Compare the line of the policy loss with the equation, term by term.",
+    advice="Compare the line that computes the policy loss with the equation, term by term.",
     hypotheses=(
-        mistake("sign", "the clipped surrogate without its minus sign, so that descent lowers the gain")
+        mistake("sign", "the clipped surrogate without its minus sign: gradient descent lowers the gain")
         .predicts("L = mean min(r A, clip(r) A)", lambda x: -clipped_surrogate(x))
         .advises("Minimise the negative of the surrogate.", source="program: loop-pg_sign"),
-        mistake("negated_advantages", "the clipped surrogate of the advantages with the opposite sign")
+        mistake("negated_advantages", "the clipped surrogate of negated advantages")
         .predicts("L = mean max(r A, clip(r) A)", _of_negated_advantages)
         .given(needs="clip", gradient="advantages_negated")
         .advises("Use max only with the two negative terms: max(-r A, -clip(r) A).")
         .cites("program: bundled-loss_sign"),
-        mistake("optimistic", "the larger of the two gains in place of the smaller")
+        mistake("optimistic", "the larger of the two gains instead of the smaller")
         .predicts(
             "L = -mean max(r A, clip(r) A)",
             lambda x: x.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)),
         )
         .given(needs="clip", gradient="maximum")
         .advises("Take min of the gains, or max of the losses.", source="program: test_losses"),
-        mistake("no_minimum", "the clipped term alone, without the minimum")
+        mistake("no_minimum", "only the clipped term, without the minimum")
         .predicts("L = -mean clip(r, 1 - ε, 1 + ε) A", lambda x: x.mean(x.clipped() * x.advantages))
         .given(needs="clip", gradient="no_minimum")
         .advises(
-            "Take the minimum of r A and clip(r) A: the clipped term alone has no gradient that brings a ratio back."
+            "Take the minimum of r A and clip(r) A: without it, a clipped ratio has a gradient of 0 and cannot return."
         )
         .cites("program: loop-pg_no_minimum"),
         mistake("no_clip", "the surrogate without clipping")
         .predicts("L = -mean r A", lambda x: x.mean(x.ratio * x.advantages))
         .given(needs="clip", gradient="no_clip")
         .advises("Clip the ratio in the second term.", source="1707.06347, eq. 6"),
-        mistake("minimum_of_ratios", "the advantage times the smaller ratio, whatever the sign of the advantage")
+        mistake("minimum_of_ratios", "the advantage times the smaller ratio, for positive and negative advantages")
         .predicts("L = -mean min(r, clip(r)) A", lambda x: x.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages))
         .advises("Multiply both ratios by the advantage before the minimum.", source="program: test_losses"),
-        mistake("inverted_ratio", "the clipped surrogate with the ratio inverted: the old probability over the new one")
+        mistake(
+            "inverted_ratio", "the clipped surrogate with the inverted ratio: the old probability divided by the new"
+        )
         .predicts(
             "L = -mean min(A / r, clip(1 / r) A)", lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio))
         )
         .given(needs="clip", gradient="ratio_inverted")
         .advises("Take exp(new log-probability - old log-probability).", source="program: script-pg_ratio_inverted"),
-        mistake("no_exponential", "the clipped surrogate with the log-ratio in place of the ratio")
+        mistake("no_exponential", "the clipped surrogate with the log-ratio instead of the ratio")
         .predicts(
             "L = -mean min(log r A, clip(log r, 1 - ε, 1 + ε) A)",
             lambda x: x.mean(
@@ -232,9 +234,11 @@ POLICY_LOSS = Equation(
         mistake("log_prob", "the policy gradient of the log-probability, without a ratio")
         .predicts("L = -mean log π(a) A", lambda x: x.mean(x.log_probs * x.advantages))
         .given(needs="log_probs", doubtful_without="ratio", gradient="no_ratio")
-        .advises("Multiply the advantage by the ratio: over several epochs the log-probability is biased.")
+        .advises(
+            "Multiply the advantage by the ratio: over several epochs, the gradient of the log-probability is biased."
+        )
         .cites("1602.01783 (A2C)"),
-        mistake("clip_around_zero", "the clipped surrogate with the ratio clipped to ±ε in place of 1 ± ε")
+        mistake("clip_around_zero", "the clipped surrogate with the ratio clipped to ±ε instead of 1 ± ε")
         .predicts("L = -mean min(r A, clip(r, -ε, ε) A)", lambda x: between(x, -x.clip, x.clip))
         .advises("Clip to 1 - ε and 1 + ε.", source="program: test_losses"),
         mistake("upper_clip_only", "the clipped surrogate without the lower bound of the ratio")
@@ -245,26 +249,26 @@ POLICY_LOSS = Equation(
         .advises("Clip the ratio on both sides.", source="program: test_losses"),
         mistake(
             "clipped_product",
-            "the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped and not the ratio",
+            "the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped instead of the ratio",
         )
         .predicts(
             "L = -mean min(r A, clip(r A, 1 - ε, 1 + ε))",
             lambda x: x.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)),
         )
-        .advises("Clip the ratio before it is multiplied by the advantage.", source="program: test_losses"),
+        .advises("Clip the ratio before multiplying it by the advantage.", source="program: test_losses"),
         mistake("clipped_log_ratio", "the clipped surrogate with the log-ratio clipped to ±ε")
         .predicts(
             "L = -mean min(r A, exp(clip(log r, -ε, ε)) A)",
             lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()),
         )
-        .advises("Clip the ratio: bounds of the log-ratio are log(1 - ε) and log(1 + ε).")
+        .advises("Clip the ratio; the matching bounds of the log-ratio are log(1 - ε) and log(1 + ε).")
         .cites("program: test_losses"),
         mistake("broadcast", "the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]")
         .predicts("L = -mean_ij min(r_i A_j, clip(r_i) A_j)", _of_all_pairs)
         .given(gradient="advantages_broadcast")
-        .advises("Flatten log-probabilities and advantages to [N] both.")
+        .advises("Flatten both log-probabilities and advantages to [N].")
         .cites("PacktPublishing/Deep-Reinforcement-Learning-Hands-On#33"),
-        mistake("sum", "the sum over the rows in place of the mean")
+        mistake("sum", "the sum over the rows instead of the mean")
         .predicts("L = -Σ min(r A, clip(r) A)", lambda x: clipped_surrogate(x) * x.minibatches.counts)
         .advises("Take the mean, so that the step does not grow with the minibatch.", source="program: loop-pg_sum"),
         mistake("unnormalized", "the clipped surrogate of the advantages before normalisation")
@@ -272,20 +276,20 @@ POLICY_LOSS = Equation(
         .given(needs="raw_advantages", gradient="advantages_raw")
         .advises("Use the normalised advantages in the loss.")
         .cites("Huang et al. 2022, The 37 implementation details of PPO"),
-        mistake("shifted_rows", "the clipped surrogate with each ratio beside the advantage of the row before")
+        mistake("shifted_rows", "the clipped surrogate with each ratio times the previous row's advantage")
         .predicts(
             "L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1})",
             lambda x: x.of_advantages(x.advantages[x.minibatches.followers(-1)]),
         )
         .given(gradient="advantages_shifted")
         .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
-        mistake("following_rows", "the clipped surrogate with each ratio beside the advantage of the row after")
+        mistake("following_rows", "the clipped surrogate with each ratio times the next row's advantage")
         .predicts(
             "L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1})",
             lambda x: x.of_advantages(x.advantages[x.minibatches.followers(1)]),
         )
         .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
-        mistake("reversed_rows", "the clipped surrogate with the advantages in the reverse order of the rows")
+        mistake("reversed_rows", "the clipped surrogate with the advantages in reverse order")
         .predicts(
             "L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i})",
             lambda x: x.of_advantages(x.advantages[x.minibatches.reversed()]),
@@ -302,13 +306,13 @@ POLICY_LOSS = Equation(
         .predicts("L = -Σ_h mean min(r_h A, clip(r_h) A)", _per_head)
         .cites("1903.01344 (H-PPO)"),
         variant("dual_clip", "the surrogate with dual clipping at 3")
-        .predicts("L = -mean max(min(r A, clip(r) A), 3 A) where A < 0", _dual_clipped)
+        .predicts("L = -mean max(min(r A, clip(r) A), 3 A) if A < 0", _dual_clipped)
         .given(needs="clip", gradient="dual_clip")
         .cites("1912.09729 (dual-clip PPO)"),
         variant("truncated", "the surrogate with the ratio truncated at 1")
         .predicts("L = -mean min(r, 1) A", lambda x: x.mean(x.ratio.clamp(max=1.0) * x.advantages))
         .cites("1802.01561 (V-trace)"),
-        variant("with_entropy", "the clipped surrogate with the entropy bonus in it")
+        variant("with_entropy", "the clipped surrogate plus the entropy bonus")
         .predicts("L = -mean min(r A, clip(r) A) - c H", lambda x: clipped_surrogate(x) + x.bonus)
         .given(needs="bonus", of="bonus")
         .cites("program: test_losses"),
@@ -332,7 +336,7 @@ POLICY_LOSS = Equation(
             ),
         )
         .advises("Compare the bounds in the loss with the setting.", source="program: test_losses"),
-        variant("decoupled_clip", "the clipped surrogate with an upper bound of its own,")
+        variant("decoupled_clip", "the clipped surrogate with a separate upper bound,")
         .fits(
             "L = -mean min(r A, clip(r, 1 - ε, 1 + ε_high) A)",
             "ε_high",
@@ -344,7 +348,7 @@ POLICY_LOSS = Equation(
         .cites("2503.14476 (DAPO), eq. 10"),
         variant("other_dual_clip", "the surrogate with dual clipping,")
         .fits(
-            "L = -mean max(min(r A, clip(r) A), c A) where A < 0",
+            "L = -mean max(min(r A, clip(r) A), c A) if A < 0",
             "c",
             _bound(_dual_clipped, lambda x: (1.0, max(float(x.ratio.max()), 1.0))),
         )
@@ -384,18 +388,18 @@ def check_policy_loss(
 ) -> EquationCheck:
     """Return the comparison of policy losses with the clipped surrogate of PPO.
 
-    One minibatch of ratios that are all 1 tells little: give all minibatches of an update at once.
+    A single minibatch in which all ratios are 1 is weak evidence: pass all minibatches of an update at once.
 
     Args:
         loss: 0-d, or [M], one per minibatch.
-        log_ratio: [N], or [M, N], or [R] with `counts`: log-probability of the action now minus at collection.
-        advantages: of the same shape: as they multiply the ratio, that is normalised where they are.
+        log_ratio: [N], or [M, N], or [R] with `counts`: current log-probability of the action minus its log-probability at collection.
+        advantages: of the same shape: as they multiply the ratio, after any normalisation.
         clip: ε, above 0.
         valid: bool, of the same shape; None if every row counts.
-        counts: rows of each minibatch, where the columns are [R].
-        raw_advantages: of the same shape: before normalisation, where the advantages should be normalised.
-        log_probs: of the same shape: log-probabilities of the actions now.
-        head_log_ratios: of the same shape each: of the heads of a policy with several.
+        counts: rows of each minibatch, if the columns are [R].
+        raw_advantages: of the same shape: before normalisation, if the advantages should be normalised.
+        log_probs: of the same shape: current log-probabilities of the actions.
+        head_log_ratios: each of the same shape: log-ratios of the heads of a policy with several heads.
         bonus: of the shape of the loss: the entropy loss times its weight.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
         tolerance: largest relative error; by precision if it is None.

@@ -1,9 +1,9 @@
-"""Equations of what was stored at collection: what the policy gives for the stored inputs before the first step.
+"""Equations of the stored log-probabilities and values: the policy reproduces them from the stored inputs before the first step.
 
-The policy passes over the stored observations, states and masks once more. Passes over other inputs, which known mistakes would use, are
-asked for only where the first one differs from what was acted on.
+The policy runs again on the stored observations, states and masks. If the result differs from the stored numbers, it also runs on the
+inputs that known mistakes would use.
 
-Shapes: N rows, which may stand in several axes [T, B].
+Shapes: N rows, which may have several axes [T, B].
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from esper_telemetry.equations.log_probs import shifted
 from esper_telemetry.metrics.statistics import same_shape
 
 REPLAY_TOLERANCE = 1.0
-"""Factor of the tolerances. Healthy runs in single precision: at most 2.5e-7, with an LSTM and without."""
+"""Factor of the tolerances. Healthy runs in single precision reach 2.5e-7, with and without an LSTM."""
 
 FIRST_DIFFERENCE = 1e-2
-"""Error of a first minibatch, next to the largest number, that no arithmetic of a device explains."""
+"""Error of a first minibatch, relative to the largest number, that a device's arithmetic does not explain."""
 
 Alternatives = Mapping[str, Callable[[], "ArrayLike | None"]]
-"""Passes of the policy over other inputs, by the names of hypotheses."""
+"""Passes of the policy on other inputs, by the names of hypotheses."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayInputs:
-    """A pass of the policy over the rollout before the first step.
+    """A pass of the policy on the rollout before the first step.
 
     Attributes:
         stored: [N], at collection.
         replayed: [N], of the pass.
-        alternative: (name of a hypothesis) -> [N], of a pass over other inputs; None if there is none.
+        alternative: (name of a hypothesis) -> [N], of a pass on other inputs; None if there is no such pass.
     """
 
     stored: Tensor
@@ -47,17 +47,17 @@ class ReplayInputs:
 
 
 SIMILAR_SIZE = 3.0
-"""Ratio up to which two random differences count as equally large."""
+"""Largest ratio of two random differences that count as equally large."""
 
 CORRELATED = 0.9
-"""Correlation from which on differences of two passes have one cause: those of unrelated passes from a third one have 0.5."""
+"""Correlation above which differences of two passes share a cause: unrelated passes differ from a third with a correlation of 0.5."""
 
 
 def _other_mode(inputs: ReplayInputs) -> Tensor | None:
-    """The pass in the other mode; the stored numbers where that differs as they do, because batches were others."""
+    """The pass in the other mode; the stored numbers if the pass differs as they do, because the batches were different."""
     other, again = inputs.alternative("other_mode"), inputs.alternative("random_passes")
     if other is None or (again is not None and bool((again != inputs.replayed).any())):
-        return other  # passes that differ from one another have the size of any difference between modes
+        return other  # random passes differ from each other as much as modes do
     moved, explained = inputs.stored - inputs.replayed, other - inputs.replayed
     if not _similar_size(moved, explained):
         return other
@@ -66,7 +66,7 @@ def _other_mode(inputs: ReplayInputs) -> Tensor | None:
 
 
 def _random_passes(inputs: ReplayInputs) -> Tensor | None:
-    """The stored numbers, where two passes differ from each other as they differ from one of them."""
+    """The stored numbers, if two passes differ from each other as much as the stored numbers differ from one of them."""
     again = inputs.alternative("random_passes")
     return (
         inputs.stored
@@ -81,81 +81,83 @@ def _similar_size(first: Tensor, second: Tensor) -> bool:
 
 
 def _of_step(inputs: ReplayInputs, name: str, steps: int) -> Tensor | None:
-    """The pass of that name; where it is not given, as of values, the replayed numbers `steps` later."""
+    """The pass of that name; if it is not given, as for values, the replayed numbers `steps` later."""
     given = inputs.alternative(name)
     return shifted(inputs.replayed, steps, inputs.stored) if given is None else given
 
 
 def _pass(name: str) -> Callable[[ReplayInputs], Tensor | None]:
-    """Return what the policy's pass of that name predicts."""
+    """Return a function that returns the policy's pass of that name."""
     return lambda inputs: inputs.alternative(name)
 
 
 INPUT_HYPOTHESES = (
     mistake(
         "other_observations",
-        "those of the observations that the policy received when it acted, which are not the stored ones",
+        "the outputs for the observations that the policy received, which differ from the stored observations",
     )
     .predicts("f(o'), stored o ≠ o'", _pass("other_observations"))
-    .advises("Store the very observation that is passed to the policy.", source="program: script-obs_alias"),
-    mistake("other_statistics", "those of observations that were normalised with other statistics than the stored ones")
+    .advises("Store the same observation that is passed to the policy.", source="program: script-obs_alias"),
+    mistake(
+        "other_statistics", "the outputs for observations normalised with other statistics than the stored observations"
+    )
     .predicts("f((o - m') / s'), stored (o - m) / s", _pass("other_statistics"))
-    .advises("Normalise an observation once, before it is acted on, and store it so.")
+    .advises("Normalise an observation once, before the policy receives it, and store the normalised observation.")
     .cites("https://github.com/leggedrobotics/rsl_rl/pull/225"),
-    mistake("older_weights", "those of the policy with the weights of an earlier update")
+    mistake("older_weights", "the outputs of the policy with the weights of an earlier update")
     .predicts("f(o; θ'), θ' before the last update", _pass("older_weights"))
     .advises("Copy the weights to the policy that acts before each rollout.")
     .cites("program: loop-stale_weights"),
-    mistake("observation_before", "those of the observation of the step before")
+    mistake("observation_before", "the outputs for the previous step's observations")
     .predicts("f(o_{t-1})", partial(_of_step, name="observation_before", steps=-1))
-    .advises("Pass the observation to the policy that the last step of the environment returned.")
+    .advises("Pass the policy the observation that the last `env.step` returned.")
     .cites("program: subclass-obs_alias"),
-    mistake("observation_after", "those of the observation of the step after")
+    mistake("observation_after", "the outputs for the next step's observations")
     .predicts("f(o_{t+1})", partial(_of_step, name="observation_after", steps=1))
-    .advises("Store the observation that was acted on, not the one that the action led to.")
+    .advises("Store the observation before the action, not the observation after it.")
     .cites("program: test_collection"),
-    mistake("other_mode", "those of a policy whose dropout or batch norm works in the other mode")
-    .predicts("f_train(o) in place of f_eval(o), or the reverse", _other_mode)
-    .advises("Act and train in the same mode, without dropout, and with batch statistics frozen.")
+    mistake("other_mode", "the outputs of a policy whose dropout or batch norm is in the other mode")
+    .predicts("f_train(o) instead of f_eval(o), or the reverse", _other_mode)
+    .advises("Act and train in the same mode, without dropout and with frozen batch statistics.")
     .cites("https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.eval"),
-    mistake("random_passes", "those of a policy whose passes differ from one another, because dropout is active")
+    mistake("random_passes", "the outputs of a policy whose passes differ at random, because dropout is active")
     .predicts("f(o, ε), ε drawn again in every pass", _random_passes)
-    .advises("Switch dropout off: the ratio is to compare two policies, not two draws.")
+    .advises("Switch dropout off: the ratio must compare two policies, not two dropout masks.")
     .cites("https://github.com/huggingface/trl/issues/4"),
-    mistake("memory_zero", "those of a memory that begins the rollout empty")
+    mistake("memory_zero", "the outputs of a memory that is empty at the beginning of the rollout")
     .predicts("h_0 = 0", _pass("memory_zero"))
     .given(of="memory")
-    .advises("Begin the pass over a sequence with the state that the rollout began with.")
+    .advises("Start the pass over a sequence with the hidden state from the start of the rollout.")
     .cites("program: bundled-h0_zero"),
-    mistake("memory_stored_late", "those of the states before each step, in place of which those after it are stored")
+    mistake("memory_stored_late", "the outputs for the states before each step, while the states after it are stored")
     .predicts("f(o_t, h_t), stored h_{t+1}", _pass("memory_stored_late"))
     .given(of="memory")
     .advises("Store the hidden state that the policy received with the observation, before the next one replaces it.")
     .cites("program: sb3_collection"),
-    mistake("other_memory", "those of the states that the policy received when it acted, which are not the stored ones")
+    mistake("other_memory", "the outputs for the states that the policy received, which differ from the stored states")
     .predicts("f(o, h'), stored h ≠ h'", _pass("other_memory"))
-    .advises("Store the very hidden state that is passed to the policy.")
+    .advises("Store the same hidden state that is passed to the policy.")
     .cites("program: test_script_equations"),
-    mistake("memory_not_reset", "those of a memory that is not reset where an episode begins")
+    mistake("memory_not_reset", "the outputs of a memory that is not reset when an episode begins")
     .predicts("h_t carried over the ends of episodes", _pass("memory_not_reset"))
     .given(of="memory")
-    .advises("Set the hidden state to zero where an episode begins, both when acting and in training.")
+    .advises("Set the hidden state to zero when an episode begins, both when acting and in training.")
     .cites("https://github.com/ikostrikov/pytorch-a2c-ppo-acktr-gail/issues/206"),
-    mistake("memory_reset_late", "those of a memory that is reset one step late")
+    mistake("memory_reset_late", "the outputs of a memory that is reset one step late")
     .predicts("h_t = 0 in the second step of an episode", _pass("memory_reset_late"))
     .given(of="memory")
     .advises("Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset.")
     .cites("https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169"),
-    mistake("memory_reset_early", "those of a memory that is reset one step early")
+    mistake("memory_reset_early", "the outputs of a memory that is reset one step early")
     .predicts("h_t = 0 in the last step of an episode", _pass("memory_reset_early"))
     .given(of="memory")
     .advises("Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset.")
     .cites("https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169"),
-    mistake("memory_empty", "those of a policy whose memory is empty in every step")
+    mistake("memory_empty", "the outputs of a policy whose memory is empty in every step")
     .predicts("h_t = 0", _pass("memory_empty"))
     .given(of="memory")
-    .advises("Pass the state of the last step on to the next one.", source="program: test_collection"),
-    mistake("mask_missing", "those of the policy without action masks")
+    .advises("Pass the hidden state of each step to the next step.", source="program: test_collection"),
+    mistake("mask_missing", "the outputs of the policy without action masks")
     .predicts("π(a | o) over all choices", _pass("mask_missing"))
     .advises("Store the mask of every step, and apply it both when acting and in training.")
     .cites("2006.14171"),
@@ -164,14 +166,14 @@ INPUT_HYPOTHESES = (
 REPLAYED_LOG_PROBS = Equation(
     name="replayed_log_probs",
     rank=16,
-    quantity="the log-probabilities that were acted on",
+    quantity="the log-probabilities of the acting policy",
     equation="log π(a | s) of the policy before the first step, on the stored observations, states and masks",
     source="1707.06347: the ratio of a policy to itself is 1",
-    inputs="a policy that can be asked before the first step, and its stored inputs",
+    inputs="a policy that can be run before the first step, and its stored inputs",
     compute=lambda inputs: inputs.replayed,
     tolerance=REPLAY_TOLERANCE,
     hypotheses=INPUT_HYPOTHESES,
-    advice="Look for what differs between acting and training: observations, states, masks, modes, and weights of an earlier update.",
+    advice="Look for differences between acting and training: observations, states, masks, modes, and weights of an earlier update.",
 )
 
 VALUES = Equation(
@@ -180,11 +182,11 @@ VALUES = Equation(
     quantity="the values at collection",
     equation="V(s) of the critic before the first step, on the stored observations and states",
     source="1506.02438",
-    inputs="a critic that can be asked before the first step, and its stored inputs",
+    inputs="a critic that can be run before the first step, and its stored inputs",
     compute=lambda inputs: inputs.replayed,
     tolerance=REPLAY_TOLERANCE,
     hypotheses=INPUT_HYPOTHESES[:-1],
-    advice="Look for what differs between acting and training: observations, states, modes, and weights of an earlier update.",
+    advice="Look for differences between acting and training: observations, states, modes, and weights of an earlier update.",
 )
 
 
@@ -199,19 +201,19 @@ def check_replayed_log_probs(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of stored log-probabilities with those that the policy gives before the first step.
+    """Return the comparison of stored log-probabilities with the policy's log-probabilities before the first step.
 
     Args:
         log_probs: [T, B] or [N], at collection.
-        replayed: same shape, of the same actions, from a pass of the policy over the stored observations.
-        alternatives: functions that return log-probabilities of passes over other inputs, or with other weights, by the names of what they
-            are: `other_observations`, `other_statistics`, `older_weights`, `observation_before`, `observation_after`, `mask_missing`,
-            `memory_zero`, `memory_not_reset` and the other hypotheses of this equation; called only where the others differ.
+        replayed: same shape, of the same actions, from a pass of the policy on the stored observations.
+        alternatives: functions that return log-probabilities of passes on other inputs, or with other weights, by the hypothesis:
+            `other_observations`, `other_statistics`, `older_weights`, `observation_before`, `observation_after`, `mask_missing`,
+            `memory_zero`, `memory_not_reset` and so on; called only if `log_probs` and `replayed` differ.
         valid: same shape, bool; None if every entry counts.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.
 
-    Raises ValueError for a name that is no hypothesis, or shapes that differ.
+    Raises ValueError if a name is not a hypothesis, or shapes differ.
     """
     return _check_replay(REPLAYED_LOG_PROBS, log_probs, replayed, alternatives, valid, precision, tolerance)
 
@@ -227,7 +229,7 @@ def check_values(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of stored values with those that the critic gives before the first step; see `check_replayed_log_probs`."""
+    """Return the comparison of stored values with the critic's values before the first step; see `check_replayed_log_probs`."""
     return _check_replay(VALUES, values, replayed, alternatives, valid, precision, tolerance)
 
 
@@ -246,7 +248,7 @@ def _check_replay(
     names = list(dict.fromkeys([one.name for one in (*REPLAYED_LOG_PROBS.hypotheses, *VALUES.hypotheses)]))
     unknown = sorted(set(alternatives or {}) - set(names))
     if unknown:
-        raise ValueError(f"alternatives are of {', '.join(names)}, got {', '.join(unknown)}")
+        raise ValueError(f"alternatives must be among {', '.join(names)}, got {', '.join(unknown)}")
 
     def alternative(name: str) -> Tensor | None:
         run = (alternatives or {}).get(name)

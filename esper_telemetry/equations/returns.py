@@ -18,42 +18,42 @@ from esper_telemetry.equations.gae import STD_EPS, standard
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
 MIN_ROWS = 8
-"""Rows from which on mean and standard deviation of a batch are no explanation by themselves."""
+"""Rows above which the mean and standard deviation of a batch cannot fit the numbers by chance."""
 
 MIN_MOVED = 1e-3
-"""Difference of a target, as a share of the largest one, from which on it has moved."""
+"""Difference of a target, as a share of the largest target, above which it has moved."""
 
 MIN_UNRELATED_ROWS = 256
-"""Rows from which on a correlation within chance means that targets are unrelated to what they are made of."""
+"""Rows above which a correlation within chance shows that targets are unrelated to their inputs."""
 
 CHANCE = 4.0
-"""Correlations up to this many times 1 / √N are chance: those of targets that are made of advantages and values are near to 1."""
+"""Correlations below this many times 1 / √N are chance: real targets correlate almost perfectly with advantages and values."""
 
 TINY_SPREAD = 1e-6
-"""Standard deviation, as a share of the largest number, of numbers that are all the same."""
+"""Standard deviation, as a share of the largest number, below which all numbers count as equal."""
 
 TINY_LAMBDA = 1e-3
-"""Distance from 0 and 1 up to which a lambda that was fitted lies between them."""
+"""Allowed distance of a fitted lambda outside 0 to 1."""
 
 MIN_CORRELATION = 0.9
-"""Correlation from which on targets moved with the values of the minibatches: those of unrelated differences have 0."""
+"""Correlation above which targets moved with the values of the minibatches: unrelated differences have a correlation of 0."""
 
 RETURNS_TOLERANCE = 1.0
-"""Factor of `TOLERANCES` for returns. Sums in float32 come to 1e-7 relative error."""
+"""Factor of `TOLERANCES` for returns. Sums in float32 have a relative error of 1e-7."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnInputs:
-    """Columns of a rollout or of some of its rows, float64; [T, B] where steps follow one another, else of any shape.
+    """Columns of a rollout or of some of its rows, float64; [T, B] if steps follow one another, else of any shape.
 
     Attributes:
         advantages: as they are stored.
         values: at collection.
         claimed: the trainer's returns.
-        rewards, next_values: the latter 0 after termination; None if they are not there.
-        ended: bool: the step ended its episode; None beside them.
-        gamma: discount; None beside them.
-        new_values: the critic's estimates after some optimizer steps; None if they are not there.
+        rewards, next_values: next values are 0 after termination; None if missing.
+        ended: bool: the step ended its episode; None if rewards are missing.
+        gamma: discount; None if rewards are missing.
+        new_values: the critic's estimates after some optimizer steps; None if missing.
         valid: rows that count; None if all do.
     """
 
@@ -73,7 +73,7 @@ class ReturnInputs:
 
 
 def _nearest(inputs: ReturnInputs, *candidates: Tensor) -> Tensor:
-    """The candidate that is nearest to the claimed returns."""
+    """The candidate that is closest to the claimed returns."""
     errors = [float(inputs.counted((one - inputs.claimed).abs()).amax()) for one in candidates]
     return candidates[errors.index(min(errors))]
 
@@ -87,12 +87,12 @@ def _with_normalized(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
-    """Returns whose difference from the values gives the stored advantages when it is normalised."""
+    """Returns whose normalised difference from the values equals the stored advantages."""
     rest, stored = inputs.counted(inputs.claimed - inputs.values), inputs.counted(inputs.advantages)
     if len(rest) < MIN_ROWS or not 0.9 < float(stored.std()) < 1.1 or not abs(float(stored.mean())) < 0.1:
         return None
     if float(rest.std()) <= TINY_SPREAD * float(inputs.counted(inputs.claimed).abs().amax()):
-        return None  # returns that are the values: any advantages times 0
+        return None  # returns equal to the values are any advantages times 0
     candidates = []
     for rows, correction in product((rest, inputs.claimed - inputs.values), (0, 1)):
         std, mean = torch.std_mean(rows, correction=correction)
@@ -101,9 +101,9 @@ def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _unrelated(inputs: ReturnInputs) -> Tensor | None:
-    """The claimed returns, where they correlate with none of the columns that targets are made of, and are not these in another order.
+    """The claimed returns, if they do not correlate with any input of targets and are not a permutation of an input.
 
-    None if the rewards are not there: advantages that are wrong may be unrelated to returns that are right.
+    None if rewards are missing, because wrong advantages may be unrelated to correct returns.
     """
     if inputs.rewards is None:
         return None
@@ -131,9 +131,9 @@ def _normalized_sum(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _rescaled(inputs: ReturnInputs) -> Tensor | None:
-    """Advantages plus values, moved and scaled by running statistics, where the critic's estimates are nearer to values that are so, too.
+    """Advantages plus values, shifted and scaled by running statistics, if the critic's estimates are shifted and scaled too.
 
-    Of targets that are scaled by mistake, the critic's estimates are nearer to the stored values.
+    If targets are scaled by mistake, the critic's estimates are closer to the stored values.
     """
     if inputs.new_values is None:
         return None
@@ -174,14 +174,14 @@ def _td_targets(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _new_values(inputs: ReturnInputs) -> Tensor | None:
-    """Advantages plus new values; the claimed returns where what differs from the old ones goes with the values of a later step."""
+    """Advantages plus new values; the claimed returns if their difference correlates with the values of a later step."""
     if inputs.new_values is None:
         return None
     exact, rescaled = inputs.advantages + inputs.new_values, _rescaled(inputs)
     if rescaled is not None:
         error = float(inputs.counted(rescaled - inputs.claimed).abs().amax())
         if error <= TOLERANCES["fp32"] * float(inputs.counted(inputs.claimed).abs().amax()):
-            return exact  # the critic's estimates explain targets that are moved and scaled as they are
+            return exact  # the critic's estimates explain shifted and scaled targets as well
     moved, later = inputs.counted(inputs.claimed - inputs.advantages - inputs.values), inputs.counted(exact)
     later = later - inputs.counted(inputs.advantages + inputs.values)
     differs = moved.abs() > MIN_MOVED * moved.abs().max()
@@ -205,7 +205,7 @@ def _mean_value(inputs: ReturnInputs) -> Tensor | None:
 
 
 def ranked(claimed: Tensor, numbers: Tensor) -> Tensor:
-    """The numbers [N] in the order of the claimed ones: these themselves where both hold the same numbers."""
+    """The numbers [N] in the order of the claimed numbers, which are returned if both hold the same numbers."""
     ranked = torch.empty_like(numbers)
     ranked[claimed.argsort()] = numbers.sort().values
     return ranked
@@ -224,7 +224,7 @@ def _other_rows(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _lambda_returns(inputs: ReturnInputs) -> Tensor | None:
-    """Values plus GAE at the lambda that is nearest to the claimed returns; None if no row shows a lambda from 0 to 1."""
+    """Values plus GAE at the lambda that fits the claimed returns best; None if no row determines a lambda from 0 to 1."""
     deltas = _td_targets(inputs)
     if deltas is None or inputs.ended is None or inputs.gamma is None:
         return None
@@ -242,9 +242,9 @@ def _lambda_returns(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _without_mistakes(check: EquationCheck, inputs: ReturnInputs) -> EquationCheck:
-    """Return the check without explanations that are mistakes, where the returns are lambda-returns of rewards and values.
+    """Return the check without mistakes as explanations, if the returns are lambda-returns of rewards and values.
 
-    Such returns are right: what differs from them are the advantages.
+    Such returns are correct, so the advantages are wrong.
     """
     variants = tuple(one for one in check.explanations if one.hypothesis.variant)
     right = None if len(variants) == len(check.explanations) else _lambda_returns(inputs)
@@ -264,9 +264,9 @@ RETURNS = Equation(
     inputs="advantages before normalisation, values and returns",
     compute=lambda inputs: inputs.advantages + inputs.values,
     tolerance=RETURNS_TOLERANCE,
-    advice="Check that advantages, values and returns are indexed and masked alike.",
+    advice="Check that advantages, values and returns are indexed and masked in the same way.",
     hypotheses=(
-        mistake("normalized", "values plus advantages that were normalised before")
+        mistake("normalized", "values plus normalised advantages")
         .predicts("R = (A - mean) / std + V", _with_normalized)
         .advises("Compute the returns before you normalise advantages.")
         .cites("Huang et al. 2022: returns are computed before advantages are normalised"),
@@ -274,10 +274,10 @@ RETURNS = Equation(
         .predicts("R = A", lambda inputs: inputs.advantages)
         .advises("Add the values, or the critic learns the advantage.")
         .cites("program: subclass-returns_are_advantages"),
-        mistake("values_alone", "the values: the advantages were not added")
+        mistake("values_alone", "values: the advantages were not added")
         .predicts("R = V", lambda inputs: inputs.values)
         .advises("Add the advantages, or the critic learns nothing.", source="program: test_returns"),
-        mistake("values_subtracted", "advantages less values, or values less advantages")
+        mistake("values_subtracted", "advantages minus values, or values minus advantages")
         .predicts(
             "R = ±(A - V)",
             lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages),
@@ -287,9 +287,9 @@ RETURNS = Equation(
         .predicts("R_t = A_t + V(s_{t+1})", lambda inputs: inputs.advantages + inputs.next_values)
         .given(needs="next_values")
         .advises("Add the value of the state that the action was taken in.", source="program: test_returns"),
-        mistake("new_values", "advantages plus values of after the update began")
+        mistake("new_values", "advantages plus the values of a critic that the update has already changed")
         .predicts("R = A + V_new", _new_values)
-        .advises("Add the values that were stored at collection, once, before the first epoch.")
+        .advises("Add the values stored at collection once, before the first epoch.")
         .cites("program: script-returns_new_values"),
         mistake("rewards", "the rewards")
         .predicts("R_t = r_t", lambda inputs: inputs.rewards)
@@ -300,7 +300,7 @@ RETURNS = Equation(
         .predicts("R_t = Σ_k γ^k r_{t+k}", _discounted(bootstrap=False))
         .advises("Bootstrap the last step with the value of the state that follows the rollout.")
         .cites("program: script-returns_mc_cut"),
-        mistake("axes_swapped", "advantages plus values with steps and environments exchanged")
+        mistake("axes_swapped", "advantages plus values with steps and environments swapped")
         .predicts("R[t, b] = A[t, b] + V.reshape(B, T)[b, t]", _swapped)
         .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
         .cites("program: test_returns"),
@@ -308,20 +308,20 @@ RETURNS = Equation(
         .predicts("R_i = A_i + mean_j V_j", _mean_value)
         .advises("Print the shapes of advantages and values: [N] plus [N, 1] is [N, N].")
         .cites("PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74"),
-        mistake("other_rows", "advantages plus values, of other rows")
+        mistake("other_rows", "other rows' advantages plus values")
         .predicts("R_i = A_j + V_j", _other_rows)
         .advises("Index advantages, values and returns with the same rows.", source="program: test_returns"),
         mistake("unrelated", "numbers that are unrelated to advantages, values and rewards")
         .predicts("R_i independent of A, V and r", _unrelated)
-        .advises("Look at what the targets are assigned from: the critic cannot learn them.")
+        .advises("Check where the targets are assigned: the critic cannot learn them.")
         .cites("program: bundled-returns_shuffled"),
-        variant("normalized_after", "values plus advantages before these were normalised over the whole batch")
+        variant("normalized_after", "values plus advantages from before normalisation over the whole batch")
         .predicts("A = (R - V - mean) / std", _normalized_after)
         .cites("openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns"),
         variant("normalized_returns", "advantages plus values, normalised over the batch")
         .predicts("R = (A + V - mean) / std", _normalized_sum)
         .cites("2006.05990, section 3.3, value function normalisation"),
-        variant("rescaled", "advantages plus values, moved and scaled as the critic's estimates are")
+        variant("rescaled", "advantages plus values, shifted and scaled like the critic's estimates")
         .predicts("R = (A + V - m) / s", _rescaled)
         .cites("van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm"),
         variant("monte_carlo", "discounted rewards with the last value (lambda = 1)")
@@ -355,10 +355,10 @@ def check_returns(
     Args:
         advantages: as they are stored, before minibatches are normalised, [T, B] or any shape.
         values, returns: same shape; values at collection.
-        rewards, next_values, ended, gamma: tell Monte-Carlo returns and TD targets apart, [T] or [T, B]; `next_values` is 0 after
-            termination.
+        rewards, next_values, ended, gamma: to recognise Monte-Carlo returns and TD targets, [T] or [T, B]; `next_values` is 0 after
+                termination.
         new_values: the critic's estimates after some optimizer steps.
-        valid: bool; None if every entry is.
+        valid: bool; None if every entry counts.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.
 

@@ -1,7 +1,7 @@
-"""The equation of schedules: learning rates over the updates of a run, as they were set.
+"""The equation of schedules: learning rates over the updates of a run follow the settings.
 
-A schedule is a straight line over the environment steps, or any curve that a trainer can tabulate. Trainers read it before or after they
-count an update, so a difference of one update's share of the run is none.
+A schedule is a straight line over the environment steps, or any curve that a trainer can tabulate. Trainers read it before or after
+counting an update, so a shift by one update is allowed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from esper_telemetry.equations.comparison import EquationCheck, unchecked
 from esper_telemetry.equations.equation import Equation, Explanation, Hypothesis, mistake, variant
 
 UPDATE_SHARES: Final = 1.5
-"""Updates by which a schedule may run before or behind the environment steps."""
+"""Number of updates by which a schedule may lead or lag the environment steps."""
 
 MAX_EXPLAINED_SHARE: Final = 0.2
-"""Largest error of an explanation next to that of the schedule, and `MAX_ERROR_RATIO` next to that of the best explanation."""
+"""Largest error of an explanation relative to the schedule's error; `MAX_ERROR_RATIO` is relative to the best explanation."""
 
 MAX_ERROR_RATIO: Final = 10.0
 
 MAX_POINTS: Final = 2048
-"""Updates that are compared; of longer runs every second, fourth, ... one."""
+"""Largest number of updates that are compared; longer runs use every second, fourth, ... update."""
 
 
 class ScheduleInputs(NamedTuple):
-    """Inputs of the equation: the share of the run that is over at each update, 0 to 1, increasing, and the schedule.
+    """Inputs of the equation: the completed share of the run at each update, 0 to 1, increasing, and the schedule.
 
     Attributes:
-        floor: rate at which a schedule that is too fast stops, before its end; None if it does not.
+        floor: rate at which a schedule that is too fast stops before its end; None if it does not stop.
     """
 
     progress: Array
@@ -43,7 +43,7 @@ class ScheduleInputs(NamedTuple):
     floor: float | None = None
 
     def line(self, speed: float = 1.0, *, stops: bool = True) -> Array:
-        """Return the rates of a schedule that runs so many times as fast, and stops at its end or goes on beyond."""
+        """Return the rates of a schedule that runs this many times as fast, and stops at its end or continues beyond it."""
         share = speed * self.progress
         rates = self.at(np.minimum(share, 1.0) if stops else share)
         if self.floor is None or not stops or speed <= 1:
@@ -52,7 +52,7 @@ class ScheduleInputs(NamedTuple):
         return np.maximum(rates, self.floor) if falls else np.minimum(rates, self.floor)
 
     def at(self, share: Array) -> Array:
-        """Return the scheduled rates at shares of the run; those beyond its end lie on a straight line."""
+        """Return the scheduled rates at shares of the run, extrapolated linearly beyond its end."""
         first, last, curve = self.schedule.initial, self.schedule.final, self.schedule.curve
         line: Array = first + (last - first) * share
         if not curve:
@@ -61,7 +61,7 @@ class ScheduleInputs(NamedTuple):
         return np.maximum(rates, 0.0) if self.schedule.defect else np.where(share > 1, line, rates)
 
     def nearest(self, rates: Array, rate_at: Callable[[Array], Array]) -> Array:
-        """Return the rate of `rate_at` next to each of `rates`, within a point of the table: a curve may jump between two of them."""
+        """Return the rate of `rate_at` closest to each of `rates`, within one point of the table: a curve may jump between points."""
         curve = self.schedule.curve
         if not curve:
             return rate_at(np.maximum(self.progress, 0.0))
@@ -71,7 +71,7 @@ class ScheduleInputs(NamedTuple):
         return nearest
 
     def defective(self, name: str, rates: Array) -> tuple[float, Array] | None:
-        """Return the share of the run in which the configured curve is sound, and its rates; None unless it has the defect of that name."""
+        """Return the share of the run before the configured curve's defect, and its rates; None unless it has the named defect."""
         if self.schedule.defect != name:
             return None
         points = np.linspace(0, 1, len(self.schedule.curve))
@@ -81,7 +81,7 @@ class ScheduleInputs(NamedTuple):
 
 
 def compare_rates(inputs: ScheduleInputs, rates: Array, tolerance: float | None = None) -> EquationCheck:
-    """Compare rates, one for each update, with their schedule, which may be read before or after an update is counted."""
+    """Compare the rate of each update with the schedule, which may be read before or after an update is counted."""
     schedule = inputs.schedule
     scale = max(abs(schedule.initial), abs(schedule.final), float(np.abs(rates).max()))
     widths = np.diff(inputs.progress, prepend=schedule.begin / schedule.total_steps)
@@ -100,7 +100,7 @@ def compare_rates(inputs: ScheduleInputs, rates: Array, tolerance: float | None 
         return EquationCheck(SCHEDULES, error, tolerance)
 
     def nearest_of(one: Hypothesis, results: Sequence[tuple[float | None, Array]]) -> list[Explanation]:
-        """The nearest result, where it is within an update and a half of the rates as it moves itself."""
+        """The closest result, if it is within one and a half updates of the rates."""
         fits = [(Explanation(one, error_of(values), fitted), values) for fitted, values in results]
         best, values = min(fits, key=lambda fit: fit[0].error, default=(None, rates))
         moves = UPDATE_SHARES * float(np.abs(np.diff(values)).max(initial=0.0)) / scale if scale else 0.0
@@ -122,10 +122,10 @@ def compare_rates(inputs: ScheduleInputs, rates: Array, tolerance: float | None 
 
 
 WRONG_UPDATES = {"negative": 2, "ending_early": 3}
-"""Updates in a row, by the name of the hypothesis, after which a rate that is not positive is no rounding at the end of a schedule."""
+"""Consecutive updates, by hypothesis, after which a rate of 0 or below is not rounding at the end of a schedule."""
 
 MIN_RESTARTS, MIN_RESTART_SHARE = 2, 0.2
-"""Restarts of a schedule from which on they are a mistake, and the share of its way that the rate goes back in each."""
+"""Number of restarts that counts as a mistake, and the share of the schedule's range by which the rate jumps back in each."""
 
 
 class RateHistory:
@@ -136,7 +136,7 @@ class RateHistory:
     """
 
     def __init__(self, facts: Facts) -> None:
-        given = facts.learning_rate_schedule or {}  # a later version may say more than this one can read
+        given = facts.learning_rate_schedule or {}  # a later version may write fields that this version cannot read
         self._schedule = RateSchedule(**given) if given and given.keys() <= set(RateSchedule.__slots__) else None
         self._progress: list[float] = []
         self._rates: list[float] = []
@@ -148,7 +148,7 @@ class RateHistory:
         self._wrong: list[float] = []  # the latest updates in which the rate was 0, or was negative
 
     def add(self, env_step: int, rate: float | None) -> None:
-        """Add an update. Those after the planned end, and those before a resumed run goes on, are left out."""
+        """Add an update. Updates after the planned end, and updates before the start of a resumed run, are left out."""
         schedule = self._schedule
         if schedule is None and rate is not None:
             self._add_without_schedule(env_step, rate)
@@ -160,7 +160,7 @@ class RateHistory:
         if env_step <= schedule.begin:
             return
         if env_step > schedule.total_steps and self._rates:
-            return  # a last rollout that is longer than what is left: a line may fall below 0 in it
+            return  # the last rollout is longer than the rest of the run, so a line may fall below 0
         self._over, self._last_rate = env_step >= schedule.total_steps, rate
         self._count += 1
         if self._count % self._every and not self._over:
@@ -173,7 +173,7 @@ class RateHistory:
             del self._progress[::2], self._rates[::2]
 
     def _add_without_schedule(self, env_step: int, rate: float) -> None:
-        """Look for rates that no schedule should have: 0 or below, for some updates that still train."""
+        """Look for rates of 0 or below in several updates that still train, which are always a mistake."""
         self._first_rate = self._first_rate or rate
         if rate > 0 or self._first_rate <= 0:
             self._wrong.clear()
@@ -190,7 +190,7 @@ class RateHistory:
         self._result = EquationCheck(SCHEDULES, error, MIN_TOLERANCE, (Explanation(SCHEDULES[name], 0.0, share),))
 
     def _add_after_end(self, schedule: RateSchedule, env_step: int, rate: float) -> None:
-        """Count how often the rate begins again: a model may learn again, but one that learns in parts restarts its schedule each time."""
+        """Count restarts of the rate: one restart may be a second training run, but training in parts restarts the schedule each time."""
         way, result = schedule.final - schedule.initial, self.result()
         before, self._last_rate = self._last_rate, rate
         if not way or result is None or not (result.matches or self._restarts >= MIN_RESTARTS):
@@ -204,7 +204,7 @@ class RateHistory:
             self._result = replace(result, error=max(result.error or 0.0, back), explanations=(explanation,))
 
     def result(self) -> EquationCheck | None:
-        """Return the comparison; without a schedule only that of rates which none should have, and None without updates."""
+        """Return the comparison. Without a schedule only rates of 0 or below are tested; None without updates."""
         if self._schedule is not None and self._rates and self._result is None:
             inputs = ScheduleInputs(np.array(self._progress), self._schedule)
             self._result = compare_rates(inputs, np.array(self._rates))
@@ -212,13 +212,13 @@ class RateHistory:
 
 
 def _at(schedule: RateSchedule, rates: Array, end: float) -> NDArray[np.bool_]:
-    """Return whether each rate is one at which a schedule may end."""
+    """Return whether each rate is a possible end of a schedule."""
     at: NDArray[np.bool_] = np.abs(rates - end) <= MIN_TOLERANCE * abs(schedule.final - schedule.initial)
     return at
 
 
 def _held(schedule: RateSchedule, rates: Array) -> float | None:
-    """Return the last rate, where it has been so for some updates, after some on the way, and is neither the first nor the final one."""
+    """Return the last rate if it stayed the same for some updates after changing, and is neither the first nor the final rate."""
     held = _at(schedule, rates, float(rates[-1]))
     on_the_way = len(rates) - int(held.sum())
     ends = [bool(_at(schedule, rates[-1:], end)[0]) for end in (schedule.initial, schedule.final)]
@@ -227,7 +227,7 @@ def _held(schedule: RateSchedule, rates: Array) -> float | None:
 
 
 def fitted_speed(inputs: ScheduleInputs, rates: Sequence[float] | Array) -> float | None:
-    """Return how many times as fast as set a schedule runs, by least squares over every second update on its way down; None without any."""
+    """Return the speed of a schedule relative to the setting, by least squares over every second decreasing update; None without any."""
     schedule, values = inputs.schedule, np.asarray(rates, dtype=np.float64)
     way = schedule.final - schedule.initial
     ends = np.flatnonzero(_at(schedule, values, schedule.final))
@@ -253,7 +253,7 @@ def _annealed(inputs: ScheduleInputs) -> Array | None:
 
 
 def _per_count(inputs: ScheduleInputs, *names: str, stops: bool = True) -> Array | None:
-    """Return the rates where each update counts as so many; None if one of the numbers is 1, or not known."""
+    """Return the rates if each update counts as several; None if the number is 1 or unknown."""
     counts = [inputs.schedule.counts.get(name, 1) for name in names]
     return inputs.line(float(np.prod(counts)), stops=stops) if 1 not in counts and _anneals(inputs) else None
 
@@ -277,7 +277,7 @@ def _fit_negative(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] |
 
 
 def _fit_other_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the rate at the end of a slower line, and its rates."""
+    """Return the final rate of a slower line, and the line's rates."""
     speed = fitted_speed(inputs, rates)
     if speed is None or not 0 < speed < 1:
         return None
@@ -293,9 +293,9 @@ def _fit_set_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | 
 
 
 def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the share of the run after which a line restarts, and its rates; the first line gives both, and the others decide.
+    """Return the share of the run after which a line restarts, and its rates; the first line determines both, and the others decide.
 
-    A line that is too fast and has not come to its end may be the first of several.
+    A line that is too fast and has not reached its end may be the first of several.
     """
     if inputs.schedule.defect:
         return inputs.defective("restarting", rates)
@@ -321,7 +321,7 @@ def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] |
 
 
 def _fit_late_start(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the share of the run that is over when a schedule begins to move, and rates that then follow it, or go through all of it."""
+    """Return the share of the run at which a schedule starts, and rates that then follow its remainder, or all of it."""
     moved = np.flatnonzero(np.abs(rates - rates[0]) > MIN_TOLERANCE * abs(inputs.schedule.initial))
     if not _anneals(inputs) or not len(moved) or moved[0] < 2 or len(rates) - moved[0] < 2:
         return None
@@ -332,7 +332,7 @@ def _fit_late_start(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array]
 
 
 def _fit_exponential(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the share of the first rate that is left at the end of the run, of a rate that falls by the same factor in each update."""
+    """Return the final rate as a share of the first, for a rate that falls by the same factor in each update."""
     if len(rates) < MIN_FITTED or not (rates > 0).all() or inputs.schedule.initial <= 0:
         return None
     falls, square = np.log(rates / inputs.schedule.initial)[::2], inputs.progress[::2] @ inputs.progress[::2]
@@ -345,7 +345,7 @@ def _fit_exponential(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array
 
 
 def _fit_steps(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the factor by which the rate falls at some updates, and stays between them; the first fall gives it, and the others decide."""
+    """Return the factor by which the rate drops at some updates; the first drop determines it, and the other drops decide."""
     if not (rates > 0).all():
         return None
     ratios = rates[1:] / rates[:-1]
@@ -358,7 +358,7 @@ def _fit_steps(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | No
 
 
 def _adaptive(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the factor by which a rate is multiplied or divided as the divergence asks for, and the rates with whole powers of it."""
+    """Return the factor by which an adaptive rate is multiplied or divided, and the rates with whole powers of the factor."""
     if len(rates) < MIN_FITTED or not (rates > 0).all():
         return None
     powers = np.log(rates / rates[0]) / np.log(ADAPTIVE_FACTOR)
@@ -368,7 +368,7 @@ def _adaptive(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | Non
 
 
 def _fit_warm_up(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the share of the run in which the rate rises from 0, and rates that then go on, or begin, along the schedule."""
+    """Return the share of the run in which the rate rises from 0, and rates that then continue, or start, the schedule."""
     top = int(rates.argmax())
     if not 0 < top < len(rates) - 1 or not (np.diff(rates[: top + 1]) > 0).all():
         return None
@@ -382,35 +382,35 @@ def _fit_warm_up(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | 
 
 
 MIN_JUMP = 1e-3
-"""Step back, as a share of the way of a schedule, from which on it restarts."""
+"""Jump back, as a share of the schedule's range, that counts as a restart."""
 
 MIN_FITTED = 6
-"""Updates from which on the form of a curve is recognised."""
+"""Fewest updates for recognising the form of a curve."""
 
 ADAPTIVE_FACTOR = 1.5
-"""Factor of a rate that follows the divergence, in rsl_rl and Isaac Gym."""
+"""Factor of an adaptive rate in rsl_rl and Isaac Gym."""
 
 PAPER = "1707.06347; Huang et al. 2022, detail 4"
 
 SCHEDULES = Equation(
     name="schedules",
     quantity="the learning rates",
-    equation="lr = lr_0 + (lr_1 - lr_0) n / N, environment steps n of N, or another function of n / N that is set",
+    equation="lr = lr_0 + (lr_1 - lr_0) n / N, environment steps n of N, or another configured function of n / N",
     source=PAPER,
-    inputs="a learning rate that is constant or follows a schedule, by its settings",
+    inputs="settings with a constant learning rate or a schedule",
     compute=lambda inputs: inputs.line(),
     rank=65,
     over_run=True,
-    advice="Compare the learning rate that each update uses with the schedule that is set.",
+    advice="Compare the learning rate that each update uses with the configured schedule.",
     hypotheses=(
-        mistake("constant", "the first one throughout, although a schedule is set")
+        mistake("constant", "the first learning rate throughout, although a schedule is configured")
         .predicts("lr = lr_0", _constant)
         .advises(
-            "Set the rate of the optimizer's parameter groups in every update; a schedule that nobody steps "
+            "Set the rate of the optimizer's parameter groups in every update; a schedule that is never stepped "
             "changes nothing."
         )
         .cites("program: test_schedules"),
-        mistake("annealed", "a line down to 0, although a constant rate is set")
+        mistake("annealed", "a line down to 0, although a constant rate is configured")
         .predicts("lr = lr_0 (1 - n / N)", _annealed)
         .advises("Look for a scheduler that is on by default.", source="program: test_schedules"),
         mistake("per_epoch", "a schedule that counts epochs as updates")
@@ -425,13 +425,13 @@ SCHEDULES = Equation(
         )
         .advises("Step the scheduler once per update, or give it the number of optimizer steps.")
         .cites("program: test_schedules"),
-        mistake("per_epoch_negative", "a schedule that counts epochs as updates and goes on below its end")
+        mistake("per_epoch_negative", "a schedule that counts epochs as updates and continues below its end")
         .predicts(
             "lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs", lambda inputs: _per_count(inputs, "num_epochs", stops=False)
         )
-        .advises("Step the scheduler once per update: a negative rate climbs the loss.")
+        .advises("Step the scheduler once per update: a negative rate maximises the loss.")
         .cites("program: test_schedules"),
-        mistake("per_env", "a schedule that counts steps of the vector of environments in place of environment steps")
+        mistake("per_env", "a schedule that counts calls of the vectorised `env.step` instead of environment steps")
         .predicts(
             "lr = lr_0 + (lr_1 - lr_0) n / (B N), B environments",
             lambda inputs: (
@@ -441,14 +441,14 @@ SCHEDULES = Equation(
             ),
         )
         .advises("Multiply the steps by the number of environments.", source="program: test_schedules"),
-        mistake("per_env_step", "a schedule that multiplies environment steps by the number of environments once more")
+        mistake("per_env_step", "a schedule that multiplies environment steps by the number of environments twice")
         .predicts(
             "lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments", lambda inputs: _per_count(inputs, "num_envs")
         )
         .advises("Count every environment's step once.", source="program: test_schedules"),
         mistake("rising", "a schedule that runs backwards, from its end to its beginning")
         .predicts("lr = lr_1 + (lr_0 - lr_1) n / N", _rising)
-        .advises("Use the share of the run that is left, not the one that is over.")
+        .advises("Use the remaining share of the run, not the completed share.")
         .cites("program: test_schedules"),
         variant("cosine", "a cosine schedule")
         .predicts(
@@ -461,39 +461,39 @@ SCHEDULES = Equation(
             ),
         )
         .cites("1608.03983"),
-        mistake("restarting", "a schedule that restarts again and again, each time after a share of the run of")
+        mistake("restarting", "a schedule that restarts repeatedly, each time after a share of the run of")
         .fits("lr = lr_0 + c (n mod p N) / N", "p", _fit_restarts)
-        .advises("Make the schedule once, with the number of updates of the whole run.")
+        .advises("Create the schedule once, with the number of updates of the whole run.")
         .cites("program: loop-schedule_restarts"),
-        mistake("ending_early", "a schedule that ends too soon, after a share of the run of")
+        mistake("ending_early", "a schedule that ends too early, after a share of the run of")
         .fits("lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))", "p", _fit_early_end)
         .advises("Give the schedule the number of updates of the whole run.")
         .cites("program: loop-schedule_ends_early"),
         mistake("starting_late", "a schedule that starts too late, after a share of the run of")
-        .fits("lr = lr_0 where n < p N", "p", _fit_late_start)
-        .advises("Set the rate in every update, from the first one on.", source="program: test_schedules"),
-        mistake("negative", "a schedule that goes on below its end, which it reaches after a share of the run of")
+        .fits("lr = lr_0 if n < p N", "p", _fit_late_start)
+        .advises("Set the rate in every update, starting with the first.", source="program: test_schedules"),
+        mistake("negative", "a schedule that continues below its end, which it reaches after a share of the run of")
         .fits("lr = lr_0 + (lr_1 - lr_0) n / (p N)", "p", _fit_negative)
-        .advises("Give the schedule the number of updates of the whole run: a negative rate climbs the loss.")
+        .advises("Give the schedule the number of updates of the whole run: a negative rate maximises the loss.")
         .cites("program: loop-schedule_negative"),
-        variant("warm_up", "a schedule after a straight rise from 0, which takes a share of the run of")
-        .fits("lr = lr_0 n / (p N) where n < p N", "p", _fit_warm_up)
+        variant("warm_up", "a schedule after a linear warm-up from 0, which takes a share of the run of")
+        .fits("lr = lr_0 n / (p N) if n < p N", "p", _fit_warm_up)
         .cites("1706.02677, section 2.2"),
-        variant("exponential", "an exponential schedule, which leaves of the first rate a share of")
+        variant("exponential", "an exponential schedule that ends at a share of the first rate of")
         .fits("lr = lr_0 s^(n / N)", "s", _fit_exponential)
         .cites("torch.optim.lr_scheduler.ExponentialLR"),
-        variant("stepped", "a schedule in steps, each smaller than the one before by a")
+        variant("stepped", "a schedule in steps, each smaller than the previous step by a")
         .fits("lr = lr_0 c^k, k the number of steps so far", "factor", _fit_steps)
         .cites("torch.optim.lr_scheduler.MultiStepLR"),
-        variant("adaptive", "a rate that follows the divergence of the policies, up and down by a")
+        variant("adaptive", "a rate that adapts to the KL divergence, up and down by a")
         .fits("lr = lr_0 c^k, k ± 1 as KL is below or above its target", "factor", _adaptive)
         .cites("leggedrobotics/rsl_rl, PPO.update, schedule 'adaptive'"),
-        variant("other_end", "a straight schedule that ends at")
+        variant("other_end", "a linear schedule that ends at")
         .fits("lr = lr_0 + (l - lr_0) n / N", "l", _fit_unset_end)
         .cites("program: test_schedules"),
         mistake("unfinished", "a schedule that does not reach its end, and stops at")
         .fits("lr = lr_0 + (l - lr_0) n / N", "l", _fit_set_end)
-        .advises("Give the schedule the number of updates of this run; it was made for a longer one.")
+        .advises("Give the schedule the number of updates of this run; it was created for a longer run.")
         .cites("program: test_schedules"),
     ),
 )
@@ -516,13 +516,13 @@ def check_schedule(
 
     Args:
         rates: of each update so far.
-        progress: share of the run that is over at each of them, 0 to 1, increasing.
+        progress: completed share of the run at each update, 0 to 1, increasing.
         initial, final: rates at the beginning and at the end of the run; equal for a constant rate.
         num_epochs, num_minibatches, num_envs: of the trainer, which a schedule may count by mistake.
         curve: rates at equal distances from the beginning to the end of the run; empty for a straight line.
         tolerance: largest error, as a share of the largest rate; one and a half updates' share of the run if it is None.
 
-    Raises ValueError if there is not one share for each rate, or none at all.
+    Raises ValueError if the numbers of rates and shares differ, or there are no rates.
     """
     if len(rates) != len(progress) or not len(rates):
         raise ValueError(f"rates and progress need one number for each update, got {len(rates)} and {len(progress)}")

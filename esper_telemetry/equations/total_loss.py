@@ -24,7 +24,7 @@ class TotalLossInputs:
     entropy_weight: float
 
     def total(self, *, policy: float = 1.0, value: float | None = None, entropy: float | None = None) -> Tensor:
-        """Return the sum of the terms [M], with the set weights unless others are given."""
+        """Return the sum of the terms [M]; arguments replace the weights of the settings."""
         value_weight = self.value_weight if value is None else value
         entropy_weight = self.entropy_weight if entropy is None else entropy
         return policy * self.policy + value_weight * self.value + entropy_weight * self.entropy
@@ -49,13 +49,13 @@ TOTAL_LOSS = Equation(
     compute=total_loss,
     tolerance=LOSS_TOLERANCE,
     hypotheses=(
-        mistake("entropy_sign", "the sum with the entropy added in place of subtracted: the bonus punishes exploring")
+        mistake("entropy_sign", "the sum with the entropy added instead of subtracted: the bonus punishes exploration")
         .predicts("L = L_policy + c_value L_value + c_entropy mean H", lambda x: x.total(entropy=-x.entropy_weight))
         .given(needs="entropy_weight")
         .advises("Subtract the weighted entropy.", source="program: loop-entropy_sign"),
-        mistake("value_sign", "the sum with the value loss subtracted: the critic climbs its error")
+        mistake("value_sign", "the sum with the value loss subtracted: the critic increases its error")
         .predicts("L = L_policy - c_value L_value + c_entropy L_entropy", lambda x: x.total(value=-x.value_weight))
-        .advises("Add the weighted value loss: the minus sign of eq. 9 belongs to an objective that is maximised.")
+        .advises("Add the weighted value loss: eq. 9 subtracts it because its objective is maximised.")
         .cites("program: test_entropy_and_total"),
         mistake("policy_sign", "the sum with the policy loss subtracted")
         .predicts("L = -L_policy + c_value L_value + c_entropy L_entropy", lambda x: x.total(policy=-1.0))
@@ -63,7 +63,7 @@ TOTAL_LOSS = Equation(
         mistake("sign", "the sum with the opposite sign")
         .predicts("L = -(L_policy + c_value L_value + c_entropy L_entropy)", lambda x: -x.total())
         .advises("Minimise the loss.", source="program: test_entropy_and_total"),
-        mistake("entropy_missing", "the sum without the entropy bonus that the settings ask for")
+        mistake("entropy_missing", "the sum without the entropy bonus of the settings")
         .predicts("L = L_policy + c_value L_value", lambda x: x.total(entropy=0.0))
         .given(needs="entropy_weight")
         .advises("Add the entropy loss times its weight.", source="program: test_entropy_and_total"),
@@ -76,29 +76,29 @@ TOTAL_LOSS = Equation(
         variant("value_doubled", "the sum with the value loss as the mean squared error without the factor ½")
         .predicts("L = L_policy + 2 c_value L_value + c_entropy L_entropy", lambda x: x.total(value=2 * x.value_weight))
         .cites("Stable-Baselines3, PPO.train"),
-        variant("value_halved", "the sum with one more factor ½ of the value loss")
+        variant("value_halved", "the sum with an additional factor ½ of the value loss")
         .predicts("L = L_policy + ½ c_value L_value + c_entropy L_entropy", lambda x: x.total(value=x.value_weight / 2))
         .cites("program: test_entropy_and_total"),
-        variant("value_unweighted", "the sum with the value loss without its weight")
+        variant("value_unweighted", "the sum with an unweighted value loss")
         .predicts("L = L_policy + L_value + c_entropy L_entropy", lambda x: x.total(value=1.0))
         .cites("program: loop-value_weight"),
-        mistake("entropy_unweighted", "the sum with the entropy without its weight")
+        mistake("entropy_unweighted", "the sum with an unweighted entropy")
         .predicts("L = L_policy + c_value L_value + L_entropy", lambda x: x.total(entropy=1.0))
         .given(needs="entropy_weight")
         .advises("Multiply the entropy by its weight.", source="program: test_entropy_and_total"),
-        mistake("weights_swapped", "the sum with the two weights exchanged")
+        mistake("weights_swapped", "the sum with the two weights swapped")
         .predicts(
             "L = L_policy + c_entropy L_value + c_value L_entropy",
             lambda x: x.total(value=x.entropy_weight, entropy=x.value_weight),
         )
         .given(needs="entropy_weight")
         .advises("Compare the weights with the terms that they multiply.", source="program: test_entropy_and_total"),
-        mistake("entropy_alone_weighted", "the value loss and the entropy, both times the weight of the entropy")
+        mistake("entropy_alone_weighted", "the sum with the entropy's weight for the value loss too")
         .predicts("L = L_policy + c_entropy (L_value + L_entropy)", lambda x: x.total(value=x.entropy_weight))
         .given(needs="entropy_weight")
         .advises("Compare the weights with the terms that they multiply.", source="program: test_entropy_and_total"),
         variant(
-            "entropy_weight", "the sum with another weight of the entropy than the setting, annealed or set elsewhere,"
+            "entropy_weight", "the sum with a different entropy weight than the setting, annealed or set elsewhere,"
         )
         .fits(
             "L = L_policy + c_value L_value + c L_entropy",
@@ -106,7 +106,7 @@ TOTAL_LOSS = Equation(
             lambda x, claimed: _other_weight(x, claimed, x.entropy, x.total(entropy=0.0)),
         )
         .cites("program: loop-entropy_weight"),
-        variant("value_weight", "the sum with another weight of the value loss than the setting,")
+        variant("value_weight", "the sum with a different weight of the value loss than the setting,")
         .fits(
             "L = L_policy + c L_value + c_entropy L_entropy",
             "c",
@@ -133,7 +133,7 @@ def check_total_loss(
 ) -> EquationCheck:
     """Return the comparison of total losses with the weighted sum of their terms.
 
-    A difference that no known mistake explains is that of further terms: then the total is not checked.
+    A difference that no known mistake explains comes from further terms: then the total is not checked.
 
     Args:
         loss: 0-d, or [M], one per minibatch.
@@ -144,7 +144,7 @@ def check_total_loss(
         tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: shapes differ, or the entropy has a weight and is not given.
+        ValueError: shapes differ, or the entropy has a weight but is not given.
     """
     if entropy is None and entropy_coef:
         raise ValueError(f"an entropy_coef of {entropy_coef!r} needs the entropy loss")
@@ -159,7 +159,7 @@ def check_total_loss(
         value_weight=value_coef,
         entropy_weight=entropy_coef,
     )
-    # terms of opposite signs are rounded at their own size
+    # if terms have opposite signs, rounding follows their magnitude, not the magnitude of the sum
     magnitudes = (inputs.policy, value_coef * inputs.value, entropy_coef * inputs.entropy)
     total = claimed.detach().reshape(-1)
     check = compare(TOTAL_LOSS, inputs, total, magnitudes=magnitudes, precision=precision, tolerance=tolerance)

@@ -1,6 +1,6 @@
-"""Equations of the transitions: the observation that a step returned is the next one acted on, with the reward of that step.
+"""Equations of the transitions: the policy acts next on the observation that a step returned, and the step's reward is stored.
 
-Observations are compared by checksums, one number each, so that large ones need not be kept.
+Observations are compared by checksums, one number each, so that large observations need not be kept.
 
 Shapes: T steps, B environments.
 """
@@ -21,17 +21,17 @@ from esper_telemetry.equations.log_probs import shifted
 from esper_telemetry.metrics.statistics import same_shape
 
 MAX_CHECKSUM_ENTRIES = 256
-"""Entries of an observation that its checksum is taken of, evenly spread."""
+"""Number of evenly spaced entries of an observation in its checksum."""
 
 MAX_DELAY_STEPS = 32
-"""Steps after which an action may arrive."""
+"""Delays in steps that are tried for an action's arrival."""
 
 MIN_FROZEN_STEPS = 64
-"""Steps within episodes without any change from which on observations count as never updated."""
+"""Steps within episodes without a change after which observations count as never updated."""
 
 
 def checksums(observations: Tensor) -> Tensor:
-    """Return a number for each observation, float64: of [T, B, ...] in [T, B]. Equal observations have equal ones."""
+    """Return a float64 checksum of each observation: [T, B] for [T, B, ...]. Equal observations have equal checksums."""
     rows = observations.reshape(*observations.shape[:2], -1)
     rows = rows[..., :: max(1, -(-rows.shape[-1] // MAX_CHECKSUM_ENTRIES))].double()
     return (rows * _weights(rows.shape[-1], rows.device)).sum(-1)
@@ -39,13 +39,13 @@ def checksums(observations: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Weights [count] of the entries of an observation; kept, because each would be four more operations of a GPU in every update."""
+    """Weights [count] of the entries of an observation; cached, because computing them costs four GPU operations in every update."""
     place = torch.arange(1, count + 1, dtype=torch.float64, device=device)
     return 1.0 + place.sin().abs()
 
 
 def informative(observations: Tensor) -> bool:
-    """Return whether observations [T, B, ...] are vectors of real numbers, which stay the same in no step of a usual environment."""
+    """Return whether observations [T, B, ...] are vectors of real numbers, which usually change in every step."""
     if not observations.is_floating_point() or observations.dim() != 3 or observations.shape[-1] < 2:
         return False
     return bool((observations != observations.round()).any())
@@ -56,9 +56,9 @@ class TransitionInputs:
     """Checksums of observations, [T, B] float64.
 
     Attributes:
-        inputs: that were stored for each step.
-        outcomes: that each step returned: after an end the first one of the next episode.
-        finals: last ones of the episodes that ended in each step; NaN elsewhere.
+        inputs: stored observation of each step.
+        outcomes: observation that each step returned; after an end, the next episode's first observation.
+        finals: last observation of the episode that ended in each step; NaN elsewhere.
     """
 
     inputs: Tensor
@@ -77,7 +77,7 @@ def _sometimes_updated(columns: TransitionInputs) -> Tensor | None:
 
 
 def _other_environment(columns: TransitionInputs) -> Tensor | None:
-    """The outcomes of the order of environments that comes closest to the inputs."""
+    """The outcomes, in the order of environments that is closest to the inputs."""
     envs = columns.inputs.shape[1]
     if envs < 2:
         return None
@@ -91,51 +91,53 @@ TRANSITIONS = Equation(
     name="transitions",
     rank=10,
     quantity="the observations",
-    equation="o_{t+1} is what the environment returned after a_t, and the first one of a new episode after an end",
+    equation="o_{t+1} is what the environment returned after a_t, and a new episode's first observation after an end",
     source="Sutton and Barto 2018, figure 3.1",
-    inputs="the observations that were stored, and those that the environments returned",
+    inputs="the stored observations, and the observations that the environments returned",
     compute=lambda columns: columns.outcomes[:-1],
     tolerance=0.01,
     advice="Compare what `env.step` returns with what is stored and acted on.",
     hypotheses=(
-        mistake("never_updated", "those of the step before: they are never updated")
+        mistake("never_updated", "the previous step's observations: they are never updated")
         .predicts("o_{t+1} = o_t", lambda columns: columns.inputs[:-1])
         .advises(
             "Assign what `env.step` returns to the observation that is acted on next, and look for wrappers "
-            "that return an old one."
+            "that return an old observation."
         )
         .cites("program: loop-obs_never_updated"),
-        mistake("sometimes_updated", "those of the step before in some steps, in which they are not updated")
+        mistake("sometimes_updated", "the previous step's observations in some steps: they are not always updated")
         .predicts("o_{t+1} = o_t in some steps", _sometimes_updated)
         .advises("Assign what `env.step` returns to the observation that is acted on next, in every step.")
         .cites("program: test_transitions"),
-        mistake("stale", "those that the environment returned one step earlier")
+        mistake("stale", "the observations that the environment returned one step earlier")
         .predicts(
             "o_{t+1} = outcome of a_{t-1}", lambda columns: shifted(columns.outcomes[:-1], -1, columns.inputs[1:])
         )
         .advises("Act on what the last `env.step` returned, not on what was returned before it.")
         .cites("program: loop-acts_on_stale_obs"),
-        mistake("next_stored", "those that the action led to, in place of those that it was chosen on")
+        mistake("next_stored", "the observations after the action instead of the observations before it")
         .predicts("o_t = outcome of a_t", lambda columns: columns.outcomes[1:])
         .advises("Store the observation before it is replaced by the next one.", source="program: loop-obs_alias"),
         mistake(
-            "final_observation", "the last ones of the episodes that ended, where the first ones of the next belong"
+            "final_observation", "the last observations of ended episodes instead of the first observations of the next"
         )
         .predicts("o_{t+1} = last observation of the episode that ended with a_t", _final_observations)
-        .advises("After an end act on what `reset` returns; keep the last observation for the bootstrap only.")
+        .advises("After an end, act on what `reset` returns; keep the last observation for the bootstrap only.")
         .cites("https://gymnasium.farama.org/main/api/vector/autoreset/"),
         mistake(
             "reset_elsewhere",
-            "those from before a reset that the rollout did not make: something else uses its environments;",
+            "observations from before a reset that the rollout did not make: something else uses its environments;",
         )
         .predicts("o_{t+1} = outcome of a_t, while the environment has begun another episode")
         .given(parameter="resets")
-        .advises("Evaluate in environments of their own, made by a second call of the function that makes the first.")
+        .advises(
+            "Evaluate in separate environments, made by a second call of the function that makes the training environments."
+        )
         .cites(
             "https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment "
             "for evaluation"
         ),
-        mistake("other_environment", "those of another environment")
+        mistake("other_environment", "another environment's observations")
         .predicts("o_{t+1,b} = outcome of a_{t,σ(b)}", _other_environment)
         .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
     ),
@@ -143,7 +145,7 @@ TRANSITIONS = Equation(
 
 
 def _best_order(columns: tuple[Tensor, ...]) -> Tensor | None:
-    """The reference in the order of environments that comes closest to the first column."""
+    """The reference, in the order of environments that is closest to the first column."""
     own, reference = columns[:2]
     if reference.shape[1] < 2:
         return None
@@ -152,7 +154,7 @@ def _best_order(columns: tuple[Tensor, ...]) -> Tensor | None:
 
 
 def _axes_swapped(columns: tuple[Tensor, ...]) -> Tensor | None:
-    """The reference [T, B] as it is when it was read as [B, T], or the other way round; the nearer of both."""
+    """The reference [T, B] read as [B, T], or the reverse; the closer of the two."""
     own, reference = columns[:2]
     steps, envs = reference.shape
     if 1 in (steps, envs):
@@ -162,7 +164,7 @@ def _axes_swapped(columns: tuple[Tensor, ...]) -> Tensor | None:
 
 
 def _any_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
-    """The first column, where each step has the numbers of the reference in another order."""
+    """The first column, if each step has the numbers of the reference in another order."""
     own, reference = columns
     same = own.shape[1] > 1 and bool((own.sort(1).values == reference.sort(1).values).all())
     return own if same else None
@@ -183,57 +185,55 @@ def _scaled(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Ten
 
 
 def _clipped(columns: tuple[Tensor, ...], stored: Tensor) -> tuple[float, Tensor] | None:
-    """Return the upper bound, and the rewards of the environments between the smallest and the largest stored one."""
+    """Return the upper bound, and the environments' rewards clipped to the range of the stored rewards."""
     low, high = stored.min(), stored.max()
     paid = columns[1]
     return (float(high), paid.clamp(low, high)) if bool(((paid < low) | (paid > high)).any()) and high > low else None
 
 
 MIN_CELL_COUNT = 20
-"""Actions for each pair of choices from which on their independence is tested."""
+"""Fewest actions per pair of choices for a test of independence."""
 
 MAX_REPLACED_SHARE = 0.5
-"""Share of replaced actions from which on they are no longer mostly those that were chosen."""
+"""Share of replaced actions above which most actions are not the chosen actions."""
 
 MAX_DEPENDENCE = 3.0
-"""Standard deviations of the chi-square statistic up to which choices count as independent."""
+"""Standard deviations of the chi-square statistic below which choices count as independent."""
 
 MOVES = (_other_step(-1), _other_step(1), _axes_swapped)
-"""Other places of rewards, which may be scaled as well."""
+"""Ways to displace rewards; displaced rewards may also be scaled."""
 
 STORED_REWARDS = Equation(
     name="stored_rewards",
     rank=12,
     quantity="the stored rewards",
-    equation="r_t is what the environment paid for a_t",
+    equation="r_t is the reward that the environment returned for a_t",
     source="Sutton and Barto 2018, figure 3.1",
-    inputs="the rewards that were stored, and those that the environments returned",
+    inputs="the stored rewards, and the rewards that the environments returned",
     compute=lambda columns: columns[1],
-    advice="Compare the rewards that `env.step` returns with those that are stored.",
+    advice="Compare the rewards that `env.step` returns with the stored rewards.",
     hypotheses=(
-        mistake("step_before", "those of the step before")
+        mistake("step_before", "the previous step's rewards")
         .predicts("r_t = reward of a_{t-1}", _other_step(-1))
         .advises("Store the reward in the row of the action that earned it.")
         .cites("program: loop-reward_before_obs"),
-        mistake("step_after", "those of the step after")
+        mistake("step_after", "the next step's rewards")
         .predicts("r_t = reward of a_{t+1}", _other_step(1))
         .advises("Store the reward in the row of the action that earned it.", source="program: test_transitions"),
-        mistake("other_environment", "those of another environment")
+        mistake("other_environment", "another environment's rewards")
         .predicts("r_{t,b} = reward of a_{t,σ(b)}", _best_order)
         .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
-        mistake(
-            "axes_swapped", "those of the environments with steps and environments exchanged when they were reshaped"
-        )
+        mistake("axes_swapped", "the environments' rewards, reshaped with steps and environments swapped")
         .predicts("r[t, b] = rewards.reshape(B, T)[b, t]", _axes_swapped)
         .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
         .cites("program: test_transitions"),
-        variant("clipped", "those of the environments, clipped,")
+        variant("clipped", "the environments' rewards, clipped,")
         .fits("r_t = min(max(r, low), high)", "upper bound", _clipped)
         .cites("1312.5602, section 5: rewards clipped to -1, 0 and 1"),
-        variant("scaled", "those of the environments, scaled,")
+        variant("scaled", "the environments' rewards, scaled,")
         .fits("r_t = c r", "factor", _scaled)
         .cites("1708.02596, section 4.2: reward scaling"),
-        mistake("raw", "those before normalisation")
+        mistake("raw", "the rewards before normalisation")
         .predicts("r_t is the reward before it is normalised", lambda columns: columns[2] if len(columns) > 2 else None)
         .advises("Store the normalised rewards that the environments return, or do not normalise them.")
         .cites("program: sb3_collection"),
@@ -242,7 +242,7 @@ STORED_REWARDS = Equation(
 
 
 def _steps_late(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
-    """Return the delay, from two steps on, after which the actions arrive; the first ones to arrive are older than the rollout."""
+    """Return the delay of at least two steps after which the actions arrive; the first arrivals were sent before the rollout."""
     for delay in range(2, min(MAX_DELAY_STEPS, len(arrived) // 2) + 1):
         if torch.allclose(arrived[delay:], columns[1][:-delay], atol=1e-6):
             return float(delay), torch.cat([arrived[:delay], columns[1][:-delay]])
@@ -250,8 +250,9 @@ def _steps_late(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float,
 
 
 def _unrelated(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
-    """Return the share of equal actions, and those that arrived, where these do not depend on those that were sent: the test is that of
-    independence of a few choices.
+    """Return the share of equal actions and the actions that arrived, if the arrivals do not depend on the actions that were sent.
+
+    The test is a chi-square test of independence between a few choices.
     """
     sent = columns[1]
     rows, row = sent.reshape(-1).unique(return_inverse=True)
@@ -271,9 +272,9 @@ def _unrelated(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, 
 
 
 def _replaced(columns: tuple[Tensor, Tensor], arrived: Tensor, *, sticky: bool) -> tuple[float, Tensor] | None:
-    """Return the share of replaced actions, and those that arrived, where some of a few choices are replaced whatever they were.
+    """Return the share of replaced actions and the actions that arrived, if choices are replaced at random.
 
-    `sticky`: each by the one that arrived before it, as published environments do.
+    `sticky`: the previous arrival replaces a choice, as in published environments.
     """
     sent = columns[1]
     differs = arrived != sent
@@ -284,7 +285,7 @@ def _replaced(columns: tuple[Tensor, Tensor], arrived: Tensor, *, sticky: bool) 
     frequent = choices[counts >= MIN_CELL_COUNT / share]
     shares = [float(differs[sent == one].double().mean()) for one in frequent]
     others = [len(arrived[differs & (sent == one)].unique()) for one in frequent]
-    # a choice that always becomes the same other one is renamed, not replaced by chance
+    # a choice that always becomes the same other choice is renamed, not replaced by chance
     random = len(choices) == 2 or min(others, default=0) > 1
     if len(frequent) < 2 or not all(0 < one < MAX_REPLACED_SHARE for one in shares) or not random:
         return None
@@ -296,50 +297,50 @@ EXECUTED = Equation(
     name="executed_actions",
     rank=13,
     quantity="the actions that arrive in the environments",
-    equation="those that the policy chose for these environments in this step",
+    equation="executed a_t is the policy's choice for the same environment and step",
     source="Sutton and Barto 2018, figure 3.1",
-    inputs="the actions that were sent to the environments, and those that arrived there",
+    inputs="the actions that were sent to the environments, and the actions that arrived there",
     compute=lambda columns: columns[1],
     tolerance=0.01,
     advice="Follow the actions from the policy's output through all wrappers to `env.step`.",
     hypotheses=(
-        mistake("other_environment", "those of other environments")
+        mistake("other_environment", "other environments' actions")
         .predicts("executed a_{t,b} = a_{t,σ(b)}", _any_order)
         .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
-        mistake("step_before", "those of the step before")
+        mistake("step_before", "the previous step's actions")
         .predicts("executed a_t = a_{t-1}", _other_step(-1))
         .advises("Step the environments with the actions that were chosen for this step.")
         .cites("program: test_transitions"),
-        mistake("late", "those of earlier steps,")
+        mistake("late", "the actions of earlier steps,")
         .fits("executed a_t = a_{t-k}", "delay", _steps_late)
         .advises(
-            "Step the environments with the actions of this step; where the delay is intended, show the agent "
-            "those to come."
+            "Step the environments with the actions of this step; if the delay is intended, add the pending "
+            "actions to the observation."
         )
         .cites("program: force-actions_late"),
-        mistake("unrelated", "choices that do not depend on them,")
-        .fits("executed a_t independent of a_t", "share of equal ones", _unrelated)
-        .advises("Step the environments with the actions that the policy chose and the rollout stores.")
+        mistake("unrelated", "choices that do not depend on the policy's actions,")
+        .fits("executed a_t independent of a_t", "share of equal actions", _unrelated)
+        .advises("Step the environments with the same actions that the policy chose and the rollout stores.")
         .cites("program: script-actions_late"),
-        mistake("replaced", "those that the policy chose, some of them replaced by others,")
+        mistake("replaced", "the policy's actions, some of them replaced by others,")
         .fits("executed a_t = a_t or another action, by chance", "share", partial(_replaced, sticky=False))
         .advises(
-            "Explore by the policy's own distribution: the log-probabilities are those of the actions that the "
-            "policy chose."
+            "Explore with the policy's own distribution: the stored log-probabilities belong to the "
+            "actions that the policy chose."
         )
         .cites("program: test_transitions"),
-        variant("sticky", "those that the policy chose, or by chance those that arrived in the step before,")
+        variant("sticky", "the policy's actions or, by chance, the actions executed in the previous step,")
         .fits("executed a_t = a_t or executed a_{t-1}, by chance", "share", partial(_replaced, sticky=True))
         .cites("1709.06009, section 5.2: sticky actions"),
-        variant("late_effect", "those of earlier steps, as far as what they change shows,")
+        variant("late_effect", "the actions of earlier steps, judging by their effects,")
         .predicts("o_{t+k+1} - o_{t+k} depends on a_t, and no earlier change does")
         .given(parameter="delay")
         .advises(
-            "Follow the actions through all wrappers; where the delay is intended, show the agent those still "
-            "to take effect."
+            "Follow the actions through all wrappers; if the delay is intended, add the actions that have not "
+            "taken effect yet to the observation."
         )
         .cites("program: test_effects"),
-        variant("scaled", "those that the policy chose, scaled,")
+        variant("scaled", "the policy's actions, scaled,")
         .fits("executed a_t = c a_t", "factor", _scaled)
         .cites("policies that act in [-1, 1], in environments with other bounds"),
     ),
@@ -356,14 +357,14 @@ def check_transitions(
     final_observations: ArrayLike | None = None,
     valid: ArrayLike | None = None,
 ) -> EquationCheck:
-    """Return the comparison of each observation with what the step before it returned.
+    """Return the comparison of each observation with what the previous step returned.
 
     Args:
-        observations: [T, B, ...], that were acted on.
-        next_observations: [T, B, ...], that each step returned, the first one of the next episode after an end; None if they were not
-            kept: then only observations that never change are named.
+        observations: [T, B, ...], that the policy acted on.
+        next_observations: [T, B, ...], that each step returned: after an end, the next episode's first observation. None if they were
+            not kept: then the only mistake that is recognised is observations that never change.
         ended: [T, B], bool: the step taken at t ended its episode.
-        final_observations: [T, B, ...], last ones of the episodes that ended, any numbers elsewhere.
+        final_observations: [T, B, ...], last observations of the episodes that ended, any numbers elsewhere.
         valid: [T, B], bool: rows that are transitions; None if every row is.
 
     Raises:
@@ -402,11 +403,11 @@ def compare_transitions(
     """Return the comparison of checksums; see `check_transitions`.
 
     Args:
-        inputs, outcomes: [T, B], of the observations and of those that each step returned.
+        inputs, outcomes: [T, B], of the stored observations and of the observations that each step returned.
         ended: [T, B], bool.
-        finals: [T, B], of the last observations of episodes, NaN where none ended.
+        finals: [T, B], of the last observations of episodes, NaN if no episode ended.
         valid: [T, B], bool.
-        informative: observations that do not change in any step are a mistake, and no property of the environment.
+        informative: observations that never change are a mistake, not a property of the environment.
         resets: see `events.Transitions`.
     """
     if resets:
@@ -417,7 +418,7 @@ def compare_transitions(
     if frozen and informative:
         return explained(TRANSITIONS, "never_updated")
     if outcomes is None or len(inputs) < 2:
-        return unchecked(TRANSITIONS, "what the environments returned is not there")
+        return unchecked(TRANSITIONS, "the observations that the environments returned are missing")
     columns = TransitionInputs(inputs, outcomes, torch.full_like(inputs, torch.nan) if finals is None else finals)
     return compare(TRANSITIONS, columns, inputs[1:], valid=None if valid is None else valid[1:] & valid[:-1])
 
@@ -427,12 +428,12 @@ def compare_transitions(
 def check_rewards(
     rewards: ArrayLike, paid: ArrayLike, *, raw_rewards: ArrayLike | None = None, valid: ArrayLike | None = None
 ) -> EquationCheck:
-    """Return the comparison of stored rewards [T, B] with those that each step of the environments returned.
+    """Return the comparison of stored rewards [T, B] with the rewards that the environments returned.
 
     Args:
-        rewards: that were stored, before anything is added to them.
-        paid: that the environments returned, same shape.
-        raw_rewards: before the environments normalised them, same shape; None if they do not.
+        rewards: as stored, before anything is added to them.
+        paid: rewards that the environments returned, same shape.
+        raw_rewards: before normalisation in the environments, same shape; None if the environments do not normalise.
         valid: same shape, bool; None if every entry counts.
     """
     stored = as_tensor(rewards).detach().double()
@@ -447,7 +448,7 @@ def check_rewards(
     check = compared(stored)
     if check.explained:
         return check
-    inner = slice(1, -1)  # what comes from outside the rollout is not known
+    inner = slice(1, -1)  # rewards outside the rollout are not known
     moved = (move((stored, others[0])) for move in MOVES)
     factors = (_scaled((stored[inner], to[inner]), stored[inner]) for to in moved if to is not None)
     scaled = (compared(stored / factor[0]) for factor in factors if factor is not None)
@@ -457,7 +458,7 @@ def check_rewards(
 @checked_arguments()
 @inference_mode
 def check_executed(sent: ArrayLike, received: ArrayLike) -> EquationCheck:
-    """Return the comparison of the actions that arrived in the environments with those that were sent there.
+    """Return the comparison of the actions that arrived in the environments with the actions that were sent.
 
     Args:
         sent, received: [T, B], choices, or checksums of vectors.

@@ -1,9 +1,9 @@
-"""Equation of the value loss: half the squared error, clipped where the settings say so.
+"""Equation of the value loss: half the squared error, clipped if the settings enable it.
 
-Some programs take the squared error without the half, and some multiply it by its weight at once. So every hypothesis about the terms is
-tried with and without both factors.
+Some programs omit the factor ½, and some include the weight of the loss. So every hypothesis about the terms is tried with and without
+both factors.
 
-Shapes: M minibatches of R rows in all, one minibatch after the other; N rows of one minibatch.
+Shapes: M minibatches with R rows in total, concatenated; N rows of one minibatch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from esper_telemetry.equations.minibatch_losses import (
 )
 
 MAX_PAIRS: Final = 1 << 24
-"""Pairs of rows of a minibatch up to which a clipped loss over all pairs is computed."""
+"""Largest number of pairs of rows in a minibatch for which a clipped loss over all pairs is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class ValueLossInputs:
     """Rows [R] that the value loss is computed from: float64, or one minibatch with its graph.
 
     Attributes:
-        values, returns: the critic's estimates now, and its targets.
+        values, returns: the critic's current estimates, and its targets.
         old_values: estimates at collection.
-        clip: largest difference of a clipped value from the old one; None if values are not clipped.
+        clip: largest difference of a clipped value from the old value; None if values are not clipped.
         advantages: as they multiply the ratio.
         raw_advantages: before normalisation.
         weight: of the value loss in the total.
-        policy_clip: clip range of the ratio, which some programs take for values too.
-        clip_maximum: the loss of a row is the larger one of that of the value and that of the clipped value.
+        policy_clip: clip range of the ratio, which some programs also use for values.
+        clip_maximum: the loss of a row is the larger of the value's error and the clipped value's error.
     """
 
     values: Tensor
@@ -76,11 +76,11 @@ class ValueLossInputs:
 
     @property
     def range(self) -> float | None:
-        """Largest difference of a clipped value: its own, or that of the ratio."""
+        """Clip range of the values; the clip range of the ratio if it is None."""
         return self.policy_clip if self.clip is None else self.clip
 
     def multiples(self) -> tuple[float, ...]:
-        """Return factors with which programs compute the loss."""
+        """Return factors that programs apply to the loss."""
         return (1.0, 2.0) if not self.weight else (1.0, 2.0, self.weight, 2 * self.weight)
 
     def half(self, squares: Tensor) -> Tensor:
@@ -92,40 +92,40 @@ class ValueLossInputs:
         return self.values - self.returns
 
     def near_error(self, clip: float | None = None) -> Tensor:
-        """Return the error [R] of values within their range of the old ones, or within another one."""
+        """Return the error [R] of values clipped to their range around the old values, or to another range."""
         limit = self.range if clip is None else clip
         assert self.old_values is not None and limit is not None
         return self.old_values + (self.values - self.old_values).clamp(-limit, limit) - self.returns
 
     def normalized(self) -> Tensor | None:
-        """Return the normalised advantages: over the minibatch, where the settings do not ask for it."""
+        """Return the normalised advantages; normalise over the minibatch if the settings do not enable it."""
         raw, own = self.raw_advantages, self.advantages
         plain = raw is not None and own is not None and torch.equal(raw, own)
         return self.minibatches.normalized(own) if plain and own is not None else own
 
     def raw(self) -> Tensor | None:
-        """Return the advantages before normalisation: by the returns, where a program keeps normalised ones alone."""
+        """Return the advantages before normalisation, computed from the returns if a program keeps only normalised advantages."""
         raw, old_values = self.raw_advantages, self.old_values
         kept = raw is not None and (self.advantages is None or not torch.equal(raw, self.advantages))
         return raw if kept or old_values is None else self.returns - old_values
 
 
 def value_loss(x: ValueLossInputs) -> Tensor:
-    """Return half the mean squared error [M], of the worse of value and clipped value where values are clipped."""
+    """Return half the mean squared error [M]; if values are clipped, the larger error of the value and the clipped value."""
     if x.clip_maximum or x.clip is None:
         return clipped_at(x, x.clip)
     return x.half(x.near_error().square())
 
 
 def clipped_at(x: ValueLossInputs, clip: float | None) -> Tensor:
-    """Return the loss [M] with that clip range; without clipping if it is None."""
+    """Return the loss [M] with this clip range; without clipping if it is None."""
     squares = x.error().square()
     clipped = clip is not None and x.old_values is not None
     return x.half(torch.maximum(squares, x.near_error(clip).square()) if clipped else squares)
 
 
 def _to(x: ValueLossInputs, target: Tensor | None) -> Tensor | None:
-    """The loss to another target."""
+    """Return the loss to another target."""
     return None if target is None else value_loss(replace(x, returns=target))
 
 
@@ -134,7 +134,7 @@ def _to_estimates(x: ValueLossInputs, advantages: Tensor | None, estimates: Tens
 
 
 def _of_all_pairs(x: ValueLossInputs) -> Tensor | tuple[Tensor, ...] | None:
-    """Half the mean over all pairs of a value and a return, clipped values beside the old values of either row."""
+    """Half the mean over all pairs of a value and a return; values are clipped to the old values of either row."""
     values, returns, mean = x.values, x.returns, x.minibatches.mean
     if x.clip is None or x.old_values is None:
         return 0.5 * (mean(values.square()) - 2 * mean(values) * mean(returns) + mean(returns.square()))
@@ -147,7 +147,7 @@ def _of_all_pairs(x: ValueLossInputs) -> Tensor | tuple[Tensor, ...] | None:
 
 
 def _pairs(values: Tensor, old_values: Tensor, returns: Tensor, clip: float, *, across: bool) -> Tensor:
-    """Return half the mean over all pairs, 0-d; old values belong to the rows of the returns, or (not `across`) to those of the values."""
+    """Return half the mean over all pairs, 0-d; old values belong to the returns' rows, or (not `across`) to the values' rows."""
     old = old_values if across else old_values.unsqueeze(1)
     near = old + (values.unsqueeze(1) - old).clamp(-clip, clip)
     error = torch.maximum((values.unsqueeze(1) - returns).abs(), (near - returns).abs())
@@ -160,7 +160,7 @@ def _huber(x: ValueLossInputs, *, delta: float = 1.0) -> Tensor:
 
 
 def _other_range(x: ValueLossInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Fit the clip range, with the factor of each program."""
+    """Fit the clip range for each factor that programs apply."""
     if x.old_values is None or not informative(claimed, value_loss(x)):
         return None
     widest = float((x.values - x.old_values).abs().max())
@@ -175,13 +175,13 @@ VALUE_LOSS = Equation(
     name="value_loss",
     rank=54,
     quantity="the value losses",
-    equation="L = ½ mean (V - R)², or ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²) where values are clipped",
+    equation="L = ½ mean (V - R)², or ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²) if values are clipped",
     source="1707.06347, eq. 9",
-    inputs="value losses, values and returns of the minibatches, and old values where values are clipped",
+    inputs="value losses, values and returns of the minibatches, and old values if values are clipped",
     compute=value_loss,
     multiples=ValueLossInputs.multiples,
     tolerance=LOSS_TOLERANCE,
-    advice="Compare the line of the value loss with the equation, term by term.",
+    advice="Compare the line that computes the value loss with the equation, term by term.",
     hypotheses=(
         variant("mean_square", "the mean squared error without the factor ½")
         .predicts("L = mean (V - R)²", lambda x: 2 * value_loss(x))
@@ -191,7 +191,7 @@ VALUE_LOSS = Equation(
         .predicts("L = c ½ mean (V - R)²", lambda x: x.weight * value_loss(x))
         .given(needs="weight", of="weight")
         .cites("program: test_losses"),
-        variant("clipped", "the squared error of values that are clipped, which the settings do not say")
+        variant("clipped", "the squared error of clipped values although the settings do not enable clipping")
         .predicts(
             "L = ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²)",
             lambda x: clipped_at(x, x.policy_clip) if x.clip is None else None,
@@ -199,21 +199,21 @@ VALUE_LOSS = Equation(
         .given(needs="policy_clip", gradient="value_clipped")
         .cites("Huang et al. 2022, The 37 implementation details of PPO"),
         variant("huber", "the Huber loss")
-        .predicts("L = mean of ½ d² where |d| < 1, |d| - ½ elsewhere, d = V - R", _huber)
+        .predicts("L = mean of ½ d² if |d| < 1, |d| - ½ otherwise, d = V - R", _huber)
         .given(gradient="value_huber")
         .cites("2006.05990 (Andrychowicz et al.), 3.4"),
         mistake("sign", "the squared error with a minus sign")
         .predicts("L = -½ mean (V - R)²", lambda x: -value_loss(x))
         .advises("Minimise the squared error.", source="program: test_losses"),
-        mistake("sum", "the sum of the squared errors in place of the mean")
+        mistake("sum", "the sum of the squared errors instead of the mean")
         .predicts("L = ½ Σ (V - R)²", lambda x: value_loss(x) * x.minibatches.counts)
         .advises("Take the mean, so that the step does not grow with the minibatch.")
         .cites("program: script-v_sum"),
-        mistake("advantage_target", "the squared error to the advantages in place of the returns")
+        mistake("advantage_target", "the squared error to the advantages instead of the returns")
         .predicts("L = ½ mean (V - A)²", lambda x: _to(x, x.raw()))
         .given(gradient="target_advantages")
         .advises("Regress on returns = advantages + values.", source="program: script-v_advantage"),
-        mistake("normalized_advantage_target", "the squared error to the normalised advantages in place of the returns")
+        mistake("normalized_advantage_target", "the squared error to the normalised advantages instead of the returns")
         .predicts("L = ½ mean (V - Â)²", lambda x: _to(x, x.normalized()))
         .given(needs="advantages", gradient="target_normalized")
         .advises("Regress on returns = advantages + values, with the advantages before normalisation.")
@@ -221,10 +221,12 @@ VALUE_LOSS = Equation(
         mistake("normalized_advantages_in_target", "the squared error to normalised advantages plus old values")
         .predicts("L = ½ mean (V - Â - V_old)²", lambda x: _to_estimates(x, x.advantages, x.old_values))
         .advises("Compute the returns before the advantages are normalised.", source="program: test_losses"),
-        mistake("moving_target", "the squared error to advantages plus the values of now, which are never reached")
+        mistake(
+            "moving_target", "the squared error to advantages plus current values: a target that moves with the critic"
+        )
         .predicts("L = ½ mean (V - (A + V))²", lambda x: _to_estimates(x, x.raw(), x.values))
         .given(gradient="target_moving")
-        .advises("Add the values at collection to the advantages, once per rollout.", source="program: test_losses"),
+        .advises("Add the values at collection to the advantages once per rollout.", source="program: test_losses"),
         mistake("old_value_target", "the squared error to the values at collection")
         .predicts("L = ½ mean (V - V_old)²", lambda x: x.half((x.values - x.old_values).square()))
         .given(needs="old_values", gradient="target_old_values")
@@ -233,18 +235,18 @@ VALUE_LOSS = Equation(
         .predicts("L = ½ mean (V_old - R)²", lambda x: x.half((x.old_values - x.returns).square()))
         .given(needs="old_values")
         .advises("Use the values of this forward pass.", source="program: test_losses"),
-        variant("unclipped", "the squared error without clipping, which the settings ask for")
+        variant("unclipped", "the squared error without clipping although the settings enable it")
         .predicts("L = ½ mean (V - R)²", lambda x: clipped_at(x, None))
         .given(needs="clip")
         .cites("2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better"),
-        mistake("no_maximum", "the squared error of the clipped value alone, without the maximum")
+        mistake("no_maximum", "the squared error of only the clipped value, without the maximum")
         .predicts("L = ½ mean (clip(V, V_old ± ε) - R)²", lambda x: x.half(x.near_error().square()))
         .given(needs="clip")
         .advises(
-            "Take the maximum with the error of the value: the clipped one alone has no gradient beyond the range."
+            "Take the maximum with the unclipped value's error: beyond the range, a clipped value has a gradient of 0."
         )
         .cites("Huang et al. 2022, The 37 implementation details of PPO"),
-        mistake("minimum", "the smaller of the two squared errors in place of the larger")
+        mistake("minimum", "the smaller of the two squared errors instead of the larger")
         .predicts(
             "L = ½ mean min((V - R)², (clip(V, V_old ± ε) - R)²)",
             lambda x: x.half(torch.minimum(x.error().square(), x.near_error().square())),
@@ -255,7 +257,7 @@ VALUE_LOSS = Equation(
         mistake("broadcast", "the mean over all pairs of a value and a return: [N] was broadcast against [N, 1]")
         .predicts("L = ½ mean_ij (V_i - R_j)²", _of_all_pairs)
         .given(gradient="values_broadcast")
-        .advises("Flatten values and returns to [N] both.", source="RLinf/RLinf#1568"),
+        .advises("Flatten both values and returns to [N].", source="RLinf/RLinf#1568"),
         mistake("absolute", "the absolute error")
         .predicts("L = mean |V - R|", lambda x: x.half(x.error().abs()))
         .given(gradient="value_absolute")
@@ -267,20 +269,20 @@ VALUE_LOSS = Equation(
         mistake("squared_mean", "the square of the mean error")
         .predicts("L = ½ (mean (V - R))²", lambda x: 0.5 * x.minibatches.mean(x.error()).square())
         .advises("Square each row's error before the mean.", source="program: test_losses"),
-        mistake("normalized_returns", "the squared error to returns that are normalised over the minibatch")
+        mistake("normalized_returns", "the squared error to returns normalised over the minibatch")
         .predicts("L = ½ mean (V - (R - mean R) / std R)²", lambda x: _to(x, x.minibatches.normalized(x.returns)))
         .given(gradient="target_normalized_returns")
-        .advises("Regress on the returns themselves, or use the same statistics for values in the advantages.")
+        .advises("Regress on the raw returns, or use the same statistics for the values in the advantages.")
         .cites("program: test_losses"),
-        mistake("shifted_rows", "the squared error to the return of the row before")
+        mistake("shifted_rows", "the squared error to the previous row's return")
         .predicts("L = ½ mean (V_i - R_{i-1})²", lambda x: _to(x, x.returns[x.minibatches.followers(-1)]))
         .given(gradient="target_shifted")
         .advises("Index values and returns with the same rows.", source="program: test_losses"),
-        mistake("following_rows", "the squared error to the return of the row after")
+        mistake("following_rows", "the squared error to the next row's return")
         .predicts("L = ½ mean (V_i - R_{i+1})²", lambda x: _to(x, x.returns[x.minibatches.followers(1)]))
         .given(gradient="target_following")
         .advises("Index values and returns with the same rows.", source="program: test_losses"),
-        variant("clip_range", "the squared error with another clip range of the values than the setting,")
+        variant("clip_range", "the squared error with a different clip range of the values than the setting,")
         .fits("L = ½ mean max((V - R)², (clip(V, V_old ± ε') - R)²)", "ε", _other_range)
         .cites("Huang et al. 2022, The 37 implementation details of PPO"),
         *with_padding(value_loss, "½ (V - R)²"),
@@ -307,24 +309,24 @@ def check_value_loss(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of value losses with half the mean squared error, of clipped values where `clip_value` is given.
+    """Return the comparison of value losses with half the mean squared error, of clipped values if `clip_value` is given.
 
     Args:
         loss: 0-d, or [M], one per minibatch, without its weight.
-        values: [N], or [M, N], or [R] with `counts`: the critic's estimates now.
-        returns: of the same shape: its targets.
+        values: [N], or [M, N], or [R] with `counts`: the critic's current estimates.
+        returns: of the same shape: the critic's targets.
         old_values: of the same shape: estimates at collection.
-        clip_value: largest difference of a clipped value from the old one; None if values are not clipped.
+        clip_value: largest difference of a clipped value from the old value; None if values are not clipped.
         valid: bool, of the same shape; None if every row counts.
-        counts: rows of each minibatch, where the columns are [R].
+        counts: rows of each minibatch, if the columns are [R].
         advantages, raw_advantages: of the same shape: after and before normalisation, for the mistakes that involve them.
         weight: of the value loss in the total; None if it is not known.
-        clip: clip range of the ratio, which some programs take for values too.
+        clip: clip range of the ratio, which some programs also use for values.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
         tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: shapes do not fit, values are clipped and there are no old ones, or the clip range is not above 0.
+        ValueError: shapes do not fit, values are clipped but old values are missing, or the clip range is not above 0.
     """
     if clip_value is not None and (old_values is None or not clip_value > 0):
         raise ValueError(f"clipped values need old_values and a clip_value above 0, got clip_value {clip_value!r}")
@@ -343,7 +345,7 @@ def check_value_loss(
         weight=weight,
         policy_clip=clip,
     )
-    # a clipped value is rounded where it is added to the old one
+    # a clipped value is rounded when its difference is added to the old value
     error = inputs.error().abs()
     rounding = 0.0 if inputs.clip is None or inputs.old_values is None else 0.1 * inputs.old_values.abs()
     terms = minibatches.mean(0.5 * error.square() + error * rounding)

@@ -246,7 +246,7 @@ class LargestShift(Derived):
         Metric.quantity(
             "policy/action_shift_js", 128, "shift of the mix of actions", unit="fraction of ln 2", low=0.0, high=1.0
         )
-        .asks("How much did the action mix change since the last rollout, in the head where it changed most?")
+        .asks("How much did the action mix change since the last rollout, in the head that changed most?")
         .bounds(healthy="< 0.02", warn="> 0.10", critical="> 0.25", source="measured on healthy and broken runs")
         .absent("the first rollout, or no categorical head")
     )

@@ -514,7 +514,7 @@ def facts_of(config: Mapping[str, Any], names: Mapping[str, Sequence[str]] = Map
     facts = {}
     for fact, candidates in {**FACTS, **names}.items():
         numbers = [parse_number(settings.get(name)) for name in candidates]
-        values = [number for number in numbers if number is not None and number >= 0]  # -1 stands for none
+        values = [number for number in numbers if number is not None and number >= 0]  # -1 means that it is missing
         if values:
             facts[fact] = values[0]
     return facts

@@ -249,7 +249,7 @@ SKRL = Trainer(
     "skrl",
     (r"Loss / Policy loss",),
     (
-        Alias(r"Loss / Policy loss", POLICY_LOSS, note="too small where a KL limit ended the update early"),
+        Alias(r"Loss / Policy loss", POLICY_LOSS, note="too small if a KL limit ended the update early"),
         Alias(r"Loss / Value loss", VALUE_LOSS, 0.5, note="times its coefficient"),
         Alias(r"Policy / Standard deviation", STD),
         Alias(r"Learning / Learning rate", RATE),

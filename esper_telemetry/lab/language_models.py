@@ -138,7 +138,7 @@ HOT: Final = 2.0
 """Temperature of sampling, while the loss assumes 1."""
 
 
-class HealthyTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed where it is not installed
+class HealthyTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed if it is not installed
     """A trainer whose sampling engine returns log-probabilities."""
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -136,7 +136,7 @@ def discounted_sums(x: Tensor, factors: Tensor) -> Tensor:
 
 
 def where_any(x: Tensor, count: Tensor) -> Tensor:
-    """Return `x` [..], or NaN where the count is 0."""
+    """Return `x` [..], or NaN if the count is 0."""
     return x / (count > 0)
 
 
@@ -248,7 +248,7 @@ LEVELS: Final = {len(COARSE): COARSE, len(FINE): FINE}
 
 @dataclass(frozen=True, slots=True)
 class Share(AdditiveReduction):
-    """A part of a whole, where `count` is above zero."""
+    """A part of a whole, if `count` is above zero."""
 
     part: Slot
     whole: Slot

@@ -217,7 +217,7 @@ class RunRecorder:
         before = self.earlier.info.config
         changed = sorted(name for name in self.run.config if plain(self.run.config[name]) != before.get(name))
         if changed:
-            reason = "the run goes on with other settings"
+            reason = "the run continues with other settings"
             self.event(INTERVENTION, self.earlier.axes, {"reason": reason, "changed": changed})
 
     def describe(self, layouts: Iterable[SlotLayout]) -> None:
@@ -380,7 +380,7 @@ def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None
 
 
 def lease_existing_run(run_dir: str | Path) -> RunLease:
-    """Take over a run directory to continue its run, after the helpers of a killed trainer have ended.
+    """Open a run directory to continue its run, after the helpers of a killed trainer have ended.
 
     Raises:
         FileNotFoundError: the directory does not contain a journal.
@@ -434,7 +434,7 @@ def _locked(directory: Path, name: str) -> TrainerLock | None:
 
 
 def _named_journal(run_dir: Path) -> tuple[Journal, TrainerLock | None]:
-    """Create a journal; take over an empty one of a killed trainer, with the lock that allows it."""
+    """Create a journal, or lock and reuse the empty journal of a killed trainer."""
     if not is_abandoned(run_dir):
         return Journal.create(run_dir), None
     try:

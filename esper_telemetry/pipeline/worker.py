@@ -354,7 +354,7 @@ class WorkerPipeline:
                 received += piece
         for items in self._replies.take(received):
             self._replies_read += 1
-            for item in items:  # warnings of the worker, whose own log is not shown, and alarms
+            for item in items:  # alarms, and warnings of the worker, because its log is not shown
                 if isinstance(item, str):
                     _logger.warning("%s", item)
                 else:

@@ -194,7 +194,7 @@ NEAR_BOUND = math.atanh(0.99)
 class Gaussian(PolicyHead):
     """`size` independent real numbers; scores are means, and the standard deviation does not depend on the state.
 
-    If it is squashed, its log-probability is that of tanh(u) in (-1, 1). Its entropy is always the Gaussian's own, before
+    If it is squashed, its log-probability is the log-probability of tanh(u) in (-1, 1). Its entropy is always the Gaussian's, before
     any squash, because the entropy of a squashed Gaussian is not available in closed form.
 
     Args:

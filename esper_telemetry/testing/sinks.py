@@ -220,7 +220,7 @@ def _many_records(factory: Factory, directory: Path) -> None:
 
 
 def _collisions(factory: Factory, directory: Path) -> None:
-    """Keys that become the same where characters are replaced stay apart."""
+    """Keys that become the same when characters are replaced remain separate."""
     values = {"my/key": 1.0, "my_key": 2.0, "my/key/a": 3.0, "my/key_a": 4.0, "my_key_a": 5.0}
     _expect_arrival(factory, directory, [record(update, values=values) for update in (1, 2)])
 
@@ -292,7 +292,7 @@ def _hangs(factory: Factory, directory: Path) -> None:
     for thread in set(threading.enumerate()) - others:  # they write into the directory, which will be gone
         thread.join(CLOSE_SECONDS)
     journal.close()
-    assert duration < CLOSE_SECONDS + 2, f"closing took {duration:.1f} s where {CLOSE_SECONDS:.0f} s were allowed"
+    assert duration < CLOSE_SECONDS + 2, f"closing took {duration:.1f} s but {CLOSE_SECONDS:.0f} s were allowed"
 
 
 def _fork(factory: Factory, directory: Path) -> None:

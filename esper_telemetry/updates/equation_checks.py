@@ -163,8 +163,8 @@ def _of_memory(rollout: RolloutEnd, now: Tensor, valid: Tensor, facts: Facts) ->
 def _drawn(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[MetricGroup]:
     """Check log-probabilities and actions. A trainer that names its heads shows what it acts on.
 
-    For other programs, the recorded distributions are the ones whose log-probabilities it computed, perhaps of other actions or of
-    a part of them. They count as acted on only if they, or a known mistake, give the stored log-probabilities.
+    For other programs, the recorded distributions may belong to other actions, or to some of the actions. They are accepted only if
+    they, or a known mistake, reproduce the stored log-probabilities.
     """
     check = check_log_probs(
         rollout.actions,

@@ -125,7 +125,7 @@ HEAD_GROUP = "head:"
 
 MAX_RANKED_FEATURES = 256
 """Largest width of features whose rank NORMAL reports; the cost grows with the width's third power. Only DEBUG reports the rank of
-wider features, or on an accelerator, where a decomposition synchronises.
+wider features, or the rank on an accelerator, because a decomposition synchronises.
 """
 
 MAX_LAYERS = 64
@@ -428,7 +428,7 @@ def _progress(progress: TrainingProgress) -> Iterator[Measurement]:
 
 
 def nonfinite_in(update: Update) -> Numerics:
-    """Entries that are not finite in the rollout, the forward passes, the losses, the gradients and, where kept, the weights.
+    """Entries that are not finite in the rollout, the forward passes, the losses, the gradients and, if kept, the weights.
 
     If only the norms of gradients are known, each tensor counts once per step.
     """

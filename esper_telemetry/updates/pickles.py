@@ -203,7 +203,7 @@ class _LocalPickler(pickle.Pickler):
 
 
 class ContentUnpickler(pickle.Unpickler):
-    """Puts tensors, classes, functions and a policy where they were left out.
+    """Restores tensors, classes, functions and a policy that were left out.
 
     Args:
         content, tensors, references: of a `TensorPickler`.

@@ -331,7 +331,7 @@ class CollectionProbe:
         acted = self._stored.numbers
 
         def of_step(steps: int) -> Tensor:
-            """Log-probabilities of the actions under the distributions of the step `steps` later; the stored ones where it is missing."""
+            """Log-probabilities of the actions under the distributions of the step `steps` later; the stored number if it is missing."""
             envs, rows = acted.shape[1], collection.rows
             place = torch.full((acted.numel(),), -1, dtype=torch.long, device=rows.device)
             place[rows] = torch.arange(len(rows), device=rows.device)

@@ -20,7 +20,7 @@ class EventSource(Protocol):
 
 @runtime_checkable
 class ExtendedSource(Protocol):
-    """A source that emits events in addition to the ones in `events`, and names the classes that join them."""
+    """A source that emits events in addition to `events`, and names the classes that join them."""
 
     @property
     def extensions(self) -> Collection[type[UpdateExtension]]:

@@ -60,7 +60,7 @@ class Emitter(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _fields() -> Mapping[str, tuple[type, str]]:
-    """Return the group and the field of every declared key; of several declarations the first, as in the catalogue."""
+    """Return the group and the field of every declared key; the first of several declarations counts, as in the catalogue."""
     return {metric.key: (group, item.name) for group in reversed(groups()) for item, metric in declared(group)}
 
 

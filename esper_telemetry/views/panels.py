@@ -44,7 +44,7 @@ class ChartDeclaration:
     Attributes:
         keys: the keys, or templates such as `policy/head/{head}/kl`, the most important one first: its healthy range is drawn.
         title: heading; the name of the first metric by default.
-        log: True for a logarithmic axis where all values are positive.
+        log: True for a logarithmic axis if all values are positive.
         stacked: True for parts of a whole, which are drawn on top of each other.
         label: short name of the first key, for a terminal of 80 columns; its metric's name by default.
         min_lines: number of keys with a value below which the chart is left out.
@@ -132,7 +132,7 @@ class TableDeclaration:
     keys: tuple[str, ...] = ()
 
     def checked_table(self, view: RunView) -> TableView | None:
-        """Return the table; raises TypeError where a view could not show it."""
+        """Return the table; raises TypeError if a view could not show it."""
         table = self.table(view)
         if table is not None and not isinstance(table, TableView):
             raise TypeError(f"a table is a TableView, got {table!r}")
@@ -168,7 +168,7 @@ class StripDeclaration:
     keys: tuple[str, ...] = ()
 
     def checked_item(self, view: RunView) -> StripItem | None:
-        """Return the part; raises TypeError where it is not a `StripItem`."""
+        """Return the part; raises TypeError if it is not a `StripItem`."""
         item = self.item(view)
         if item is not None and not isinstance(item, StripItem):
             raise TypeError(f"a part of the strip is a StripItem, got {item!r}")
@@ -295,7 +295,7 @@ def _nonfinite(view: RunView) -> StripItem | None:
 
 
 def _exploding(view: RunView) -> StripItem | None:
-    """Layers where they are measured, else groups of parameters; healthy gradients have large severities too, so the alarm decides."""
+    """Layers if they are measured, else groups of parameters; healthy gradients have large severities too, so the alarm decides."""
     if "grad/explode" not in view.active:
         return None
     severities = {key: current(view, key) or 0.0 for key in view.keys if EXPLODING.fullmatch(key)}
@@ -350,7 +350,7 @@ ENVIRONMENT_COLUMNS: Final = {
 
 
 def number_cell(value: Any, style: str = "", form: str = ",.6g") -> TableCell:
-    """Return the cell of a number; a dim dash where it is missing."""
+    """Return the cell of a number; a dim dash if it is missing."""
     return MISSING_CELL if value is None else TableCell(format(value, form), style, float(value))
 
 
@@ -412,7 +412,7 @@ class ViewDeclarations:
 
     @classmethod
     def of(cls, declarations: Iterable[ViewDeclaration]) -> ViewDeclarations:
-        """Return declarations by kind; raises TypeError for anything else, ValueError where two of a kind have one name."""
+        """Return declarations by kind; raises TypeError for anything else, ValueError if two of a kind have one name."""
         kinds = (PanelDeclaration, TableDeclaration, StripDeclaration)
         by_kind: dict[type, dict[str, ViewDeclaration]] = {kind: {} for kind in kinds}
         for one in declarations:

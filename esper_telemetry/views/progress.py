@@ -35,7 +35,7 @@ class RunProgress:
     Attributes:
         update, env_step: of the last record.
         total_steps: environment steps that were asked for.
-        fraction: of them, that are done.
+        fraction: share that is done.
         eta_seconds: time that remains at the present speed; None for a run that has ended, or has stopped.
         steps_per_second: environment steps per second of wall time, the median of the latest updates.
         update_seconds: time of an update, the median of the latest ones.

@@ -180,7 +180,7 @@ class _RunSections:
         also, legend = "", ""
         if self.incidents:
             also = " and incidents"
-            legend = " Each bar is an incident, from its cause to its end; dotted lines show where one began."
+            legend = " Each bar is an incident, from its cause to its end; dotted lines show the start of an incident."
         yield h("h2", capitalized(NAMES.get(curve, curve)) + also)
         plot = _plot(self.charts.timeline(self.place, self.view, curve, self.incidents), "tall")
         yield h("div", plot, h("p", f"Over {self.view.x_label}.{legend}", css="dim"), css="card")

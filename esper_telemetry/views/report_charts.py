@@ -147,7 +147,7 @@ def thinned(series: Series, max_points: int) -> Series:
 
 
 def _encoded(series: Series) -> dict[str, Any]:
-    """Return differences of updates, the steps of an update where these are all alike, and values of five digits."""
+    """Return differences of updates, the steps of an update if these are all equal, and values of five digits."""
     updates, steps, values = series
     encoded: dict[str, Any] = {"u": _differences(updates), "y": [_short(value) for value in values]}
     factor = steps[0] / updates[0] if updates and updates[0] else 0.0

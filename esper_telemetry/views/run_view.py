@@ -211,7 +211,7 @@ class RunView:
     def refresh(self, limit: int | None = None) -> int:
         """Read what was appended to the journal since, at most `limit` lines; return the number of entries that were read.
 
-        Raises FileNotFoundError where the journal is gone.
+        Raises FileNotFoundError if the journal is gone.
         """
         if self.run_dir is None:
             return 0
@@ -232,7 +232,7 @@ class RunView:
     def read_sample(self, records: int) -> None:
         """Read a journal of any length at once: all alarms, and of the records so many over the run and at its end.
 
-        `sampled` is True then where records were left out. Raises FileNotFoundError where the journal is gone.
+        `sampled` is then True if records were left out. Raises FileNotFoundError if the journal is gone.
         """
         if self.run_dir is None:
             return

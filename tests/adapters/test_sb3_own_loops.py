@@ -288,7 +288,7 @@ def test_the_alarm_says_what_the_gradient_equals(tmp_path: Path) -> None:
 
     texts = [alarm.text for alarm in run.alarms if alarm.type == "integrity/equation"]
     assert any(
-        "the gradients before clipping equal the sum of this minibatch's gradient and the one before" in text
+        "the gradients before clipping equal the sum of this minibatch's gradient and the previous gradient" in text
         for text in texts
     )
 

@@ -301,7 +301,7 @@ def test_a_run_that_goes_on_has_seen_its_earlier_records(tmp_path: Path) -> None
     run = read_run(tmp_path)
     assert [record.values["alarm/seen"] for record in run.records] == [1, 2, 3]
     assert [record.values["alarm/interventions"] for record in run.records] == [0, 1, 2]
-    assert run.events[-2].data == {"reason": "the run goes on with other settings", "changed": ["lr"]}
+    assert run.events[-2].data == {"reason": "the run continues with other settings", "changed": ["lr"]}
 
 
 def test_an_exception_in_training_is_seen_before_the_run_ends(tmp_path: Path) -> None:

@@ -147,4 +147,7 @@ def test_a_schedule_that_was_never_set_is_named() -> None:
 
     assert right == []
     assert (alarm.key, alarm.since) == ("opt/lr", 3)
-    assert "the learning rates equal the first one throughout, although a schedule is set, and differ" in alarm.text
+    assert (
+        "the learning rates equal the first learning rate throughout, although a schedule is configured, and differ"
+        in alarm.text
+    )

@@ -216,7 +216,7 @@ def test_wrong_arguments_say_what_is_missing() -> None:
 
     with pytest.raises(ValueError, match="got neither"):
         check_actions(actions)
-    with pytest.raises(ValueError, match=r"stand in \[T, B\]"):
+    with pytest.raises(ValueError, match=r"must have shape \[T, B\]"):
         check_actions(actions[0], logits=torch.zeros(ENVS, 3))
     with pytest.raises(ValueError, match="no log_std"):
         check_actions(actions.unsqueeze(-1), means=torch.zeros(STEPS, ENVS, 1))

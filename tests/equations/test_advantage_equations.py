@@ -353,8 +353,8 @@ def test_tensors_of_every_kind_are_taken_and_left_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gamma": 1.5}, "gamma must lie between 0 and 1, got 1.5"),
-        ({"gae_lambda": -0.1}, "gae_lambda must lie between 0 and 1"),
+        ({"gamma": 1.5}, "gamma must be between 0 and 1, got 1.5"),
+        ({"gae_lambda": -0.1}, "gae_lambda must be between 0 and 1"),
         ({"next_values": None, "last_values": None}, "give next_values"),
         ({"terminated": None, "truncated": None}, "give ended"),
         ({"last_values": np.zeros(3)}, "last_values must have 4 entries, one for each environment, got 3"),

@@ -75,7 +75,7 @@ def test_what_no_pass_gives_is_unexplained() -> None:
 
 
 def test_a_name_that_is_no_hypothesis_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"alternatives are of other_observations, .*, got stale_weights"):
+    with pytest.raises(ValueError, match=r"alternatives must be among other_observations, .*, got stale_weights"):
         check_replayed_log_probs(torch.zeros(4), torch.zeros(4), alternatives={"stale_weights": lambda: torch.zeros(4)})
 
 

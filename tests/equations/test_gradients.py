@@ -122,7 +122,7 @@ def test_a_gradient_that_was_not_cleared_is_the_sum_with_the_one_before(seed: in
 
     assert names(result) == ["not_cleared"]
     assert result.text.startswith(
-        "the gradients before clipping equal the sum of this minibatch's gradient and the one before"
+        "the gradients before clipping equal the sum of this minibatch's gradient and the previous gradient"
     )
 
 
@@ -211,12 +211,12 @@ def test_parameters_stand_for_their_gradients_and_none_for_zeros() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"terms": {}}, "terms of the loss are policy, value, entropy, got none"),
+        ({"terms": {}}, "terms of the loss must be among policy, value, entropy, got none"),
         ({"terms": {"critic": [torch.ones(2)]}}, "got critic"),
         ({"terms": {"value": [torch.ones(2)]}}, "coefficients must have a weight for value"),
-        ({"terms": {"policy": [torch.ones(2), torch.ones(2)]}}, "equally many tensors"),
+        ({"terms": {"policy": [torch.ones(2), torch.ones(2)]}}, "same number of tensors"),
         ({"terms": {"policy": [torch.ones(3)]}}, "must have the shapes"),
-        ({"alternatives": {"magic": [torch.ones(2)]}}, "alternatives are of .*no_clip, .*, got magic"),
+        ({"alternatives": {"magic": [torch.ones(2)]}}, "alternatives must be among .*no_clip, .*, got magic"),
     ],
 )
 def test_wrong_arguments_are_refused_with_a_reason(arguments: dict[str, object], message: str) -> None:

@@ -201,5 +201,5 @@ def test_wrong_arguments_say_what_is_missing() -> None:
         check_log_probs(policy.actions, policy.log_probs, means=policy.means)
     with pytest.raises(ValueError, match="shapes must agree"):
         check_log_probs(policy.actions[:-1], policy.log_probs, means=policy.means, log_std=policy.log_std)
-    with pytest.raises(ValueError, match="no actions of head 'aim'"):
+    with pytest.raises(ValueError, match="head 'aim' has a distribution but no actions"):
         check_log_probs({"move": policy.actions}, policy.log_probs, logits={"aim": policy.means})

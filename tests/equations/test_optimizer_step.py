@@ -258,7 +258,7 @@ def test_an_optimizer_whose_rule_is_not_known_cannot_be_checked() -> None:
 
 def test_wrong_numbers_and_shapes_are_refused_with_a_reason() -> None:
     case = Steps(OPTIMIZERS["adam"], 0)
-    with pytest.raises(ValueError, match="equally many tensors, got 3, 3 and 2"):
+    with pytest.raises(ValueError, match="same number of tensors, got 3, 3 and 2"):
         check_optimizer_step(case.before, case.parameters, case.gradients[:2], case.optimizer)
     with pytest.raises(ValueError, match=r"before \[4\], after \[4, 3\] and gradient \[4, 3\] at 0"):
         check_optimizer_step(case.before[1:] + case.before[:1], case.parameters, case.gradients, case.optimizer)

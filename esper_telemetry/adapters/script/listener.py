@@ -71,7 +71,7 @@ from esper_telemetry.events import (
 )
 
 DEFAULT_GAMMA = 0.99
-"""Discount factor of scripts whose own is not known."""
+"""Discount factor that is assumed if a script's own factor is unknown."""
 
 GRADIENTS = "gradients"
 CLIPPED_GRADIENTS = "gradients before and after clipping"

@@ -114,7 +114,7 @@ class PolicyTerm(NamedTuple):
     reshaped: bool = False
 
     def preferred(self, other: PolicyTerm) -> PolicyTerm:
-        """Return whichever of two terms has a ratio and is not reshaped, or the first if they are equal.
+        """Return the term that has a ratio and is not reshaped, or the first if they are equal.
 
         If the other term is reshaped, the loss is not PPO's, and the returned term is marked as reshaped too.
         """
@@ -411,7 +411,7 @@ class _LossReader:
                 yield node, number
 
     def _weighs_rows(self, node: Node) -> bool:
-        """Return True for rows of a term times numbers without a graph, such as a mask of padding, or where a condition holds."""
+        """Return True for rows of a term times numbers without a graph, such as a mask of padding, or rows where a condition holds."""
         children = _children(node)
         if _kind(node) not in ("MulBackward0", "DivBackward0", "WhereBackward0") or children.count(None) != 1:
             return False

@@ -132,7 +132,7 @@ class Variables:
             yield from scope.values()
 
     def with_constants(self, constants: Mapping[str, Any]) -> Variables:
-        """Return the same with constants that are found where no variable is."""
+        """Return the same with constants that are found if no variable is."""
         return Variables([*self._scopes, constants])
 
     def find_instance(self, kind: type[T]) -> T | None:

@@ -86,7 +86,7 @@ def vanish(view: View) -> Iterator[Finding]:
 
 
 def missing_group(view: View, segments: dict[str, frozenset[str]]) -> Iterator[Finding]:
-    """Parameters that are declared as trained and have no gradient: a whole group, or single tensors.
+    """Parameters that are declared as trained but do not receive a gradient: a whole group, or single tensors.
 
     `segments` caches the names of each group's parameters as segments of keys.
     """

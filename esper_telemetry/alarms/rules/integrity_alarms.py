@@ -43,7 +43,7 @@ def nonfinite(view: View) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionBounds:
-    """Strict upper bounds in nats; above `critical` the policy is not the one that acted."""
+    """Strict upper bounds in nats; above `critical`, another policy acted."""
 
     warn: float
     critical: float
@@ -193,7 +193,7 @@ RULES = (
     .reads("integrity/ratio_init", "policy/kl_first")
     .needs(facts=("precision",))
     .says(
-        "The stored log-probabilities differ from the ones that the trainer computes before the first optimizer step.",
+        "The stored log-probabilities differ from the log-probabilities that the trainer computes before the first optimizer step.",
         "Store the observation, the mask and the hidden state that the policy acted on; keep the rows of all columns in the same order; "
         "freeze normalisers and dropout between the rollout and training; check that no operation, such as a softmax over the wrong axis, "
         "mixes the rows of a batch.",

@@ -43,7 +43,7 @@ def remembers(facts: Facts) -> bool:
 
 @dataclass(slots=True)
 class ForgetClosedJudge:
-    """Memory that does not last from one step to the next, by the gates or because cell states are no larger than one step can write.
+    """Memory that is lost from one step to the next: the gates show it, or cell states are as small as a single step can write.
 
     Gates are measured in sampled updates; a measurement counts until the next one.
 

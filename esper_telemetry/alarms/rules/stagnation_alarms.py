@@ -311,8 +311,8 @@ RULES = (
     .needs("value/bias_truncated", "value/bias", "ret/mean", "ret/std")
     .says(
         "The critic's error is large at time limits and small elsewhere.",
-        "Bootstrap from the final observation of the episode (not from the one after the reset), reset the advantage's trace there, "
-        "and report time limits as truncated.",
+        "Bootstrap from the final observation of the episode (not from the observation after the reset), reset the advantage's trace "
+        "there, and report time limits as truncated.",
         "the difference is up to a tenth of the size of returns in correct runs, and all of it in wrong ones",
     )
     .shows("value/bias*", "value/terminal_err", "ret/mean", "ret/std", "episode/truncated*", pieces=("transitions",))

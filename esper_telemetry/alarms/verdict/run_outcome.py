@@ -288,7 +288,6 @@ class OutcomeJudge:
         self._note_threshold(update)
 
     def _add_episodes(self, record: Record) -> None:
-        """Add the episodes of a record to the series of episodes."""
         values, update, environments = record.values, record.axes.update, self._facts.num_envs
         steps, self._env_step = record.axes.env_step - self._env_step, record.axes.env_step
         length = values.get(LENGTH, 0.0)

@@ -223,7 +223,7 @@ def fraction(flags: Iterable[bool]) -> float | None:
 
 
 def quantile(values: Sequence[float], level: float) -> float | None:
-    """Return the smallest value that at least that fraction of the values does not exceed; None without values."""
+    """Return the smallest value that is not exceeded by a fraction `level` of the values; None without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(level * len(ordered)) - 1)] if ordered else None
 

@@ -208,7 +208,7 @@ class RewardHackingJudge:
 
 
 SEVERITY_SOURCE = (
-    "half where the threshold is met; severities are made where gradients are known, see docs/morphogenesis.md"
+    "half if the threshold is met; severities are made where gradients are known, see docs/morphogenesis.md"
 )
 
 RULES = (
@@ -270,7 +270,7 @@ RULES = (
     AlarmRule(
         type="seed/stalled",
         inputs=(GERMINATED, "seed/gate/{gate}/pass_frac", "seed/gate/{gate}/asked", "seed/stage/{stage}"),
-        meaning="Seeds are germinated and none of them gets as far as having an effect.",
+        meaning="Seeds are germinated, but all of them fail before they have an effect.",
         action="See which gate refuses them; train them for longer before they are advanced, or use permissive gates.",
         judge=stalled,
         source="A controller that acts at random lets some seeds pass in every update.",

@@ -263,7 +263,6 @@ class Morphogenesis:
         return lost
 
     def _host_state(self, result: ColonyResult, outcome: ActionOutcome) -> HostState:
-        """Return the state of the hosts after the epoch."""
         old, accuracy = self._host, result.accuracy[:, 0]
         best = torch.maximum(old.best, accuracy)
         return HostState(

@@ -82,16 +82,16 @@ LAST_COLUMNS: Final = (
 )
 HEADINGS: Final = {
     "Env": "▶ acted in the last 5 s; ● bright blue: shaped rewards, white: sparse ones",
-    "Acc": "validation accuracy, ↑ ↓ → beside 5 epochs ago; green: the best so far",
+    "Acc": "validation accuracy, ↑ ↓ → compared with 5 epochs ago; green: the best so far",
     "Status": "★EXCL better than ever, among the best fifth; ◐INIT too early; ◐STALL no better for 10 epochs; ○DEGR fell by a point",
     "Slot": "stage:blueprint; ╱ ∿ ⌒ curve and ▸ tempo of blending, alpha; e7 epochs in the stage; ▲ gradient explodes, ▼ vanishes",
     "Last": "operation of the last step",
     "Momentum": "epochs since the best accuracy: +0 better now; stalled or degraded: !6 more than 5, x16 more than 15",
     "∑Rwd, Reward": "rewards of the episode; the last one (mean)",
-    "Loss, Growth": "validation loss; parameters beside those of the host alone",
+    "Loss, Growth": "validation loss; parameters compared with the host without seeds",
     "CF": "+ seeds help each other by half a point of accuracy, - they disturb each other",
     "Acc▁▃▅, Rwd▁▃▅": "accuracy and reward of the last 8 epochs",
-    "ΔAcc, Seed Δ": "points of accuracy: since the epoch before; with all seeds beside without",
+    "ΔAcc, Seed Δ": "points of accuracy: since the previous epoch; with all seeds compared with none",
     "Rent": "part of the last reward that parameters cost",
     "Stale": "age of the last record",
 }
@@ -111,7 +111,7 @@ def growth(view: RunView) -> Data | None:
 
 
 def number_text(value: float | None, form: str, style: str = "") -> Text:
-    """Return a number; a dim dash where it is not known."""
+    """Return a number; a dim dash if it is not known."""
     return DASH.copy() if value is None else Text(format(value, form), style)
 
 
@@ -139,7 +139,7 @@ def last_change(values: Sequence[float | None]) -> Text:
 
 
 def triangles(exploding: float | None, vanishing: float | None) -> Text:
-    """Return ▲ where a gradient explodes, ▼ where it vanishes, both for both."""
+    """Return ▲ if a gradient explodes, ▼ if it vanishes, and both signs for both."""
     text = Text("▲" if (exploding or 0.0) >= SEVERE else "", "bold red")
     return text.append("▼" if (vanishing or 0.0) >= SEVERE else "", "yellow")
 

@@ -1,6 +1,6 @@
 """Interference of actor and critic (PCGrad 2001.06782), gradients of a module compared with its host, and of the entropy bonus.
 
-Each rank measures gradients of its own rows; the reductions of this module combine them to the gradients of all rows.
+Each rank measures the gradients of its rows; the reductions of this module combine them into the gradients of all rows.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class GlobalGradient(MetricGroup):
             level=Level.MINIMAL,
             when_positive=True,
         )
-        .asks("How many entries of the gradients, or whole tensors where only norms are known, were not finite?")
+        .asks("How many entries of the gradients, or whole tensors if only norms are known, were not finite?")
         .bounds(healthy="0", critical="> 0")
     )
 

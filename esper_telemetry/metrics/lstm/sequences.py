@@ -36,7 +36,7 @@ class BpttStats(MetricGroup):
         Metric.ratio(
             "lstm/bptt/profile_ratio",
             733,
-            "gradient at the beginning over that at the end of a sequence",
+            "gradient at the beginning of a sequence, divided by the gradient at its end",
             level=Level.DEBUG,
             cost="debug",
         )

@@ -73,7 +73,7 @@ class StateStats(MetricGroup):
         Metric.quantity(
             "lstm/{part}/env_rms/max",
             704,
-            "size of the state in the environment where it is largest",
+            "largest size of the state in an environment",
             unit="state",
             low=0.0,
         )

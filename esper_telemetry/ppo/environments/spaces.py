@@ -171,7 +171,7 @@ def observation_form(space: gymnasium.Space[Any], name: str) -> ObservationForm:
     vectors, choices = (sum(leaf.size for leaf in leaves if leaf.kind == kind) for kind in ("vector", "choices"))
     layout = ObservationLayout(vectors, choices, images)
     if not (layout.numbers or images):
-        raise ValueError(f"the observation space of {name} holds nothing to observe, got {space}")
+        raise ValueError(f"the observation space of {name} is empty, got {space}")
     shape = tuple(map(int, space.shape)) if isinstance(space, spaces.Box) else None
     if shape and (not images or len(shape) == len(images[0].shape)):
         return ObservationForm(shape, layout, None)
@@ -220,7 +220,7 @@ def find_part(find: Callable[[Any], Any], key: Any, observations: Any) -> Any:
 
 
 def leaf(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) -> SpaceLeaf:
-    """Return a part without parts of its own."""
+    """Return a part that is not nested."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Box):

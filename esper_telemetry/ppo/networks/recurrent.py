@@ -1,6 +1,6 @@
 """Memory for the policy: stacked single-layer LSTM or GRU cells between layers without memory.
 
-Training runs over whole padded sequences, with one fused call per cell. Acting on a few rows uses NumPy, where a step
+Training runs over whole padded sequences, with one fused call per cell. Acting on a few rows uses NumPy, which
 takes a third of the time. A state is one array [layers, parts, B, H]; the parts are hidden and cell state of an LSTM, or the
 hidden state of a GRU.
 """

@@ -100,7 +100,7 @@ class GroupComparison:
     Attributes:
         first, second: labels of the groups.
         seeds: of both.
-        verdict: `differs`, `same` where nothing differs beyond the seeds, `cannot tell` with too few of them.
+        verdict: `differs`, `same` if nothing differs beyond the seeds, `cannot tell` with too few of them.
         text: in one or more sentences.
         improvement, improvement_interval: probability that a run of the second group has the higher final return.
         return_p: of the final return; None if it could not be tested.

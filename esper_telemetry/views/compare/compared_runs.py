@@ -91,7 +91,7 @@ class ComparedRun:
         return float(self.env_steps[-1]) if len(self.env_steps) else 0.0
 
     def column(self, key: str) -> Array:
-        """Values of a key, [records], NaN where it is absent."""
+        """Values of a key, [records], NaN if it is absent."""
         if key not in self.keys:
             return np.full(len(self.updates), math.nan)
         column: Array = self.values[:, self.keys.index(key)]

@@ -2,7 +2,7 @@
 
 SciPy gives the intervals, and not `rliable`, which computes the same: the interquartile mean is a trimmed mean, and each group is resampled
 within itself (Agarwal et al. 2021, "Deep RL at the Edge of the Statistical Precipice"). `rliable` needs seaborn, pandas and `arch`, and
-cannot be imported where `arch` and pandas do not fit. The permutation test is written here, as SciPy's tests one statistic at a time.
+cannot be imported if `arch` and pandas do not fit. The permutation test is written here, as SciPy's tests one statistic at a time.
 
 Two groups of one configuration are said to differ with a probability of at most `LEVEL`: the final return has `RETURN_LEVEL` of it,
 all metrics together `METRICS_LEVEL`. The only assumption is that runs of one configuration are exchangeable.
@@ -89,7 +89,7 @@ def _interval(samples: tuple[Array, ...], statistic: Callable[..., Any]) -> Boot
         vectorized=True,
         n_resamples=RESAMPLES,
         confidence_level=CONFIDENCE,
-        method="percentile",  # the others are undefined where all runs of a small group are equal
+        method="percentile",  # the others are undefined if all runs of a small group are equal
         random_state=np.random.default_rng(0),
     )
     return BootstrapInterval(float(result.confidence_interval.low), float(result.confidence_interval.high))
@@ -243,7 +243,7 @@ class StepAxis:
 
 
 def _mean(rows: Array) -> Array:
-    """Return means over rows without absent values; NaN where all are absent."""
+    """Return means over rows without absent values; NaN if all are absent."""
     count = np.isfinite(rows).sum(axis=0)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         means: Array = np.nansum(rows, axis=0) / np.where(count, count, math.nan)
@@ -253,7 +253,7 @@ def _mean(rows: Array) -> Array:
 def final_return_test(
     groups: Sequence[Sequence[ComparedRun]], finals: Sequence[Array], return_key: str, axis: StepAxis
 ) -> tuple[float | None, Divergence | None]:
-    """Return the p-value of the final return, and the first divergence of its course where that differs.
+    """Return the p-value of the final return, and the first divergence of its course if it differs.
 
     None and None with too few runs. The course is tested after the final return, and only then, so both have the level together.
 
@@ -277,7 +277,7 @@ def final_return_test(
 
 
 def _divergence(differs: npt.NDArray[np.bool_], axis: StepAxis) -> Divergence | None:
-    """Return the first divergence that lasts for `SUSTAINED_BINS` parts of the axis, and its end where it is over for as many."""
+    """Return the first divergence that lasts for `SUSTAINED_BINS` parts of the axis, and its end if it is over for as many."""
     count = len(differs)
     begin = next((at for at in range(count) if differs[at : at + SUSTAINED_BINS].sum() == SUSTAINED_BINS), None)
     if begin is None:

@@ -64,7 +64,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     Attributes:
         chosen: id of the line under the cursor; empty without any.
-        frozen: columns that stay in sight where lines with an id are scrolled sideways; 0 where nothing is.
+        frozen: columns that stay in sight when lines with an id are scrolled sideways; 0 where nothing is.
     """
 
     DEFAULT_CSS = """
@@ -276,7 +276,7 @@ class WatchApp(App[None]):
             self.action_open()
 
     def tick(self) -> None:
-        """Read what was appended, for a bounded time; draw where something is new, or the age of the last record is."""
+        """Read what was appended, for a bounded time; draw if something is new, or the age of the last record is."""
         deadline, count = time.monotonic() + READ_SECONDS, 0
         for index in range(len(self._sources)):
             if index in self._whole:

@@ -51,7 +51,7 @@ class WatchState:
     Attributes:
         pattern: metrics are shown whose key or name contains it, as a regular expression; empty for the panels.
         pinned: keys that are shown first.
-        log: charts are logarithmic where all values are positive.
+        log: charts are logarithmic if all values are positive.
         cursor: environment steps at which values are shown; None for the latest.
     """
 
@@ -99,7 +99,7 @@ def metric_name(views: Sequence[RunView], key: str, *, short: bool = False) -> s
 
 
 def with_unit(value: float | None, unit: str) -> str:
-    """Return a number in eight characters or fewer, with its unit where that is short; a dash for None."""
+    """Return a number in eight characters or fewer, with its unit if that is short; a dash for None."""
     return "─" if value is None else f"{compact(value)} {unit}" if unit in SHORT_UNITS else compact(value)
 
 
@@ -121,7 +121,7 @@ def paragraph(text: str, width: int, style: str = "", *, indent: str = "") -> li
 
 
 def cut(text: str, width: int) -> str:
-    """Return the text in at most that many characters, cut between words where it has some, with an ellipsis."""
+    """Return the text in at most that many characters, cut between words if it has some, with an ellipsis."""
     head = text[: max(0, width - 1)]
     return text if len(text) <= width else (head.rpartition(" ")[0] or head) + "…"
 
@@ -184,7 +184,7 @@ def bars(values: Sequence[float | None], *, log: bool = False) -> str:
 
 
 def scaling(values: Sequence[float], *, log: bool) -> Callable[[float], float]:
-    """Return the scale of an axis: the logarithm where no value is negative, with zeros at the smallest positive one, else the value."""
+    """Return the scale of an axis: the logarithm if no value is negative, with zeros at the smallest positive number, else the value."""
     positive = min((value for value in values if value > 0), default=0.0)
     if not (log and positive and min(values) >= 0):
         return drawable

@@ -56,7 +56,7 @@ WIDE_COLUMNS: Final = 100
 
 
 def strip(views: Sequence[RunView], width: int | None = None) -> Text:
-    """Return the anomaly strip; of several runs one after the other, each behind its mark, without causes.
+    """Return the anomaly strip; strips of several runs are joined, each after its mark and without causes.
 
     If it is wider than the screen, causes are left out first, then all but the first part of each run.
     """
@@ -187,7 +187,7 @@ def _outcome(view: RunView, width: int, index: int | None) -> list[Line]:
 def _chart_line(
     views: Sequence[RunView], key: str, state: WatchState, width: int, *, by_key: bool = False
 ) -> Iterator[Line]:
-    """Yield the line of a metric: name, value, sparkline, healthy range and mark; of several runs their values side by side."""
+    """Yield the line of a metric: name, value, sparkline, healthy range and mark; values of several runs are side by side."""
     charts = [view.chart(key) if key in view.last else None for view in views]
     first = next((chart for chart in charts if chart), None)
     if first is None:
@@ -366,7 +366,7 @@ HELP: Final[Mapping[str, str]] = {
     "t  Tab": "next table (environments), and back to the overview",
     "/": "filter metrics by a regular expression; in a table digits match the id, text any part of a row",
     "p": "pin or unpin the metric",
-    "l": "logarithmic axis where no value is negative",
+    "l": "logarithmic axis if no value is negative",
     "← →": "move the cursor over time, in all charts at once; in a table scroll sideways",
     "c": "take the cursor away: the latest values",
     "?": "this help",

@@ -121,8 +121,8 @@ def test_a_box_is_an_image_where_height_and_width_are_long(shape: list[int], dty
             spaces.Dict(image=PIXELS, mission=spaces.Text(5)),
             r"observation space of it, part 'mission', must be .*Dict or Tuple of these, got Text",
         ),
-        (spaces.Box(0, 1, (0,)), r"observation space of it holds nothing to observe, got Box\(.*, \(0,\)"),
-        (spaces.Dict(), r"observation space of it holds nothing to observe, got Dict\(\)"),
+        (spaces.Box(0, 1, (0,)), r"observation space of it is empty, got Box\(.*, \(0,\)"),
+        (spaces.Dict(), r"observation space of it is empty, got Dict\(\)"),
         (spaces.Tuple((FLOATS, spaces.Sequence(FLOATS))), "observation space of it, part 1, must be .* got Sequence"),
     ],
 )
