@@ -85,6 +85,7 @@ class Facts(Mapping[str, Any]):
     gae_lambda: float | None = None
     normalize_advantages: bool | None = None
     normalize_minibatches: bool | None = None  # advantages are normalised over minibatches, not over the rollout
+    adapter_normalizes: bool | None = None  # the adapter normalises minibatches; the trainer's own advantages are replayed
     advantage_std_floor: float | None = None  # added to the standard deviation, or its lower bound
     advantage_correction: int = 1  # subtracted from the number of rows in the variance of advantages
     recomputes_advantages: bool | None = None  # before each epoch (2006.05990, section 3.5): the first one is checked
@@ -113,11 +114,6 @@ class Facts(Mapping[str, Any]):
     def rate_follows_kl(self) -> bool:
         """True if the learning rate is adapted to the KL divergence."""
         return bool(self.desired_kl or self.adaptive_rate)
-
-    @property
-    def shows_normalization(self) -> bool:
-        """False if the adapter normalises the advantages of minibatches, because the trainer keeps its own to itself."""
-        return not self.of_sb3
 
     def __getitem__(self, name: str) -> Any:
         return self.mapping[name]

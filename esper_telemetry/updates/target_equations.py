@@ -59,7 +59,7 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
         if facts.recomputes_advantages:
             minibatches, collected = _first_pass(minibatches, collected)
         yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts))
-        if facts.shows_normalization and facts.ranks == 1:
+        if not facts.adapter_normalizes and facts.ranks == 1:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
 

@@ -120,6 +120,7 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "gae_lambda": model.gae_lambda,
         "normalize_advantages": bool(model.normalize_advantage),
         "normalize_minibatches": True,
+        "adapter_normalizes": True,
         "num_steps": updates * model.n_steps,
         "num_epochs": epochs,
         "num_minibatches": updates * minibatches,
