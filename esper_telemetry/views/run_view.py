@@ -30,7 +30,7 @@ from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
-from esper_telemetry.alarms.verdict.run_outcome import NOT_REPORTED, OUTCOME, Outcome, OutcomeJudge, OutcomeKind
+from esper_telemetry.alarms.verdict.run_outcome import NOT_OBSERVED, OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.backends import limit_mlflow_requests
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import capitalized
@@ -361,7 +361,7 @@ class RunView:
         remedies = {kind: imported.hint(reason.removeprefix("not logged: ")) for kind, reason in reasons.items()}
         hint = imported.hint(UPDATE_RETURN)
         returns = "no returns are logged" + (f", which are supplied by {hint}" if hint else "")
-        text = diagnosis.outcome.text.replace(NOT_REPORTED, returns)
+        text = diagnosis.outcome.text.replace(NOT_OBSERVED, returns)
         text = re.sub(r"(in [\d,]+) updates", rf"\1 {imported.unit}s", text)
         outcome = replace(diagnosis.outcome, text=text)
         raised = {alarm.type for incident in diagnosis.incidents for alarm in incident.alarms}

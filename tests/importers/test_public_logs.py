@@ -302,6 +302,15 @@ def test_findings_on_a_whole_log_are_alarms(
     assert kind is None or (clause in alarms[kind]["text"] and alarms[kind]["level"] == "warn")
 
 
+def test_a_log_without_returns_names_what_logs_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "progress.csv"
+    path.write_text("time/total_timesteps,train/policy_gradient_loss\n" + "".join(f"{n},0.01\n" for n in range(30)))
+
+    text = diagnosed(capsys, "--from", str(path))["outcome"]["text"]
+
+    assert "no returns are logged, which are supplied by the Monitor wrapper" in text and "telemetry" not in text
+
+
 def test_few_returns_give_way_to_the_reward_per_step() -> None:
     """skrl logs the return of an episode when one ends, which eight of a hundred rows have, and the reward of a step in each row."""
     rows = range(1, 101)
