@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.alarm_state import (
@@ -68,7 +69,7 @@ GRADIENTS_ALONE: Final = (
 _logger = logging.getLogger("esper_telemetry")
 
 
-OF_THE_RUN: Final = ("facts", "thresholds", "rules", "_containment", "_declared", "_order", "_user_types")
+OF_THE_RUN: Final = ("facts", "thresholds", "rules", "_containment", "_declared", "_order", "_user_types", "_findings")
 """Attributes of a detector that do not depend on the records."""
 
 DECLARATIONS: Final = Containment()
@@ -91,6 +92,10 @@ class Verdict(NamedTuple):
     events: tuple[Event, ...]
 
 
+LastingFinding = tuple[int, float, Finding]
+"""The first and the last update in which a finding holds, and the finding."""
+
+
 class Detectors:
     """Judges one run by its records.
 
@@ -98,6 +103,7 @@ class Detectors:
         facts: facts of the run, as in its journal.
         thresholds: bounds of the rules, and alarms that are off; by default as in the facts.
         alarms: rules in addition to the installed ones.
+        findings: findings on the whole run by type, in addition to those of the alarm's judge.
 
     Attributes:
         rules: rules that apply to the run.
@@ -111,8 +117,9 @@ class Detectors:
         thresholds: Thresholds | None = None,
         *,
         alarms: Iterable[AlarmRule] = (),
+        findings: Mapping[str, Sequence[LastingFinding]] = MappingProxyType({}),
     ) -> None:
-        self.facts = Facts.of(facts)
+        self.facts, self._findings = Facts.of(facts), findings
         self.thresholds = thresholds = thresholds or Thresholds.of(self.facts)
         declared = with_alarms(alarm_rules(), alarms)
         self._containment = Containment()
@@ -292,6 +299,9 @@ class Detectors:
             try:
                 is_users = rule.type in self._user_types
                 findings = self._users_findings(rule) if is_users else list(self._judges[rule.type](self._view))
+                for first, last, finding in self._findings.get(rule.type, ()):
+                    holds = first <= self._update <= last
+                    findings.append(finding if holds else finding._replace(severity=0.0))
                 if state.is_calm(findings):
                     continue
                 findings = [finding for finding in map(checked, findings) if not math.isnan(finding.severity)]

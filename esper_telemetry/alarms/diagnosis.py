@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Final
 
-from esper_telemetry.alarms.detectors import Detectors
+from esper_telemetry.alarms.detectors import Detectors, LastingFinding
 from esper_telemetry.alarms.rules.task_alarms import Failure
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
@@ -182,15 +183,21 @@ class RunJudge:
     Args:
         facts: facts of the run.
         thresholds: bounds; by default the run's.
+        findings: findings on the whole run, by type of alarm.
         as_recorded: use the journal's alarms and events if its records were judged when they were written; judging them again gives the
             same result but takes 2 ms per record.
     """
 
     def __init__(
-        self, facts: Mapping[str, Any], thresholds: Thresholds | None = None, *, as_recorded: bool = False
+        self,
+        facts: Mapping[str, Any],
+        thresholds: Thresholds | None = None,
+        *,
+        findings: Mapping[str, Sequence[LastingFinding]] = MappingProxyType({}),
+        as_recorded: bool = False,
     ) -> None:
         self._as_recorded = as_recorded
-        self._detectors = Detectors(facts, thresholds)
+        self._detectors = Detectors(facts, thresholds, findings=findings)
         self._recorded: deque[Alarm] = deque()
         self._incidents: dict[int, IncidentReport] = {}
         self._events: list[tuple[str, Mapping[str, Any]]] = []

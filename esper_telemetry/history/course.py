@@ -27,6 +27,9 @@ MIN_FIRST_EPISODES: Final = 8
 LAST_SHARE: Final = 0.2
 LAST_EPISODES: Final = 10
 """Share of the updates whose level a series ends with, and their minimum number of episodes."""
+MIN_END_BLOCKS: Final = 3
+END_EPISODES: Final = 100
+"""Minimum number of blocks and of episodes at the end in which a rise can be lost."""
 SHIFT_ERRORS: Final = 3.2
 SCAN_ERRORS: Final = 4.5
 SHIFT_STDS: Final = 0.5
@@ -215,12 +218,18 @@ class Blocks:
         return any(apart(self._fifth_before(end)) for end in (range(1, count + 1) if fell else [count]))
 
     def lost(self, noise: Noise) -> bool:
-        """True if a fifth of the updates was above the first level, and half of that rise is lost in the last fifth."""
-        first, last = self.first_level, self.last_level
-        if first is None or float(np.max(self.values)) + first.mean <= 2 * last.mean:
+        """True if a fifth of the updates was above the first level, and half of that rise is lost in the last fifth or episodes."""
+        first, end = self.first_level, self.blocks[-MIN_END_BLOCKS:]
+        for block in self.blocks[: -len(end)][::-1]:
+            if sum(each.episodes for each in end) >= END_EPISODES:
+                break
+            end.insert(0, block)
+        if first is None:
             return False
-        fifths = map(self._fifth_before, range(2, len(self.blocks)))
-        return any(self._is_lost(noise, first, top, last) for top in fifths)
+        lasts = [self.last_level, reduce(EpisodeBlock.joined, end)]
+        lasts = [last for last in lasts if float(np.max(self.values)) + first.mean > 2 * last.mean]
+        tops = [self._fifth_before(place) for place in range(2, len(self.blocks))] if lasts else []
+        return any(self._is_lost(noise, first, top, last) for last in lasts for top in tops)
 
     def _is_lost(self, noise: Noise, first: EpisodeBlock, top: EpisodeBlock, last: EpisodeBlock) -> bool:
         if not (first.end < top.begin and top.end < last.begin and top.mean > first.mean and _differ(first, top)):

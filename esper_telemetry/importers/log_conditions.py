@@ -1,7 +1,7 @@
 """Corrections and remarks for logs: negative divergences, undefined fits, adaptive rates.
 
 A measured run defines its numbers. For a log, the definitions are inferred from the values: `correct` removes values that a rule would
-misread, and `remarks_on` reports problems that rules cannot detect.
+misread, and `remarks_on` reports problems that rules, which see one update after the other, cannot detect.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from esper_telemetry.importers.trainers import (
     REFERENCE_KL,
     RETURN,
     RETURN_100,
+    REWARD,
     STD,
     TOKEN_ENTROPY,
     VALUE_LOSS,
@@ -50,10 +51,23 @@ NORM_GROWTH: Final = 30.0
 
 
 class Remark(NamedTuple):
-    """A sentence on a run, and the first update for which it holds."""
+    """A clause on a run.
+
+    Attributes:
+        update: the first update for which it holds.
+        text: the clause.
+        alarm: type of the alarm that it raises, if the run is wrong and an alarm covers it.
+        key: the deciding metric of this alarm.
+        value: its value.
+        until: the last update for which the clause holds.
+    """
 
     update: int
     text: str
+    alarm: str = ""
+    key: str = ""
+    value: float | None = None
+    until: float = math.inf
 
 
 Rows = Sequence[tuple[int, dict[str, float]]]
@@ -103,16 +117,16 @@ def remarks_on(rows: Rows, means: Mapping[str, Sequence[float]], was_zero: bool)
         means: logged means of advantages and scores of a language model.
         was_zero: the divergence was 0 in every update, and was taken out.
     """
-    found = [_collapse(rows), _unexplained(rows), _fall(rows), *_language(rows, means)]
+    found = [_collapse(rows), _unexplained(rows), _fall(rows), _constant(rows), *_language(rows, means)]
     if was_zero:
         text = (
-            "the KL divergence is exactly 0 in every update though the policy changes: it is measured before the only gradient step "
-            "of each batch, and says nothing"
+            "the KL divergence is exactly 0 in every update although the policy changes: it is measured before the only gradient step "
+            "of each batch"
         )
         found.append(Remark(rows[0][0], text))
     elif _is_zero(rows) and _changes(rows) is False:
-        text = "the KL divergence is exactly 0 in every update, and the entropy does not change: the policy is frozen, check its optimizer"
-        found.append(Remark(rows[0][0], text))
+        text = "the KL divergence has been exactly 0, and the entropy has not changed: the policy is frozen"
+        found.append(Remark(rows[0][0], text, "policy/kl_stall", KL_K1, 0.0))
     return [remark for remark in found if remark]
 
 
@@ -143,13 +157,9 @@ def _collapse(rows: Rows) -> Remark | None:
     low = [(update, value) for update, value in entropies if value < COLLAPSED_NATS]
     if len(low) < MIN_ROWS:
         return None
-    lasts = low[-1][0] == entropies[-1][0]
-    until = "" if lasts else f" to {low[-1][0]:,}"
-    text = (
-        f"the policy has done the same everywhere {'since' if lasts else 'from'} update {low[0][0]:,}{until}: its entropy is "
-        f"{number(median(value for _, value in low))} nats. Raise the weight of the entropy, or lower the learning rate"
-    )
-    return Remark(low[0][0], text)
+    (first, _), (last, _), usual = low[0], low[-1], median(value for _, value in low)
+    text = f"the policy has done the same in every state, until update {last:,}: its entropy is {number(usual)} nats"
+    return Remark(first, text, "policy/entropy_collapse", ENTROPY, usual, last)
 
 
 def _unexplained(rows: Rows) -> Remark | None:
@@ -157,8 +167,8 @@ def _unexplained(rows: Rows) -> Remark | None:
     fits = [values[FIT] for _, values in rows if FIT in values]
     if len(fits) < 2 * MIN_ROWS or sum(abs(fit) < UNEXPLAINED_FIT for fit in fits) < 0.95 * len(fits):
         return None
-    text = f"the critic explains nothing of the returns in any update: explained variance is {number(median(fits))} (median)"
-    return Remark(rows[0][0], text)
+    text = f"the critic has explained nothing of the returns: its explained variance is {number(median(fits))} (median)"
+    return Remark(rows[0][0], text, "value/never_fits", FIT, median(fits))
 
 
 def _fall(rows: Rows) -> Remark | None:
@@ -184,8 +194,19 @@ def _fall(rows: Rows) -> Remark | None:
         return None
     since = points[min(top + width, len(points) - 1)][0]
     share = percent(lost / (best - first))
-    text = f"the return has fallen from {number(best)} to {number(last)} since update {since:,}: {share} of the improvement is lost"
-    return Remark(since, text)
+    text = f"the return has fallen from {number(best)} to {number(last)}: {share} of the improvement is lost"
+    return Remark(since, text, "task/return_drop", key, last)
+
+
+def _constant(rows: Rows) -> Remark | None:
+    """The same return in every episode."""
+    returns = [
+        values[key] for _, values in rows for key in (RETURN_100, RETURN) if key in values and REWARD not in values
+    ]
+    if len(returns) < 2 * MIN_ROWS or min(returns) != max(returns) or returns[0] > 0:
+        return None
+    text = f"every episode has had a return of exactly {number(returns[0])}, so there is nothing to learn from"
+    return Remark(rows[0][0], text, "reward/constant", RETURN, returns[0])
 
 
 def _language(rows: Rows, means: Mapping[str, Sequence[float]]) -> Iterator[Remark]:
@@ -195,10 +216,10 @@ def _language(rows: Rows, means: Mapping[str, Sequence[float]]) -> Iterator[Rema
     apart = [abs(one - other) for one, other in zip(advantages, scores, strict=False)]
     if len(apart) >= MIN_ROWS and scale > 0 and max(apart) <= SAME_SHARE * scale:
         text = (
-            "the advantages equal the scores in every step: there is one answer per prompt and no baseline, so each answer is made more "
-            "likely by as much as its score. Sample several answers per prompt (rollout.n, num_generations)"
+            "advantages have equalled scores: there is one answer per prompt and no baseline, so each answer is made more likely by as "
+            "much as its score (sample several answers per prompt: rollout.n, num_generations)"
         )
-        yield Remark(rows[0][0], text)
+        yield Remark(rows[0][0], text, "lm/grouping", "lm/reward/mean", scores[-1])
     reference = [(update, values[REFERENCE_KL]) for update, values in rows if REFERENCE_KL in values]
     far = [update for update, value in reference if value > FAR_FROM_REFERENCE]
     nats = median(value for _, value in reference[-MIN_ROWS:]) if reference else 0.0
@@ -212,5 +233,5 @@ def _language(rows: Rows, means: Mapping[str, Sequence[float]]) -> Iterator[Rema
             median(value for _, value in norms[-MIN_ROWS:]),
         )
         if usual > 0 and late > NORM_GROWTH * usual:
-            text = f"gradient norms have grown from {number(usual)} to {number(late)}; lower the learning rate"
-            yield Remark(norms[-MIN_ROWS][0], text)
+            text = f"gradient norms have grown from {number(usual)} to {number(late)}"
+            yield Remark(norms[-MIN_ROWS][0], text, "grad/slow_growth", BEFORE, late)

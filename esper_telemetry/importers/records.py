@@ -46,6 +46,7 @@ from esper_telemetry.importers.trainers import (
     RETURN_100,
     SPEED,
     STD,
+    STEP_REWARD,
     VALUE_LOSS,
     Alias,
     Trainer,
@@ -64,14 +65,16 @@ MAX_UPDATES: Final = 600
 """Rows that are judged; each takes 1.5 ms."""
 SETTLING_SHARE: Final = 0.2
 """Share of the run within which the first episodes end."""
+FEW_RETURNS: Final = 20
+"""Rows with returns below which the outcome follows the reward per step, if more rows have it."""
 MUCH_DENSER: Final = 4
 """Number of returns per loss above which returns give the positions of updates."""
 MAX_EPISODE_GROUPS: Final = 200
 """Rows of a log of single episodes."""
 
 LOSSES: Final = (VALUE_LOSS, POLICY_LOSS, LOSS)
-RETURNS: Final = (RETURN, RETURN_100, "reward/mean")
-STEPS: Final = ("environment steps", "collected frames", "steps of all environments together")
+RETURNS: Final = (RETURN, RETURN_100, STEP_REWARD)
+STEPS: Final = ("environment steps", "collected frames")
 """Units of positions from which the number of episodes can be estimated."""
 OUTCOME_KEYS: Final = frozenset({*RETURNS, COUNT, LENGTH, EVALUATION, SPEED})
 BREAKING: Final = ("loss/", "grad/", "policy/kl", "policy/ratio/", "lm/kl", "policy/head/")
@@ -393,7 +396,8 @@ def read_foreign(logged: LoggedRun, columns: Mapping[str, str] | None = None) ->
     was_zero = unused_divergence(updates)
     correct(updates, sources)
     means = {what: [value for _, value in logged.points.get(tag, ())] for what, tag in ADVANTAGES.items()}
-    rows, early = _settled(_with_normalized_entropy([_with_substitutes(row, sources) for row in table.rows], sources))
+    followed, few = _with_enough_returns(table.rows)
+    rows, early = _settled(_with_normalized_entropy([_with_substitutes(row, sources) for row in followed], sources))
     history = RunHistory(facts)
     records = tuple(
         Record(
@@ -423,13 +427,22 @@ def read_foreign(logged: LoggedRun, columns: Mapping[str, str] | None = None) ->
         records,
         sources,
         table.unread,
-        notes=tuple(filter(None, (*logged.notes, about or trainer.hints.get("", ""), table.note, early))),
+        notes=tuple(filter(None, (*logged.notes, about or trainer.hints.get("", ""), table.note, few, early))),
         unit=unit,
         hints=trainer.hints,
         missing={alias.key: alias.tag for alias in plain},
         off_policy=off_policy,
         remarks=tuple(remarks_on(updates, means, was_zero)),
     )
+
+
+def _with_enough_returns(rows: Sequence[UpdateRow]) -> tuple[Sequence[UpdateRow], str]:
+    """Return the rows without returns if few rows have one and more have the reward per step, and a note on it."""
+    returns, rewards = (sum(key in row.values for row in rows) for key in (RETURN_100, STEP_REWARD))
+    if not 0 < returns < min(FEW_RETURNS, rewards):
+        return rows, ""
+    kept = [row._replace(values={key: value for key, value in row.values.items() if key != RETURN_100}) for row in rows]
+    return kept, f"The outcome follows the reward per step, because only {returns} rows have the return of an episode."
 
 
 def _settled(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], str]:

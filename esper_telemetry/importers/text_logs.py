@@ -411,7 +411,8 @@ def _printed_row(line: str) -> object:
     line = WRAPPED.sub(r"\1", line)
     if step := re.search(r"\bstep:(\d+) - (\S.*)", line):
         cells = (cell.rpartition(":") for cell in step[2].split(" - "))
-        return {"step": step[1]} | {name.strip(): value for name, _, value in cells}
+        metrics = {name.strip(): value for name, _, value in cells}
+        return {"step": step[1]} | {tag: value for tag, value in metrics.items() if not ROUNDED.fullmatch(tag + value)}
     braces = re.search(r"\{.*\}", line)
     if braces is None:
         return None
@@ -425,6 +426,9 @@ def _printed_row(line: str) -> object:
         return ({"step": step[1]} if step[1] else {}) | {f"train/{name}": value for name, value in row.items()}
     return row
 
+
+ROUNDED: Final = re.compile(r"actor/(lr|ppo_kl)-?0\.000")
+"""Numbers that early releases of verl print with three decimals, and that are not 0."""
 
 PREFIXED_ROW: Final = re.compile(r"(?:\bGlobal step (\d+): |\bstep_metrics=)$")
 """Text that OpenRLHF and NeMo-RL print before metrics whose tags have the prefix `train/` in their backends."""

@@ -16,7 +16,7 @@ ENTROPY, FIT = "policy/entropy", "value/explained_variance"
 POLICY_LOSS, VALUE_LOSS, LOSS = "loss/policy", "loss/value", "loss/total"
 RATE, BEFORE, AFTER = "opt/lr", "grad/global/norm_preclip", "grad/global/norm_postclip"
 RETURN, RETURN_100, LENGTH = "episode/return_mean", "episode/return_mean_100", "episode/length_mean"
-EVALUATION, COUNT = "eval/return_mean", "episode/count"
+EVALUATION, COUNT, STEP_REWARD = "eval/return_mean", "episode/count", "reward/mean"
 STD = "policy/head/action/std/mean"
 RATIO_MIN, RATIO_MAX, SPEED = "policy/ratio/min", "policy/ratio/max", "train/env_steps_per_second"
 
@@ -66,7 +66,7 @@ class Trainer:
     x: str = "environment steps"
     hints: Mapping[str, str] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str | bool] = field(default_factory=dict)
     batch_tag: str = ""
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -243,6 +243,7 @@ RLLIB_OTHER = Trainer(
     ),
     x="iterations or environment steps",
     hints={"": "The losses and entropies of IMPALA and A2C are sums over batches, and are not read."},
+    settings={"max_grad_norm": ()},  # it limits a sum
 )
 
 SKRL = Trainer(
@@ -254,10 +255,12 @@ SKRL = Trainer(
         Alias(r"Policy / Standard deviation", STD),
         Alias(r"Learning / Learning rate", RATE),
         Alias(r"Reward / Total reward \(mean\)", RETURN_100),
+        Alias(r"Reward / Instantaneous reward \(mean\)", STEP_REWARD, note="of single steps"),
         Alias(r"Episode / Total timesteps \(mean\)", LENGTH),
     ),
     x="steps of all environments together",
     hints={RETURN: "the first episode that ends: it logs Reward / Total reward (mean)"},
+    facts={"normalize_rewards": False},
 )
 
 SAMPLE_FACTORY = Trainer(
@@ -320,7 +323,7 @@ TORCHRL = Trainer(
         Alias(r"train/reward|collection/reward/episode_reward_mean", RETURN),
         Alias(r"eval/reward/episode_reward_mean", EVALUATION),
         Alias(r"train/episode_length", LENGTH),
-        Alias(r"r_training", "reward/mean", note="of single steps; episodes are not logged"),
+        Alias(r"r_training", STEP_REWARD, note="of single steps; episodes are not logged"),
     ),
     x="collected frames",
     hints={RETURN: "the first episode that ends: it logs collection/reward/episode_reward_mean in BenchMARL"},
@@ -332,7 +335,7 @@ TOKEN_ENTROPY, REFERENCE_KL = "lm/entropy", "lm/kl_reference"
 TOKENS, LONGEST, TRUNCATED = "lm/length/mean", "lm/length/max", "lm/truncated_frac"
 ENGINE_ERROR, ENGINE_RATIO, ENGINE_KL = "lm/mismatch/mult_error", "lm/mismatch/ratio_mean", "lm/mismatch/kl"
 BATCH = "mean of one batch of completions"
-LANGUAGE = {"model": "language"}
+LANGUAGE: Final[Mapping[str, str | bool]] = {"model": "language"}
 
 
 def _rewards(tag: str, note: str = "") -> tuple[Alias, ...]:

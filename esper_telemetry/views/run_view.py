@@ -21,14 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from esper_telemetry.alarms.detectors import LastingFinding
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge, is_course
 from esper_telemetry.alarms.metric_entries import metric_entries
+from esper_telemetry.alarms.rule import WARNING, Finding
 from esper_telemetry.alarms.rules.task_alarms import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
-from esper_telemetry.alarms.verdict.run_outcome import NOT_REPORTED, OUTCOME, Outcome, OutcomeJudge, OutcomeKind
+from esper_telemetry.alarms.verdict.run_outcome import NOT_OBSERVED, OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.backends import limit_mlflow_requests
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import capitalized
@@ -247,7 +249,11 @@ class RunView:
         self._imported, self.x_label = imported, imported.x
         self.used, self.unused, self.notes = imported.used, imported.unused, imported.notes
         self.row_label = imported.unit
-        self._judge = RunJudge(imported.facts, thresholds.without(TELEMETRY_ALARMS))
+        findings: dict[str, list[LastingFinding]] = {}
+        for remark in imported.remarks:
+            finding = Finding(WARNING, remark.key, remark.value, instance="log").with_text(partial(str, remark.text))
+            findings.setdefault(remark.alarm, []).append((remark.update, remark.until, finding))
+        self._judge = RunJudge(imported.facts, thresholds.without(TELEMETRY_ALARMS), findings=findings)
         self._equations = EquationHistory(self.facts)
         for record in imported.records:
             self._add_record(record)
@@ -355,10 +361,11 @@ class RunView:
         remedies = {kind: imported.hint(reason.removeprefix("not logged: ")) for kind, reason in reasons.items()}
         hint = imported.hint(UPDATE_RETURN)
         returns = "no returns are logged" + (f", which are supplied by {hint}" if hint else "")
-        text = diagnosis.outcome.text.replace(NOT_REPORTED, returns)
+        text = diagnosis.outcome.text.replace(NOT_OBSERVED, returns)
         text = re.sub(r"(in [\d,]+) updates", rf"\1 {imported.unit}s", text)
         outcome = replace(diagnosis.outcome, text=text)
-        seen = [remark._asdict() for remark in imported.remarks]
+        raised = {alarm.type for incident in diagnosis.incidents for alarm in incident.alarms}
+        seen = [{"update": each.update, "text": each.text} for each in imported.remarks if each.alarm not in raised]
         events = (*((REMARK, remark) for remark in seen), *diagnosis.events)
         diagnosis = replace(diagnosis, remarks=(*seen, *diagnosis.remarks), events=events)
         return replace(

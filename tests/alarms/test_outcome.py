@@ -195,6 +195,14 @@ def test_a_run_declines_only_if_its_numbers_say_so(course: Sequence[float], text
     assert outcome_of(records(np.array(course))).text.startswith(text)
 
 
+def test_half_of_a_rise_may_be_lost_in_the_last_hundred_episodes() -> None:
+    """Means of more than a hundred episodes per update; the last fifth of the updates is hardly lower than before."""
+    course = [*np.linspace(1.0, 490.0, 42), *np.linspace(487.0, 492.0, 45), 466, 421, 334, 247, 209, 208, 215]
+
+    assert outcome_of(records(np.array(course[:-3]), episodes=120)).kind in GOOD
+    assert outcome_of(records(np.array(course), episodes=120)).text.startswith("declining: return 492 at best -> 215")
+
+
 @pytest.mark.parametrize("draw", [FLAT["heavy tails"], LEARNING["late"], DECLINING["late collapse"]])
 def test_no_sentence_contradicts_its_numbers(draw: Draw) -> None:
     for seed in range(5):

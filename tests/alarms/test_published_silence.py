@@ -87,6 +87,20 @@ def test_a_return_that_rises_with_a_share_outside_the_trust_region_excuses_that_
     assert "policy/clip_saturation" in raised(judged(run(60, always, since=1)))
 
 
+@pytest.mark.parametrize(
+    ("course", "level"), [(returns(5.0, 400.0), AlarmLevel.WARN), (returns(5.0, 5.0), AlarmLevel.CRITICAL)]
+)
+def test_a_share_outside_the_trust_region_is_critical_if_the_return_has_not_risen(
+    course: Any, level: AlarmLevel
+) -> None:
+    def doubles(metrics: Values, ago: int) -> None:
+        metrics.update({"policy/clip_frac": 0.3 if ago < 40 else 0.6, "policy/kl": 0.04})
+
+    told = alarms(judged(run(60, both(doubles, course), since=1)))
+
+    assert {alarm.level for alarm in told if alarm.type == "policy/clip_saturation"} == {level}
+
+
 def test_rules_wait_longer_where_updates_are_small() -> None:
     """Eight updates of 8 steps are 64 steps; an identity does not wait."""
     critic = both(set_to({"value/r2": -1.0, "value/explained_variance": -0.9}), multiplied({"loss/value": 5}))

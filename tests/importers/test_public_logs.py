@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from esper_telemetry.alarms.verdict.run_outcome import outcome_of
 from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
 from esper_telemetry.importers.log_conditions import adaptive_rate
@@ -36,8 +37,8 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
         (
             "rl_games_drop.csv",
             "learning",
-            [],
-            "the return has fallen from 1206 to 782 since update 85: 37 % of the improvement is lost",
+            [("task/return_drop", 85)],
+            "Since update 85, the return has fallen from 1206 to 782: 37 % of the improvement is lost.",
         ),
         ("sample_factory.csv", "learning", [], "Returns of the first"),
         ("sb3_solved_constant.csv", "learning", [], ""),
@@ -45,11 +46,16 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
         ("sb3_console.txt", "learning", [("policy/kl_spike", 7)], ""),
         ("monitor.csv", "flat", [], "The Monitor wrapper writes episodes alone"),
         ("rllib_first_rows_nan.csv", "learning", [], ""),
-        ("rllib_collapsed.csv", "learning", [], "the policy has done the same everywhere from update 2 to 260"),
+        (
+            "rllib_collapsed.csv",
+            "learning",
+            [("policy/entropy_collapse", 2)],
+            "Since update 2, the policy has done the same in every state, until update 260",
+        ),
         ("rllib_impala_result.json", "converged", [], "losses and entropies of IMPALA and A2C are sums"),
         ("trl_early_2025.log", "too short to tell", [], ""),
-        ("verl_group_of_one.log", "flat", [], "there is one answer per prompt and no baseline"),
-        ("verl_group_of_one.log", "flat", [], "measured before the only gradient step"),
+        ("verl_group_of_one.log", "flat", [("lm/grouping", 1)], "there is one answer per prompt and no baseline"),
+        ("verl_group_of_one.log", "flat", [("lm/grouping", 1)], "measured before the only gradient step"),
         ("spinning_up_progress.txt", "learning", [], ""),
     ],
 )
@@ -61,7 +67,7 @@ def test_public_logs(
 
     assert verdict["outcome"]["outcome"] == outcome
     assert [(incident["cause"], incident["since"]) for incident in verdict["incidents"]] == causes
-    assert said in json.dumps([verdict["notes"], verdict["events"]])
+    assert said in json.dumps([verdict["notes"], verdict["events"], verdict["incidents"]])
     assert "esper_telemetry." not in json.dumps(verdict) and "telemetry.observe" not in json.dumps(verdict)
 
 
@@ -240,6 +246,93 @@ def test_numbers_that_are_not_finite_without_a_fault() -> None:
     assert counted([nan, 1, 1, 1], [nan, nan, 3, nan]) == [0, 0, 0, 0]
     assert counted([nan] * 4, [1, 2, 3, 4]) == [1, 1, 1, 1]
     assert counted([1, 1, nan, 1], [1, 2, 3, float("inf")]) == [0, 0, 1, 1]
+
+
+NOISE = [abs(n % 7 - 3) / 10 for n in range(60)]
+RISING = [n + NOISE[n] for n in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind", "clause"),
+    [
+        ({"rollout/ep_rew_mean": RISING}, None, ""),
+        (
+            {"rollout/ep_rew_mean": [-50.0] * 60},
+            "reward/constant",
+            "Since update 1, every episode has had a return of exactly -50",
+        ),
+        (
+            {"rollout/ep_rew_mean": RISING, "train/explained_variance": [n / 100 for n in NOISE]},
+            "value/never_fits",
+            "Since update 1, the critic has explained nothing of the returns",
+        ),
+        (
+            {"actor/ppo_kl": [0.0] * 60, "actor/pg_clipfrac": [0.0] * 60, "actor/entropy": [0.7] * 60},
+            "policy/kl_stall",
+            "the policy is frozen",
+        ),
+        (
+            {"train/reward": NOISE, "train/frac_reward_zero_std": NOISE, "train/entropy": [1 + n for n in NOISE]}
+            | {"train/grad_norm": [1.0] * 48 + [90.0] * 12},
+            "grad/slow_growth",
+            "gradient norms have grown from 1 to 90",
+        ),
+    ],
+    ids=["nothing", "constant returns", "a critic without a fit", "a frozen policy", "growing gradients"],
+)
+def test_findings_on_a_whole_log_are_alarms(
+    columns: Mapping[str, Sequence[float]],
+    kind: str | None,
+    clause: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They have the types of the rules for journals, and `--fail-on warn` sees them."""
+    path = tmp_path / "progress.csv"
+    rows = [",".join(map(str, cells)) for cells in zip(range(1, 61), *columns.values(), strict=True)]
+    path.write_text("\n".join([",".join(["step", *columns]), *rows]))
+
+    with pytest.raises(SystemExit) as left:
+        main(["diagnose", "--from", str(path), "--json", "--fail-on", "warn"])
+    incidents = json.loads(capsys.readouterr().out)["incidents"]
+    alarms = {alarm["type"]: alarm for incident in incidents for alarm in incident["alarms"]}
+
+    assert left.value.code == (0 if kind is None else 3)
+    assert alarms if kind else not alarms
+    assert kind is None or (clause in alarms[kind]["text"] and alarms[kind]["level"] == "warn")
+
+
+def test_a_log_without_returns_names_what_logs_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "progress.csv"
+    path.write_text("time/total_timesteps,train/policy_gradient_loss\n" + "".join(f"{n},0.01\n" for n in range(30)))
+
+    text = diagnosed(capsys, "--from", str(path))["outcome"]["text"]
+
+    assert "no returns are logged, which are supplied by the Monitor wrapper" in text and "telemetry" not in text
+
+
+def test_few_returns_give_way_to_the_reward_per_step() -> None:
+    """skrl logs the return of an episode when one ends, which eight of a hundred rows have, and the reward of a step in each row."""
+    rows = range(1, 101)
+    points = {
+        "Loss / Policy loss": [LoggedPoint(10.0 * n, 0.1) for n in rows],
+        "Reward / Instantaneous reward (mean)": [LoggedPoint(10.0 * n, float(n)) for n in rows],
+        "Reward / Total reward (mean)": [LoggedPoint(10.0 * n, 5.0) for n in rows if n % 12 == 0],
+    }
+
+    imported = read_foreign(LoggedRun("run", points))
+
+    assert [record.values["reward/mean"] for record in imported.records] == [float(n) for n in rows]
+    assert not any("episode/return_mean_100" in record.values for record in imported.records)
+    assert "because only 8 rows have the return of an episode" in imported.notes[0]
+    assert outcome_of(imported.records, imported.facts).text.startswith("learning: mean reward 5.5 -> 90.5")
+
+
+def test_a_rate_that_is_printed_with_three_decimals_is_not_0(tmp_path: Path) -> None:
+    line = "step:{} - actor/lr:0.000 - actor/ppo_kl:-0.000 - actor/pg_clipfrac:0.001 - critic/score/mean:0.000\n"
+    (tmp_path / "verl.log").write_text("".join(line.format(step) for step in range(1, 4)))
+
+    assert set(read_source(str(tmp_path / "verl.log")).points) == {"actor/pg_clipfrac", "critic/score/mean"}
 
 
 def test_a_rate_that_follows_the_divergence() -> None:

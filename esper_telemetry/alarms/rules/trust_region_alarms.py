@@ -293,7 +293,8 @@ def clip_saturation(view: View, value: float, shares: list[tuple[float, int]]) -
     usual = view.baselines.median(key)
     harmless = view.course.risen is True and usual is not None and mean <= limits[CLIP_USUAL] * usual
     moved = view.values.get("policy/kl", inf) > limits[CLIP_KL] * action_dimensions(view)
-    severity = limits.severity(CLIP_FRAC, mean) * hard(moved and not harmless)
+    worst = 1.0 if view.course.risen is False else WARNING  # a rising return survives it
+    severity = min(worst, limits.severity(CLIP_FRAC, mean)) * hard(moved and not harmless)
     narrow = partial(narrow_std, view, "ratios are proportional to its inverse")
     yield (
         Finding(severity, key, mean, limits.middle(CLIP_FRAC))

@@ -125,9 +125,10 @@ def in_trainers_names(advice: str, facts: Facts) -> str:
 
 
 def with_logged_rate(facts: Facts, rate: float | None) -> Facts:
-    """Return facts with the logged learning rate if they lack one, as in imported logs; small rates may be a warm-up and are ignored."""
-    known = facts.learning_rate is not None or rate is None or rate <= PUBLISHED["learning_rate"].highest
-    return facts if known else replace(facts, learning_rate=rate)
+    """Return facts with the logged learning rate if they lack one, as in imported logs; small rates may be a warm-up, others adaptive."""
+    known = facts.learning_rate is not None or facts.adaptive_rate
+    small = rate is None or rate <= PUBLISHED["learning_rate"].highest
+    return facts if known or small else replace(facts, learning_rate=rate)
 
 
 def outside_settings(facts: Facts) -> Iterator[OutsideSetting]:
