@@ -178,7 +178,7 @@ def test_nothing_branches_on_the_name_of_a_mistake_or_a_trainer() -> None:
                 compared = {text for side in sides for text in _strings(side) | texts.get(ast.unparse(side), set())}
                 named = of_name and compared & names and "hypothes" in source
                 wrong += [f"{path.name}:{node.lineno}: {ast.unparse(node)}"] if named else []
-            elif isinstance(node, ast.Attribute) and node.attr in ("trainer", "of_sb3"):
+            elif isinstance(node, ast.Attribute) and node.attr == "trainer":
                 room = path.relative_to(PACKAGE).parts[0]
                 wrong += [f"{path.name}:{node.lineno}: {ast.unparse(node)}"] if room in ("equations", "updates") else []
 

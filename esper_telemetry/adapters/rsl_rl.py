@@ -44,6 +44,16 @@ HEAD = "action"
 REQUIRED_ATTRIBUTES = ("actor", "critic", "storage", "optimizer", "clip_param", "compute_returns")
 """Attributes of an algorithm whose updates the adapter understands."""
 
+SETTING_NAMES = {
+    **{name: name for name in ("learning_rate", "gamma", "entropy_coef", "max_grad_norm")},
+    "gae_lambda": "lam",
+    "clip": "clip_param",
+    "num_epochs": "num_learning_epochs",
+    "value_coef": "value_loss_coef",
+    "target_kl": "desired_kl",
+}
+"""Their names of settings in `cfg["algorithm"]`, by ours."""
+
 GAUSSIAN = ("GaussianDistribution", "HeteroscedasticGaussianDistribution")
 """Distributions whose parameters are means and standard deviations."""
 
@@ -345,6 +355,8 @@ class RunnerListener(Adapter):
         layers = [name for name, part in self._critic.named_modules() if isinstance(part, nn.Linear)]
         return {
             "trainer": f"rsl-rl {type(alg).__name__}",
+            "setting_names": {name: f'cfg["algorithm"]["{theirs}"]' for name, theirs in SETTING_NAMES.items()},
+            "value_coef_scale": 0.5,  # their value loss is the mean squared error, ours half of it
             "env": str(getattr(spec, "id", None) or runner.cfg.get("experiment_name") or type(env).__name__),
             "total_steps": None if iterations is None else iterations * self._rollout_steps,
             "num_envs": envs * ranks,
@@ -367,7 +379,7 @@ class RunnerListener(Adapter):
             "num_epochs": alg.num_learning_epochs,
             "num_minibatches": alg.num_mini_batches,
             "learning_rate": float(alg.learning_rate),
-            "value_coef": 2 * alg.value_loss_coef,  # their value loss is the mean squared error, ours half of it
+            "value_coef": 2 * alg.value_loss_coef,
             "entropy_coef": alg.entropy_coef,
             "policy": "mlp" if cell is None else "lstm" if isinstance(cell, nn.LSTM) else "gru",
             "lstm_size": None if cell is None else cell.hidden_size,

@@ -46,6 +46,9 @@ class Facts(Mapping[str, Any]):
     unchecked_equations: Mapping[str, str] = field(default_factory=dict)  # see `UNCHECKED_FACT`
     untraced_equations: Mapping[str, str] = field(default_factory=dict)  # see `UNTRACED_FACT`
 
+    setting_names: Mapping[str, str] = field(default_factory=dict)  # the trainer's names of settings, by ours
+    value_coef_scale: float = 1.0  # the trainer's coefficient of the value loss over `value_coef`
+
     env: str | None = None  # name of the environment
     num_envs: int | None = None  # environments of all ranks
     horizon: int | None = None  # time limit of an episode, in steps
@@ -85,7 +88,7 @@ class Facts(Mapping[str, Any]):
     gae_lambda: float | None = None
     normalize_advantages: bool | None = None
     normalize_minibatches: bool | None = None  # advantages are normalised over minibatches, not over the rollout
-    adapter_normalizes: bool | None = None  # the adapter normalises minibatches; the trainer's own advantages are replayed
+    adapter_normalizes: bool | None = None  # minibatches are normalised by the adapter; the trainer's are replayed
     advantage_std_floor: float | None = None  # added to the standard deviation, or its lower bound
     advantage_correction: int = 1  # subtracted from the number of rows in the variance of advantages
     recomputes_advantages: bool | None = None  # before each epoch (2006.05990, section 3.5): the first one is checked
@@ -104,11 +107,6 @@ class Facts(Mapping[str, Any]):
                 if isinstance(facts.get(name), types):
                     values[name] = read(facts[name])
         return cls(facts, **values)
-
-    @property
-    def of_sb3(self) -> bool:
-        """True if Stable-Baselines3 or sb3-contrib trains: settings have other names there."""
-        return (self.trainer or "").startswith("stable-baselines3")
 
     @property
     def rate_follows_kl(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from healthy_run import FACTS, Values, alarms, judged, record, run, set_to, values
 
+from esper_telemetry.adapters.sb3.sb3_facts import SETTING_NAMES
 from esper_telemetry.alarms import diagnose
 from esper_telemetry.alarms.verdict.published_settings import (
     PUBLISHED,
@@ -19,7 +20,7 @@ from esper_telemetry.alarms.verdict.published_settings import (
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.ppo.config import PRESETS, PPOConfig
 
-SB3 = {**FACTS, "trainer": "stable-baselines3 PPO"}
+SB3 = {**FACTS, "setting_names": SETTING_NAMES, "value_coef_scale": 0.5}
 
 
 def remarks(

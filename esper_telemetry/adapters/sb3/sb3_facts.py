@@ -23,6 +23,16 @@ SETTINGS = (
     "seed",
 )
 
+SETTING_NAMES = {
+    "clip": "clip_range",
+    "num_epochs": "n_epochs",
+    "minibatch_size": "batch_size",
+    "rollout_size": "n_steps x n_envs",
+    "entropy_coef": "ent_coef",
+    "value_coef": "vf_coef",
+}
+"""Their names of settings, by ours."""
+
 A2C_RECORD_TRANSITIONS = 2048
 """Transitions in a record of A2C: PPO's default number per update."""
 
@@ -101,6 +111,8 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         spec = None
     return {
         "trainer": f"stable-baselines3 {type(model).__name__}",
+        "setting_names": SETTING_NAMES,
+        "value_coef_scale": 0.5,  # their value loss is the mean squared error, ours half of it
         "env": "" if spec is None else str(spec.id),
         "total_steps": model._total_timesteps,
         "num_envs": model.n_envs,
@@ -125,7 +137,7 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "num_epochs": epochs,
         "num_minibatches": updates * minibatches,
         "learning_rate": float(model.lr_schedule(1.0)),
-        "value_coef": 2 * model.vf_coef,  # their value loss is the mean squared error, ours half of it
+        "value_coef": 2 * model.vf_coef,
         "entropy_coef": model.ent_coef,
         "policy": "mlp" if lstm is None else "lstm",
         "lstm_size": None if lstm is None else lstm.hidden_size,

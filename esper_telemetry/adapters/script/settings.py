@@ -95,11 +95,13 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
         "max_grad_norm": max_norm,
         "advantage_correction": 1,
         "columns_by_name": True,
+        "setting_names": {},
     }
     for fact, names in FACTS.items():
-        value = variables.find(names, partial(_plain, kinds=(str,) if fact == "env" else (int, float)))
+        name, value = variables.find_named(names, partial(_plain, kinds=(str,) if fact == "env" else (int, float)))
         if value is not None:
             facts[fact] = value
+            facts["setting_names"][fact] = name
     decay = None if "gae_lambda" in facts else variables.find(("tau",), _trace_decay)
     if decay is not None:
         facts["gae_lambda"] = decay

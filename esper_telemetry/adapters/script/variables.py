@@ -97,12 +97,16 @@ class Variables:
 
         Variables precede members of containers. Exact names precede names that match only after `plain_name`.
         """
+        return self.find_named(names, accept)[1]
+
+    def find_named(self, names: Aliases, accept: Callable[[Any], T | None]) -> tuple[str, T | None]:
+        """Return the name of the variable that `find` finds, and the result of `accept`; "" and None if there is none."""
         for members in (False, True):
             scopes = self.nested if members else self._scopes
             for name in names:
                 for scope in scopes:
                     if name in scope and (value := accept(scope[name])) is not None:
-                        return value
+                        return name, value
         plain = {plain_name(name) for name in names}
         for scope in (*self._scopes, *self.nested):
             for name, entry in scope.items():
@@ -111,8 +115,8 @@ class Variables:
                     and name.strip("_").lower() not in COUNTERS
                     and (value := accept(entry)) is not None
                 ):
-                    return value
-        return None
+                    return name, value
+        return "", None
 
     @property
     def nested(self) -> list[Mapping[str, Any]]:

@@ -24,8 +24,6 @@ class PublishedRange:
     Attributes:
         name: name of the setting in `PPOConfig` and in the facts of a run.
         lowest, p10, median, p90, highest: quantiles of the published values.
-        sb3: name in Stable-Baselines3, if it differs.
-        sb3_factor: value in Stable-Baselines3 over the value here.
         example: published configurations at both ends.
     """
 
@@ -35,25 +33,23 @@ class PublishedRange:
     median: float
     p90: float
     highest: float
-    sb3: str = ""
-    sb3_factor: float = 1.0
     example: str = ""
 
 
 ZOO, CAR = "rl-baselines3-zoo", "rl-baselines3-zoo MountainCarContinuous-v0"
 PUBLISHED: Final[Mapping[str, PublishedRange]] = {
-    name: PublishedRange(name, low, p10, p50, p90, high, sb3, 0.5 if name == "value_coef" else 1.0, example)
-    for name, (low, p10, p50, p90, high), sb3, example in (
-        ("learning_rate", (2e-5, 4.5e-5, 2.5e-4, 5.4e-4, 3e-3), "", f"{ZOO} HalfCheetah-v3; Sample Factory MuJoCo"),
-        ("gamma", (0.8, 0.98, 0.99, 0.999, 0.9999), "", f"skrl ManiSkill; {ZOO} Swimmer"),
-        ("gae_lambda", (0.8, 0.9, 0.95, 0.98, 1.0), "", f"{ZOO} CartPole-v1, Reacher-v2"),
-        ("clip", (0.1, 0.1, 0.2, 0.4, 0.4), "clip_range", f"CleanRL Atari; {ZOO} PyBullet"),
-        ("num_epochs", (1, 4, 10, 20, 20), "n_epochs", f"Sample Factory; {ZOO} CartPole-v1"),
-        ("minibatch_size", (8, 32, 64, 2048, 25_000), "batch_size", f"{CAR}; RSL-RL ANYmal C"),
-        ("rollout_size", (8, 512, 4096, 16_000, 98_000), "n_steps x n_envs", f"{CAR}; RSL-RL ANYmal C"),
-        ("entropy_coef", (0.0, 0.0, 0.0, 0.01, 0.01), "ent_coef", f"{ZOO} MuJoCo; CleanRL Atari"),
-        ("value_coef", (0.38, 0.5, 1.0, 2.0, 5.0), "vf_coef", f"{CAR}; skrl"),
-        ("max_grad_norm", (0.3, 0.5, 0.5, 1.0, 5.0), "", f"{ZOO} InvertedPendulum-v3, MountainCarContinuous-v0"),
+    name: PublishedRange(name, *quantiles, example)
+    for name, quantiles, example in (
+        ("learning_rate", (2e-5, 4.5e-5, 2.5e-4, 5.4e-4, 3e-3), f"{ZOO} HalfCheetah-v3; Sample Factory MuJoCo"),
+        ("gamma", (0.8, 0.98, 0.99, 0.999, 0.9999), f"skrl ManiSkill; {ZOO} Swimmer"),
+        ("gae_lambda", (0.8, 0.9, 0.95, 0.98, 1.0), f"{ZOO} CartPole-v1, Reacher-v2"),
+        ("clip", (0.1, 0.1, 0.2, 0.4, 0.4), f"CleanRL Atari; {ZOO} PyBullet"),
+        ("num_epochs", (1, 4, 10, 20, 20), f"Sample Factory; {ZOO} CartPole-v1"),
+        ("minibatch_size", (8, 32, 64, 2048, 25_000), f"{CAR}; RSL-RL ANYmal C"),
+        ("rollout_size", (8, 512, 4096, 16_000, 98_000), f"{CAR}; RSL-RL ANYmal C"),
+        ("entropy_coef", (0.0, 0.0, 0.0, 0.01, 0.01), f"{ZOO} MuJoCo; CleanRL Atari"),
+        ("value_coef", (0.38, 0.5, 1.0, 2.0, 5.0), f"{CAR}; skrl"),
+        ("max_grad_norm", (0.3, 0.5, 0.5, 1.0, 5.0), f"{ZOO} InvertedPendulum-v3, MountainCarContinuous-v0"),
     )
 }
 
@@ -107,21 +103,20 @@ def is_outside(published: PublishedRange, value: float) -> bool:
 def range_sentence(name: str, value: float, facts: Facts) -> str:
     """Return `learning_rate is 0.1; published settings range from 2.0e-5 to 0.003`, with the setting's name in the run's trainer."""
     published = PUBLISHED[name]
-    theirs = published.sb3 if facts.of_sb3 else ""
-    factor = published.sb3_factor if theirs else 1.0
+    factor = facts.value_coef_scale if name == "value_coef" else 1.0
     mine, low, high = (
         f"{x:.4g}" if 0.9 < x < 1 else number(x)  # 0.9999 is not 1
         for x in (value * factor, published.lowest * factor, published.highest * factor)
     )
-    return f"{theirs or name} is {mine}; published settings range from {low} to {high}"
+    return f"{facts.setting_names.get(name, name)} is {mine}; published settings range from {low} to {high}"
 
 
 def in_trainers_names(advice: str, facts: Facts) -> str:
     """Return advice with the names that settings have in the run's trainer, such as `vf_coef` for `value_coef`."""
-    for setting in PUBLISHED.values():
-        if facts.of_sb3 and setting.sb3 and "_" in setting.name:  # "clip" is also a verb
-            advice = re.sub(rf"\b{setting.name}\b", setting.sb3, advice)
-    return advice
+    names = {name: theirs for name, theirs in facts.setting_names.items() if "_" in name}  # "clip" is also a verb
+    if not names:
+        return advice
+    return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", lambda match: names[match[1]], advice)
 
 
 def with_logged_rate(facts: Facts, rate: float | None) -> Facts:
