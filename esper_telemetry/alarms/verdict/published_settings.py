@@ -38,8 +38,8 @@ class PublishedRange:
 
 ZOO, CAR = "rl-baselines3-zoo", "rl-baselines3-zoo MountainCarContinuous-v0"
 PUBLISHED: Final[Mapping[str, PublishedRange]] = {
-    name: PublishedRange(name, *quantiles, example=example)
-    for name, quantiles, example in (
+    name: PublishedRange(name, low, p10, p50, p90, high, example)
+    for name, (low, p10, p50, p90, high), example in (
         ("learning_rate", (2e-5, 4.5e-5, 2.5e-4, 5.4e-4, 3e-3), f"{ZOO} HalfCheetah-v3; Sample Factory MuJoCo"),
         ("gamma", (0.8, 0.98, 0.99, 0.999, 0.9999), f"skrl ManiSkill; {ZOO} Swimmer"),
         ("gae_lambda", (0.8, 0.9, 0.95, 0.98, 1.0), f"{ZOO} CartPole-v1, Reacher-v2"),
