@@ -592,6 +592,7 @@ class ScriptListener:
             bounds={}
             if bounds is None
             else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
+            observations=observations,
             transitions=transitions,
             **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
         )
@@ -604,7 +605,7 @@ class ScriptListener:
         seen_difference: str | None,
     ) -> None:
         assert actions is not None  # a rollout has log-probabilities
-        columns = ("actions", "bounds", "transitions", "logits", "means", "log_std")
+        columns = ("actions", "bounds", "observations", "transitions", "logits", "means", "log_std")
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,

@@ -109,6 +109,8 @@ def actions_cut(view: View, from_start: dict[str, bool]) -> Iterator[Finding]:
     limits = view.limits
     spreads = {head: (key, value) for head, key, value in view.labelled("policy/head/", "/std_of_range")}
     for head, key, share in view.labelled("policy/head/", "/bound_frac"):
+        if view.get(f"policy/head/{head}/empty_range_frac"):
+            continue
         start = from_start[head] = from_start.get(head, view.update <= EARLY_UPDATES) and share > limits[ACTIONS_CUT]
         spread_key, spread = spreads.get(head, ("", 0.0))
         wide = spread > limits[SPREAD_OUTSIDE]
@@ -127,6 +129,30 @@ def actions_cut_text(head: str, share: float, spread: float | None) -> str:
         f"{percent(share)} of the actions{of_head} are at or beyond their bounds{wide or ' from the first update on'}, so the policy "
         "cannot choose between them"
     )
+
+
+RANGE_USED = below("range_used", 0.03, "standard deviation of the actions over half their range, in the first updates")
+RESCALE = "Rescale actions to [-1, 1]: `gymnasium.wrappers.RescaleAction(env, -1, 1)`. If the bounds are right, raise log_std_init."
+
+
+def action_range(view: View, from_start: dict[str, bool]) -> Iterator[Finding]:
+    """An action space without a choice, or of which the policy has used only a small part in every update so far, by head."""
+    bound = view.limits[RANGE_USED]
+    for head, key, share in view.labelled("policy/head/", "/empty_range_frac"):
+        of_head = "" if head == "action" else f" of {head}"
+        finding = Finding(hard(share == 1) or WARNING * hard(share > 0), key, share, 0.0, instance=head)
+        words = (
+            f"the action space{of_head} has low = high in {{:%}} of its dimensions, so all actions are the same there"
+        )
+        used_key = f"policy/head/{head}/range_used"
+        used = view.get(used_key)
+        if share == 0 and used is not None:
+            small = from_start[head] = from_start.get(head, view.update <= EARLY_UPDATES) and used < bound
+            finding = Finding(hard(small), used_key, used, bound, instance=head).with_advice(lambda: RESCALE)
+            words = (
+                f"the policy uses {{:%}} of the range of its actions{of_head}, so it takes very long to reach the rest"
+            )
+        yield finding.says(words, share if share else used or 0.0)
 
 
 LEAST_DISCOUNT = below("least_discount", 0.5, "discount factor that looks at most two steps ahead")
@@ -223,6 +249,17 @@ RULES = (
     )
     .shows("policy/head/*/bound_frac", "policy/head/*/std*")
     .judged(StateJudge(actions_cut, dict[str, bool]()), ACTIONS_CUT, SPREAD_OUTSIDE),
+    alarm("policy/action_range", rank=137, optional=True, n_on=2)
+    .reads("policy/head/{head}/range_used", "policy/head/{head}/empty_range_frac")
+    .needs(("policy/head/{head}/range_used", "policy/head/{head}/empty_range_frac"))
+    .says(
+        "The bounds of the actions leave no choice, or are far wider than the policy's actions.",
+        "Correct `low` and `high` of the action space.",
+        "rl-baselines3-zoo MountainCarContinuous-v0: the smallest published deviation is 0.037 of half the range. A policy may learn to "
+        "act in a narrow part of the range, so actions count from the first update on.",
+    )
+    .shows("policy/head/*/range_used", "policy/head/*/std*")
+    .judged(StateJudge(action_range, dict[str, bool]()), RANGE_USED),
     alarm("ret/short_sighted", "episode/length_mean", rank=85, claim=True, optional=True, n_off=1)
     .says(
         "The discount factor is so small that only the next rewards count.",
