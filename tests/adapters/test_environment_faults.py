@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from stable_baselines3 import PPO
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
@@ -147,3 +147,19 @@ def test_a_correct_environment_raises_nothing(twin: str, tmp_path: Path) -> None
     run = trained(ppo(TWINS[twin]), tmp_path)
 
     assert not [alarm.text for alarm in run.alarms]
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_fresh_normalizer_of_a_trained_policy_is_named(loaded: bool, tmp_path: Path) -> None:
+    env = VecNormalize(DummyVecEnv([lambda: Oscillator(1), lambda: Oscillator(2)]))
+    model = PPO("MlpPolicy", env, n_steps=256, batch_size=128, n_epochs=2, device="cpu", seed=1)
+    model.learn(1024)
+    model.save(tmp_path / "model.zip")
+    env.save(str(tmp_path / "statistics.pkl"))
+
+    later = DummyVecEnv([lambda: Oscillator(3), lambda: Oscillator(4)])
+    scaled = VecNormalize.load(str(tmp_path / "statistics.pkl"), later) if loaded else VecNormalize(later)
+    run = trained(PPO.load(tmp_path / "model.zip", scaled, device="cpu"), tmp_path / "run", 4)
+
+    named = [alarm.text for alarm in run.alarms if "begins without any data" in alarm.text]
+    assert bool(named) != loaded

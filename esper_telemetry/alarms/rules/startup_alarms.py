@@ -63,6 +63,9 @@ def unscaled_observations(view: View, size: float) -> Iterator[Finding]:
     yield Finding(WARNING * hard(value > bound), key, value, bound).with_text(words.__str__)
 
 
+EARLY_UPDATES = (
+    5  # updates in which actions at their bounds cannot have been learned yet: later a policy may use only the bounds
+)
 NORMALIZED_LOW = below("normalized_low", 0.01, "size of the median feature after a normaliser")
 NORMALIZED_HIGH = above("normalized_high", 5.0, "the same at its upper end")
 MOSTLY_CUT = above("mostly_cut", 0.5, "share of entries that a normaliser clips, from the first update on")
@@ -71,6 +74,14 @@ MOSTLY_CUT = above("mostly_cut", 0.5, "share of entries that a normaliser clips,
 def wrong_normalizer(view: View) -> Iterator[Finding]:
     """Normalised observations with a size far from 1, or a normaliser that clips most of them."""
     bound, size = view.limits[MOSTLY_CUT], view.get(MEDIAN_RMS)
+    if view.facts.fresh_normalizer and size is not None:
+        advice = "Load its statistics with the policy (`VecNormalize.load(path, env)`), or let it see data before training continues."
+        finding = Finding(hard(view.update <= EARLY_UPDATES), MEDIAN_RMS, size, instance="fresh").with_advice(
+            advice.__str__
+        )
+        yield finding.says(
+            "the policy has been trained before, and the normaliser of its observations begins without any data"
+        )
     other = "its statistics come from other data"
     for label, key, cut in view.labelled("norm/", "/clip_frac"):
         words = f"the normaliser of {label} clips {{:%}} of its inputs (usually none): {other}"
@@ -97,9 +108,6 @@ def unscaled_rewards(view: View, mean: float, std: float, largest: float) -> Ite
     yield finding.with_advice(lambda: advice.format(number(size))).says(words, size, largest)
 
 
-EARLY_UPDATES = (
-    5  # updates in which actions at their bounds cannot have been learned yet: later a policy may use only the bounds
-)
 ACTIONS_CUT = above("actions_cut", 0.9, "share of the action components at their bounds, in the first updates")
 SPREAD_OUTSIDE = above("spread_outside", 10.0, "standard deviation of a head over half the range of its actions")
 
