@@ -298,7 +298,7 @@ class GaussianStats(MetricGroup):
         .absent("the action space is unbounded")
     )
     empty: Mean | None = reports(
-        Metric.fraction("policy/head/{head}/empty_range_frac", 868, "share of action dimensions without a choice")
+        Metric.fraction("policy/head/{head}/empty_range_frac", 185, "share of action dimensions without a choice")
         .asks(
             "In what share of the dimensions does the action space have low = high, so that all actions are the same?"
         )
@@ -306,7 +306,7 @@ class GaussianStats(MetricGroup):
         .absent("the action space is unbounded")
     )
     used: Mean | None = reports(
-        Metric.ratio("policy/head/{head}/range_used", 869, "spread of the actions over half their range")
+        Metric.ratio("policy/head/{head}/range_used", 186, "spread of the actions over half their range")
         .asks(
             "How widely do the actions of this head vary, if 1 is the distance from the middle of the range to its bounds?"
         )
