@@ -201,10 +201,12 @@ def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: floa
     assert ("lstm/forget_open" in raised(judged(records))) is told
 
 
-@pytest.mark.parametrize(("looks", "told"), [(1, False), (2, True)])
-def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, told: bool) -> None:
+@pytest.mark.parametrize(("looks", "step", "told"), [(1, 2.0, False), (2, 2.0, True), (2, 0.3, False)])
+def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, step: float, told: bool) -> None:
+    """Nor are those of a solved task, whose steps stay below the learning rate."""
+
     def outgrow(metrics: Values, ago: int) -> None:
-        metrics["opt/stable_rms"] = 12.0 if ago < looks else 1.2
+        metrics.update({"opt/stable_rms": 12.0 if ago < looks else 1.2, "opt/update_rms_over_lr": step})
 
     assert ("opt/rms_spike" in raised(judged(run(40, outgrow)))) is told
 
