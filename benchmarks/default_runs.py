@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 STEPS = {
-    "CartPole-v1": 40_000,
-    "Acrobot-v1": 50_000,
-    "Pendulum-v1": 50_000,
-    "LunarLander-v3": 60_000,
-    "BipedalWalker-v3": 40_000,
-    "HalfCheetah-v5": 40_000,
+    "CartPole-v1": 100_000,
+    "Acrobot-v1": 120_000,
+    "Pendulum-v1": 150_000,
+    "LunarLander-v3": 100_000,
+    "BipedalWalker-v3": 100_000,
+    "HalfCheetah-v5": 100_000,
     "cue-recall": 60_000,
-    "morphogenesis": 20_000,
+    "morphogenesis": 20_480,
 }
 """Environment steps by task."""
 OWN_TASKS = ("cue-recall", "morphogenesis")

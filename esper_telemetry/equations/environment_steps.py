@@ -23,7 +23,7 @@ MAX_OTHER_REPEATS: Final = 0.05
 """Share of the other steps that may change nothing if only first steps are late."""
 
 MIN_DISTINCT_STARTS: Final = 8
-"""Starts of episodes that must all be different before equal starts of environments are no coincidence."""
+"""Starts of episodes that must all be different before equal starts of environments cannot be a coincidence."""
 
 CAST_ERROR: Final = 0.01
 """Change of an observation by a cast, relative to its largest entry, above which it is more than rounding: 0.004 for pictures."""
