@@ -396,10 +396,12 @@ class TelemetrySession:
         groups = {name: group_names(model, members) for name, members in parts.items() if members is not None}
         if not self._accepts("watch"):
             return ObservedSource(Hooks(), lambda: None)
-        watched = self._watched.add(model, optimizer, stop_on_nonfinite=stop_on_nonfinite)
+        part = next(iter(groups)) if len(groups) == 1 else type(model).__name__.lower()
+        tap = self._watched.add(model, optimizer, part=part, stop_on_nonfinite=stop_on_nonfinite)
         if groups:
+            groups = {part: [tap.prefix + name for name in names] for part, names in groups.items()}
             self.facts = Facts.of({**self.facts, "groups": {**self.facts.groups, **groups}})
-        return watched
+        return ObservedSource(tap.hooks, partial(self._watched.remove, tap))
 
     def log(self, values: Mapping[str, SupportsFloat]) -> None:
         """Add plain numbers to the update's record; see `Telemetry.log`."""

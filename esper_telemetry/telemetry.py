@@ -245,7 +245,7 @@ class Telemetry:
 
         Args:
             model: the module; it may be compiled or wrapped in DistributedDataParallel.
-            optimizer: optimizer of its parameters. If there are several, call `watch` for each, with the same model.
+            optimizer: optimizer of its parameters. If there are several, call `watch` for each, with the same model or with its own.
             actor, critic: their modules, parameters, or names of either. Shared parts may belong to both or to neither.
             stop_on_nonfinite: let `backward` raise FloatingPointError, with the parameter's name, at the first gradient that is not finite.
                 Each gradient is checked when it is computed, which synchronises a GPU. Do not use it with a gradient scaler,

@@ -391,3 +391,17 @@ def numbers_by_key(prefix: str, logged: Mapping[str, Any]) -> dict[str, float]:
 def _key(prefix: str, name: str) -> str:
     segments = [re.sub(r"[^a-z0-9_]+", "_", part) for part in name.lower().split("/") if part]
     return "/".join([prefix, *segments])
+
+
+def cast_change(observation: Any, dtype: Any) -> float:
+    """Return the largest change of an observation by the dtype of its space, relative to its largest entry.
+
+    It is 0 for anything but real numbers.
+    """
+    if not isinstance(observation, np.ndarray | np.floating) or dtype is None or observation.dtype.kind != "f":
+        return 0.0
+    if observation.dtype == dtype or not observation.size or not np.isfinite(observation).all():
+        return 0.0
+    with np.errstate(all="ignore"):  # a number may be too large for the dtype
+        change = np.abs(observation.astype(dtype).astype(np.float64) - observation).max()
+    return float(change / max(float(np.abs(observation).max()), np.finfo(np.float32).tiny))

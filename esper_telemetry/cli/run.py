@@ -230,6 +230,7 @@ class ScriptTelemetry:
 
         self.telemetry = self._make_telemetry()
         attach(self.telemetry, script)
+        session_of(self.telemetry).search_on_failure(lambda: [] if script.origin is None else [script.origin])
         self._taps.clock = session_of(self.telemetry).clock
         for function, error in self._early_failures:
             session_of(self.telemetry).failed(function, error)

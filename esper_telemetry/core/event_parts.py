@@ -121,6 +121,7 @@ class Transitions(NamedTuple):
             source does not see both.
         resets: how often other code has reset an environment since the previous recorded rollout, while the trainer
             acted on the observation from before the reset.
+        cast: largest change of an observation by the dtype of its space, relative to the observation's largest entry.
     """
 
     inputs: Tensor
@@ -131,6 +132,7 @@ class Transitions(NamedTuple):
     sent: Tensor | None = None
     received: Tensor | None = None
     resets: int = 0
+    cast: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,7 +389,10 @@ def compare_step(
     scale = spread([torch.maximum(one, other) + rounding * size for one, other, size in parts], numels)
     scale = torch.where(scale > 0, scale, 1.0)
     inputs = replace(inputs, scale=scale)
-    return distinguished(compare(OPTIMIZER_STEP, inputs, claimed / scale, precision=precision, tolerance=bound))
+    unit = torch.ones(1)  # else a step that is small next to rounding would be compared with itself
+    return distinguished(
+        compare(OPTIMIZER_STEP, inputs, claimed / scale, magnitudes=[unit], precision=precision, tolerance=bound)
+    )
 
 
 @checked_arguments(tolerance=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -297,6 +297,26 @@ class GaussianStats(MetricGroup):
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.6", source="heuristic")
         .absent("the action space is unbounded")
     )
+    empty: Mean | None = reports(
+        Metric.fraction("policy/head/{head}/empty_range_frac", 185, "share of action dimensions without a choice")
+        .asks(
+            "In what share of the dimensions does the action space have low = high, so that all actions are the same?"
+        )
+        .bounds(healthy="0", warn="> 0", source="gymnasium.utils.passive_env_checker")
+        .absent("the action space is unbounded")
+    )
+    used: Mean | None = reports(
+        Metric.ratio("policy/head/{head}/range_used", 186, "spread of the actions over half their range")
+        .asks(
+            "How widely do the actions of this head vary, if 1 is the distance from the middle of the range to its bounds?"
+        )
+        .bounds(
+            healthy="0.05 to 1",
+            warn="< 0.03 in the first updates",
+            source="published initial deviations: 0.037 and more",
+        )
+        .absent("the action space is unbounded, or its bounds are beyond 1e6")
+    )
     dimensions: Max | None = reports(
         Metric.count("policy/head/{head}/dimensions", 184, "dimensions of a continuous head")
         .asks("Over how many dimensions is this head's KL divergence summed?")
@@ -314,7 +334,8 @@ def gaussian_stats(
     high: Tensor | float | None = None,
     valid: Tensor | None = None,
 ) -> GaussianStats:
-    """Return the mean and smallest σ over rows and dimensions, their number, and the share of components at or beyond the bounds.
+    """Return the mean and smallest σ over rows and dimensions, their number, the share of components at or beyond the bounds, and the
+    part of the range that actions use.
 
     Args:
         head: name of the head.
@@ -328,11 +349,15 @@ def gaussian_stats(
         if log_std is None
         else keep(*_columns(log_std.detach().double().exp(), valid if log_std.ndim > 1 else None))
     )
+    ranges = actions is not None and low is not None and high is not None
+    empty, used = _range_use(actions, low, high, valid) if ranges else (None, None)
     return GaussianStats(
         head=segment(head),
         std=None if std is None else std.mean(std.values),
         smallest=None if std is None else Min(std.where(math.inf).amin(-1)),
         bound=None if actions is None or (low is None and high is None) else _at_bounds(actions, low, high, valid),
+        empty=empty,
+        used=used,
         dimensions=None if std is None or log_std is None else Max(std.values.new_tensor(log_std.shape[-1])),
     )
 
@@ -346,6 +371,25 @@ def _at_bounds(actions: Tensor, low: Tensor | float | None, high: Tensor | float
         outside = outside | (x >= high)
     counted = keep(*_columns(x.double(), valid))
     return counted.share(outside.reshape(-1))
+
+
+MAX_RANGE = 1e6
+"""Half of a range above which bounds only say that there are none."""
+
+
+def _range_use(actions: Any, low: Any, high: Any, valid: Tensor | None) -> tuple[Mean, Mean]:
+    """Return the share of dimensions with low = high, and the mean standard deviation of the actions over half their range."""
+    rows = actions.detach().double().reshape(-1, actions.shape[-1])
+    counted = (rows.abs() < math.inf).all(-1, keepdim=True)
+    if valid is not None:
+        counted &= rows_of(valid, None).bool().unsqueeze(-1)
+    half = (torch.as_tensor(high - low, device=rows.device).double() / 2).expand(rows.shape[-1])
+    count = counted.sum().clamp(min=1)
+    mean = torch.where(counted, rows, 0.0).sum(0) / count
+    std = (torch.where(counted, rows - mean, 0.0).square().sum(0) / count).sqrt()
+    bounded = (half > 0) & (half <= MAX_RANGE) & counted.any()
+    share = torch.where(bounded, std / half.clamp(min=torch.finfo(half.dtype).tiny), 0.0)
+    return Mean((half <= 0).sum().double(), float(half.numel())), Mean(share.sum(), bounded.sum().double())
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from esper_telemetry.equations.drawn_actions import (
 )
 from esper_telemetry.equations.effects import action_effect, judge_effects
 from esper_telemetry.equations.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
+from esper_telemetry.equations.environment_steps import check_environments
 from esper_telemetry.equations.log_probs import check_log_probs, shifted
 from esper_telemetry.equations.minibatch_rows import (
     LOG_RATIOS,
@@ -75,6 +76,8 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
             yield partial(_effects, rollout, transitions.outcomes - transitions.inputs, facts, late=True)
         elif transitions is None and rollout.observations is not None and informative(rollout.observations):
             yield partial(_effects, rollout, checksums(rollout.observations).diff(dim=0), facts, late=False)
+    if transitions is not None or rollout.observations is not None:
+        yield partial(_environments, rollout)
     if transitions is not None:
         yield _explained(
             compare_transitions,
@@ -93,6 +96,25 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
             yield _explained(check_executed, transitions.sent, transitions.received)
     elif rollout.observations is not None:
         yield partial(check_transitions, rollout.observations, ended=rollout.ended, valid=valid)
+
+
+def _environments(rollout: RolloutEnd | RolloutActions) -> EquationCheck:
+    """Check what the environments do by the stored observations, and by what each step returned if it is known."""
+    transitions, observations = rollout.transitions, rollout.observations
+    if transitions is not None:
+        inputs, vectors = transitions.inputs, transitions.informative
+    else:
+        assert observations is not None
+        inputs, vectors = checksums(observations), informative(observations)
+    return check_environments(
+        inputs,
+        ended=rollout.ended,
+        informative=vectors,
+        outcomes=None if transitions is None else transitions.outcomes,
+        observations=observations,
+        valid=rollout.valid,
+        cast=0.0 if transitions is None else transitions.cast,
+    )
 
 
 def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts: Facts) -> Iterator[MetricGroup]:

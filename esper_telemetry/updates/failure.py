@@ -6,16 +6,16 @@ import atexit
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from traceback import walk_tb
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.redaction import error_line, error_text
@@ -28,6 +28,9 @@ ARITHMETIC = (ValueError, ArithmeticError, RuntimeError, AssertionError)
 """Exceptions that a non-finite number may raise; others are unrelated to the tensors of their frames."""
 DATA = re.compile(r"(?i)(^|_)(obs|observations?|rewards?|rews?)(\b|_|\d)")
 """Names of data of the environment, which come before everything that is computed from them."""
+LIBRARIES = ("torch", "esper_telemetry")
+"""Packages whose frames are not the user's."""
+MAX_FRAMES = 8
 MAX_PARTS = 64
 """Entries of a tuple, list or dictionary among local variables that are searched."""
 MAX_MESSAGE_CHARACTERS = 1000
@@ -121,6 +124,30 @@ def local_tensors(error: BaseException) -> Iterator[Candidate]:
     for frame, _ in walk_tb(error.__traceback__):
         for name, value in list(frame.f_locals.items()):
             yield from named_tensors(name, value)
+
+
+def nonfinite_local(scopes: Iterable[Mapping[str, Any]]) -> Candidate | None:
+    """Return a copy of the first tensor that is not finite among variables, scope by scope; None if there is none.
+
+    Parameters are left out, because the search begins when a loss or a gradient is no longer finite, before the optimizer's step.
+    """
+    for scope in scopes:
+        for name, value in list(scope.items()):
+            for candidate in named_tensors(name, value):
+                if not isinstance(value, nn.Parameter) and not bool(candidate.tensor.isfinite().all()):
+                    return candidate._replace(tensor=candidate.tensor.clone())
+    return None
+
+
+def user_scopes() -> list[Mapping[str, Any]]:
+    """Return the variables of the frames that called into torch, outermost first."""
+    scopes: list[Mapping[str, Any]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(scopes) < MAX_FRAMES:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in LIBRARIES:
+            scopes.insert(0, dict(frame.f_locals))
+        frame = frame.f_back
+    return scopes
 
 
 def named_tensors(name: str, value: object) -> Iterator[Candidate]:

@@ -28,8 +28,7 @@ from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.tensors import gradient_norms, stop_at_nonfinite, total_norm
 from esper_telemetry.events import BackwardEnd, Hooks
 from esper_telemetry.metrics.optimizer import LearningRate, group_learning_rates
-from esper_telemetry.updates.failure import Candidate, of_parameters
-from esper_telemetry.updates.sources import ObservedSource
+from esper_telemetry.updates.failure import Candidate, nonfinite_local, of_parameters, user_scopes
 from esper_telemetry.updates.update import BackwardGradients, Update
 
 logger = logging.getLogger("esper_telemetry")
@@ -82,16 +81,23 @@ class GradientTap:
         optimizer: whose steps are watched.
         clock: counts the time that this takes.
 
+        prefix: beginning of the names, if another watched model has the same ones.
+
     Attributes:
         hooks: emit `BackwardEnd` at every step, with the gradients that it uses.
+        origin: first tensor of the loop that was not finite when gradients were not. It is None on an accelerator, which would have to be
+            awaited.
 
     Raises:
         ValueError: the optimizer changes no parameter of the model, or its parameters are sharded over ranks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, clock: AbstractContextManager[None]) -> None:
-        self.model = model
-        self.names = {id(parameter): inner_name(name) for name, parameter in model.named_parameters()}
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, clock: AbstractContextManager[None], *, prefix: str = ""
+    ) -> None:
+        self.model, self.prefix = model, prefix
+        self.names = {id(parameter): prefix + inner_name(name) for name, parameter in model.named_parameters()}
+        self.origin: Candidate | None = None
         self.optimizer = optimizer
         self.hooks = Hooks()
         self._clock = clock
@@ -165,8 +171,10 @@ class GradientTap:
             return
         with self._clock, self._contained():
             present = self._present()
-            norms = norms_of([gradient for _, gradient in present]).unbind() if present else ()
-            self._before = dict(zip([id(parameter) for parameter, _ in present], norms, strict=True))
+            norms = norms_of([gradient for _, gradient in present]) if present else torch.empty(0)
+            self._before = dict(zip([id(parameter) for parameter, _ in present], norms.unbind(), strict=True))
+            if norms.is_cpu and self.origin is None and not bool(norms.isfinite().all()):
+                self.origin = nonfinite_local(user_scopes())
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -311,10 +319,11 @@ class WatchedModels:
         """Return whether anything is watched."""
         return bool(self._taps)
 
-    def add(self, model: nn.Module, optimizer: Optimizer, *, stop_on_nonfinite: bool) -> ObservedSource:
-        """Watch a model and its optimizer; a call of the result ends this. The same pair is not watched twice.
+    def add(self, model: nn.Module, optimizer: Optimizer, *, part: str, stop_on_nonfinite: bool) -> GradientTap:
+        """Watch a model and its optimizer, and return their tap. The same pair is not watched twice.
 
         Args:
+            part: name of the model, for its parameters' names if another watched model has the same ones.
             stop_on_nonfinite: make backward passes raise at the first gradient that is not finite.
 
         Raises:
@@ -322,7 +331,9 @@ class WatchedModels:
         """
         tap = next((tap for tap in self._taps if tap.optimizer is optimizer), None)
         if tap is None:
-            tap = GradientTap(model, optimizer, self._clock)
+            own = {inner_name(name) for name, _ in model.named_parameters()}
+            used = {name for other in self._taps if other.model is not model for name in other.names.values()}
+            tap = GradientTap(model, optimizer, self._clock, prefix="" if own.isdisjoint(used) else f"{part}.")
             self._taps.append(tap)
         elif tap.model is not model:
             raise ValueError(
@@ -330,9 +341,10 @@ class WatchedModels:
             )
         if stop_on_nonfinite:
             tap.stop_on_nonfinite()
-        return ObservedSource(tap.hooks, partial(self._remove, tap))
+        return tap
 
-    def _remove(self, tap: GradientTap) -> None:
+    def remove(self, tap: GradientTap) -> None:
+        """Stop watching the optimizer of a tap."""
         tap.remove()
         if tap in self._taps:
             self._taps.remove(tap)
@@ -340,15 +352,16 @@ class WatchedModels:
     def stop(self) -> None:
         """Watch nothing any more."""
         for tap in list(self._taps):
-            self._remove(tap)
+            self.remove(tap)
 
     def take(self, *, whole: bool) -> Update:
         """Return the gradients of all steps since the last call: a `whole` update, or its steps so far."""
         return Update(gradients=tuple(stacked([tap.take(whole=whole) for tap in self._taps])))
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
-        """Yield the parameters that optimizers train, as they are, then their gradients."""
-        return of_parameters([item for tap in self._taps for item in tap.trained().items()])
+        """Yield what was not finite first, then the parameters that optimizers train, as they are, then their gradients."""
+        yield from (tap.origin for tap in self._taps if tap.origin is not None)
+        yield from of_parameters([item for tap in self._taps for item in tap.trained().items()])
 
     def rates(self, groups: Mapping[str, Sequence[str]]) -> list[Measurement]:
         """Return the measurements of the first optimizer's learning rate, and of all rates if they differ; `groups` name them."""

@@ -107,6 +107,8 @@ FIXED: Mapping[str, float] = {
     "norm/obs/clip_frac": 0.001,
     "policy/head/op/bound_frac": 0.1,
     "policy/head/op/std_of_range": 0.8,
+    "policy/head/op/range_used": 0.7,
+    "policy/head/op/empty_range_frac": 0.0,
     "policy/head/op/entropy_norm": 0.6,
     "policy/head/op/entropy_marginal_norm": 0.95,
     "adv/minibatch_rows": 128.0,

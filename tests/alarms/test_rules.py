@@ -96,6 +96,7 @@ CASES: dict[str, Case] = {
     "norm/off": Case(set_to({"obs/rms_median": 40.0}), 1),
     "reward/unscaled": Case(multiplied({"reward/absmax": 1e5, "reward/mean": 1e5, "reward/std": 1e5}), 1),
     "policy/actions_cut": Case(set_to({"policy/head/op/std_of_range": 30.0, "policy/head/op/bound_frac": 0.97}), 1),
+    "policy/action_range": Case(set_to({"policy/head/op/empty_range_frac": 1.0}), 1),
     "ret/short_sighted": Case(
         set_to({"episode/length_mean": 200.0}),
         facts={**FACTS, "gamma": 0.3},

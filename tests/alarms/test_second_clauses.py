@@ -59,6 +59,11 @@ def test_a_cell_that_grows_with_age_does_so_in_two_updates() -> None:
     assert raised(judged(run(40, set_to({"lstm/c_growth": 13.0}))))["lstm/cell_drift"] == SINCE + 1
 
 
+def test_a_cell_that_fills_once_has_not_drifted() -> None:
+    """Its size is no larger than what a step can write, so the memory adds up nothing."""
+    assert "lstm/cell_drift" not in raised(judged(run(40, set_to({"lstm/c_growth": 13.0, "lstm/c/rms": 0.6}))))
+
+
 def test_an_update_without_tokens_has_no_gradient_and_that_is_named_as_truncation() -> None:
     """All completions are truncated, and the loss leaves truncated ones out: in one update, or from then on."""
     layers = dict.fromkeys(("grad/layer/heads_op_weight/norm", "grad/layer/core_weight/norm"), 0.0)

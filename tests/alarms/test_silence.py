@@ -201,10 +201,12 @@ def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: floa
     assert ("lstm/forget_open" in raised(judged(records))) is told
 
 
-@pytest.mark.parametrize(("looks", "told"), [(1, False), (2, True)])
-def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, told: bool) -> None:
+@pytest.mark.parametrize(("looks", "step", "told"), [(1, 2.0, False), (2, 2.0, True), (2, 0.3, False)])
+def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, step: float, told: bool) -> None:
+    """Nor are those of a solved task, whose steps stay below the learning rate."""
+
     def outgrow(metrics: Values, ago: int) -> None:
-        metrics["opt/stable_rms"] = 12.0 if ago < looks else 1.2
+        metrics.update({"opt/stable_rms": 12.0 if ago < looks else 1.2, "opt/update_rms_over_lr": step})
 
     assert ("opt/rms_spike" in raised(judged(run(40, outgrow)))) is told
 
@@ -423,3 +425,25 @@ def test_a_head_without_a_gradient_is_dead_where_another_has_one(other: float, t
     unusual = for_updates(1, **{"grad/head/op/norm": 0.0, "grad/head/place/norm": other})
 
     assert ("policy/dead_head" in raised(judged(run(40, unusual)))) is told
+
+
+@pytest.mark.parametrize(("decided", "told"), [(1.0, True), (0.005, False)])
+def test_the_mix_of_a_few_actions_differs_by_chance(decided: float, told: bool) -> None:
+    """A head that decides in a few steps of 512 may choose another action in each."""
+
+    def shifted(metrics: Values, ago: int) -> None:
+        shift = 0.9 if ago == 20 else 0.001
+        metrics.update({"policy/action_shift_js": shift, "policy/head/op/action_shift_js": shift})
+        metrics["policy/head/op/decision_frac"] = decided
+
+    assert ("policy/action_shift" in raised(judged(run(40, shifted, since=1)))) is told
+
+
+@pytest.mark.parametrize(("decided", "told"), [(0.2, True), (0.0, False)])
+def test_a_head_that_decides_nothing_has_no_gradient(decided: float, told: bool) -> None:
+    def unused(metrics: Values, ago: int) -> None:
+        metrics["grad/layer/heads_op_weight/norm"] = 0.0
+        metrics["policy/head/op/decision_frac"] = decided
+
+    facts = {**FACTS, "groups": {**FACTS["groups"], "head:op": ["heads_op_weight"]}}
+    assert ("grad/vanish" in raised(judged(run(40, unused), facts))) is told

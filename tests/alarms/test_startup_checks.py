@@ -160,6 +160,14 @@ def test_actions_cut_at_their_bounds(ratio: float, share: float, told: bool) -> 
     assert ("policy/actions_cut" in raised(judged(run(8, cut, since=1)))) is told
 
 
+@pytest.mark.parametrize(("used", "since", "told"), [(0.01, 1, True), (0.04, 1, False), (0.01, 20, False)])
+def test_a_policy_that_uses_little_of_its_range_from_the_start(used: float, since: int, told: bool) -> None:
+    """The smallest published part is 0.037; later a policy may have learned to act in a narrow part of the range."""
+    small = set_to({"policy/head/op/range_used": used})
+
+    assert ("policy/action_range" in raised(judged(run(40, small, since=since)))) is told
+
+
 def test_a_policy_may_learn_to_use_its_bounds_alone() -> None:
     assert "policy/actions_cut" not in raised(judged(run(60, set_to({"policy/head/op/bound_frac": 0.97}))))
 

@@ -89,6 +89,21 @@ def test_steps_at_any_learning_rate_match(rate: float) -> None:
     assert case.check().matches
 
 
+@pytest.mark.parametrize("rate", [1e-6, 2.7e-5])
+def test_annealed_steps_of_weights_that_all_round_match(rate: float) -> None:
+    """At the end of a linear schedule all weights are of size 1, and their rounding is a hundredth of the step."""
+
+    def annealed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        for parameter in parameters:
+            parameter.data += 1
+        return torch.optim.Adam(parameters, rate)
+
+    case = Steps(annealed, 0)
+    case.optimizer.step()
+
+    assert case.check().matches
+
+
 def twice(case: Steps) -> None:
     case.optimizer.step()
     case.optimizer.step()

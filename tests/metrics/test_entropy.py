@@ -174,6 +174,17 @@ def test_saturated_actions_are_those_at_or_beyond_the_bounds() -> None:
     assert values["policy/head/move/dimensions"] == 2
 
 
+def test_the_part_of_the_range_that_actions_use() -> None:
+    """Deviations of 1 and 2 over half ranges of 10 and 4: 0.1 and 0.5. The third dimension has no choice, the fourth no bounds."""
+    actions = torch.tensor([[1.0, 2.0, 5.0, 0.0], [-1.0, -2.0, 5.0, 9.0], [math.nan, 0.0, 0.0, 0.0]])
+    low, high = torch.tensor([-10.0, -4.0, 5.0, -math.inf]), torch.tensor([10.0, 4.0, 5.0, math.inf])
+
+    values = gaussian_stats("move", actions=actions, low=low, high=high).values()
+
+    assert values["policy/head/move/range_used"] == pytest.approx(0.3)
+    assert values["policy/head/move/empty_range_frac"] == 0.25
+
+
 def test_entropy_gradient_of_all_heads_is_what_autograd_finds() -> None:
     """Two minibatches and two heads. One head is not always relevant, and ratios are on both sides of the clip range."""
     heads = {"a": logits(2, 50, 4), "b": logits(2, 50, 3, seed=1)}

@@ -438,3 +438,22 @@ def event_values(directory: Path) -> dict[str, list[float]]:
     accumulator.Reload()
     tags = [tag for tag in accumulator.Tags()["scalars"] if tag != "charts/SPS"]
     return {tag: [event.value for event in accumulator.Scalars(tag)] for tag in tags}
+
+
+def test_the_first_variable_that_is_not_finite_is_named_before_the_gradient(tmp_path: Path) -> None:
+    """The third update divides advantages by 0; the next forward pass raises, when all weights are NaN."""
+    text = (SCRIPTS / "categorical.py").read_text()
+    edits = {
+        "b_inds = np.arange(batch_size)": "weighed_t = b_advantages / (iteration < 3)\n        b_inds = np.arange(batch_size)",
+        "mb_advantages = b_advantages[mb_inds]": "mb_advantages = weighed_t[mb_inds]",
+    }
+    for old, new in edits.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "script.py").write_text(text)
+
+    result = with_telemetry(tmp_path, "script.py")
+
+    assert result.code == 1
+    (failure,) = [event.data for event in read_run(tmp_path / "run").events if event.type == "failure"]
+    assert failure["nonfinite"]["tensor"] == "weighed_t"

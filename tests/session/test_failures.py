@@ -179,9 +179,9 @@ def own_loop(run_dir: Path, poison: str) -> None:
                     actor.weight[0, 0] = torch.nan
             if update == 2 and poison == "crash":
                 raise OSError("the simulator is gone")
-            torch.distributions.Categorical(logits=actor(obs), validate_args=True).log_prob(
-                torch.zeros(8)
-            ).sum().backward()
+            weight_t = torch.rand(8) / (0 if update == 1 and poison == "variable" else 1)
+            policy = torch.distributions.Categorical(logits=actor(obs), validate_args=True)
+            (weight_t * policy.log_prob(torch.zeros(8))).sum().backward()
             optimizer.step()
             telemetry.flush(env_step=8 * (update + 1))
 
@@ -191,6 +191,7 @@ def own_loop(run_dir: Path, poison: str) -> None:
     [
         ("obs", ValueError, "obs (3 of 32 values)"),
         ("parameters", ValueError, "weight (1 of 8 values)"),
+        ("variable", ValueError, "weight_t (8 of 8 values)"),
         ("crash", OSError, "OSError: the simulator is gone."),
     ],
 )

@@ -8,12 +8,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from esper_telemetry import Record, Telemetry
+from esper_telemetry.journal import read_run
 
 PRE, POST = "grad/global/norm_preclip", "grad/global/norm_postclip"
 
@@ -403,3 +405,22 @@ def test_what_cannot_be_watched(caplog: pytest.LogCaptureFixture) -> None:
             own.telemetry.watch(own.agent, own.optimizer, critic=nn.Linear(1, 1))
         with pytest.raises(ValueError, match="the optimizer changes no parameter of the model"):
             own.telemetry.watch(nn.Linear(1, 1), own.optimizer)
+
+
+def test_actor_and_critic_in_models_of_their_own_keep_their_names_apart(tmp_path: Path) -> None:
+    """Both models call their parameters weight and bias."""
+    actor, critic = nn.Linear(4, 2), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(actor.parameters(), 0.1), torch.optim.SGD(critic.parameters(), 0.05)]
+    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
+        telemetry.watch(actor, optimizers[0], actor=actor)
+        telemetry.watch(critic, optimizers[1], critic=critic)
+        (actor(torch.ones(4)).sum() + 3 * critic(torch.ones(4)).sum()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        telemetry.flush(env_step=1)
+
+    values = read_run(tmp_path / "run").records[0].values
+    rates = {key: value for key, value in values.items() if key.startswith("opt/lr")}
+    assert rates == pytest.approx({"opt/lr": 0.1, "opt/lr/actor": 0.1, "opt/lr/critic": 0.05})
+    assert values["grad/critic/norm_preclip"] == pytest.approx(3 * 5**0.5)
+    assert values["grad/actor/norm_preclip"] == pytest.approx(10**0.5)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.columns import Array
+from esper_telemetry.adapters.columns import Array, cast_change
 from esper_telemetry.core.event_parts import Transitions
 from esper_telemetry.equations.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
@@ -79,6 +79,17 @@ class StepRecorder:
         self._outcomes: list[StepOutcome] = []
         self._sent: list[Array] = []
         self._received: list[Array] = []
+        self._cast = 0.0
+
+    @property
+    def shown_env(self) -> object | None:
+        """The first environment if it is in this process; the others store its observations with the dtype of their space."""
+        envs = getattr(self.innermost, "envs", None)
+        return envs[0] if isinstance(envs, list) and envs and hasattr(envs[0], "__dict__") else None
+
+    def after_env_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The first environment returned this."""
+        self._cast = max(self._cast, cast_change(result[0], self.innermost.observation_space.dtype))
 
     def after_action(self, args: tuple[Any, ...]) -> None:
         """The policy was called with these arguments."""
@@ -149,6 +160,7 @@ class StepRecorder:
             sent=sent,
             received=received,
             resets=resets.take(),
+            cast=self._cast,
         )
 
     def _action_sums(self, actions: Sequence[Array]) -> Tensor | None:

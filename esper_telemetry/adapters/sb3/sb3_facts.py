@@ -144,6 +144,7 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "activation": "tanh" if activation is nn.Tanh else "relu" if activation is nn.ReLU else None,
         "normalize_observations": bool(scaled is not None and scaled.norm_obs),
         "normalize_rewards": bool(scaled is not None and scaled.norm_reward),
+        "fresh_normalizer": bool(model._n_updates > 0 and scaled is not None and _is_fresh(scaled)),
         "squashed": bool(getattr(policy, "squash_output", False)),
         "correlated_noise": bool(getattr(model, "use_sde", False)),
         "target_kl": getattr(model, "target_kl", None),
@@ -156,6 +157,12 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
             "schedules": "the learning rate is a custom function, which is not called because it may count its calls",
         },
     }
+
+
+def _is_fresh(scaled: Any) -> bool:
+    """True if a VecNormalize has seen at most the observations of its last reset."""
+    moments = list(scaled.obs_rms.values()) if isinstance(scaled.obs_rms, Mapping) else [scaled.obs_rms]
+    return bool(scaled.norm_obs) and all(one.count < scaled.num_envs + 1 for one in moments)
 
 
 def schedule_of(model: Any) -> Callable[[float], float] | None:

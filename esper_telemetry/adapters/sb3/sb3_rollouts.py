@@ -112,7 +112,9 @@ class RolloutRecorder:
         owners: list[object] = [self._policy.lstm_actor] if self._recurrent else []
         memory = [self._listen(owner, "forward", self.after_lstm) for owner in owners]
         resets = [self._listen(owner, "reset", self._resets.after_reset) for owner in self._resets.owners]
-        return [*memory, *resets, self._listen(self._model.get_env(), "step_wait", self.after_answer)]
+        alone = [] if self.steps.shown_env is None else [self.steps.shown_env]
+        steps = [self._listen(env, "step", self.after_env_step) for env in alone]
+        return [*memory, *resets, *steps, self._listen(self._model.get_env(), "step_wait", self.after_answer)]
 
     def stop(self) -> None:
         """Stop listening to the policy."""
@@ -143,6 +145,11 @@ class RolloutRecorder:
                     self.recurrent_steps.append(self._lstm_step)
                 self.steps.after_action(args)
         self._acted_at = perf_counter()
+
+    def after_env_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The first environment returned this."""
+        if self._whole:
+            self.steps.after_env_step(args, kwargs, result)
 
     def after_answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The environments returned this."""
@@ -425,9 +432,10 @@ def _joined_transitions(parts: Sequence[Transitions | None]) -> Transitions | No
     columns: dict[str, Any] = {
         name: None if any(x is None for x in column) else cat(column)
         for name, column in joined._asdict().items()
-        if name not in ("informative", "resets")
+        if name not in ("informative", "resets", "cast")
     }
-    return Transitions(informative=all(joined.informative), resets=sum(joined.resets), **columns)
+    plain = {"informative": all(joined.informative), "resets": sum(joined.resets), "cast": max(joined.cast)}
+    return Transitions(**plain, **columns)
 
 
 def _scale(moments: Any, limit: float, normalized: Tensor) -> Scale:

@@ -69,6 +69,7 @@ from esper_telemetry.events import (
     UpdateEnd,
     UpdateStart,
 )
+from esper_telemetry.updates.failure import Candidate, nonfinite_local
 
 DEFAULT_GAMMA = 0.99
 """Discount factor that is assumed if a script's own factor is unknown."""
@@ -109,6 +110,7 @@ class ScriptListener:
         updates: that have ended.
         lstm_count: modules of that type that the script has made.
         open: an update is under way.
+        origin: first variable that was not finite when a loss was not; None on an accelerator, which would have to be awaited.
         value_loss_alone: place of a loss with an error of values before the first one of a policy; empty without any.
     """
 
@@ -123,6 +125,7 @@ class ScriptListener:
         self.updates = 0
         self.lstm_count = 0
         self.value_loss_alone = ""
+        self.origin: Candidate | None = None
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
         self.estimates, self.acting = EstimateLog(), ActingLog()
@@ -219,6 +222,8 @@ class ScriptListener:
         self.acting.before_backward()
         variables = names.calling_variables()
         outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
+        if self.origin is None and loss.is_cpu and not bool(loss.isfinite().all()):
+            self.origin = nonfinite_local(variables.from_outside())
         reading = None
         if loss.requires_grad:
             climbed = self._climbs(loss, variables)
@@ -592,6 +597,7 @@ class ScriptListener:
             bounds={}
             if bounds is None
             else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
+            observations=observations,
             transitions=transitions,
             **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
         )
@@ -604,7 +610,7 @@ class ScriptListener:
         seen_difference: str | None,
     ) -> None:
         assert actions is not None  # a rollout has log-probabilities
-        columns = ("actions", "bounds", "transitions", "logits", "means", "log_std")
+        columns = ("actions", "bounds", "observations", "transitions", "logits", "means", "log_std")
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,

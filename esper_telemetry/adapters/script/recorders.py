@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, distributions, nn
 
-from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, head_columns, head_names, join_columns
+from esper_telemetry.adapters.columns import (
+    FinishedEpisode,
+    HeadColumns,
+    cast_change,
+    head_columns,
+    head_names,
+    join_columns,
+)
 from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LayerOutputs
 from esper_telemetry.core.event_parts import Transitions
 from esper_telemetry.core.metric import segment
@@ -508,6 +515,7 @@ class EnvCall:
         finals: last observations [n] of episodes by place, if the environment shows them.
         reset_to: [1, n], what a single environment returned when it was reset afterwards: the observation to be acted on next.
         cut: the script has ended the episode.
+        cast: see `Transitions`.
     """
 
     env: int
@@ -518,6 +526,7 @@ class EnvCall:
     finals: dict[int, Any]
     reset_to: Any = None
     cut: bool = False
+    cast: float = 0.0
 
 
 class ObservedSteps:
@@ -608,6 +617,7 @@ class ObservedSteps:
             informative=informative(observations),
             sent=None if sent is None else checksums(sent),
             received=None if received is None else checksums(torch.from_numpy(received).double()),
+            cast=max(call.cast for call in calls),
         )
 
 
@@ -618,6 +628,13 @@ def _rows_of(value: Any, envs: int) -> Any:
         return None
     rows = value.reshape(envs, -1)
     return rows[:, :: -(-rows.shape[1] // MAX_CHECKSUM_ENTRIES)].astype(np.float64)
+
+
+def _cast_by(env: Any) -> float:
+    """Largest change of an observation by the dtype in which Gymnasium's `SyncVectorEnv` joins those of its environments."""
+    returned = getattr(getattr(env, "unwrapped", env), "_env_obs", ())
+    dtype = getattr(getattr(env, "single_observation_space", None), "dtype", None)
+    return max((cast_change(one, dtype) for one in returned), default=0.0)
 
 
 class EpisodeLog:
@@ -679,7 +696,7 @@ class EpisodeLog:
             width = 0 if rows is None else rows.shape[1]
             last = {place: final[0] for place, final in last.items() if final.shape[1] == width}
             received = None if rows is None else _rows_of(action, size)
-            running.last_call = EnvCall(running.index, flags, paid, rows, received, last)
+            running.last_call = EnvCall(running.index, flags, paid, rows, received, last, cast=_cast_by(env))
             self._calls.append(running.last_call)
         self.steps += size
         self._count += 1

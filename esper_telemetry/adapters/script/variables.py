@@ -130,6 +130,10 @@ class Variables:
         for scope in (*self._scopes, *self.nested):
             yield from scope.items()
 
+    def from_outside(self) -> list[Mapping[str, Any]]:
+        """The variables by scope, the outermost first, as the program made them; members of containers last."""
+        return [*reversed(self._scopes), *self.nested]
+
     def values(self) -> Iterator[Any]:
         """All variables, without members of containers other than `self` and settings."""
         for scope in self._scopes:

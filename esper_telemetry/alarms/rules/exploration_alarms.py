@@ -219,12 +219,17 @@ ALIKE_STEPS = (
 
 @reading("policy/action_shift_js")
 def action_shift(view: View, value: float) -> Iterator[Finding]:
-    """An abrupt change in the mix of actions."""
-    by_chance = ALIKE_STEPS / view.transitions if view.transitions else 0.0  # divergence of two finite samples
-    severity = view.limits.severity(ACTION_SHIFT, value - by_chance)
+    """An abrupt change in the mix of a head's actions, beyond the divergence of two samples of as few actions as the head has chosen."""
+    worst = Finding(0.0, "policy/action_shift_js", value, view.limits.middle(ACTION_SHIFT))
+    for head, key, shift in view.labelled("policy/head/", "/action_shift_js") or [("", worst.key, value)]:
+        decided = f"policy/head/{head}/decision_frac"
+        actions = (view.transitions or 0) * min(view.values.get(decided, 1.0), view.previous.get(decided, 1.0))
+        by_chance = ALIKE_STEPS / actions if actions else 0.0
+        severity = view.limits.severity(ACTION_SHIFT, shift - by_chance)
+        if severity > worst.severity:
+            worst = Finding(severity, key, shift, view.limits.middle(ACTION_SHIFT) + by_chance)
     words = "the mix of actions has changed abruptly, by a Jensen-Shannon divergence of {} (usually below 0.02)"
-    bound = view.limits.middle(ACTION_SHIFT) + by_chance
-    yield Finding(severity, "policy/action_shift_js", value, bound).says(words, value)
+    yield worst.says(words, worst.value or 0.0)
 
 
 CRITIC_LEADS = 0.98  # critic's share of the squared gradient above which a shared network follows the critic alone
@@ -359,7 +364,7 @@ RULES = (
     .shows(*ENTROPIES, pieces=("transitions",))
     .judged(StateJudge(entropy_explosion, LowestEntropy()), ENTROPY_EXPLOSION, ENTROPY_WAS, STARVED),
     alarm("policy/action_shift", effect=True, warmup=5, n_off=2, debug_updates=3)
-    .reads("policy/action_shift_js", "policy/head/{head}/action_shift_js")
+    .reads("policy/action_shift_js", "policy/head/{head}/action_shift_js", "policy/head/{head}/decision_frac")
     .needs(applies=categorical)
     .says(
         "The mix of actions changed abruptly between two rollouts.",

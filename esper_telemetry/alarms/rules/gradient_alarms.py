@@ -54,7 +54,7 @@ VANISH_SHARE = below("vanish_share", 1e-5, "gradient of a layer over the clip li
 def vanish(view: View) -> Iterator[Finding]:
     """A layer's gradient that is zero, or decades below its own median.
 
-    An update in which no token counts is skipped: all of its gradients are 0.
+    An update in which no token counts is skipped, and a head that has decided nothing: their gradients are 0.
     """
     if view.get("lm/tokens") == 0:
         return
@@ -65,11 +65,13 @@ def vanish(view: View) -> Iterator[Finding]:
     solved = 0.5 * view.baselines.fallen("loss/value")  # gradients of a squared error fall as its root
     # Heads that are rows of one layer count as layers; heads with separate parameters are layers already.
     heads = [item for item in view.labelled(HEAD, NORM) if f"head:{item[0]}" not in groups]
+    unused = [head for head, _, share in view.labelled("policy/head/", "/decision_frac") if share == 0]
+    still = {*unused, *(segment_of(name) for head in unused for name in groups.get(f"head:{head}", ()))}
     low, high = limits.ends(VANISH)
     share, middle = limits[VANISH_SHARE] * clip, 10 ** (-(low + high) / 2)
     for layer, key, value in [*view.labelled(LAYER, NORM), *heads]:
         median = view.baselines.median(key)
-        if median is None or view.baselines.count(key) < MIN_VANISH_UPDATES:
+        if median is None or view.baselines.count(key) < MIN_VANISH_UPDATES or layer in still:
             continue
         fallen = 0.0
         if value <= share:

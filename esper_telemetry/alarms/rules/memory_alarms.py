@@ -206,7 +206,8 @@ def cell_drift(view: View, value: float, growing: Before) -> Iterator[Finding]:
         GROWTH: 0.0,
     }
     if growth is not None:
-        severity = limits.severity(CELL_GROWTH, growth)
+        # a memory that fills in the first steps of an episode grows with its age, too, but not beyond what a single step can write
+        severity = limits.severity(CELL_GROWTH, growth) if value > MAX_WRITTEN else 0.0
         severities[GROWTH] = min(growing.swap(severity), severity)
     key = max(severities, key=lambda name: severities[name])
     finding = Finding(severities[key], key, view.values[key], adaptive=key == CELL, z=z if key == CELL else None)

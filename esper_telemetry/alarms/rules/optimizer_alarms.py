@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 from esper_telemetry.alarms.alarm_bounds import Ramp, above, below, hard
 from esper_telemetry.alarms.judges import RATE_GROWN, AboveBound, AnnealedRate, Recent, StateJudge, list_names, reading
@@ -106,6 +107,9 @@ STABLE_RMS = Ramp("stable_rms", 5.0, 20.0, "gradient over Adam's running average
 STABLE_RMS_SUDDEN = Ramp("stable_rms_sudden", 10.0, 40.0, "the same for a single measurement after a smaller one")
 
 
+STEP_OVER_RATE = above("step_over_rate", 1.0, "optimizer step over the learning rate, root mean square, in addition")
+
+
 @dataclass(slots=True)
 class AdamReach:
     """Previous ratio of the gradient to Adam's average of it, whether the latest updates had rewards, and the longest averaging time."""
@@ -116,14 +120,18 @@ class AdamReach:
 
 
 def rms_spike(view: View, past: AdamReach) -> Iterator[Finding]:
-    """Gradients far larger than Adam's average of them, or an averaging time that is too short for rare rewards."""
+    """Gradients far larger than Adam's average of them that cause large steps, or an averaging time too short for rare rewards.
+
+    The gradients of a solved task are so small that any failure outgrows their average, with a step that is as small as others.
+    """
     yield from short_memory(view, past)
     key, limits = "opt/stable_rms", view.limits
     value = view.get(key)
     if value is not None:
         before, past.before = past.before, value
         lasting = limits.log_severity(STABLE_RMS, min(value, before))
-        severity = max(lasting, limits.log_severity(STABLE_RMS_SUDDEN, value))
+        large = view.values.get("opt/update_rms_over_lr", inf) > limits[STEP_OVER_RATE]
+        severity = max(lasting, limits.log_severity(STABLE_RMS_SUDDEN, value)) if large else 0.0
         words = "gradients have been {} times as large as Adam's running average of them (settled: about 1), so steps are too large"
         yield Finding(severity, key, value, limits.log_middle(STABLE_RMS)).says(words, value)
 
@@ -219,15 +227,16 @@ RULES = (
     .shows(RATE, "opt/update_to_weight/*", "policy/kl_max", pieces=("layers",))
     .judged(StateJudge(stalled_weights, Learning())),
     alarm("opt/rms_spike", effect=True, relative=True, sampled=True, warmup=20, debug_updates=3)
-    .reads("opt/stable_rms", "opt/beta2")
+    .reads("opt/stable_rms", "opt/beta2", "opt/update_rms_over_lr")
     .says(
         "Gradients are far larger than Adam's running average of them: the loss tends to jump a few steps later.",
         "Lower beta2 (0.95), warm up the learning rate, clip gradients.",
         "Wortsman 2023 reports 2.3 for language models. PPO's gradients jump with every new rollout, and to 6 for three updates when a "
-        "nearly solved task fails again. So the bound is 10 in two measurements in a row, or 20.",
+        "nearly solved task fails again. So the bound is 10 in two measurements in a row, or 20, with steps above the learning rate, which "
+        "Adam's steps usually do not exceed (Kingma 2015, section 2.1).",
     )
     .shows("opt/stable_rms", "grad/global/norm_preclip", RATE, pieces=("layers",))
-    .judged(StateJudge(rms_spike, AdamReach()), REACH, STABLE_RMS, STABLE_RMS_SUDDEN),
+    .judged(StateJudge(rms_spike, AdamReach()), REACH, STABLE_RMS, STABLE_RMS_SUDDEN, STEP_OVER_RATE),
     alarm("opt/state_lost", "opt/state_reset", rank=120, sampled=True, warmup=2, n_off=1, debug_updates=2)
     .says(
         "The optimizer was recreated during training and has lost its moments.",

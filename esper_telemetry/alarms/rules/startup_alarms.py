@@ -63,6 +63,9 @@ def unscaled_observations(view: View, size: float) -> Iterator[Finding]:
     yield Finding(WARNING * hard(value > bound), key, value, bound).with_text(words.__str__)
 
 
+EARLY_UPDATES = (
+    5  # updates in which actions at their bounds cannot have been learned yet: later a policy may use only the bounds
+)
 NORMALIZED_LOW = below("normalized_low", 0.01, "size of the median feature after a normaliser")
 NORMALIZED_HIGH = above("normalized_high", 5.0, "the same at its upper end")
 MOSTLY_CUT = above("mostly_cut", 0.5, "share of entries that a normaliser clips, from the first update on")
@@ -71,6 +74,14 @@ MOSTLY_CUT = above("mostly_cut", 0.5, "share of entries that a normaliser clips,
 def wrong_normalizer(view: View) -> Iterator[Finding]:
     """Normalised observations with a size far from 1, or a normaliser that clips most of them."""
     bound, size = view.limits[MOSTLY_CUT], view.get(MEDIAN_RMS)
+    if view.facts.fresh_normalizer and size is not None:
+        advice = "Load its statistics with the policy (`VecNormalize.load(path, env)`), or let it see data before training continues."
+        finding = Finding(hard(view.update <= EARLY_UPDATES), MEDIAN_RMS, size, instance="fresh").with_advice(
+            advice.__str__
+        )
+        yield finding.says(
+            "the policy has been trained before, and the normaliser of its observations begins without any data"
+        )
     other = "its statistics come from other data"
     for label, key, cut in view.labelled("norm/", "/clip_frac"):
         words = f"the normaliser of {label} clips {{:%}} of its inputs (usually none): {other}"
@@ -97,9 +108,6 @@ def unscaled_rewards(view: View, mean: float, std: float, largest: float) -> Ite
     yield finding.with_advice(lambda: advice.format(number(size))).says(words, size, largest)
 
 
-EARLY_UPDATES = (
-    5  # updates in which actions at their bounds cannot have been learned yet: later a policy may use only the bounds
-)
 ACTIONS_CUT = above("actions_cut", 0.9, "share of the action components at their bounds, in the first updates")
 SPREAD_OUTSIDE = above("spread_outside", 10.0, "standard deviation of a head over half the range of its actions")
 
@@ -109,6 +117,8 @@ def actions_cut(view: View, from_start: dict[str, bool]) -> Iterator[Finding]:
     limits = view.limits
     spreads = {head: (key, value) for head, key, value in view.labelled("policy/head/", "/std_of_range")}
     for head, key, share in view.labelled("policy/head/", "/bound_frac"):
+        if view.get(f"policy/head/{head}/empty_range_frac"):
+            continue
         start = from_start[head] = from_start.get(head, view.update <= EARLY_UPDATES) and share > limits[ACTIONS_CUT]
         spread_key, spread = spreads.get(head, ("", 0.0))
         wide = spread > limits[SPREAD_OUTSIDE]
@@ -127,6 +137,30 @@ def actions_cut_text(head: str, share: float, spread: float | None) -> str:
         f"{percent(share)} of the actions{of_head} are at or beyond their bounds{wide or ' from the first update on'}, so the policy "
         "cannot choose between them"
     )
+
+
+RANGE_USED = below("range_used", 0.03, "standard deviation of the actions over half their range, in the first updates")
+RESCALE = "Rescale actions to [-1, 1]: `gymnasium.wrappers.RescaleAction(env, -1, 1)`. If the bounds are right, raise log_std_init."
+
+
+def action_range(view: View, from_start: dict[str, bool]) -> Iterator[Finding]:
+    """An action space without a choice, or of which the policy has used only a small part in every update so far, by head."""
+    bound = view.limits[RANGE_USED]
+    for head, key, share in view.labelled("policy/head/", "/empty_range_frac"):
+        of_head = "" if head == "action" else f" of {head}"
+        finding = Finding(hard(share == 1) or WARNING * hard(share > 0), key, share, 0.0, instance=head)
+        words = (
+            f"the action space{of_head} has low = high in {{:%}} of its dimensions, so all actions are the same there"
+        )
+        used_key = f"policy/head/{head}/range_used"
+        used = view.get(used_key)
+        if share == 0 and used is not None:
+            small = from_start[head] = from_start.get(head, view.update <= EARLY_UPDATES) and used < bound
+            finding = Finding(hard(small), used_key, used, bound, instance=head).with_advice(lambda: RESCALE)
+            words = (
+                f"the policy uses {{:%}} of the range of its actions{of_head}, so it takes very long to reach the rest"
+            )
+        yield finding.says(words, share if share else used or 0.0)
 
 
 LEAST_DISCOUNT = below("least_discount", 0.5, "discount factor that looks at most two steps ahead")
@@ -223,6 +257,17 @@ RULES = (
     )
     .shows("policy/head/*/bound_frac", "policy/head/*/std*")
     .judged(StateJudge(actions_cut, dict[str, bool]()), ACTIONS_CUT, SPREAD_OUTSIDE),
+    alarm("policy/action_range", rank=137, optional=True, n_on=2)
+    .reads("policy/head/{head}/range_used", "policy/head/{head}/empty_range_frac")
+    .needs(("policy/head/{head}/range_used", "policy/head/{head}/empty_range_frac"))
+    .says(
+        "The bounds of the actions leave no choice, or are far wider than the policy's actions.",
+        "Correct `low` and `high` of the action space.",
+        "rl-baselines3-zoo MountainCarContinuous-v0: the smallest published deviation is 0.037 of half the range. A policy may learn to "
+        "act in a narrow part of the range, so actions count from the first update on.",
+    )
+    .shows("policy/head/*/range_used", "policy/head/*/std*")
+    .judged(StateJudge(action_range, dict[str, bool]()), RANGE_USED),
     alarm("ret/short_sighted", "episode/length_mean", rank=85, claim=True, optional=True, n_off=1)
     .says(
         "The discount factor is so small that only the next rewards count.",

@@ -1,0 +1,186 @@
+"""Equation of the environments: each step shows the state that its action led to, and each environment has its own random numbers.
+
+Only observations are compared, most of them as checksums. Repeated numbers are evidence for vectors of real numbers only: a position on a
+grid may stay the same, or come back, in a correct environment.
+
+Shapes: T steps, B environments, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.equations.comparison import EquationCheck, explained, unchecked
+from esper_telemetry.equations.equation import Equation, alternatives, mistake
+from esper_telemetry.equations.transitions import MIN_FROZEN_STEPS
+
+MIN_STARTS: Final = 5
+"""Episodes of a rollout from which on their first steps are compared."""
+
+MAX_OTHER_REPEATS: Final = 0.05
+"""Share of the other steps that may change nothing if only first steps are late."""
+
+MIN_DISTINCT_STARTS: Final = 8
+"""Starts of episodes that must all be different before equal starts of environments cannot be a coincidence."""
+
+CAST_ERROR: Final = 0.01
+"""Change of an observation by a cast, relative to its largest entry, above which it is more than rounding: 0.004 for pictures."""
+
+MAX_STREAMS: Final = 8
+STREAM_WINDOW: Final = (512, 8)
+"""Steps and environments in which streams are sought."""
+
+NEAR, STILL_NEAR, MOST_FEATURES = 0.5, 0.75, 0.75
+"""Median change over n steps and over 2 n steps, relative to that over one step, in this share of the features, if n streams alternate. The
+change of a single process grows with the number of steps."""
+
+
+class EnvironmentEquation(Equation):
+    """An equation whose differences are described by what the environments do."""
+
+    __slots__ = ()
+
+    def sentence(self, error: float, explanations: Sequence[str] = ()) -> str:
+        """Return what the environments do."""
+        return alternatives(explanations) or super().sentence(error)
+
+
+ENVIRONMENTS = EnvironmentEquation(
+    name="environments",
+    rank=9,
+    quantity="the environments",
+    equation="o_{t+1} shows the state after a_t; environments draw their random numbers independently",
+    source="https://gymnasium.farama.org/api/env/",
+    inputs="observations that are vectors of real numbers, at least 64 steps within episodes",
+    compute=lambda columns: columns,
+    advice="Check the environment with `gymnasium.utils.env_checker.check_env`.",
+    hypotheses=(
+        mistake("cast", "the dtype of the observation space changes what `step` returns;")
+        .given(parameter="largest change relative to the observation")
+        .advises("Declare the observation space with the dtype of the observations: `Box(..., dtype=np.float32)`.")
+        .cites("program: test_environment_faults"),
+        mistake("same_observation", "`step` returns the observation that it was given: its action changes nothing")
+        .advises("Compute the observation in `step` from the new state, and check that `step` updates the state.")
+        .cites("program: test_environment_faults"),
+        mistake(
+            "same_array",
+            "`step` returns one array and changes it in place, so that all stored observations are the last one",
+        )
+        .advises("Return a copy from `step` and `reset`: `return self.state.copy(), ...`.")
+        .cites("program: test_environment_faults"),
+        mistake("late", "`step` returns the state of one step ago: the first step after a reset changes nothing;")
+        .given(parameter="episodes")
+        .advises("Compute the observation at the end of `step`, after the state has been updated.")
+        .cites("program: test_environment_faults"),
+        mistake(
+            "one_seed", "environments have the same random numbers: their episodes begin with the same observations;"
+        )
+        .given(parameter="environments")
+        .advises(
+            "Seed each environment differently: `env.reset(seed=seed + index)`, or `make_vec_env(..., seed=seed)`."
+        )
+        .cites("https://gymnasium.farama.org/api/vector/#gymnasium.vector.VectorEnv.reset"),
+        mistake("interleaved", "the rows of one environment belong to several streams in turn;")
+        .given(parameter="streams")
+        .advises(
+            "Give each stream its own environment column [T, B]: advantages add up along time. Check reshapes, and "
+            "environments that step several agents in turn."
+        )
+        .cites("program: test_environment_faults"),
+    ),
+)
+
+
+@inference_mode
+def check_environments(
+    inputs: Tensor,
+    *,
+    ended: Tensor,
+    informative: bool,
+    outcomes: Tensor | None = None,
+    observations: Tensor | None = None,
+    valid: Tensor | None = None,
+    cast: float = 0.0,
+) -> EquationCheck:
+    """Return the check of what the environments do.
+
+    Args:
+        inputs: checksums of the stored observations, [T, B].
+        ended: [T, B], bool: the step ended its episode.
+        informative: see `transitions.informative`.
+        outcomes: checksums of what each step returned, [T, B]; None if it is not known.
+        observations: [T, B, D]; None if they are not kept.
+        valid: [T, B], bool; None if every row is valid.
+        cast: largest relative change of an observation by the dtype of its space.
+    """
+    if cast > CAST_ERROR:
+        return explained(ENVIRONMENTS, "cast", fitted=cast)
+    if not informative:
+        return unchecked(ENVIRONMENTS, "observations are not vectors of real numbers")
+    ended = ended.to(inputs.device).bool()
+    within = ~ended[:-1] if valid is None else ~ended[:-1] & (valid[:-1] & valid[1:]).to(inputs.device)
+    if int(within.sum()) < MIN_FROZEN_STEPS:
+        return unchecked(ENVIRONMENTS, "there are too few steps within episodes")
+    repeats = inputs[1:] == inputs[:-1]
+    if bool((repeats | ~within).all()):
+        if outcomes is None:
+            return unchecked(ENVIRONMENTS, "observations never change, and what the environments returned is not known")
+        if bool(((outcomes[:-1] == inputs[:-1]) | ~within).all()):
+            return explained(ENVIRONMENTS, "same_observation")
+        return explained(ENVIRONMENTS, "same_array") if bool(repeats.all()) else _correct()
+    starts = ended[:-2] & within[1:]
+    others = within.clone()
+    others[1:] &= ~starts
+    late = int(starts.sum()) >= MIN_STARTS and bool((repeats[1:] | ~starts).all())
+    if late and float(repeats[others].double().mean()) < MAX_OTHER_REPEATS:
+        return explained(ENVIRONMENTS, "late", fitted=int(starts.sum()))
+    if valid is None and _has_one_seed(inputs, ended):
+        return explained(ENVIRONMENTS, "one_seed", fitted=inputs.shape[1])
+    streams = 1 if observations is None or observations.dim() != 3 else stream_count(observations, within)
+    return _correct() if streams == 1 else explained(ENVIRONMENTS, "interleaved", fitted=streams)
+
+
+def _correct() -> EquationCheck:
+    return EquationCheck(ENVIRONMENTS, 0.0, ENVIRONMENTS.tolerance_at(None))
+
+
+def _has_one_seed(inputs: Tensor, ended: Tensor) -> bool:
+    """Return True if all environments begin the rollout, or each of their next episodes, alike, and no environment begins two alike."""
+    envs = inputs.shape[1]
+    starts = [
+        torch.cat([column[:1], column[1:][over[:-1]]]) for column, over in zip(inputs.t(), ended.t(), strict=True)
+    ]
+    distinct = all(len(own.unique()) == len(own) for own in starts)
+    if envs < 2 or not distinct or sum(map(len, starts)) < MIN_DISTINCT_STARTS + envs:
+        return False
+    shared = min(map(len, starts))
+    first = bool((inputs[0] == inputs[0, 0]).all())
+    return first or (shared > 2 and all(torch.equal(own[1:shared], starts[0][1:shared]) for own in starts))
+
+
+def stream_count(observations: Tensor, within: Tensor) -> int:
+    """Return the number of streams that alternate in the rows [T, B, D] of each environment; 1 if it is one process.
+
+    `within` [T - 1, B] has the rows whose next one is of the same episode.
+    """
+    steps, envs = STREAM_WINDOW
+    rows, inside = observations[:steps, :envs].double(), within[: steps - 1, :envs]
+
+    def change(lag: int) -> Tensor:
+        together = inside[: len(rows) - lag].clone()
+        for step in range(1, lag):
+            together &= inside[step : len(rows) - lag + step]
+        moved = (rows[lag:] - rows[:-lag])[together].abs()
+        return moved.median(0).values if len(moved) >= MIN_FROZEN_STEPS else moved.new_full(rows.shape[-1:], torch.inf)
+
+    changes = [change(lag) for lag in range(1, 2 * MAX_STREAMS + 1) if lag < len(rows)]
+    varies = changes[0] > 0
+    if not bool(varies.any()):
+        return 1
+    for count in range(2, len(changes) // 2 + 1):
+        once, twice = (changes[count * times - 1][varies] / changes[0][varies] for times in (1, 2))
+        if float(((once < NEAR) & (twice < STILL_NEAR)).double().mean()) >= MOST_FEATURES:
+            return count
+    return 1

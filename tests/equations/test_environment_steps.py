@@ -1,0 +1,73 @@
+"""What environments do, by the observations that they return; the cases with real environments are in `test_environment_faults`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_telemetry.equations.comparison import EquationCheck
+from esper_telemetry.equations.environment_steps import check_environments, stream_count
+from esper_telemetry.equations.transitions import checksums
+
+STEPS, ENVS, LENGTH = 240, 3, 20
+ENDED = (torch.arange(STEPS) % LENGTH == LENGTH - 1).unsqueeze(1).expand(STEPS, ENVS)
+
+
+def walks(seed: int = 0, envs: int = ENVS) -> Tensor:
+    """Random walks [T, B, 3] that begin anew, at another place, with each episode."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = 0.1 * torch.randn(STEPS // LENGTH, LENGTH, envs, 3, generator=generator)
+    starts = 3 * torch.randn(STEPS // LENGTH, 1, envs, 3, generator=generator)
+    return (starts + steps.cumsum(1)).flatten(0, 1)
+
+
+def check(stored: Tensor, returned: Tensor | None = None, cast: float = 0.0) -> EquationCheck:
+    following = stored.roll(-1, 0) if returned is None else returned
+    return check_environments(
+        checksums(stored),
+        ended=ENDED[:, : stored.shape[1]],
+        informative=True,
+        outcomes=checksums(following),
+        observations=stored,
+        cast=cast,
+    )
+
+
+def names(result: EquationCheck) -> list[str]:
+    return [one.name for one in result.hypotheses]
+
+
+def test_independent_environments_match() -> None:
+    assert check(walks()).matches
+
+
+def test_each_fault_is_named() -> None:
+    correct = walks()
+    late = torch.where((torch.arange(STEPS) % LENGTH == 0).view(-1, 1, 1), correct, correct.roll(1, 0))
+    alone = torch.stack([walks(seed, 1)[: STEPS // 2, 0] + 20 * seed for seed in range(2)], 1).reshape(STEPS, 1, 3)
+    still = correct.unflatten(0, (-1, LENGTH))[:, :1].expand(-1, LENGTH, -1, -1).flatten(0, 1)
+
+    assert names(check(late)) == ["late"]
+    assert names(check(still, still)) == ["same_observation"]
+    assert names(check(correct[-1:].expand_as(correct), correct)) == ["same_array"]
+    assert names(check(correct[:, :1].expand_as(correct))) == ["one_seed"]
+    assert names(check(correct, cast=0.5)) == ["cast"]
+    assert stream_count(alone, torch.ones(STEPS - 1, 1, dtype=torch.bool)) == 2
+
+
+@pytest.mark.parametrize("step", [0.0, 0.1])
+def test_environments_that_always_begin_alike_have_no_common_seed(step: float) -> None:
+    """Each episode begins at the same place, so that equal starts show nothing."""
+    stored = walks()
+    stored[::LENGTH] = torch.tensor([1.0, 2.5, step])
+
+    assert check(stored).matches
+
+
+def test_rounding_of_pictures_and_short_rollouts_are_no_fault() -> None:
+    short = walks()[:LENGTH]
+
+    assert check(walks(), cast=0.004).matches
+    assert check_environments(checksums(short), ended=ENDED[:LENGTH], informative=True).reason
+    assert check_environments(checksums(walks()), ended=ENDED, informative=False).reason
