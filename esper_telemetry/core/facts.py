@@ -91,7 +91,6 @@ class Facts(Mapping[str, Any]):
     gae_lambda: float | None = None
     normalize_advantages: bool | None = None
     normalize_minibatches: bool | None = None  # advantages are normalised over minibatches, not over the rollout
-    adapter_normalizes: bool | None = None  # minibatches are normalised by the adapter; the trainer's are replayed
     advantage_std_floor: float | None = None  # added to the standard deviation, or its lower bound
     advantage_correction: int = 1  # subtracted from the number of rows in the variance of advantages
     recomputes_advantages: bool | None = None  # before each epoch (2006.05990, section 3.5): the first one is checked

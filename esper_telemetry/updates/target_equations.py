@@ -19,7 +19,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.equations.comparison import EquationCheck, explained, unchecked
 from esper_telemetry.equations.gae import GaeInputs, following_values, gae, is_standard
 from esper_telemetry.equations.gae_advantages import ADVANTAGES, compare_advantages
-from esper_telemetry.equations.normalization import Scope, check_normalized_advantages
+from esper_telemetry.equations.normalization import NORMALIZED_ADVANTAGES, Scope, check_normalized_advantages
 from esper_telemetry.equations.returns import RETURNS, check_returns
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.update import (
@@ -59,7 +59,7 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
         if facts.recomputes_advantages:
             minibatches, collected = _first_pass(minibatches, collected)
         yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts))
-        if not facts.adapter_normalizes and facts.ranks == 1:
+        if NORMALIZED_ADVANTAGES.name not in facts.unchecked_equations and facts.ranks == 1:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
 

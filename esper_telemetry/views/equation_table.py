@@ -284,7 +284,8 @@ def _details(row: EquationRow) -> Iterator[str]:
     equation = row.equation
     yield f"reference: {equation.equation}" + (f" ({equation.source})" if equation.source else "")
     for one, text in zip(row.explanations, row.phrases, strict=True):
-        yield f"equal to: {one.equation} ({text}{one.citation and f'; {one.citation}'})"
+        cited = f"{text}{one.citation and f'; {one.citation}'}"
+        yield f"equal to: {one.equation} ({cited})" if one.equation else f"equal to: {cited}"
     if row.advice:
         yield f"try: {row.advice}"
 
@@ -293,14 +294,18 @@ def equation_list() -> str:
     """Return all declared equations and hypotheses as Markdown."""
     parts = []
     for equation in sorted(equations().values(), key=lambda equation: equation.rank):
-        head = f"### {_title(equation)}\n\n`{equation.equation}` ({equation.source}). Needs {equation.inputs}."
+        head = f"### {_title(equation)}\n\n`{equation.equation}` ({equation.source}). Needs {equation.inputs}. Name: `{equation.name}`."
         rows = ["| the numbers equal | equation | what to change |", "|---|---|---|"]
         for one in equation.hypotheses:
-            says = f"{one.says} {one.parameter}, which is fitted" if one.fit is not None else one.says
+            says = f"{one.says} {one.parameter}, which is fitted" if one.fit is not None else one.says.rstrip(";")
             advice = "published variant: no alarm" if one.variant else one.advice
             cells = [
                 cell.replace("|", "\\|")
-                for cell in (f"{says}{f' ({one.citation})' if one.citation else ''}", f"`{one.equation}`", advice)
+                for cell in (
+                    f"{says}{f' ({one.citation})' if one.citation else ''}",
+                    one.equation and f"`{one.equation}`",
+                    advice,
+                )
             ]
             rows.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join([head, "", *rows] if equation.hypotheses else [head]))

@@ -93,7 +93,7 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
     """Return the facts for the alarms about a run whose records have that many updates each, as plain values."""
     policy, scaled, rate = model.policy, model.get_vec_normalize_env(), schedule_of(model)
     epochs, minibatches = getattr(model, "n_epochs", 1), minibatches_of(model)
-    losses = ("log_ratios", "policy_loss", "value_loss", "entropy_loss", "total_loss")
+    own = ("normalized_advantages", "log_ratios", "policy_loss", "value_loss", "entropy_loss", "total_loss")
     uncopied = ""
     try:
         policy_copy(policy)
@@ -132,7 +132,6 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "gae_lambda": model.gae_lambda,
         "normalize_advantages": bool(model.normalize_advantage),
         "normalize_minibatches": True,
-        "adapter_normalizes": True,
         "num_steps": updates * model.n_steps,
         "num_epochs": epochs,
         "num_minibatches": updates * minibatches,
@@ -152,7 +151,7 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         **schedule,
         UNCHECKED_FACT: {
             **dict.fromkeys(("gradient", "replayed_log_probs", "values") if uncopied else (), uncopied),
-            **dict.fromkeys(losses, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
+            **dict.fromkeys(own, "Stable-Baselines3 keeps them to itself; its gradients are checked"),
             **({"actions": "gSDE draws the noise of many steps at once"} if getattr(model, "use_sde", False) else {}),
             "schedules": "the learning rate is a custom function, which is not called because it may count its calls",
         },
