@@ -158,7 +158,7 @@ def test_a_few_long_episodes_tell_a_trend() -> None:
 
 
 def test_a_return_that_still_rises_has_not_converged() -> None:
-    """A rise that slows down, and gains 15 % of itself in the last third; one that has lost a third of itself; one that is exactly level."""
+    """A rise that slows down, and gains 15 % of itself in the last third; one that lost a third of itself; one that is exactly level."""
     rising = np.concatenate([np.linspace(0, 85, 40), np.linspace(85, 100, 20)])
     lost = np.concatenate([np.linspace(0, 100, 30), np.full(30, 68.0)])
     solved = np.concatenate([np.linspace(0, 1000, 20), np.full(40, 1000.0)])

@@ -85,7 +85,7 @@ MIN_STABLE_BLOCKS: Final = 8
 MAX_STABLE_CHANGE: Final = 0.1
 STABLE_ERRORS: Final = 3.0
 MAX_STABLE_ERROR: Final = 0.15
-"""Change of a stable level over the last `STABLE_SHARE` of the run: share of the rise, standard errors, and their largest share of the rise."""
+"""Change of a stable level over the last `STABLE_SHARE` of the run: share of the rise, standard errors, and their largest share of it."""
 SOLVED_EPISODES: Final = 100  # episodes before which the return cannot have passed a threshold
 SOLVED_BAND: Final = (
     0.1  # a solved task's return may fall below the threshold by this share of its distance from the first rollouts
