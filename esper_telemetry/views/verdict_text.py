@@ -34,7 +34,7 @@ def verdict_document(
 ) -> Iterator[Element]:
     """Yield a verdict: the sentence of a bad ending, what the run does, its incidents, and what is open.
 
-    Settings outside all published ranges stand before incidents that may follow from them.
+    Settings outside all published ranges come before incidents that may follow from them.
 
     Args:
         head: name and length of the run.
@@ -131,7 +131,8 @@ def _unexplained(diagnosis: Diagnosis) -> Iterator[Element]:
         yield folded("What may explain it", items(remarks), is_open=is_open)
     if diagnosis.unusual:
         values = (f"{entry.key}: {entry.text}" for entry in diagnosis.unusual)
-        title = f"Most unusual ({len(diagnosis.unusual)} values, medians over the run)"
+        count = len(diagnosis.unusual)
+        title = f"Most unusual ({count} value{'s'[: count > 1]}, medians over the run)"
         yield folded(title, items(values), is_open=is_open)
     if diagnosis.unexplained and not diagnosis.remarks and not any(entry.is_far for entry in diagnosis.unusual):
         known = "Each of these values occurs in some healthy runs" if diagnosis.unusual else NOTHING_UNUSUAL

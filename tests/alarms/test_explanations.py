@@ -1,4 +1,4 @@
-"""What stands beside a bad outcome, and which advice is given: causes before consequences, and nothing that the equations refute."""
+"""What is shown with a bad outcome, and which advice is given: causes before consequences, and nothing that the equations refute."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_episodes_of_one_length_are_the_last_explanation_unless_the_critic_is_su
     assert names == [["no reward", "fixed length"], ["fixed length", "no reward"]]
 
 
-def test_a_setting_outside_all_published_ranges_stands_before_the_incident_that_it_may_explain() -> None:
+def test_a_setting_outside_all_published_ranges_comes_before_the_incident_that_it_may_explain() -> None:
     spoiled = run(40, set_to({"policy/surrogate_gain": -0.03}))
     certain = run(40, set_to({"integrity/gae_identity": 0.5}))
 
