@@ -249,6 +249,9 @@ class ReferenceKl(MetricGroup):
             critical="> 1",
             source="medians of public GRPO runs: 0.002 to 0.02 if they learn; heuristic",
         )
+        .advises(
+            "Lower the learning rate, or raise the weight of the penalty (beta); check that the reference is the initial model."
+        )
         .absent("training has no reference model (beta is 0)")
     )
     largest: Max = reports(
