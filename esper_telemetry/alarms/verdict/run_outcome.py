@@ -429,19 +429,19 @@ class OutcomeJudge:
         values = sign * blocks.values
         few = len(values) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES
         judged = not few or (blocks.has_spread and len(values) >= MIN_SPREAD_BLOCKS and blocks.episodes >= MIN_EPISODES)
+        best = recent.highest if sign > 0 else recent.lowest
+        levels = replace(base, last=recent.mean, best=recent.mean if math.isnan(best) else best)
         if not judged:
             enough, drift = blocks.episodes >= MIN_EPISODES, self._drift
             averaged = drift.direction if enough else 0, drift.first  # updates of a moving average are no samples
             direction, start = averaged if key == RECENT_RETURN else blocks.early_trend()
             if direction:
                 kind = OutcomeKind.LEARNING if direction * sign > 0 else OutcomeKind.DECLINING
-                best = recent.highest if not math.isnan(recent.highest) else recent.mean
-                return self._worded(replace(base, kind=kind, first=start, last=recent.mean, best=best))
+                return self._worded(replace(levels, kind=kind, first=start))
             needed = f"{MIN_EPISODES} episodes" if not enough else f"{MIN_BLOCKS} blocks"
             counted = f"{base.episodes:,} episodes in {len(values)} blocks of updates; at least {needed} are needed"
             return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}")
-        best = recent.highest if sign > 0 else recent.lowest
-        base = replace(base, last=recent.mean, best=recent.mean if math.isnan(best) else best)
+        base = levels
         noise, shift = noise_of(values), round(sign) * blocks.shift()
         kind = OutcomeKind.FLAT if few else course_of(values, noise)
         if blocks.has_spread and not blocks.matters(base.threshold, fell=kind is OutcomeKind.DECLINING):
