@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -28,16 +28,19 @@ from esper_telemetry.alarms.alarm_state import (
 )
 from esper_telemetry.alarms.baselines import Baselines, matcher
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
-from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, Judge, View, checked
+from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, LARGE_STEP_UPDATES, AlarmRule, Finding, Judge, View, checked
 from esper_telemetry.alarms.rule_registry import alarm_rules, is_foreign, with_alarms
+from esper_telemetry.alarms.rules.equation_alarms import EQUATION, EquationJudge, sensible_advice
 from esper_telemetry.alarms.rules.task_alarms import Event, TaskEvents, bad_ending, failure_findings, failure_sentence
 from esper_telemetry.alarms.rules.telemetry_alarms import ALARM_LIMIT, TOO_MANY
+from esper_telemetry.alarms.rules.trust_region_alarms import KL_SUDDEN, action_dimensions
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.published_settings import in_trainers_names, outside_sentences
 from esper_telemetry.alarms.verdict.remarks import Remarks
 from esper_telemetry.alarms.verdict.run_outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.containment import Containment, call_note
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.messages import number
 from esper_telemetry.core.record import (
     CRITICAL_FROM,
     RUN_FAILED,
@@ -60,6 +63,15 @@ MAX_EVIDENCE_INSTANCES: Final = 8  # heads, groups or layers that are named
 EXPLAINING_FAMILIES: Final = ("policy", "value", "loss", "adv", "ret", "integrity")
 """Families of keys that can explain unusual gradients or optimizer steps."""
 
+STEP_KEYS: Final = (
+    "policy/kl",
+    "policy/ratio/",
+    "policy/clip_frac",
+    "policy/ess_frac",
+    "opt/update_to_weight",
+    "grad/",
+)
+"""Keys of rules that themselves judge the size of steps, beginnings included."""
 SYMPTOMS: Final = ("grad/", "opt/")
 GRADIENTS_ALONE: Final = (
     "Only gradients were recorded, so the cause is unknown. To find it, also record ratios, losses, values and advantages, with the "
@@ -282,6 +294,9 @@ class Detectors:
         passed = max(1, record.axes.update - before.axes.update) if before else 1  # records between them may be missing
         view.steps = (record.axes.gradient_step - before.axes.gradient_step) // passed if before else None
         view.transitions = max(0, record.axes.env_step - before.axes.env_step) // passed if before else None
+        kl = values.get("policy/kl", 0.0)
+        if kl > self.thresholds.low(KL_SUDDEN) * action_dimensions(view):
+            view.large_step = (self._update, kl)
         self._baselines.look(values)
 
     def _note_families(self, values: Mapping[str, float]) -> None:
@@ -384,7 +399,9 @@ class Detectors:
     def _text(self, state: AlarmState, finding: Finding, event: AlarmEvent) -> str:
         """Return the text of an alarm; the rule's sentences if the finding's own text raises an exception."""
         sentences: list[str] = []
-        worded = partial(alarm_text, state, event=event, view=self._view, explained=self._explained)
+        judge = self._judges.get(EQUATION)
+        holding = judge.holding if isinstance(judge, EquationJudge) else frozenset[str]()
+        worded = partial(alarm_text, state, event=event, view=self._view, explained=self._explained, holding=holding)
         self._containment.attempt(
             partial(worded, finding), sentences.append, name=f"the text of alarm {state.rule.type}"
         )
@@ -431,16 +448,26 @@ class Detectors:
         return tuple(events)
 
 
-def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, view: View, *, explained: bool = True) -> str:
-    """Return the text of an alarm: what happened, since when, the course of the return, and what to try; without advice if `explained` is
-    False and the alarm is only a symptom.
+def alarm_text(
+    state: AlarmState,
+    finding: Finding,
+    event: AlarmEvent,
+    view: View,
+    *,
+    explained: bool = True,
+    holding: Set[str] = frozenset(),
+) -> str:
+    """Return the text of an alarm: a large step before it, what happened, since when, the course of the return, and what to try.
+
+    Without advice if `explained` is False and the alarm is only a symptom, and without advice that the equations `holding` refute.
     """
     rule, update = state.rule, max(view.update, 1)
     clause = finding.text() if finding.text else rule.meaning.rstrip(".")
     since = state.since or update
     if event is AlarmEvent.CLEAR:
         return f"Ended at update {update}, after {update - since} update{'s'[: update - since != 1]}: {rule.meaning}"
-    advice = in_trainers_names(finding.advice() if finding.advice else rule.action, view.facts)
+    advice = sensible_advice(finding.advice() if finding.advice else rule.action, holding)
+    advice = in_trainers_names(advice, view.facts)
     if rule.type == RUN_FAILED:  # its sentence already names the update
         return f"{clause}. Try: {advice}"
     more = len(state.instances) - 1
@@ -449,12 +476,27 @@ def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, view: Vie
     known = explained or not rule.type.startswith(SYMPTOMS)
     course = view.course.sentence(update) if rule.rank < CAUSE_LAST_RANK and not rule.hard else ""
     sentences = [
+        large_step_before(rule, view, since),
         f"{worse} update {since}, {clause}{others}.",
         course,
         *outside_sentences(rule.settings, view.facts, view.get("opt/lr")),
     ]
     sentences.append(f"Try: {advice}" if known else f"{GRADIENTS_ALONE}.")
     return " ".join(filter(None, sentences))
+
+
+def large_step_before(rule: AlarmRule, view: View, since: int) -> str:
+    """Return a sentence about a large step of the policy shortly before an alarm that may follow from it."""
+    judges_steps = any(key.startswith(STEP_KEYS) for key in rule.inputs)
+    if view.large_step is None or judges_steps or "learning_rate" not in rule.settings:
+        return ""
+    update, kl = view.large_step
+    if not 0 <= since - update <= LARGE_STEP_UPDATES:
+        return ""
+    return (
+        f"In update {update} the policy moved by a KL divergence of {number(kl)} nats (usually 0.002 to 0.02), which may be the cause: "
+        "lower the learning rate first."
+    )
 
 
 def record_evidence(state: AlarmState, finding: Finding, view: View) -> dict[str, Any]:

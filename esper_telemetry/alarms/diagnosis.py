@@ -18,7 +18,7 @@ from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, Outcome
 from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual
 from esper_telemetry.core.catalogue import catalogue
-from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunStatus
+from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, AlarmLevel, MetricInfo, Record, RunStatus
 
 ACTIVE: Final = "alarm/active"  # key in every record that was judged when it was written
 NOT_EXPLAINING: Final = ("telemetry/", "task/")  # alarms that do not explain an outcome
@@ -79,7 +79,8 @@ class Diagnosis:
         checks: number of alarms that could be raised.
         remedies: the call, fact or option that supplies the missing inputs of an unanswered alarm, by type.
         effects: types of alarm that show how a run goes wrong but not why.
-        unusual: most unusual values, worst first, if the run failed, is flat or declines, without an alarm that lasted to the end.
+        certain: types of alarm that always show a mistake.
+        unusual: most unusual values, worst first, if the run failed, is flat or declines, and no alarm that lasted to the end explains it.
         killed: whether the process of the run was killed.
         critical: values beyond the critical bounds of their metrics over the latest records, by key.
     """
@@ -94,6 +95,7 @@ class Diagnosis:
     checks: int = 0
     remedies: Mapping[str, str] = field(default_factory=dict)
     effects: frozenset[str] = frozenset()
+    certain: frozenset[str] = frozenset()
     unusual: tuple[Unusual, ...] = ()
     killed: bool = False
     critical: Mapping[str, float] = field(default_factory=dict)
@@ -108,7 +110,7 @@ class Diagnosis:
     @property
     def unexplained(self) -> bool:
         """True if the run failed, is flat or declines and no alarm explains it; False if it was killed."""
-        return self.outcome.kind in BAD and not self.killed and not self._explaining()
+        return self.outcome.kind in BAD and not self.killed and not self.explaining
 
     @property
     def shows_remarks(self) -> bool:
@@ -116,14 +118,21 @@ class Diagnosis:
         return self.updates > 0 and self.outcome.kind in BAD and not self.killed and not self.has_lasting_explanation
 
     @property
+    def shown_remarks(self) -> list[Mapping[str, Any]]:
+        """The remarks in the order in which they may explain the outcome."""
+        return sorted(self.remarks, key=lambda data: bool(data.get("unlikely")))
+
+    @property
     def has_lasting_explanation(self) -> bool:
         """True if an alarm that may explain the outcome lasted to the end."""
         ends = {kind: end for incident in self.incidents for kind, end in incident.ends().items()}
-        return any(ends[kind] is None for kind in self._explaining())
+        return any(ends[kind] is None for kind in self.explaining)
 
-    def _explaining(self) -> set[str]:
-        """Return the raised types of alarm that may explain the outcome."""
-        kinds = {alarm.type for incident in self.incidents for alarm in incident.alarms}
+    @property
+    def explaining(self) -> set[str]:
+        """The raised types of alarm that may explain the outcome; a warning is about a state that may be harmless."""
+        alarms = (alarm for incident in self.incidents for alarm in incident.alarms)
+        kinds = {alarm.type for alarm in alarms if alarm.level is AlarmLevel.CRITICAL}
         return {kind for kind in kinds if not kind.startswith(NOT_EXPLAINING) and kind not in self.effects}
 
     @property
@@ -272,6 +281,7 @@ class RunJudge:
             remedies=detectors.remedies(),
             remarks=tuple(self._remarks),
             effects=frozenset(rule.type for rule in detectors.rules if rule.effect),
+            certain=frozenset(rule.type for rule in detectors.rules if rule.claim or rule.hard),
             killed=status is RunStatus.KILLED,
             critical=critical_values(self._latest, described_keys()),
         )

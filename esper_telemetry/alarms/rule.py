@@ -128,6 +128,10 @@ def _finite(value: Any) -> float | None:
     return number if number is not None and isfinite(number) else None
 
 
+LARGE_STEP_UPDATES: Final = 10
+"""Updates within which a step of the policy that is too large may be the cause of what follows."""
+
+
 class View:
     """One update, as judges see it.
 
@@ -143,6 +147,7 @@ class View:
         transitions: environment steps of this update; None in the first.
         env_step: environment steps of the run so far.
         course: course of the return since the start.
+        large_step: update and KL divergence of the latest update that moved the policy too far; None without one.
         patience: factor by which rules wait longer in a run with small updates; see `patience_factor`.
     """
 
@@ -158,10 +163,16 @@ class View:
         self.transitions: int | None = None
         self.env_step = 0
         self.course = ReturnCourse()
+        self.large_step: tuple[int, float] | None = None
         self.patience = patience_factor(self.facts)
         self._keys: set[str] = set()
         self._cache: dict[tuple[str, str], list[str]] = {}
         self._labelled: dict[tuple[str, str], list[tuple[str, str, float]]] = {}
+
+    @property
+    def recent_large_step(self) -> bool:
+        """True if the policy moved too far in one of the latest updates, which may be the cause of what follows."""
+        return self.large_step is not None and self.update - self.large_step[0] <= LARGE_STEP_UPDATES
 
     def protected(self) -> View:
         """Return a copy for user code: its mappings are read-only, and attributes set on it do not affect the original."""

@@ -91,7 +91,7 @@ class Blocks:
         size: minimum number of updates of a block.
         settling: steps per environment that the first block needs.
         has_spread: whether updates report the spread of their episodes.
-        early: updates before the first block, with steps per environment so far.
+        early: updates before `MIN_CLEAR_BLOCKS` blocks are complete, with steps per environment so far.
     """
 
     least: float
@@ -131,7 +131,10 @@ class Blocks:
         self.count += 1
         if not self.blocks:
             self.settling = max(self.settling, settling)
+        if len(self.blocks) < MIN_CLEAR_BLOCKS:
             self.early.append((steps, block))
+        else:
+            self.early.clear()
         if self.open.episodes < self.least or self.count < self.size or (not self.blocks and steps < self.settling):
             return
         self.blocks.append(self.open if self.blocks else self._settled())
@@ -147,8 +150,16 @@ class Blocks:
         blocks = [block for steps, block in self.early if steps >= self.settling / 2]
         if sum(block.episodes for block in blocks) < self.least:
             blocks = [block for _, block in self.early]
-        self.early.clear()
         return reduce(EpisodeBlock.joined, blocks)
+
+    def early_trend(self) -> tuple[int, float]:
+        """Return the direction of the updates before there are `MIN_CLEAR_BLOCKS` blocks, 0 if it is not clear, and their first level."""
+        means = np.array([block.mean for steps, block in self.early if steps >= self.settling / 2])
+        if len(means) < MIN_CLEAR_BLOCKS:
+            return 0, 0.0
+        straight, course = trend_scores(means)
+        is_clear = abs(straight) >= MIN_TREND_SCORE or abs(course) >= MIN_COURSE_SCORE - 8 / len(means)
+        return (round(math.copysign(1, course)) if is_clear else 0), float(np.mean(means[:3]))
 
     @property
     def values(self) -> Array:

@@ -185,8 +185,8 @@ class NormalizedAdvantageStats(MetricGroup):
         .asks("Do the advantages that the update uses have standard deviation 1?")
         .bounds(
             healthy="within 0.02 of 1",
-            critical="further than 0.1 from 1",
-            source="identity; SB3 divides by the unbiased std, a factor √((N-1)/N)",
+            critical="< 0.01 unless adv/raw/std < 0.01",
+            source="identity; SB3 divides by the unbiased std, a factor √((N-1)/N); near 0 the update has no signal",
         )
         .absent("no valid, finite advantage"),
         Metric.quantity(

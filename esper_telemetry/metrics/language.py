@@ -243,7 +243,15 @@ class ReferenceKl(MetricGroup):
     kl: Mean = reports(
         Metric.nats("lm/kl_reference", 1131, "KL divergence from the reference model")
         .asks("How far is the model from the reference model, with which training began? Estimator k3 per token.")
-        .bounds(healthy="grows slowly", source="huggingface/trl docs/source/grpo_trainer.md; heuristic")
+        .bounds(
+            healthy="< 0.1",
+            warn="> 0.5",
+            critical="> 1",
+            source="medians of public GRPO runs: 0.002 to 0.02 if they learn; heuristic",
+        )
+        .advises(
+            "Lower the learning rate, or raise the weight of the penalty (beta); check that the reference is the initial model."
+        )
         .absent("training has no reference model (beta is 0)")
     )
     largest: Max = reports(

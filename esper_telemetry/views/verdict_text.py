@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import fmean
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, described_keys
+from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.run_outcome import OutcomeKind
 from esper_telemetry.core.messages import capitalized, number
@@ -33,6 +34,8 @@ def verdict_document(
 ) -> Iterator[Element]:
     """Yield a verdict: the sentence of a bad ending, what the run does, its incidents, and what is open.
 
+    Settings outside all published ranges come before incidents that may follow from them.
+
     Args:
         head: name and length of the run.
         diagnosis: the verdict.
@@ -46,6 +49,13 @@ def verdict_document(
         yield h("p", "The journal has no records yet.", css="note")
     else:
         yield h("p", checks(diagnosis)) if ending else h("p", capitalized(diagnosis.summary), css=diagnosis.tone)
+    notes = (
+        [] if diagnosis.shows_remarks else [data for kind, data in diagnosis.events if kind == REMARK]
+    )  # else the findings have them
+    causes = [data for data in notes if data.get("name") in PUBLISHED]
+    if any(incident.cause in diagnosis.certain for incident in diagnosis.incidents):
+        causes = []
+    yield from _remarks(causes)
     for incident in diagnosis.incidents:
         if not (ending and incident.cause == RUN_FAILED):
             note = " (a symptom; its cause is unknown)" if _is_symptom_alone(diagnosis, incident) else ""
@@ -58,9 +68,9 @@ def verdict_document(
                 css=incident.main.level,
             )
     yield from findings(diagnosis)
-    for event, data in diagnosis.events:
-        if not (event == REMARK and diagnosis.shows_remarks):  # else the findings have it
-            yield h("p", f"update {data['update']}: {data['text']}")
+    yield from _remarks(
+        data for kind, data in diagnosis.events if (kind != REMARK or data in notes) and data not in causes
+    )
     if diagnosis.unanswered:
         count = len(diagnosis.unanswered)
         questions = f"{count} question{'' if count == 1 else 's'} could not be answered"
@@ -75,6 +85,10 @@ def verdict_document(
             if list_unanswered
             else h("p", f"{questions}, as values were not reported; --all lists them.")
         )
+
+
+def _remarks(remarks: Iterable[Mapping[str, Any]]) -> Iterator[Element]:
+    return (h("p", f"update {data['update']}: {data['text']}") for data in remarks)
 
 
 def checks(diagnosis: Diagnosis) -> str:
@@ -113,11 +127,12 @@ def _unexplained(diagnosis: Diagnosis) -> Iterator[Element]:
     else:
         yield h("p", f"The run {verb}, and its alarms were over before its end.")
     if diagnosis.remarks:
-        remarks = (f"update {data['update']}: {data['text']}" for data in diagnosis.remarks)
+        remarks = (f"update {data['update']}: {data['text']}" for data in diagnosis.shown_remarks)
         yield folded("What may explain it", items(remarks), is_open=is_open)
     if diagnosis.unusual:
         values = (f"{entry.key}: {entry.text}" for entry in diagnosis.unusual)
-        title = f"Most unusual ({len(diagnosis.unusual)} values, medians over the run)"
+        count = len(diagnosis.unusual)
+        title = f"Most unusual ({count} value{'s'[: count > 1]}, medians over the run)"
         yield folded(title, items(values), is_open=is_open)
     if diagnosis.unexplained and not diagnosis.remarks and not any(entry.is_far for entry in diagnosis.unusual):
         known = "Each of these values occurs in some healthy runs" if diagnosis.unusual else NOTHING_UNUSUAL
@@ -162,7 +177,7 @@ def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str
         "unanswered": dict(diagnosis.unanswered),
         "remedies": dict(diagnosis.remedies),
         "unexplained": diagnosis.unexplained,
-        "remarks": [plain(data) for data in diagnosis.remarks] if diagnosis.shows_remarks else [],
+        "remarks": [plain(data) for data in diagnosis.shown_remarks] if diagnosis.shows_remarks else [],
         "unusual": [entry._asdict() for entry in diagnosis.unusual],
         "gradients_alone": diagnosis.gradients_alone,
     }

@@ -143,8 +143,29 @@ def test_short_runs_are_too_short() -> None:
     assert outcome_of(records(np.arange(7.0))).kind is OutcomeKind.TOO_SHORT
     assert outcome_of(records(np.tile([1.0, 2.0], 10)[:19])).kind is OutcomeKind.TOO_SHORT
     assert outcome_of(records(np.tile([1.0, 2.0], 10))).kind is OutcomeKind.FLAT
-    assert outcome_of(records(np.arange(10.0), episodes=1)).kind is OutcomeKind.TOO_SHORT
+    assert outcome_of(records(np.array([3.0, 1, 4, 1, 5, 9, 2, 6]), episodes=1)).kind is OutcomeKind.TOO_SHORT
     assert outcome_of(records(np.arange(10.0))).kind is OutcomeKind.LEARNING
+
+
+def test_a_few_long_episodes_tell_a_trend() -> None:
+    """Sixteen updates of one episode each, as logged: the return falls in nearly all of them. Noise of that length has no trend."""
+    falling = -np.array([141, 142, 146, 145, 151, 155, 153, 160, 163, 161, 170, 174, 179, 183, 190, 195]) * 1000.0
+    kinds = [outcome_of(records(np.random.default_rng(seed).normal(size=16), episodes=1)).kind for seed in range(200)]
+
+    assert outcome_of(records(falling, episodes=1)).text.startswith("declining: return -1.4e5 -> -1.6e5 in 16")
+    assert outcome_of(records(-falling, episodes=1)).kind is OutcomeKind.LEARNING
+    assert sum(kind is not OutcomeKind.TOO_SHORT for kind in kinds) <= 4
+
+
+def test_a_return_that_still_rises_has_not_converged() -> None:
+    """A rise that slows down, and gains 15 % of itself in the last third; one that lost a third of itself; one that is exactly level."""
+    rising = np.concatenate([np.linspace(0, 85, 40), np.linspace(85, 100, 20)])
+    lost = np.concatenate([np.linspace(0, 100, 30), np.full(30, 68.0)])
+    solved = np.concatenate([np.linspace(0, 1000, 20), np.full(40, 1000.0)])
+
+    assert outcome_of(records(rising)).kind is OutcomeKind.LEARNING
+    assert outcome_of(records(lost)).text == "learning: return 8.62 -> 68 in 60 updates, 87.3 at best"
+    assert outcome_of(records(solved)).kind is OutcomeKind.CONVERGED
 
 
 def test_the_sentence_has_the_numbers_that_decided() -> None:

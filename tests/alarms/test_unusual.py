@@ -31,6 +31,8 @@ from esper_telemetry.core.record import Axes, MetricInfo, Record
         ("|mean| > 0.05", -0.5, 1.0),
         ("> 1.6 (a factor of 5)", 16.0, 1.0),
         (">= 0.25", 0.25, 0.01),
+        ("outside 0.1 to 0.9", 0.001, 2.0),
+        ("outside 0.1 to 0.9", 0.5, 0.0),
         ("> 10 with policy/ess_frac < 0.8", 100.0, None),
         ("robust z of log10 above 4", 100.0, None),
         ("", 1.0, None),
@@ -86,6 +88,14 @@ def test_values_that_healthy_runs_have_are_usual_whatever_the_bounds_say() -> No
     assert usual is None
     assert far is not None and far.is_far and far.text == "0.9 (healthy runs 0.2 to 0.5; warning: > 0.3)"
     assert judge_value(metric, 0.45, None) is not None
+
+
+def test_values_that_are_better_than_healthy_ones_are_usual() -> None:
+    """Only a low explained variance is bad. A critical value counts although healthy runs have it, too."""
+    metric = Metric.fraction("a/b", 0, "b").bounds(warn="< 0.1", critical="< 0")
+
+    assert judge_value(metric, 0.99, [0.1, 0.2, 0.3, 0.5, 0.6]) is None
+    assert judge_value(metric, -0.1, [-0.2, -0.1, 0.0, 0.1, 0.2]) is not None
 
 
 def test_the_table_holds_plausible_values_of_declared_metrics() -> None:

@@ -56,7 +56,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
         ("trl_early_2025.log", "too short to tell", [], ""),
         ("verl_group_of_one.log", "flat", [("lm/grouping", 1)], "there is one answer per prompt and no baseline"),
         ("verl_group_of_one.log", "flat", [("lm/grouping", 1)], "measured before the only gradient step"),
-        ("spinning_up_progress.txt", "learning", [], ""),
+        ("spinning_up_progress.txt", "converged", [], ""),
     ],
 )
 def test_public_logs(

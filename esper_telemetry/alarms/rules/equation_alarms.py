@@ -7,20 +7,21 @@ up many of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from esper_telemetry.alarms.alarm_bounds import above, count
 from esper_telemetry.alarms.rule import WARNING, Finding, View, alarm
-from esper_telemetry.core.messages import number
-from esper_telemetry.equations.equation import EQUATION_KEY, Equation, EquationResult, equation_results
+from esper_telemetry.core.messages import capitalized, number
+from esper_telemetry.equations.equation import EQUATION_KEY, Equation, EquationResult, equation_results, equations
 from esper_telemetry.equations.schedules import RateHistory
 
 EQUATION_FACTOR = above("equation_factor", 1.0, "times the tolerances of the compute precision, for integrity/equation")
 UNEXPLAINED = count(
     "equation_unexplained", 2.0, "checks in a row that differ without an explanation, for integrity/equation"
 )
+EQUATION: Final = "integrity/equation"  # type of the alarm
 RATE_KEY: Final = "opt/lr"
 MAX_OTHERS: Final = 3  # other quantities that the sentence names
 
@@ -40,6 +41,11 @@ class EquationJudge:
     differences: dict[str, EquationResult] = field(default_factory=dict)
     streaks: dict[str, int] = field(default_factory=dict)
     rates: RateHistory | None = None
+
+    @property
+    def holding(self) -> frozenset[str]:
+        """Names of the equations that held in their last check."""
+        return frozenset(name for name, differences in self.streaks.items() if differences == 0)
 
     def __call__(self, view: View) -> Iterator[Finding]:
         results = equation_results(view.values, view.facts, view.limits[EQUATION_FACTOR])
@@ -85,6 +91,33 @@ def _others(others: Sequence[EquationResult]) -> str:
         names.append(f"{len(others) - MAX_OTHERS} more")
     *first, last = names or [""]
     return f"; {', '.join(first)}{' and ' if first else ''}{last} differ too" if names else ""
+
+
+REFUTED_BY: Final[Mapping[str, tuple[str, ...]]] = {
+    "the sign of the policy loss": ("policy_loss",),
+    "that each advantage belongs to its action": ("minibatches", "normalized_advantages"),
+    "the sign and the order of advantages": ("advantages", "normalized_advantages"),
+    "the shape of the ratios": ("policy_loss",),
+    "the sign and the targets of the critic's loss": ("value_loss",),
+    "the order in which returns are computed": ("returns",),
+}
+"""Checks that advice recommends, and the equations that make each of them pointless if all of them hold."""
+
+
+def sensible_advice(advice: str, holding: Set[str]) -> str:
+    """Return advice without the clauses that `holding`, the names of the equations that hold, refute."""
+    kept, refuting = list[str](), dict[str, None]()
+    for clause in advice.rstrip(".").split("; "):
+        names = next((names for check, names in REFUTED_BY.items() if check in clause and holding >= set(names)), ())
+        refuting.update(dict.fromkeys(names))
+        kept += [] if names else [clause]
+    if not refuting:
+        return advice
+    *first, last = (equations()[name].quantity for name in refuting)
+    match = f"{', '.join(first)}{' and ' if first else ''}{last} match their equation{'s' if first else ''}"
+    return (
+        f"{capitalized('; '.join(kept))}. {capitalized(match)}." if kept else f"{capitalized(match)}: look elsewhere."
+    )
 
 
 EXCESS: Final = "integrity/actions/"
@@ -170,7 +203,7 @@ class CalibrationJudge:
 
 
 RULES = (
-    alarm("integrity/equation", rank=25, hard=True, certain=True, sampled=True, optional=True, n_off=1)
+    alarm(EQUATION, rank=25, hard=True, certain=True, sampled=True, optional=True, n_off=1)
     .reads("integrity/equation/{equation}", "integrity/equation_tolerance/{equation}", "integrity/fitted/{equation}")
     .reads(RATE_KEY)
     .says(

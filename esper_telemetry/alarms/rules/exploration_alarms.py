@@ -251,6 +251,10 @@ WRONG_CORRELATION = above(
 )
 
 
+SMALLER_STEPS = "Lower the learning rate or the number of epochs."
+"""Advice if a step that was too large came first: the objective of a rollout means little for a policy that is far from it."""
+
+
 @dataclass(slots=True)
 class Directions:
     """Negative correlations in the previous two updates, and the previous learning rate."""
@@ -279,7 +283,8 @@ def wrong_direction(view: View, value: float, past: Directions) -> Iterator[Find
     clearly = small and min(against, before[1]) > max(limits[WRONG_CORRELATION], 6 * chance)
     lasting, total = min(against, *before) > 0, against + sum(before)
     wrong = clearly or (lasting and total > max(3 * limits[WRONG_LEAST], CHANCE_FACTOR * chance))
-    yield Finding(hard(wrong), key, value, limits[WRONG_DIRECTION], z=view.z(key)).says(
+    finding = Finding(hard(wrong), key, value, limits[WRONG_DIRECTION], z=view.z(key))
+    yield finding.with_advice((lambda: SMALLER_STEPS) if view.recent_large_step else None).says(
         "updates have made good actions less likely and bad ones more likely: each lowers its own objective by {}{}",
         *(-value, partial(view.usual, key)),
     )
@@ -377,9 +382,10 @@ RULES = (
     alarm("policy/wrong_direction", "policy/surrogate_gain", rank=260, debug_updates=5)
     .needs("policy/surrogate_gain", "policy/ratio/std")
     .follows("policy/surrogate_gain", "grad/clip/coef")
+    .changes("learning_rate", "num_epochs")
     .says(
         "Updates make good actions less likely and bad ones more likely.",
-        "Check the sign of the policy loss and that each advantage belongs to its action; lower the learning rate.",
+        "Check the sign of the policy loss; check that each advantage belongs to its action; lower the learning rate.",
         "Single updates of healthy runs do so by chance, with correlations of up to 0.1: one update in six if the run learns slowly.",
     )
     .shows("policy/surrogate_gain", "adv/norm/*", "loss/*", "opt/lr", "policy/kl*", pieces=("transitions",))

@@ -147,8 +147,8 @@ def actor_starved(view: View) -> Iterator[Finding]:
 
 
 NO_ACTOR_GRADIENT = (
-    "The actor's gradient is close to 0 even before clipping, so rescaling returns cannot help. Check that advantages vary and have the "
-    "shape of the ratios ([N] and [N, 1] broadcast to [N, N]), and that the log-probabilities require gradients."
+    "The actor's gradient is close to 0 even before clipping, so rescaling returns cannot help. Check that advantages vary; check that "
+    "they have the shape of the ratios ([N] and [N, 1] broadcast to [N, N]); check that the log-probabilities require gradients."
 )
 TIGHT_CLIP = "Raise max_grad_norm: gradients below Adam's epsilon hardly change the weights."
 """Advice if the actor's gradient is small before clipping, and if the clip limit is below all published ones."""

@@ -298,8 +298,8 @@ RULES = (
     .changes("learning_rate", "value_coef")
     .says(
         "The critic has been as bad as a constant for a long time.",
-        "Check that the critic's parameters are trained, that its loss has the right sign and targets, and that returns are computed in "
-        "the right order; normalise returns if they are large. A critic cannot predict returns that are pure noise.",
+        "Check that the critic's parameters are trained; check the sign and the targets of the critic's loss; check the order in which "
+        "returns are computed; normalise returns if they are large. A critic cannot predict returns that are pure noise.",
         "With unscaled returns R² begins far below 0 and rises; a rising R² raises nothing, and neither does a task that is being solved, "
         "whose returns become equal. Bounds on the explained variance depend on the phase, as in esper-lite: -0.5 in the first tenth of a "
         "run, -0.2 in the first quarter, 0 until three quarters, then 0.1.",

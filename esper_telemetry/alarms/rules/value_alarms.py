@@ -367,6 +367,7 @@ critic_alarm = partial(alarm, pieces=("transitions",), histograms=("value/", "re
 
 RULES = (
     critic_alarm("value/fit_collapse", effect=True, warmup=10, n_on=2, debug_updates=5)
+    .changes("learning_rate", "value_coef")
     .reads(R2, EXPLAINED, LOSS_OVER_VARIANCE)
     .needs(R2, EXPLAINED, LOSS_OVER_VARIANCE)
     .follows(LOSS, LOSS_OVER_VARIANCE, SPREAD)

@@ -3,6 +3,7 @@
 > 0.1                                             a bound
 |.| > 0.5                                         a bound on the absolute value
 0.002 to 0.02                                     a range
+outside 0.15 to 0.85                              a bound at both ends
 < 0.1 with policy/entropy_marginal_norm < 0.5     holds if the other metric is known to be beyond that bound
 < 0 unless value/loss_norm < 0.1                  holds unless the other metric is known to be beyond that bound
 """
@@ -23,6 +24,7 @@ Other = Callable[[str], float | None]  # returns the value of another metric at 
 NUMBER: Final = r"[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?"
 BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})\s*(?:[;:(].*)?")
 RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})\s*(?:[;:(].*)?")
+OUTSIDE: Final = re.compile(rf"outside ({NUMBER}) to ({NUMBER})")
 LEADING_BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})(?=$|[\s;:,(])")
 LEADING_RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})(?=$|[\s;:,(])")
 CONDITIONAL: Final = re.compile(rf"(.+) (with|unless) (\S+) ([<>]=? {NUMBER})")
@@ -103,6 +105,8 @@ def distance_beyond(text: str, value: float, other: Other = lambda key: None) ->
 
 def beyond_bound(text: str, value: float) -> float | None:
     """Return the decades by which a value exceeds a bound such as `> 0.03`, at least 0.01; 0 within the bound; None for other texts."""
+    if ends := OUTSIDE.fullmatch(text):
+        return max(beyond_bound(f"< {ends[1]}", value) or 0.0, beyond_bound(f"> {ends[2]}", value) or 0.0)
     match = BOUND.fullmatch(text)
     if not match:
         return None
@@ -119,7 +123,7 @@ def beyond_bound(text: str, value: float) -> float | None:
 
 
 def critical_values(records: Iterable[Mapping[str, float]], metrics: Mapping[str, MetricInfo]) -> dict[str, float]:
-    """Return the medians over the latest records that are beyond the critical bound of their metric, by key.
+    """Return the medians over the latest records that are beyond the critical bound of their metric, by key, farthest first.
 
     Args:
         records: values of the latest records; the last `LATEST_RECORDS` count.
@@ -137,10 +141,12 @@ def critical_values(records: Iterable[Mapping[str, float]], metrics: Mapping[str
         for template, info in metrics.items()
         if HEAD in template and info.critical
     }
-    critical = {}
+    distances = {}
     for key, value in medians.items():
         matches = ((info, match[1]) for pattern, info in heads.items() if (match := pattern.fullmatch(key)))
         info, head = (metrics[key], "") if key in metrics else next(matches, (None, ""))
-        if judge(info, value, lambda other, head=head: medians.get(other.replace(HEAD, head))) == "critical":  # type: ignore[misc]
-            critical[key] = value
-    return critical
+        bound = info.critical if info else ""
+        distance = distance_beyond(bound, value, lambda other, head=head: medians.get(other.replace(HEAD, head)))  # type: ignore[misc]
+        if distance and math.isfinite(value):
+            distances[key] = distance
+    return {key: medians[key] for key in sorted(distances, key=lambda key: -distances[key])}

@@ -25,6 +25,7 @@ REMARK: Final = "remark"  # type of the journal event
 MIN_STEPS: Final = 5000  # environment steps without a reward that cause a remark
 MIN_EPISODES: Final = 10  # episodes with the same end that cause a remark
 MIN_LIMITED_STEPS: Final = 20  # episode length above which the length may be a time limit
+LIMIT_SURPRISE: Final = 0.5  # bound of value/bias_terminated, in standard deviations of the returns
 TINY_REWARD: Final = 1e-3  # largest reward below which the scale of rewards causes a remark
 
 SAME_STD: Final = 0.8
@@ -118,7 +119,7 @@ class Remarks:
         self._run.add_ends(view)
         self._episode_length = view.get("episode/length_mean") or self._episode_length
         yield from self._horizon(view)
-        yield from self._fixed_length()
+        yield from self._fixed_length(view)
         if self._run.add_rewards(view):
             yield from self._reward_remarks()
         if self._run.add_effect(view):
@@ -139,8 +140,8 @@ class Remarks:
             )
             yield "discount horizon", _data(text, "episode/length_mean", length, seen / MIN_SEEN_SHARE)
 
-    def _fixed_length(self) -> Iterator[Remark]:
-        """Episodes that all terminate after the same number of steps."""
+    def _fixed_length(self, view: View) -> Iterator[Remark]:
+        """Episodes that all terminate after the same number of steps; an unlikely cause if the critic is not surprised by their ends."""
         ends = self._run
         few = ends.episodes < MIN_EPISODES or ends.longest < MIN_LIMITED_STEPS
         if few or ends.cut or ends.shortest != ends.longest:
@@ -149,7 +150,12 @@ class Remarks:
             f"all {number(ends.episodes)} episodes have terminated after exactly {number(ends.longest)} steps: if this is a time limit, "
             "report it as truncated, so that returns are bootstrapped from the critic's estimate"
         )
-        yield "fixed length", _data(text, "episode/terminated_length_max", ends.longest, ends.longest)
+        at_ends, bias, std = (view.get(key) for key in ("value/bias_terminated", "value/bias", "ret/std"))
+        surprised = (
+            at_ends is not None and bias is not None and std is not None and abs(at_ends - bias) > LIMIT_SURPRISE * std
+        )
+        data = _data(text, "episode/terminated_length_max", ends.longest, ends.longest)
+        yield "fixed length", {**data, "unlikely": not surprised}
 
     def _reward_remarks(self) -> Iterator[Remark]:
         rewards = self._run

@@ -6,10 +6,11 @@ an update. Without returns it follows the return in evaluation or the mean rewar
 - failed: the run ended with an exception, as failed or killed; or numbers are non-finite in each of its last `FAILED_RECORDS` records
   and it has not learned;
 - too short to tell: fewer than `MIN_EPISODES` episodes or `MIN_BLOCKS` blocks (`MIN_SPREAD_BLOCKS` if updates report the spread of their
-  episodes), unless a mean over the last hundred episodes drifts (`Drift`); for a flat curve, fewer than `MIN_FLAT_UPDATES` updates or
-  `MIN_FLAT_EPISODES` episodes (`MIN_ENDED_UPDATES` and `MIN_ENDED_EPISODES` if the run has finished);
+  episodes), unless the updates show a clear trend, as a few long episodes may, or a mean over the last hundred episodes drifts (`Drift`);
+  for a flat curve, fewer than `MIN_FLAT_UPDATES` updates or `MIN_FLAT_EPISODES` episodes (`MIN_ENDED_UPDATES` and `MIN_ENDED_EPISODES` if
+  the run has finished);
 - solved: rose, has not declined, and its return has passed the environment's threshold and has not fallen far below it since;
-- converged: rose, and has stayed at its last level for `STABLE_SHARE` of the run and `MIN_STABLE_BLOCKS` blocks;
+- converged: rose, and has stayed at its last level, near its best, for `STABLE_SHARE` of the run and `MIN_STABLE_BLOCKS` blocks;
 - learning: rose above the first rollouts in any other way;
 - declining: fell below the first rollouts, or lost `LOST_SHARE` of its improvement, which is also visible in the return;
 - flat: neither rose above the first rollouts nor fell below them; if updates report the spread of their episodes, also if the level at the
@@ -81,6 +82,10 @@ STABLE_SHARE: Final = 1 / 3
 STABLE_BAND: Final = 0.2
 """Share of the rise within which a stable level stays, and which a return above the first rollouts must lose to decline."""
 MIN_STABLE_BLOCKS: Final = 8
+MAX_STABLE_CHANGE: Final = 0.1
+STABLE_ERRORS: Final = 3.0
+MAX_STABLE_ERROR: Final = 0.15
+"""Change of a stable level over the last `STABLE_SHARE` of the run: share of the rise, standard errors, and their largest share of it."""
 SOLVED_EPISODES: Final = 100  # episodes before which the return cannot have passed a threshold
 SOLVED_BAND: Final = (
     0.1  # a solved task's return may fall below the threshold by this share of its distance from the first rollouts
@@ -369,7 +374,8 @@ class OutcomeJudge:
         first, gain = abs(levels.first), self._sign * (levels.last - levels.first)
         risen, lost = self._sign * (levels.best - levels.first), self._sign * (levels.best - levels.last)
         if kind in GOOD:
-            return kind if gain > 0 else OutcomeKind.FLAT
+            lasts = gain > 0 and lost <= LOST_SHARE * risen
+            return kind if lasts else OutcomeKind.DECLINING if gain > 0 else OutcomeKind.FLAT
         if kind is not OutcomeKind.DECLINING or -gain > MIN_FALL_SHARE * first:
             return kind
         if risen > MIN_FALL_SHARE * first and lost > STABLE_BAND * risen:
@@ -423,24 +429,21 @@ class OutcomeJudge:
         values = sign * blocks.values
         few = len(values) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES
         judged = not few or (blocks.has_spread and len(values) >= MIN_SPREAD_BLOCKS and blocks.episodes >= MIN_EPISODES)
-        if (
-            not judged
-            and key == RECENT_RETURN
-            and blocks.episodes >= MIN_EPISODES
-            and (direction := self._drift.direction)
-        ):
-            kind = OutcomeKind.LEARNING if direction > 0 else OutcomeKind.DECLINING
-            best = recent.highest if not math.isnan(recent.highest) else recent.mean
-            base = replace(base, first=self._drift.first, last=recent.mean, best=best)
-            return self._worded(replace(base, kind=kind))
+        best = recent.highest if sign > 0 else recent.lowest
+        levels = replace(base, last=recent.mean, best=recent.mean if math.isnan(best) else best)
         if not judged:
-            needed = f"{MIN_EPISODES} episodes" if blocks.episodes < MIN_EPISODES else f"{MIN_BLOCKS} blocks"
+            enough, drift = blocks.episodes >= MIN_EPISODES, self._drift
+            averaged = drift.direction if enough else 0, drift.first  # updates of a moving average are no samples
+            direction, start = averaged if key == RECENT_RETURN else blocks.early_trend()
+            if direction:
+                kind = OutcomeKind.LEARNING if direction * sign > 0 else OutcomeKind.DECLINING
+                return self._worded(replace(levels, kind=kind, first=start))
+            needed = f"{MIN_EPISODES} episodes" if not enough else f"{MIN_BLOCKS} blocks"
             counted = f"{base.episodes:,} episodes in {len(values)} blocks of updates; at least {needed} are needed"
             return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}")
-        best = recent.highest if sign > 0 else recent.lowest
-        base = replace(base, last=recent.mean, best=recent.mean if math.isnan(best) else best)
+        base = levels
         noise, shift = noise_of(values), round(sign) * blocks.shift()
-        kind, stable = (OutcomeKind.FLAT, 0) if few else course_of(values, noise)
+        kind = OutcomeKind.FLAT if few else course_of(values, noise)
         if blocks.has_spread and not blocks.matters(base.threshold, fell=kind is OutcomeKind.DECLINING):
             kind = OutcomeKind.FLAT
         if (sign > 0 and kind is not OutcomeKind.DECLINING and blocks.lost(noise)) or (kind in GOOD and shift < 0):
@@ -452,8 +455,9 @@ class OutcomeJudge:
             kind = OutcomeKind.TOO_SHORT
         elif kind in GOOD and self._passed_since is not None and not base.began_above:
             kind, since = OutcomeKind.SOLVED, self._passed_since
-        elif kind is OutcomeKind.CONVERGED:
-            since = blocks.blocks[stable].begin
+        elif kind in GOOD and not few and not self._below_best(base):
+            stable = stable_from(values, noise)
+            kind, since = (kind, None) if stable is None else (OutcomeKind.CONVERGED, blocks.blocks[stable].begin)
         return self._worded(replace(base, kind=kind, since=since))
 
     def _worded(self, outcome: Outcome) -> Outcome:
@@ -470,7 +474,13 @@ class OutcomeJudge:
         reach = f"-> {number(last)} in {outcome.updates:,} updates{few}"
         if outcome.kind is OutcomeKind.DECLINING and self._sign * (best - first) > self._sign * (first - last):
             return f"{name} {number(best)} at best {reach}, {number(first)} in the first rollouts"
-        return f"{name} {number(first)} {reach}"
+        highest = f", {number(best)} at best" if outcome.kind in GOOD and self._below_best(outcome) else ""
+        return f"{name} {number(first)} {reach}{highest}"
+
+    def _below_best(self, outcome: Outcome) -> bool:
+        """Return whether the return has lost more than `STABLE_BAND` of its rise."""
+        first, last, best = (0.0 if level is None else level for level in (outcome.first, outcome.last, outcome.best))
+        return self._sign * (best - last) > STABLE_BAND * self._sign * (best - first)
 
     def _flat_is_known(self, key: str, blocks: Blocks) -> bool:
         """Return True after enough updates and episodes; a finished run with many episodes needs fewer updates."""
@@ -479,11 +489,8 @@ class OutcomeJudge:
         return self._updates >= MIN_FLAT_UPDATES and blocks.episodes >= flat_episodes(key)
 
 
-def course_of(values: Array, noise: Noise) -> tuple[OutcomeKind, int]:
-    """Return the kind of a series of at least `MIN_BLOCKS` block means, and the index of its first stable block.
-
-    The kind is learning, converged, flat or declining; the index is the number of blocks if the series is not stable.
-    """
+def course_of(values: Array, noise: Noise) -> OutcomeKind:
+    """Return the kind of a series of at least `MIN_BLOCKS` block means: learning, flat or declining."""
     count = len(values)
     width, last_width = max(3, math.ceil(count / 10)), max(3, math.ceil(count / 15))
     levels = smoothed(values, width)
@@ -492,25 +499,30 @@ def course_of(values: Array, noise: Noise) -> tuple[OutcomeKind, int]:
     best = float(levels[upward.top])
     doubt = 3 * noise.lasting / math.sqrt(last_width)
     if upward.significant and best - last < max(LOST_SHARE * upward.height, doubt):
-        stable = _stable_from(values, levels, last, upward.height, noise)
-        converged = count - stable >= max(MIN_STABLE_BLOCKS, STABLE_SHARE * count)
-        return OutcomeKind.CONVERGED if converged else OutcomeKind.LEARNING, stable
+        return OutcomeKind.LEARNING
     fallen = float(np.mean(values[:width])) - last
     declining = upward.significant or (downward.significant and fallen >= max(LOST_SHARE * downward.height, doubt))
-    return OutcomeKind.DECLINING if declining else OutcomeKind.FLAT, count
+    return OutcomeKind.DECLINING if declining else OutcomeKind.FLAT
 
 
-def _stable_from(values: Array, levels: Array, last: float, height: float, noise: Noise) -> int:
-    """Return the index after which all levels stay near the last one without a trend; otherwise the number of values."""
+def stable_from(values: Array, noise: Noise) -> int | None:
+    """Return the index of the block after which all levels stay near the last one; None if the series still changes at its end.
+
+    It still changes if a straight line through its last blocks rises or falls by `MAX_STABLE_CHANGE` of the rise, and by
+    `STABLE_ERRORS` standard errors. A change that is not known to `MAX_STABLE_ERROR` of the rise does not show a stable level.
+    """
     count, width = len(values), max(3, math.ceil(len(values) / 10))
+    last = values[-max(MIN_STABLE_BLOCKS, math.ceil(STABLE_SHARE * count)) :]
+    levels = smoothed(values, width)
+    height = float(np.max(levels) - np.mean(values[:width]))
     band = STABLE_BAND * height + noise.scale / math.sqrt(width)
-    outside = np.flatnonzero(np.abs(levels - last) > band)
+    outside = np.flatnonzero(np.abs(levels - np.mean(values[-max(3, math.ceil(count / 15)) :])) > band)
     begin = int(outside[-1]) + 1 if len(outside) else 0
-    third = (count - begin) // 3
-    if third < 2:
-        return count
-    change = float(np.mean(values[-third:]) - np.mean(values[begin : begin + third]))
-    return begin if abs(change) <= STABLE_BAND / 2 * height + 2 * noise.scale / math.sqrt(third) else count
+    time = np.arange(len(last)) - (len(last) - 1) / 2
+    slope = float(time @ last) / float(time @ time)
+    change, error = abs(slope) * len(last), float(np.std(last - slope * time)) * math.sqrt(12 / len(last))
+    is_stable = error <= MAX_STABLE_ERROR * height and change <= max(MAX_STABLE_CHANGE * height, STABLE_ERRORS * error)
+    return begin if is_stable and count - begin >= len(last) else None
 
 
 def flat_episodes(key: str) -> int:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Final, NamedTuple
 
-from esper_telemetry.alarms.verdict.bounds import RANGE, Other, distance_beyond
+from esper_telemetry.alarms.verdict.bounds import HEAD, RANGE, HealthyRange, Other, distance_beyond
 from esper_telemetry.core.catalogue import catalogue, family_name, groups
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number
@@ -42,6 +42,8 @@ FAMILIES_ASIDE: Final = frozenset(
 )
 KEYS_ASIDE: Final = frozenset({"policy/entropy", "policy/entropy_marginal", "loss/entropy", "policy/logp/min"})
 """Families and keys that depend on the machine, the task or the number of actions."""
+NOT_OF_TRAINING: Final = frozenset({"perf", "telemetry", "alarm"})
+"""Families that explain no outcome, not even beyond their critical bounds."""
 MIN_SPREADS: Final = {"ratio": 0.1, "dimensions": 0.5, "1 (excess)": 2.0, "relative error": 1e-3, "nats": 0.002}
 MIN_SPREAD: Final = 0.03
 """Smallest distance between a quantile and the median, by unit: two healthy runs differ by as much."""
@@ -56,6 +58,7 @@ class Unusual(NamedTuple):
         score: larger is more unusual.
         is_far: whether the value is beyond the range of healthy runs, or beyond the metric's bounds.
         text: the value with its healthy range.
+        is_critical: whether the value is beyond the metric's critical bound.
     """
 
     key: str
@@ -63,6 +66,7 @@ class Unusual(NamedTuple):
     score: float
     is_far: bool
     text: str
+    is_critical: bool = False
 
 
 class RunValues:
@@ -76,9 +80,8 @@ class RunValues:
         """Add a record, unless thinning leaves it out."""
         self._every = self._every or 1
         if self._place % self._every == 0:
-            known = scale_free()
             for key, value in record.values.items():
-                if key in known and math.isfinite(value):
+                if judged_metric(key) is not None and math.isfinite(value):
                     self._values.setdefault(key, array("d")).append(value)
             if self._place // self._every >= MAX_SAMPLES:
                 self._values = {key: values[::2] for key, values in self._values.items()}
@@ -86,14 +89,22 @@ class RunValues:
         self._place += 1
 
     def unusual(self, facts: Facts, limit: int = MAX_UNUSUAL) -> tuple[Unusual, ...]:
-        """Return the most unusual values, worst first."""
+        """Return the most unusual values: first those beyond their critical bounds, then those far from healthy runs, worst first."""
         table = healthy_values().get(kind_of_task(facts), {})
         found, medians = [], {key: statistics.median(values) for key, values in self._values.items()}
         for key, value in medians.items():
-            entry = judge_value(scale_free()[key], value, table.get(key), medians.get)
+            metric, head = judged_metric(key) or (None, "")
+            if metric is None:
+                continue
+            entry = judge_value(
+                metric,
+                value,
+                table.get(key),
+                lambda other, head=head: medians.get(other.replace(HEAD, head)),  # type: ignore[misc]
+            )
             if entry is not None:
-                found.append(entry)
-        return tuple(sorted(found, key=lambda entry: (not entry.is_far, -entry.score, entry.key))[:limit])
+                found.append(entry._replace(key=key))
+        return tuple(sorted(found, key=lambda one: (not one.is_critical, not one.is_far, -one.score, one.key))[:limit])
 
     @property
     def samples(self) -> Mapping[str, array[float]]:
@@ -111,6 +122,40 @@ def scale_free() -> Mapping[str, Metric]:
         and UNITS.fullmatch(metric.unit)
         and family_name(metric.key) not in FAMILIES_ASIDE
         and metric.key not in KEYS_ASIDE
+    }
+
+
+@lru_cache(maxsize=4096)
+def judged_metric(key: str) -> tuple[Metric, str] | None:
+    """Return the metric of a key whose median over a run can be judged, and its head; None for other keys.
+
+    Its values can be compared between runs, or it has bounds in plain numbers. Keys of groups and layers are not judged.
+    """
+    if (metric := scale_free().get(key)) is not None:
+        return metric, ""
+    for template, metric in bounded().items():
+        if template == key:
+            return metric, ""
+        before, _, after = template.partition(HEAD)
+        if (
+            after
+            and key.startswith(before)
+            and key.endswith(after)
+            and "/" not in (head := key[len(before) : -len(after)])
+        ):
+            return metric, head
+    return None
+
+
+@lru_cache(maxsize=1)
+def bounded() -> Mapping[str, Metric]:
+    """Return the metrics with a bound in plain numbers, by key or by the template of all heads."""
+    return {
+        metric.key: metric
+        for metric in catalogue()
+        if "{" not in metric.key.replace(HEAD, "")
+        and family_name(metric.key) not in NOT_OF_TRAINING
+        and any(distance_beyond(text, 1.0) is not None for text in (metric.critical, metric.warn))
     }
 
 
@@ -134,26 +179,43 @@ def kind_of_task(facts: Facts) -> str:
 def judge_value(
     metric: Metric, value: float, quantiles: list[float] | None, other: Other = lambda key: None
 ) -> Unusual | None:
-    """Return how unusual the median of a metric over a run is; None if it is not unusual.
+    """Return how unusual the median of a metric over a run is; None if it is not unusual, or better than in healthy runs.
 
     With quantiles, the score depends on the distance from the median of healthy runs, relative to their 10 % or 90 % quantile's.
-    The metric's bounds count only beyond the 1 % and 99 % quantiles, so that values of healthy runs always pass.
+    The warning bound counts only beyond the 1 % and 99 % quantiles, so that values of healthy runs pass; the critical one always counts.
     """
-    if quantiles is None:
-        score, is_far = bound_score(metric, value, other), True
-    else:
+    is_critical = bool(distance_beyond(metric.critical, value, other))
+    score, is_far = bound_score(metric, value, other), True
+    if quantiles is not None:
         lowest, low, middle, high, highest = quantiles
+        if is_better(metric, value, middle):
+            return None
         least = max(MIN_SPREADS.get(metric.unit, MIN_SPREAD), 0.02 * abs(middle))
         distance = max((value - middle) / max(high - middle, least), (middle - value) / max(middle - low, least))
         beyond = max((value - highest) / max(highest - middle, least), (lowest - value) / max(middle - lowest, least))
         is_far = beyond > 0.1
-        score = max(math.log2(1 + max(distance, 0.0)), bound_score(metric, value, other) if is_far else 0.0)
+        score = max(math.log2(1 + max(distance, 0.0)), score if is_far or is_critical else 0.0)
     if score <= MIN_SCORE:
         return None
     healthy = "" if quantiles is None else f"healthy runs {number(quantiles[1])} to {number(quantiles[3])}"
     bounds = {"healthy": metric.healthy, "warning": metric.warn, "critical": metric.critical}
     parts = [healthy, *(f"{name}: {text}" for name, text in bounds.items() if text)]
-    return Unusual(metric.key, value, score, is_far, f"{number(value)} ({'; '.join(filter(None, parts))})")
+    text = f"{number(value)} ({'; '.join(filter(None, parts))})"
+    return Unusual(metric.key, value, score, is_far, text, is_critical)
+
+
+def is_better(metric: Metric, value: float, middle: float) -> bool:
+    """Return whether a value is on the good side of a healthy one: bounds on one side only say which side is bad."""
+    ranges = [
+        HealthyRange.parse(text.partition(" with ")[0].partition(" unless ")[0])
+        for text in (metric.critical, metric.warn)
+    ]
+    bad = {
+        "high" if one.low is not None else "low"
+        for one in ranges
+        if one and (one.low is None) is not (one.high is None)
+    }
+    return (bad == {"high"} and value < middle) or (bad == {"low"} and value > middle)
 
 
 def bound_score(metric: Metric, value: float, other: Other = lambda key: None) -> float:

@@ -1,0 +1,104 @@
+"""What is shown with a bad outcome, and which advice is given: causes before consequences, and nothing that the equations refute."""
+
+from __future__ import annotations
+
+import pytest
+import recorded_runs
+from healthy_run import FACTS, Values, alarms, judged, run, set_to
+
+from esper_telemetry.alarms import Diagnosis, diagnose
+from esper_telemetry.alarms.rules.equation_alarms import sensible_advice
+from esper_telemetry.views.document import text_lines
+from esper_telemetry.views.verdict_text import verdict_document
+
+UNSCALED = {**FACTS, "normalize_observations": False}
+
+
+def text_of(verdict: Diagnosis) -> str:
+    return " ".join(" ".join(text_lines(verdict_document("run", verdict))).split())
+
+
+def test_a_warning_does_not_hide_the_explanation_of_a_flat_run() -> None:
+    """Large observations may be harmless. Advantages without a spread explain a flat return, and no rule reads them here."""
+    facts = {**UNSCALED, "normalize_advantages": None}
+    verdict = diagnose(facts, run(60, set_to({"obs/rms_max": 5000.0, "adv/norm/std": 0.0}), since=1))
+    text = text_of(verdict)
+
+    assert [incident.cause for incident in verdict.incidents] == ["obs/unscaled"]
+    assert verdict.unexplained and verdict.unusual[0].key == "adv/norm/std"
+    assert text.index("obs/unscaled") < text.index("Unexplained: the run is flat") < text.rindex("adv/norm/std: 0 (")
+
+
+def test_values_beyond_critical_bounds_come_first_heads_included() -> None:
+    """The action range is known from no healthy run; entropy is far from healthy runs, but within its bounds."""
+    changes = {
+        "policy/head/op/kl": 0.5,
+        "policy/entropy_norm": 0.05,
+        "repr/excess_ratio/high": 1.5,
+        "repr/dead_frac": 0.5,
+    }
+    unusual = diagnose(FACTS, run(60, set_to(changes), since=1)).unusual
+
+    assert {entry.key for entry in unusual[:2]} == {"policy/head/op/kl", "repr/excess_ratio/high"}
+    assert [entry.is_critical for entry in unusual] == sorted((entry.is_critical for entry in unusual), reverse=True)
+
+
+def test_episodes_of_one_length_are_the_last_explanation_unless_the_critic_is_surprised_by_their_ends() -> None:
+    """Nothing is rewarded, and all episodes terminate after 200 steps."""
+    limited = {"episode/terminated_length_min": 200.0, "episode/terminated_length_max": 200.0, "reward/absmax": 0.0}
+    limited |= {"reward/std": 0.0, "reward/mean": 0.0}
+    surprised = limited | {"value/bias_terminated": -8.0, "value/bias": 0.0, "ret/std": 2.0}
+
+    names = [
+        [data["name"] for data in diagnose(FACTS, run(12, set_to(one), since=1)).shown_remarks]
+        for one in (limited, surprised)
+    ]
+
+    assert names == [["no reward", "fixed length"], ["fixed length", "no reward"]]
+
+
+def test_a_setting_outside_all_published_ranges_comes_before_the_incident_that_it_may_explain() -> None:
+    spoiled = run(40, set_to({"policy/surrogate_gain": -0.03}))
+    certain = run(40, set_to({"integrity/gae_identity": 0.5}))
+
+    text, mistaken = (text_of(diagnose({**FACTS, "learning_rate": 0.1}, records)) for records in (spoiled, certain))
+
+    assert text.index("learning_rate is 0.1") < text.index("policy/wrong_direction")
+    assert mistaken.index("integrity/gae_identity") < mistaken.index("learning_rate is 0.1")
+
+
+@pytest.mark.parametrize("kl", [0.008, 0.18])
+def test_a_large_step_is_named_before_what_may_follow_from_it(kl: float) -> None:
+    """A KL divergence of 0.18 in one update, and from the next one on updates against their own objective."""
+
+    def spoil(metrics: Values, ago: int) -> None:
+        metrics["policy/kl"] = kl if ago == 0 else 0.008
+        metrics["policy/surrogate_gain"] = 0.03 if ago == 0 else -0.02
+
+    (alarm,) = alarms(judged(run(36, spoil)))
+
+    assert alarm.type == "policy/wrong_direction"
+    assert alarm.text.startswith("In update 30 the policy moved by a KL divergence of 0.18 nats") is (kl > 0.1)
+    assert ("sign" in alarm.text) is (kl < 0.1)
+
+
+def test_a_real_collapse_names_the_step_that_came_first() -> None:
+    """Acrobot at a hundred times its learning rate from update 25 on."""
+    recorded = recorded_runs.load("acrobot-lr_x100-100-s3")
+    found = {alarm.type: alarm.text for alarm in alarms(judged(recorded.records, recorded.facts))}
+
+    assert found["policy/entropy_collapse"].startswith(("In update 29 the policy moved", "Worse: since", "Ended"))
+
+
+def test_advice_leaves_out_what_the_equations_have_found_right() -> None:
+    def spoil(metrics: Values, ago: int) -> None:
+        metrics |= {"policy/surrogate_gain": -0.02, "integrity/equation/policy_loss": 0.0}
+
+    (alarm,) = alarms(judged(run(36, spoil)))
+    advice = "Check the sign of the policy loss; lower the learning rate."
+
+    assert "sign" not in alarm.text and alarm.text.endswith("The policy losses match their equation.")
+    assert (
+        sensible_advice(advice, {"policy_loss"}) == "Lower the learning rate. The policy losses match their equation."
+    )
+    assert sensible_advice(advice, {"value_loss"}) == advice
