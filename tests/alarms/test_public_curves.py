@@ -2,8 +2,8 @@
 
 `public_curves.json.gz` has 103 curves of six repositories, drawn at random, and 62 parts of them: beginnings, and later parts as a resumed
 run has. Rows are the number of episodes, the mean return and its standard deviation; at most 200 rows per curve. The labels were given by
-the plots before any outcome was computed; a curve with several labels allows each of them. Every second curve was only scored: its miss
-was not looked at before the rules were final.
+the plots before any outcome was computed; a curve with several labels allows each of them. The misses of every second curve
+were not read before the rules were final, but its score was seen when a limit was chosen.
 """
 
 from __future__ import annotations
