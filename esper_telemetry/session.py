@@ -71,6 +71,7 @@ from esper_telemetry.pipeline.usage import AFTER_CLOSE, NEVER_FLUSHED, OVERDUE, 
 from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flattened
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 from esper_telemetry.sinks.end_block import RunEnd, print_end
+from esper_telemetry.sinks.notify import NotifySink
 from esper_telemetry.sinks.sink_registry import SinkLike, as_sinks
 from esper_telemetry.updates.extensions import Capture, UpdateExtension, progress_of
 from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
@@ -96,6 +97,7 @@ class SessionOptions:
         detector_factory: None if no alarms are raised.
         all_ranks: whether the ranks of a distributed run report as one.
         report: whether the run is written as a page when it ends.
+        notify: addresses that get messages.
     """
 
     run: RunOptions
@@ -108,6 +110,7 @@ class SessionOptions:
     detector_factory: DetectorFactory | None
     all_ranks: bool
     report: bool
+    notify: tuple[str, ...] = ()
 
 
 class TelemetrySession:
@@ -168,7 +171,7 @@ class TelemetrySession:
 
     def _open_journal(self, sinks: SinkLike | Iterable[SinkLike] | None) -> RunPosition:
         """Claim the run directory and start the delivery, on rank 0."""
-        self._sinks = as_sinks(sinks)
+        self._sinks = [*as_sinks(sinks), *map(NotifySink, self._options.notify)]
         settings = PipelineSettings(self.level, self._options.detector_factory, telemetry_health)
         recorder = RunRecorder(self._options.run, settings)
         if recorder.earlier is None:

@@ -98,6 +98,8 @@ class Telemetry:
             report, each of them must resume.
         report: whether `close` writes the run as a page, `report.html` in `run_dir`, which MLflow and W&B store. It takes some seconds
             after a long run and needs the extra `views`.
+        notify: one or several addresses of Apprise, such as `slack://TOKEN_A/TOKEN_B/TOKEN_C`, that get a message when an incident
+            becomes critical, and the outcome at the end. It needs the extra `notify`.
         ranks: with `all`, the ranks report as one if `torch.distributed` is initialised. With `alone`, this process reports only its own
             numbers and does not wait for other ranks.
 
@@ -145,6 +147,7 @@ class Telemetry:
         offload: bool | None = None,
         resume: bool = False,
         report: bool = False,
+        notify: str | Sequence[str] | None = (),
         ranks: Literal["all", "alone"] = "all",
     ) -> None:
         seconds = as_number(close_timeout, "close_timeout")
@@ -163,6 +166,11 @@ class Telemetry:
         if notes is not None:
             require_text("notes", notes, may_be_empty=True)
         labels = () if tags is None else require_each("tags", [tags] if isinstance(tags, str) else tags, require_text)
+        addresses = (
+            ()
+            if notify is None
+            else require_each("notify", [notify] if isinstance(notify, str) else notify, require_text)
+        )
         rules = tuple(as_rules(alarms))
         factory = detector_factory(detect, rules)
         if offload:
@@ -185,6 +193,7 @@ class Telemetry:
             },
             all_ranks=ranks == "all",
             report=bool(report),
+            notify=addresses,
         )
         self._session = TelemetrySession(sinks, options)
 

@@ -292,6 +292,7 @@ class AlarmRule:
         partial: also judges the record of an unfinished update.
         default_off: off unless a user switches it on.
         settings: settings that the advice would change; settings outside all published values are named in the alarm.
+        changes: what the advice changes first, as pairs: a setting with the factor to multiply it by, or `env` with its wrapper.
     """
 
     type: str
@@ -323,6 +324,7 @@ class AlarmRule:
     partial: bool = False
     default_off: bool = False
     settings: tuple[str, ...] = ()
+    changes: tuple[tuple[str, float | str], ...] = ()
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for the first invalid field."""
@@ -350,6 +352,7 @@ class AlarmRule:
         items |= {"evidence": require_template, "histories": _require_history, "bounds": _require_bound}
         items |= {"pieces": _require_piece} | ({} if self.required is None else {"required": _require_templates})
         items |= {} if self.histograms is None else {"histograms": require_template}
+        items |= {"changes": _require_change}
         for name, require in items.items():
             require_each(name, getattr(self, name), require)
 
@@ -392,9 +395,9 @@ class AlarmDraft:
         """Set the keys whose history the judge uses."""
         return self._with(histories=histories)
 
-    def changes(self, *settings: str) -> Self:
-        """Set the settings that the advice would change."""
-        return self._with(settings=settings)
+    def changes(self, *settings: str, **changes: float | str) -> Self:
+        """Set the settings that the advice would change; a keyword gives the factor, or the wrapper of `env`."""
+        return self._with(settings=(*settings, *changes), changes=tuple(changes.items()))
 
     def says(self, meaning: str, action: str, source: str = "") -> Self:
         """Set the sentences."""
@@ -425,6 +428,14 @@ def _require_templates(name: str, value: Any) -> str | tuple[str, ...]:
 
 def _require_history(name: str, value: Any) -> str | History:
     return value if isinstance(value, History) else require_template(name, value)
+
+
+def _require_change(name: str, value: Any) -> tuple[str, float | str]:
+    is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
+    if not is_pair or not (isinstance(value[1], str) or (isinstance(value[1], int | float) and value[1] > 0)):
+        raise ValueError(f"{name} must be pairs such as ('learning_rate', 0.5), got {value!r}")
+    setting, change = value
+    return str(setting), change
 
 
 def _require_piece(name: str, value: Any) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from esper_telemetry.alarms.diagnosis import Diagnosis
 from esper_telemetry.alarms.diagnosis import diagnose as judge
@@ -18,10 +18,12 @@ from esper_telemetry.cli.arguments import WrongUse, echo, without_warnings, wron
 from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM, AlarmLevel, RunStatus
 from esper_telemetry.journal.file import damage_sentence, holds_run, journal_path
 from esper_telemetry.journal.lines import plain
-from esper_telemetry.journal.read import JournalContents, read_contents, read_run
+from esper_telemetry.journal.read import JournalContents, Run, read_contents, read_run
+from esper_telemetry.views.answer import answer, to_text
 from esper_telemetry.views.document import print_document
+from esper_telemetry.views.equation_table import equation_rows
 from esper_telemetry.views.run_view import open_logs
-from esper_telemetry.views.verdict_text import diagnosis_as_dict, verdict_document
+from esper_telemetry.views.verdict_text import verdict_document
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Diagnose
@@ -49,38 +51,62 @@ def _diagnose_journal(options: Diagnose) -> int:
                 raise WrongUse(f"--fail-on judges one run, and {options.run_dir} holds {len(runs)}")
             _list_runs(options.run_dir, runs, as_json=options.json)
             return 0
-        run = read_run(options.run_dir)
-        thresholds = Thresholds.parse(options.threshold, Thresholds.of(run.info.facts))
-    interventions = [event.seq for event in run.events if event.type == INTERVENTION]
-    failures = [event for event in run.events if event.type == FAILURE]
-    exceptions = [Failure(event.seq, event.axes, event.data) for event in failures if event.axes]
-    verdict = judge(
-        run.info.facts,
-        run.records,
-        thresholds=thresholds,
-        interventions=interventions,
-        failures=exceptions,
-        alarms=run.alarms,
-        status=run.status,
-    )
-    ending = bad_ending(run.status, run.records[-1].axes.update if run.records else 0, exceptions)
+        judged = judge_run(options.run_dir, options.threshold)
+    run, verdict, ending = judged.run, judged.verdict, judged.ending
     if options.json:
-        failed = run.status is RunStatus.FAILED and failures
-        first: dict[str, Any] = {
-            "run": run.info.name,
-            "updates": verdict.updates,
-            "status": None if run.status is None else str(run.status),
-            "ending": ending,
-            "failure": plain(failures[-1].data) if failed else None,
-            "damaged_lines": list(run.damaged),
-        }
-        print(json.dumps(diagnosis_as_dict(first, verdict), indent=1))
+        print(to_text(judged.answer(everything=options.all)))
     else:
         head = f"{run.info.name}: {verdict.updates} updates, {run.status or 'not ended'}"
         print_document(verdict_document(head, verdict, ending, list_unanswered=options.all))
         if run.damaged:
             echo(f"\n{damage_sentence(journal_path(options.run_dir), run.damaged)}.")
     return _exit_code(verdict, ending, options.fail_on)
+
+
+class JudgedRun(NamedTuple):
+    """A run, its directory as it was given, the verdict on it, and the sentence of a bad ending, if it has one."""
+
+    run: Run
+    directory: str
+    verdict: Diagnosis
+    ending: str
+
+    def answer(self, *, everything: bool = False) -> dict[str, Any]:
+        """Return the verdict as plain values."""
+        run, verdict = self.run, self.verdict
+        failures = [event for event in run.events if event.type == FAILURE]
+        head = {
+            "run": run.info.name,
+            "updates": verdict.updates,
+            "status": None if run.status is None else str(run.status),
+            "ending": self.ending,
+            "failure": plain(failures[-1].data) if run.status is RunStatus.FAILED and failures else None,
+            "damaged_lines": list(run.damaged),
+        }
+        rows = equation_rows(run.info, run.records)
+        return answer(
+            head, verdict, run.info, address=shlex.quote(self.directory), equations=rows, everything=everything
+        )
+
+
+def judge_run(directory: str, changes: Iterable[str] = ()) -> JudgedRun:
+    """Judge the journal of a run; `changes` are thresholds as for `--threshold`. Raises as `read_run` and `Thresholds.parse`."""
+    run = read_run(directory)
+    interventions = [event.seq for event in run.events if event.type == INTERVENTION]
+    exceptions = [
+        Failure(event.seq, event.axes, event.data) for event in run.events if event.type == FAILURE and event.axes
+    ]
+    verdict = judge(
+        run.info.facts,
+        run.records,
+        thresholds=Thresholds.parse(tuple(changes), Thresholds.of(run.info.facts)),
+        interventions=interventions,
+        failures=exceptions,
+        alarms=run.alarms,
+        status=run.status,
+    )
+    ending = bad_ending(run.status, run.records[-1].axes.update if run.records else 0, exceptions)
+    return JudgedRun(run, directory, verdict, ending)
 
 
 def _diagnose_logs(options: Diagnose) -> int:
@@ -97,7 +123,9 @@ def _diagnose_logs(options: Diagnose) -> int:
     if options.json:
         head = {"run": view.name, "updates": verdict.updates, "trainer": view.facts.trainer or "", "x": view.x_label}
         read = {"notes": list(view.notes), "read": dict(view.used), "unread": list(view.unused)}
-        print(json.dumps({**diagnosis_as_dict(head, verdict), **read}, indent=1))
+        address = f"--from {shlex.quote(view.source)}"
+        values = answer(head, verdict, view.info, address=address, details=read, everything=options.all)
+        print(to_text(values))
     else:
         reach = f", up to {axes.env_step:,} {view.x_label}" if axes and view.x_label != "rows" else ""
         head_line = f"{view.name}: {verdict.updates:,} {view.row_label}{'s'[: verdict.updates != 1]} of {view.facts.trainer or ''}{reach}"

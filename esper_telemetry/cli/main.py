@@ -60,9 +60,14 @@ class Train:
     """Directory for the journal and the local backends; runs/<env>-<time> by default."""
     sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """console, tensorboard[:DIR], wandb[:PROJECT][?mode=offline|online&entity=NAME&group=NAME&job_type=NAME],
-    mlflow[:URI][?experiment=NAME&parent=RUN&checkpoints=true], prometheus[:FILE|:PORT], or a plugin's.
+    mlflow[:URI][?experiment=NAME&parent=RUN&checkpoints=true], prometheus[:FILE|:PORT],
+    trackio[:PROJECT], or a plugin's.
 
     Console by default."""
+    notify: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Address of Apprise, such as slack://TOKEN_A/TOKEN_B/TOKEN_C, for messages about critical incidents and the outcome (repeatable).
+
+    It is not stored: give it again with --resume."""
     level: str = "normal"
     """How much is measured: off, minimal, normal or debug."""
     detect: bool = True
@@ -209,9 +214,10 @@ class Diagnose:
     run: int | None = None
     """Number of the run if the logs hold several; the newest by default."""
     json: bool = False
-    """Print JSON: the outcome, incidents with their alarms, task events, and questions that could not be answered."""
+    """Print JSON of at most 8 kB: the outcome, incidents with evidence and advice, equations, and the next command
+    (docs/diagnose.schema.json)."""
     all: bool = False
-    """List the questions that could not be answered, and how to provide their input."""
+    """List the questions that could not be answered, and how to provide their input; with --json, everything."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE: a bound of a rule, replacing the run's own; or an alarm type, on or off: grad/noise_dominated=on."""
     fail_on: Literal["warn", "critical", "flat"] | None = None
@@ -263,10 +269,27 @@ class Compare:
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run directories, or folders of them. Runs with the same configuration, apart from the seed, form a group. The first run's group is
     the baseline."""
+    ignore: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY")] = ()
+    """A setting that does not count as configuration (repeatable)."""
+    by: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY")] = ()
+    """Only this setting counts as configuration; also a name, such as exp_name (repeatable)."""
     output: Annotated[str, tyro.conf.arg(aliases=("-o",))] = ""
     """Also write an HTML page to this file."""
     json: bool = False
     """Print JSON, with every metric that differs."""
+
+
+@dataclass(frozen=True)
+class Mcp:
+    """Let agents read runs: a server of the Model Context Protocol on stdin and stdout, with tools that only read.
+
+    Tools: list_runs, diagnose, check, compare, metric_history, explain_metric, explain_alarm. docs/agents.md sets up clients.
+
+    Example: esper-telemetry mcp --root runs
+    """
+
+    root: str = "runs"
+    """Directory of runs; paths that lead out of it are refused."""
 
 
 COMMANDS: Final[dict[str, type]] = {
@@ -282,6 +305,7 @@ COMMANDS: Final[dict[str, type]] = {
     "compare": Compare,
     "workspace": Workspace,
     "metrics": Metrics,
+    "mcp": Mcp,
 }
 MODULES: Final = {
     **dict.fromkeys(("replay", "doctor", "compress", "workspace"), "stored_runs"),
@@ -354,7 +378,7 @@ def parse(arguments: Sequence[str]) -> Any:
         return command
     chosen = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
     # Repeatable options append to their defaults, so the second parsing begins with empty ones.
-    tuned = replace(command, sink=(), threshold=(), num_envs=chosen.num_envs, ppo=chosen.config())
+    tuned = replace(command, sink=(), notify=(), threshold=(), num_envs=chosen.num_envs, ppo=chosen.config())
     explicit: Train = parse_arguments(rest, Train, default=tuned, program=program)
     return replace(explicit, preset_name=chosen.name)
 

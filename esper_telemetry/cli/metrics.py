@@ -30,7 +30,7 @@ GAP: Final = "  "
 @collection_paused()
 def metrics(options: Metrics) -> int:
     """Print every declared metric, or the matching ones."""
-    entries = _matching(options.key)
+    entries = matching_entries(options.key)
     if len(entries) > 1 and not options.json:
         print("\n".join(_table(entries, get_terminal_size((WIDTH, 0)).columns)))
         return 0
@@ -46,7 +46,7 @@ def metrics(options: Metrics) -> int:
     return 0
 
 
-def _matching(text: str) -> Sequence[MetricEntry]:
+def matching_entries(text: str) -> Sequence[MetricEntry]:
     """Return the entry of a key or of its template, else all that begin with the text, else all that contain it.
 
     The text is searched for in keys and in names. Keys that end with it as a segment come first. Raises WrongUse without a match.

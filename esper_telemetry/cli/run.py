@@ -51,6 +51,7 @@ class ScriptRun:
     sink: tuple[str, ...] = ()
     level: str = "normal"
     escalation: int | None = None
+    notify: tuple[str, ...] = ()
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,6 +78,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--sink", metavar="URI", action="append", default=[], help="as for train; only the journal by default"
     )
+    parser.add_argument("--notify", metavar="URL", action="append", default=[], help="as for train")
     parser.add_argument("--level", choices=LEVELS, default="normal", help="how much is measured")
     parser.add_argument(
         "--escalation",
@@ -93,7 +95,8 @@ def parse(arguments: Sequence[str]) -> ScriptRun:
     """Return the parsed command line; raises WrongUse, and SystemExit after showing help."""
     given = parser().parse_args(list(arguments))
     return ScriptRun(
-        given.script, tuple(given.arguments), given.run_dir, tuple(given.sink), given.level, given.escalation
+        *(given.script, tuple(given.arguments), given.run_dir, tuple(given.sink), given.level, given.escalation),
+        notify=tuple(given.notify),
     )
 
 
@@ -125,12 +128,15 @@ def _check(options: ScriptRun) -> None:
         raise WrongUse(f"--escalation is a number of updates from 0, got {options.escalation}")
     if options.run_dir is not None:
         check_run_dir(options.run_dir)
-    if options.sink:
+    if options.sink or options.notify:
+        from esper_telemetry.sinks.notify import NotifySink
         from esper_telemetry.sinks.sink_registry import as_sink
 
         with wrong_use():
             for uri in options.sink:
                 as_sink(uri)
+            for address in options.notify:
+                NotifySink(address)
 
 
 def check_run_dir(run_dir: str) -> None:
@@ -248,6 +254,7 @@ class ScriptTelemetry:
             name=Path(self.options.script).stem,
             level=self.options.level,
             escalation=self.options.escalation,
+            notify=self.options.notify,
             ranks="alone",
         )
         if telemetry.run_dir is not None:

@@ -69,7 +69,9 @@ def compare(options: Compare) -> int:
 
     with wrong_use(), without_warnings():
         output = output_path(options.output) if options.output else None
-        result = comparison([read_compared(place) for place in find_runs(options.runs)])
+        result = comparison(
+            [read_compared(place) for place in find_runs(options.runs)], ignore=options.ignore, by=options.by
+        )
         if output is not None:
             from esper_telemetry.views.compare.comparison_page import comparison_page
 

@@ -38,6 +38,7 @@ from esper_telemetry.ppo.environments.environment_protocol import Environment, l
 from esper_telemetry.ppo.environments.environment_registry import every_environment, make_env, registered
 from esper_telemetry.ppo.gradient_ranks import Ranks
 from esper_telemetry.ppo.trainer import PPO
+from esper_telemetry.sinks.notify import NotifySink
 from esper_telemetry.sinks.sink_protocol import Sink
 from esper_telemetry.sinks.sink_registry import SinkLike, as_sink
 from esper_telemetry.telemetry import Telemetry, attach, session_of
@@ -140,7 +141,8 @@ def _prepared(options: Train) -> Prepared:
     layout, widths = layout_of(env), (*options.ppo.hidden_sizes, *options.ppo.encoder_sizes, options.ppo.lstm_size)
     if options.threads is not None or (max(widths) < MIN_THREADED_WIDTH and not layout.images):
         torch.set_num_threads(options.threads or 1)
-    return Prepared(env, device, [as_sink(sink) for sink in options.sink or ("console",)] if is_first_rank() else [])
+    sinks = [*map(as_sink, options.sink or ("console",)), *map(NotifySink, options.notify)] if is_first_rank() else []
+    return Prepared(env, device, sinks)
 
 
 def _check_numbers(options: Train) -> None:

@@ -45,6 +45,7 @@ class Facts(Mapping[str, Any]):
     thresholds: Mapping[str, Any] = field(default_factory=dict)  # bounds of alarms that the user has changed, by name
     unchecked_equations: Mapping[str, str] = field(default_factory=dict)  # see `UNCHECKED_FACT`
     untraced_equations: Mapping[str, str] = field(default_factory=dict)  # see `UNTRACED_FACT`
+    equation_places: Mapping[str, str] = field(default_factory=dict)  # file and line in the script, by equation
 
     setting_names: Mapping[str, str] = field(default_factory=dict)  # the trainer's names of settings, by ours
     value_coef_scale: float = 1.0  # the trainer's coefficient of the value loss over `value_coef`

@@ -32,12 +32,19 @@ PRIORITIES: Final = ("critical", "high", "normal", "", "detail")
 """Priorities of metrics, most important first; a metric without one precedes details."""
 UNDESCRIBED: Final = MetricInfo(unit="", question="")
 
-OVERVIEW: Final = (
-    *("episode/return_mean_100", "alarm/active", "episode/length_mean", "policy/kl", "policy/clip_frac"),
-    *("policy/entropy_norm", "value/explained_variance", "grad/global/norm_preclip", "opt/lr"),
-    "train/env_steps_per_second",
-)
-"""Keys that people look at first, in that order."""
+OVERVIEW: Final[Mapping[str, str]] = {
+    "episode/return_mean_100": "return",
+    "alarm/active": "alarms",
+    "episode/length_mean": "length",
+    "policy/kl": "KL",
+    "policy/clip_frac": "clipped",
+    "policy/entropy_norm": "entropy",
+    "value/explained_variance": "value fit",
+    "grad/global/norm_preclip": "gradient",
+    "opt/lr": "learning rate",
+    "train/env_steps_per_second": "speed",
+}
+"""Keys that people look at first, in that order, with titles that are short enough for the cards of W&B."""
 MAX_OVERVIEW: Final = 15
 TASK_AXIS: Final = "axis/env_step"
 """Axis of the families whose numbers describe the task, not the update."""
@@ -73,7 +80,7 @@ def overview_keys(run: RunInfo) -> list[str]:
 def overview_names(run: RunInfo) -> dict[str, str]:
     """Return the name that repeats each overview key. It has one slash, because charts are titled with the part after the last slash."""
     return {
-        key: f"{OVERVIEW_FAMILY}/{place:02} {key.replace('/', ' ')}"
+        key: f"{OVERVIEW_FAMILY}/{place:02} {OVERVIEW.get(key) or key.replace('/', ' ')}"
         for place, key in enumerate(overview_keys(run), start=1)
     }
 

@@ -34,6 +34,7 @@ BUNDLED = {
     "wandb": "esper_telemetry.sinks.wandb.wandb_sink:WandbSink",
     "mlflow": "esper_telemetry.sinks.mlflow.mlflow_sink:MLflowSink",
     "prometheus": "esper_telemetry.sinks.prometheus:PrometheusSink",
+    "trackio": "esper_telemetry.sinks.trackio:TrackioSink",
 }
 """The sinks of this package; entry points are missing in a checkout that is not installed."""
 

@@ -56,6 +56,7 @@ class EquationRow:
         fitted: latest fitted parameters, by the name of the hypothesis.
         reason: why it could not be checked, or what was searched and found.
         over_run: how the sums over all updates differ, if no single update does.
+        place: file and line of the script that computes the quantity; empty if unknown.
     """
 
     equation: Equation
@@ -68,6 +69,7 @@ class EquationRow:
     fitted: Mapping[str, float] | None = None
     reason: str = ""
     over_run: str = ""
+    place: str = ""
 
     @property
     def phrases(self) -> list[str]:
@@ -118,6 +120,7 @@ class EquationRow:
             "advice": self.advice if self.state in ("variant", "differs") else "",
             "reason": self.reason,
             "over_run": self.over_run,
+            "place": self.place,
         }
 
 
@@ -180,9 +183,11 @@ class EquationHistory:
 
 
 def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run: RunInfo) -> EquationRow:
+    facts = Facts.of(run.facts)
+    place = facts.equation_places.get(equation.name, "")
     if not results:
-        reason, sought = _reason(equation, run), Facts.of(run.facts).untraced_equations.get(equation.name)
-        return EquationRow(equation, "untraced" if sought == reason else "unchecked", reason=reason)
+        reason, sought = _reason(equation, run), facts.untraced_equations.get(equation.name)
+        return EquationRow(equation, "untraced" if sought == reason else "unchecked", reason=reason, place=place)
     wrong = [(update, result) for update, result in results if not result.holds]
     variants = [(update, result) for update, result in results if result.holds and not result.matches]
     shown = wrong or variants
@@ -200,6 +205,7 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
         error=max(result.error or 0.0 for _, result in shown or results),
         explanations=explanations,
         fitted=fitted,
+        place=place,
     )
 
 
@@ -286,6 +292,8 @@ def _details(row: EquationRow) -> Iterator[str]:
     for one, text in zip(row.explanations, row.phrases, strict=True):
         cited = f"{text}{one.citation and f'; {one.citation}'}"
         yield f"equal to: {one.equation} ({cited})" if one.equation else f"equal to: {cited}"
+    if row.place:
+        yield f"computed in {row.place}"
     if row.advice:
         yield f"try: {row.advice}"
 

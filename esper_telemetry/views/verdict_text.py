@@ -17,7 +17,6 @@ from esper_telemetry.alarms.verdict.run_outcome import OutcomeKind
 from esper_telemetry.core.messages import capitalized, number
 from esper_telemetry.core.record import RUN_FAILED, Record, template_of
 from esper_telemetry.history.recent_return import RECENT_RETURN
-from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.sinks.end_block import RunEnd, print_lines
 from esper_telemetry.views.document import Element, folded, h, items
@@ -58,7 +57,7 @@ def verdict_document(
     yield from _remarks(causes)
     for incident in diagnosis.incidents:
         if not (ending and incident.cause == RUN_FAILED):
-            note = " (a symptom; its cause is unknown)" if _is_symptom_alone(diagnosis, incident) else ""
+            note = " (a symptom; its cause is unknown)" if is_symptom_alone(diagnosis, incident) else ""
             states = ", ".join(f"{kind} ({end_text(end)})" for kind, end in incident.ends().items())
             yield h(
                 "article",
@@ -153,37 +152,7 @@ def unanswered_by_reason(diagnosis: Diagnosis) -> dict[tuple[str, str], list[str
     return alarms_by_reason
 
 
-def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return a verdict as plain values, after the values of `head`."""
-    return {
-        **head,
-        "outcome": diagnosis.outcome.data(),
-        "tone": str(diagnosis.tone),
-        "critical_values": dict(diagnosis.critical),
-        "summary": diagnosis.summary,
-        "checks": diagnosis.checks,
-        "incidents": [
-            {
-                "incident": incident.number,
-                "cause": None if _is_symptom_alone(diagnosis, incident) else incident.cause,
-                "since": incident.since,
-                "text": incident.main.text,
-                "standing": incident.ends(),
-                "alarms": [encode_alarm(alarm) for alarm in incident.alarms],
-            }
-            for incident in diagnosis.incidents
-        ],
-        "events": [{"type": kind, **plain(data)} for kind, data in diagnosis.events],
-        "unanswered": dict(diagnosis.unanswered),
-        "remedies": dict(diagnosis.remedies),
-        "unexplained": diagnosis.unexplained,
-        "remarks": [plain(data) for data in diagnosis.shown_remarks] if diagnosis.shows_remarks else [],
-        "unusual": [entry._asdict() for entry in diagnosis.unusual],
-        "gradients_alone": diagnosis.gradients_alone,
-    }
-
-
-def _is_symptom_alone(diagnosis: Diagnosis, incident: IncidentReport) -> bool:
+def is_symptom_alone(diagnosis: Diagnosis, incident: IncidentReport) -> bool:
     """Return whether only gradients and optimizer steps show the incident: they name no cause."""
     return diagnosis.gradients_alone and incident.cause.startswith(SYMPTOMS)
 

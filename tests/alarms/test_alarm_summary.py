@@ -84,7 +84,7 @@ def test_a_loop_of_ones_own_with_the_console_ends_with_the_block(
     lines = capsys.readouterr().out.splitlines()
     block = lines[lines.index("what went wrong") :]
     assert block[1] == "  policy/kl_spike, since update 2, over before the end"
-    assert f"  TensorBoard  $ tensorboard --logdir {tmp_path}/a/tensorboard" in block
+    assert f"  TensorBoard  $ tensorboard --logdir {tmp_path}/a" in block
     assert any("http://localhost:6006/#custom_scalars" in line for line in block)
     assert "resume" not in "".join(block)
 

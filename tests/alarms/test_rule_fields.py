@@ -44,6 +44,7 @@ WRONG: dict[str, tuple[object, ...]] = {
     "bounds": (3, (3,), ("my_x",), Ramp("end", 0.0, 1.0, "b")),
     "pieces": (("nothing",), "layers", 3),
     "histories": (3, "my/x", (3,)),
+    "changes": (3, "gamma", (3,), (("gamma", 0),), (("gamma", 0.5, 1),)),
     **dict.fromkeys(("required", "evidence", "histograms", "facts", "settings"), (3, "my/x", (3,), ("",))),
     **dict.fromkeys(
         ("hard", "claim", "effect", "relative", "certain", "sampled", "optional", "partial", "default_off"), FLAGS

@@ -66,7 +66,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         (["train"], "--env"),
         (
             [*CARTPOLE, "--sink", "grafana"],
-            "unknown sink 'grafana'; known sinks are console, mlflow, prometheus, tensorboard, wandb",
+            "unknown sink 'grafana'; known sinks are console, mlflow, prometheus, tensorboard, trackio, wandb",
         ),
         ([*CARTPOLE, "--sink", "console", "--sink", "wandb:p?colour=red"], "sink wandb has no option 'colour'"),
         ([*CARTPOLE, "--sink", "wandb:p?mode=sometimes"], "mode must be one of auto, online, offline, got 'sometimes'"),

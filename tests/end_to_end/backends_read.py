@@ -19,7 +19,7 @@ from waiting import wait_until
 from esper_telemetry import Record, read_run
 from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.core.record import Histogram, template_of
-from esper_telemetry.sinks.layout import by_tag
+from esper_telemetry.sinks.layout import OVERVIEW, by_tag
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 BACKENDS = ("tensorboard", "wandb:walker", "mlflow")
@@ -124,8 +124,8 @@ def tensorboard_points(run_dir: Path) -> dict[str, list[Point]]:
 
 
 def without_overview(by_name: dict[str, Any]) -> dict[str, Any]:
-    """Remove the names of the overview, after checking that each equals the key in its name."""
-    keys = {key.replace("/", " "): key for key in by_name}
+    """Remove the names of the overview, after checking that each equals the key whose title it ends with."""
+    keys = {key.replace("/", " "): key for key in by_name} | {title: key for key, title in OVERVIEW.items()}
     repeated = {name: keys[name.partition(" ")[2]] for name in by_name if name.startswith("0_overview/")}
     assert {name: by_name[name] for name in repeated} == {name: by_name[key] for name, key in repeated.items()}
     return {name: value for name, value in by_name.items() if name not in repeated}

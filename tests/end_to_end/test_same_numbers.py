@@ -113,7 +113,7 @@ def test_the_end_says_what_was_seen_and_how_to_open_each_backend(finished: Finis
 
     assert command.stderr == ""
     assert "return, last 100 episodes" in command.stdout
-    assert f"$ tensorboard --logdir {run_dir}/tensorboard\n" in command.stdout
+    assert f"$ tensorboard --logdir {run_dir}\n" in command.stdout
     assert f"$ wandb sync {run_dir}/wandb/offline-run-*-{read_run(run_dir).info.run_id}\n" in command.stdout
     assert f"$ mlflow ui --backend-store-uri sqlite:///{run_dir}/mlflow.db\n" in command.stdout
     assert list(run_dir.glob(f"wandb/offline-run-*-{read_run(run_dir).info.run_id}"))

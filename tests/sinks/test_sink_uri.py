@@ -80,7 +80,8 @@ def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
     [
         (
             "tensorbord",
-            "unknown sink 'tensorbord'; known sinks are console, mlflow, prometheus, tensorboard, wandb; did you mean tensorboard?",
+            "unknown sink 'tensorbord'; known sinks are console, mlflow, prometheus, tensorboard, trackio, wandb; did you mean "
+            "tensorboard?",
         ),
         (
             "wandb?mood=offline",
@@ -234,7 +235,16 @@ def test_an_entry_point_may_be_a_class_or_a_function() -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_bundled_sinks_are_known_where_the_package_is_not_installed() -> None:
-    assert set(known_sinks()) == {"console", "tensorboard", "wandb", "mlflow", "prometheus", "greeter", "shout"}
+    assert set(known_sinks()) == {
+        "console",
+        "tensorboard",
+        "wandb",
+        "mlflow",
+        "prometheus",
+        "trackio",
+        "greeter",
+        "shout",
+    }
 
 
 @pytest.mark.parametrize("sink", [TensorBoardSink(), WandbSink(), MLflowSink()])

@@ -227,6 +227,44 @@ EDITS: Mapping[str, tuple[Callable[[dict[str, Any]], None], tuple[Any, Any]]] = 
 }
 
 
+def test_names_and_paths_are_no_settings_unless_they_are_asked_for(tmp_path: Path) -> None:
+    """Four runs that differ in a name, paths, and, two by two, in the number of epochs."""
+    places = []
+    for number in range(4):
+        own: dict[str, Any] = {
+            "exp_name": f"n{number % 2}",
+            "weights": f"./w/{number}.pt",
+            "eval_log_file": f"{number}.txt",
+        }
+        own["train"] = {"num_epochs": 4 + number // 2}
+        places.append(write_run(tmp_path / f"r{number}", number, learning(number), config=own))
+    runs = [read_compared(place) for place in places]
+
+    def sizes(**options: Any) -> list[int]:
+        return [len(group.runs) for group in comparison(runs, **options).groups]
+
+    assert sizes() == [2, 2]
+    assert sizes(ignore=["num_epochs"]) == [4] == sizes(ignore=["train.num_epochs"])
+    assert sizes(by=["exp_name"]) == [2, 2] and sizes(by=["exp_name", "num_epochs"]) == [1, 1, 1, 1]
+    assert [group.label for group in comparison(runs, by=["exp_name"]).groups] == ["exp_name=n0", "exp_name=n1"]
+    with pytest.raises(ValueError, match="no run has a setting 'num_epoch'; did you mean num_epochs"):
+        sizes(ignore=["num_epoch"])
+    assert command_line(["compare", str(tmp_path), "--by", "exp_name", "--ignore", "num_epochs"]) == 0
+
+
+def test_an_effect_that_cannot_be_told_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With two seeds each, every run of one group above every run of the other is still chance."""
+    for seed in range(2):
+        write_run(tmp_path / f"a{seed}", seed, learning(seed))
+        write_run(tmp_path / f"b{seed}", seed, learning(seed, gain=5.0), config={"learning_rate": 0.3})
+
+    assert command_line(["compare", str(tmp_path)]) == 0
+
+    text = capsys.readouterr().out
+    assert "Cannot tell with 2 and 2 seeds" in text
+    assert "Probability" not in text and "1.00 to 1.00" not in text
+
+
 @pytest.mark.parametrize("key", EDITS)
 def test_the_first_difference_of_two_equal_runs_is_exact(tmp_path: Path, key: str) -> None:
     """Update 7 is edited, and update 9 has another KL as well. Times differ everywhere."""

@@ -464,10 +464,9 @@ class ScriptListener:
     ) -> None:
         """Emit `RunStart`; the first rollout may show unnamed settings. `found` are variables by role."""
         lines = self._source.lines
-        traced = {
-            role.replace("log_probs", "log-probabilities"): f"in `{name}` ({lines[name]})" if name in lines else name
-            for role, name in found.items()
-        }
+        found = {role.replace("log_probs", "log-probabilities"): name for role, name in found.items()}
+        places = {role: lines[name] for role, name in found.items() if name in lines}
+        traced = {role: f"in `{name}` ({places[role]})" if role in places else name for role, name in found.items()}
         traced |= {} if first is None or first.entropy is None else {"entropy": ""}
         size = 0 if rollout is None else rollout.rewards.numel()
         known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts
@@ -479,6 +478,7 @@ class ScriptListener:
             **facts,
             UNCHECKED_FACT: settings.unchecked_equations(facts),
             UNTRACED_FACT: settings.untraced_equations(traced, names.calling_place()),
+            "equation_places": settings.equation_places(places, names.calling_place()),
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))

@@ -168,7 +168,7 @@ class RolloutFinder:
             named = [(name, array, grid) for name, array in arrays if (grid := self._as_grid(array)) is not None]
             pairs = [(array, grid) for _, array, grid in named]
             self._grids = [grid for _, grid in pairs]
-            self._names = {grid.data_ptr(): name for name, _, grid in named}
+            self._names = {grid.data_ptr(): name for name, _, grid in reversed(named)}
             self._identify(pairs)
         self.rewards, self.log_probs = self._columns.get("rewards"), self.find("log_probs")
         self.log_probs = self._acted if self.log_probs is None else self.log_probs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim.lr_scheduler import LinearLR
@@ -200,6 +200,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "entropy_loss": ("entropy",),
 }
 """Columns that a script's equations need, traced to variables or to the loss."""
+IN_LOSS: Final = ("policy_loss", "value_loss", "entropy_loss", "total_loss", "gradient", "clipping", "optimizer_step")
+"""Equations of the loss and of what follows it."""
 
 
 def untraced_equations(traced: Mapping[str, str], loss: str) -> dict[str, str]:
@@ -220,6 +222,17 @@ def untraced_equations(traced: Mapping[str, str], loss: str) -> dict[str, str]:
         else:
             texts[equation] = f"found {', '.join(known)}, which do not fit together; the loss is in {loss}"
     return texts
+
+
+def equation_places(lines: Mapping[str, str], loss: str) -> dict[str, str]:
+    """Return file and line of what each equation computes: of its last column, otherwise of the loss.
+
+    Args:
+        lines: places by role of a column.
+        loss: place of the loss.
+    """
+    columns = {equation: roles[-1] for equation, roles in ROLES.items()} | dict.fromkeys(IN_LOSS, "")
+    return {equation: lines.get(column, loss) for equation, column in columns.items()}
 
 
 def find_schedule(

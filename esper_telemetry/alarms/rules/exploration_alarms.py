@@ -334,7 +334,7 @@ RULES = (
     .reads("policy/entropy_norm", "policy/entropy_marginal_norm", "policy/head/{head}/entropy_norm")
     .reads("policy/head/{head}/entropy_marginal_norm", "policy/entropy_grad_ratio")
     .needs("policy/entropy_norm", "policy/entropy_marginal_norm", applies=categorical)
-    .changes("learning_rate", "entropy_coef", "num_epochs")
+    .changes(entropy_coef=2, learning_rate=1 / 3, num_epochs=1 / 2)
     .says(
         "The policy takes the same action in every state: it has stopped exploring before solving the task.",
         "Raise entropy_coef, lower the learning rate, and check whether one action is rewarded by mistake.",
@@ -348,7 +348,7 @@ RULES = (
     alarm("policy/entropy_crash", relative=True, warmup=5, n_on=2, debug_updates=5)
     .reads("policy/entropy_rate", "policy/entropy_norm", "loss/entropy", "loss/entropy_coef")
     .needs("policy/entropy_rate", "policy/entropy_norm", "policy/kl", facts=("total_steps",))
-    .changes("learning_rate", "entropy_coef", "num_epochs")
+    .changes(entropy_coef=2, learning_rate=1 / 3, num_epochs=1 / 2)
     .says(
         "The policy becomes almost deterministic unusually early.",
         "Raise entropy_coef, lower the learning rate, normalise rewards.",
@@ -359,7 +359,7 @@ RULES = (
     .judged(StateJudge(entropy_crash, Recent(PLUNGE_UPDATES + 1)), ENTROPY_CRASH, ENTROPY_PLUNGE),
     alarm("policy/entropy_explosion", "policy/entropy_norm", "policy/kl", n_on=10, n_off=5, debug_updates=3)
     .needs("policy/entropy_norm", "policy/kl", facts=("total_steps",), applies=categorical)
-    .changes("entropy_coef", "learning_rate")
+    .changes("learning_rate", entropy_coef=1 / 10)
     .says(
         "The policy stays random: it learns nothing, or the entropy bonus outweighs the task.",
         "Lower entropy_coef; check that rewards arrive and that advantages are not all equal.",

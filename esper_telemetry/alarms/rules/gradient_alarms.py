@@ -189,7 +189,7 @@ RULES = (
     .reads("grad/global/norm_preclip_max", "grad/global/norm_preclip")
     .needs(PEAK)
     .follows(PEAK)
-    .changes("learning_rate", "max_grad_norm")
+    .changes(learning_rate=1 / 3, max_grad_norm=1 / 2)
     .says(
         "Gradients are far larger than usual in this run.",
         "Clip by the global norm (max_grad_norm 0.5), lower the learning rate, look for outliers in returns; the table of "
@@ -226,7 +226,7 @@ RULES = (
     gradient_alarm("grad/actor_starved", RATIO, SHARE, EFFECTIVE, rank=250, relative=True, n_on=2, debug_updates=5)
     .needs(RATIO, SHARE)
     .follows(History(RATIO, linear=True), EFFECTIVE)
-    .changes("value_coef", "max_grad_norm")
+    .changes("max_grad_norm", value_coef=1 / 2)
     .says(
         "The critic's gradient fills the clip limit, so clipping leaves the actor too small a gradient to learn.",
         "Normalise returns, lower value_coef, use separate networks or clip their gradients separately.",

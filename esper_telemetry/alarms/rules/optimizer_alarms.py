@@ -208,7 +208,7 @@ RULES = (
     alarm("opt/update_too_large", rank=180, warmup=3, n_off=2, debug_updates=5)
     .reads(SIZE, RATE, "opt/update_to_weight/{layer}")
     .needs(SIZE, RATE)
-    .changes("learning_rate")
+    .changes(learning_rate=1 / 3)
     .says(
         "An optimizer step changes the weights by a large share of their size.",
         "Lower the learning rate, or warm it up.",

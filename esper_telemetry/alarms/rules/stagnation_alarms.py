@@ -281,7 +281,7 @@ RULES = (
     alarm("grad/slow_growth", rank=282, relative=True, optional=True, n_on=2, debug_updates=3)
     .reads("grad/{group}/severity_explode", "grad/{group}/norm_preclip", "grad/health")
     .needs(("grad/health", "grad/{group}/severity_explode"), ("grad/health", "grad/{group}/norm_preclip"))
-    .changes("learning_rate", "max_grad_norm")
+    .changes(learning_rate=1 / 3, max_grad_norm=1 / 2)
     .says(
         "Gradients have grown steadily, by a little in each update.",
         "Look at the growth of the weights (opt/weight_growth) and of the rewards; lower the learning rate, or use weight decay.",
@@ -295,7 +295,7 @@ RULES = (
     .reads("value/r2", "value/explained_variance", "value/bias_over_std")
     .needs(("value/r2", EXPLAINED), ("value/r2", LOSS_OVER_VARIANCE, LOSS))
     .follows(LOSS)
-    .changes("learning_rate", "value_coef")
+    .changes("learning_rate", value_coef=2)
     .says(
         "The critic has been as bad as a constant for a long time.",
         "Check that the critic's parameters are trained; check the sign and the targets of the critic's loss; check the order in which "
@@ -319,7 +319,7 @@ RULES = (
     .judged(limit_bias, LIMIT_BIAS),
     alarm("policy/std_collapse", rank=292, optional=True, n_on=3, debug_updates=3)
     .reads("policy/head/{head}/std/mean", "policy/head/{head}/std/min")
-    .changes("learning_rate", "entropy_coef")
+    .changes(learning_rate=1 / 3, entropy_coef=2)
     .says(
         "The standard deviation of continuous actions has shrunk to almost 0.",
         "Set a lower bound for log standard deviations, lower the learning rate, check whether small or uniform actions are rewarded.",

@@ -219,6 +219,7 @@ RULES = (
     .shows(COPIES, STILL, "policy/entropy_norm")
     .judged(StateJudge(copies, Total()), MIN_STEPS),
     alarm("obs/unscaled", RMS, RMS_RATIO, OFFSET, rank=134, optional=True, n_on=2)
+    .changes(env="gymnasium.wrappers.NormalizeObservation(env)")
     .says(
         "Observations are large, far from 0, or a thousand times as large in one entry as in another.",
         "Normalise observations by running statistics (VecNormalize, normalize_observations), or scale them by their known range.",
@@ -238,6 +239,7 @@ RULES = (
     .judged(wrong_normalizer, NORMALIZED_LOW, NORMALIZED_HIGH, MOSTLY_CUT),
     alarm("reward/unscaled", "reward/absmax", "reward/mean", "reward/std", rank=152, n_on=2)
     .needs("reward/absmax", "reward/mean", "reward/std")
+    .changes(env="gymnasium.wrappers.NormalizeReward(env)")
     .says(
         "Rewards are thousands per step and nothing scales them.",
         "Scale rewards to about 1, or normalise them by the spread of returns.",
@@ -248,6 +250,7 @@ RULES = (
     alarm("policy/actions_cut", rank=138, optional=True, n_on=2, debug_updates=2)
     .reads("policy/head/{head}/bound_frac", "policy/head/{head}/std_of_range")
     .needs("policy/head/{head}/bound_frac", "policy/head/{head}/std_of_range")
+    .changes(env="gymnasium.wrappers.RescaleAction(env, -1, 1)")
     .says(
         "Nearly all actions are at their bounds, so the policy cannot choose between them.",
         "Rescale the actions to the bounds of the action space (gymnasium.wrappers.RescaleAction), lower the initial standard deviation "

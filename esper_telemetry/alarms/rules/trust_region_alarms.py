@@ -316,7 +316,7 @@ RULES = (
     step_alarm("policy/kl_spike", rank=290, relative=True, n_off=2, debug_updates=5)
     .reads("policy/kl", "policy/kl_max", "policy/kl_k1")
     .follows("policy/kl")
-    .changes("learning_rate", "num_epochs", "minibatch_size")
+    .changes(learning_rate=1 / 3, num_epochs=1 / 2, minibatch_size=2)
     .says(
         "One update moved the policy much further than usual.",
         "Lower the learning rate or the number of epochs, set target_kl, use larger minibatches.",
@@ -330,7 +330,7 @@ RULES = (
     step_alarm("policy/ratio_explosion", effect=True, n_off=2, debug_updates=5)
     .reads("policy/ess_frac_min", "policy/ratio/max", "policy/ess_frac", "policy/head/{head}/blame")
     .reads("policy/head/{head}/ratio/max")
-    .changes("learning_rate", "num_epochs")
+    .changes(learning_rate=1 / 3, num_epochs=1 / 2)
     .says(
         "The probabilities of a few samples have changed so much that they dominate the update.",
         "Look at the head with the largest blame; lower the learning rate, set target_kl, keep action probabilities away from 0.",
@@ -340,7 +340,7 @@ RULES = (
     .shows("policy/ess_frac*", *RATIOS)
     .judged(StateJudge(ratio_explosion, list[tuple[float, float]]()), ESS, ESS_SUDDEN, RATIO_SPREAD),
     step_alarm("policy/ratio_collapse", "policy/ratio/p01", "policy/ratio/min", effect=True, n_on=3)
-    .changes("learning_rate", "num_epochs")
+    .changes(learning_rate=1 / 3, num_epochs=1 / 2)
     .says(
         "One action in a hundred has become more than ten times less likely in a single update.",
         "Lower the learning rate; check the sign and the order of advantages.",
@@ -353,7 +353,7 @@ RULES = (
     .reads("policy/clip_frac", "policy/clip_frac_active", "policy/clip_frac_pos", "policy/clip_frac_neg")
     .reads("policy/head/{head}/clip_frac")
     .follows("policy/clip_frac")
-    .changes("learning_rate", "num_epochs", "clip")
+    .changes("clip", num_epochs=1 / 2, learning_rate=1 / 3)
     .says(
         "Much of the batch has left the trust region, where clipping stops it from training the policy.",
         "Use fewer epochs or a lower learning rate; use a larger batch if advantages are noisy.",

@@ -8,6 +8,7 @@ a configuration leaves out are the defaults of its trainer. The coefficient of a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -133,6 +134,82 @@ def outside_settings(facts: Facts) -> Iterator[OutsideSetting]:
         if is_outside(published, value):
             limit = published.lowest if value < published.lowest else published.highest
             yield OutsideSetting(name, value, limit, range_sentence(name, value, facts))
+
+
+OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "learning_rate": ("lr",),
+    "clip": ("clip_coef", "clip_param", "clip_range"),
+    "num_epochs": ("update_epochs", "n_epochs", "num_learning_epochs"),
+    "minibatch_size": ("batch_size",),
+    "entropy_coef": ("ent_coef",),
+    "value_coef": ("vf_coef", "value_loss_coef"),
+    "gae_lambda": ("lam", "lambda"),
+}
+"""Names of settings in the configurations of other trainers."""
+
+
+class SettingChange(NamedTuple):
+    """A setting, in the words of the run's trainer, the value that it should have, and its present value if known."""
+
+    setting: str
+    value: float | str
+    now: float | None = None
+
+
+def setting_change(
+    names: Iterable[str],
+    changes: Iterable[tuple[str, float | str]],
+    facts: Facts,
+    *,
+    config: Mapping[str, object],
+    rate: float | None = None,
+) -> SettingChange | None:
+    """Return the change to a usual value of the first setting outside all published values, otherwise the first possible change, if any.
+
+    Args:
+        names: settings, as in `AlarmRule.settings`.
+        changes: pairs, as in `AlarmRule.changes`.
+        facts: of the run.
+        config: configuration of the run, whose names are used.
+        rate: learning rate at the alarm; it counts if it is above the setting.
+    """
+    values = settings_of(facts)
+    if rate is not None and rate > values.get("learning_rate", 0.0):
+        values["learning_rate"] = rate
+    for name in names:
+        if name in values and is_outside(PUBLISHED[name], values[name]):
+            published = PUBLISHED[name]
+            usual = published.p10 if values[name] < published.lowest else published.p90
+            return _named(name, usual, values[name], facts, config)
+    for name, change in changes:
+        if isinstance(change, str):
+            return SettingChange(name, change)
+        if name in values:
+            published, now = PUBLISHED[name], values[name]
+            value = min(max(now * change, published.lowest), published.highest)
+            value = published.highest if now == 0 and change > 1 else value
+            if not math.isclose(value, now):
+                return _named(name, value, now, facts, config)
+    return None
+
+
+def _named(name: str, value: float, now: float, facts: Facts, config: Mapping[str, object]) -> SettingChange:
+    """Return a change with the name and in the units of the run's trainer."""
+    published = PUBLISHED[name]
+    own = next((one for one in (name, published.sb3, *OTHER_NAMES.get(name, ())) if one in config), "")
+    factor = published.sb3_factor if facts.of_sb3 else 1.0
+    if not own and name in ("minibatch_size", "rollout_size") and not facts.of_sb3:
+        steps, envs = facts.num_steps or 1, facts.num_envs or 1
+        count = steps * envs / value if name == "minibatch_size" else value / envs
+        present = facts.num_minibatches if name == "minibatch_size" else steps
+        return SettingChange(
+            "num_minibatches" if name == "minibatch_size" else "num_steps", max(1, round(count)), present
+        )
+    is_count = name in ("num_epochs", "minibatch_size", "rollout_size")
+    shown = max(1, round(value)) if is_count else float(f"{value * factor:.3g}")
+    return SettingChange(
+        own or (published.sb3 if facts.of_sb3 else "") or name, shown, now if is_count else now * factor
+    )
 
 
 def outside_sentences(names: Iterable[str], facts: Facts, rate: float | None) -> list[str]:

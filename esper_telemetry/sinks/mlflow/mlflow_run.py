@@ -238,9 +238,14 @@ def client_of(store: str | None) -> Any:
 
 def find_run(client: Any, experiment_id: str, run_id: str) -> Any | None:
     """Return the MLflow run of this package's run with that id, or None."""
-    quoted = run_id.replace("\\", "\\\\").replace("'", "\\'")
-    runs = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{quoted}'", max_results=1)
+    runs = client.search_runs([experiment_id], run_filter(run_id), max_results=1)
     return runs[0] if runs else None
+
+
+def run_filter(run_id: str) -> str:
+    """Return MLflow's filter for this package's run with that id."""
+    quoted = run_id.replace("\\", "\\\\").replace("'", "\\'")
+    return f"tags.`{RUN_TAG}` = '{quoted}'"
 
 
 def _create_run(client: Any, experiment_id: str, run: RunInfo, parent_tags: Mapping[str, str]) -> Any:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import shlex
 import sqlite3
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import unquote, urlencode, urlsplit
+from urllib.request import Request, urlopen
 
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, limit_mlflow_requests
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
@@ -29,6 +32,7 @@ from esper_telemetry.sinks.mlflow.mlflow_run import (
     joined_run,
     numbers_of,
     own_run,
+    run_filter,
 )
 from esper_telemetry.sinks.sink_protocol import (
     PermanentSinkError,
@@ -48,6 +52,7 @@ DEFAULT_ADDRESS: Final = "http://localhost:5000"
 TRAINING_PAGES: Final = "workflowType=machine_learning"
 """Part of an address that makes MLflow 3 show its pages for model training instead of the pages for language models."""
 
+PLACE_TIMEOUT_SECONDS: Final = 2.0
 FIND_RUN: Final = """
 SELECT runs.run_uuid, runs.status, runs.experiment_id FROM runs
 JOIN experiments ON experiments.experiment_id = runs.experiment_id AND experiments.name = ?
@@ -151,12 +156,10 @@ class MLflowSink:
             return Place(uri, "")
         if uri.startswith("http"):
             server = re.sub("//[^/]*@", "//", masked(uri)).rstrip("/")  # a browser asks for the password
-            return Place(masked(uri), "", (("experiments", f"{server}/#/experiments?{TRAINING_PAGES}"),))
+            return Place(masked(uri), "", _pages(server, _run_on_server(uri, run, self.experiment)))
         row = _run_in_database(Path(uri.removeprefix(SQLITE)), run, self.experiment) if uri.startswith(SQLITE) else None
-        page = f"/{row.experiment_id}/runs/{row.run_uuid}" if row else ""
-        paths = {"run": page, "charts": f"{page}/model-metrics"} if row else {"experiments": page}
-        pages = tuple((name, f"{DEFAULT_ADDRESS}/#/experiments{path}?{TRAINING_PAGES}") for name, path in paths.items())
-        return Place(masked(uri), f"mlflow ui --backend-store-uri {shlex.quote(masked(uri))}", pages)
+        command = f"mlflow ui --backend-store-uri {shlex.quote(masked(uri))}"
+        return Place(masked(uri), command, _pages(DEFAULT_ADDRESS, row))
 
     def prepare_child(self) -> None:
         """Let requests fail early instead of retrying for minutes. This affects the whole process, so it must not be the user's."""
@@ -267,6 +270,42 @@ def stored_run(store: str | None, run: RunInfo, experiment: str) -> StoredMetric
         with suppress(sqlite3.Error):  # other tables: the client knows how to read them
             return _in_database(path, run, experiment)
     return _through_client(client_of(store), run, experiment)
+
+
+def _pages(server: str, row: StoredRun | None) -> tuple[tuple[str, str], ...]:
+    """Return the addresses of the run's pages, or of the experiments if the run was not found."""
+    page = f"/{row.experiment_id}/runs/{row.run_uuid}" if row else ""
+    paths = {"run": page, "charts": f"{page}/model-metrics"} if row else {"experiments": page}
+    return tuple((name, f"{server}/#/experiments{path}?{TRAINING_PAGES}") for name, path in paths.items())
+
+
+def _run_on_server(uri: str, run: RunInfo, experiment: str) -> StoredRun | None:
+    """Return the run as stored on a server; None if it is missing, or the server does not answer at once.
+
+    Two requests of its own, because MLflow's import takes three seconds of processor time.
+    """
+    address, environment = urlsplit(uri), os.environ.get
+    user = address.username or environment("MLFLOW_TRACKING_USERNAME")
+    password = address.password or environment("MLFLOW_TRACKING_PASSWORD", "")
+    token = environment("MLFLOW_TRACKING_TOKEN")
+    basic = b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode() if user else ""
+    authorization = {"Authorization": f"Basic {basic}" if basic else f"Bearer {token}"} if basic or token else {}
+    start = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path.rstrip('/')}/api/2.0/mlflow"
+
+    def answer(path: str, body: Mapping[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json", **authorization}
+        request = Request(f"{start}/{path}", None if body is None else json.dumps(body).encode(), headers)
+        with urlopen(request, timeout=PLACE_TIMEOUT_SECONDS) as response:
+            return json.load(response)
+
+    try:
+        name = urlencode({"experiment_name": experiment})
+        number = answer(f"experiments/get-by-name?{name}")["experiment"]["experiment_id"]
+        found = {"experiment_ids": [number], "filter": run_filter(run.run_id), "max_results": 1}
+        info = answer("runs/search", found)["runs"][0]["info"]
+        return StoredRun(str(info["run_id"]), str(info["status"]), int(number))
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _run_in_database(path: Path, run: RunInfo, experiment: str) -> StoredRun | None:

@@ -87,7 +87,8 @@ class TensorBoardSink:
     def place(self, run: RunInfo) -> Place:
         """Return the directory, the command that shows it, and the addresses of its pages."""
         directory = self._directory(run)
-        return Place(str(directory), f"tensorboard --logdir {shlex.quote(str(directory))}", PAGES)
+        shown = directory if self.directory else directory.parent  # TensorBoard names a run in the directory itself "."
+        return Place(str(directory), f"tensorboard --logdir {shlex.quote(str(shown))}", PAGES)
 
     def stored(self, run: RunInfo) -> StoredMetrics:
         """Return the numbers in this sink's event files; several runs in one directory are treated as parts of one."""

@@ -9,14 +9,20 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from esper_telemetry.alarms.verdict.run_outcome import NONFINITE
-from esper_telemetry.views.compare.compared_runs import RETURN_KEYS, ComparedRun, FirstDifference, first_difference
+from esper_telemetry.views.compare.compared_runs import (
+    RETURN_KEYS,
+    ComparedRun,
+    FirstDifference,
+    configurations,
+    first_difference,
+)
 from esper_telemetry.views.compare.seed_statistics import (
     METRICS_LEVEL,
     RETURN_LEVEL,
@@ -157,15 +163,14 @@ class Comparison:
         return values
 
 
-def comparison(runs: Sequence[ComparedRun]) -> Comparison:
-    """Compare at least two runs; raises ValueError for fewer, ImportError without SciPy."""
+def comparison(runs: Sequence[ComparedRun], *, ignore: Collection[str] = (), by: Collection[str] = ()) -> Comparison:
+    """Compare at least two runs; raises ValueError for fewer, ImportError without SciPy. `ignore` and `by` as for `configurations`."""
     if len(runs) < 2:
         raise ValueError(f"a comparison needs at least two runs, got {len(runs)}")
     grouped: dict[tuple[tuple[str, str], ...], list[ComparedRun]] = {}
-    for run in runs:
-        grouped.setdefault(tuple(sorted(run.settings.items())), []).append(run)
-    groups = list(grouped.values())
-    settings = [group[0].settings for group in groups]
+    for run, configuration in zip(runs, configurations(runs, ignore=ignore, by=by), strict=True):
+        grouped.setdefault(tuple(sorted(configuration.items())), []).append(run)
+    groups, settings = list(grouped.values()), [dict(configuration) for configuration in grouped]
     names = sorted({name for each in settings for name in each if len({other.get(name) for other in settings}) > 1})
     labels = _labels(settings, names)
     return_key = next((key for key in RETURN_KEYS if any(key in run.keys for run in runs)), "")

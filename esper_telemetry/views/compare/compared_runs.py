@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
 from esper_telemetry.alarms.verdict.run_outcome import EVALUATION, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import AlarmEvent, MetricInfo, Record, RunInfo, RunStatus, judgeable, template_of
 from esper_telemetry.history.derive import ALL_SUFFIXES
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
@@ -32,12 +33,13 @@ MAX_DEPTH: Final = 3
 SEED: Final = re.compile(r"(.*[_.])?seed")
 """Settings that two runs of one configuration may differ in: `seed`, `train.seed`, `env_seed`."""
 OUTPUT_SETTING: Final = re.compile(
-    r"(.*\.)?((run|exp|experiment|wandb|project)_?(name|id|entity|project\w*)|(log|save|output|out|run|result|checkpoint|video)s?_?(dir|path|folder)"
+    r"(.*\.)?((run|exp|experiment|job|trial|group|wandb|project)_?(name|id|entity|project\w*)|(.*[_-])?(log|out|work)?(dir|directory|path|folder|file)s?"
     r"|tensorboard_log|sinks?|track|verbose|capture_video|save_model|checkpoint_every|eval_every|eval_episodes|timestamp|start_time|host_?name)"
     r"|name"
 )
 """Settings of where a run writes and what it reports, which do not change its training."""
-NOT_TRAINING: Final = re.compile(f"{SEED.pattern}|{OUTPUT_SETTING.pattern}")
+PATH: Final = re.compile(r'"(/|~|\.\.?/|runs/|[A-Za-z]:\\\\).*"')
+"""Values of settings, as JSON, that are paths."""
 TIME_UNITS: Final = frozenset({"ms", "s", "1/s", "seconds", "bytes", "MB", "GB", "MiB", "GiB"})
 """Units of time and memory, which differ between runs that are equal."""
 TIME_NAME: Final = re.compile(
@@ -58,7 +60,7 @@ class ComparedRun:
         place: directory of the run, as given.
         info: its description.
         seed: its seeds as text; empty if the run records no seed.
-        settings: configuration and plain facts by dotted name, without seeds and without what only says where the run writes.
+        settings: configuration and plain facts by dotted name, without seeds.
         status: how it ended; None for a run under way.
         outcome: what it does.
         outcome_text: in one sentence.
@@ -101,6 +103,36 @@ class ComparedRun:
         """Return the mean over the last hundred episodes before `reach` environment steps; NaN without any."""
         rows = np.flatnonzero(self.env_steps <= reach)
         return float(self.returns[key][rows[-1]]) if key in self.returns and len(rows) else math.nan
+
+
+def configurations(
+    runs: Sequence[ComparedRun], *, ignore: Collection[str] = (), by: Collection[str] = ()
+) -> list[dict[str, str]]:
+    """Return the settings of each run that tell configurations apart.
+
+    Args:
+        runs: all runs.
+        ignore: settings that do not count, in addition to names, paths and what is reported.
+        by: settings that count alone.
+
+    A setting is meant by its dotted name or by the end of it. Raises ValueError for a setting that no run has.
+    """
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    for key in (*ignore, *by):
+        if not any(_is_named(name, [key]) for name in names):
+            ends = [name.rpartition(".")[2] for name in names]
+            raise ValueError(f"no run has a setting {key!r}{did_you_mean(key, [*names, *ends])}")
+
+    def counts(name: str, value: str) -> bool:
+        if by:
+            return _is_named(name, by)
+        return not (_is_named(name, ignore) or OUTPUT_SETTING.fullmatch(name) or PATH.fullmatch(value))
+
+    return [{name: value for name, value in run.settings.items() if counts(name, value)} for run in runs]
+
+
+def _is_named(name: str, keys: Collection[str]) -> bool:
+    return any(name == key or name.endswith(f".{key}") for key in keys)
 
 
 def find_runs(places: Iterable[str]) -> list[str]:
@@ -152,7 +184,7 @@ def read_compared(place: str) -> ComparedRun:
         place,
         run.info,
         ", ".join(dict.fromkeys(seeds)),
-        {name: value for name, value in settings.items() if not NOT_TRAINING.fullmatch(name)},
+        {name: value for name, value in settings.items() if not SEED.fullmatch(name)},
         run.status,
         outcome.kind,
         outcome.text,

@@ -148,10 +148,10 @@ def _metrics(pair: GroupComparison, count: int | None = None) -> Element:
 def pair_lines(pair: GroupComparison) -> Iterator[str]:
     """Yield sentences on the final return of two groups, and on metrics without a test."""
     interval = pair.improvement_interval
-    if interval is not None and pair.improvement is not None:
+    if interval is not None and pair.improvement is not None and pair.return_p is not None:
         spread = f" ({CONFIDENCE:.0%} interval {interval.low:.2f} to {interval.high:.2f})"
-        p = "" if pair.return_p is None else f"; p = {pair.return_p:.2g}"
-        yield f"Probability that a run of {pair.second} ends above one of {pair.first}: {pair.improvement:.2f}{spread}{p}."
+        ends = f"a run of {pair.second} ends above one of {pair.first}"
+        yield f"Probability that {ends}: {pair.improvement:.2f}{spread}; p = {pair.return_p:.2g}."
     if pair.return_divergence is not None:
         yield f"The returns differ {since_text(pair.return_divergence)}."
     if pair.constant:

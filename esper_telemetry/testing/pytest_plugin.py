@@ -1,0 +1,86 @@
+"""A plugin of pytest: `pytest --telemetry-check SCRIPT` checks the equations of a script, and `assert_healthy_run` judges a run.
+
+Both start the commands `check` and `diagnose` in processes of their own, so that pytest itself loads nothing of this package.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--telemetry-check`."""
+    parser.getgroup("esper-telemetry").addoption(
+        "--telemetry-check",
+        action="append",
+        default=[],
+        metavar="SCRIPT",
+        help="also compare a PPO script with the equations of PPO; with options and arguments as `esper-telemetry check` takes them: "
+        '--telemetry-check "--updates 5 ppo.py --seed 1" (repeatable)',
+    )
+
+
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add a test for each script."""
+    items.extend(
+        EquationCheck.from_parent(session, name=f"telemetry-check {words}", words=shlex.split(words))
+        for words in config.getoption("--telemetry-check")
+    )
+
+
+class EquationCheckFailed(Exception):  # noqa: N818 - it is the result of a check
+    """What `esper-telemetry check` has printed."""
+
+
+class EquationCheck(pytest.Item):
+    """The test that a script computes the equations of PPO; its run is kept in `runs/`."""
+
+    def __init__(self, *, words: Iterable[str], **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]  # pytest passes what its own class takes
+        self._words = [*words]
+
+    def runtest(self) -> None:
+        """Run the command; raises EquationCheckFailed if an equation differs, the script fails, or nothing could be checked."""
+        finished = command("check", *self._words)
+        if finished.returncode:
+            raise EquationCheckFailed(f"{finished.stderr}\n{finished.stdout}".strip())
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
+        """Return what the command has printed."""
+        return str(excinfo.value)
+
+    def reportinfo(self) -> tuple[str, None, str]:
+        """Return the name of the test."""
+        return self.config.rootpath.name, None, self.name
+
+
+AssertHealthyRun = Callable[..., None]
+
+
+@pytest.fixture
+def assert_healthy_run() -> AssertHealthyRun:
+    """Return a function that fails a test with the diagnosis of an unhealthy run.
+
+    `assert_healthy_run(run, fail_on="warn")` takes a run directory. By default a run must not have failed, be flat or decline, and must not
+    have raised alarms of level warn or above; `fail_on` is that of `esper-telemetry diagnose`.
+    """
+
+    def check(run: str | os.PathLike[str], *, fail_on: Literal["warn", "critical", "flat"] = "warn") -> None:
+        finished = command("diagnose", os.fspath(run), "--fail-on", fail_on)
+        if finished.returncode:
+            pytest.fail(finished.stdout or finished.stderr, pytrace=False)
+
+    return check
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of this package and return its output."""
+    program = [sys.executable, "-m", "esper_telemetry", *words]
+    return subprocess.run(program, capture_output=True, text=True, check=False)

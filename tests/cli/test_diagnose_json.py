@@ -1,0 +1,157 @@
+"""`diagnose --json`: what the schema in the docs says, in at most 8 kB, with the setting to change."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from healthy_run import run, set_to
+from made_runs import KL_SPIKES, journal
+
+from esper_telemetry.cli.main import main
+from esper_telemetry.core.record import RunStatus
+from esper_telemetry.views.answer import MAX_BYTES, shortened, to_text
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "docs" / "diagnose.schema.json").read_text(encoding="utf-8"))
+
+Diagnose = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def diagnose(capsys: pytest.CaptureFixture[str]) -> Diagnose:
+    jsonschema = pytest.importorskip("jsonschema")
+
+    def call(*words: object, code: int = 0) -> dict[str, Any]:
+        with pytest.raises(SystemExit) as stop:
+            main(["diagnose", *map(str, words), "--json"])
+        out = capsys.readouterr().out
+        assert stop.value.code == code
+        values: dict[str, Any] = json.loads(out)
+        jsonschema.validate(values, SCHEMA)
+        assert "--all" in words or len(out.encode()) <= 8192
+        return values
+
+    return call
+
+
+def test_a_healthy_run_has_nothing_to_change(tmp_path: Path, diagnose: Diagnose) -> None:
+    values = diagnose(journal(tmp_path / "run", run(60)))
+
+    assert values["schema"] == 1
+    assert (values["incidents"], values["advice"], values["left_out"]) == ([], [], {})
+
+
+def test_a_setting_outside_published_values_is_changed_to_a_usual_one(tmp_path: Path, diagnose: Diagnose) -> None:
+    """The published values end at 0.003; nine of ten are at most 5.4e-4."""
+    path = journal(tmp_path / "run", run(60, KL_SPIKES), learning_rate=0.1)
+
+    values = diagnose(path)
+
+    (incident,) = values["incidents"]
+    assert (incident["cause"], incident["since"], incident["level"]) == ("policy/kl_spike", 30, "critical")
+    assert {"setting": "learning_rate", "value": 5.4e-4, "now": 0.1}.items() <= incident["advice"].items()
+    assert incident["evidence"][0] == {"key": "policy/kl", "value": 2.0} | {
+        name: incident["evidence"][0][name] for name in ("usual", "healthy")
+    }
+    assert values["advice"][0]["setting"] == "learning_rate" and values["advice"][0]["because"] == "incident 1"
+    assert values["next"]["command"] == f"esper-telemetry compare {path} NEW_RUN --json"
+
+
+def test_a_usual_setting_is_changed_by_the_rules_factor_in_the_words_of_the_trainer(
+    tmp_path: Path, diagnose: Diagnose
+) -> None:
+    """A third of 0.003; ratios that collapse ask for the learning rate, too, so the list has it once."""
+    path = journal(tmp_path / "run", run(60, KL_SPIKES), learning_rate=0.003, trainer="stable-baselines3 PPO")
+
+    changes = diagnose(path)["advice"]
+
+    assert [(one["setting"], one["value"], one["now"]) for one in changes] == [("learning_rate", 0.001, 0.003)]
+
+
+def test_a_run_under_way_has_no_status_and_a_failed_one_its_exception(tmp_path: Path, diagnose: Diagnose) -> None:
+    live = diagnose(journal(tmp_path / "live", run(40), None))
+    failed = diagnose(journal(tmp_path / "failed", run(40), RunStatus.FAILED), "--fail-on", "flat", code=3)
+
+    assert live["status"] is None
+    assert (failed["status"], failed["outcome"]["outcome"]) == ("failed", "failed")
+    assert failed["failure"]["exception"] == "ValueError" and len(failed["failure"]["message"]) < 1000
+    assert failed["ending"]
+
+
+def test_all_has_every_equation_and_leads_on_to_the_report(tmp_path: Path, diagnose: Diagnose) -> None:
+    path = journal(tmp_path / "run", run(60, set_to({"repr/dead_frac": 0.9}), since=1))
+
+    short, full = diagnose(path), diagnose(path, "--all")
+
+    assert short["unexplained"]
+    assert short["next"]["command"] == f"esper-telemetry diagnose {path} --json --all"
+    assert full["next"]["command"] == f"esper-telemetry report {path}"
+    assert {row["equation"] for row in full["equations"]} > {row["equation"] for row in short["equations"]}
+
+
+def test_a_long_answer_keeps_what_is_most_urgent() -> None:
+    """Thirty incidents of 600 characters, the last of which is the only one that is on, and 300 reasons of 100 characters."""
+    ends: list[int | None] = [*range(29), None]
+    incidents = [
+        {
+            "incident": number,
+            "level": "warn",
+            "standing": {"a/b": end},
+            "text": "x" * 9999,
+            "alarms": [],
+            "evidence": [],
+        }
+        for number, end in enumerate(ends, 1)
+    ]
+
+    values = shortened(
+        {"incidents": incidents, "unanswered": {f"a/{i}": "y" * 100 for i in range(300)}, "left_out": {}}
+    )
+
+    assert MAX_BYTES * 0.8 < len(to_text(values)) <= MAX_BYTES
+    kept = [incident["incident"] for incident in values["incidents"]]
+    assert kept == [*range(1, len(kept)), 30]
+    assert values["left_out"] == {"incidents": 30 - len(kept), "unanswered": 300 - len(values["unanswered"])}
+
+
+def test_logs_of_other_trainers_have_the_same_fields(tmp_path: Path, diagnose: Diagnose) -> None:
+    log = tmp_path / "progress.csv"
+    rows = "\n".join(f"{step * 2048},{200 - step},0.01" for step in range(1, 150))
+    log.write_text(f"time/total_timesteps,rollout/ep_rew_mean,train/approx_kl\n{rows}\n")
+
+    values = diagnose("--from", log, "--fail-on", "flat", code=3)
+
+    assert values["outcome"]["outcome"] == "declining" and "status" not in values
+    assert values["read"] and values["next"]["command"].startswith(f"esper-telemetry diagnose --from {log}")
+
+
+def test_an_equation_that_differs_names_the_line_of_the_script(tmp_path: Path, diagnose: Diagnose) -> None:
+    """The trace of the advantages runs on over the ends of episodes."""
+    right = "args.gamma * args.gae_lambda * nextnonterminal * lastgaelam"
+    text = (ROOT / "tests" / "script" / "scripts" / "categorical.py").read_text(encoding="utf-8")
+    assert right in text
+    script = tmp_path / "wrong.py"
+    script.write_text(text.replace(right, "args.gamma * args.gae_lambda * lastgaelam"), encoding="utf-8")
+    command = (sys.executable, "-m", "esper_telemetry", "check", "--updates", "2", "--run-dir", "run", script.name)
+    subprocess.run(command, cwd=tmp_path, check=False, capture_output=True)
+    line = next(number for number, one in enumerate(text.splitlines(), 1) if "advantages = " in one)
+
+    values = diagnose(tmp_path / "run")
+
+    (row,) = [row for row in values["equations"] if row["state"] == "differs"]
+    assert (row["equation"], row["place"]) == ("advantages", f"wrong.py:{line}")
+    assert values["advice"][0] | {"text": ""} == {
+        "text": "",
+        "setting": "advantages",
+        "value": row["reference"],
+        "now": None,
+        "because": "equation advantages",
+        "place": row["place"],
+    }
+    assert values["next"]["command"] == f"esper-telemetry check {tmp_path / 'run'}"

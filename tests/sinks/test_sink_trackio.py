@@ -1,0 +1,58 @@
+"""Trackio: rows and alerts in its local database."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from esper_telemetry.core.record import AlarmEvent, RunStatus
+from esper_telemetry.journal.lines import JournalEvent
+from esper_telemetry.sinks import sink_from_uri
+from esper_telemetry.sinks.trackio import TrackioSink
+from esper_telemetry.testing import CHECKS, check_sink
+from esper_telemetry.testing.sinks import alarm, record, run_in
+
+pytest.importorskip("trackio")
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A local database of its own, without a request to a server."""
+    from trackio import utils
+
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # for processes of the kit
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert utils
+    return tmp_path
+
+
+def test_alarms_and_the_outcome_are_alerts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    sink, run = sink_from_uri("trackio:walker"), run_in(tmp_path / "run", name="first")
+    assert isinstance(sink, TrackioSink)
+    sink.open(run)
+    sink.write([record(1), record(2)])
+    sink.alarm(alarm(2, AlarmEvent.RAISE))
+    sink.alarm(alarm(2, AlarmEvent.CLEAR))
+    sink.outcome(JournalEvent("outcome", {"outcome": "flat", "text": "flat: return 1 -> 1"}, seq=2))
+    sink.close(RunStatus.FINISHED)
+
+    name = f"first-{run.run_id[:6]}"
+    alerts = {(one["title"], one["level"], one["step"]) for one in SQLiteStorage.get_alerts("walker", name)}
+    assert {("policy/kl_spike", "error", 256), ("policy/kl_spike", "info", 256)} < alerts
+    assert ("outcome", "info") in {one[:2] for one in alerts}
+    assert sink.place(run).command == "trackio show --project walker"
+    assert [row[key] for row in SQLiteStorage.get_logs("walker", name) for key in ("step", "axis/update")] == [
+        *(128, 1.0),
+        *(256, 2.0),
+    ]
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("check", [name for name in CHECKS if name not in ("many records", "sigterm")])
+def test_the_sink_passes_the_kit(check: str, tmp_path: Path) -> None:
+    assert check_sink(TrackioSink, only=[check]) == (check,)
+    shutil.rmtree(tmp_path, ignore_errors=True)
