@@ -42,6 +42,7 @@ NOT_RUN = {
     "torchrun": "tests/end_to_end starts several processes",
     "--resume": "tests/test_readme.py resumes a run",
     "watch": "needs a terminal; tests/views has one",
+    " mcp ": "tests/cli/test_mcp.py has a client",
     "score": "trains for minutes",
     "demo": "trains for minutes",
     "--push": "needs an account",

@@ -44,6 +44,7 @@ class ClearMLSink:
         """Start a task; nothing of the process is captured."""
         from clearml import Task
 
+        Task._report_subprocess_enabled = False  # its reporter is a fork, and a fork of a process with threads may hang
         Task.set_offline(self.offline)
         self._task = Task.init(
             project_name=self.project,
