@@ -78,7 +78,7 @@ class TrackioSink:
             raise PermanentSinkError(f"Trackio refuses the run: {error}") from error
 
     def write(self, records: Sequence[Record]) -> None:
-        """Add a row per record, at its environment step."""
+        """Add a row per record, at the record's environment step."""
         for record in records:
             self._run.log(_row(record), step=record.axes.env_step)
 

@@ -235,9 +235,9 @@ def _urgency(incident: Mapping[str, Any]) -> tuple[bool, bool, int]:
 
 
 def _cut(value: Any) -> Any:
-    """Return plain values with long texts cut."""
-    if isinstance(value, str):
-        return value if len(value) <= MAX_TEXT_CHARACTERS else f"{value[: MAX_TEXT_CHARACTERS - 3]}..."
+    """Return plain values with long texts cut in the middle, because a traceback ends with the exception."""
+    if isinstance(value, str) and len(value) > MAX_TEXT_CHARACTERS:
+        return f"{value[: MAX_TEXT_CHARACTERS // 2 - 3]} ... {value[-MAX_TEXT_CHARACTERS // 2 + 2 :]}"
     if isinstance(value, Mapping):
         return {_cut(key): _cut(item) for key, item in value.items()}
     return [_cut(item) for item in value] if isinstance(value, list | tuple) else value
