@@ -292,7 +292,8 @@ class AlarmRule:
         partial: also judges the record of an unfinished update.
         default_off: off unless a user switches it on.
         settings: settings that the advice would change; settings outside all published values are named in the alarm.
-        changes: what the advice changes first, as pairs: a setting with the factor to multiply it by, or `env` with its wrapper.
+        changes: what the advice changes first, as pairs: a setting with the factor to multiply it by, or `env` with a wrapper that the
+            advice names.
     """
 
     type: str

@@ -63,7 +63,7 @@ def answer(
     rules, facts = {rule.type: rule for rule in alarm_rules()}, Facts.of(run.facts)
     incidents = [_incident(one, diagnosis, run, rules.get(one.cause)) for one in diagnosis.incidents]
     rows = [_equation(row) for row in equations if everything or row.state in ("differs", "untraced")]
-    advice = list(_advice(rows, incidents, facts, run.config))
+    advice = list(_advice(rows, incidents, facts))
     values = {
         "schema": SCHEMA,
         **head,
@@ -104,8 +104,9 @@ def _incident(incident: IncidentReport, diagnosis: Diagnosis, run: RunInfo, rule
     rate = values.get(RATE) if isinstance(values, Mapping) else None
     change = None
     if rule is not None:
+        named = [(name, to) for name, to in rule.changes if not isinstance(to, str) or _wrapper(to) in advice]
         rate = rate if isinstance(rate, int | float) else None
-        change = setting_change(rule.settings, rule.changes, Facts.of(run.facts), config=run.config, rate=rate)
+        change = setting_change(rule.settings, named, Facts.of(run.facts), rate)
     evidence = {main.key: main.value, **(values if isinstance(values, Mapping) else {})}
     return {
         "incident": incident.number,
@@ -129,6 +130,11 @@ def _incident(incident: IncidentReport, diagnosis: Diagnosis, run: RunInfo, rule
     }
 
 
+def _wrapper(call: str) -> str:
+    """Return the name in a call such as `gymnasium.wrappers.RescaleAction(env, -1, 1)`; advice that does not name it is not about it."""
+    return call.partition("(")[0].rpartition(".")[2]
+
+
 def _change(text: str, change: SettingChange | None) -> dict[str, Any]:
     """Return advice: a text, and the setting with its value and present value if the advice is about one."""
     setting, value, now = change or (None, None, None)
@@ -150,7 +156,6 @@ def _advice(
     equations: Sequence[Mapping[str, Any]],
     incidents: Sequence[Mapping[str, Any]],
     facts: Facts,
-    config: Mapping[str, object],
 ) -> Iterator[dict[str, Any]]:
     """Yield the changes of settings, the most certain one first: equations that differ, incidents, settings outside published ranges."""
     changes: dict[str, dict[str, Any]] = {}
@@ -167,7 +172,7 @@ def _advice(
                 advice["setting"], {**advice, "because": f"incident {incident['incident']}", "place": ""}
             )
     for name, _, _, text in outside_settings(facts):
-        if (change := setting_change((name,), (), facts, config=config)) is not None:
+        if (change := setting_change((name,), (), facts)) is not None:
             changes.setdefault(change.setting, {**_change(text, change), "because": "published settings", "place": ""})
     yield from changes.values()
 

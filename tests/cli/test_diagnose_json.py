@@ -67,11 +67,20 @@ def test_a_usual_setting_is_changed_by_the_rules_factor_in_the_words_of_the_trai
     tmp_path: Path, diagnose: Diagnose
 ) -> None:
     """A third of 0.003; ratios that collapse ask for the learning rate, too, so the list has it once."""
-    path = journal(tmp_path / "run", run(60, KL_SPIKES), learning_rate=0.003, trainer="stable-baselines3 PPO")
+    facts: dict[str, Any] = {"learning_rate": 0.003, "setting_names": {"learning_rate": "lr"}}
+    path = journal(tmp_path / "run", run(60, KL_SPIKES), RunStatus.FINISHED, **facts)
 
     changes = diagnose(path)["advice"]
 
-    assert [(one["setting"], one["value"], one["now"]) for one in changes] == [("learning_rate", 0.001, 0.003)]
+    assert [(one["setting"], one["value"], one["now"]) for one in changes] == [("lr", 0.001, 0.003)]
+
+
+def test_actions_at_their_bounds_name_the_wrapper_of_the_environment(tmp_path: Path, diagnose: Diagnose) -> None:
+    path = journal(tmp_path / "run", run(20, set_to({"policy/head/action/bound_frac": 0.99}), since=1))
+
+    (change,) = [one for one in diagnose(path)["advice"] if one["setting"] == "env"]
+
+    assert change["value"] == "gymnasium.wrappers.RescaleAction(env, -1, 1)" and change["now"] is None
 
 
 def test_a_run_under_way_has_no_status_and_a_failed_one_its_exception(tmp_path: Path, diagnose: Diagnose) -> None:

@@ -102,7 +102,9 @@ def unscaled_rewards(view: View, mean: float, std: float, largest: float) -> Ite
     if view.facts.normalize_rewards:
         return
     size, bound = (mean * mean + std * std) ** 0.5, view.limits[REWARD_SIZE]
-    advice = "Scale rewards to about 1: divide them by {}, or normalise them by the spread of returns."
+    advice = (
+        "Scale rewards to about 1: divide them by {}, or normalise them by the spread of returns (NormalizeReward)."
+    )
     finding = Finding(WARNING * hard(size > bound), "reward/absmax", largest, bound)
     words = "rewards have a root mean square of {} per step, at most {}, and nothing scales them, so the critic's loss is very large"
     yield finding.with_advice(lambda: advice.format(number(size))).says(words, size, largest)
@@ -222,7 +224,8 @@ RULES = (
     .changes(env="gymnasium.wrappers.NormalizeObservation(env)")
     .says(
         "Observations are large, far from 0, or a thousand times as large in one entry as in another.",
-        "Normalise observations by running statistics (VecNormalize, normalize_observations), or scale them by their known range.",
+        "Normalise observations by running statistics (NormalizeObservation, VecNormalize, normalize_observations), or scale them by their "
+        "known range.",
         "Public environments without a normaliser stay below 30; Andrychowicz 2021, 37 details of PPO",
     )
     .shows("obs/*")
@@ -242,7 +245,7 @@ RULES = (
     .changes(env="gymnasium.wrappers.NormalizeReward(env)")
     .says(
         "Rewards are thousands per step and nothing scales them.",
-        "Scale rewards to about 1, or normalise them by the spread of returns.",
+        "Scale rewards to about 1, or normalise them by the spread of returns (NormalizeReward).",
         "Rewards of public tasks are up to 20 per step and rarely 100; the critic's loss grows with their square",
     )
     .shows("reward/*", "ret/*", "loss/value", "grad/interference/critic_share")
@@ -263,6 +266,7 @@ RULES = (
     alarm("policy/action_range", rank=137, optional=True, n_on=2)
     .reads("policy/head/{head}/range_used", "policy/head/{head}/empty_range_frac")
     .needs(("policy/head/{head}/range_used", "policy/head/{head}/empty_range_frac"))
+    .changes(env="gymnasium.wrappers.RescaleAction(env, -1, 1)")
     .says(
         "The bounds of the actions leave no choice, or are far wider than the policy's actions.",
         "Correct `low` and `high` of the action space.",

@@ -136,18 +136,6 @@ def outside_settings(facts: Facts) -> Iterator[OutsideSetting]:
             yield OutsideSetting(name, value, limit, range_sentence(name, value, facts))
 
 
-OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
-    "learning_rate": ("lr",),
-    "clip": ("clip_coef", "clip_param", "clip_range"),
-    "num_epochs": ("update_epochs", "n_epochs", "num_learning_epochs"),
-    "minibatch_size": ("batch_size",),
-    "entropy_coef": ("ent_coef",),
-    "value_coef": ("vf_coef", "value_loss_coef"),
-    "gae_lambda": ("lam", "lambda"),
-}
-"""Names of settings in the configurations of other trainers."""
-
-
 class SettingChange(NamedTuple):
     """A setting, in the words of the run's trainer, the value that it should have, and its present value if known."""
 
@@ -160,8 +148,6 @@ def setting_change(
     names: Iterable[str],
     changes: Iterable[tuple[str, float | str]],
     facts: Facts,
-    *,
-    config: Mapping[str, object],
     rate: float | None = None,
 ) -> SettingChange | None:
     """Return the change to a usual value of the first setting outside all published values, otherwise the first possible change, if any.
@@ -170,7 +156,6 @@ def setting_change(
         names: settings, as in `AlarmRule.settings`.
         changes: pairs, as in `AlarmRule.changes`.
         facts: of the run.
-        config: configuration of the run, whose names are used.
         rate: learning rate at the alarm; it counts if it is above the setting.
     """
     values = settings_of(facts)
@@ -180,7 +165,7 @@ def setting_change(
         if name in values and is_outside(PUBLISHED[name], values[name]):
             published = PUBLISHED[name]
             usual = published.p10 if values[name] < published.lowest else published.p90
-            return _named(name, usual, values[name], facts, config)
+            return _named(name, usual, values[name], facts)
     for name, change in changes:
         if isinstance(change, str):
             return SettingChange(name, change)
@@ -189,27 +174,22 @@ def setting_change(
             value = min(max(now * change, published.lowest), published.highest)
             value = published.highest if now == 0 and change > 1 else value
             if not math.isclose(value, now):
-                return _named(name, value, now, facts, config)
+                return _named(name, value, now, facts)
     return None
 
 
-def _named(name: str, value: float, now: float, facts: Facts, config: Mapping[str, object]) -> SettingChange:
-    """Return a change with the name and in the units of the run's trainer."""
-    published = PUBLISHED[name]
-    own = next((one for one in (name, published.sb3, *OTHER_NAMES.get(name, ())) if one in config), "")
-    factor = published.sb3_factor if facts.of_sb3 else 1.0
-    if not own and name in ("minibatch_size", "rollout_size") and not facts.of_sb3:
-        steps, envs = facts.num_steps or 1, facts.num_envs or 1
-        count = steps * envs / value if name == "minibatch_size" else value / envs
-        present = facts.num_minibatches if name == "minibatch_size" else steps
-        return SettingChange(
-            "num_minibatches" if name == "minibatch_size" else "num_steps", max(1, round(count)), present
-        )
-    is_count = name in ("num_epochs", "minibatch_size", "rollout_size")
-    shown = max(1, round(value)) if is_count else float(f"{value * factor:.3g}")
-    return SettingChange(
-        own or (published.sb3 if facts.of_sb3 else "") or name, shown, now if is_count else now * factor
-    )
+def _named(name: str, value: float, now: float, facts: Facts) -> SettingChange:
+    """Return a change with the name and in the units of the run's trainer; sizes without a name are counts of steps and minibatches."""
+    theirs, rollout = facts.setting_names.get(name), (facts.num_steps or 1) * (facts.num_envs or 1)
+    if theirs is None and name == "minibatch_size":
+        theirs, value, now = "num_minibatches", rollout / value, rollout / now
+    elif name == "rollout_size":
+        theirs = (theirs or "num_steps").partition(" x ")[0]  # Stable-Baselines3 has n_steps x n_envs
+        value, now = value / (facts.num_envs or 1), now / (facts.num_envs or 1)
+    if name in ("num_epochs", "minibatch_size", "rollout_size"):
+        return SettingChange(theirs or name, max(1, round(value)), round(now))
+    scale = facts.value_coef_scale if name == "value_coef" else 1.0
+    return SettingChange(theirs or name, float(f"{value * scale:.3g}"), now * scale)
 
 
 def outside_sentences(names: Iterable[str], facts: Facts, rate: float | None) -> list[str]:
