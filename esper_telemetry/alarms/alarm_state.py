@@ -252,6 +252,8 @@ class RuleCoverage:
 
     def add(self, values: Mapping[str, float]) -> None:
         """Add the keys of a record."""
+        if values.keys() <= self._seen:
+            return
         self._seen |= values.keys()
         if self._part_families:
             self._part_families = self._part_families - {key.partition("/")[0] for key in values}

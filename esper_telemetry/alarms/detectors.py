@@ -243,12 +243,13 @@ class Detectors:
         self._escalation, remaining = self._escalation.step(critical)
         return Verdict(alarms, remaining, self._values(alarms, remaining), self._events(record))
 
-    def note(self, record: Record) -> None:
-        """Add a record that was judged when it was written; only the outcome and the coverage of rules use it."""
+    def note(self, record: Record, *, for_outcome: bool = True) -> None:
+        """Add a record that was judged when it was written; only the coverage of rules and, if wanted, the outcome use it."""
         self._update += 1
         self._note_families(record.values)
         self._coverage.add(record.values)
-        self._outcome.add(record)
+        if for_outcome:
+            self._outcome.add(record)
         self._before = record
 
     def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Verdict:

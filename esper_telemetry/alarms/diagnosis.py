@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.alarms.verdict.remarks import REMARK
-from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, Outcome
+from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, OUTCOME, OUTCOME_UPDATES, Outcome, OutcomeKind
 from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual
 from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, AlarmLevel, MetricInfo, Record, RunStatus
@@ -195,6 +196,9 @@ class RunJudge:
         findings: findings on the whole run, by type of alarm.
         as_recorded: use the journal's alarms and events if its records were judged when they were written; judging them again gives the
             same result but takes 2 ms per record.
+
+    Attributes:
+        is_outcome_recorded: whether the events also include the final outcome, so that the records need not be judged for it.
     """
 
     def __init__(
@@ -211,6 +215,8 @@ class RunJudge:
         self._incidents: dict[int, IncidentReport] = {}
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._remarks: list[Mapping[str, Any]] = []
+        self._outcome: Outcome | None = None
+        self.is_outcome_recorded = False
         self._updates, self._values = 0, RunValues()
         self._latest: deque[Mapping[str, float]] = deque(maxlen=LATEST_RECORDS)
 
@@ -244,7 +250,7 @@ class RunJudge:
             self._as_recorded = False
             self._recorded = deque(filter(self._is_taken, self._recorded))
         if self._as_recorded:
-            self._detectors.note(record)
+            self._detectors.note(record, for_outcome=not self.is_outcome_recorded)
             return
         own = []
         while self._recorded and self._recorded[0].seq <= record.seq:
@@ -257,6 +263,9 @@ class RunJudge:
     def _add_event(self, kind: str, data: Mapping[str, Any]) -> None:
         if kind == REMARK:
             self._remarks.append(data)
+        if kind == OUTCOME:
+            with suppress(ValueError):  # a kind of a later version
+                self._outcome = Outcome.of(data)
         if is_course(kind, data):
             self._events.append((kind, data))
 
@@ -264,19 +273,30 @@ class RunJudge:
         for alarm in alarms:
             IncidentReport.add(self._incidents, alarm)
 
-    def diagnosis(self, status: RunStatus | None = None) -> Diagnosis:
-        """Return the verdict on a run with this status; None if it is still running."""
+    def has_recorded(self, updates: int) -> bool:
+        """Return whether the journal of a run of so many updates holds the verdict, so that a sample of its records is enough."""
+        return self._as_recorded and self._outcome is not None and self._outcome.updates > updates - OUTCOME_UPDATES
+
+    def diagnosis(self, status: RunStatus | None = None, updates: int | None = None) -> Diagnosis:
+        """Return the verdict on a run with this status; None if it is still running.
+
+        If the records are a sample, `updates` is the number of updates of the run, and the outcome is the journal's.
+        """
         detectors = self._detectors
+        outcome, recorded = detectors.outcome(status), self._outcome
+        if recorded is not None and self._as_recorded and (self.is_outcome_recorded or updates is not None):
+            failed = outcome.kind is OutcomeKind.FAILED
+            outcome = replace(recorded, kind=outcome.kind, text=outcome.text) if failed else recorded
         if self._as_recorded:
             self._add(self._recorded)
             self._recorded.clear()
         diagnosis = Diagnosis(
-            self._updates,
+            self._updates if updates is None else updates,
             tuple(self._incidents.values()),
             tuple(self._events),
             detectors.unanswered(),
             self._updates > 0 and detectors.gradients_alone,
-            outcome=detectors.outcome(status),
+            outcome=outcome,
             checks=detectors.checks,
             remedies=detectors.remedies(),
             remarks=tuple(self._remarks),

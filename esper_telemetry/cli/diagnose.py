@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from esper_telemetry.alarms.diagnosis import Diagnosis
-from esper_telemetry.alarms.diagnosis import diagnose as judge
-from esper_telemetry.alarms.rules.task_alarms import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.run_outcome import BAD, OutcomeKind
 from esper_telemetry.cli.arguments import WrongUse, echo, without_warnings, wrong_use
 from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM, AlarmLevel, RunStatus
 from esper_telemetry.journal.file import damage_sentence, holds_run, journal_path
 from esper_telemetry.journal.lines import plain
-from esper_telemetry.journal.read import JournalContents, Run, read_contents, read_run
+from esper_telemetry.journal.read import JournalContents, read_contents
 from esper_telemetry.views.answer import answer, to_text
 from esper_telemetry.views.document import print_document
-from esper_telemetry.views.equation_table import equation_rows
-from esper_telemetry.views.run_view import open_logs
+from esper_telemetry.views.run_view import RunView, judged_again, open_logs, open_verdict, open_view
 from esper_telemetry.views.verdict_text import verdict_document
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Diagnose
 
-FAILURE, INTERVENTION = "failure", "intervention"
+FAILURE: Final = "failure"
 FLAT: Final = "flat"
 """Level of `--fail-on` that considers only the outcome."""
 
@@ -51,62 +48,51 @@ def _diagnose_journal(options: Diagnose) -> int:
                 raise WrongUse(f"--fail-on judges one run, and {options.run_dir} holds {len(runs)}")
             _list_runs(options.run_dir, runs, as_json=options.json)
             return 0
-        judged = judge_run(options.run_dir, options.threshold)
-    run, verdict, ending = judged.run, judged.verdict, judged.ending
+        judged = judge_run(options.run_dir, options.threshold, again=options.again)
+    view, verdict = judged.view, judged.verdict
     if options.json:
         print(to_text(judged.answer(everything=options.all)))
     else:
-        head = f"{run.info.name}: {verdict.updates} updates, {run.status or 'not ended'}"
-        print_document(verdict_document(head, verdict, ending, list_unanswered=options.all))
-        if run.damaged:
-            echo(f"\n{damage_sentence(journal_path(options.run_dir), run.damaged)}.")
-    return _exit_code(verdict, ending, options.fail_on)
+        head = f"{view.info.name}: {verdict.updates} updates, {view.status or 'not ended'}"
+        print_document(verdict_document(head, verdict, view.ending, list_unanswered=options.all))
+        if view.damage:
+            echo(f"\n{damage_sentence(journal_path(options.run_dir), view.damage)}.")
+    return _exit_code(verdict, view.ending, options.fail_on)
 
 
 class JudgedRun(NamedTuple):
-    """A run, its directory as it was given, the verdict on it, and the sentence of a bad ending, if it has one."""
+    """A view of a run, its directory as it was given, and the verdict on it."""
 
-    run: Run
+    view: RunView
     directory: str
     verdict: Diagnosis
-    ending: str
 
     def answer(self, *, everything: bool = False) -> dict[str, Any]:
         """Return the verdict as plain values."""
-        run, verdict = self.run, self.verdict
-        failures = [event for event in run.events if event.type == FAILURE]
+        view, verdict = self.view, self.verdict
+        failure = view.latest.get(FAILURE) if view.status is RunStatus.FAILED else None
         head = {
-            "run": run.info.name,
+            "run": view.info.name,
             "updates": verdict.updates,
-            "status": None if run.status is None else str(run.status),
-            "ending": self.ending,
-            "failure": plain(failures[-1].data) if run.status is RunStatus.FAILED and failures else None,
-            "damaged_lines": list(run.damaged),
+            "status": None if view.status is None else str(view.status),
+            "ending": view.ending,
+            "failure": None if failure is None else plain(failure.data),
+            "damaged_lines": list(view.damage),
         }
-        rows = equation_rows(run.info, run.records)
+        # the equations count updates, and a sample lacks most of them
+        rows = (open_view(self.directory, judged=True) if view.sampled else view).equations()
         return answer(
-            head, verdict, run.info, address=shlex.quote(self.directory), equations=rows, everything=everything
+            head, verdict, view.info, address=shlex.quote(self.directory), equations=rows, everything=everything
         )
 
 
-def judge_run(directory: str, changes: Iterable[str] = ()) -> JudgedRun:
-    """Judge the journal of a run; `changes` are thresholds as for `--threshold`. Raises as `read_run` and `Thresholds.parse`."""
-    run = read_run(directory)
-    interventions = [event.seq for event in run.events if event.type == INTERVENTION]
-    exceptions = [
-        Failure(event.seq, event.axes, event.data) for event in run.events if event.type == FAILURE and event.axes
-    ]
-    verdict = judge(
-        run.info.facts,
-        run.records,
-        thresholds=Thresholds.parse(tuple(changes), Thresholds.of(run.info.facts)),
-        interventions=interventions,
-        failures=exceptions,
-        alarms=run.alarms,
-        status=run.status,
-    )
-    ending = bad_ending(run.status, run.records[-1].axes.update if run.records else 0, exceptions)
-    return JudgedRun(run, directory, verdict, ending)
+def judge_run(directory: str, changes: Sequence[str] = (), *, again: bool = False) -> JudgedRun:
+    """Return the verdict on a run: its journal's, or that on all of its records if `again`, or with `changes` as for `--threshold`.
+
+    Raises as `open_view` and `Thresholds.parse`.
+    """
+    view = judged_again(directory, changes) if again or changes else open_verdict(directory)
+    return JudgedRun(view, directory, view.diagnosis)
 
 
 def _diagnose_logs(options: Diagnose) -> int:

@@ -218,8 +218,10 @@ class Diagnose:
     (docs/diagnose.schema.json)."""
     all: bool = False
     """List the questions that could not be answered, and how to provide their input; with --json, everything."""
+    again: bool = False
+    """Judge all records again, instead of the verdict in the journal."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE: a bound of a rule, replacing the run's own; or an alarm type, on or off: grad/noise_dominated=on."""
+    """NAME=VALUE: a bound of a rule, replacing the run's own; or an alarm type, on or off: grad/noise_dominated=on. Implies --again."""
     fail_on: Literal["warn", "critical", "flat"] | None = None
     """Exit with 3 if the run failed or has an alarm of this level or above; warn also includes flat and declining runs. flat considers
     only the outcome: failed, flat or declining"""

@@ -87,17 +87,15 @@ class RunTools:
 
     def list_runs(self, folder: str = ".") -> list[dict[str, Any]]:
         """List the runs in a folder, at most three levels deep, with status, length and outcome. Call this first."""
-        from esper_telemetry.journal.read import run_info
         from esper_telemetry.views.compare.compared_runs import find_runs
-        from esper_telemetry.views.run_view import RunView
+        from esper_telemetry.views.run_view import open_sample
 
         rows: list[dict[str, Any]] = []
         for place in find_runs([str(self._inside(folder))]):
             if len(rows) == MAX_RUNS:
                 break
             try:
-                view = RunView(run_info(self._run(place)), place)
-                view.read_sample(SAMPLED_RECORDS)
+                view = open_sample(self._run(place), SAMPLED_RECORDS)
             except (OSError, ValueError):  # outside of the root, or a journal that does not say which run it is
                 continue
             rows.append(

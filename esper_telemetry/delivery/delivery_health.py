@@ -19,7 +19,7 @@ from esper_telemetry.delivery.status import clear_under_way, deliveries_under_wa
 from esper_telemetry.journal.file import end_if_open, journal_path
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
-from esper_telemetry.journal.read import read_contents
+from esper_telemetry.journal.read import read_contents, run_info
 from esper_telemetry.sinks.sink_protocol import Sink
 from esper_telemetry.sinks.sink_registry import as_sink, leads_outside
 
@@ -158,7 +158,7 @@ def doctor(
         ValueError: the journal does not say which run it is.
     """
     directory = journal_path(run_dir).parent.absolute()
-    read_contents(directory)
+    run_info(directory)
     under_way = any(is_held(directory, role) for role in (Role.TRAINER, *HELPER_ROLES))
     idle = time.time() - journal_path(directory).stat().st_mtime >= MIN_IDLE_SECONDS
     closed = not under_way and idle and end_if_open(directory, RunStatus.KILLED)

@@ -15,13 +15,14 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from esper_telemetry.core.files import open_regular
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.core.requirements import require_path
 from esper_telemetry.journal.lines import (
     ALARM_HEAD,
+    RECORD_AXES,
     RECORD_HEAD,
     Entry,
     JournalEvent,
@@ -42,6 +43,8 @@ END_HEAD: Final = b'{"kind":"end"'
 MAX_BACKLOG_BYTES: Final = 8 << 20
 """Maximum bytes that wait in memory while the disk is full before new lines are lost: about 1,500 records of 120 values."""
 CHUNK_BYTES: Final = 1 << 20
+LINE_BYTES: Final = 1 << 15
+"""Bytes that are read for a single line at first."""
 MAX_LINE_BYTES: Final = 16 << 20
 """Longest line that is read; decoded, it may take fifty times as much memory. Usual lines have up to 300 kB."""
 MAX_TAIL_BYTES: Final = 4 << 20
@@ -277,6 +280,20 @@ class _PlainFile:
         self._file.close()
 
 
+class JournalSample(NamedTuple):
+    """Some lines of a journal.
+
+    Attributes:
+        lines: in order, each with its position.
+        updates: number of updates in the whole journal.
+        is_complete: whether all records are among the lines.
+    """
+
+    lines: list[tuple[int, bytes]]
+    updates: int
+    is_complete: bool
+
+
 class JournalReader:
     """Follows a journal file from an offset.
 
@@ -326,6 +343,23 @@ class JournalReader:
             entries.extend(self._decoded(lines, self.offset - sum(map(len, lines)) - len(lines), values=values))
         return entries
 
+    def lines(self, limit: int | None) -> list[tuple[int, bytes]]:
+        """Return up to `limit` complete lines after `offset`, each with its position, and move past them; for `decode`.
+
+        None for as many as fit into a chunk.
+        """
+        lines = self._lines(limit)
+        position = self.offset - sum(map(len, lines)) - len(lines)
+        return [*zip(accumulate((len(line) + 1 for line in lines), initial=position), lines, strict=False)]
+
+    def decode(self, line: bytes, position: int) -> Entry | None:
+        """Return the entry of the line at a position; None, and a place in `damage`, if it cannot be understood."""
+        return next(iter(self._decoded([line], position)), None)
+
+    def bytes_at(self, position: int, size: int) -> bytes:
+        """Return bytes of the journal, decompressed; `offset` does not change."""
+        return self._file.read_at(position, size)
+
     def skip_to_tail(self, size: int, samples: int) -> list[Record]:
         """Move to the beginning of a line in the last `size` bytes; return about `samples` records at even distances before it."""
         tail = max(0, self.size - size)
@@ -344,35 +378,43 @@ class JournalReader:
         if position > 0:
             self._lines(1)
 
-    def read_sample(self, records: int, *, is_rare: Callable[[str], bool]) -> tuple[list[Entry], bool]:
-        """Return the part of a long journal that shows a run at a glance, in order; and whether it includes all records.
+    def sample(self, records: int, *, is_rare: Callable[[str], bool], every_form: bool) -> JournalSample:
+        """Return the lines of a long journal that show a run at a glance, and move to its end.
 
         Args:
-            records: number of records at even distances in the file, and number of records at its end.
+            records: number of records at even distances, and number of records at its end.
             is_rare: true for types of events of which only the last one is needed.
+            every_form: whether the first record of each form is also among them, because few records may have the keys that are sampled.
         """
-        step = due = 0
-        sample: dict[int, bytes] = {}
+        spread: list[tuple[int, bytes]] = []
+        forms: dict[tuple[int, int], tuple[int, bytes]] = {}
         latest: deque[tuple[int, bytes]] = deque(maxlen=records)
         events: dict[str, tuple[int, bytes]] = {}
-        count = 0
-        while lines := self._lines(None):
-            begin = self.offset - sum(map(len, lines)) - len(lines)
-            for line in lines:
+        others: list[tuple[int, bytes]] = []
+        count, every, updates, last = 0, 1, 0, b""
+        while lines := self.lines(None):
+            for item in lines:
+                line = item[1]
                 if line.startswith(RECORD_HEAD):
+                    if count % every == 0:
+                        spread.append(item)
+                        if len(spread) > records:
+                            del spread[1::2]
+                            every *= 2
                     count += 1
-                    latest.append((begin, line))
-                    step = step or max(1, (self.size - begin) // records)
-                    if begin >= due:
-                        sample[begin], due = line, begin + step
+                    latest.append(item)
+                    if every_form:
+                        forms.setdefault((line.count(b"/"), line.count(b"_")), item)
+                    axes = RECORD_AXES.match(line)
+                    number = axes[2] if axes else b""
+                    if (len(number), number) > (len(last), last):  # whole numbers without leading zeros
+                        updates, last = updates + 1, number
                 elif (kind := _event_type(line)) and is_rare(kind):
-                    events[kind] = (begin, line)
+                    events[kind] = item
                 else:
-                    sample[begin] = line
-                begin += len(line) + 1
-        sample.update([*latest, *events.values()])
-        entries = [entry for begin in sorted(sample) for entry in self._decoded([sample[begin]], begin)]
-        return entries, sum(isinstance(entry, Record) for entry in entries) == count
+                    others.append(item)
+        chosen = {*spread, *forms.values(), *latest}
+        return JournalSample(sorted([*chosen, *events.values(), *others]), updates, len(chosen) == count)
 
     def damaged_lines(self) -> tuple[DamagedLine, ...]:
         """Return the numbers of the lines that `read` left out, with the reasons."""
@@ -386,6 +428,11 @@ class JournalReader:
     def head(self, before: int | None = None) -> RunInfo | None:
         """Return the run as described before a position, `offset` by default: its last `run` line and keys after it."""
         return merge_head(None, self._earlier(self.offset if before is None else before, _is_head))
+
+    def head_of(self, lines: Iterable[tuple[int, bytes]]) -> RunInfo | None:
+        """Return the run as some of the lines describe it, each with its position."""
+        entries = (self.decode(line, position) for position, line in lines if _is_head(line))
+        return merge_head(None, (entry for entry in entries if entry is not None))
 
     def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
         """Return the alarms before a position, in the whole file by default; `offset` does not change."""
@@ -426,14 +473,14 @@ class JournalReader:
 
     def _lines(self, limit: int | None) -> list[bytes]:
         """Return complete lines after the offset, about `CHUNK_BYTES` of them, and advance the offset."""
-        size = CHUNK_BYTES
+        size = CHUNK_BYTES if limit != 1 else LINE_BYTES
         while (cut := (chunk := self._file.read_at(self.offset, size)).rfind(b"\n")) < 0 or chunk.startswith(b"\n"):
             if chunk.startswith(b"\n"):  # empty lines are skipped: a compressed file may contain millions
                 self.offset += len(chunk) - len(chunk.lstrip(b"\n"))
                 continue
             if len(chunk) < size:
                 if self._file.fault:
-                    self._add_damage(self.offset, self._file.fault)
+                    self.add_damage(self.offset, self._file.fault)
                 return []
             if size < MAX_LINE_BYTES:
                 size *= 2
@@ -450,7 +497,7 @@ class JournalReader:
         while chunk := self._file.read_at(position, CHUNK_BYTES):
             end = chunk.find(b"\n")
             if end >= 0:
-                self._add_damage(self.offset, f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
+                self.add_damage(self.offset, f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
                 self.offset = position + end + 1
                 return True
             position += len(chunk)
@@ -464,14 +511,20 @@ class JournalReader:
             if entry is None:
                 entry, fault = decode_line(line, self.run_dir)
                 if fault and line and not line.endswith(TORN):
-                    self._add_damage(begin, fault)
+                    self.add_damage(begin, fault)
             if entry is not None:
                 entries.append(entry)
             begin += len(line) + 1
         return entries
 
-    def _add_damage(self, position: int, fault: str) -> None:
-        if self._faults.setdefault(position, fault) is fault:
+    def fault(self, position: int) -> str:
+        """Return why the damaged line at a position is left out."""
+        return self._faults[position]
+
+    def add_damage(self, position: int, fault: str) -> None:
+        """Note a line that cannot be understood, once."""
+        if position not in self._faults:
+            self._faults[position] = fault
             self.damage.append(position)
 
 

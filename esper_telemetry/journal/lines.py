@@ -36,6 +36,13 @@ from esper_telemetry.core.redaction import error_line, redacted
 from esper_telemetry.core.terminal import printable, printable_values
 from esper_telemetry.journal import schema
 
+try:
+    import orjson  # type: ignore[import-not-found, unused-ignore]
+except ImportError:
+    _fast_loads: Callable[[bytes], Any] | None = None
+else:  # decodes a record in a quarter of the time of json
+    _fast_loads = orjson.loads
+
 MAX_ITEMS: Final = 100_000
 """Items of one value in a line, on all levels together; further items are only counted."""
 MAX_LIST_ITEMS: Final = 10_000
@@ -300,8 +307,26 @@ def decode_line(data: bytes, run_dir: Path | None = None) -> DecodedLine:
 def _parse(data: bytes) -> Line:
     """Return the JSON of a line, strict except for repeated names, of which the last counts; raises ValueError with the reason."""
     try:
-        text = data.decode()
-        line = _decode_json(text)
+        line = None if _fast_loads is None else _fast_loads(data)
+    except ValueError:  # the slower decoder accepts more, and has the reasons
+        line = None
+    if line is None:
+        line = _parse_slowly(data)
+    # In strict JSON a control character is an escape, DEL, or not ASCII. The fields of a record are not nested.
+    may_have_controls = b"\\" in data or b"\x7f" in data or not data.isascii()
+    if may_have_controls or not data.startswith(RECORD_HEAD):
+        check_nesting(line)
+    if may_have_controls:
+        line = printable_values(line)
+    if not isinstance(line, dict):
+        raise ValueError("it is not an object")
+    return line
+
+
+def _parse_slowly(data: bytes) -> Any:
+    """Return the JSON of a line, decoded by the standard library; raises ValueError with the reason."""
+    try:
+        return _decode_json(data.decode())
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
     except RecursionError:
@@ -310,15 +335,6 @@ def _parse(data: bytes) -> Line:
         raise ValueError(f"it is not JSON: {error.msg}") from None
     except ValueError:  # the limit of Python's integers, unless a constant was refused
         raise ValueError("it is not JSON: NaN, Infinity, or a number with thousands of digits") from None
-    # In strict JSON a control character is an escape, DEL, or not ASCII. The fields of a record are not nested.
-    may_have_controls = "\\" in text or "\x7f" in text or not text.isascii()
-    if may_have_controls or not data.startswith(RECORD_HEAD):
-        check_nesting(line)
-    if may_have_controls:
-        line = printable_values(line)
-    if not isinstance(line, dict):
-        raise ValueError("it is not an object")
-    return line
 
 
 def _refuse_constant(word: str) -> None:

@@ -104,7 +104,8 @@ def pack(path: Path) -> Path:
     packed = path.with_name(path.name + PACKED_SUFFIX)
     with draft_of(packed) as draft:
         with path.open("rb") as source, draft.open("wb") as target:
-            with gzip.GzipFile("", "wb", fileobj=target, mtime=0) as zipped:
+            # level 9 takes twice the time of level 6 to save 4 % more
+            with gzip.GzipFile("", "wb", 6, fileobj=target, mtime=0) as zipped:
                 shutil.copyfileobj(source, zipped, CHUNK_BYTES)
             target.flush()
             os.fsync(target.fileno())

@@ -9,20 +9,24 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.file import LOST, DamagedLine, JournalReader, damage_sentence, end_if_open, journal_path
-from esper_telemetry.journal.lines import Entry, JournalEvent, encode_axes, end_status, merge_head
+from esper_telemetry.journal.lines import Entry, JournalEvent, end_status, merge_head
 
 if TYPE_CHECKING:
     import pandas as pd
 
+
 CHUNK_LINES: Final = 1000
+MAX_PARSED_NUMBERS: Final = 1 << 18
+"""Numbers of a run up to which its records are kept in memory: 2,000 records of 120 keys."""
 MAX_EXIT_SECONDS: Final = 1.0
 """A process that ends closes its pipes a moment before it is gone."""
 
@@ -93,7 +97,9 @@ def read_contents(
         else [getattr(known, field.name) for field in fields(known)]
     )
     reader = JournalReader(path, offset)
-    while chunk := reader.read(CHUNK_LINES, values=values):
+    for chunk in (
+        _summarized(reader) if values and offset == 0 else iter(partial(reader.read, CHUNK_LINES, values=values), [])
+    ):
         info, status = merge_head(info, chunk), end_status(chunk)
         seq = max([seq, *(entry.seq for entry in chunk if not isinstance(entry, RunInfo))])
         record_axes = [entry.axes for entry in chunk if isinstance(entry, Record)]
@@ -107,6 +113,25 @@ def read_contents(
     damaged, offset = reader.damaged_lines(), reader.offset
     reader.close()
     return JournalContents(_required(info, path), axes, records, seq, status, lost, failure, damaged, offset)
+
+
+def _summarized(reader: JournalReader) -> Iterator[list[Entry]]:
+    """Yield what a summary needs of the lines after a reader's offset, from their columns."""
+    from esper_telemetry.journal.record_columns import is_event, segments
+
+    for segment in segments(reader):
+        last = segment.last_line
+        wanted = {LOST, "failure", last.kind if last else LOST}
+        others = segment.other_entries(reader, lambda kind, wanted=wanted: kind in wanted or not is_event(kind))  # type: ignore[misc]
+        records = zip(segment.counts.tolist(), segment.times.tolist(), strict=True)
+        yield [
+            *(entry for line, entry in others if line is not last),
+            *(
+                Record(seq, Axes(update, step, gradient_step, time), {})
+                for (seq, update, step, gradient_step, _), time in records
+            ),
+            *(entry for line, entry in others if line is last),
+        ]
 
 
 def entries(run_dir: str | os.PathLike[str], offset: int = 0) -> Iterator[Entry]:
@@ -178,7 +203,7 @@ MAX_SHOWN_ALARMS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The content of a journal.
+    """The content of a journal. Records and events of a long run are parsed each time they are asked for: 100,000 records take 6 GB.
 
     Attributes:
         info: the last `run` line, with all descriptions of keys.
@@ -190,8 +215,8 @@ class Run:
     """
 
     info: RunInfo
-    records: tuple[Record, ...]
-    events: tuple[JournalEvent, ...] = ()
+    records: Sequence[Record]
+    events: Sequence[JournalEvent] = ()
     status: RunStatus | None = None
     damaged: tuple[DamagedLine, ...] = ()
     alarms: tuple[Alarm, ...] = ()
@@ -203,14 +228,17 @@ class Run:
 
     def __repr__(self) -> str:
         """Return a few lines, even for a long run."""
-        keys = len({key for record in self.records for key in record.values})
+        from esper_telemetry.journal.record_columns import RecordTable
+
+        records = self.records
+        keys = records.keys if isinstance(records, RecordTable) else {key for each in records for key in each.values}
         lines = [f"Run {self.info.name!r} in {self.info.run_dir}", f"  status   {self.status or 'no end yet'}"]
         if self.records:
             first, last = self.records[0].axes, self.records[-1].axes
             reach = f": update {first.update} to {last.update}, env_step {first.env_step} to {last.env_step}"
         else:
             reach = ""
-        lines.append(f"  records  {len(self.records)} of {keys} keys{reach}")
+        lines.append(f"  records  {len(self.records)} of {len(keys)} keys{reach}")
         raised = Counter(alarm.type for alarm in self.alarms if alarm.event is AlarmEvent.RAISE)
         named = ", ".join(f"{kind} ({count})" for kind, count in raised.most_common(MAX_SHOWN_ALARMS))
         more = f" and {len(raised) - MAX_SHOWN_ALARMS} types more" if len(raised) > MAX_SHOWN_ALARMS else ""
@@ -228,11 +256,25 @@ class Run:
             import pandas as pd
         except ImportError:
             raise ImportError("Run.to_pandas needs pandas: pip install pandas") from None
-        axes = [encode_axes(record.axes) for record in self.records]
-        index = pd.Index([row.pop("update") for row in axes], name="update")
-        # Axes come first, and override a key with the same name.
-        rows = [{**row, **record.values, **row} for row, record in zip(axes, self.records, strict=True)]
-        return pd.DataFrame(rows, index=index)
+        from esper_telemetry.journal.record_columns import RecordTable, SegmentBuilder
+
+        records = self.records
+        if isinstance(records, RecordTable):
+            counts, times, keys, values = records.counts, records.times, records.keys, records.values(records.keys)
+        else:
+            builder = SegmentBuilder(0)
+            for record in records:
+                builder.add(0, b"", record)
+            segment = builder.segment(0)
+            counts, times, keys, values = segment.counts, segment.times, segment.keys, segment.values
+        # The numbers exist only once: rows of 100,000 updates took 7 GB.
+        frame = pd.DataFrame(values, index=pd.Index(counts[:, 1], name="update"), columns=[*keys], copy=False)
+        axes = {"env_step": counts[:, 2], "gradient_step": counts[:, 3], "wall_time": times}
+        for place, (name, column) in enumerate(axes.items()):
+            if name in frame:  # a key with the same name
+                del frame[name]
+            frame.insert(place, name, column)
+        return frame
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
@@ -242,18 +284,13 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
         FileNotFoundError: the journal does not exist.
         ValueError: the journal does not say which run it is.
     """
-    reader = JournalReader(journal_path(run_dir))
-    entries, damaged = reader.read(), reader.damaged_lines()
-    reader.close()
-    info = _required(merge_head(None, entries), reader.path)
-    records: dict[int, Record] = {}
-    for entry in entries:
-        if isinstance(entry, Record):
-            records.setdefault(entry.axes.update, entry)
-    ordered = tuple(records[update] for update in sorted(records))
-    events = tuple(entry for entry in entries if isinstance(entry, JournalEvent) and entry.type != "metrics")
-    alarms = tuple(entry for entry in entries if isinstance(entry, Alarm))
-    return Run(info, ordered, events, end_status(entries), damaged, alarms)
+    from esper_telemetry.journal.record_columns import RecordTable
+
+    table = RecordTable(path := journal_path(run_dir))
+    info = _required(merge_head(None, table.head), path)
+    is_long = len(table) * len(table.keys) > MAX_PARSED_NUMBERS
+    records, events = (table, table.events) if is_long else (tuple(table), tuple(table.events))
+    return Run(info, records, events, table.status, table.damaged, tuple(table.alarms))
 
 
 def end_after_parent(parent: int, run_dir: Path) -> bool:

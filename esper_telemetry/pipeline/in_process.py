@@ -300,14 +300,17 @@ class InProcessPipeline:
         self._journal.write(encode_run(replace(info, metrics={})))
         self._journal.write(encode_metrics(info.metrics))
 
-    def resume(self, info: RunInfo) -> None:
-        """Continue a run whose journal holds this head and earlier records; history and detector read them."""
+    def resume(self, info: RunInfo, earlier: JournalContents | None = None) -> None:
+        """Continue a run whose journal holds this head and earlier records; history and detector read them.
+
+        `earlier` is what the caller knows of the journal's first lines: reading 100,000 of them takes seconds.
+        """
         self._begin(info.facts)
         self._keep_snapshots(info.run_dir)
         self._environments = EnvironmentTable(resumed=True)
         if info.run_dir:
             with suppress(OSError):  # if the journal cannot be read, only the history is lost
-                self._read_back(info.run_dir)
+                self._read_back(info.run_dir, earlier)
 
     def learn(self, secrets: Sequence[str]) -> None:
         """Mask these secrets from now on, as the training process does."""
@@ -425,9 +428,9 @@ class InProcessPipeline:
                 state = {"series": self._series, "remaining": self._remaining, **detector.state()}
                 self._snapshots.write(self._contents, RunState(state, detector.references))
 
-    def _read_back(self, run_dir: Path) -> None:
+    def _read_back(self, run_dir: Path, earlier: JournalContents | None) -> None:
         """Continue from the snapshot and the records after it; without one, from the last records."""
-        saved, detector = None, self._detector
+        saved, detector, self._contents = None, self._detector, earlier
         if self._snapshots is not None and isinstance(detector, SupportsSnapshot):
             saved = self._snapshots.read(detector.references)
         if saved is not None and isinstance(detector, SupportsSnapshot):

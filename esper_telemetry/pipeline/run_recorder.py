@@ -206,7 +206,7 @@ class RunRecorder:
             known = self.earlier.info.metrics
             new = {key: info for key, info in metrics.items() if known.get(key) != info}
             self.journal.write(*end, encode_run(replace(self.run, metrics={})), *([encode_metrics(new)] if new else []))
-            self.pipeline.resume(self.run)
+            self.pipeline.resume(self.run, self.earlier)
         if self.run_dir:
             _write_config(self.run_dir, self.run)
 

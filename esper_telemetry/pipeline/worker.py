@@ -47,7 +47,7 @@ from esper_telemetry.journal.file import Journal, is_abandoned, last_entries
 from esper_telemetry.journal.lines import Entry, JournalEvent
 from esper_telemetry.journal.lock import Role, lock_for, remove_lock
 from esper_telemetry.journal.memory_journal import MemoryJournal
-from esper_telemetry.journal.read import end_after_parent
+from esper_telemetry.journal.read import JournalContents, end_after_parent
 from esper_telemetry.pipeline.channel import (
     Message,
     MessagePacker,
@@ -195,10 +195,10 @@ class WorkerPipeline:
         self._info = info
         self._send("start", info)
 
-    def resume(self, info: RunInfo) -> None:
+    def resume(self, info: RunInfo, earlier: JournalContents) -> None:
         """Continue a run whose journal holds this head and the records of earlier parts of the run."""
         self._info = info
-        self._send("resume", info)
+        self._send("resume", info, earlier)
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
         """Append descriptions of keys that the head did not have."""

@@ -277,6 +277,7 @@ Shown = Callable[[Record], Mapping[str, float]]
 
 
 OVERVIEW_FAMILY: Final = "0_overview"
+OVERVIEW: Final = f"{OVERVIEW_FAMILY}/"
 """First part of the names under which backends repeat the headline values; it sorts first in alphabetical lists and charts."""
 
 
@@ -299,8 +300,16 @@ class StoredMetrics:
         row = self.rows.setdefault(update, {})
         if key in row:
             self.repeated[key] += 1
-        elif not key.startswith(f"{OVERVIEW_FAMILY}/"):
+        elif not key.startswith(OVERVIEW):
             row[key] = value
+
+    def add_row(self, update: int, numbers: Mapping[str, float]) -> None:
+        """Add numbers of one update."""
+        if update in self.rows:
+            for key, value in numbers.items():
+                self.add(update, key, value)
+        else:
+            self.rows[update] = {key: value for key, value in numbers.items() if not key.startswith(OVERVIEW)}
 
 
 Stored = StoredMetrics

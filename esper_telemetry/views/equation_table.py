@@ -22,6 +22,7 @@ from esper_telemetry.equations.equation import (
     equations,
 )
 from esper_telemetry.equations.schedules import RateHistory
+from esper_telemetry.journal.record_columns import RecordTable
 from esper_telemetry.views.document import Element, h, items, table
 
 State = Literal["matches", "variant", "differs", "untraced", "unchecked"]
@@ -132,7 +133,7 @@ def equation_rows(run: RunInfo, records: Iterable[Record]) -> list[EquationRow]:
         records: all of the run.
     """
     history = EquationHistory(Facts.of(run.facts))
-    for record in records:
+    for record in records.without_histograms() if isinstance(records, RecordTable) else records:
         history.add(record)
     return history.rows(run)
 

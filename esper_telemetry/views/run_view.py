@@ -18,8 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
 
 from esper_telemetry.alarms.detectors import LastingFinding
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge, is_course
@@ -47,9 +50,10 @@ from esper_telemetry.core.redaction import masked
 from esper_telemetry.history.recent_return import UPDATE_RETURN
 from esper_telemetry.importers.records import ImportedRun, read_foreign
 from esper_telemetry.importers.source import READERS, read_source
-from esper_telemetry.journal.file import JournalReader, journal_path
-from esper_telemetry.journal.lines import End, Entry, JournalEvent
+from esper_telemetry.journal.file import DamagedLine, JournalReader, JournalSample, journal_path, last_entries
+from esper_telemetry.journal.lines import End, Entry, JournalEvent, end_status
 from esper_telemetry.journal.read import run_info
+from esper_telemetry.journal.record_columns import Segment, segments
 from esper_telemetry.views.equation_table import EquationHistory, EquationRow
 from esper_telemetry.views.panels import (
     ChartDeclaration,
@@ -68,6 +72,10 @@ if TYPE_CHECKING:
 
 CHUNK_LINES: Final = 50
 """Decoded at a time: 500 took 26 MB more at 12,400 updates of 428 keys."""
+MAX_WHOLE_BYTES: Final = 16 << 20
+"""Size of a journal of which `open_verdict` reads all records: it takes half a second."""
+VERDICT_RECORDS: Final = 400
+"""Records over the run, and at its end, from which a verdict takes what is unusual and which inputs are missing."""
 MAX_EVENTS: Final = 200
 """Latest events that are kept."""
 TELEMETRY_ALARMS: Final = frozenset({"telemetry/missing_metric", "telemetry/overhead", "telemetry/delivery"})
@@ -101,6 +109,47 @@ def open_view(
     if address.partition(":")[0] in READERS and not Path(address).is_dir():
         return open_logs(address, max_points=max_points, thresholds=thresholds)
     view = RunView(run_info(source), address, max_points=max_points, judged=judged)
+    if view._judge is not None and journal_path(source).stat().st_size > MAX_WHOLE_BYTES:
+        # judging the outcome of 100,000 records takes three seconds
+        ending = last_entries(source)
+        known = any(isinstance(entry, JournalEvent) and entry.type == OUTCOME for entry in ending)
+        view._judge.is_outcome_recorded = known and end_status(ending) is not None
+    view.refresh()
+    return view
+
+
+def open_sample(
+    run_dir: str | Path, records: int, *, max_points: int = DEFAULT_POINTS, judged: bool = False
+) -> RunView:
+    """Return the view of a run by all alarms, and so many records over the run and at its end; raises as `open_view`.
+
+    Its attribute `sampled` is True if records were left out.
+    """
+    with closing(JournalReader(journal_path(run_dir))) as reader:
+        sample = reader.sample(records, is_rare=is_rare_event, every_form=judged)
+        info = reader.head_of(sample.lines) or run_info(run_dir)  # which raises
+        view = RunView(info, str(run_dir), max_points=max_points, judged=judged)
+        view._add_sample(sample, reader)
+    return view
+
+
+def open_verdict(run_dir: str | Path) -> RunView:
+    """Return a judged view of a run, from the verdict in its journal and a sample of its records if the journal has a recent verdict.
+
+    A sample has few points of each series. Raises as `open_view`.
+    """
+    if journal_path(run_dir).stat().st_size > MAX_WHOLE_BYTES:
+        view = open_sample(run_dir, VERDICT_RECORDS, judged=True)
+        if view.has_recorded_verdict:
+            return view
+    return open_view(str(run_dir), judged=True)
+
+
+def judged_again(run_dir: str | Path, bounds: Sequence[str] = ()) -> RunView:
+    """Return a view of a run whose records are all judged, by the run's bounds and others, NAME=VALUE; raises as `open_view`."""
+    view = RunView(run_info(run_dir), str(run_dir))
+    view._judge = RunJudge(view.info.facts, Thresholds.parse(bounds, Thresholds.of(view.info.facts)))
+    view._equations = EquationHistory(view.facts)
     view.refresh()
     return view
 
@@ -145,8 +194,8 @@ class RunView:
         used, unused: what the logs of another trainer were read as, by key, and tags that were not read.
         notes: on what was read of them, a sentence each.
         row_label: what a row of them is.
-        damaged: number of lines that could not be understood.
-        sampled: True if records of the journal were left out, see `read_sample`.
+        damage: numbers of the lines that could not be understood.
+        sampled: True if records of the journal were left out, see `open_sample`.
     """
 
     def __init__(
@@ -172,7 +221,8 @@ class RunView:
         self.unused: Sequence[str] = ()
         self.notes: Sequence[str] = ()
         self.row_label = "update"
-        self.damaged, self.sampled = 0, False
+        self.damage: tuple[DamagedLine, ...] = ()
+        self.sampled = False
         self._max_points = max_points
         self._buffers: dict[str, SeriesBuffer] = {}
         self._positions = SeriesBuffer(max_points)
@@ -219,31 +269,38 @@ class RunView:
             return 0
         reader, count = JournalReader(journal_path(self.run_dir), self._offset), 0
         try:
-            while entries := reader.read(CHUNK_LINES if limit is None else min(CHUNK_LINES, limit - count)):
+            if limit is None:
+                for segment in segments(reader):
+                    count += self._add_segment(segment, reader)
+                    self._offset = reader.offset
+                return count
+            while entries := reader.read(min(CHUNK_LINES, limit - count)):
                 count += len(entries)
                 self._offset = reader.offset
                 self._add(entries)
-                if limit is not None and count >= limit:
+                if count >= limit:
                     break
         finally:
             self._offset = reader.offset
-            self.damaged += reader.skipped
+            self.damage += reader.damaged_lines()
             reader.close()
         return count
 
-    def read_sample(self, records: int) -> None:
-        """Read a journal of any length at once: all alarms, and of the records so many over the run and at its end.
+    def _add_sample(self, sample: JournalSample, reader: JournalReader) -> None:
+        for begin in range(0, len(sample.lines), CHUNK_LINES):
+            chunk = sample.lines[begin : begin + CHUNK_LINES]
+            decoded = (reader.decode(line, position) for position, line in chunk)
+            self._add([entry for entry in decoded if entry is not None])
+        self.updates = max(self.updates, sample.updates)
+        self.damage, self.sampled = reader.damaged_lines(), not sample.is_complete
+        self._offset = reader.offset
+        if self.sampled:
+            reader.damage.clear()  # a view of all records reports it
 
-        `sampled` is then True if records were left out. Raises FileNotFoundError if the journal is gone.
-        """
-        if self.run_dir is None:
-            return
-        with closing(JournalReader(journal_path(self.run_dir))) as reader:
-            entries, complete = reader.read_sample(records, is_rare=is_rare_event)
-            self.damaged, self.sampled, self._offset = reader.skipped, not complete, reader.offset
-            if not complete:
-                reader.damage.clear()  # `refresh` of a view of all records reports it
-        self._add(entries)
+    @property
+    def has_recorded_verdict(self) -> bool:
+        """Whether a sample of the records is enough for `diagnosis`, because the journal holds the rest; for a `judged` view."""
+        return self._judge is not None and self._judge.has_recorded(self.updates)
 
     def _import(self, imported: ImportedRun, thresholds: Thresholds) -> None:
         self._imported, self.x_label = imported, imported.x
@@ -281,17 +338,48 @@ class RunView:
                 case End(status=status):
                     self.status = status
 
+    def _add_segment(self, segment: Segment, reader: JournalReader) -> int:
+        """Add the lines of a segment, whose values go into the series by columns; return their number."""
+        last_rare = {line.kind: line for line in segment.others if is_rare_event(line.kind)}
+        others = [line for line in segment.others if last_rare.get(line.kind, line) is line]
+        updates, steps = segment.counts[:, 1], segment.counts[:, 2]
+        before = np.maximum.accumulate([self.axes.update if self.axes else -1, *updates])[:-1]
+        rows = np.flatnonzero(updates > before)  # the first record of an update counts
+        records, done = segment.records(rows.tolist()), 0
+        for line in [*others, None]:
+            end = len(rows) if line is None else int(np.searchsorted(rows, line.before))
+            for record in islice(records, max(0, end - done)):
+                self.status = None
+                self._note_record(record)
+            done = max(done, end)
+            if line is not None and (
+                entry := reader.decode(reader.bytes_at(line.position, line.length), line.position)
+            ):
+                self._add([entry])
+        updates, steps, values = updates[rows], steps[rows], segment.values[rows]
+        self._positions.extend(updates, steps, updates.astype(float))
+        for column, key in enumerate(segment.keys):
+            self._buffer(key).extend(updates, steps, values[:, column])
+        return len(segment.counts) + len(segment.others)
+
+    def _buffer(self, key: str) -> SeriesBuffer:
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = SeriesBuffer(self._max_points)
+        return buffer
+
     def _add_record(self, record: Record) -> None:
         axes = record.axes
         if self.axes is not None and axes.update <= self.axes.update:  # the first record of an update counts
             return
-        self.axes, self.updates, self._diagnosis = axes, self.updates + 1, None
         self._positions.add(axes.update, axes.env_step, axes.update)
         for key, value in record.values.items():
-            buffer = self._buffers.get(key)
-            if buffer is None:
-                buffer = self._buffers[key] = SeriesBuffer(self._max_points)
-            buffer.add(axes.update, axes.env_step, value)
+            self._buffer(key).add(axes.update, axes.env_step, value)
+        self._note_record(record)
+
+    def _note_record(self, record: Record) -> None:
+        axes = record.axes
+        self.axes, self.updates, self._diagnosis = axes, self.updates + 1, None
         self.last.update(record.values)
         self._latest.append(record.values)
         self._clock.append((axes.env_step, axes.wall_time))
@@ -343,7 +431,7 @@ class RunView:
 
     def _judged(self) -> Diagnosis:
         assert self._judge is not None
-        diagnosis = self._judge.diagnosis(self.status)
+        diagnosis = self._judge.diagnosis(self.status, self.updates if self.sampled else None)
         if self._imported is None:
             return diagnosis
         imported = self._imported

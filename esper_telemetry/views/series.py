@@ -7,9 +7,14 @@ from array import array
 from operator import itemgetter
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from esper_telemetry.alarms.verdict.bounds import HealthyRange as HealthyRange
 from esper_telemetry.alarms.verdict.bounds import Judgement as Judgement
 from esper_telemetry.alarms.verdict.bounds import judge as judge
+
+Array = npt.NDArray[np.float64]
 
 DEFAULT_POINTS: Final = 600
 """Points of a series: about one for each pixel of a narrow chart."""
@@ -18,6 +23,9 @@ MAX_PENDING: Final = 32
 MAX_DRAWN: Final = 1e150
 """Size of a value in a chart: the ends of an axis, and their distance, are finite."""
 VALUE: Final = itemgetter(2)
+
+Point = tuple[float, float, float]
+"""Update, environment steps, value."""
 
 
 class Series(NamedTuple):
@@ -69,13 +77,48 @@ class SeriesBuffer:
             if len(self._pending) >= self._room:
                 self._settle()
 
+    def extend(self, updates: npt.NDArray[np.int64], env_steps: npt.NDArray[np.int64], values: Array) -> None:
+        """Add arrays of values; those that are not finite are ignored."""
+        if self._pending:
+            self._settle()
+        finite = np.isfinite(values)
+        rows, done = np.stack([updates[finite], env_steps[finite], values[finite]], axis=1), 0
+        while done < len(rows):
+            begun = self._count % self._group
+            groups = (
+                0 if begun else min((len(rows) - done) // self._group, self._max_groups - self._count // self._group)
+            )
+            if groups <= 1:
+                part = rows[done : done + self._group - begun]
+                low, high, first, last = (
+                    tuple(part[place].tolist()) for place in (part[:, 2].argmin(), part[:, 2].argmax(), 0, -1)
+                )
+                self._join(low, high, first, last, len(part))
+                done += len(part)
+                continue
+            whole = rows[done : done + groups * self._group].reshape(groups, self._group, 3)
+            each = np.arange(groups)
+            lowest, highest = (
+                whole[each, places] for places in (whole[:, :, 2].argmin(axis=1), whole[:, :, 2].argmax(axis=1))
+            )
+            self._first = self._first if self._count else tuple(whole[0, 0].tolist())
+            self._last = tuple(whole[-1, -1].tolist())
+            self._columns.frombytes(np.concatenate([lowest, highest], axis=1).tobytes())
+            done += groups * self._group
+            self._advance(groups * self._group)
+
     def _settle(self) -> None:
         """Put the pending values into the last group."""
-        columns, pending = self._columns, self._pending
-        low, high = min(pending, key=VALUE), max(pending, key=VALUE)
+        pending = self._pending
+        self._join(min(pending, key=VALUE), max(pending, key=VALUE), pending[0], pending[-1], len(pending))
+        pending.clear()
+
+    def _join(self, low: Point, high: Point, first: Point, last: Point, count: int) -> None:
+        """Put so many values into the last group, or a new one, of which these are the smallest, the largest, the first and the last."""
+        columns = self._columns
         if not self._count:
-            self._first = pending[0]
-        self._last = pending[-1]
+            self._first = first
+        self._last = last
         if self._count % self._group == 0:
             columns.extend(low + high)
         else:
@@ -83,8 +126,10 @@ class SeriesBuffer:
                 columns[-6:-3] = array("d", low)
             if high[2] > columns[-1]:
                 columns[-3:] = array("d", high)
-        self._count += len(pending)
-        pending.clear()
+        self._advance(count)
+
+    def _advance(self, count: int) -> None:
+        self._count += count
         if self._max_groups and self._count == self._group * self._max_groups:
             self._merge()
         self._room = min(MAX_PENDING, self._group - self._count % self._group)

@@ -15,7 +15,7 @@ import pytest
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.alarms import Thresholds
-from esper_telemetry.journal.read import read_contents
+from esper_telemetry.journal.read import JournalContents, read_contents
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_NAME, known_contents
 
 UPDATES = 90
@@ -148,6 +148,22 @@ class Touch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mknod, (str(self.path),)
+
+
+def test_without_a_snapshot_the_journal_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first snapshot of the next part, in the middle of training, begins where reading ended."""
+    trained(tmp_path, until=20)
+    (tmp_path / SNAPSHOT_NAME).unlink()
+    known_before: list[JournalContents | None] = []
+
+    def reading(run_dir: Path, *, known: JournalContents | None, values: bool) -> JournalContents:
+        known_before.append(known)
+        return read_contents(run_dir, known=known, values=values)
+
+    monkeypatch.setattr("esper_telemetry.pipeline.in_process.read_contents", reading)
+    part(tmp_path, list(numbers()), 20, 40)
+
+    assert [known is not None and known.recorded for known in known_before] == [20]
 
 
 def test_a_snapshot_cannot_run_code(tmp_path: Path) -> None:

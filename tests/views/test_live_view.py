@@ -19,9 +19,8 @@ from waiting import wait_until
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import AlarmEvent, RunStatus
 from esper_telemetry.journal.file import compress
-from esper_telemetry.journal.read import run_info
 from esper_telemetry.views.run_parts import duration
-from esper_telemetry.views.run_view import RunView, open_view
+from esper_telemetry.views.run_view import open_sample, open_view
 from esper_telemetry.views.series import Series
 from esper_telemetry.views.watch import app as app_module
 from esper_telemetry.views.watch.app import WatchApp
@@ -377,13 +376,12 @@ def test_a_sample_of_a_long_journal_has_its_end_its_alarms_and_records_over_the_
     for update in range(5, 101):
         run.event("environments", **table_event(2))
         run.record(policy__kl=float(update))
-    view = RunView(run_info(run.run_dir), str(run.run_dir))
-    view.read_sample(4)
+    view = open_sample(run.run_dir, 4)
 
     assert view.sampled and view.axes == axes(100) and view.last["policy/kl"] == 100.0
     assert [alarm.type for alarm in view.alarms] == ["policy/kl_spike"] and len(view.tables()) == 1
     updates = view.series("policy/kl").updates
-    assert updates[-4:] == (97, 98, 99, 100) and updates[0] == 1 and 4 <= len(updates[:-4]) <= 5
+    assert updates[-4:] == (97, 98, 99, 100) and updates[0] == 1 and 2 <= len(updates[:-4]) <= 4 and view.updates == 100
     run.record(policy__kl=0.5)
     assert (view.refresh(), view.last["policy/kl"]) == (1, 0.5)
 

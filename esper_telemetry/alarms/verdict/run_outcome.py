@@ -59,6 +59,8 @@ NOT_OBSERVED: Final = (
 )
 """The reason for an empty verdict, for a trainer and for an own loop that calls this package."""
 OUTCOME: Final = "outcome"  # type of the journal's event
+OUTCOME_UPDATES: Final = 1000
+"""Updates after which the outcome is in the journal again, so that readers of a long run need not judge all of it."""
 MIN_EPISODES: Final = 20
 MIN_BLOCKS: Final = 8
 MIN_SPREAD_BLOCKS: Final = 3
@@ -229,7 +231,7 @@ class OutcomeJudge:
         self._series: dict[str, Blocks] = {}
         self._recent: dict[str, RecentMean] = {}
         self._drift = Drift()
-        self._updates = self._next = 0
+        self._updates = self._next = self._returned = 0
         self._env_step = 0
         self._episodes, self._counted, self._all_cut_off = 0.0, False, True
         self._nonfinite = self._nonfinite_since = 0
@@ -240,12 +242,19 @@ class OutcomeJudge:
         self.outcome, self.has_changed = Outcome(), False
 
     def step(self, record: Record) -> Outcome | None:
-        """Add a record; return the outcome if its kind has changed. A long run is judged again each time it has grown by 5 %."""
+        """Add a record; return the outcome if its kind has changed, and every `OUTCOME_UPDATES` updates.
+
+        A long run is judged again each time it has grown by 5 %.
+        """
         before, was_failed = self.outcome.kind, bool(self._ending)
         self.add(record)
-        if self._updates >= self._next or was_failed or self._nonfinite == FAILED_RECORDS:
+        is_due = self.has_changed and self._updates - self._returned >= OUTCOME_UPDATES
+        if self._updates >= self._next or was_failed or self._nonfinite == FAILED_RECORDS or is_due:
             self._next = max(self._updates + 1, math.ceil(1.05 * self._updates))
             self.outcome, self._candidate = self._confirmed(self._judged())
+        if is_due and self.outcome.kind is before:
+            self._returned = self._updates
+            return self.outcome
         return self._changed(before)
 
     def failure(self, sentence: str) -> Outcome | None:
@@ -273,7 +282,7 @@ class OutcomeJudge:
     def _changed(self, before: OutcomeKind) -> Outcome | None:
         if self.outcome.kind is before:
             return None
-        self.has_changed = True
+        self.has_changed, self._returned = True, self._updates
         return self.outcome
 
     def add(self, record: Record) -> None:

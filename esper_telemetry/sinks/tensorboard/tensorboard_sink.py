@@ -6,7 +6,6 @@ TensorBoard's `EventFileWriter`, without torch.
 
 from __future__ import annotations
 
-import math
 import shlex
 import struct
 import time
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
+
+import numpy as np
 
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
@@ -101,7 +102,10 @@ class TensorBoardSink:
         def numbers(record: Record) -> dict[str, float]:
             selected = budget.select(record)
             counts = {tag: sum(histogram.counts) for tag, histogram in by_tag(selected).items()}
-            return {key: _single_precision(value) for key, value in _scalars(selected).items()} | counts
+            scalars = _scalars(selected)
+            with np.errstate(over="ignore"):  # larger numbers are infinite in the file, too
+                singles = np.array([*scalars.values()], np.float64).astype(np.float32).tolist()
+            return {**dict(zip(scalars, singles, strict=True)), **counts}
 
         return numbers
 
@@ -269,24 +273,26 @@ def _scalars(record: Record) -> dict[str, float]:
     return {**record.values, UPDATE: record.axes.update, GRADIENT_STEP: record.axes.gradient_step}
 
 
+MAX_EVENT_BYTES: Final = 1 << 28
+"""Largest event that is read: protocol buffers end at 2 GB, and a damaged file may name any size."""
+
+
 def _stored_in(directory: Path) -> StoredMetrics:
     """Return the numbers in all event files of this sink as TensorBoard shows them: a restart discards points at or after its step."""
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import SessionLog
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     rows: dict[int, list[tuple[int, dict[str, float]]]] = {}
     for path in sorted(directory.glob(f"*tfevents*{SUFFIX}")):
-        for event in LegacyEventFileLoader(str(path)).Load():
+        for event in map(Event.FromString, _frames(path)):
             if event.HasField("session_log") and event.session_log.status == SessionLog.START:
                 rows = {update: [row for row in parts if row[0] < event.step] for update, parts in rows.items()}
             numbers = dict(_numbers_of(event.summary))
             if UPDATE in numbers:
                 rows.setdefault(int(numbers[UPDATE]), []).append((event.step, numbers))
     stored = StoredMetrics()
-    for update, parts in rows.items():
-        for _, numbers in parts:
-            for key, value in numbers.items():
-                stored.add(update, key, value)
+    for update in [*rows]:
+        for _, numbers in rows.pop(update):  # 100,000 rows take a gigabyte
+            stored.add_row(update, numbers)
     return stored
 
 
@@ -299,9 +305,11 @@ def _numbers_of(summary: Any) -> Iterator[tuple[str, float]]:
                 yield value.tag, value.histo.num
 
 
-def _single_precision(value: float) -> float:
-    """Return the number as TensorBoard stores it."""
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", value))[0])
-    except OverflowError:
-        return math.copysign(math.inf, value)
+def _frames(path: Path) -> Iterator[bytes]:
+    """Yield the events of a file up to a torn one. TensorBoard's loader, in Python, takes 0.5 ms for the checksum of each."""
+    with path.open("rb") as file:
+        while len(head := file.read(12)) == 12:
+            data = file.read(min(struct.unpack("<Q4x", head)[0], MAX_EVENT_BYTES))
+            if len(file.read(4)) < 4:
+                return
+            yield data

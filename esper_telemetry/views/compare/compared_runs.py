@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,7 @@ from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.journal.file import damage_sentence, journal_path
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.journal.read import Run, entries, read_run
+from esper_telemetry.journal.record_columns import RecordTable, SegmentBuilder
 
 Array = npt.NDArray[np.float64]
 
@@ -167,16 +169,14 @@ def _runs_in(directory: Path, depth: int) -> Iterator[Path]:
 def read_compared(place: str) -> ComparedRun:
     """Read a run as it is now; raises ValueError for a journal that does not say which run it is."""
     run = read_run(place)
-    records = [record for record in run.records if not record.partial]
-    keys = tuple(dict.fromkeys(key for record in records for key in record.values))
-    columns = {key: column for column, key in enumerate(keys)}
-    values = np.full((len(records), len(keys)), math.nan)
-    judge, returns = OutcomeJudge(run.info.facts), np.full((len(RETURN_KEYS), len(records)), math.nan)
-    for row, record in enumerate(records):
-        known = judgeable(record.values)
-        values[row, [columns[key] for key in known]] = list(known.values())
-        judge.add(record)
-        returns[:, row] = [judge.recent(key) for key in RETURN_KEYS]
+    stored = run.records
+    judge, returns, table = OutcomeJudge(run.info.facts), array("d"), SegmentBuilder(0)
+    for record in stored.without_histograms() if isinstance(stored, RecordTable) else stored:
+        if not record.partial:
+            judge.add(record)
+            returns.extend(judge.recent(key) for key in RETURN_KEYS)
+            table.add(0, b"", replace(record, values=judgeable(record.values)))
+    rows = table.segment(0)
     outcome = judge.end(run.status)
     settings = _flat(run)
     seeds = [value for name, value in settings.items() if SEED.fullmatch(name) and value != "null"]
@@ -190,11 +190,11 @@ def read_compared(place: str) -> ComparedRun:
         outcome.text,
         frozenset(alarm.type for alarm in run.alarms if alarm.event is AlarmEvent.RAISE),
         damage_sentence(journal_path(place), run.damaged) if run.damaged else "",
-        np.array([record.axes.update for record in records], np.int64),
-        np.array([record.axes.env_step for record in records], float),
-        keys,
-        values,
-        dict(zip(RETURN_KEYS, returns, strict=True)),
+        rows.counts[:, 1],
+        rows.counts[:, 2].astype(float),
+        rows.keys,
+        rows.values,
+        dict(zip(RETURN_KEYS, np.array(returns).reshape(-1, len(RETURN_KEYS)).T, strict=True)),
     )
 
 

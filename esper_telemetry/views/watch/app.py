@@ -25,9 +25,8 @@ from textual.widgets import Input, Static
 from esper_telemetry.core.terminal import printable
 from esper_telemetry.journal.file import journal_path
 from esper_telemetry.journal.packed import PACKED_SUFFIX
-from esper_telemetry.journal.read import run_info
 from esper_telemetry.views.panels import view_declarations
-from esper_telemetry.views.run_view import RunView, open_view
+from esper_telemetry.views.run_view import RunView, open_sample, open_view
 from esper_telemetry.views.watch.charts import Line, WatchState, chart_page, paragraph, run_names
 from esper_telemetry.views.watch.screens import (
     footer,
@@ -235,8 +234,7 @@ class WatchApp(App[None]):
             if ":" in source and not Path(source).is_dir():
                 self._views[index] = open_view(source, max_points=POINTS)
                 return
-            view = self._views[index] = RunView(run_info(source), source, max_points=POINTS)
-            view.read_sample(SAMPLE_RECORDS)
+            view = self._views[index] = open_sample(source, SAMPLE_RECORDS, max_points=POINTS)
         except (OSError, ValueError):
             if not missing_ok:
                 raise

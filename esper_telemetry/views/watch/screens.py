@@ -178,8 +178,8 @@ def _section(title: str, lines: Iterable[Line]) -> list[Line]:
 
 def _outcome(view: RunView, width: int, index: int | None) -> list[Line]:
     lines = paragraph(capitalized(view.outcome.text), width - 2, STYLES[view.diagnosis.tone])
-    if view.damaged:
-        damaged = "1 line" if view.damaged == 1 else f"{view.damaged:,} lines"
+    if view.damage:
+        damaged = "1 line" if len(view.damage) == 1 else f"{len(view.damage):,} lines"
         lines += paragraph(f"{damaged} of the journal could not be read: left out", width - 2, "yellow")
     return lines if index is None else [Line(run_mark(index).append_text(line.text)) for line in lines]
 
