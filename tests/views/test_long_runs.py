@@ -13,6 +13,7 @@ from journaled import SPOILED, learning, lines_of, write
 
 from esper_telemetry import RunInfo, RunStatus
 from esper_telemetry.alarms.verdict import run_outcome
+from esper_telemetry.cli.diagnose import judge_run
 from esper_telemetry.core.record import Axes, Record
 from esper_telemetry.journal import record_columns
 from esper_telemetry.journal.lines import encode_record, encode_run, to_json
@@ -44,6 +45,12 @@ def test_the_verdict_by_a_sample_is_that_by_all_records(spoiled: Path) -> None:
     assert one.incidents == other.incidents and one.incidents
     assert (one.outcome, one.updates, one.checks) == (other.outcome, UPDATES, other.checks)
     assert (one.unanswered, one.remarks, one.events) == (other.unanswered, other.remarks, other.events)
+
+
+def test_the_answer_for_programs_is_that_by_all_records(spoiled: Path) -> None:
+    by_sample, again = judge_run(str(spoiled)), judge_run(str(spoiled), again=True)
+
+    assert by_sample.view.sampled and by_sample.answer() == again.answer()
 
 
 def test_a_key_of_one_record_is_known_to_a_sample(tmp_path: Path) -> None:
