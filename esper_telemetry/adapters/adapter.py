@@ -83,7 +83,7 @@ class Adapter:
         self._clipped_apart: tuple[frozenset[str], ...] = ()
         self._clipped: dict[tuple[str, ...], Tensor] = {}
         self._max_norm: float | None = None
-        self._rates: list[float] = []
+        self._step_rates: list[float] = []
         self._counter: EpisodeCounter | None = None
         self._taps: list[Remover] = []
         self._steps: list[Remover] = []
@@ -234,10 +234,10 @@ class Adapter:
             self.end_learning()
             self.updating = False
             fields = self.end_fields()
-            if self._rates:
-                self.logged |= {"learning_rate/min": min(self._rates), "learning_rate/max": max(self._rates)}
-                fields["learning_rate"] = sum(self._rates) / len(self._rates)
-            logged, self.logged, self._rates = self.logged, {}, []
+            if self._step_rates:
+                self.logged |= {"learning_rate/min": min(self._step_rates), "learning_rate/max": max(self._step_rates)}
+                fields["learning_rate"] = sum(self._step_rates) / len(self._step_rates)
+            logged, self.logged, self._step_rates = self.logged, {}, []
             self.telemetry.log(numbers_by_key(self.prefix, logged))
             counts = self.update, self.env_step, self.gradient_step
             self.recorder.end(counts, self.optimizers, self.parameters, self.groups, self.times, **fields)
@@ -310,7 +310,7 @@ class Adapter:
             return
         self.stepped.add(id(optimizer))
         if self.adapts_rate:
-            self._rates.append(float(optimizer.param_groups[0]["lr"]))
+            self._step_rates.append(float(optimizer.param_groups[0]["lr"]))
         if self.emits_steps and self.hooks.wants(OptimizerStep):
             own = {id(p) for group in optimizer.param_groups for p in group["params"]}
             trained = {name: p for name, p in self.parameters.items() if id(p) in own}

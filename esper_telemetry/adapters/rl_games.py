@@ -247,7 +247,8 @@ class AlgoListener(Adapter):
             return None
         steps, envs = algo.horizon_length, algo.num_actors * algo.num_agents
         places = torch.arange(*algo.dataset.last_range, device=algo.ppo_device)
-        return places % steps * envs + places // steps
+        rows: Tensor = places % steps * envs + places // steps
+        return rows
 
     @torch.no_grad()
     def joined(self, rows: Sequence[MinibatchEnd]) -> JoinedMinibatches:
@@ -278,15 +279,14 @@ class AlgoListener(Adapter):
 
     def end_fields(self) -> dict[str, Any]:
         """Return passes and coefficients, which schedules change."""
-        algo = self._algo
-        coefficients = {"value": float(algo.critic_coef), "entropy": float(algo.entropy_coef)}
-        return {"epochs": algo.mini_epochs_num, "coefficients": coefficients}
+        coefficients = {"value": float(self._algo.critic_coef), "entropy": float(self._algo.entropy_coef)}
+        return {"epochs": self._algo.mini_epochs_num, "coefficients": coefficients}
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
         """Yield the experience buffer, then parameters and gradients."""
-        buffer = getattr(self._algo, "experience_buffer", None)
-        for name in () if buffer is None else ("obses", "rewards", "values", "neglogpacs"):
-            tensor = buffer.tensor_dict[name]
+        tensors = getattr(getattr(self._algo, "experience_buffer", None), "tensor_dict", {})
+        for name in ("obses", "rewards", "values", "neglogpacs"):
+            tensor = tensors.get(name)
             if isinstance(tensor, Tensor):
                 yield Candidate(name, tensor, environments=1)
         yield from of_parameters(self._parameters().items())

@@ -285,7 +285,7 @@ class AgentListener(Adapter):
         joined = joined._replace(losses={name: minibatch_means(loss, joined.counts) for name, loss in losses.items()})
         if not self._converts_values:
             return joined
-        if rollout is None or joined.rows is None:
+        if rollout is None or joined.rows is None or joined.values is None:
             return joined._replace(values=None, old_values=None, returns=None)
         values = self._agent._value_preprocessor(joined.values.unsqueeze(-1), inverse=True).squeeze(-1)
         stored, targets = (column.flatten()[joined.rows] for column in (rollout.values, rollout.returns))

@@ -104,6 +104,7 @@ def skrl_run(task: str, run_dir: Path, **changes: Any) -> Run:
         "value": {"class": "DeterministicMixin", "clip_actions": False, "network": network, "output": "ONE"},
     }
     trainer = {"class": "SequentialTrainer", "timesteps": 48, "headless": True, "disable_progressbar": True}
+    trainer["close_environment_at_exit"] = False
     memory = {"class": "RandomMemory", "memory_size": -1}
     runner = Runner(
         skrl_models.short_pendulum(ENVS, seed=42),
