@@ -127,17 +127,18 @@ def _rsl_rl(
 
 
 def _skrl(telemetry: Any) -> Turns:
-    """skrl; between the turns the adapter stops."""
+    """skrl, with a listener that stops between the turns."""
     from skrl_models import cartpole_env, skrl_agent
 
-    from esper_telemetry.adapters.skrl import attach_agent
+    from esper_telemetry.adapters.skrl import AgentListener
 
     model = skrl_agent(cartpole_env, "categorical", envs=64, steps=24, widths=(128, 128), learning_epochs=5)
+    listener = AgentListener(telemetry, model.agent)
 
     def observed() -> None:
-        detach = attach_agent(telemetry, model.agent)
+        listener.start()
         model.learn(8)
-        detach()
+        listener.stop()
 
     return partial(model.learn, 8), observed
 
