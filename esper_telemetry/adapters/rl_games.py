@@ -119,6 +119,9 @@ class AlgoListener(Adapter):
         env_step = self.env_step + algo.horizon_length * algo.num_actors * algo.world_size
         self.begin_update(env_step, lambda: self._rollout(batch), environment=batch.get("step_time"))
         self._count = 0
+        # transitions t B + b in the order of the dataset, in which an environment's steps follow one another
+        rows = torch.arange(algo.horizon_length * algo.num_actors * algo.num_agents, device=algo.ppo_device)
+        self._order = rows.view(algo.horizon_length, -1).t().flatten()
         self.follow([algo.optimizer], self._parameters())
         self._forget_steps()
 
@@ -219,41 +222,31 @@ class AlgoListener(Adapter):
             return
         algo, batch = self._algo, (args[0] if args else kwargs["input_dict"])
         policy, value, entropy, *_ = algo.train_result
-        losses = {"policy": policy, "entropy": -entropy}
+        losses = {"policy": policy, "entropy": entropy, **({"value": value} if algo.has_value_loss else {})}
         critic: dict[str, Any] = {}
-        if algo.has_value_loss:
-            losses["value"] = 0.5 * value.detach()
         if not algo.has_central_value:
             columns = output["values"], batch["old_values"], batch["returns"]
             names = ("values", "old_values", "returns")
-            critic = {name: column.detach().sum(-1) for name, column in zip(names, columns, strict=True)}
+            critic = {name: _total(column.detach()) for name, column in zip(names, columns, strict=True)}
         masks = batch.get("rnn_masks")
         self.row = MinibatchEnd(
             self.epoch,
             self.step,
             log_ratio=(batch["old_logp_actions"] - output["prev_neglogp"]).detach(),
             advantages=batch["advantages"],
-            losses={name: loss.detach().mean() for name, loss in losses.items()},
+            losses={name: loss.detach() for name, loss in losses.items()},
             valid=None if masks is None else masks.bool(),
-            rows=self._rows(),
+            rows=None if algo.dataset.permute else self._order[slice(*algo.dataset.last_range)],
             **critic,
             **self._columns(output)._asdict(),
         )
-
-    def _rows(self) -> Tensor | None:
-        """Transitions t B + b of the current minibatch, a range of the dataset, in which an environment's steps follow one another."""
-        algo = self._algo
-        if algo.dataset.permute:
-            return None
-        steps, envs = algo.horizon_length, algo.num_actors * algo.num_agents
-        places = torch.arange(*algo.dataset.last_range, device=algo.ppo_device)
-        rows: Tensor = places % steps * envs + places // steps
-        return rows
 
     @torch.no_grad()
     def joined(self, rows: Sequence[MinibatchEnd]) -> JoinedMinibatches:
         """Return all minibatches of the update; values and returns in the units of rewards, losses in the normaliser's."""
         joined, rollout, algo = joined_minibatches(rows, with_critic=True), self.rollout_event, self._algo
+        scales = {"value": 0.5, "entropy": -1.0}  # the value loss is the squared error
+        joined = joined._replace(losses={name: loss * scales.get(name, 1.0) for name, loss in joined.losses.items()})
         if joined.values is None or not algo.normalize_value:
             return joined
         if rollout is None or joined.rows is None:
@@ -393,6 +386,11 @@ class TelemetryObserver:
 def _model(algo: Any) -> Any:
     """The model itself, not what `torch.compile` has made of it."""
     return getattr(algo.model, "_orig_mod", algo.model)
+
+
+def _total(values: Tensor) -> Tensor:
+    """The sum [N] of the estimates [N, V] of each row."""
+    return values.squeeze(-1) if values.shape[-1] == 1 else values.sum(-1)
 
 
 def _statistics(normalizer: Any) -> tuple[Tensor, Tensor]:

@@ -170,7 +170,7 @@ def test_a_failure_of_telemetry_does_not_reach_training(tmp_path: Path, monkeypa
     expected = rl_games_models.fingerprint(rl_games_models.train({}, 3))
     monkeypatch.setattr(rl_games, "next_values", fails)
     monkeypatch.setattr(rl_games, "joined_minibatches", fails)
-    monkeypatch.setattr(AlgoListener, "_rows", fails)
+    monkeypatch.setattr(AlgoListener, "_columns", fails)
     _, algo = rl_games_models.recorded_run({}, tmp_path)
 
     assert all(torch.equal(expected[key], value) for key, value in rl_games_models.fingerprint(algo).items())
