@@ -1,8 +1,9 @@
-"""Processor time of other trainers with telemetry, relative to training without it: Stable-Baselines3, RSL-RL, TorchRL and TRL.
+"""Processor time of other trainers with telemetry, relative to training without it: Stable-Baselines3, RSL-RL, skrl,
+rl_games, TorchRL and TRL.
 
     python benchmarks/adapters.py                        # all models except trl, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
-    python benchmarks/adapters.py rsl_rl rsl_rl_lstm torchrl torchrl_pendulum
+    python benchmarks/adapters.py rsl_rl rsl_rl_lstm skrl rl_games torchrl torchrl_pendulum
     python benchmarks/adapters.py rsl_rl_cuda            # on a GPU
     python benchmarks/adapters.py trl --turns 5          # a language model of 105 million parameters; a quarter of an hour
 
@@ -125,6 +126,39 @@ def _rsl_rl(
     return partial(silent, partial(OnPolicyRunner.learn, model)), partial(silent, lambda count: model.learn(count))
 
 
+def _skrl(telemetry: Any) -> Turns:
+    """skrl, with a listener that stops between the turns."""
+    from skrl_models import cartpole_env, skrl_agent
+
+    from esper_telemetry.adapters.skrl import AgentListener
+
+    model = skrl_agent(cartpole_env, "categorical", envs=64, steps=24, widths=(128, 128), learning_epochs=5)
+    listener = AgentListener(telemetry, model.agent)
+
+    def observed() -> None:
+        listener.start()
+        model.learn(8)
+        listener.stop()
+
+    return partial(model.learn, 8), observed
+
+
+def _rl_games(telemetry: Any) -> Turns:
+    """rl_games, which trains until a number of updates; its agent without the tap on `train` is without telemetry."""
+    import rl_games_models
+
+    mlp = {**rl_games_models.MLP, "units": [128, 128]}
+    settings = {"env": rl_games_models.CARTPOLE, "envs": 64, "steps": 24, "mini_epochs": 5, "mlp": mlp}
+    algo = rl_games_models.train(settings, 1, telemetry)
+
+    def train(learn: Callable[[], object]) -> None:
+        algo.max_epochs = algo.epoch_num + 8
+        with contextlib.redirect_stdout(io.StringIO()):
+            learn()
+
+    return partial(train, partial(type(algo).train, algo)), partial(train, lambda: algo.train())
+
+
 def _torchrl(telemetry: Any, **settings: Any) -> Turns:
     """TorchRL's plain loop."""
     from torchrl_models import Program
@@ -211,6 +245,8 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "rsl_rl_1024": partial(_rsl_rl, envs=1024),
     "rsl_rl_lstm": partial(_rsl_rl, model="RNNModel", model_rnn_hidden_dim=64),
     "rsl_rl_cuda": partial(_rsl_rl, envs=4096, device="cuda", widths=(512, 256, 128)),  # as in Isaac Lab's tasks
+    "skrl": _skrl,
+    "rl_games": _rl_games,
     "torchrl": _torchrl,
     "torchrl_pendulum": partial(_torchrl, env="Pendulum-v1"),
 }
@@ -225,6 +261,8 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(MODELS, ("stable_baselines3", "sb3_contrib")),
     **dict.fromkeys((name for name in MODELS if name.startswith("rsl_rl")), ("rsl_rl",)),
     **dict.fromkeys(("torchrl", "torchrl_pendulum"), ("torchrl",)),
+    "skrl": ("skrl",),
+    "rl_games": ("rl_games",),
     LANGUAGE_MODEL: ("trl",),
 }
 """The package that a model needs."""

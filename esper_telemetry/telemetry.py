@@ -375,8 +375,8 @@ def watch_pair(telemetry: Telemetry, source: EventSource, name: str, *, module: 
     Nothing is measured below level NORMAL.
 
     Args:
-        source: the bundled trainer, the callback of Stable-Baselines3 or TRL, or the result of `attach_runner`, `attach_loss`,
-            `attach_trainer` or `Telemetry.watch`.
+        source: the bundled trainer, the callback of Stable-Baselines3 or TRL, the observer of rl_games, or the result of `attach_runner`,
+            `attach_agent`, `attach_loss`, `attach_trainer` or `Telemetry.watch`.
         name: name of the pair in the keys `grad/pair/{pair}/...`.
         module, host: parts of the network that one optimizer trains. With a gradient scaler, `upstream` includes its scale.
 

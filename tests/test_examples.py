@@ -201,6 +201,29 @@ def test_rsl_rl_runner(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.sb3
+def test_skrl_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("skrl", reason="needs skrl")
+    run("skrl_agent", monkeypatch)
+
+    result = read_run("run")
+    assert result.status is RunStatus.FINISHED
+    assert [record.axes.env_step for record in result.records] == [1024, 2048]
+    assert all({"policy/kl", "skrl/loss/policy_loss"} <= record.values.keys() for record in result.records)
+
+
+@pytest.mark.sb3
+@pytest.mark.filterwarnings("ignore")  # rl_games and tensorboardX emit deprecation warnings
+def test_rl_games_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rl_games", reason="needs rl_games")
+    run("rl_games_runner", monkeypatch)
+
+    result = read_run("run")
+    assert result.status is RunStatus.FINISHED
+    assert [record.axes.env_step for record in result.records] == [1024, 2048]
+    assert all({"policy/kl", "rl_games/losses/a_loss"} <= record.values.keys() for record in result.records)
+
+
+@pytest.mark.sb3
 @pytest.mark.filterwarnings("ignore")  # TorchRL emits deprecation warnings
 def test_torchrl_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchrl", reason="needs torchrl")

@@ -53,6 +53,7 @@ class Adapter:
         update, env_step, gradient_step: counts so far; the current update's steps are added when it ends.
         epoch, step: pass over the rollout and optimizer steps within this update, from 0.
         emits_steps: `OptimizerStep` is emitted; the state of its optimizer is then copied in sampled updates.
+        adapts_rate: the learning rate changes within updates: records have the mean, and the range under `learning_rate/`.
         updating: True until the record of an update is written.
         learning: minibatches of an update may come.
         rollout_event: of the update; None if it is not known.
@@ -61,13 +62,15 @@ class Adapter:
     """
 
     prefix: ClassVar[str] = ""
+    ends_updates: ClassVar[bool] = False
+    """The trainer says when an update ends, so `stop` leaves an update that an exception has ended to the session."""
 
     def __init__(self, telemetry: Telemetry, *, hooks: Hooks | None = None, join: JoinRows | None = None) -> None:
         self.hooks = Hooks() if hooks is None else hooks
         self.telemetry, self.session = telemetry, session_of(telemetry)
         self.logged: dict[str, Any] = {}
         self.update = self.env_step = self.gradient_step = self.epoch = self.step = 0
-        self.emits_steps, self.updating, self.learning = True, False, False
+        self.emits_steps, self.adapts_rate, self.updating, self.learning = True, False, False, False
         self.rollout_event: RolloutEnd | None = None
         self.row: Any = None
         self.parameters: Mapping[str, Tensor] = {}
@@ -80,6 +83,7 @@ class Adapter:
         self._clipped_apart: tuple[frozenset[str], ...] = ()
         self._clipped: dict[tuple[str, ...], Tensor] = {}
         self._max_norm: float | None = None
+        self._step_rates: list[float] = []
         self._counter: EpisodeCounter | None = None
         self._taps: list[Remover] = []
         self._steps: list[Remover] = []
@@ -229,14 +233,20 @@ class Adapter:
         if self.updating:
             self.end_learning()
             self.updating = False
-            fields, logged, self.logged = self.end_fields(), self.logged, {}
+            fields = self.end_fields()
+            if self._step_rates:
+                self.logged |= {"learning_rate/min": min(self._step_rates), "learning_rate/max": max(self._step_rates)}
+                fields["learning_rate"] = sum(self._step_rates) / len(self._step_rates)
+            logged, self.logged, self._step_rates = self.logged, {}, []
             self.telemetry.log(numbers_by_key(self.prefix, logged))
             counts = self.update, self.env_step, self.gradient_step
             self.recorder.end(counts, self.optimizers, self.parameters, self.groups, self.times, **fields)
             self.rollout_event = None
 
     def stop(self) -> None:
-        """Stop listening, and write the record of the current update."""
+        """Stop listening, and write the record of the current update; see `ends_updates`."""
+        if self.ends_updates and self.learning:
+            self.updating = self.learning = False
         stop_clipping, self._stop_clipping = self._stop_clipping, None
         if stop_clipping is not None:
             stop_clipping()
@@ -299,6 +309,8 @@ class Adapter:
         if not self._open or id(optimizer) in self.stepped:
             return
         self.stepped.add(id(optimizer))
+        if self.adapts_rate:
+            self._step_rates.append(float(optimizer.param_groups[0]["lr"]))
         if self.emits_steps and self.hooks.wants(OptimizerStep):
             own = {id(p) for group in optimizer.param_groups for p in group["params"]}
             trained = {name: p for name, p in self.parameters.items() if id(p) in own}

@@ -62,9 +62,11 @@ class RunnerListener(Adapter):
     """Emits the events of a learning `OnPolicyRunner` with PPO, from `start` to `stop`."""
 
     prefix = "rsl_rl"
+    ends_updates = True
 
     def __init__(self, telemetry: Telemetry, runner: Any) -> None:
         super().__init__(telemetry, join=self.joined)
+        self.adapts_rate = True
         self._runner, self._alg, storage = runner, runner.alg, runner.alg.storage
         # a runner keeps the number of its last update, from 0, which is also 0 before the first one
         last = int(runner.current_learning_iteration)
@@ -81,7 +83,6 @@ class RunnerListener(Adapter):
         self._gaussian = any(kind.__name__ in GAUSSIAN for kind in kinds)
         self._last_values: Tensor | None = None
         self._divergences: list[Tensor] = []
-        self._rates: list[float] = []
         self._sampled = False
         self._batch: tuple[Any, Tensor | None] | None = None
         self._evaluated: Any = None
@@ -106,12 +107,6 @@ class RunnerListener(Adapter):
         self.listen(runner.logger, "log", self._after_log, timed=True)
         for name in ("mini_batch_generator", "recurrent_mini_batch_generator"):
             self.until_stop(GeneratorTap(alg.storage, name, self._after_batch, self.session.failed).remove)
-
-    def stop(self) -> None:
-        """Stop listening. If an exception has ended the update, its record is left to the session."""
-        self.updating = self.updating and not self.learning
-        self.learning = False
-        super().stop()
 
     def listen_to_writer(self) -> None:
         """Copy what RSL-RL's own writer receives, once there is one."""
@@ -245,7 +240,7 @@ class RunnerListener(Adapter):
         if not self.learning:
             steps = (self.update + 1) * self._rollout_steps
             self.begin_update(steps, self._rollout, environment=self._environment_seconds)
-            self._divergences, self._rates = [], []
+            self._divergences = []
             self._sampled = self.hooks.wants(BeforeUpdate)
             if self.rollout_event is not None and self.hooks.wants(RecurrentForward):
                 self.session.attempt(self._emit_recurrent, self.rollout_event)
@@ -281,11 +276,6 @@ class RunnerListener(Adapter):
         if self.learning:
             self._divergences.append(result.detach())
 
-    def after_step(self, optimizer: Any) -> None:
-        """Keep the learning rate, which may change with every step."""
-        super().after_step(optimizer)
-        self._rates.append(float(optimizer.param_groups[0]["lr"]))
-
     def finish_minibatch(self) -> None:
         """Keep the models' outputs for the minibatch."""
         if self._evaluated is not None and self._values is not None:
@@ -313,10 +303,8 @@ class RunnerListener(Adapter):
         return {**groups, **({"lstm": recurrent} if recurrent else {})}
 
     def end_fields(self) -> dict[str, Any]:
-        """Log the divergences that set RSL-RL's learning rate, which it does not log. The record has the mean rate."""
-        alg, rates = self._alg, self._rates
-        if rates:
-            self.logged |= {"learning_rate/min": min(rates), "learning_rate/max": max(rates)}
+        """Log the divergences that set RSL-RL's learning rate, which it does not log."""
+        alg = self._alg
         if self._divergences:
             kls = torch.stack([rows.mean() for rows in self._divergences]).tolist()
             self.logged |= {"kl/mean": sum(kls) / len(kls), "kl/last": kls[-1]}
@@ -324,7 +312,6 @@ class RunnerListener(Adapter):
             "epochs": alg.num_learning_epochs,
             # their value loss is the mean squared error, ours half of it
             "coefficients": {"value": 2 * float(alg.value_loss_coef), "entropy": float(alg.entropy_coef)},
-            **({"learning_rate": sum(rates) / len(rates)} if rates else {}),
         }
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:

@@ -273,6 +273,7 @@ def test_the_class_path_of_the_logger_records_the_same(tmp_path: Path) -> None:
         assert run.records[1].values[key] == expected.records[1].values[key]
     assert list((tmp_path / "logs").glob("events.out.tfevents.*"))
     assert (tmp_path / "logs/model_1.pt").exists()
+    assert logger["class_name"] == model.cfg["logger"]["class_name"]  # leggedrobotics/rsl_rl#229: it was removed
     assert taps_of(model) == []
 
 

@@ -1,0 +1,227 @@
+"""Telemetry of rl_games' agents does not affect training, and its numbers equal the trainer's."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("rl_games", reason="needs rl_games")
+pytest.importorskip("gymnasium", reason="needs gymnasium")
+
+import rl_games_models
+from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
+
+from esper_telemetry import Alarm, RunStatus, Telemetry, attach, read_run
+from esper_telemetry.adapters.rl_games import AlgoListener, TelemetryObserver
+from esper_telemetry.adapters.taps import Tap
+from esper_telemetry.alarms import Thresholds
+from esper_telemetry.core.facts import Facts
+from esper_telemetry.equations.equation import equation_results
+
+pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]  # rl_games and tensorboardX emit warnings
+
+ROLLOUT = rl_games_models.ENVS * rl_games_models.STEPS
+QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
+"""Tests share their cores, so only the benchmark judges the cost of telemetry."""
+
+
+def taps_of(algo: Any) -> list[str]:
+    """Our taps and hooks in the objects of an agent."""
+    owners = [algo, algo.model, algo.scaler, algo.writer]
+    taps = [name for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)]
+    return taps + ["optimizer"] * len(algo.optimizer._optimizer_step_post_hooks)
+
+
+@pytest.mark.parametrize("level", ["normal", "debug"])
+@pytest.mark.parametrize("name", rl_games_models.CONFIGURATIONS)
+def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> None:
+    """Optimizer, normalisers and generator included; no metric fails, and rollouts and minibatches agree."""
+    settings = rl_games_models.CONFIGURATIONS[name]
+    expected = rl_games_models.fingerprint(rl_games_models.train(settings, 3))
+
+    run, algo = rl_games_models.recorded_run(settings, tmp_path / "run", level=level)
+
+    actual = rl_games_models.fingerprint(algo)
+    assert actual.keys() == expected.keys()
+    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []
+    assert [record.axes.env_step for record in run.records] == [ROLLOUT, 2 * ROLLOUT, 3 * ROLLOUT]
+    for record in run.records:
+        assert "telemetry/metric_errors" not in record.values
+        assert record.values["integrity/ratio_init"] <= 1e-6
+        assert record.values["integrity/gae_identity"] <= 1e-5
+        assert record.values["integrity/rows_repeated"] == 0
+    assert taps_of(algo) == []
+
+
+def test_off_installs_no_tap() -> None:
+    with Telemetry([], run_dir=None, level="off") as telemetry:
+        algo = rl_games_models.train({}, 1, telemetry)
+    assert taps_of(algo) == []
+
+
+@pytest.mark.parametrize("name", ["separate", "normalized_value", "discrete", "central_value"])
+def test_numbers_equal_those_of_the_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and entropy equal rl_games' logs; norms equal the values it computes; episodes match its counts."""
+    from rl_games.common import a2c_common
+
+    settings = rl_games_models.CONFIGURATIONS[name]
+    norms: list[float] = []
+    clip = a2c_common.clip_grad_norm_
+
+    def recording_clip(parameters: Any, max_norm: float) -> torch.Tensor:
+        norm: torch.Tensor = clip(parameters, max_norm)
+        norms.append(float(norm))
+        return norm
+
+    monkeypatch.setattr(a2c_common, "clip_grad_norm_", recording_clip)
+    run, algo = rl_games_models.recorded_run(settings, tmp_path / "run")
+
+    for update, record in enumerate(run.records):
+        values = record.values
+        of_update = norms[8 * update : 8 * update + 8]
+        assert values["grad/global/norm_preclip"] == pytest.approx(statistics.mean(of_update), rel=1e-5)
+        assert values["loss/policy"] == pytest.approx(values["rl_games/losses/a_loss"], abs=1e-6)
+        assert 2 * values.get("loss/value", 0.0) == pytest.approx(values["rl_games/losses/c_loss"], rel=1e-5)
+        assert values["policy/entropy"] == pytest.approx(values["rl_games/losses/entropy"], rel=1e-5)
+        assert values["rl_games/learning_rate/min"] <= values["opt/lr"] <= values["rl_games/learning_rate/max"]
+    buffer, last = algo.experience_buffer.tensor_dict, run.records[-1].values
+    assert last["ret/mean"] - last["adv/raw/mean"] == pytest.approx(float(buffer["values"].mean()), rel=1e-4)
+    if name == "normalized_value":
+        assert last["reward/mean"] > float(buffer["rewards"].mean())  # without the values added at time limits
+        assert last["episode/length_mean"] == 20
+        assert last["episode/return_mean_100"] == pytest.approx(float(algo.game_rewards.get_mean()[0]), rel=1e-5)
+        assert last["episode/truncated_frac"] == 1
+
+
+def test_equations_match_and_the_time_limits_of_rl_games_are_named_a_variant(tmp_path: Path) -> None:
+    run, _ = rl_games_models.recorded_run({}, tmp_path, level="debug")
+
+    facts = Facts.of(run.info.facts)
+    results = {one.equation.name: one for record in run.records for one in equation_results(record.values, facts)}
+    assert {"advantages", "returns", "normalized_advantages", "log_probs", "minibatches"} <= set(results)
+    differing = {name: [e.name for e in one.hypotheses] for name, one in results.items() if not one.matches}
+    assert differing == {"advantages": ["time_limit_current_value"], "minibatches": ["unshuffled"]}
+    assert not any(alarm.type == "integrity/equation" for alarm in run.alarms)
+
+
+def test_a_compiled_model_is_measured(tmp_path: Path) -> None:
+    """rl_games compiles its model by default, after telemetry has been attached."""
+    run, algo = rl_games_models.recorded_run({"torch_compile": True}, tmp_path)
+
+    assert hasattr(algo.model, "_orig_mod")
+    for record in run.records:
+        assert record.values["integrity/ratio_init"] <= 1e-5
+        assert record.values["loss/policy"] == pytest.approx(record.values["rl_games/losses/a_loss"], abs=1e-6)
+        assert record.values["grad/actor/norm_preclip"] > 0
+
+
+def test_the_observer_passes_everything_on_and_is_a_source(tmp_path: Path) -> None:
+    calls: list[str] = []
+    methods = ["before_init", "after_init", "process_infos", "after_steps", "after_print_stats", "after_clear_stats"]
+    other = SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) for name in methods})
+
+    with Telemetry([], run_dir=tmp_path) as telemetry, Telemetry([], run_dir=None) as second:
+        observer = TelemetryObserver(telemetry, other)
+        attach(second, observer)
+        for name in methods:
+            if name != "after_init":
+                getattr(observer, name)(None)
+
+    assert calls == [name for name in methods if name != "after_init"]
+    with pytest.raises(TypeError, match="takes a Telemetry"):
+        TelemetryObserver(object())  # type: ignore[arg-type] # what is tested
+    with Telemetry([], run_dir=None) as telemetry, pytest.raises(TypeError, match="watches PPO"):
+        TelemetryObserver(telemetry, other).after_init(object())
+
+
+def test_an_exception_ends_the_run_as_failed_and_leaves_no_tap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_games.algos_torch.a2c_continuous import A2CAgent
+
+    agents: list[Any] = []
+    losses = A2CAgent.calc_losses
+
+    def breaking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        agents.append(self)
+        if len(agents) == 10:
+            raise RuntimeError("broken loss")
+        return losses(self, *args, **kwargs)
+
+    monkeypatch.setattr(A2CAgent, "calc_losses", breaking)
+    with pytest.raises(RuntimeError, match="broken loss"), Telemetry([], run_dir=tmp_path) as telemetry:
+        rl_games_models.train({}, 5, telemetry)
+
+    run = read_run(tmp_path)
+    assert run.status is RunStatus.FAILED
+    assert [record.axes.gradient_step for record in run.records] == [8, 9]
+    assert taps_of(agents[0]) == []
+
+
+def test_a_failure_of_telemetry_does_not_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esper_telemetry.adapters import rl_games
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("telemetry is broken")
+
+    expected = rl_games_models.fingerprint(rl_games_models.train({}, 3))
+    monkeypatch.setattr(rl_games, "next_values", fails)
+    monkeypatch.setattr(rl_games, "joined_minibatches", fails)
+    monkeypatch.setattr(AlgoListener, "_columns", fails)
+    _, algo = rl_games_models.recorded_run({}, tmp_path)
+
+    assert all(torch.equal(expected[key], value) for key, value in rl_games_models.fingerprint(algo).items())
+
+
+@pytest.mark.parametrize("name", ["discrete", "lstm"])
+def test_all_three_backends_hold_what_the_journal_holds(name: str, tmp_path: Path) -> None:
+    settings = rl_games_models.CONFIGURATIONS[name]
+
+    rl_games_models.recorded_run(settings, tmp_path, sinks=list(BACKENDS), offload=True, close_timeout=60)
+
+    assert_the_same_numbers_in_all_four(tmp_path)
+
+
+CAUSES = {
+    "learning_rate_x100": {"policy/kl_spike", "opt/update_too_large"},
+    "reward_1e4": {"reward/unscaled"},
+    "constant_observations": {"obs/constant", "opt/stalled_weights"},  # weights whose inputs are 0 do not change
+    "normalized_observations": {"integrity/ratio_init"},
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_first_incident_names_the_fault(name: str) -> None:
+    first = alarms_of(rl_games_models.BROKEN[name], updates=6)[0]
+
+    assert first.type in CAUSES[name]
+    assert first.cause in CAUSES[name]
+    assert first.axes.update <= 4
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_healthy_run_raises_nothing(seed: int) -> None:
+    raised = alarms_of({**rl_games_models.LARGE, "seed": seed}, updates=12)
+
+    assert [alarm.type for alarm in raised] == []
+
+
+def alarms_of(settings: Any, updates: int) -> list[Alarm]:
+    """Alarms that `on_alarm` receives during training."""
+    received: list[Alarm] = []
+    with Telemetry([], run_dir=None, detect=QUIET) as telemetry:
+        telemetry.on_alarm(received.append)
+        rl_games_models.train(settings, updates, telemetry)
+        live = list(received)
+    return [alarm for alarm in live if alarm.event == "raise"]
+
+
+def test_cartpole_is_learned(tmp_path: Path) -> None:
+    """The mean return of the last hundred episodes rises from 20 to over 100."""
+    run, _ = rl_games_models.recorded_run(rl_games_models.LARGE, tmp_path, updates=20)
+
+    assert run.records[0].values["episode/return_mean_100"] < 35
+    assert run.records[-1].values["episode/return_mean_100"] > 100

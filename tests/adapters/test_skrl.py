@@ -1,0 +1,275 @@
+"""Telemetry of skrl's agents does not affect training, and its numbers equal the trainer's."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("skrl", reason="needs skrl")
+pytest.importorskip("gymnasium", reason="needs gymnasium")
+
+import skrl_models
+from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
+
+from esper_telemetry import Alarm, RunStatus, Telemetry, read_run, watch_pair
+from esper_telemetry.adapters.skrl import attach_agent
+from esper_telemetry.adapters.taps import Tap
+from esper_telemetry.alarms import Thresholds
+from esper_telemetry.core.facts import Facts
+from esper_telemetry.equations.equation import equation_results
+from esper_telemetry.journal import Run
+
+pytestmark = pytest.mark.sb3
+
+ROLLOUT = skrl_models.ENVS * skrl_models.STEPS
+QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
+"""Tests share their cores, so only the benchmark judges the cost of telemetry."""
+
+
+def taps_of(model: Any) -> list[str]:
+    """Our taps and hooks in the objects of an agent."""
+    agent = model.agent
+    owners = [agent, agent.memory, agent.cfg, agent.policy, agent.value, agent.scheduler]
+    taps = [name for owner in owners if owner is not None for name, x in vars(owner).items() if isinstance(x, Tap)]
+    return taps + ["optimizer"] * len(agent.optimizer._optimizer_step_post_hooks)
+
+
+def differing_equations(run: Run) -> dict[str, list[str]]:
+    """Names of the hypotheses about each equation that some record does not match."""
+    results = [one for record in run.records for one in equation_results(record.values, Facts.of(run.info.facts))]
+    return {one.equation.name: [each.name for each in one.hypotheses] for one in results if not one.matches}
+
+
+@pytest.mark.parametrize("level", ["normal", "debug"])
+@pytest.mark.parametrize("name", skrl_models.AGENTS)
+def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> None:
+    """Optimizer, preprocessors and generator included; no metric fails, and rollouts and minibatches agree."""
+    bare = skrl_models.AGENTS[name]()
+    bare.learn(3)
+    expected = skrl_models.fingerprint(bare)
+    model = skrl_models.AGENTS[name]()
+
+    run = skrl_models.recorded_run(model, tmp_path / "run", level=level)
+
+    actual = skrl_models.fingerprint(model)
+    assert actual.keys() == expected.keys()
+    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []
+    assert [record.axes.env_step for record in run.records] == [ROLLOUT, 2 * ROLLOUT, 3 * ROLLOUT]
+    for record in run.records:
+        assert "telemetry/metric_errors" not in record.values
+        assert record.values["integrity/ratio_init"] <= 1e-6
+        assert record.values["integrity/gae_identity"] <= 1e-5
+        assert record.values["integrity/rows_repeated"] == 0
+    assert taps_of(model) == []
+
+
+def test_off_installs_no_tap() -> None:
+    model = skrl_models.skrl_agent()
+
+    with Telemetry([], run_dir=None, level="off") as telemetry:
+        attach_agent(telemetry, model.agent)
+        assert taps_of(model) == []
+
+
+@pytest.mark.parametrize("scalers", [(), ("value",)])
+def test_numbers_equal_those_of_the_trainer(
+    scalers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, divergence and rate equal skrl's logs; norms equal the values it computes; advantages equal its memory's."""
+    settings = skrl_models.adaptive(scalers=scalers, time_limit_bootstrap=True)
+    bare = skrl_models.skrl_agent(skrl_models.short_pendulum, **settings)
+    norms: list[float] = []
+    clip = nn.utils.clip_grad_norm_
+
+    def recording_clip(parameters: Any, max_norm: float) -> torch.Tensor:
+        norm = clip(parameters, max_norm)
+        norms.append(float(norm))
+        return norm
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", recording_clip)
+    bare.learn(4)
+    monkeypatch.undo()
+    model = skrl_models.skrl_agent(skrl_models.short_pendulum, **settings)
+
+    run = skrl_models.recorded_run(model, tmp_path / "run", updates=4)
+
+    for update, record in enumerate(run.records):
+        values = record.values
+        assert values["grad/global/norm_preclip"] == pytest.approx(statistics.mean(norms[8 * update : 8 * update + 8]))
+        assert values["loss/policy"] == pytest.approx(values["skrl/loss/policy_loss"], abs=1e-6)
+        assert 5 * values["loss/value"] == pytest.approx(values["skrl/loss/value_loss"], rel=1e-5)
+        assert values["policy/entropy"] == pytest.approx(-100 * values["skrl/loss/entropy_loss"], rel=1e-5)
+        assert values["policy/kl"] == pytest.approx(values["skrl/kl/mean"], rel=1e-3)
+        assert values["skrl/learning_rate/min"] <= values["opt/lr"] <= values["skrl/learning_rate/max"]
+    tensors, raw = bare.agent.memory.tensors, run.records[-1].values
+    returns, estimates = (tensors[name] for name in ("returns", "values"))
+    if not scalers:
+        assert raw["adv/raw/mean"] == pytest.approx(float((returns - estimates).mean()), rel=1e-4)
+        assert raw["ret/mean"] == pytest.approx(float(returns.mean()), rel=1e-5)
+    assert raw["reward/mean"] > float(tensors["rewards"].mean())  # without the values that skrl adds at time limits
+    assert raw["episode/length_mean"] == 20
+    assert raw["episode/truncated_frac"] == 1
+
+
+def test_time_limits_without_bootstrap_are_named(tmp_path: Path) -> None:
+    """skrl's default runs its advantages on over time limits; with `time_limit_bootstrap` all equations match."""
+    run = skrl_models.recorded_run(
+        skrl_models.skrl_agent(skrl_models.short_pendulum), tmp_path / "default", level="debug"
+    )
+    bootstrapped = skrl_models.skrl_agent(skrl_models.short_pendulum, time_limit_bootstrap=True)
+    other = skrl_models.recorded_run(bootstrapped, tmp_path / "bootstrapped", level="debug")
+
+    assert differing_equations(run) == {"advantages": ["ends_ignored", "time_limit_no_end"]}
+    assert {alarm.type for alarm in run.alarms} == {"integrity/equation"}
+    assert differing_equations(other) == {}
+    assert not other.alarms
+
+
+def test_states_of_an_lstm_and_the_shared_dictionary_of_skrl(tmp_path: Path) -> None:
+    """`PPO_RNN` keeps initial and final states in one dictionary, so the memory holds the state after a step: the ratio shows it."""
+    model = skrl_models.AGENTS["lstm"]()
+    run = skrl_models.recorded_run(model, tmp_path / "repaired", level="debug")
+    stored = model.agent.memory.tensors["rnn_policy_0"]
+    assert run.records[-1].values["lstm/h/rms"] == pytest.approx(float(stored.square().mean().sqrt()), rel=1e-4)
+
+    unrepaired = skrl_models.skrl_agent(skrl_models.short_pendulum, "lstm")
+    run = skrl_models.recorded_run(unrepaired, tmp_path / "unrepaired")
+
+    assert run.records[1].values["integrity/ratio_init"] > 1e-3
+    assert "integrity/ratio_init" in {alarm.type for alarm in run.alarms}
+
+
+def test_an_agent_learns_again_and_telemetry_is_detached(tmp_path: Path) -> None:
+    model = skrl_models.skrl_agent()
+    with Telemetry([], run_dir=tmp_path, offload=False) as telemetry:
+        detach = attach_agent(telemetry, model.agent)
+        model.learn(2)
+        model.agent.enable_training_mode(False)  # an evaluation between two trainings
+        model.learn(1)
+        detach()
+        assert taps_of(model) == []
+        model.learn(1)
+
+    assert [record.axes.update for record in read_run(tmp_path).records] == [1, 2, 3]
+
+
+def test_an_exception_ends_the_run_as_failed_and_leaves_no_tap(tmp_path: Path) -> None:
+    model = skrl_models.skrl_agent()
+    act = model.agent.value.act
+    calls: list[None] = []
+
+    def breaking(inputs: Any, *, role: str) -> Any:
+        calls.append(None)
+        if len(calls) > 2 * skrl_models.STEPS + 12:
+            raise RuntimeError("broken critic")
+        return act(inputs, role=role)
+
+    model.agent.value.act = breaking
+    with pytest.raises(RuntimeError, match="broken critic"), Telemetry([], run_dir=tmp_path) as telemetry:
+        attach_agent(telemetry, model.agent)
+        model.learn(5)
+
+    run = read_run(tmp_path)
+    assert run.status is RunStatus.FAILED
+    assert [record.axes.gradient_step for record in run.records] == [8, 10]
+    assert taps_of(model) == []
+
+
+def test_a_failure_of_telemetry_does_not_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esper_telemetry.adapters import skrl
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("telemetry is broken")
+
+    for name in ("next_values", "joined_minibatches", "Sample"):
+        monkeypatch.setattr(skrl, name, fails)
+    model = skrl_models.skrl_agent()
+
+    skrl_models.recorded_run(model, tmp_path)
+
+    bare = skrl_models.skrl_agent()
+    bare.learn(3)
+    expected = skrl_models.fingerprint(bare)
+    assert all(torch.equal(expected[key], value) for key, value in skrl_models.fingerprint(model).items())
+
+
+def test_other_agents_are_refused() -> None:
+    with Telemetry([], run_dir=None) as telemetry, pytest.raises(TypeError, match="has no policy"):
+        attach_agent(telemetry, object())
+    with pytest.raises(TypeError, match="takes a Telemetry"):
+        attach_agent(object(), skrl_models.skrl_agent().agent)  # type: ignore[arg-type] # what is tested
+
+
+@pytest.mark.parametrize("name", ["categorical", "lstm"])
+def test_all_three_backends_hold_what_the_journal_holds(name: str, tmp_path: Path) -> None:
+    model = skrl_models.AGENTS[name]()
+
+    skrl_models.recorded_run(model, tmp_path, sinks=list(BACKENDS), offload=True, close_timeout=60)
+
+    assert_the_same_numbers_in_all_four(tmp_path)
+
+
+CAUSES = {
+    "learning_rate_x100": {"policy/kl_spike", "opt/update_too_large"},
+    "reward_1e4": {"reward/unscaled"},
+    "constant_observations": {"obs/constant"},
+    "observation_preprocessor": {"integrity/ratio_init"},
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_first_incident_names_the_fault(name: str) -> None:
+    first = alarms_of(skrl_models.BROKEN[name](), updates=6)[0]
+
+    assert first.type in CAUSES[name]
+    assert first.cause in CAUSES[name]
+    assert first.axes.update <= 4
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_default_configuration_raises_nothing(seed: int) -> None:
+    raised = alarms_of(skrl_models.default_agent(seed), updates=12)
+
+    assert [alarm.type for alarm in raised] == []
+
+
+def alarms_of(model: Any, updates: int) -> list[Alarm]:
+    """Alarms that `on_alarm` receives during training."""
+    received: list[Alarm] = []
+    with Telemetry([], run_dir=None, detect=QUIET) as telemetry:
+        telemetry.on_alarm(received.append)
+        attach_agent(telemetry, model.agent)
+        model.learn(updates)
+        live = list(received)
+    return [alarm for alarm in live if alarm.event == "raise"]
+
+
+def test_advice_has_the_names_of_skrl() -> None:
+    [first, *_] = alarms_of(skrl_models.skrl_agent(learning_rate=0.1, grad_norm_clip=50.0), updates=4)
+
+    assert "grad_norm_clip is 50" in first.text or "learning_rate is 0.1" in first.text
+
+
+def test_cartpole_is_learned(tmp_path: Path) -> None:
+    """The mean return of the last hundred episodes rises from 20 to over 100."""
+    run = skrl_models.recorded_run(skrl_models.learning_agent(), tmp_path, updates=20)
+
+    assert run.records[0].values["episode/return_mean_100"] < 35
+    assert run.records[-1].values["episode/return_mean_100"] > 100
+
+
+def test_a_module_beside_its_host(tmp_path: Path) -> None:
+    model = skrl_models.skrl_agent()
+    with Telemetry([], run_dir=tmp_path) as telemetry:
+        attached = attach_agent(telemetry, model.agent)
+        layers = [layer for layer in model.agent.policy.modules() if isinstance(layer, nn.Linear)]
+        watch_pair(telemetry, attached, "head", module=layers[-1], host=layers[0])
+        model.learn(2)
+
+    for record in read_run(tmp_path).records:
+        assert record.values["grad/pair/head/connected"] == 1
