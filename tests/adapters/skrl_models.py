@@ -101,7 +101,7 @@ class LSTMModel:
         return torch.cat(steps, 1).flatten(0, 1), [*states]
 
 
-class LSTMPolicy(LSTMModel, GaussianMixin, Model):
+class LSTMPolicy(LSTMModel, GaussianMixin, Model):  # type: ignore[misc, unused-ignore]  # skrl may be absent
     def __init__(self, envs: int, length: int, **spaces: Any) -> None:
         Model.__init__(self, **spaces)
         GaussianMixin.__init__(self)
@@ -113,7 +113,7 @@ class LSTMPolicy(LSTMModel, GaussianMixin, Model):
         return self.net(features), {"log_std": self.log_std, "rnn": states}
 
 
-class LSTMValue(LSTMModel, DeterministicMixin, Model):
+class LSTMValue(LSTMModel, DeterministicMixin, Model):  # type: ignore[misc, unused-ignore]  # skrl may be absent
     def __init__(self, envs: int, length: int, **spaces: Any) -> None:
         Model.__init__(self, **spaces)
         DeterministicMixin.__init__(self)
