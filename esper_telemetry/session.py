@@ -259,6 +259,7 @@ class TelemetrySession:
         if self._recorder is not None and self._recorder.run is None:
             offload = self._attached if self._options.offload is None else self._options.offload
             worker = offload and self._peers is None
+            self.facts = Facts.of(plain({**self.facts}))
             redacted([plain(self._config), dict(self.facts), sys.argv])
             if self._deliveries is not None:
                 self._deliveries.send_secrets()  # before the journal has the line that makes deliveries open their sinks

@@ -29,7 +29,7 @@ def journal(path: Path, kl: float) -> None:
 
 
 def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "esper_telemetry.testing.pytest_plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     return subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
@@ -76,10 +76,7 @@ def test_the_steps_of_the_workflow_run_and_write_the_summary(tmp_path: Path) -> 
     (tmp_path / "ppo.py").write_text(SCRIPT)
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
-    for name, module in (
-        ("esper-telemetry", "esper_telemetry"),
-        ("pytest", "pytest -p esper_telemetry.testing.pytest_plugin"),
-    ):
+    for name, module in (("esper-telemetry", "esper_telemetry"), ("pytest", "pytest")):
         tool = bin_dir / name
         tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
         tool.chmod(0o755)

@@ -635,7 +635,7 @@ VARIANTS = (
     .predicts("A_t = r_t + γ v_{t+1} - V_t", _v_trace)
     .cites("IMPALA, 1802.01561, section 4.2"),
     variant(
-        "time_limit_current_value", "GAE that bootstraps time limits with the value of the state before the last action"
+        "time_limit_current_value", "GAE that bootstraps time limits with the value of the last state that was acted on"
     )
     .predicts("δ_t = r_t + γ V_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.values))
     .cites("leggedrobotics/rsl_rl, Rudin et al. 2021, 2109.11978"),

@@ -90,4 +90,5 @@ def test_there_is_an_assertion_for_every_check_of_an_equation() -> None:
     assert check_gae.__name__ in checks
     assert {name.replace("assert_", "check_") for name in testing.__all__ if name.startswith("assert_")} == checks
     assert {name for name in vars(assertions) if name.startswith("check_")} == checks
-    assert len(checks) == len(equations())
+    # only adapters make the checksums by which environments are compared
+    assert len(checks) == len(equations().keys() - {"environments"})

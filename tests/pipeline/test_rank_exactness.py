@@ -30,6 +30,7 @@ OF_EACH_RANK = {
     "obs/rms_ratio": "as above",
     "integrity/actions/neighbours": "pairs of environments next to each other on one rank",
     "integrity/actions_variance/neighbours": "as above",
+    "policy/head/action/range_used": "the mean of the ranks' standard deviations",
     "seed/largest/environment": "counted among the environments of the rank that has the largest gradient",
 }
 """Keys that ranks measure on their own rows and then combine, and how."""

@@ -25,6 +25,7 @@ LATER = "needs 50 updates: tests/history/test_temporal.py"
 ON_A_DEVICE = "needs a policy on a GPU"
 ELSEWHERE = {
     "{key}/cusum": LATER,
+    "alarm/{key}": "needs an alarm: tests/alarms/test_detectors.py",
     "policy/action_effect": "needs 128 steps of one rollout within episodes: tests/equations/test_effects.py",
     "opt/lr/{group}": "needs parameter groups with different rates: tests/updates/test_all_wired.py",
     "perf/memory/device_mib": ON_A_DEVICE,
