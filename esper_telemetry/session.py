@@ -140,7 +140,7 @@ class TelemetrySession:
         self.clock = Clock()
         self.prints_end = True
         self._options = options
-        self._config, self.facts = dict(options.config), Facts.of(options.facts)
+        self._config, self.facts = dict(options.config), Facts.of(plain(options.facts))
         self._calls = SerialCalls()
         self._devices = DeviceSampler()
         self._pid = os.getpid()
@@ -259,7 +259,6 @@ class TelemetrySession:
         if self._recorder is not None and self._recorder.run is None:
             offload = self._attached if self._options.offload is None else self._options.offload
             worker = offload and self._peers is None
-            self.facts = Facts.of(plain({**self.facts}))
             redacted([plain(self._config), dict(self.facts), sys.argv])
             if self._deliveries is not None:
                 self._deliveries.send_secrets()  # before the journal has the line that makes deliveries open their sinks

@@ -60,7 +60,7 @@ PARTS_OF_SHARED_MODELS = {"policy_layer": "actor", "log_std_parameter": "actor",
 """Names in a model that skrl's `Runner` has made for both roles; the rest of it is shared."""
 
 
-class Sample(NamedTuple):
+class SampledMinibatch(NamedTuple):
     """A minibatch that the memory has returned: its place in the pass, its columns [N, ...] by name, and its transitions [N]."""
 
     place: int
@@ -85,8 +85,8 @@ class AgentListener(Adapter):
         self.adapts_rate = agent.scheduler is not None
         self._begun = False
         self._tracked: dict[str, list[float]] = {}
-        self._samples: dict[int, Sample] = {}
-        self._sample: Sample | None = None
+        self._samples: dict[int, SampledMinibatch] = {}
+        self._sample: SampledMinibatch | None = None
         self._evaluated: tuple[Tensor, HeadColumns] | None = None
         self._last_place = -1
         self._forget_steps()
@@ -246,7 +246,7 @@ class AgentListener(Adapter):
         else:
             rows = torch.arange(len(memory)).split(len(memory) // count)
         batches = [dict(zip(names, batch, strict=True)) for batch in result]
-        samples = [Sample(place, *each) for place, each in enumerate(zip(batches, rows, strict=False))]
+        samples = [SampledMinibatch(place, *each) for place, each in enumerate(zip(batches, rows, strict=False))]
         self._samples = {id(sample.columns["actions"]): sample for sample in samples}
 
     def _after_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:

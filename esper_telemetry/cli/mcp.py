@@ -1,7 +1,7 @@
 """`esper-telemetry mcp`: a server of the Model Context Protocol on stdin and stdout, with which agents read the runs below one directory.
 
-The tools only read journals. They execute nothing: no script, no checkpoint, no file of a run. A path that leads out of the directory,
-also by a symbolic link, is refused. Answers are JSON.
+The tools read journals. They write nothing but the cache `columns/` in the directories of long runs, and execute nothing: no script, no
+checkpoint, no file of a run. A path that leads out of the directory, also by a symbolic link, is refused. Answers are JSON.
 """
 
 from __future__ import annotations

@@ -61,9 +61,7 @@ class Facts(Mapping[str, Any]):
     correlated_noise: bool | None = None  # the noise of actions lasts for several steps
     normalize_observations: bool | None = None
     normalize_rewards: bool | None = None
-    fresh_normalizer: bool | None = (
-        None  # the run continues training, and its normaliser of observations has seen no data
-    )
+    fresh_normalizer: bool | None = None  # training continues with a normaliser of observations that has seen no data
 
     model: str | None = None  # language for a language model
     policy: str | None = None  # mlp, lstm or gru

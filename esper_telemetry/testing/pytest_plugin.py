@@ -30,16 +30,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add a test for each script."""
     items.extend(
-        EquationCheck.from_parent(session, name=f"telemetry-check {words}", words=shlex.split(words))
+        ScriptCheck.from_parent(session, name=f"telemetry-check {words}", words=shlex.split(words))
         for words in config.getoption("--telemetry-check")
     )
 
 
-class EquationCheckFailed(Exception):  # noqa: N818 - it is the result of a check
+class ScriptDiffers(Exception):  # noqa: N818 - it is the result of a check
     """What `esper-telemetry check` has printed."""
 
 
-class EquationCheck(pytest.Item):
+class ScriptCheck(pytest.Item):
     """The test that a script computes the equations of PPO; its run is kept in `runs/`."""
 
     def __init__(self, *, words: Iterable[str], **options: object) -> None:
@@ -47,10 +47,10 @@ class EquationCheck(pytest.Item):
         self._words = [*words]
 
     def runtest(self) -> None:
-        """Run the command; raises EquationCheckFailed if an equation differs, the script fails, or nothing could be checked."""
+        """Run the command; raises ScriptDiffers if an equation differs, the script fails, or nothing could be checked."""
         finished = command("check", *self._words)
         if finished.returncode:
-            raise EquationCheckFailed(f"{finished.stderr}\n{finished.stdout}".strip())
+            raise ScriptDiffers(f"{finished.stderr}\n{finished.stdout}".strip())
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
         """Return what the command has printed."""

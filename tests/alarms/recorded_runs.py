@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from esper_telemetry.alarms import Detectors
-from esper_telemetry.core.record import AlarmEvent, Axes, Record
+from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record
 
 HERE = Path(__file__).parent / "recorded"
 ENDINGS = (
@@ -60,13 +60,13 @@ class Recorded:
     broken: int
     records: tuple[Record, ...]
 
-    def raised(self) -> dict[str, int]:
-        """Types of alarm with the update in which each was first raised; earlier alarms than the break are listed under `before`."""
-        detectors, raised = Detectors(self.facts), dict[str, int]()
+    def raised(self) -> dict[str, Alarm]:
+        """Types of alarm with the first alarm of each; earlier alarms than the break are listed under `before`."""
+        detectors, raised = Detectors(self.facts), dict[str, Alarm]()
         for record in self.records:
             for alarm in detectors.step(record).alarms:
                 if alarm.event is AlarmEvent.RAISE and not alarm.type.startswith("telemetry/"):
-                    raised.setdefault(alarm.type if record.axes.update >= self.broken else "before", record.axes.update)
+                    raised.setdefault(alarm.type if record.axes.update >= self.broken else "before", alarm)
         return raised
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from test_startup_checks import WRONG
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import Detectors, Thresholds
 from esper_telemetry.alarms.rule_registry import alarm_rules
-from esper_telemetry.core.record import RUN_FAILED
+from esper_telemetry.core.record import RUN_FAILED, Alarm
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.lab.faults.data import FixedNormalizer, StepFilter
 from esper_telemetry.lab.faults.fault import replace_observation_normalizer, wrap_environment
@@ -28,9 +29,11 @@ from esper_telemetry.ppo.ppo_objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.testing import FailingSink
 
+PAGE = Path(__file__).parents[2] / "docs" / "alarms.md"
+
 
 @cache
-def alarms_of(name: str) -> dict[str, int]:
+def alarms_of(name: str) -> dict[str, Alarm]:
     return load(name).raised()
 
 
@@ -321,6 +324,14 @@ def test_too_many_alarms_of_a_real_run_are_one_alarm() -> None:
 def test_a_recorded_run_is_silent_until_it_breaks(name: str) -> None:
     assert alarms_of(name)
     assert "before" not in alarms_of(name)
+
+
+def test_the_page_quotes_the_alarms_of_recorded_runs() -> None:
+    """The first alarm of each type, of the runs in the order of their names; `test_every_type_...` says where other types are raised."""
+    quoted = dict(re.findall(r"^\| `(\w+/\w+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    texts = {kind: alarm.text for name in reversed(names()) for kind, alarm in alarms_of(name).items()}
+
+    assert quoted == {kind: " ".join(text.split()) for kind, text in texts.items()}
 
 
 def test_every_type_is_raised_by_a_real_fault() -> None:
