@@ -108,7 +108,8 @@ class TokensEnd:
         log_probs: of the tokens, before the step.
         mask: True for tokens that are trained on.
         entropy: of the distribution of each token.
-        old: log-probabilities at collection; None if the trainer uses `log_probs` instead, so that every ratio is 1.
+        old: log-probabilities at collection, or [B] of whole completions if the ratio is theirs; None if the trainer uses `log_probs`
+            instead, so that every ratio is 1.
         reference: log-probabilities under the reference model.
         sampling: the sampling engine's log-probabilities; NaN if it gave none.
         ends: True for end tokens; None if the mask does not follow from them.
@@ -124,6 +125,17 @@ class TokensEnd:
     sampling: Tensor | None = None
     ends: Tensor | None = None
     whole: bool = True
+
+    @property
+    def log_ratio(self) -> Tensor | None:
+        """Logarithms of the ratios, [B, T] of tokens or [B, 1] of completions; None if they are 1 by construction."""
+        if self.old is None or self.old.dim() > 1:
+            return None if self.old is None else self.log_probs - self.old
+        return (self.log_probs * self.mask).sum(-1, keepdim=True) - self.old.unsqueeze(-1)
+
+    def counted(self, log_ratio: Tensor) -> Tensor:
+        """Return which ratios count, in the shape of `log_ratio`."""
+        return self.mask if log_ratio.shape == self.mask.shape else self.mask.any(-1, keepdim=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +159,7 @@ class TokensUpdate:
     def measure(self, facts: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
         """Yield the metrics of tokens. Comparisons with collection use only the passes for which they are valid."""
         for event in self.passes:
-            log_probs, mask, old, step = event.log_probs, event.mask, event.old, event.step
+            log_probs, mask, log_ratio, step = event.log_probs, event.mask, event.log_ratio, event.step
             yield partial(token_stats, log_probs, mask, entropy=event.entropy, ends=event.ends)
             yield partial(_origin, event)
             if event.entropy is not None and step == 0 and event.whole:
@@ -156,8 +168,10 @@ class TokensUpdate:
                 yield partial(sampling_mismatch, log_probs, event.sampling, mask)
             if event.reference is not None:
                 yield partial(reference_kl, log_probs, event.reference, mask)
-            if old is not None and step > 0:
-                yield partial(sequence_ratio, log_probs - old, mask)
+            if log_ratio is not None and step > 0:
+                if log_ratio.shape != mask.shape:  # of completions
+                    log_ratio = (log_ratio / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(mask)
+                yield partial(sequence_ratio, log_ratio, mask)
 
     def evidence(self, facts: Mapping[str, Any]) -> Iterator[Capture]:
         """Yield nothing."""

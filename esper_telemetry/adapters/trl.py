@@ -1,4 +1,4 @@
-"""`TelemetryCallback`, the callback that makes TRL's `GRPOTrainer` emit events.
+"""`TelemetryCallback`, the callback that makes TRL's `GRPOTrainer` and `RLOOTrainer` emit events.
 
 An update is the training on one batch of completions: `steps_per_generation` times `num_iterations` passes, with one record.
 Rewards, groups and the first pass at the weights of collection belong to one batch. With `num_iterations` above 1, only a whole
@@ -83,7 +83,7 @@ class TrainerListener(Adapter):
         self._whole = samples_whole_distribution(trainer)
         self._rewards: Tensor | None = None
         self._forward: tuple[Tensor, Tensor | None] | None = None
-        self._passes: list[tuple[TokensEnd, Tensor]] = []  # with the advantages [B, T] that multiply the ratios
+        self._passes: list[tuple[TokensEnd, Tensor]] = []  # with the advantages [B, 1 or T] that multiply the ratios
         self._rates: dict[str, Any] = {"learning_rate": 0.0}
         self.begin_run(config_of(trainer), facts_of(trainer, int(state.max_steps)))
         self.times.begin()
@@ -108,12 +108,14 @@ class TrainerListener(Adapter):
         self.times.end("update")
         self.after_step(getattr(optimizer, "optimizer", optimizer))
         passes, self._passes = self._passes, []
-        ratios = [(tokens.log_probs - tokens.old).flatten() for tokens, _ in passes if tokens.old is not None]
-        # without log-probabilities at collection every ratio is 1 by construction
-        if ratios and len(ratios) == len(passes):
-            advantages = torch.cat([advantages.flatten() for _, advantages in passes])
-            valid = torch.cat([tokens.mask.flatten() for tokens, _ in passes])
-            self.hooks.emit(MinibatchEnd(self.epoch, self.step, torch.cat(ratios), advantages, valid=valid))
+        known = [
+            (ratio, tokens, advantages) for tokens, advantages in passes if (ratio := tokens.log_ratio) is not None
+        ]
+        if known and len(known) == len(passes):
+            advantages = torch.cat([advantages.expand_as(ratio).flatten() for ratio, _, advantages in known])
+            valid = torch.cat([tokens.counted(ratio).flatten() for ratio, tokens, _ in known])
+            ratios = torch.cat([ratio.flatten() for ratio, *_ in known])
+            self.hooks.emit(MinibatchEnd(self.epoch, self.step, ratios, advantages, valid=valid))
         self.finish_minibatch()
 
     def _after_rewards(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rewards: Tensor) -> None:
@@ -152,6 +154,8 @@ class TrainerListener(Adapter):
         prompts: dict[str, int] = {}
         numbers = [prompts.setdefault(str(row.get("prompt")), len(prompts)) for row in inputs]
         centred = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
+        if "old_logps" in batch:  # RLOO puts the KL into the rewards, and may normalise over all groups
+            centred = not (trainer.beta or trainer.normalize_advantages or trainer.reward_clip_range)
         masked_all = bool(getattr(trainer, "mask_truncated_completions", False))
         lengths, truncated = mask.sum(-1), None
         if self._ends is not None:
@@ -193,7 +197,7 @@ class TrainerListener(Adapter):
             log_probs=log_probs,
             mask=(mask if tools is None else mask * tools).bool(),
             entropy=entropy,
-            old=batch.get("old_per_token_logps"),
+            old=batch.get("old_per_token_logps", batch.get("old_logps")),
             reference=batch.get("ref_per_token_logps"),
             sampling=batch.get("sampling_per_token_logps"),
             ends=ends,
@@ -201,9 +205,7 @@ class TrainerListener(Adapter):
         )
         self.hooks.emit(tokens)
         advantages = batch["advantages"].detach()
-        if advantages.dim() == 1:
-            advantages = advantages.unsqueeze(1)
-        self._passes.append((tokens, advantages.expand_as(log_probs)))
+        self._passes.append((tokens, advantages.unsqueeze(1) if advantages.dim() == 1 else advantages))
 
     def _after_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Any) -> None:
         """Emit the gradients of all passes of a step; they are clipped later."""
@@ -216,7 +218,7 @@ class TrainerListener(Adapter):
 
 
 class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed if it is not installed
-    """Telemetry for `GRPOTrainer` of TRL: one record per batch of completions.
+    """Telemetry for `GRPOTrainer` and `RLOOTrainer` of TRL: one record per batch of completions.
 
         with Telemetry([TensorBoardSink()], run_dir="runs/a") as telemetry:
             GRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, callbacks=[TelemetryCallback(telemetry)]).train()
@@ -378,7 +380,6 @@ def facts_of(trainer: Any, max_steps: int) -> dict[str, Any]:
     trained = trained_parameters(trainer)
     dtypes = {parameter.dtype for parameter in trained.values()}
     low = dtypes & {torch.bfloat16, torch.float16} or args.bf16 or args.fp16
-    stored = accumulated % passes != 0 or bool(args.use_vllm and args.vllm_importance_sampling_correction)
     return {
         "trainer": f"trl {type(trainer).__name__}",
         "model": "language",
@@ -392,7 +393,6 @@ def facts_of(trainer: Any, max_steps: int) -> dict[str, Any]:
         "normalize_minibatches": False,
         "num_epochs": trainer.num_iterations,
         "num_minibatches": max(1, args.steps_per_generation // accumulated),
-        "ratio_constructed": not stored,
         "truncated_sampling": not samples_whole_distribution(trainer),
         "temperature": args.temperature,
         "beta": trainer.beta,

@@ -92,9 +92,13 @@ def build_trainer(
     rewards: Reward | list[Reward] = repeats_letter,
     callbacks: Sequence[Any] = (),
     trainer: type = GRPOTrainer,
+    config: type = GRPOConfig,
     **settings: Any,
 ) -> Any:
-    """Return a trainer that begins with the model of `directory`; `settings` override the task's settings."""
+    """Return a trainer that begins with the model of `directory`; `settings` override the task's settings.
+
+    `config` is the class of the trainer's settings.
+    """
     random.seed(seed)
     torch.manual_seed(seed)
     chosen = {
@@ -105,14 +109,14 @@ def build_trainer(
         "learning_rate": 3e-3,
         "lr_scheduler_type": "constant",
         "beta": 0.01,
-        "loss_type": "grpo",
+        **({"loss_type": "grpo"} if config is GRPOConfig else {}),
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
         "use_cpu": True,
         **settings,
     }
-    config = GRPOConfig(
+    args = config(
         output_dir=str(directory / "trl"),
         max_steps=steps,
         seed=seed,
@@ -122,7 +126,7 @@ def build_trainer(
     return trainer(
         str(directory),
         reward_funcs=rewards,
-        args=config,
+        args=args,
         train_dataset=prompts(),
         callbacks=list(callbacks),
     )

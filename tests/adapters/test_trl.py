@@ -15,7 +15,7 @@ pytest.importorskip("trl", reason="these tests need esper-telemetry[trl]")
 
 from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
 from transformers import PrinterCallback
-from trl import SFTTrainer
+from trl import RLOOConfig, RLOOTrainer, SFTTrainer
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.adapters.completions import TokensEnd
@@ -124,6 +124,39 @@ def test_accumulated_passes_are_one_step(model: Path, tmp_path: Path, settings: 
     assert records[-1].values["grad/global/norm_preclip"] == pytest.approx(
         records[-1].values["trl/grad_norm"], rel=1e-4
     )
+
+
+def test_ratios_of_rloo_are_those_of_whole_completions(model: Path, tmp_path: Path) -> None:
+    """A listener of the trainer's own loss computes the ratio of each completion; the KL in the rewards hides the advantages' sign."""
+    events: list[TokensEnd] = []
+    old: list[torch.Tensor] = []
+    with Telemetry([], run_dir=tmp_path / "run", offload=False) as telemetry:
+        callback = TelemetryCallback(telemetry)
+        callback.hooks.on(TokensEnd, events.append)
+        trainer = build_trainer(
+            model, seed=1, steps=2, callbacks=[callback], trainer=RLOOTrainer, config=RLOOConfig, reward_weights=[1.0]
+        )
+        compute = trainer._compute_loss
+        trainer._compute_loss = lambda network, inputs: (old.append(inputs["old_logps"]), compute(network, inputs))[1]
+        trainer.train()
+    run = read_run(tmp_path / "run")
+    values = run.records[0].values
+    ratios = [
+        torch.stack([row[mask].sum() for row, mask in zip(event.log_probs, event.mask, strict=True)]).sub(before).exp()
+        for event, before in zip(events, old, strict=True)
+    ]
+
+    assert run.info.facts["trainer"] == "trl RLOOTrainer"
+    assert values["integrity/ratio_init"] < 1e-5
+    assert values["lm/ratio_constructed"] == 0
+    assert values["policy/ratio/max"] == pytest.approx(float(torch.cat(ratios).max()), rel=1e-5)
+    assert values["lm/sequence/logratio_absmax"] == pytest.approx(float(ratios[1].log().abs().max()), rel=1e-5)
+    lengths = events[1].mask.sum(-1)
+    per_token = float((ratios[1].log() / lengths).abs().max())
+    assert values["lm/sequence/mean_logratio_absmax"] == pytest.approx(per_token, rel=1e-5)
+    assert values["policy/clip_frac"] == pytest.approx(float(((ratios[1] - 1).abs() > 0.2).float().mean()), rel=1e-5)
+    assert "lm/groups/sign_agreement" not in values
+    assert "telemetry/metric_errors" not in values
 
 
 @pytest.mark.parametrize("level", ["off", "normal", "debug"])
