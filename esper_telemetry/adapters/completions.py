@@ -5,17 +5,18 @@ This module does not import a trainer's library, because the worker process impo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.record import Level
+from esper_telemetry.core.record import Alarm, Level
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.metrics.language import (
     RatioOrigin,
@@ -30,6 +31,19 @@ from esper_telemetry.metrics.language import (
 )
 from esper_telemetry.updates.extensions import Capture
 
+MAX_TEXT = 400
+"""Characters of a prompt or of a completion in the evidence of an alarm."""
+
+
+class CompletionSample(NamedTuple):
+    """A completion whose text is shown: `kind` is best, worst or longest, `tokens` its length."""
+
+    kind: str
+    reward: float
+    tokens: int
+    prompt: str
+    completion: str
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionsEnd:
@@ -43,6 +57,7 @@ class CompletionsEnd:
         truncated: [B], bool; None if end tokens are not known.
         advantages: [B]; None if they are not the weighted rewards minus their group's mean, up to a positive scale.
         group_size: completions that the trainer compares with each other, one after another.
+        samples: for the evidence of alarms.
     """
 
     prompts: Tensor
@@ -52,6 +67,7 @@ class CompletionsEnd:
     truncated: Tensor | None = None
     advantages: Tensor | None = None
     group_size: int | None = None
+    samples: tuple[CompletionSample, ...] = ()
 
     @property
     def total_rewards(self) -> Tensor:
@@ -59,6 +75,23 @@ class CompletionsEnd:
         rewards = torch.stack(tuple(self.rewards.values()), -1).double()
         weights = torch.tensor(self.weights, dtype=torch.float64, device=rewards.device)
         return torch.where(rewards.isnan().all(-1), torch.nan, (rewards * weights).nansum(-1))
+
+    def with_samples(self, text: Callable[[int], tuple[str, str]]) -> CompletionsEnd:
+        """Return the event with the best, the worst and the longest completion; `text` returns prompt and completion of a place."""
+        rewards, lengths = self.total_rewards.tolist(), self.lengths.tolist()
+        places = [place for place, reward in enumerate(rewards) if reward == reward]
+        if not places:
+            return self
+        best, worst = (pick(places, key=lambda place: rewards[place]) for pick in (max, min))
+        chosen = {"best": best, "worst": worst, "longest": max(places, key=lambda place: lengths[place])}
+        samples = [CompletionSample(kind, rewards[one], int(lengths[one]), *text(one)) for kind, one in chosen.items()]
+        return replace(self, samples=tuple(samples))
+
+
+def _shortened(text: str) -> str:
+    """Return a text without secrets and without the middle of a long one."""
+    text, half = masked(text), MAX_TEXT // 2
+    return text if len(text) <= MAX_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +130,14 @@ class CompletionsUpdate:
     def evidence(self, facts: Mapping[str, Any]) -> Iterator[Capture]:
         """Yield nothing."""
         yield from ()
+
+    def alarm_evidence(self, alarm: Alarm) -> dict[str, Any]:
+        """Return samples of the completions."""
+        samples = self.generations[-1].samples
+        texts = ("prompt", "completion")
+        return {
+            "samples": [one._asdict() | {name: _shortened(getattr(one, name)) for name in texts} for one in samples]
+        }
 
 
 @dataclass(frozen=True, slots=True)

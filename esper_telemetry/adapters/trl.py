@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self
 
 try:
@@ -28,20 +29,20 @@ from torch import Tensor, nn
 
 from esper_telemetry.adapters.adapter import Adapter, plain_settings
 from esper_telemetry.adapters.completions import CompletionsEnd, CompletionsUpdate, TokensEnd, TokensUpdate
-from esper_telemetry.adapters.taps import Listener
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.rates import rate_fields
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import BackwardEnd, EpisodeEnd, Hooks, MinibatchEnd, UpdateStart
 from esper_telemetry.telemetry import Telemetry, session_of
 
-METHODS = (
-    "_compute_loss",
-    "_get_per_token_logps_and_entropies",
-    "_generate_and_score_completions",
-    "_calculate_rewards",
-)
-"""Methods of a trainer that the callback listens to."""
+TAPS = {
+    "_calculate_rewards": "_after_rewards",
+    "_generate_and_score_completions": "_after_generation",
+    "_get_per_token_logps_and_entropies": "_after_forward",
+    "_compute_loss": "_after_loss",
+    "training_step": "_after_backward",
+}
+"""Methods of a trainer, and of the listener that is called after each."""
 
 SETTINGS = (
     *("beta", "num_iterations", "epsilon", "epsilon_high", "delta", "loss_type", "scale_rewards", "num_generations"),
@@ -64,7 +65,7 @@ class TrainerListener(Adapter):
     prefix = "trl"
 
     def __init__(self, callback: TelemetryCallback) -> None:
-        self.extensions = callback.extensions
+        self.extensions, self._shows_texts = callback.extensions, callback.shows_texts
         super().__init__(callback.telemetry, hooks=callback.hooks)
 
     def start(self, trainer: Any, state: Any) -> None:
@@ -87,15 +88,8 @@ class TrainerListener(Adapter):
         self._rates: dict[str, Any] = {"learning_rate": 0.0}
         self.begin_run(config_of(trainer), facts_of(trainer, int(state.max_steps)))
         self.times.begin()
-        taps: dict[str, Listener] = {
-            "_calculate_rewards": self._after_rewards,
-            "_generate_and_score_completions": self._after_generation,
-            "_get_per_token_logps_and_entropies": self._after_forward,
-            "_compute_loss": self._after_loss,
-            "training_step": self._after_backward,
-        }
-        for name, listener in taps.items():
-            self.listen(trainer, name, listener, timed=True)
+        for name, listener in TAPS.items():
+            self.listen(trainer, name, getattr(self, listener), timed=True)
 
     def end_fields(self) -> dict[str, Any]:
         """Return passes, and the rates of the last step, before the scheduler has changed them."""
@@ -138,19 +132,24 @@ class TrainerListener(Adapter):
         count, rank = len(batch["completion_ids"]), trainer.accelerator.process_index
         if len(rewards) > count:  # from all processes, in their order
             local = rewards[rank * count : (rank + 1) * count]
-        event = self._completions(args[0] if args else kwargs["inputs"], batch, local)
+        inputs = args[0] if args else kwargs["inputs"]
+        event = self._completions(inputs, batch, local)
+        if self._shows_texts:
+            event = event.with_samples(partial(self._text, inputs, batch["completion_ids"], event.lengths))
         self.hooks.emit(event)
-        totals = event.total_rewards.tolist()
-        lengths = event.lengths.tolist()
-        scored = [(total, int(length)) for total, length in zip(totals, lengths, strict=True) if total == total]
+        totals, lengths = event.total_rewards.tolist(), event.lengths.tolist()
+        scored = [(total, length) for total, length in zip(totals, lengths, strict=True) if total == total]
         if scored:
-            returns, steps = zip(*scored, strict=True)
-            self.hooks.emit(EpisodeEnd(self.env_step, returns, steps))
+            self.hooks.emit(EpisodeEnd(self.env_step, *zip(*scored, strict=True)))
+
+    def _text(self, inputs: list[Any], ids: Tensor, lengths: Tensor, place: int) -> tuple[str, str]:
+        """The prompt and the text of a completion."""
+        text = _tokenizer(self._trainer).decode(ids[place, : int(lengths[place])].tolist())
+        return str(inputs[place].get("prompt")), str(text)
 
     def _completions(self, inputs: list[Any], batch: Mapping[str, Any], rewards: Tensor) -> CompletionsEnd:
         """Return the event of completions whose `rewards` are [B, functions]."""
-        trainer, mask = self._trainer, batch["completion_mask"]
-        ids = batch["completion_ids"]
+        trainer, mask, ids = self._trainer, batch["completion_mask"], batch["completion_ids"]
         prompts: dict[str, int] = {}
         numbers = [prompts.setdefault(str(row.get("prompt")), len(prompts)) for row in inputs]
         centred = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
@@ -184,9 +183,7 @@ class TrainerListener(Adapter):
         if forward is None or not self._trainer.model.training:
             return
         batch: Mapping[str, Tensor] = kwargs["inputs"] if "inputs" in kwargs else args[1]
-        log_probs, entropy = forward
-        mask = batch["completion_mask"]
-        tools = batch.get("tool_mask")
+        (log_probs, entropy), mask, tools = forward, batch["completion_mask"], batch.get("tool_mask")
         ends = None
         if self._ends is not None and tools is None:
             ends = torch.isin(batch["completion_ids"], self._ends)
@@ -229,6 +226,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     Args:
         telemetry: receives the records; stays open when training ends.
+        samples: keep prompt and text of the best, the worst and the longest completion as evidence of alarms.
 
     Attributes:
         telemetry: as above.
@@ -241,11 +239,10 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     extensions = (CompletionsUpdate, TokensUpdate)
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, *, samples: bool = True) -> None:
         if not isinstance(telemetry, Telemetry):
             raise TypeError(f"TelemetryCallback takes a Telemetry, got {type(telemetry).__name__}")
-        self.telemetry = telemetry
-        self.hooks = Hooks()
+        self.telemetry, self.hooks, self.shows_texts = telemetry, Hooks(), samples
         self._listener: TrainerListener | None = None
 
     @property
@@ -267,7 +264,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self.telemetry.level is Level.OFF:
             return
         trainer = _calling_trainer(self)
-        lacking = [name for name in METHODS if not hasattr(trainer, name)]
+        lacking = [name for name in TAPS if not hasattr(trainer, name)]
         if lacking:
             raise TypeError(
                 f"TelemetryCallback watches GRPOTrainer, got {type(trainer).__name__}, which has no {lacking[0]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import PrinterCallback
 from trl import RLOOConfig, RLOOTrainer, SFTTrainer
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.adapters.completions import TokensEnd
+from esper_telemetry.adapters.completions import CompletionsEnd, CompletionsUpdate, TokensEnd
 from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.trl import TelemetryCallback
 from esper_telemetry.importers.records import read_foreign
@@ -159,6 +160,31 @@ def test_ratios_of_rloo_are_those_of_whole_completions(model: Path, tmp_path: Pa
     assert "telemetry/metric_errors" not in values
 
 
+def test_alarms_show_the_best_the_worst_and_the_longest_completion(model: Path, tmp_path: Path) -> None:
+    """Texts are shortened and lose secrets; `samples=False` keeps none."""
+    events: list[CompletionsEnd] = []
+    with Telemetry([], run_dir=tmp_path / "run", offload=False) as telemetry:
+        for samples in (True, False):
+            callback = TelemetryCallback(telemetry, samples=samples)
+            callback.hooks.on(CompletionsEnd, events.append)
+            trained(model, callback, steps=1)
+    event, without = events
+    best, worst, longest = event.samples
+    rewards = event.total_rewards
+
+    assert not without.samples
+    assert (best.reward, worst.reward, longest.tokens) == (rewards.max(), rewards.min(), event.lengths.max())
+    assert all(len(sample.prompt) == 2 and sample.completion for sample in event.samples)
+    alarm = recorded(model, tmp_path / "large", steps=6, learning_rate=0.3).alarms[0]
+    assert [sample["kind"] for sample in alarm.evidence["samples"]] == ["best", "worst", "longest"]
+    secret = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7xY9z"
+    update = CompletionsUpdate((replace(event, samples=(best._replace(completion=f"{secret} " + 300 * "ab "),)),))
+    (sample,) = update.alarm_evidence(alarm)["samples"]
+    assert "aB3dE5gH7jK9" not in sample["completion"]
+    assert len(sample["completion"]) < 410
+    assert sample["kind"] == "best"
+
+
 @pytest.mark.parametrize("level", ["off", "normal", "debug"])
 def test_weights_are_bit_identical(model: Path, tmp_path: Path, level: str) -> None:
     plain = trained(model).model.state_dict()
@@ -219,7 +245,7 @@ def test_another_trainer_is_refused_by_name(model: Path) -> None:
 
     with (
         Telemetry([]) as telemetry,
-        pytest.raises(TypeError, match="watches GRPOTrainer, got Other, which has no _compute_loss"),
+        pytest.raises(TypeError, match="watches GRPOTrainer, got Other, which has no _calculate_rewards"),
     ):
         Other().begin(TelemetryCallback(telemetry))
     assert not hasattr(SFTTrainer, "_calculate_rewards")

@@ -64,12 +64,12 @@ class ScriptModels:
 
     def watch(self, trainer: Any) -> None:
         """Add a callback to a trainer of transformers that is about to train, if it is TRL's `GRPOTrainer` without a callback."""
-        from esper_telemetry.adapters.trl import METHODS, TelemetryCallback
+        from esper_telemetry.adapters.trl import TAPS, TelemetryCallback
 
         present = [part for part in trainer.callback_handler.callbacks if isinstance(part, TelemetryCallback)]
         if present and not set(present) & set(self._open):
             self._leave_alone()
-        elif not present and self._understands(trainer, METHODS, "GRPOTrainer"):
+        elif not present and self._understands(trainer, TAPS, "GRPOTrainer"):
             idle = [one for one in self._open if isinstance(one, TelemetryCallback)]
             trainer.add_callback(self._attach(TelemetryCallback, trainer, idle))
 
