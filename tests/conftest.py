@@ -34,7 +34,7 @@ def distribution_checks() -> Iterator[None]:
 
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with one core, where this process measures everything: another one, which imports torch, takes seconds to start."""
+    """A machine with one core: this process measures everything, because a second process takes seconds to import torch."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
 
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:
-    """Return the first true value of `condition()`; fail the test if there is none within `seconds`.
+    """Return the first true value of `condition()`; fail the test if it stays false for `seconds`.
 
     Args:
         what: the awaited event, worded to follow "waited 60 s for".

@@ -425,7 +425,7 @@ class Detectors:
         if event is not AlarmEvent.RAISE:
             return over
         text = f"Since update {since}, more than {limit} alarms have been raised in {LIMIT_WINDOW_UPDATES} updates: {words}. "
-        text += "Further alarms are not reported until there are fewer."
+        text += f"Further alarms are not reported until there are fewer. Try: {self._declared[TOO_MANY].action}"
         return replace(over, severity=1.0, streak=1, text=text, evidence={"counts": counts})
 
     def _values(self, alarms: Iterable[Alarm], remaining: int) -> dict[str, float]:
@@ -472,7 +472,7 @@ def alarm_text(
     if rule.type == RUN_FAILED:  # its sentence already names the update
         return f"{clause}. Try: {advice}"
     more = len(state.instances) - 1
-    others = f" (and {more} more)" if more > 0 else ""
+    others = f" (and {more} more finding{'s'[: more > 1]})" if more > 0 else ""
     worse = "Worse: since" if event is AlarmEvent.UPDATE else "Since"
     known = explained or not rule.type.startswith(SYMPTOMS)
     course = view.course.sentence(update) if rule.rank < CAUSE_LAST_RANK and not rule.hard else ""

@@ -86,7 +86,7 @@ class Incident:
     def expects(self, kind: str, lasting: Collection[str], is_claim: bool) -> bool:
         """Return whether an alarm that is raised late belongs to this incident: a recurring alarm, or an effect of its cause.
 
-        `lasting` has the types of this incident that are still on; `is_claim` is True for a certain mistake.
+        `lasting` has the types of this incident that are still active; `is_claim` is True for a certain mistake.
         """
         if kind in self.raised:
             return kind in self.claims or bool(lasting)
@@ -121,7 +121,7 @@ class Incidents:
             update: update in which they were raised.
             claims: types whose findings are certain mistakes, in addition to types that always are.
             began: update since which the earliest of them has held, which may be long before a patient rule raises it.
-            lasting: types of the open incident that are still on.
+            lasting: types of the open incident that are still active.
         """
         claimed = {kind for kind in kinds if self._order.is_claim(kind)} | set(claims)
         recent = self.open is not None and (lasting or update - self.open.last <= RETURN_UPDATES)

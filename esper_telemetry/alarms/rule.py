@@ -228,12 +228,12 @@ class View:
             self._labelled[start, end] = rows
         return rows
 
-    def usual(self, key: str) -> str:
+    def usual(self, key: str, text: Callable[[float], str] = number) -> str:
         """Return ` (usually a-b)` for a key with a history; empty if the value is in this range, as in a run wrong from its start."""
         ends, value = self.baselines.usual(key), self.values.get(key)
         if ends is None or (value is not None and ends[0] <= value <= ends[1]):
             return ""
-        return f" (usually {span(*ends)})"
+        return f" (usually {span(*ends, text)})"
 
 
 MIN_UPDATE_STEPS: Final = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -81,12 +81,17 @@ def percent(x: float) -> str:
     return f"{100 * x:.0f} %" if size >= 10 or size == 0 else f"{number(100 * x)} %"
 
 
-def span(low: float, high: float) -> str:
-    """Return a range in words; one number if both ends read alike."""
-    first, last = number(low), number(high)
-    return first if first == last else f"{first} to {last}" if low < 0 else f"{first}-{last}"
+def span(low: float, high: float, text: Callable[[float], str] = number) -> str:
+    """Return a range in words; one number if both ends read alike. `text` formats a number."""
+    first, last = text(low), text(high)
+    return first if first == last else f"{first}-{last}" if low >= 0 and text is number else f"{first} to {last}"
 
 
 def times(x: float) -> str:
     """Return a ratio in words: 3.2x."""
     return f"{number(x)}x"
+
+
+def end_text(update: int | None) -> str:
+    """Return the end of an alarm in words; an alarm without an end is still active."""
+    return "still active" if update is None else f"ended at update {update:,}"

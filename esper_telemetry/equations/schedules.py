@@ -461,25 +461,30 @@ SCHEDULES = Equation(
             ),
         )
         .cites("1608.03983"),
-        mistake("restarting", "a schedule that restarts repeatedly, each time after a share of the run of")
+        mistake("restarting", "a schedule that restarts each time the completed share of the run has grown by")
         .fits("lr = lr_0 + c (n mod p N) / N", "p", _fit_restarts)
         .advises("Create the schedule once, with the number of updates of the whole run.")
         .cites("program: loop-schedule_restarts"),
-        mistake("ending_early", "a schedule that ends too early, after a share of the run of")
+        mistake("ending_early", "a schedule that ends too early, when the completed share of the run is")
         .fits("lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))", "p", _fit_early_end)
         .advises("Give the schedule the number of updates of the whole run.")
         .cites("program: loop-schedule_ends_early"),
-        mistake("starting_late", "a schedule that starts too late, after a share of the run of")
+        mistake("starting_late", "a schedule that starts too late, when the completed share of the run is")
         .fits("lr = lr_0 if n < p N", "p", _fit_late_start)
         .advises("Set the rate in every update, starting with the first.", source="program: test_schedules"),
-        mistake("negative", "a schedule that continues below its end, which it reaches after a share of the run of")
+        mistake(
+            "negative",
+            "a schedule that continues below its end, which it reaches when the completed share of the run is",
+        )
         .fits("lr = lr_0 + (lr_1 - lr_0) n / (p N)", "p", _fit_negative)
         .advises("Give the schedule the number of updates of the whole run: a negative rate maximises the loss.")
         .cites("program: loop-schedule_negative"),
-        variant("warm_up", "a schedule after a linear warm-up from 0, which takes a share of the run of")
+        variant(
+            "warm_up", "a schedule after a linear warm-up from 0, which ends when the completed share of the run is"
+        )
         .fits("lr = lr_0 n / (p N) if n < p N", "p", _fit_warm_up)
         .cites("1706.02677, section 2.2"),
-        variant("exponential", "an exponential schedule that ends at a share of the first rate of")
+        variant("exponential", "an exponential schedule that ends at this share of the first rate:")
         .fits("lr = lr_0 s^(n / N)", "s", _fit_exponential)
         .cites("torch.optim.lr_scheduler.ExponentialLR"),
         variant("stepped", "a schedule in steps, each smaller than the previous step by a")

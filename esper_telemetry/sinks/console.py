@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from esper_telemetry.alarms.verdict.headline import COLOURS as TONE_COLOURS
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
+from esper_telemetry.core.messages import end_text
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.core.terminal import printable
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
@@ -278,7 +279,7 @@ def alarm_line(alarm: Alarm) -> str:
     from rich.markup import escape
 
     if alarm.event is AlarmEvent.CLEAR:
-        head = f"over at update {alarm.axes.update:,}, since {alarm.since:,}"
+        head = f"{end_text(alarm.axes.update)}, active since {alarm.since:,}"
         return f"[green]{escape(alarm.type)}[/green]  [dim]{head}[/dim]"
     colour = ALARM_COLOURS[alarm.level]
     text = escape(" ".join(alarm.text.split()))

@@ -157,11 +157,12 @@ def _labelled(label: str, text: str, prompt: str = "") -> EndBlockLine:
 def _incident(cause: Alarm, cards: IncidentCards) -> Iterator[EndBlockLine]:
     """Yield the cause of an incident with its state, its sentence and the alarms that came with it."""
     active = {alarm.type for alarm in cards.active.values() if alarm.incident == cause.incident}
-    state = "still on at the end" if cause.type in active else "over before the end"
-    yield EndBlockLine(f"  {cause.type}, since update {cause.since:,}, {state}", LEVEL_COLOURS[cause.level])
+    yield EndBlockLine(
+        f"  {cause.type}, since update {cause.since:,}, {cards.state(cause)}", LEVEL_COLOURS[cause.level]
+    )
     yield EndBlockLine(f"    {alarm_text(cause)}")
     if others := sorted({alarm.type for alarm in cards.of(cause.incident)} - {cause.type}):
-        names = (f"{name} (still on)" if name in active else name for name in others)
+        names = (f"{name} (still active)" if name in active else name for name in others)
         yield EndBlockLine(f"    with it came {', '.join(names)}")
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.core.catalogue import families, family_name
-from esper_telemetry.core.messages import capitalized
+from esper_telemetry.core.messages import capitalized, end_text
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunInfo, template_of
 from esper_telemetry.core.terminal import printable
 from esper_telemetry.journal.lines import JournalEvent
@@ -183,7 +183,7 @@ class IncidentCards:
         if first is None:
             reason = "" if self.failure else " (no alarm explains it)" if self.tone is Tone.WARN else " (no alarms)"
         else:
-            over = "" if first.incident in active else ", over"
+            over = "" if first.incident in active else ", ended"
             reason = f" ({first.type} since update {first.since:,}{over})"
         more = f"; {len(causes)} incidents" if len(causes) > 1 else ""
         return f"{word}{reason}: {rest}{more}" if rest else f"{word}{reason}{more}"
@@ -203,19 +203,25 @@ class IncidentCards:
         """Return the raised alarm that is the cause of an incident; None if none of its alarms was raised."""
         return cause_of(self.of(number))
 
+    def state(self, alarm: Alarm) -> str:
+        """Return the end of an alarm's type in its incident in words."""
+        ends = [
+            one.axes.update
+            for one in self.of(alarm.incident)
+            if (one.type, one.event) == (alarm.type, AlarmEvent.CLEAR)
+        ]
+        active = self.active.get(alarm.type)
+        is_active = active is not None and active.incident == alarm.incident
+        return end_text(None if is_active or not ends else ends[-1])
+
     def incident(self, number: int, *, heading: bool = True) -> str:
         """Return the page of one incident: its cause with the advice, then a line for each alarm that came with it."""
-        alarms, active = self.of(number), self.active
+        alarms = self.of(number)
         cause = self.cause(number) or alarms[0]
         latest: dict[str, Alarm] = {}
         for alarm in alarms:
             latest[alarm.type] = alarm if alarm.event is not AlarmEvent.CLEAR else latest.get(alarm.type, alarm)
-        ends = {alarm.type: alarm.axes.update for alarm in alarms if alarm.event is AlarmEvent.CLEAR}
-
-        def state(kind: str) -> str:
-            return f"over at update {ends[kind]:,}" if kind in ends and kind not in active else "still active"
-
-        text, level = safe(alarm_text(latest[cause.type])), f"({latest[cause.type].level}, {state(cause.type)})"
+        text, level = safe(alarm_text(latest[cause.type])), f"({latest[cause.type].level}, {self.state(cause)})"
         since = min(alarm.since for alarm in alarms)
         lines = [f"**{safe(cause.type)}** {level}: {text}"]
         if heading:
@@ -225,7 +231,7 @@ class IncidentCards:
             lines += ["", "With it came:", ""]
         for alarm in others:
             first_sentence = alarm_text(alarm).split(". ", 1)[0].rstrip(".")
-            lines.append(f"- **{safe(alarm.type)}** ({alarm.level}, {state(alarm.type)}): {safe(first_sentence)}.")
+            lines.append(f"- **{safe(alarm.type)}** ({alarm.level}, {self.state(alarm)}): {safe(first_sentence)}.")
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -278,7 +284,7 @@ def cause_of(alarms: Iterable[Alarm]) -> Alarm | None:
 def alarm_text(alarm: Alarm) -> str:
     """Return the sentence of an alarm's event."""
     if alarm.event is AlarmEvent.CLEAR:
-        return f"over at update {alarm.axes.update:,}, after {alarm.axes.update - alarm.since:,} updates"
+        return f"{end_text(alarm.axes.update)}, after {alarm.axes.update - alarm.since:,} updates"
     return " ".join(alarm.text.split()) or f"{alarm.key} = {_number(alarm.value)}"
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from esper_telemetry.alarms.verdict.headline import Tone
 from esper_telemetry.alarms.verdict.run_outcome import NAMES
 from esper_telemetry.core.files import read_json, replace_file
-from esper_telemetry.core.messages import capitalized
+from esper_telemetry.core.messages import capitalized, end_text
 from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
@@ -26,7 +26,7 @@ from esper_telemetry.views.gradient_flow import WARN_SEVERITY, GradientFlow, gra
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
 from esper_telemetry.views.run_parts import ChartView, IncidentView, duration, number_text
 from esper_telemetry.views.run_view import RunView, open_view
-from esper_telemetry.views.verdict_text import checks, end_text, findings, unanswered_by_reason
+from esper_telemetry.views.verdict_text import checks, findings, unanswered_by_reason
 
 MAX_INCIDENTS: Final = 20
 """Incidents that are shown in full; the first ones tend to cause the others."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.diagnosis import IncidentReport
+from esper_telemetry.core.messages import end_text
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, MetricInfo, RunInfo
 from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.views.series import HealthyRange, Judgement, Series, judge
-from esper_telemetry.views.verdict_text import end_text
 
 MAX_LINES: Final = 8
 """Lines of a chart: heads, groups or layers; the others are left to the journal."""
@@ -122,7 +122,7 @@ class IncidentView:
 
     @property
     def state(self) -> str:
-        """Since when it is on, and whether it is over."""
+        """First update, and the update in which it ended."""
         return f"since update {self.since:,}, {end_text(self.until)}"
 
 

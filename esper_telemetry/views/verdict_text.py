@@ -14,7 +14,7 @@ from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, describe
 from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.run_outcome import OutcomeKind
-from esper_telemetry.core.messages import capitalized, number
+from esper_telemetry.core.messages import capitalized, end_text, number
 from esper_telemetry.core.record import RUN_FAILED, Record, template_of
 from esper_telemetry.history.recent_return import RECENT_RETURN
 from esper_telemetry.sinks.console import make_console
@@ -93,11 +93,6 @@ def _remarks(remarks: Iterable[Mapping[str, Any]]) -> Iterator[Element]:
 def checks(diagnosis: Diagnosis) -> str:
     """Return the sentence on how many checks passed."""
     return capitalized(diagnosis.summary.rpartition("; ")[2])
-
-
-def end_text(update: int | None) -> str:
-    """Return the end of an alarm in words; an alarm without an end is still on."""
-    return "still on" if update is None else f"over at update {update:,}"
 
 
 def findings(diagnosis: Diagnosis) -> Iterator[Element]:

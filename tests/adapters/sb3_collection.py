@@ -485,7 +485,7 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         ),
         frozenset({"stored_rewards_raw"}),
     ),
-    "rewards from before normalisation in place of the environments' answers": (
+    "rewards before normalisation instead of the environments' answers": (
         lambda seed: RawAnswers(
             "MlpPolicy",
             VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})),
@@ -494,7 +494,7 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         ),
         frozenset({"stored_rewards_raw"}),
     ),
-    "the final observation of an episode in place of the first one of the next": (
+    "an episode's final observation instead of the next episode's first observation": (
         lambda seed: ActsOnFinals(
             "MlpPolicy",
             vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15}),
@@ -503,13 +503,13 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         ),
         frozenset({"transitions_final_observation"}),
     ),
-    "that in a loop with names of its own": (
+    "the same mistake in a loop with other names": (
         lambda seed: OwnNames(
             "MlpPolicy", vec_env("CartPole-v1", seed=seed, env_kwargs={"max_episode_steps": 15}), **SETTINGS, seed=seed
         ),
         frozenset({"transitions_final_observation"}),
     ),
-    "observations of the step before in place of the environments' answers": (
+    "the previous step's observations instead of the environments' answers": (
         lambda seed: LateAnswers("MlpPolicy", vec_env("Pendulum-v1", seed=seed), **SETTINGS, seed=seed),
         frozenset({"transitions_stale"}),
     ),

@@ -87,7 +87,7 @@ def test_a_single_environment_keeps_its_dimension() -> None:
 
 
 def test_flat_rollouts_become_grids() -> None:
-    """Three rows of the first environment and two of the second, so the grid's last step has no row of the second."""
+    """Three rows of the first environment and two of the second, so the grid's last step lacks the second environment's row."""
     rows = rows_by_environment([3, 2])
 
     assert rows.tolist() == [0, 2, 4, 1, 3]

@@ -163,7 +163,7 @@ def no_pass(*arguments: object) -> None:
 def test_a_worker_passes_the_rollout_through_a_copy_of_the_policy(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training thread itself makes none of the passes; the numbers, weights and random numbers are the same."""
+    """The training thread makes none of the passes. Numbers, weights and random numbers stay the same."""
     here = recorded_run(MODELS[name](), tmp_path / "here", level="debug")
     alone = MODELS[name]()
     alone.learn(384)

@@ -97,7 +97,7 @@ SHARED: dict[str, Callable[[int], tuple[Any, BaseCallback]]] = {
 }
 
 OWN: dict[str, Callable[[int], tuple[Any, BaseCallback | None]]] = {
-    "environments of its own": lambda seed: (
+    "separate environments": lambda seed: (
         ppo(vec_env(seed=seed), seed=seed),
         EvalCallback(Monitor(gym.make("CartPole-v1")), eval_freq=50, n_eval_episodes=1, verbose=0),
     ),

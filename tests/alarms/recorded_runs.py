@@ -1,7 +1,9 @@
 """Journals of real runs that were broken on purpose, kept small: only keys that rules read, four digits, stored by column.
 
-`python tests/alarms/recorded_runs.py JOURNALS NAME...` makes them again from journals that
-`python -m esper_telemetry.lab.faults score --keep JOURNALS` has written; NAME is a directory in JOURNALS.
+A recording with the name of a run is a whole run: `python tests/alarms/recorded_runs.py runs JOURNALS NAME...` makes it again from the
+journals that `python -m esper_telemetry.lab.faults score --keep JOURNALS` has written. A recording with the name of a type of alarm ends
+with the first alarm of this type and has only what its text needs: `recorded_runs.py alarm RUN_DIR TYPE` makes it again from the run of
+the test that raises this alarm. `recorded_runs.py table` prints the table in docs/alarms.md.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from esper_telemetry.alarms import Detectors
-from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record
+from esper_telemetry.alarms import Detectors, Thresholds
+from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, Axes, Record
+from esper_telemetry.journal import read_run
 
 HERE = Path(__file__).parent / "recorded"
 ENDINGS = (
@@ -53,25 +57,51 @@ class Recorded:
         facts: facts of the run.
         broken: the first broken update.
         records: records of all updates.
+        failure: data of the event of the exception that ended the run; empty without one.
     """
 
     name: str
     facts: Mapping[str, Any]
     broken: int
     records: tuple[Record, ...]
+    failure: Mapping[str, Any]
 
     def raised(self) -> dict[str, Alarm]:
-        """Types of alarm with the first alarm of each; earlier alarms than the break are listed under `before`."""
+        """Types of alarm with the first alarm of each; an alarm before the break is listed under `before`.
+
+        Alarms about telemetry count only in a recording of their own, because other recordings lack most keys.
+        """
         detectors, raised = Detectors(self.facts), dict[str, Alarm]()
         for record in self.records:
             for alarm in detectors.step(record).alarms:
-                if alarm.event is AlarmEvent.RAISE and not alarm.type.startswith("telemetry/"):
+                if alarm.event is AlarmEvent.RAISE and (
+                    not alarm.type.startswith("telemetry/") or alarm.type == kind_of(self.name)
+                ):
                     raised.setdefault(alarm.type if record.axes.update >= self.broken else "before", alarm)
+        if self.failure:
+            last = self.records[-1]
+            raised |= {alarm.type: alarm for alarm in detectors.failure(last.seq + 1, last.axes, self.failure).alarms}
         return raised
+
+
+def kind_of(name: str) -> str:
+    """Return the type of alarm that a name of a recording stands for, such as `task/no_episodes` for `task-no_episodes`."""
+    return name.replace("-", "/", 1)
 
 
 def names() -> list[str]:
     return sorted(path.name.removesuffix(".json.gz") for path in HERE.glob("*.json.gz"))
+
+
+@cache
+def alarms_of(name: str) -> dict[str, Alarm]:
+    return load(name).raised()
+
+
+def texts() -> dict[str, str]:
+    """Return the texts of the first alarm of each type, of the recordings in the order of their names."""
+    first = {kind: alarm.text for name in reversed(names()) for kind, alarm in alarms_of(name).items()}
+    return {kind: " ".join(first[kind].split()) for kind in sorted(first)}
 
 
 def load(name: str) -> Recorded:
@@ -81,18 +111,28 @@ def load(name: str) -> Recorded:
         values = {key: float(column[row]) for key, column in columns.items() if column[row] is not None}
         axes = Axes(update, env_step, gradient_step, 1e9 + update)
         records.append(Record(update, axes, values, partial=bool(partial)))
-    return Recorded(name, content["facts"], content["broken"], tuple(records))
+    return Recorded(name, content["facts"], content["broken"], tuple(records), content.get("failure", {}))
 
 
-def store(name: str, facts: Mapping[str, Any], broken: int, records: Iterable[Record]) -> None:
-    stored = list(records)
-    keys = sorted({key for record in stored for key in record.values if wanted(key)})
-    axes = [[r.axes.update, r.axes.env_step, r.axes.gradient_step, int(r.partial)] for r in stored]
-    values = {key: [_short(record.values.get(key)) for record in stored] for key in keys}
-    content = {"facts": dict(facts), "broken": broken, "axes": axes, "values": values}
+def store(run: Recorded) -> None:
+    keys = sorted({key for record in run.records for key in record.values})
+    axes = [[r.axes.update, r.axes.env_step, r.axes.gradient_step, int(r.partial)] for r in run.records]
+    values = {key: [_short(record.values.get(key)) for record in run.records] for key in keys}
+    content = {"facts": dict(run.facts), "broken": run.broken, "axes": axes, "values": values}
+    if run.failure:
+        content["failure"] = dict(run.failure)
     text = json.dumps(content, separators=(",", ":")).encode()
     HERE.mkdir(exist_ok=True)
-    (HERE / f"{name}.json.gz").write_bytes(gzip.compress(text, 9, mtime=0))
+    (HERE / f"{run.name}.json.gz").write_bytes(gzip.compress(text, 9, mtime=0))
+
+
+def with_keys(run: Recorded, keys: Collection[str]) -> Recorded:
+    """Return the run with these keys only, as stored."""
+    shorter = [
+        replace(record, values={key: _short(value) for key, value in record.values.items() if key in keys})
+        for record in run.records
+    ]
+    return replace(run, records=tuple(shorter))
 
 
 def wanted(key: str) -> bool:
@@ -104,12 +144,50 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def main(journals: str, *chosen: str) -> None:
+def excerpt(run_dir: str, kind: str) -> Recorded:
+    """Return the run up to the first alarm of this type, with the keys and facts that change the alarm's text."""
+    journal = read_run(run_dir)
+    failures = [event.data for event in journal.events if event.type == "failure"] if kind == RUN_FAILED else []
+    on = Thresholds().with_changes({kind: "on"}).changes()  # for alarms that are off by default
+    facts = {**journal.info.facts, "thresholds": on}
+    run = Recorded(kind.replace("/", "-"), facts, 1, tuple(journal.records), dict(*failures[-1:]))
+    run = with_keys(run, {key for record in run.records for key in record.values})
+    last = run.raised()[kind].axes.update
+    run = replace(run, records=tuple(record for record in run.records if record.axes.update <= last))
+    text = run.raised()[kind].text
+
+    def is_same(other: Recorded) -> bool:
+        alarm = other.raised().get(kind)
+        return alarm is not None and alarm.text == text
+
+    for fact in run.facts:
+        less = replace(run, facts={name: value for name, value in run.facts.items() if name != fact})
+        run = less if is_same(less) else run
+    keys = sorted({key for record in run.records for key in record.values})
+    size = len(keys)
+    while size:  # leave out ever smaller groups of keys
+        for start in range(0, len(keys), size):
+            less = with_keys(
+                run, {key for record in run.records for key in record.values} - {*keys[start : start + size]}
+            )
+            run = less if is_same(less) else run
+        keys = sorted({key for record in run.records for key in record.values})
+        size //= 2
+    return run
+
+
+def main(what: str, *words: str) -> None:
     from esper_telemetry.lab.faults.verdicts import read_journaled_run
 
-    for name in chosen:
-        run = read_journaled_run(Path(journals) / name)
-        store(name, run.facts, run.run.at_update, run.records)
+    if what == "table":
+        print("\n".join(f"| `{kind}` | {text} |" for kind, text in texts().items()))
+    elif what == "alarm":
+        store(excerpt(*words))
+    else:
+        for name in words[1:]:
+            run = read_journaled_run(Path(words[0]) / name)
+            recorded = Recorded(name, run.facts, run.run.at_update, tuple(run.records), {})
+            store(with_keys(recorded, {key for record in run.records for key in record.values if wanted(key)}))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_the_console_has_a_line_for_what_begins_and_for_what_is_over(capsys: pyt
     assert lines == [
         "CRITICAL policy/kl_spike  Since update 2 policy/kl has been too large. Try a lower learning rate.",
         "WARN grad/explode  Since update 3 policy/kl has been too large. Try a lower learning rate.",
-        "policy/kl_spike  over at update 6, since 2",
+        "policy/kl_spike  ended at update 6, active since 2",
     ]
 
 
@@ -91,7 +91,7 @@ def test_tensorboard_has_the_incident_at_each_step_where_it_changes(tmp_path: Pa
             "## Incident 1, since update 2: policy/kl\\_spike",
             f"**Since update 2 policy/kl has been too large. Try a lower learning rate.** (critical, {state})",
         ]
-        for state in (*["still active"] * 3, "over at update 6")
+        for state in (*["still active"] * 3, "ended at update 6")
     ]
     with_it = [[line for line in text.splitlines() if line.startswith("- ")] for _, text in texts]
     assert with_it == [
@@ -111,7 +111,7 @@ def test_tensorboard_goes_on_with_an_incident_of_an_earlier_part(tmp_path: Path)
     sink.close(RunStatus.FINISHED)
 
     ((step, text),) = pages(tmp_path / "tensorboard")
-    assert step == 6000 and "over at update 6" in text and text.count("\n- ") == 1
+    assert step == 6000 and "ended at update 6" in text and text.count("\n- ") == 1
 
 
 @pytest.fixture(autouse=True)

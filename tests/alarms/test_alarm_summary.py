@@ -37,9 +37,9 @@ def test_the_summary_names_the_cause_what_came_with_it_and_where_to_ask(
 
     start = lines.index("what went wrong")
     assert lines[start + 1 : start + 4] == [
-        "  policy/kl_spike, since update 2, over before the end",
+        "  policy/kl_spike, since update 2, ended at update 4",
         "    Since update 2 policy/kl has been too large. Try a lower learning rate.",
-        "    with it came grad/explode (still on)",
+        "    with it came grad/explode (still active)",
     ]
     opens = [line.split("$ ")[1] for line in lines if "$ " in line]
     assert opens == [f"esper-telemetry {view} {tmp_path}" for view in ("report", "watch", "diagnose")] + [
@@ -83,7 +83,7 @@ def test_a_loop_of_ones_own_with_the_console_ends_with_the_block(
 
     lines = capsys.readouterr().out.splitlines()
     block = lines[lines.index("what went wrong") :]
-    assert block[1] == "  policy/kl_spike, since update 2, over before the end"
+    assert block[1] == "  policy/kl_spike, since update 2, ended at update 4"
     assert f"  TensorBoard  $ tensorboard --logdir {tmp_path}/a" in block
     assert any("http://localhost:6006/#custom_scalars" in line for line in block)
     assert "resume" not in "".join(block)

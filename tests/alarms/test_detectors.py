@@ -79,7 +79,7 @@ def test_layers_that_fail_together_are_one_alarm() -> None:
 
     (alarm,) = [alarm for alarm in alarms(judged(run(40, dead))) if alarm.type == "grad/vanish"]
 
-    assert "(and 1 more)" in alarm.text
+    assert "(and 1 more finding)" in alarm.text
     assert alarm.evidence["where"] == {"encoder_weight": 1.0, "core_weight": 1.0}
 
 

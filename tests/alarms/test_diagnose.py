@@ -61,7 +61,7 @@ def test_it_names_the_incident_since_when_and_what_to_try(tmp_path: Path, capsys
     assert code == 0
     assert "incident 1, update 30: value/loss_jump" in out
     assert "Since update 30, the critic's loss has jumped to" in " ".join(out.split())
-    assert "grad/explode (still on)" in out
+    assert "grad/explode (still active)" in out
 
 
 def test_a_healthy_run_says_what_it_does_and_what_was_checked(
@@ -113,9 +113,9 @@ def test_an_alarm_about_an_effect_explains_nothing(tmp_path: Path, capsys: pytes
     effect = said(["diagnose", str(journal(tmp_path / "a", run(60, set_to({"policy/ratio/p01": 0.01}))))], capsys)[1]
     cause = said(["diagnose", str(journal(tmp_path / "b", run(60, set_to({"policy/kl": 2.0}))))], capsys)[1]
 
-    assert "policy/ratio_collapse (still on)" in effect
+    assert "policy/ratio_collapse (still active)" in effect
     assert "Unexplained: the run is flat, and its alarms show how but not why." in " ".join(effect.split())
-    assert "policy/kl_spike (still on)" in cause and "Unexplained" not in cause
+    assert "policy/kl_spike (still active)" in cause and "Unexplained" not in cause
 
 
 def test_a_run_that_goes_on_or_was_killed_is_diagnosed_as_far_as_it_went(

@@ -148,7 +148,8 @@ def test_short_runs_are_too_short() -> None:
 
 
 def test_a_few_long_episodes_tell_a_trend() -> None:
-    """Sixteen updates of one episode each, as logged: the return falls in nearly all of them. Noise of that length has no trend."""
+    """Sixteen updates of one episode each, as logged: the return falls in nearly all of them. Noise of the "
+    "same length does not show a trend."""
     falling = -np.array([141, 142, 146, 145, 151, 155, 153, 160, 163, 161, 170, 174, 179, 183, 190, 195]) * 1000.0
     kinds = [outcome_of(records(np.random.default_rng(seed).normal(size=16), episodes=1)).kind for seed in range(200)]
 

@@ -60,7 +60,7 @@ def test_a_cell_that_grows_with_age_does_so_in_two_updates() -> None:
 
 
 def test_a_cell_that_fills_once_has_not_drifted() -> None:
-    """Its size is no larger than what a step can write, so the memory adds up nothing."""
+    """A single step can write a state of this size, so the memory does not accumulate."""
     assert "lstm/cell_drift" not in raised(judged(run(40, set_to({"lstm/c_growth": 13.0, "lstm/c/rms": 0.6}))))
 
 

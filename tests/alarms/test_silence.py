@@ -203,7 +203,7 @@ def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: floa
 
 @pytest.mark.parametrize(("looks", "step", "told"), [(1, 2.0, False), (2, 2.0, True), (2, 0.3, False)])
 def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, step: float, told: bool) -> None:
-    """Nor are those of a solved task, whose steps stay below the learning rate."""
+    """Gradients of a solved task are not a spike either: their steps stay below the learning rate."""
 
     def outgrow(metrics: Values, ago: int) -> None:
         metrics.update({"opt/stable_rms": 12.0 if ago < looks else 1.2, "opt/update_rms_over_lr": step})
@@ -421,7 +421,7 @@ def test_a_memory_that_is_used_less_and_less_has_no_shut_gates(sizes: tuple[floa
 
 @pytest.mark.parametrize(("other", "told"), [(0.1, True), (0.0, False)])
 def test_a_head_without_a_gradient_is_dead_where_another_has_one(other: float, told: bool) -> None:
-    """If every gradient is zero in an update, the update had no signal."""
+    """If every gradient of an update is zero, the update did not have a signal."""
     unusual = for_updates(1, **{"grad/head/op/norm": 0.0, "grad/head/place/norm": other})
 
     assert ("policy/dead_head" in raised(judged(run(40, unusual)))) is told

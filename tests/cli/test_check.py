@@ -187,7 +187,7 @@ def test_wrong_use_is_one_sentence(
     words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.py").write_text("This is no Python.\n", encoding="utf-8")
+    (tmp_path / "text.py").write_text("This is not Python.\n", encoding="utf-8")
 
     with pytest.raises(WrongUse) as mistake:
         run(["check", *words])

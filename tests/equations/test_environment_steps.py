@@ -15,7 +15,7 @@ ENDED = (torch.arange(STEPS) % LENGTH == LENGTH - 1).unsqueeze(1).expand(STEPS, 
 
 
 def walks(seed: int = 0, envs: int = ENVS) -> Tensor:
-    """Random walks [T, B, 3] that begin anew, at another place, with each episode."""
+    """Random walks [T, B, 3]; each episode begins at another place."""
     generator = torch.Generator().manual_seed(seed)
     steps = 0.1 * torch.randn(STEPS // LENGTH, LENGTH, envs, 3, generator=generator)
     starts = 3 * torch.randn(STEPS // LENGTH, 1, envs, 3, generator=generator)
@@ -58,7 +58,7 @@ def test_each_fault_is_named() -> None:
 
 @pytest.mark.parametrize("step", [0.0, 0.1])
 def test_environments_that_always_begin_alike_have_no_common_seed(step: float) -> None:
-    """Each episode begins at the same place, so that equal starts show nothing."""
+    """Every episode begins at the same place, so equal starts are not evidence of a common seed."""
     stored = walks()
     stored[::LENGTH] = torch.tensor([1.0, 2.5, step])
 

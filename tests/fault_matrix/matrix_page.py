@@ -18,7 +18,7 @@ ports are closed, processes killed, disks filled. The training keeps a pace of 2
 - **pace**: updates per second of wall time, as a ratio to the run without a fault.
 - **cost**: updates per second of processor time of the training thread, the same ratio. Other work on the machine changes both;
   a page with ratios far from 1 in both directions was written on a busy one.
-- **lost**: updates that were trained to their end and are not in the journal. A killed process may lose the one in flight.
+- **lost**: updates that were trained to their end and are not in the journal. A killed process may lose the record in flight.
 - **backends**: what `doctor` says of each, after `replay --missing` where something had not been delivered by the end of the run.
 
 | fault | training | pace | cost | updates | lost | backends |

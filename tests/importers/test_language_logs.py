@@ -88,7 +88,7 @@ def test_numbers_as_numpy_and_torch_print_them(tmp_path: Path) -> None:
         ([epoch_of_nemo_rl(1), 1, 2, 3, 4, epoch_of_nemo_rl(1), 3, 4, 5], [1, 2, 3, 4, 5]),
         ([epoch_of_nemo_rl(1), 1, 1, 2, 2, 3], [1, 2, 3]),
     ],
-    ids=["epochs", "another job", "a job that goes on from a checkpoint", "a heading for each batch of a step"],
+    ids=["epochs", "another job", "a job that continues from a checkpoint", "a heading for each batch of a step"],
 )
 def test_steps_are_counted_over_epochs_and_jobs(
     lines: Sequence[str | int], expected: Sequence[int], tmp_path: Path

@@ -1,4 +1,4 @@
-"""Columns of a journal: they equal its records, and the journal decides whatever happens to their files."""
+"""Columns of a journal: they equal its records. If their files are damaged, the journal decides."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Metric functions accept NumPy arrays and lists in place of tensors, with equal results."""
+"""Metric functions accept NumPy arrays and lists instead of tensors and return equal results."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ TERMINATED = torch.tensor([[True, False], [False, False], [False, True]])
 
 
 def test_lengths_belong_to_their_ends_in_the_order_of_time_and_environment() -> None:
-    """The episodes of 7 and 9 steps terminated; those with 30 and 2 steps were truncated."""
+    """The episodes of 7 and 9 steps terminated; the episodes of 30 and 2 steps were truncated."""
     result = episode_ends(ENDED, TERMINATED, [7, 30, 2, 9]).values()
 
     assert result == {
@@ -56,7 +56,7 @@ def test_an_environment_is_constant_where_no_step_differs_from_the_one_before() 
 
 
 def test_steps_that_do_not_count_are_not_compared() -> None:
-    """The first environment changes in an invalid step. The second has no two adjacent valid steps."""
+    """The first environment changes in an invalid step. In the second, valid steps are never adjacent."""
     observations = torch.tensor([[0.0, 5.0], [9.0, 5.0], [0.0, 5.0], [0.0, 5.0]])
     valid = torch.tensor([[True, True], [False, False], [True, True], [True, False]])
 

@@ -58,7 +58,7 @@ def test_separate_networks_are_compared_by_their_parameters() -> None:
 
 
 def test_agreement_by_layer_of_actor_and_critic() -> None:
-    """(3, 4) and (4, 3): 24/25. Opposite directions: -1. A zero gradient has no direction; a matrix counts as one vector."""
+    """(3, 4) and (4, 3): 24/25. Opposite directions: -1. A zero gradient is left out; a matrix is treated as one vector."""
     actor = [torch.tensor([3.0, 4.0]), torch.ones(2, 2), torch.zeros(3)]
     critic = [torch.tensor([4.0, 3.0]), -2 * torch.ones(2, 2), torch.ones(3)]
 

@@ -143,7 +143,7 @@ def test_testing_capacity_leaves_the_generators_of_others_alone() -> None:
 
 
 def test_responses_of_a_layer_have_quantiles() -> None:
-    """0 to 20 in some order, and a NaN. A layer without finite entries has no quantiles."""
+    """0 to 20 in some order, and a NaN. A layer without finite entries is left out."""
     first = torch.randperm(21, generator=torch.Generator().manual_seed(0)).float()
     layers = {
         "trunk.0": torch.cat([first, torch.tensor([math.nan])]).reshape(11, 2),

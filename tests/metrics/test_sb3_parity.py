@@ -1,4 +1,4 @@
-"""The numbers that Stable-Baselines3 logs for an update, from the rows of its own `train`."""
+"""The numbers that Stable-Baselines3 logs for an update, from the rows that its `train` uses."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ ROWS, FIRST = 96, 31
 WHOLE = slice(None)
 HALVES = (slice(FIRST), slice(FIRST, None))
 OF_ITS_OWN = {
-    "repr/capacity_loss": "from a copy of the network on each rank's rows: the last rank's value",
-    "repr/dormant_frac/{layer}": "from a sample of each rank",
+    "repr/capacity_loss": "a copy of the network on each rank's rows: the last rank's value",
+    "repr/dormant_frac/{layer}": "a sample of each rank",
     "repr/response/{layer}/p05": "as above: the last rank's value",
     "repr/response/{layer}/p50": "as above",
     "repr/response/{layer}/p95": "as above",
-    "lstm/bptt/h0_grad_norm": "from a minibatch of each rank: the mean",
-    "lstm/bptt/profile_ratio": "from a minibatch of each rank: the mean",
-    "grad/layer/{layer}/interference_cos": "from a minibatch of each rank, only at DEBUG: the mean",
+    "lstm/bptt/h0_grad_norm": "a minibatch of each rank: the mean",
+    "lstm/bptt/profile_ratio": "a minibatch of each rank: the mean",
+    "grad/layer/{layer}/interference_cos": "a minibatch of each rank, only at DEBUG: the mean",
     "grad/layer/{layer}/heads_cos": "as above",
     "grad/heads/{pair}/cos": "as above",
     "grad/pair/{pair}/connected": "the same on all ranks, or from the rows of each rank: the mean",

@@ -35,7 +35,7 @@ OF_EACH_RANK = {
 }
 """Keys that ranks measure on their own rows and then combine, and how."""
 EQUATIONS = ("integrity/equation/", "integrity/equation_tolerance/", "integrity/fitted/", "policy/action_effect")
-"""Rank 0 reports these for its own rows: rounding differs, equations that pair rows are not checked (see `PAIRED`), and half of the rows
+"""Rank 0 reports its own rows: rounding differs, equations that pair rows are not checked (see `PAIRED`), and half of the rows
 may be too few to show an effect.
 """
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {

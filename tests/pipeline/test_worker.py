@@ -323,7 +323,7 @@ def test_a_trainer_that_replaces_its_worker_knows_the_journal_and_its_history(tm
 
 
 def logged(telemetry: Telemetry, updates: range) -> None:
-    """Log and flush like a user's loop that takes no time itself."""
+    """Log and flush like a user's loop whose own work takes a negligible time."""
     for update in updates:
         telemetry.log({"my/number": float(update), "policy/kl": 0.01 + 0.005 * math.sin(update)})
         telemetry.flush(env_step=update)

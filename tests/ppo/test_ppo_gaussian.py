@@ -72,7 +72,7 @@ def test_probability_and_entropy_are_those_of_torch(state_dependent: bool) -> No
 
 @pytest.mark.parametrize("state_dependent", [False, True])
 def test_a_squashed_probability_is_that_of_torch_for_the_tanh(state_dependent: bool) -> None:
-    """Our head takes the draw u, torch's distribution the action tanh(u). The entropy is the one before the tanh."""
+    """Our head takes the draw u, torch's distribution the action tanh(u). The entropy is the Gaussian's, before the tanh."""
     ours = head(squashed=True, state_dependent=state_dependent)
     scores, draws = drawn(ours)
 

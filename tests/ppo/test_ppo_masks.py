@@ -1,4 +1,4 @@
-"""Masks and relevance: forbidden choices are never made, and masked values have no influence, not even NaN."""
+"""Masks and relevance: forbidden choices are never made, and masked values do not affect anything, not even if they are NaN."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_policy_without_memory_has_nothing_to_forget() -> None:
 
 
 def test_the_first_step_of_an_episode_does_the_same_without_memory() -> None:
-    """The first row of an episode has no memory to lose."""
+    """In the first row of an episode the memory is empty."""
     source = trainer("cue-recall", "lstm")
     rollouts = EventLog().listen(source, RolloutEnd)
 

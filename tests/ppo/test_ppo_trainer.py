@@ -1,4 +1,4 @@
-"""The trainer as a whole: properties of every run, whatever it learns."""
+"""The trainer as a whole: properties of every run."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def without(names: str, place: Path, program: str) -> subprocess.CompletedProces
     )
 
 
-OWN_LOOP = pytest.param("own_loop", marks=pytest.mark.slow)  # the trainer makes no difference to processes and pipes
+OWN_LOOP = pytest.param("own_loop", marks=pytest.mark.slow)  # processes and pipes do not depend on the trainer
 
 
 @pytest.mark.parametrize("training", ["bundled", OWN_LOOP])

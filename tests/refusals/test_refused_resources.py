@@ -160,7 +160,7 @@ core.
 """
 
 OF_EACH_PART = ("mapping", "process", "journal, full disk", "thread")
-"""Resources that `make test` refuses to one trainer only, because the trainer makes no difference to telemetry's parts."""
+"""Resources that `make test` refuses to one trainer only, because these parts of telemetry do not depend on the trainer."""
 
 
 def marks(training: str, refusal: str, offload: bool) -> list[pytest.MarkDecorator]:

@@ -36,7 +36,7 @@ def network(*between: nn.Module) -> nn.Sequential:
 
 @pytest.mark.parametrize("case", ["same", "running", "noise", "copy", "dropout", "mode"])
 def test_what_differs_between_acting_and_training(case: str) -> None:
-    """Rows of training come in another order. Running statistics differ from step to step."""
+    """Training uses the rows in another order. Running statistics differ from step to step."""
     trained = network(nn.Dropout(0.5)) if case in ("dropout", "mode") else network()
     stored = torch.randn(STEPS, ENVS, INPUTS)
     moving = torch.linspace(1, 2, STEPS).reshape(-1, 1, 1)

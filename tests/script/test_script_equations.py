@@ -352,7 +352,7 @@ def test_parameters_that_an_optimizer_lacks_are_those_of_the_loss_and_those_with
 
 
 def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> None:
-    """Three steps, the second of which ends its episode in the environment. The script has no flags of its own."""
+    """Three steps, the second of which ends its episode in the environment. The script does not keep flags."""
     ends = torch.tensor([[False], [True], [False]])
     columns: dict[str, Any] = {
         "rewards": [1.0, 2.0, 3.0],

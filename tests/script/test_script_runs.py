@@ -1,4 +1,4 @@
-"""Typical scripts, run in processes of their own, with and without telemetry."""
+"""Typical scripts, each run in a separate process, with and without telemetry."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
     assert [record.values["episode/length_mean"] for record in run.records] == [200, 200, 200]
     assert run.records[0].values["policy/head/action/std/mean"] == pytest.approx(1.0, abs=0.05)
     assert "grad/clip/coef" not in run.records[0].values
-    assert "num_epochs" not in run.info.facts, "the loop's own counter is no setting"
+    assert "num_epochs" not in run.info.facts, "the loop's own counter is not a setting"
     means = [float(line.split()[1]) for line in plain.stdout.splitlines() if line.startswith("reward")]
     assert [record.values["reward/mean"] for record in run.records] == pytest.approx(means, rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""Advantages of scripts: the environments decide where episodes end, whatever the script's flags mean."""
+"""Advantages of scripts: the environments decide where episodes end, and the script's flags do not."""
 
 from __future__ import annotations
 

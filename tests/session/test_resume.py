@@ -157,7 +157,7 @@ def test_resume_needs_a_directory(run_dir: Any) -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 def test_a_checkpoint_waits_until_the_journal_has_all_before_it(tmp_path: Path) -> None:
-    """So if any process dies after the checkpoint, including the worker, there is no gap."""
+    """So the journal stays complete if any process, including the worker, dies after the checkpoint."""
     counts = []
     with Telemetry(run_dir=tmp_path) as telemetry:
         source = trainer()

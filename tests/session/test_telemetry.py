@@ -164,7 +164,7 @@ def test_health_is_summarised_once_per_update(tmp_path: Path, monkeypatch: pytes
 
     def counted(norms: torch.Tensor, *args: object, **kwargs: object) -> object:
         rows.append(len(norms))
-        return gradient_norms(norms, *args, **kwargs)  # type: ignore[arg-type]  # whatever it was called with
+        return gradient_norms(norms, *args, **kwargs)  # type: ignore[arg-type]  # the arguments of the call
 
     monkeypatch.setattr(health, "gradient_norms", counted)
     weight = torch.nn.Parameter(torch.zeros(2))

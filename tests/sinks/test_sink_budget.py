@@ -30,7 +30,7 @@ def test_the_least_important_families_are_left_out_with_one_warning(caplog: pyte
 
 def test_histories_of_other_keys_come_last() -> None:
     """Two of three keys fit: a whole family ranks before the history of an important key."""
-    history = MetricInfo(unit="as key", question="Where does it stand?")
+    history = MetricInfo(unit="as key", question="What is its level?")
     run = run_info(metrics={**METRICS, "{key}/ema": history})
     limited = budget(2, run, details=True)
 

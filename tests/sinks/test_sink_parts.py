@@ -109,7 +109,7 @@ def test_a_chart_is_called_what_its_numbers_are_called() -> None:
 
 
 def test_leftovers_share_a_chart_only_from_one_bound_to_another() -> None:
-    """`a` and `b` are between 0 and 1. `c` and `d` have no upper bound and may have any size."""
+    """`a` and `b` are between 0 and 1. `c` and `d` are unbounded above."""
     bounded, open_ended = MetricInfo("fraction", "?", low=0.0, high=1.0), MetricInfo("fraction", "?", low=0.0)
     metrics = {"my/a": bounded, "my/b": bounded, "my/c": open_ended, "my/d": open_ended}
 

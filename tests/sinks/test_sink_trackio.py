@@ -19,7 +19,7 @@ pytest.importorskip("trackio")
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A local database of its own, without a request to a server."""
+    """A separate local database, without requests to a server."""
     from trackio import utils
 
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # for processes of the kit

@@ -155,7 +155,7 @@ def test_a_continuous_policy_is_measured_too(tmp_path: Path) -> None:
 def test_spread_and_bounds_of_a_continuous_policy_are_those_of_its_rollouts(
     tmp_path: Path, settings: dict[str, Any], offload: bool
 ) -> None:
-    """Pendulum's bounds are ±2. A squashed action counts as at a bound from 99 % of it. σ = e is wide enough for both."""
+    """Pendulum's bounds are ±2. A squashed action is at a bound if it reaches 99 % of the bound. σ = e is wide enough for both."""
     rollouts: list[tuple[Tensor, Tensor]] = []
     with Telemetry([], run_dir=tmp_path / "run", offload=offload) as telemetry:
         source = trainer("Pendulum-v1", log_std=1.0, **settings)

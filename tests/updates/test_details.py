@@ -166,7 +166,7 @@ def test_an_evaluation_joins_the_record_of_the_update_that_ends_next(tmp_path: P
 
 
 def test_exact_divergences_are_there_at_normal_in_sampled_updates(tmp_path: Path) -> None:
-    """In the first and ninth of ten updates. The numbers equal the ones at DEBUG, which samples every update."""
+    """In the first and ninth of ten updates. The numbers equal the numbers at DEBUG, which samples every update."""
     keys = {"policy/kl_exact", "policy/head/op/kl_exact", "policy/entropy_grad_ratio", "value/move_over_std"}
     runs = {
         level: records(tmp_path / level, level=level, updates=10, policy="lstm", entropy_coef=0.01)

@@ -30,7 +30,7 @@ ELSEWHERE = {
     "opt/lr/{group}": "needs parameter groups with different rates: tests/updates/test_all_wired.py",
     "perf/memory/device_mib": ON_A_DEVICE,
     "perf/memory/device_frac": ON_A_DEVICE,
-    "integrity/equation_tolerance/{equation}": "needs an equation with a tolerance of its own: tests/equations/test_equations.py",
+    "integrity/equation_tolerance/{equation}": "needs an equation with a separate tolerance: tests/equations/test_equations.py",
     "integrity/fitted/{equation}": "needs a wrong equation with a fitted parameter: tests/equations/test_equations.py",
 }
 """Keys that no run here can report, and why."""

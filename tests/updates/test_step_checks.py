@@ -134,7 +134,7 @@ def test_weights_are_the_same_without_telemetry(changes: dict[str, Any], tmp_pat
 
 
 def test_an_expensive_pass_is_taken_in_one_sample_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sample, here every second update, checks steps. Any pass counts as expensive, so the next one is two samples later."""
+    """Every sample, here every second update, checks steps. Every pass is treated as expensive, so the next pass is two samples later."""
     monkeypatch.setattr(Sampling, "adopt", lambda self, every, *, late: setattr(self, "every", min(every, 2)))
     monkeypatch.setattr(step_probe, "EXPENSIVE_PASS_SECONDS", 0.0)
     monkeypatch.setattr(step_probe, "EXPENSIVE_PASS_PERIOD", 2)

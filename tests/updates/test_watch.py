@@ -146,7 +146,7 @@ def test_accumulated_passes() -> None:
 
 
 def test_compiled_before_it_is_watched() -> None:
-    """Hooks on modules would never fire. Hooks on parameters do, and names are those of the inner module."""
+    """Hooks on modules would never fire. Hooks on parameters do, and use the names of the inner module."""
     with loop() as own:
         compiled = torch.compile(own.agent, backend="aot_eager")
         own.loss(0, compiled).backward()
@@ -187,7 +187,7 @@ def test_a_gradient_scaler(fused: bool, unscaled: bool, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_the_scaler_passes_over(fused: bool) -> None:
-    """Its gradients overflow on purpose, so there is no step and no gradient, and nothing is counted as non-finite."""
+    """Its gradients overflow on purpose: the update is without a step and without gradients, and non-finite values are not counted."""
     with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=fused)) as own:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         own.telemetry.watch(own.agent, own.optimizer)

@@ -35,7 +35,7 @@ def adapters_of(case: Mapping[str, Any]) -> list[Adapter]:
 
 
 def uncovered(case: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of a case, or its formula if it has no key, that no adapter computes."""
+    """Yield the keys of a case that no adapter computes, or its formula if it lacks keys."""
     if adapters_of(case) and all(key in BY_KEY for key in case["metric_keys"]):
         return
     if any(case["formula"].startswith(start) for start in BY_FORMULA):

@@ -37,7 +37,7 @@ Values = dict[str, Any]
 
 
 def floats(values: Any, dtype: str = "float64") -> Tensor:
-    """Return a tensor from nested lists, in which "nan" and "inf" may stand for numbers."""
+    """Return a tensor from nested lists, in which "nan" and "inf" are non-finite numbers."""
     if isinstance(values, list):
         parts = [floats(value, dtype) for value in values]
         return torch.stack(parts) if parts else torch.zeros(0, dtype=getattr(torch, dtype))

@@ -26,7 +26,7 @@ Values = dict[str, Any]
 
 
 def array(values: Iterable[Any]) -> Array:
-    """Return a series in which "nan" and "inf" may stand for numbers."""
+    """Return a series in which "nan" and "inf" are non-finite numbers."""
     return np.array([float(value) for value in values], dtype=np.float64)
 
 

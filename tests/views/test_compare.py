@@ -107,7 +107,7 @@ def compared(*places: str) -> Comparison:
 
 
 def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
-    """For 1, 2, 3, 4, 100 it is the mean of 2, 3 and 4. Two values have no interval."""
+    """For 1, 2, 3, 4, 100 it is the mean of 2, 3 and 4. Two values are too few for an interval."""
     assert iqm(np.array([100.0, 1, 4, 2, 3])) == 3
     low, high = iqm_interval(np.array([100.0, 1, 4, 2, 3])) or (0, 0)
     assert 1 <= low < 3 < high <= 100

@@ -149,7 +149,7 @@ def test_the_overview_shows_value_range_mark_incident_and_advice(run: WrittenRun
 
     text = text_of(overview([open_view(run.run_dir)], WatchState(), 100))
 
-    assert "policy/kl_spike  since update 4, still on" in text
+    assert "policy/kl_spike  since update 4, still active" in text
     assert "Since update 4, the policy has moved 0.4 nats." in text and "Try: Lower the learning rate." in text
     (kl,) = [line for line in text.splitlines() if line.startswith("KL divergence of the update")]
     assert kl.split()[5:] == ["0.4", "nats", "‼", "▁▁▁█", "0.002", "to", "0.02"]

@@ -35,7 +35,9 @@ def command(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> 
 def charts_of(page: str) -> dict[str, Any]:
     """Return the numbers of a page; raise for anything that is not strict JSON."""
     (text,) = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', page)
-    charts: dict[str, Any] = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no number of JSON"))
+    charts: dict[str, Any] = json.loads(
+        text, parse_constant=lambda name: pytest.fail(f"{name} is not a number in JSON")
+    )
     return charts
 
 

@@ -26,7 +26,8 @@ def degenerate_advantages(view: View) -> Iterator[Finding]:
         yield finding.says("all advantages are equal up to rounding, so normalisation only amplifies rounding errors")
         return
     yield finding.says(
-        "the learning signal comes from {:%} of the steps (usually 40 % or more); the largest advantage is {} standard deviations",
+        "the learning signal comes from {:%} of the steps (usually 40 % or more), so a few steps decide the update; the largest "
+        "advantage is {} standard deviations",
         *(share or 0.0, outlier),
     )
 
@@ -160,7 +161,7 @@ class ConstantRewardJudge:
         useless = always and self._equal_lengths() and value > 0 and long
         penalty = always and value < 0 < threshold and self.terminated >= MIN_EQUAL_EPISODES and long
         held, wrong = max(1, self.updates), hard(gone or never or useless or penalty)
-        finding, words = Finding(wrong, "reward/std", spread, 0.0, held=held), ""
+        finding, words = Finding(wrong, "reward/std", spread, 0.0, held=held), ", from which the policy cannot learn"
         if useless:
             words = f", and all {number(self.episodes)} episodes have had the same length, so every policy has had the same return"
         elif penalty:

@@ -165,8 +165,8 @@ class ActionSum(NamedTuple):
     def __str__(self) -> str:
         phrase = PHRASES[self.test][self.total < 0]
         return (
-            f"{phrase}: their excess, summed over the sampled updates, is {number(abs(self.total))}, "
-            f"and chance explains at most {number(self.bound)}"
+            f"{phrase} (excess, summed over the sampled updates: {number(abs(self.total))}; chance explains at most "
+            f"{number(self.bound)})"
         )
 
 
@@ -184,7 +184,7 @@ class CalibrationJudge:
         worst = self.add(view.values, factor=view.limits[FACTOR])
         if worst is not None:
             finding = Finding(1.0 if worst.exceeds else 0.0, EXCESS + worst.test, abs(worst.total), worst.bound)
-            yield finding.says("the actions have been {}", worst.__str__)
+            yield finding.says("the actions are not samples of the policy: they have been {}", worst.__str__)
 
     def add(self, values: Mapping[str, float], *, factor: float = FACTOR.default) -> ActionSum | None:
         """Add the values of a record; return the largest sum relative to its bound, if any."""

@@ -285,8 +285,8 @@ def wrong_direction(view: View, value: float, past: Directions) -> Iterator[Find
     wrong = clearly or (lasting and total > max(3 * limits[WRONG_LEAST], CHANCE_FACTOR * chance))
     finding = Finding(hard(wrong), key, value, limits[WRONG_DIRECTION], z=view.z(key))
     yield finding.with_advice((lambda: SMALLER_STEPS) if view.recent_large_step else None).says(
-        "updates have made good actions less likely and bad ones more likely: each lowers its own objective by {}{}",
-        *(-value, partial(view.usual, key)),
+        "updates have made good actions less likely and bad ones more likely: each changes its own objective by {}{}",
+        *(value, partial(view.usual, key)),
     )
 
 

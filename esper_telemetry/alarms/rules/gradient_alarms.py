@@ -132,9 +132,9 @@ def actor_starved(view: View) -> Iterator[Finding]:
     def text() -> str:
         ends = view.baselines.usual(RATIO)
         usual = f" (usually {number(power(ends[0]))}-{number(power(ends[1]))}x)" if ends else ""
-        rest = f"; after clipping it has a norm of {number(effective or 0.0)}{view.usual(EFFECTIVE)}"
-        rest = "" if effective is None else rest
-        return f"the critic's gradient has been {times(power(ratio))} the actor's{usual}{left}{rest}"
+        rest = ", a norm of" if left else "; the actor's has a norm of"
+        rest = "" if effective is None else f"{rest} {number(effective)}{view.usual(EFFECTIVE)}"
+        return f"the critic's gradient has been {times(power(ratio))} the actor's{usual}{left}{rest}, so the actor hardly learns"
 
     wrong = (dominated and share > limits[STARVED_SHARE]) or starved
     own = effective / coef if effective is not None and coef else None
@@ -162,7 +162,10 @@ def interference(view: View, cosine: float, cosines: Recent) -> Iterator[Finding
     mean = cosines.mean(cosine)
     if mean is not None:
         severity, bound = view.limits.severity(INTERFERENCE, -mean), -view.limits.middle(INTERFERENCE)
-        words = "the gradients of actor and critic in the shared network point in opposite directions: their cosine averages {}"
+        words = (
+            "the gradients of actor and critic in the shared network have pointed in opposite directions, so each undoes the other's "
+            "changes: their cosine averages {}"
+        )
         yield Finding(severity, "grad/interference/cos", mean, bound).says(words, mean)
 
 
@@ -178,7 +181,8 @@ def clip_saturated(view: View, value: float) -> Iterator[Finding]:
     if shift is not None:
         wrong = value < bound and shift < -view.limits[CLIP_FALL]
         finding = Finding(hard(wrong), key, value, bound, z=view.z(key))
-        yield finding.says("clipping has left only {:%} of the gradient{}", value, partial(view.usual, key))
+        words = "clipping has left only {:%} of the gradient{}, so it determines the step size more than the learning rate does"
+        yield finding.says(words, value, partial(view.usual, key, percent))
 
 
 gradient_alarm = partial(alarm, pieces=("layers", "transitions", "pairs"), histograms=("grad/decades",))
@@ -192,8 +196,8 @@ RULES = (
     .changes(learning_rate=1 / 3, max_grad_norm=1 / 2)
     .says(
         "Gradients are far larger than usual in this run.",
-        "Clip by the global norm (max_grad_norm 0.5), lower the learning rate, look for outliers in returns; the table of "
-        "layers shows where the gradient is large.",
+        "Clip by the global norm (max_grad_norm 0.5), lower the learning rate, look for outliers in returns; the layers in the "
+        "alarm's evidence show where the gradient is large.",
         "Clipping absorbs the spike of one minibatch, so two updates in a row count; without clipping, one. Bounds relative to the clip "
         "limit are not used: with unscaled returns the critic's gradient is a thousand times the limit from the first update on.",
     )
@@ -251,7 +255,8 @@ RULES = (
     .follows("grad/clip/coef")
     .says(
         "Clipping leaves only a small part of the gradients, so it determines the step size more than the learning rate does.",
-        "Find what is large (grad/interference/critic_share); normalise returns or lower value_coef before raising the limit.",
+        "If the critic causes it (grad/interference/critic_share close to 1), normalise returns or lower value_coef; otherwise raise "
+        "max_grad_norm.",
         "Healthy runs with unscaled returns always clip to 2 %, so the share must have fallen tenfold.",
     )
     .shows("grad/*/norm_preclip", "grad/interference/*", "grad/clip/*")

@@ -92,7 +92,9 @@ def swinging_rate(view: View, rates: list[float]) -> Iterator[Finding]:
     factor = view.limits[RATE_SWING]
     swings = rate_swings(rates, factor)
     words = f"the learning rate has oscillated: {swings} times by a factor of {{}} or more within {len(rates)} updates"
-    yield Finding(hard(swings >= MIN_SWINGS), "opt/lr", rate, instance="rate", claim=True).says(words, factor)
+    advice = "Correct the schedule of the learning rate: it should change in small steps, or follow the KL divergence."
+    finding = Finding(hard(swings >= MIN_SWINGS), "opt/lr", rate, instance="rate", claim=True)
+    yield finding.with_advice(lambda: advice).says(words, factor)
 
 
 def rate_swings(rates: Sequence[float], factor: float) -> int:
@@ -144,7 +146,7 @@ class DriftJudge:
             new = abs(view.z(key) or 0.0) > limits.low(Z)
             wrong = new and abs(off) > limits[DRIFT_SIGMAS] * sigma and abs(off) > limits[DRIFT_MIN] / 2.302585
             wrong = wrong and (off > 0 or self.unexplained_fall(view, -off))
-            words = "the gradient's norm has been {}, far from its average of {}"
+            words = "the gradient's norm has been {}, far from its average of {}, so the scale of the loss or of the weights has changed"
             yield Finding(hard(wrong), key, value, adaptive=True).says(words, value, power(self.mean))
             if wrong and self.rejected < MAX_REJECTED:
                 self.rejected += 1
@@ -241,7 +243,7 @@ RULES = (
     .follows("grad/concentration/entropy")
     .says(
         "The gradient is concentrated in a few parameters.",
-        "Look at the largest layer in the table; check the scale of inputs and the initialisation of the heads.",
+        "Look at the largest layer in the alarm's evidence; check the scale of inputs and the initialisation of the heads.",
         "An entropy of 0.1 over layers is usual if one head dominates, so half of the usual entropy must be lost.",
     )
     .shows("grad/concentration/*", "grad/layer/*/norm")

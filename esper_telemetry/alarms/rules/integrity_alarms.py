@@ -33,7 +33,7 @@ def nonfinite(view: View) -> Iterator[Finding]:
     if not counts and NONFINITE_KEY not in view.values:
         return
     total = counts.get(NONFINITE_KEY) or max(counts.values(), default=0.0)
-    places = [key.removesuffix(NONFINITE) for key in counts if key != NONFINITE_KEY]
+    places = [key.removesuffix(NONFINITE).removesuffix("/nonfinite") for key in counts if key != NONFINITE_KEY]
     places.sort(key=lambda key: TRAINING_FAMILIES.index(key.partition("/")[0]))
     where = f", for example in {', '.join(places[:3])}" if places else ""
     yield Finding(float(bool(counts)), NONFINITE_KEY, total, 0.0).with_text(
@@ -149,7 +149,7 @@ def advantage_norm(view: View, value: float, distances: Recent) -> Iterator[Find
     finding, words = Finding(hard(value > bound or lasting), "integrity/adv_norm", value, bound), ""
     if mean is not None and std is not None:
         words = f": their mean is {number(mean)}, their standard deviation {number(std)}"
-    yield finding.says("the advantages in use have not been normalised{}", words)
+    yield finding.says("the advantages in use have not been normalised, although the settings require it{}", words)
 
 
 GAE_IDENTITY = above("gae_identity", 1e-4, "relative error of advantages + values = returns")
@@ -180,7 +180,8 @@ RULES = (
     exact_check(NONFINITE_KEY, NONFINITE_KEY, rank=10, partial=True, debug_updates=10)
     .says(
         "NaN or infinity has appeared in the data, the losses, the gradients or the weights.",
-        "Look at the first non-finite tensor, if the record names one; lower the learning rate, clip gradients, check the rewards "
+        "Look at the first non-finite tensor, if the alarm's evidence names one; lower the learning rate, clip "
+        "gradients, check the rewards "
         "and observations of the environment, set a lower bound for log standard deviations.",
         "always an error; ray#28283, coach#87",
     )
@@ -223,11 +224,13 @@ RULES = (
     .reads("integrity/mask_violation")
     .says(
         "Actions were taken that their mask forbids.",
-        "Apply the current step's mask before sampling; check the order of auto-reset and mask.",
+        "Apply the current step's mask before sampling; after an automatic reset, use the mask of the new episode.",
         "identity",
     )
     .shows("policy/head/*/decision_frac")
-    .judged(AboveBound("integrity/mask_violation", 0.0, "{number} actions have been taken that their mask forbids")),
+    .judged(
+        AboveBound("integrity/mask_violation", 0.0, "{number} actions have been taken although their mask forbids them")
+    ),
     exact_check("integrity/rows_repeated", rank=70, claim=True, optional=True, debug_updates=5)
     .reads("integrity/rows_repeated")
     .says(
@@ -255,7 +258,7 @@ RULES = (
         AboveBound(
             "buffer/age_updates",
             BUFFER_AGE,
-            "training data has been {number} updates old, although PPO needs on-policy data",
+            "updates have learned from data of an older policy, although PPO needs on-policy data: its age in updates is {number}",
         ),
         BUFFER_AGE,
     ),

@@ -52,7 +52,10 @@ def signs(view: View) -> Iterator[Finding]:
     key = "lm/groups/sign_agreement"
     value = view.get(key)
     if value is not None:
-        words = "advantages have had the sign of the reward in only {:%} of the completions, so the model learns from flipped rewards"
+        words = (
+            "only {:%} of the advantages have had the sign of the reward minus the mean reward of the same prompt, so "
+            "the model learns to do worse"
+        )
         yield Finding(hard(value < SIGNS_TURNED), key, value, SIGNS_TURNED).says(words, value)
     elif "lm/groups/mixed" in view.values:
         yield Finding(0.0, key)
@@ -66,7 +69,8 @@ def grouping(view: View) -> Iterator[Finding]:
         yield Finding(1.0, "lm/groups/mixed", mixed, bound).says(words, mixed)
     elif agreement is not None:
         wrong, bound = SIGNS_TURNED <= agreement < view.limits[SIGNS], view.limits[SIGNS]
-        words = "only {:%} of the advantages have had the sign of the reward minus the mean reward of the same prompt"
+        words = "only {:%} of the advantages have had the sign of the reward minus the mean reward of the same prompt, so completions of "
+        words += "different prompts are compared"
         yield Finding(hard(wrong), "lm/groups/sign_agreement", agreement, bound).says(words, agreement)
 
 
@@ -173,7 +177,7 @@ class FadingMean:
 def length_reward(view: View, value: float, correlation: FadingMean) -> Iterator[Finding]:
     """Correlation of reward and length within groups, as a fading mean."""
     mean, bound = correlation.add(value, 1 / view.limits[UPDATES]), view.limits[LENGTH]
-    words = "{} completions of a prompt have had the higher rewards (correlation {}), so the model may learn length instead of quality"
+    words = "{} completions of a prompt have had higher rewards (correlation {}), so the model may learn length instead of quality"
     yield Finding(hard(abs(mean) > bound), "lm/reward/length_correlation", value, bound).says(
         words, "longer" if mean > 0 else "shorter", mean
     )

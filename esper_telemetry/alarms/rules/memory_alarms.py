@@ -85,7 +85,7 @@ class ForgetClosedJudge:
             return
         severity = max(self.gates, self.written)
         if self.gates >= self.written and self.shut is not None:
-            words = "{:%} of the forget gates are closed: memory lasts {} steps"
+            words = "{:%} of the forget gates are closed, so the memory fades at once: its median timescale, in steps, is {}"
             bound = limits.middle(FORGET_CLOSED)
             yield Finding(severity, CLOSED, self.shut, bound).says(words, self.shut, timescale or 1.0)
             return
@@ -212,7 +212,8 @@ def cell_drift(view: View, value: float, growing: Before) -> Iterator[Finding]:
     key = max(severities, key=lambda name: severities[name])
     finding = Finding(severities[key], key, view.values[key], adaptive=key == CELL, z=z if key == CELL else None)
     usual, most = partial(view.usual, CELL), largest or value
-    yield finding.says("the LSTM's cell state has grown to {}{}, with a largest value of {}", value, usual, most)
+    words = "the LSTM's cell state has grown to {}{}, with a largest value of {}, so its output saturates"
+    yield finding.says(words, value, usual, most)
 
 
 STALE = Ramp("stale", 1.0, 3.0, "relative distance of stored and recomputed states after the update")
@@ -222,7 +223,7 @@ STALE_FIRST = above("stale_first", 1e-3, "the same before the first optimizer st
 def stale_state(view: View) -> Iterator[Finding]:
     """Stored states that differ from the states that the weights compute."""
     first, last = view.get("lstm/staleness_first"), view.get("lstm/staleness")
-    words = "stored LSTM states differ by {:%} from the states that the weights compute "
+    words = "training has used other LSTM states than acting: stored states differ by {:%} from the states that the weights compute "
     if first is not None and first > view.limits[STALE_FIRST]:
         finding = Finding(1.0, "lstm/staleness_first", first, view.limits[STALE_FIRST])
         yield finding.says(words + "before the first optimizer step", first)
@@ -253,7 +254,10 @@ GATE_CLOSED = Ramp("gate_closed", 0.85, 0.95, "share of input or output gates be
 
 def gate_closed(view: View) -> Iterator[Finding]:
     """Closed input gates, which write nothing, and closed output gates, which read nothing."""
-    for gate, effect in (("input", "nothing is written to the memory"), ("output", "the policy reads nothing from it")):
+    for gate, effect in (
+        ("input", "nothing is written to the memory"),
+        ("output", "the policy reads nothing from its memory"),
+    ):
         key = f"lstm/gate/{gate[0]}/sat_lo"
         share = view.get(key)
         if share is not None:

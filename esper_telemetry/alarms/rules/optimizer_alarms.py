@@ -198,7 +198,8 @@ def norm_growth(view: View, value: float, norms: Recent) -> Iterator[Finding]:
         low, high = view.limits.ends(NORM_GROWTH)
         severity = view.limits.severity(NORM_GROWTH, value / usual)
         finding = Finding(severity, NORM, value, usual * (low + high) / 2, adaptive=True)
-        yield finding.says("the features have grown to {:x} their usual norm, to {}", value / usual, value)
+        words = "the features have grown to {:x} their usual norm, to {}, which often precedes a collapse of their rank"
+        yield finding.says(words, value / usual, value)
 
 
 feature_alarm = partial(alarm, debug_updates=5, pieces=("layers",), sampled=True)
@@ -244,7 +245,11 @@ RULES = (
         "the first steps of a new Adam are large even if the gradient is small",
     )
     .shows("opt/state_reset", "opt/stable_rms", pieces=("layers",))
-    .judged(AboveBound("opt/state_reset", 0.0, "the optimizer was recreated and has lost its moments")),
+    .judged(
+        AboveBound(
+            "opt/state_reset", 0.0, "the optimizer has been recreated without its moments, so its first steps are large"
+        )
+    ),
     feature_alarm("repr/dormant", DORMANT, "repr/dead_frac", "repr/dormant_frac/{layer}", rank=200)
     .says(
         "Many units no longer respond to any input.",

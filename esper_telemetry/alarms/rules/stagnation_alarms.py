@@ -72,7 +72,7 @@ def slow_growth(view: View, courses: SlowCourses) -> Iterator[Finding]:
         course = courses.norms.setdefault(group, SlowCourse())
         course.add(log10(norm), view.patience)
         grown = hard(course.rise() - excused > view.limits[SLOW_GROWTH])
-        words = f"the gradient of {group} has grown steadily to a norm of {{}}, {{:x}} its lowest level, and is still growing"
+        words = f"the gradient of the group {group} has grown steadily to a norm of {{}}, {{:x}} its lowest level, and is still growing"
         yield Finding(max(WARNING, severity) * grown, key, severity, instance=group).says(
             words, norm, 10 ** min(course.rise(), 300.0)
         )
@@ -212,8 +212,8 @@ def limit_bias(view: View, ends: float, bias: float, mean: float, std: float) ->
     beyond = abs(ends - bias) / size if size > 0 else 0.0
     wrong = beyond > bound and abs(bias) < SMALL_BIAS * size
     words = (
-        "the critic's error has been {} at time limits and {} on average (the size of returns is {}): returns do not continue after a time "
-        "limit, or continue from the wrong state"
+        "the critic's error has been {} at time limits and {} on average (the size of returns is {}): returns leave out what follows a "
+        "time limit, or bootstrap from the wrong state"
     )
     yield Finding(hard(wrong), "value/bias_truncated", ends, bias + bound * size).says(words, ends, bias, size)
 
@@ -246,7 +246,9 @@ def std_collapse(view: View, first_values: dict[str, float]) -> Iterator[Finding
         ends = view.limits.ends(STD_LOST_ANYWAY if view.course.risen is not False else STD_LOST)
         low, high = (max(end, SMALLEST_DIVISOR) for end in ends)
         severity = decade_ramp(first / max(value, 1e-300), 1 / low, 1 / high)
-        words = f"the standard deviation of {head} has shrunk from {{}} to {{}}: the policy no longer explores"
+        words = (
+            f"the standard deviation of the head {head} has shrunk from {{}} to {{}}, so the policy no longer explores"
+        )
         yield Finding(severity, key, value, first * (low * high) ** 0.5, instance=head).says(words, first, value)
 
 

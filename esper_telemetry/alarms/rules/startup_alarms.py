@@ -29,7 +29,7 @@ def copies(view: View, share: float, steps: Total) -> Iterator[Finding]:
         return
     taken = steps.add(view.rollout_steps / (view.facts.num_envs or 1), share == 1)
     yield Finding(hard(taken >= view.limits[MIN_STEPS]), COPIES, share, 1.0).says(
-        "each of the {} environments has returned the same observations as another one in each of {} steps: the duplicates add no data",
+        "each of the {} environments has returned the same observations as another environment, in {} steps: the duplicates add no data",
         *(view.facts.num_envs or 0, taken),
     )
 
@@ -50,7 +50,10 @@ def unscaled_observations(view: View, size: float) -> Iterator[Finding]:
     if view.facts.normalize_observations:
         return
     key, value, bound = RMS, size, limits[FEATURE_SIZE]
-    words = f"the largest entry of the observations has a root mean square of {number(size)} (usually about 1)"
+    words = (
+        f"the largest entry of the observations has a root mean square of {number(size)} (usually about 1), so it "
+        f"dominates the network's input"
+    )
     if size <= bound and offset is not None and offset > limits[FEATURE_OFFSET]:
         key, value, bound = OFFSET, offset, limits[FEATURE_OFFSET]
         words = f"an entry of the observations is {number(offset)} of its standard deviations from 0, so its variation is hard to see"
@@ -206,7 +209,7 @@ def advantages_as_signs(view: View, rows: float) -> Iterator[Finding]:
     bound = view.limits[SIGN_ROWS]
     if not view.facts.normalize_advantages or view.facts.normalize_minibatches is False:
         return
-    words = "minibatches have {} rows (published settings: 8 to 25,000): advantages normalised over so few rows keep little but their sign"
+    words = "minibatches have {} rows (published settings: 8 to 25,000): normalised over so few rows, advantages keep little but their sign"
     yield Finding(hard(1 < rows < bound), "adv/minibatch_rows", rows, bound).says(words, rows)
 
 

@@ -42,7 +42,7 @@ def no_episodes(view: View, ends: float, gaps: Gaps) -> Iterator[Finding]:
     expected = by_limit or gaps.longest
     bound = max(view.limits[EPISODES_UPDATES], view.limits[EPISODES_FACTOR] * expected)
     wrong = (gaps.ended or by_limit is not None) and gaps.gap > bound
-    words = f"not a single episode has ended for {gaps.gap} updates (usually at most {{}} between two ends)"
+    words = f"no episode has ended for {gaps.gap} updates, so the return is unknown (usually at most {{}} updates pass between two ends)"
     yield Finding(hard(wrong), COUNT, ends, 0.0).says(words, max(expected, 1))
 
 

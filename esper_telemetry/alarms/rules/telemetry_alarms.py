@@ -47,7 +47,7 @@ def missing_metric(view: View, past: Presence) -> Iterator[Finding]:
         elif present >= MIN_UPDATES:
             past.counts[key] = present, absent + 1
             wrong = absent + 1 >= MISSING_UPDATES * (past.every if key in SAMPLED else 1)
-            words = f"{key} has had no value for {absent + 1} updates"
+            words = f"{key} has been missing for {absent + 1} updates, although it was measured before"
             yield Finding(hard(wrong), UNDEFINED, view.get(UNDEFINED), instance=key).says(words)
 
 
@@ -126,7 +126,7 @@ def delivery(view: View, failures: Failures) -> Iterator[Finding]:
     lost = (dropped or 0.0) > (view.previous.get("telemetry/dropped") or 0.0)
     wrong = failures.add(view, errors or 0.0) >= OUTAGE_FAILURES or lost
     shown = ("telemetry/dropped", dropped) if lost else ("telemetry/errors", errors)
-    words = "backends have failed {} times, and {} records were not delivered; the journal has all of them"
+    words = "backends have failed {} times and lack records, of which {} were dropped; the journal has all records"
     yield Finding(hard(wrong), *shown).says(words, errors or 0.0, dropped or 0.0)
 
 
@@ -138,7 +138,7 @@ RULES = (
     .reads("perf/telemetry_frac", "telemetry/sample_every")
     .says(
         "Telemetry takes more of the training time than it should.",
-        "Lower the telemetry level, leave a second core free, or log fewer values yourself.",
+        'Choose a lower level, such as `Telemetry(level="minimal")`, leave a second core free for telemetry, or log fewer values.',
         "averaged over 20 updates, some of them sampled; at least a minute of the run so far, or two thirds of its time",
     )
     .shows("perf/*", "telemetry/sample_every")
@@ -147,7 +147,7 @@ RULES = (
     .needs(required=())
     .says(
         "A metric that was recorded before has been missing for several updates.",
-        "The metric's description says when it is absent; check the code that reports it.",
+        "`esper-telemetry metrics KEY` says when a metric is absent; check the code that reports it.",
         "only for keys that are always defined: other metrics are absent when they have no meaning",
     )
     .shows("telemetry/undefined")

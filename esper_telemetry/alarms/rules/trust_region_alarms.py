@@ -65,7 +65,7 @@ def narrow_std(view: View, effect: str = "the KL divergence grows with its inver
     """
     for head, _, std in view.labelled("policy/head/", "/std/mean"):
         if max(std, view.values.get(f"policy/head/{head}/std_of_range", 0.0)) < INITIAL_STD.lowest:
-            return f": the standard deviation of {head} is {number(std)}, and {effect}"
+            return f": the standard deviation of the head {head} is {number(std)}, and {effect}"
     return ""
 
 
@@ -302,7 +302,7 @@ def clip_saturation(view: View, value: float, shares: list[tuple[float, int]]) -
         .says(
             "{:%} of the samples have left the trust region{}, where clipping stops them from training the policy{}",
             mean,
-            partial(view.usual, key),
+            partial(view.usual, key, percent),
             narrow,
         )
     )
@@ -333,7 +333,9 @@ RULES = (
     .changes(learning_rate=1 / 3, num_epochs=1 / 2)
     .says(
         "The probabilities of a few samples have changed so much that they dominate the update.",
-        "Look at the head with the largest blame; lower the learning rate, set target_kl, keep action probabilities away from 0.",
+        "Lower the learning rate, set target_kl, keep action probabilities away from 0; with several heads, "
+        "policy/head/*/blame shows which one "
+        "changed most.",
         "Kong's effective sample size; Moalla 2024, coach#87. In healthy runs a single sample of a rare action can cost a minibatch 90 % "
         "of it, which clipping absorbs; the 99th percentile of the ratios is then 1.2 to 2.7.",
     )

@@ -405,7 +405,7 @@ RULES = (
     .needs("value/bias_over_std", "value/bias", "ret/mean", "ret/std")
     .says(
         "The critic over- or underestimates returns by a large amount, which explained variance does not show.",
-        "Check how time limits are bootstrapped and which last value is used; train the critic for more epochs.",
+        "Check how returns are bootstrapped at time limits and at the end of the rollout; train the critic for more epochs.",
         "A critic lags behind rising returns. So its error must be large for ten updates, after it was small: a critic that learns slowly "
         "is wrong from the start. Ends of episodes that contradict the time limit raise the alarm at once.",
     )

@@ -1,4 +1,4 @@
-"""Alarms of morphogenesis: broken hosts, exploding, vanishing, dormant and stalled seeds, and a reward that rises while hosts get worse.
+"""Alarms of morphogenesis: broken hosts, exploding, vanishing, dormant and stalled seeds, and reward hacking.
 
 The entry point `morphogenesis` of the group `esper_telemetry.alarms` registers them, as for any plugin.
 """
@@ -36,7 +36,7 @@ SEED_EXPLODING = above(
 SEED_EXPLODING_FRAC = above(
     "seed_exploding_frac",
     0.05,
-    "share of the seeds that learn whose gradients are beyond ten clip limits",
+    "share of the learning seeds whose gradients are above ten times their clip limit",
     lowest=SMALLEST_DIVISOR,
 )
 SEED_ALONE = below(
@@ -48,9 +48,9 @@ SEED_VANISHING = above(
     "seed_vanishing", 0.5, "severity of the vanishing of seeds' gradients, on average", lowest=SMALLEST_DIVISOR
 )
 SEED_DORMANT = above(
-    "seed_dormant", 0.6, "share of the seeds that learn which the loss hardly reaches", lowest=SMALLEST_DIVISOR
+    "seed_dormant", 0.6, "share of the learning seeds that the loss hardly reaches", lowest=SMALLEST_DIVISOR
 )
-SEED_SCORE_DROP = above("seed_score_drop", 0.05, "accuracy by which hosts are worth less in the end than they were")
+SEED_SCORE_DROP = above("seed_score_drop", 0.05, "fall of the hosts' final accuracy from its best")
 
 
 def roll_back(view: View) -> Iterator[Finding]:
@@ -65,7 +65,7 @@ def roll_back(view: View) -> Iterator[Finding]:
             count,
             0.0,
             text=lambda: (
-                f"the watchdog restores older weights of broken hosts, {number(count)} times in this update ({reasons(view)}), in "
+                f"the watchdog has restored older weights of broken hosts {number(count)} times in the last update ({reasons(view)}), in "
                 f"{named_hosts(hosts)}"
             ),
         )
@@ -104,8 +104,8 @@ def explode(view: View) -> Iterator[Finding]:
         value,
         limit,
         text=lambda: (
-            f"the gradient of a seed has exploded{place(view)}: severity {number(largest)}; {percent(share)} of seeds and steps exceed ten "
-            "clip limits"
+            f"the gradient of a seed has exploded{place(view)}: its severity is {number(largest)} of 1, and {percent(share)} of the seeds' "
+            "gradients are above ten times their clip limit"
         ),
     )
 
@@ -123,7 +123,7 @@ def place(view: View) -> str:
 
 
 def vanish(view: View) -> Iterator[Finding]:
-    """Seeds with almost no gradient."""
+    """Seeds whose gradients are almost zero."""
     value, limit = view.get(VANISHING), view.limits[SEED_VANISHING]
     if value is not None:
         yield Finding(
@@ -131,12 +131,14 @@ def vanish(view: View) -> Iterator[Finding]:
             VANISHING,
             value,
             limit,
-            text=lambda: f"the gradients of seeds have vanished: severity {number(value)} on average",
+            text=lambda: (
+                f"the gradients of seeds have vanished, so they do not learn: the severity averages {number(value)} of 1"
+            ),
         )
 
 
 def dormant(view: View) -> Iterator[Finding]:
-    """Almost no gradient of the loss reaches the seeds; seeds of fast hosts do not count."""
+    """The loss's gradient hardly reaches the seeds; seeds of fast hosts are left out."""
     parts = [view.get(key) for key in (DORMANT, DISCONNECTED)]
     share, limit = sum(part or 0.0 for part in parts), view.limits[SEED_DORMANT]
     if parts[0] is not None:
@@ -145,12 +147,14 @@ def dormant(view: View) -> Iterator[Finding]:
             DORMANT,
             share,
             limit,
-            text=lambda: f"the loss hardly reaches {percent(share)} of the seeds that learn",
+            text=lambda: (
+                f"the loss has hardly reached {percent(share)} of the seeds that should learn, so they do not improve"
+            ),
         )
 
 
 def stalled(view: View) -> Iterator[Finding]:
-    """Seeds germinate while none begins to blend."""
+    """Seeds germinate, and none begins to blend."""
     germinated = view.get(GERMINATED)
     if germinated is not None:
         yield Finding(
@@ -158,7 +162,7 @@ def stalled(view: View) -> Iterator[Finding]:
             GERMINATED,
             germinated,
             text=lambda: (
-                f"{number(germinated)} seeds an update are germinated and none of them passes the gate to blending"
+                f"{number(germinated)} seeds have germinated per update, and none has passed the gate to blending, so hosts do not change"
             ),
         )
 
@@ -202,22 +206,21 @@ class RewardHackingJudge:
             self.best - limit,
             adaptive=True,
             text=lambda: (
-                f"hosts are worth {number(score)} in the end, {number(lost)} below their best, and the return has not fallen"
+                f"the final score of hosts has been {number(score)}, {number(lost)} below its best, although the return has not fallen: "
+                "the reward pays for something else"
             ),
         )
 
 
-SEVERITY_SOURCE = (
-    "half if the threshold is met; severities are made where gradients are known, see docs/morphogenesis.md"
-)
+SEVERITY_SOURCE = "a severity of half at the threshold; docs/morphogenesis.md defines the severities of gradients"
 
 RULES = (
     AlarmRule(
         type=ROLLBACK_ALARM,
         inputs=(ROLLBACKS, "env/rollback/{reason}", "host/each/{env}/rollbacks"),
-        meaning="Hosts have lost their weights: the loss is not finite, at chance level, or far above its history. They continue from "
-        "older weights, without the seeds that had not fossilised.",
-        action="Lower the learning rate of the hosts' task; if seed/exploding is high, of seeds; look for NaN in data and weights.",
+        meaning="Hosts have lost their weights: their loss is not finite, at chance level, or far above its history. They continue with "
+        "older weights, and lose the seeds that had not fossilised.",
+        action="Lower the learning rate of the hosts, and of the seeds if seed/exploding is high; look for NaN in data and weights.",
         judge=roll_back,
         source="No host of a healthy run is rolled back.",
         rank=480,
@@ -228,9 +231,9 @@ RULES = (
     AlarmRule(
         type="seed/explode",
         inputs=(SUSTAINED, EXPLODING_FRAC, EXPLODING, "seed/grad/norm"),
-        meaning="The gradient of a seed is many times its clip limit in three epochs in a row, or many seeds exceed ten times theirs.",
-        action="Lower the learning rate of seeds, or blend them more slowly; the watchdog restores weights that are lost "
-        "(env/rollbacks).",
+        meaning="The gradient of a seed is many times its clip limit in three epochs in a row, or many seeds exceed ten times the limit.",
+        action="Lower the learning rate of the seeds, or blend them more slowly; env/rollbacks counts how often lost weights were "
+        "restored.",
         judge=explode,
         bounds=(SEED_EXPLODING, SEED_EXPLODING_FRAC, SEED_ALONE),
         source="In runs that learn, a seed may exceed thirty clip limits in a minibatch, and none exceeds ten in three epochs in a row. "
@@ -244,7 +247,8 @@ RULES = (
         type="seed/vanish",
         inputs=(VANISHING, "seed/grad/norm"),
         meaning="The gradients of seeds are almost zero, or zero in one of their layers.",
-        action="See why in seed/cause: nothing reaches them, or they lose it; a host that has learned everything leaves nothing either.",
+        action="Look at seed/cause: either gradients do not reach the seeds, or the seeds lose them. Gradients also vanish once hosts "
+        "have learned everything.",
         judge=vanish,
         bounds=(SEED_VANISHING,),
         source=SEVERITY_SOURCE,
@@ -256,8 +260,8 @@ RULES = (
     AlarmRule(
         type="seed/dormant",
         inputs=("seed/cause/{cause}", "seed/intensity_ratio", "seed/alpha"),
-        meaning="Seeds learn next to nothing because the loss hardly reaches them; this is not a host that is merely faster.",
-        action="Raise the weight with which they count (seed/alpha), or prune them: a seed without effect costs its parameters.",
+        meaning="Seeds hardly learn because the loss does not reach them; a host that merely learns faster does not raise this.",
+        action="Raise the weight of the seeds (seed/alpha), or prune them: a seed without an effect only costs parameters.",
         judge=dormant,
         bounds=(SEED_DORMANT,),
         source="Most of the seeds, three times in a row: some are always about to begin.",
@@ -270,8 +274,8 @@ RULES = (
     AlarmRule(
         type="seed/stalled",
         inputs=(GERMINATED, "seed/gate/{gate}/pass_frac", "seed/gate/{gate}/asked", "seed/stage/{stage}"),
-        meaning="Seeds are germinated, but all of them fail before they have an effect.",
-        action="See which gate refuses them; train them for longer before they are advanced, or use permissive gates.",
+        meaning="Seeds germinate, but all of them fail before they affect their hosts.",
+        action="Look at seed/gate for the gate that rejects them; train seeds longer before advancing them, or use permissive gates.",
         judge=stalled,
         source="A controller that acts at random lets some seeds pass in every update.",
         n_on=5,
@@ -282,11 +286,12 @@ RULES = (
     AlarmRule(
         type="seed/reward_hacking",
         inputs=(SCORE, RETURN, "env/reward/{component}"),
-        meaning="The controller earns as much as ever while the hosts that it grows become worse.",
-        action="See which component of the reward pays (env/reward), and weigh it less; pay for the end of the episode (reward sparse).",
+        meaning="The controller's return stays the same while its hosts become worse.",
+        action="Look at env/reward for the component that grows, and lower its weight; or reward only the final score (`sparse`).",
         judge=RewardHackingJudge(),
         bounds=(SEED_SCORE_DROP,),
-        source="Shaped rewards and worth part ways; both are judged by their own levels, since scales differ between tasks.",
+        source="The shaped reward no longer follows the score. Each is compared with its own earlier level, because scales differ "
+        "between tasks.",
         required=(SCORE, RETURN),
         n_on=3,
         debug_updates=2,

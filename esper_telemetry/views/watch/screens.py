@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from esper_telemetry.alarms.verdict.headline import Tone
-from esper_telemetry.core.messages import capitalized
+from esper_telemetry.core.messages import capitalized, end_text
 from esper_telemetry.core.record import AlarmEvent
 from esper_telemetry.sinks.console import ALARM_COLOURS
 from esper_telemetry.views.document import STYLES
@@ -23,7 +23,6 @@ from esper_telemetry.views.panels import TableCell, TableDeclaration, TableView
 from esper_telemetry.views.run_parts import ChartView, IncidentView, duration, number_text
 from esper_telemetry.views.run_view import RunView
 from esper_telemetry.views.series import Judgement
-from esper_telemetry.views.verdict_text import end_text
 from esper_telemetry.views.watch.charts import (
     LEVEL_STYLES,
     RUN_MARKS,

@@ -53,7 +53,7 @@ def who(style: Tensor, kind: Tensor, tokens: int) -> list[Owners]:
 def test_gradients_are_those_of_each_network_alone(tokens: int, linear: bool, inert: bool) -> None:
     """Every style, blueprint and weight, isolated or not, against a plain implementation, to 1e-5.
 
-    Parts that have no effect at a place may be computed for all.
+    Parts without an effect in some places may be computed everywhere.
     """
     network = Network(inputs=5, width=6, classes=3, slots=SLOTS, tokens=tokens, linear=linear)
     g = generator()

@@ -1,4 +1,4 @@
-"""No reinforcement learning at all."""
+"""Supervised training, without reinforcement learning."""
 
 import torch
 
