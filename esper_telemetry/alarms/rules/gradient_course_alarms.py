@@ -112,7 +112,8 @@ def rate_swings(rates: Sequence[float], factor: float) -> int:
 def noise_dominated(view: View, value: float) -> Iterator[Finding]:
     """A gradient without signal."""
     yield Finding(hard(value <= 0), "opt/snr_share", value, 0.0).says(
-        "gradients have been mostly noise: {:%} of their squared norm is signal", value
+        "gradients have been noise, so updates follow chance: the estimated share of signal in their squared norm is {} (0 or less: none)",
+        value,
     )
 
 
