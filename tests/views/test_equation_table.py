@@ -87,7 +87,7 @@ def test_actions_that_differ_over_the_run_alone_differ(monkeypatch: pytest.Monke
     row, healthy = (rows(run(), records(*[one] * 20))["actions"] for one in (update, chance))
 
     assert (row.state, row.since) == ("differs", 3)
-    assert row.result.startswith("differs: the policy's likeliest choice too often: their excess, summed over")
+    assert row.result.startswith("differs: the policy's likeliest choice too often (excess, summed over")
     assert healthy.state == "matches"
 
 
