@@ -117,7 +117,7 @@ def load(name: str) -> Recorded:
 def store(run: Recorded) -> None:
     keys = sorted({key for record in run.records for key in record.values})
     axes = [[r.axes.update, r.axes.env_step, r.axes.gradient_step, int(r.partial)] for r in run.records]
-    values = {key: [_short(record.values.get(key)) for record in run.records] for key in keys}
+    values = {key: [record.values.get(key) for record in run.records] for key in keys}
     content = {"facts": dict(run.facts), "broken": run.broken, "axes": axes, "values": values}
     if run.failure:
         content["failure"] = dict(run.failure)
@@ -140,8 +140,8 @@ def wanted(key: str) -> bool:
     return not key.endswith(ENDINGS) and not any(part in key for part in MIDDLES)
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def excerpt(run_dir: str, kind: str) -> Recorded:

@@ -163,7 +163,7 @@ def test_what_is_not_finite_is_named_where_it_came_from() -> None:
     (alarm,) = alarms(judged(run(30, spoiled)))
 
     assert alarm.text.startswith(
-        "Since update 30, 9 numbers have been NaN or infinite, for example in reward/nonfinite, grad/global"
+        "Since update 30, 9 numbers have been NaN or infinite, for example in reward, grad/global"
     )
 
 
