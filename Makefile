@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install  ## train an LSTM on CartPole-v1 without velocities; telemetry on the console, in TensorBoard, W&B (offline) and MLflow
 	@echo "Training an LSTM on CartPole-v1 without velocities, with telemetry in four places; the end says how to open each"
-	@$(BIN)/esper-telemetry train --env CartPole-v1 --mask-velocity --policy lstm --total-steps 120000 --seed 1 $(DEMO_SINKS)
+	@$(BIN)/esper-telemetry train --env CartPole-v1 --mask-velocity --policy lstm --num-envs 64 --num-steps 64 --total-steps 100000 --seed 1 $(DEMO_SINKS)
 	@$(ACTIVATE)
 
 demo-mlp: install  ## the same with velocities, for which a policy without memory is enough

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from math import inf
 from statistics import fmean
 from typing import Any, Final
 
@@ -165,6 +166,8 @@ SUMMARY_LINES: Final[Mapping[str, tuple[str, str]]] = {
     SHARE: ("telemetry's share of the time", ".1%"),
 }
 """Label and format of the last value of each key in the summary."""
+CONSTANT_RETURNS = 0.01
+"""Standard deviation of the returns, as a share of their mean, below which no variance is left for the critic to explain."""
 
 
 class Summary:
@@ -190,8 +193,11 @@ class Summary:
             table = Table("what telemetry saw last", "", header_style="bold")
             table.add_row("environment steps", f"{axes.env_step:,}")
             table.add_row("updates", f"{axes.update:,}")
+            spread = values.get("ret/std", inf) / (abs(values.get("ret/mean", 0.0)) or inf)
             for key, (label, style) in SUMMARY_LINES.items():
-                if key in values:
+                if key == "value/explained_variance" and spread < CONSTANT_RETURNS:
+                    table.add_row(label, f"undefined: returns vary by {spread:.1%}")
+                elif key in values:
                     table.add_row(label, format(values[key], style))
             console.print(table)
         print_lines(console, end.openings())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from healthy_run import record
 from scripted import ScriptedAlarm, scripted
 
 from esper_telemetry import Telemetry
@@ -62,6 +63,20 @@ def test_a_run_in_which_nothing_went_wrong_has_nothing_to_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "wrong" not in said(tmp_path, {}, capsys)
+
+
+@pytest.mark.parametrize(("spread", "shown"), [(0.02, "undefined: returns vary by 0.5%"), (0.4, "-126%")])
+def test_a_solved_task_with_constant_returns_has_no_explained_variance(
+    spread: float, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = Summary()
+    summary.observe(record(1, {"value/explained_variance": -1.26, "ret/mean": -4.0, "ret/std": spread}))
+
+    with Telemetry() as telemetry:
+        pass
+    summary.show(session_of(telemetry).run_end(RunStatus.FINISHED))
+
+    assert f"returns explained by the critic | {shown} " in capsys.readouterr().out.replace("│", "|")
 
 
 def loop(run_dir: Path | None, sinks: list[Any], error: type[BaseException] | None = None) -> None:
