@@ -6,13 +6,15 @@ STAMP := $(VENV)/.installed
 # One worker more than there are cores, because many tests wait for processes; four at most. Files are distributed in their order: sorted by
 # their number of tests, files with few but long tests would come last.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores < 3 ? cores + 1 : 4)))
+# As in pyproject.toml, whose marks have targets of their own.
+SELECT := not slow and not fault_matrix and not sb3 and not trl
 export WANDB_SILENT ?= true
 # Tests start hundreds of processes: where an image forbids bytecode, each of them would compile the package and its tests again.
 export PYTHONDONTWRITEBYTECODE :=
 ACTIVATE := echo "so that this shell finds these commands: source $(BIN)/activate"
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
-.PHONY: help install demo demo-mlp demo-fault test pytest test-adapters test-slow test-faults lint bench docs clean
+.PHONY: help install demo demo-mlp demo-fault test test-all pytest test-adapters test-slow test-faults lint bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,12 +42,15 @@ demo-fault: install  ## the demo, with a learning rate 100 times too large in it
 	@$(BIN)/python -m esper_telemetry.lab.faults demo --fault lr_x100 $(DEMO_SINKS)
 	@$(ACTIVATE)
 
-test: install  ## lint, check types and run the tests in parallel (8 to 10 minutes on 2 cores)
+test: install  ## lint, check types and run the tests that need neither processes nor servers (5 minutes on 2 cores)
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest SELECT='not system and $(SELECT)'
+
+test-all: install  ## the same with the system tests: processes, servers, browsers, longer trainings (12 minutes on 2 cores)
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 pytest: install
 	@echo "Running the tests"
-	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/pytest -q -m '$(SELECT)' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-adapters: install  ## the adapters against the real Stable-Baselines3, sb3-contrib, RSL-RL, TorchRL, skrl, rl_games and TRL; installs them
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,rsl-rl,torchrl,skrl,rl-games,trl]'

@@ -201,40 +201,26 @@ def test_rsl_rl_runner(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.sb3
-def test_skrl_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("skrl", reason="needs skrl")
-    run("skrl_agent", monkeypatch)
+@pytest.mark.filterwarnings("ignore")  # rl_games, tensorboardX and TorchRL emit deprecation warnings
+@pytest.mark.parametrize(
+    ("example", "axis", "values", "keys"),
+    [
+        ("skrl_agent", "env_step", [1024, 2048], {"policy/kl", "skrl/loss/policy_loss"}),
+        ("rl_games_runner", "env_step", [1024, 2048], {"policy/kl", "rl_games/losses/a_loss"}),
+        ("torchrl_loop", "gradient_step", [40, 80], {"policy/kl", "adv/raw/std", "episode/return_mean_100"}),
+    ],
+)
+def test_runs_of_other_trainers(
+    example: str, axis: str, values: list[int], keys: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = example.rpartition("_")[0]
+    pytest.importorskip(package, reason=f"needs {package}")
+    run(example, monkeypatch)
 
     result = read_run("run")
     assert result.status is RunStatus.FINISHED
-    assert [record.axes.env_step for record in result.records] == [1024, 2048]
-    assert all({"policy/kl", "skrl/loss/policy_loss"} <= record.values.keys() for record in result.records)
-
-
-@pytest.mark.sb3
-@pytest.mark.filterwarnings("ignore")  # rl_games and tensorboardX emit deprecation warnings
-def test_rl_games_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rl_games", reason="needs rl_games")
-    run("rl_games_runner", monkeypatch)
-
-    result = read_run("run")
-    assert result.status is RunStatus.FINISHED
-    assert [record.axes.env_step for record in result.records] == [1024, 2048]
-    assert all({"policy/kl", "rl_games/losses/a_loss"} <= record.values.keys() for record in result.records)
-
-
-@pytest.mark.sb3
-@pytest.mark.filterwarnings("ignore")  # TorchRL emits deprecation warnings
-def test_torchrl_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchrl", reason="needs torchrl")
-    run("torchrl_loop", monkeypatch)
-
-    result = read_run("run")
-    assert result.status is RunStatus.FINISHED
-    assert [record.axes.gradient_step for record in result.records] == [40, 80]
-    assert all(
-        {"policy/kl", "adv/raw/std", "episode/return_mean_100"} <= record.values.keys() for record in result.records
-    )
+    assert [getattr(record.axes, axis) for record in result.records] == values
+    assert all(keys <= record.values.keys() for record in result.records)
 
 
 @pytest.mark.sb3

@@ -10,8 +10,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from sb3_contrib import MaskablePPO, RecurrentPPO
-from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
-from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
+from sb3_models import of_corpus
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.env_util import make_vec_env
@@ -31,15 +30,6 @@ def vec_env(name: str = "CartPole-v1", *, seed: int = 1, **settings: Any) -> Any
 
 def ppo(env: Any, policy: Any = "MlpPolicy", *, seed: int = 1, **settings: Any) -> PPO:
     return PPO(policy, env, **{**SETTINGS, "seed": seed, **settings})
-
-
-class FirstObservation(gym.ObservationWrapper[Any, Any, Any]):
-    def reset(self, **settings: Any) -> Any:
-        self._first, info = self.env.reset(**settings)
-        return self._first, info
-
-    def observation(self, observation: Any) -> Any:
-        return self._first
 
 
 class Late(gym.Wrapper[Any, Any, Any, Any]):
@@ -87,28 +77,6 @@ class Normed(FlattenExtractor):
     def forward(self, observations: Tensor) -> Tensor:
         normed: Tensor = self.norm(super().forward(observations))
         return normed
-
-
-class AlwaysTraining(ActorCriticPolicy):
-    """Acts in training mode."""
-
-    def set_training_mode(self, mode: bool) -> None:
-        self.train(True)
-
-
-class CutActions(ActorCriticPolicy):
-    """Returns actions clipped to their bounds, with the log-probabilities of the unclipped draws."""
-
-    def forward(self, obs: Any, deterministic: bool = False) -> Any:
-        actions, values, log_probs = super().forward(obs, deterministic)
-        return actions.clamp(-1, 1), values, log_probs
-
-
-class Greedy(ActorCriticPolicy):
-    """Takes the most likely action; for a Gaussian, its mean."""
-
-    def forward(self, obs: Any, deterministic: bool = False) -> Any:
-        return super().forward(obs, deterministic=True)
 
 
 class LastObservation(ActorCriticPolicy):
@@ -227,13 +195,6 @@ class RawAnswers(ChangedAnswers):
         return observations, env.get_original_reward()
 
 
-class ActsOnFinals(ChangedAnswers):
-    def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
-        for index in np.flatnonzero(dones):
-            observations[index] = infos[index]["terminal_observation"]
-        return observations, rewards
-
-
 class OwnNames(PPO):
     """A collecting loop with other variable names for the observations; it also keeps an episode's last observation."""
 
@@ -260,14 +221,6 @@ class OwnNames(PPO):
         callback.update_locals(locals())
         callback.on_rollout_end()
         return True
-
-
-class LateAnswers(ChangedAnswers):
-    before: Any = None
-
-    def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
-        late, self.before = (observations if self.before is None else self.before), observations
-        return late, rewards
 
 
 class ScaledAnswers(ChangedAnswers):
@@ -338,33 +291,6 @@ class LastNormalised(PPO):
             del callback.on_rollout_end
 
 
-class OlderWeights(PPO):
-    """Acts with the weights from before the last update, and trains the newest weights."""
-
-    older: Any = None
-
-    def collect_rollouts(self, *arguments: Any, **named: Any) -> bool:
-        newest = copy.deepcopy(self.policy.state_dict())
-        self.policy.load_state_dict(newest if self.older is None else self.older)
-        self.older = newest
-        finished = super().collect_rollouts(*arguments, **named)
-        self.policy.load_state_dict(newest)
-        return finished
-
-
-class NeverReset(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
-    """Acts with a memory that episode ends do not reset."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        forward = self.policy.forward
-
-        def carried(obs: Any, states: Any, starts: Any, *rest: Any, **named: Any) -> Any:
-            return forward(obs, states, torch.zeros_like(starts), *rest, **named)
-
-        self.policy.forward = carried
-
-
 class StoresStatesAfter(RecurrentPPO):  # type: ignore[misc]
     """Stores the state that the policy returned for an observation, not the state that it received."""
 
@@ -393,24 +319,11 @@ class StoresHalfTheStates(StoresStatesAfter):
         return type(before)(*(tuple(part / 2 for part in pair) for pair in before))
 
 
-class EmptyInTraining(RecurrentActorCriticPolicy):  # type: ignore[misc]
-    """Starts every sequence of a minibatch with an empty memory."""
-
-    def evaluate_actions(self, obs: Any, actions: Any, states: Any, starts: Any) -> Any:
-        empty = type(states)(*(tuple(torch.zeros_like(part) for part in pair) for pair in states))
-        return super().evaluate_actions(obs, actions, empty, starts)
-
-
 class OtherActionsInTraining(ActorCriticPolicy):
     """Evaluates the actions of other rows in the minibatch."""
 
     def evaluate_actions(self, obs: Any, actions: Any) -> Any:
         return super().evaluate_actions(obs, actions.roll(1, 0))
-
-
-class UnmaskedInTraining(MaskableActorCriticPolicy):  # type: ignore[misc]
-    def evaluate_actions(self, obs: Any, actions: Any, action_masks: Any = None) -> Any:
-        return super().evaluate_actions(obs, actions)
 
 
 def with_strong_memory(model: Any) -> Any:
@@ -421,13 +334,24 @@ def with_strong_memory(model: Any) -> Any:
     return model
 
 
-def recurrent(kind: Any = RecurrentPPO, *, seed: int = 1) -> Any:
-    return kind("MlpLstmPolicy", vec_env(seed=seed), **SETTINGS, seed=seed)
+def with_other_weights(model: Any) -> Any:
+    model.behaviour = copy.deepcopy(model.policy)
+    return model
+
+
+def recurrent(kind: Any = RecurrentPPO, *, policy: Any = "MlpLstmPolicy", seed: int = 1, **settings: Any) -> Any:
+    return kind(policy, vec_env(seed=seed), **{**SETTINGS, **settings}, seed=seed)
+
+
+def own_loop(mistake: str, seed: int, env: str = "CartPole-v1", *, env_kwargs: Any = None, **settings: Any) -> Any:
+    """Return a model with its own loop and a mistake of `benchmarks/mistakes`."""
+    program, settings = of_corpus(f"subclass-{mistake}"), {**SETTINGS, **settings}
+    return program.OwnPPO("MlpPolicy", vec_env(env, seed=seed, env_kwargs=env_kwargs), seed=seed, **settings)
 
 
 PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     "an environment that never updates its observation": (
-        lambda seed: ppo(vec_env(seed=seed, wrapper_class=FirstObservation), seed=seed),
+        lambda seed: own_loop("obs_never_updated", seed),
         frozenset({"transitions_never_updated"}),
     ),
     "actions that are sent to other environments": (
@@ -443,17 +367,17 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         frozenset({"replayed_log_probs_other_mode"}),
     ),
     "dropout in acting": (
-        lambda seed: ppo(
-            vec_env(seed=seed), AlwaysTraining, seed=seed, policy_kwargs={"features_extractor_class": Dropout}
+        lambda seed: own_loop(
+            "dropout", seed, policy_kwargs={"activation_fn": lambda: nn.Sequential(nn.Tanh(), nn.Dropout(0.2))}
         ),
         frozenset({"replayed_log_probs_random_passes", "values_random_passes"}),
     ),
     "actions that are cut before they are stored": (
-        lambda seed: ppo(vec_env("MountainCarContinuous-v0", seed=seed), CutActions, seed=seed),
+        lambda seed: own_loop("clipped_stored", seed, "MountainCarContinuous-v0"),
         frozenset({"log_probs_clipped_actions"}),
     ),
     "the likeliest action always": (
-        lambda seed: ppo(vec_env(seed=seed), Greedy, seed=seed),
+        lambda seed: own_loop("argmax", seed),
         frozenset({"actions_deterministic"}),
     ),
     "a policy that acts on the observation before": (
@@ -463,10 +387,6 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     "log-probabilities averaged over dimensions": (
         lambda seed: ppo(make_vec_env(ReacherLike, 4, seed=seed), MeanLogProb, seed=seed),
         frozenset({"log_probs_mean_over_dimensions"}),
-    ),
-    "rewards that are stored one step late": (
-        lambda seed: ppo(vec_env("Pendulum-v1", seed=seed), seed=seed, rollout_buffer_class=LateRewards),
-        frozenset({"stored_rewards_step_before"}),
     ),
     "rewards that are stored one step late, with the values after time limits": (
         lambda seed: ppo(
@@ -495,12 +415,7 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         frozenset({"stored_rewards_raw"}),
     ),
     "an episode's final observation instead of the next episode's first observation": (
-        lambda seed: ActsOnFinals(
-            "MlpPolicy",
-            vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15}),
-            **SETTINGS,
-            seed=seed,
-        ),
+        lambda seed: own_loop("final_obs_after_reset", seed, "Pendulum-v1", env_kwargs={"max_episode_steps": 15}),
         frozenset({"transitions_final_observation"}),
     ),
     "the same mistake in a loop with other names": (
@@ -510,7 +425,7 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         frozenset({"transitions_final_observation"}),
     ),
     "the previous step's observations instead of the environments' answers": (
-        lambda seed: LateAnswers("MlpPolicy", vec_env("Pendulum-v1", seed=seed), **SETTINGS, seed=seed),
+        lambda seed: own_loop("acts_on_stale_obs", seed, "Pendulum-v1"),
         frozenset({"transitions_stale"}),
     ),
     "observations that are stored one step late": (
@@ -522,17 +437,22 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         frozenset({"replayed_log_probs_other_statistics", "values_other_statistics"}),
     ),
     "weights of an update before in acting": (
-        lambda seed: OlderWeights("MlpPolicy", vec_env(seed=seed), **SETTINGS, seed=seed),
+        lambda seed: with_other_weights(own_loop("stale_weights", seed)),
         frozenset({"replayed_log_probs_older_weights", "values_older_weights"}),
     ),
     "a memory that begins empty in training": (
         lambda seed: with_strong_memory(
-            RecurrentPPO(EmptyInTraining, vec_env(seed=seed), **{**SETTINGS, "batch_size": 48}, seed=seed)
+            recurrent(policy=of_corpus("recurrent-zero_states").RecurrentPolicy, seed=seed, batch_size=48)
         ),
         frozenset({"replayed_log_probs_memory_zero"}),
     ),
     "masks that training leaves out": (
-        lambda seed: MaskablePPO(UnmaskedInTraining, make_vec_env(MaskedArms, 4, seed=seed), **SETTINGS, seed=seed),
+        lambda seed: MaskablePPO(
+            of_corpus("masked-no_mask_in_training").MaskedPolicy,
+            make_vec_env(MaskedArms, 4, seed=seed),
+            **SETTINGS,
+            seed=seed,
+        ),
         frozenset({"replayed_log_probs_mask_missing"}),
     ),
     "hidden states that are stored one step late": (
@@ -544,7 +464,7 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         frozenset({"replayed_log_probs_other_memory", "values_other_memory"}),
     ),
     "a memory that is never reset in acting": (
-        lambda seed: recurrent(NeverReset, seed=seed),
+        lambda seed: recurrent(policy=of_corpus("recurrent-no_reset_in_acting").RecurrentPolicy, seed=seed),
         frozenset({"replayed_log_probs_memory_not_reset", "values_memory_not_reset"}),
     ),
 }

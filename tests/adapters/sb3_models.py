@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from mistakes.corpus import BY_NAME
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -22,6 +24,14 @@ from esper_telemetry.lab.faults.sb3_models import MaskedArms, WithoutVelocities
 
 ROLLOUT = {"n_steps": 32, "device": "cpu", "seed": 3}
 MINIBATCHES: Mapping[str, Any] = {**ROLLOUT, "batch_size": 32, "n_epochs": 2}
+
+
+def of_corpus(name: str, *, correct: bool = False) -> Any:
+    """The classes of a program of `benchmarks/mistakes`, or of its correct twin."""
+    program = BY_NAME[name]
+    names: dict[str, Any] = {"__name__": name}
+    exec((program.correct() if correct else program).text(), names)
+    return SimpleNamespace(**names)
 
 
 class Several(gym.Env[Any, Any]):

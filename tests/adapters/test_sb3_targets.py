@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from mistakes.corpus import BY_NAME
 from sb3_contrib import MaskablePPO, RecurrentPPO
+from sb3_models import of_corpus
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.env_util import make_vec_env
@@ -78,14 +77,6 @@ class Limited(gym.Env[Any, Any]):
 
 def limited(envs: int = 4) -> Any:
     return make_vec_env(Limited, envs, seed=2)
-
-
-def of_corpus(name: str, *, correct: bool = False) -> Any:
-    """The classes `Buffer` and `OwnPPO` of a program with a mistake, or of its correct twin."""
-    program = BY_NAME[f"subclass-{name}"]
-    names: dict[str, Any] = {"__name__": name}
-    exec((program.correct() if correct else program).text(), names)
-    return SimpleNamespace(**names)
 
 
 class LastEndIgnored(RolloutBuffer):
@@ -190,13 +181,13 @@ def named(model: Any, equation: str, name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("buffer", "equation", "name"),
     [
-        (of_corpus("ends_late").Buffer, "advantages", "ends_late"),
-        (of_corpus("ends_ignored").Buffer, "advantages", "ends_ignored"),
+        (of_corpus("subclass-ends_late").Buffer, "advantages", "ends_late"),
+        (of_corpus("subclass-ends_ignored").Buffer, "advantages", "ends_ignored"),
         (LastEndIgnored, "advantages", "last_end_ignored"),
-        (of_corpus("no_bootstrap").Buffer, "advantages", "no_last_bootstrap"),
-        (of_corpus("lambda").Buffer, "advantages", "other_lambda"),
+        (of_corpus("subclass-no_bootstrap").Buffer, "advantages", "no_last_bootstrap"),
+        (of_corpus("subclass-lambda").Buffer, "advantages", "other_lambda"),
         (Stale, "advantages", "stale"),
-        (of_corpus("returns_normalized").Buffer, "returns", "normalized"),
+        (of_corpus("subclass-returns_normalized").Buffer, "returns", "normalized"),
         (NormalizedByEnvironment, "advantages", "normalized_parts"),
     ],
 )
@@ -225,7 +216,7 @@ class Centred(RolloutBuffer):
     ("buffer", "equation", "name"),
     [
         (MonteCarloTargets, "returns", "monte_carlo_cut"),
-        (of_corpus("returns_normalized").Buffer, "returns", "normalized"),
+        (of_corpus("subclass-returns_normalized").Buffer, "returns", "normalized"),
         (ReturnsFromNormalized, "returns", "normalized"),
         (Centred, "advantages", "mean_alone"),
     ],
@@ -249,13 +240,15 @@ def test_a_mistake_in_each_of_the_rollouts_of_a_record_is_named(
     ],
 )
 def test_a_collecting_loop_with_a_mistake_is_named(program: str, name: str) -> None:
-    sentences = named(of_corpus(program).OwnPPO("MlpPolicy", limited(), **MINIBATCHES), "advantages", name)
+    sentences = named(
+        of_corpus(f"subclass-{program}").OwnPPO("MlpPolicy", limited(), **MINIBATCHES), "advantages", name
+    )
 
     assert "the advantages equal" in sentences["integrity/equation"]
 
 
 def test_rewards_of_the_step_before_are_named_and_advantages_follow_them() -> None:
-    records, sentences = run(of_corpus("reward_before_obs").OwnPPO("MlpPolicy", limited(), **MINIBATCHES))
+    records, sentences = run(of_corpus("subclass-reward_before_obs").OwnPPO("MlpPolicy", limited(), **MINIBATCHES))
 
     assert results(records, "stored_rewards")[1] == {"step_before"}
     assert results(records, "advantages")[0] < 1e-5
@@ -263,7 +256,7 @@ def test_rewards_of_the_step_before_are_named_and_advantages_follow_them() -> No
 
 
 def test_a_published_bootstrap_of_time_limits_is_named_and_raises_nothing() -> None:
-    model = of_corpus("timeout_old_value").OwnPPO("MlpPolicy", limited(), **MINIBATCHES)
+    model = of_corpus("subclass-timeout_old_value").OwnPPO("MlpPolicy", limited(), **MINIBATCHES)
 
     assert "integrity/equation" not in named(model, "advantages", "time_limit_current_value")
 
@@ -295,7 +288,7 @@ def scaled() -> Any:
 
 
 HEALTHY: dict[str, Callable[[], Any]] = {
-    "own loop": lambda: broken(of_corpus("lambda", correct=True).Buffer),
+    "own loop": lambda: broken(of_corpus("subclass-lambda", correct=True).Buffer),
     "rewards scaled when they are stored": lambda: broken(ScaledRewards),
     "cartpole": lambda: PPO("MlpPolicy", make_vec_env("CartPole-v1", 1, seed=1), **MINIBATCHES),
     "undiscounted": lambda: PPO(

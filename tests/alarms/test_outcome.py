@@ -381,49 +381,9 @@ def test_a_change_within_the_spread_of_the_first_episodes_is_none(
 
 def test_a_rise_that_is_lost_before_it_is_clear_by_blocks_alone() -> None:
     """Measured CartPole blocks of a policy trained on other rows than its losses used; episodes differ by 10."""
-    blocks = [
-        16.6,
-        17.5,
-        18.9,
-        21.2,
-        23.9,
-        24.5,
-        22.5,
-        30.8,
-        25.8,
-        24.7,
-        20.1,
-        28.7,
-        21.9,
-        30.8,
-        18.9,
-        19.0,
-        18.7,
-        20.9,
-        23.5,
-    ]
-    blocks += [
-        26.9,
-        25.9,
-        30.3,
-        27.9,
-        32.3,
-        33.0,
-        35.6,
-        25.8,
-        25.8,
-        19.6,
-        23.7,
-        27.8,
-        24.1,
-        23.8,
-        22.4,
-        14.7,
-        14.0,
-        15.1,
-        16.6,
-    ]
-    course = np.array([*blocks, 20.0, 17.1, 21.8, 20.7])
+    blocks = "16.6 17.5 18.9 21.2 23.9 24.5 22.5 30.8 25.8 24.7 20.1 28.7 21.9 30.8 18.9 19.0 18.7 20.9 23.5 26.9 25.9 "
+    blocks += "30.3 27.9 32.3 33.0 35.6 25.8 25.8 19.6 23.7 27.8 24.1 23.8 22.4 14.7 14.0 15.1 16.6"
+    course = np.array([*map(float, blocks.split()), 20.0, 17.1, 21.8, 20.7])
 
     outcome = outcome_of(records(course, episodes=15, more={"episode/return_std": 10.0}))
 

@@ -45,6 +45,7 @@ TRAINER = textwrap.dedent("""
     journal = begun(tmp_path / "run")
     deliveries = Deliveries(journal, [RecordingSink(tmp_path / "fast", "fast"), RecordingSink(tmp_path / "slow", "slow", 0.05)])
 """)
+END = "end(journal)\nassert deliveries.close(20).complete\njournal.close()\n"
 
 
 def trainer(tmp_path: Path, script: str) -> subprocess.Popen[str]:
@@ -53,6 +54,12 @@ def trainer(tmp_path: Path, script: str) -> subprocess.Popen[str]:
     script_file.write_text(TRAINER + textwrap.dedent(script))
     command = [sys.executable, str(script_file), str(tmp_path)]
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+
+
+def run_to_its_end(tmp_path: Path, script: str) -> None:
+    process = trainer(tmp_path, textwrap.dedent(script) + END)
+    errors = process.communicate()[1]
+    assert (process.returncode, errors) == (0, "")
 
 
 @pytest.mark.parametrize("forked_worker", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -88,14 +95,9 @@ def test_an_interrupt_of_the_whole_group_leaves_the_end_to_the_trainer(tmp_path:
         add(journal, range(11, 21))
         wait_until(lambda: seqs(tmp_path / "fast")[-1:] == [20], "the records after the signals")
         assert deliveries.child_pid == child
-        end(journal)
-        assert deliveries.close(20).complete
-        journal.close()
     """
-    process = trainer(tmp_path, script)
+    run_to_its_end(tmp_path, script)
 
-    assert process.wait() == 0, process.communicate()
-    assert process.communicate()[1] == ""
     assert statuses(tmp_path / "fast") == ["finished"]
 
 
@@ -108,14 +110,9 @@ def test_a_forked_copy_of_the_trainer_delivers_and_closes_nothing(tmp_path: Path
             os._exit(0)
         assert os.wait()[1] == 0
         add(journal, range(1, 11))
-        end(journal)
-        assert deliveries.close(20).complete
-        journal.close()
     """
-    process = trainer(tmp_path, script)
+    run_to_its_end(tmp_path, script)
 
-    assert process.wait() == 0, process.communicate()
-    assert process.communicate()[1] == ""
     assert seqs(tmp_path / "fast") == list(range(1, 11))
 
 
@@ -123,14 +120,9 @@ def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
     script = """
         with open(tmp_path / "runs", "a") as file:
             file.write("x")
-        end(journal)
-        assert deliveries.close(20).complete
-        journal.close()
     """
-    process = trainer(tmp_path, script)
+    run_to_its_end(tmp_path, script)
 
-    assert process.wait() == 0, process.communicate()
-    process.communicate()
     assert (tmp_path / "runs").read_text() == "x"
 
 

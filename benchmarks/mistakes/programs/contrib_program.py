@@ -16,13 +16,6 @@ from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from stable_baselines3.common.env_util import make_vec_env
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--kind", default="recurrent")
-parser.add_argument("--env-id", default="tasks:MaskedDrift-v0")
-parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--total-timesteps", type=int, default=2048)
-args = parser.parse_args()
-
 
 class RecurrentPolicy(RecurrentActorCriticPolicy):
     def evaluate_actions(self, obs: Any, actions: Any, lstm_states: Any, episode_starts: Any) -> Any:
@@ -56,4 +49,11 @@ def main() -> None:
     print("weights", hashlib.sha256(parameters.numpy().tobytes()).hexdigest()[:12])
 
 
-main()
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", default="recurrent")
+    parser.add_argument("--env-id", default="tasks:MaskedDrift-v0")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--total-timesteps", type=int, default=2048)
+    args = parser.parse_args()
+    main()
