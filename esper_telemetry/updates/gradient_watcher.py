@@ -103,7 +103,8 @@ class GradientTap:
         self._clock = clock
         self._pid = os.getpid()
         self._steps: list[StepNorms] = []
-        self._before: dict[int, Tensor] | None = None
+        self._before: tuple[tuple[int, ...], Tensor] | None = None  # `id` of each parameter, and the norms of their gradients
+        self._described: tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]] = (), (), ()
         self._stepped = self._missed = self._stops = False
         self._warned: set[str] = set()
         mine = [parameter for parameter in self._parameters() if id(parameter) in self.names]
@@ -172,7 +173,7 @@ class GradientTap:
         with self._clock, self._contained():
             present = self._present()
             norms = norms_of([gradient for _, gradient in present]) if present else torch.empty(0)
-            self._before = dict(zip([id(parameter) for parameter, _ in present], norms.unbind(), strict=True))
+            self._before = tuple([id(parameter) for parameter, _ in present]), norms
             if norms.is_cpu and self.origin is None and not bool(norms.isfinite().all()):
                 self.origin = nonfinite_local(user_scopes())
 
@@ -186,10 +187,15 @@ class GradientTap:
             present = self._present()
             if not present:
                 return
-            if before is None or any(id(parameter) not in before for parameter, _ in present):
-                self._missed = True
-                return
-            step = self._norms(present, before)
+            own = tuple([id(parameter) for parameter, _ in present])
+            measured, first = before or ((), torch.empty(0))
+            if own != measured:
+                places = {parameter: place for place, parameter in enumerate(measured)}
+                if not places.keys() >= set(own):
+                    self._missed = True
+                    return
+                first = first[[places[parameter] for parameter in own]]
+            step = self._norms(own, present, first)
             self._steps.append(step)
             if self.hooks.wants(BackwardEnd):
                 self._emit(step)
@@ -204,8 +210,7 @@ class GradientTap:
         """Return the names of the optimizer's parameters by `id`; parameters of other models are numbered."""
         return {id(p): self.names.get(id(p), f"parameter_{place}") for place, p in enumerate(self._parameters())}
 
-    def _norms(self, present: Sequence[tuple[Tensor, Tensor]], before: dict[int, Tensor]) -> StepNorms:
-        first = torch.stack([before[id(parameter)] for parameter, _ in present])
+    def _norms(self, own: tuple[int, ...], present: Sequence[tuple[Tensor, Tensor]], first: Tensor) -> StepNorms:
         after = norms_of([gradient for _, gradient in present])
         own_scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
         found_inf = getattr(self.optimizer, "found_inf", None)
@@ -216,9 +221,11 @@ class GradientTap:
             after = after / own_scale.to(after.device)
         if scale is not None:
             first = first / scale.to(first.device)
-        named = self._names()
-        names = tuple([named[id(parameter)] for parameter, _ in present])
-        numels = tuple(parameter.numel() for parameter, _ in present)
+        if own != self._described[0]:
+            named = self._names()
+            numels = tuple([parameter.numel() for parameter, _ in present])
+            self._described = own, tuple([named[parameter] for parameter in own]), numels
+        _, names, numels = self._described
         return StepNorms(names, numels, first, after, found_inf if isinstance(found_inf, Tensor) else None)
 
     @contextmanager

@@ -219,7 +219,7 @@ PRETENDED = [
 
 @pytest.mark.parametrize("level", ["normal", "debug"])
 @pytest.mark.parametrize("train", PRETENDED)
-@pytest.mark.parametrize("offload", [False, None], ids=["here", "shipped"])
+@pytest.mark.parametrize("offload", [False, pytest.param(None, marks=pytest.mark.system)], ids=["here", "shipped"])
 def test_tensors_of_both_devices_meet_nowhere(
     train: Callable[[Telemetry | None], Weights], level: str, offload: bool | None, tmp_path: Path
 ) -> None:
@@ -288,6 +288,7 @@ with pretended_gpu():
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("gpu", ["pretended", pytest.param("real", marks=needs_gpu)])
 def test_a_script_prints_the_same_weights(gpu: str, tmp_path: Path) -> None:
     """On a simulated GPU as on the CPU."""

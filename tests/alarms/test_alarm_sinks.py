@@ -179,6 +179,7 @@ def assert_wandb_has_the_alarms(directory: Path) -> list[dict[str, Any]]:
     return entries
 
 
+@pytest.mark.system
 def test_wandb_alerts_and_keeps_a_table_without_a_row_more(tmp_path: Path) -> None:
     send_alarms(WandbSink(mode="offline"), run_info(tmp_path))
 
@@ -231,6 +232,7 @@ def artifact(client: Any, run: Any, name: str, directory: Path) -> str:
     return Path(client.download_artifacts(run.info.run_id, name, str(directory))).read_text()
 
 
+@pytest.mark.system
 def test_mlflow_has_the_verdict_and_the_incidents(store: Path, client: Any, tmp_path: Path) -> None:
     send_alarms(MLflowSink(), run_info(store, run_id="own"))
 
@@ -305,6 +307,7 @@ def test_an_alarm_survives_the_way_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(SPIKE)) == SPIKE and isinstance(SPIKE, Alarm)
 
 
+@pytest.mark.system
 def test_each_backend_shows_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The outcome sentence is a line in the console, a text in TensorBoard, and a tag and the description in MLflow."""
     text = "learning: return 21 -> 340 in 48 updates"

@@ -129,6 +129,7 @@ def test_a_grave_alarm_makes_the_next_updates_debug_and_then_it_is_over(tmp_path
     assert detailed == [level == "normal" and 3 <= update <= 5 for update in range(1, 9)]
 
 
+@pytest.mark.system
 def test_an_escalated_update_has_everything_that_one_of_a_run_at_debug_has(tmp_path: Path) -> None:
     trained(tmp_path / "raised", {2: SPIKE}, offload=False, source=recall(), updates=4)
     trained(tmp_path / "debug", {}, offload=False, source=recall(), updates=4, level="debug")
@@ -139,6 +140,7 @@ def test_an_escalated_update_has_everything_that_one_of_a_run_at_debug_has(tmp_p
     assert debug.histograms.keys() == raised.histograms.keys()
 
 
+@pytest.mark.system
 def test_the_process_beside_the_trainer_sends_alarms_back(tmp_path: Path) -> None:
     """They arrive at the latest when the run is closed; at most three updates after the alarm are DEBUG."""
     heard: list[Alarm] = []
@@ -161,6 +163,7 @@ def test_the_process_beside_the_trainer_sends_alarms_back(tmp_path: Path) -> Non
     assert raised and raised[0] > 2 and len(raised) <= 3
 
 
+@pytest.mark.system
 def test_alarms_of_a_process_that_died_are_heard_all_the_same(tmp_path: Path) -> None:
     heard: list[Alarm] = []
     telemetry = Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE, 3: ScriptedAlarm("grad/explode"), 5: CLEAR}))
@@ -191,6 +194,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("make", "offload"), [(cartpole, False), (recall, False), (recall, True)])
 def test_weights_are_bit_identical_whatever_is_raised(tmp_path: Path, make: Callable[[], PPO], offload: bool) -> None:
     bare = make()

@@ -212,6 +212,7 @@ def test_too_many_alarms_are_one_alarm_instead() -> None:
     assert reported[-1].evidence["counts"] == {"integrity/gae_identity": 21}
 
 
+@pytest.mark.system
 def test_the_limit_on_alarms_ends_after_calm_updates() -> None:
     calm = [record(update, values(update)) for update in range(101, 260)]
     spoiled = [record(update, {**values(update), "integrity/gae_identity": 0.5}) for update in range(260, 263)]

@@ -17,6 +17,8 @@ from esper_telemetry.views.compare.compared_runs import read_compared
 from esper_telemetry.views.report import position
 from esper_telemetry.views.run_view import open_view
 
+pytestmark = pytest.mark.system
+
 
 def train(run_dir: Path, steps: int, **settings: Any) -> MemorySink:
     """Train CartPole and return what the sinks received."""

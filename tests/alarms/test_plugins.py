@@ -80,6 +80,7 @@ def log(telemetry: Telemetry, *numbers: float) -> None:
             telemetry.flush(env_step=100 * update)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_alarm_given_to_telemetry_is_raised_wherever_records_are_judged(tmp_path: Path, offload: bool) -> None:
     log(Telemetry(run_dir=tmp_path / "run", alarms=my_rule(), offload=offload), 1, 2, 5, 5)

@@ -259,6 +259,7 @@ def watched(run_dir: Path, trainer: PPO, updates: int, level: str = "debug") -> 
     return raised([detectors.step(record) for record in run.records])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", LIVE)
 def test_a_fault_that_is_trained_here_is_reported(kind: str, tmp_path: Path) -> None:
     make, updates = LIVE[kind]
@@ -294,6 +295,7 @@ def test_backends_that_fail_for_long_raise_an_alarm() -> None:
     assert "telemetry/delivery" in kinds
 
 
+@pytest.mark.system
 def test_an_exceeded_budget_raises_an_alarm(tmp_path: Path) -> None:
     """At NORMAL with every update sampled, telemetry takes longer than such a small update."""
     with Telemetry(run_dir=tmp_path / "run", budget=1.0, offload=False) as telemetry:

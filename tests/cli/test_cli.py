@@ -220,6 +220,7 @@ def contents(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
@@ -457,6 +458,7 @@ def test_a_server_that_is_not_there_is_one_sentence(
     assert f"\nmlflow:http://127.0.0.1:1: cannot be read: {dead}\n" in compared.out
 
 
+@pytest.mark.system
 def test_after_ctrl_c_the_command_that_goes_on_is_printed(here: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "esper_telemetry", *CARTPOLE, "--total-steps", "10000000", "--run-dir", "run"],
@@ -501,6 +503,7 @@ def test_at_level_off_nothing_is_written(here: Path, capfd: pytest.CaptureFixtur
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.system
 def test_a_profile_is_a_trace_that_perfetto_and_tensorboard_read(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Updates 1 and 2 are skipped, 3 and 4 traced: twice the ranges of an update, with torch's operations below."""
     four = ("--total-steps", "256", "--num-envs", "2", "--num-steps", "32", "--num-epochs", "1")

@@ -18,6 +18,8 @@ import pytest
 
 from esper_telemetry import Telemetry
 
+pytestmark = pytest.mark.system
+
 ESCAPE = b"\x1b"
 REPORT_TORCH = """
 import sys

@@ -140,6 +140,7 @@ def test_logs_of_other_trainers_have_the_same_fields(tmp_path: Path, diagnose: D
     assert values["read"] and values["next"]["command"].startswith(f"esper-telemetry diagnose --from {log}")
 
 
+@pytest.mark.system
 def test_an_equation_that_differs_names_the_line_of_the_script(tmp_path: Path, diagnose: Diagnose) -> None:
     """The trace of the advantages runs on over the ends of episodes."""
     right = "args.gamma * args.gae_lambda * nextnonterminal * lastgaelam"

@@ -16,7 +16,7 @@ from made_runs import KL_SPIKES, journal
 from esper_telemetry.core.record import RunStatus
 
 mcp = pytest.importorskip("mcp")
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the client's pipes
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.system]  # of the client's pipes
 RUNS = ("broken", "failed", "healthy")
 
 Calls = Sequence[tuple[str, dict[str, Any]]]

@@ -33,6 +33,8 @@ from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.delivery.status import read_status
 from esper_telemetry.journal import read_run
 
+pytestmark = pytest.mark.system
+
 TRAINER = textwrap.dedent("""
     import os, sys, time
     from pathlib import Path

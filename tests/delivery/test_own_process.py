@@ -20,6 +20,8 @@ from esper_telemetry.sinks import register_sink
 from esper_telemetry.sinks import sink_registry as uri
 from esper_telemetry.testing import MemorySink
 
+pytestmark = pytest.mark.system
+
 calls: list[str] = []
 
 

@@ -14,6 +14,8 @@ from journals import begun, end
 from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.sinks import as_sink
 
+pytestmark = pytest.mark.system
+
 STARTS = int(os.environ.get("ESPER_SINK_STARTS", "20"))
 BACKENDS = ("tensorboard", "wandb:starts?mode=offline", "mlflow")
 BUSY = "import os; os.nice(19)\nwhile True: pass"

@@ -24,7 +24,7 @@ from esper_telemetry.core.record import Alarm, AlarmEvent, Record
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.journal import JournalEvent, Run, entries
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+pytestmark = [pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated"), pytest.mark.system]
 
 HALF, UPDATES = 24, 32
 SINKS = ("tensorboard", "wandb:walker?mode=offline", "mlflow")

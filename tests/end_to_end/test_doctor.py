@@ -20,6 +20,8 @@ from command_line import Finished
 from esper_telemetry import read_run
 from esper_telemetry.cli.main import main
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 def run_dir(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -30,6 +30,8 @@ from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
 
+pytestmark = pytest.mark.system
+
 
 def failure(run_dir: Path) -> Mapping[str, str]:
     """Data of the journal's failure event."""

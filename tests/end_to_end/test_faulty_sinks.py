@@ -13,6 +13,8 @@ from waiting import wait_until
 from esper_telemetry import PPO, PPOConfig, Record, Telemetry, attach, make_env, read_run
 from esper_telemetry.testing import FailingSink, MemorySink
 
+pytestmark = pytest.mark.system
+
 DEADLINE_SECONDS = 2.0
 
 

@@ -17,6 +17,8 @@ from screenshots import CHROMEDRIVER, CHROMIUM, GROUP, browser, eventually, mlfl
 from esper_telemetry import read_run
 from esper_telemetry.sinks.layout import overview_names
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Any]:

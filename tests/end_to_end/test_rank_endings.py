@@ -24,6 +24,8 @@ from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
 
+pytestmark = pytest.mark.system
+
 DEAD_RANK_SECONDS = 90.0
 """Limit for a run to end after a rank has died."""
 

@@ -35,6 +35,8 @@ from waiting import wait_until
 from esper_telemetry import RunStatus, read_run
 from esper_telemetry.journal import Run
 
+pytestmark = pytest.mark.system
+
 KILLING = "broken_environments:Killing-v0"
 SETTINGS = (
     "--total-steps",

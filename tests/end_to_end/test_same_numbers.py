@@ -21,6 +21,8 @@ from command_line import Finished
 
 from esper_telemetry import RunStatus, read_run
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 def run_dir(finished: Finished) -> Path:

@@ -14,6 +14,8 @@ from planted_secrets import COMMAND, ENVIRONMENT, planted
 
 from esper_telemetry.core.backends import wandb_records
 
+pytestmark = pytest.mark.system
+
 HERE = Path(__file__).parent
 SCRIPT = HERE.parent / "script" / "scripts" / "categorical.py"
 

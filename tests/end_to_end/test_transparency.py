@@ -14,6 +14,8 @@ from torch import Tensor
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.testing import MemorySink
 
+pytestmark = pytest.mark.system
+
 UPDATES = 3
 STEPS = {
     "CartPole-v1": 64,

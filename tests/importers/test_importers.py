@@ -98,6 +98,7 @@ def test_settings_become_facts() -> None:
     assert read_foreign(logged(SB3, config)).facts == {"learning_rate": 0.0003, "num_steps": 256, "total_steps": 7680}
 
 
+@pytest.mark.system
 def test_the_same_run_from_every_backend(tmp_path: Path) -> None:
     """An event file, a table, an offline run of W&B and MLflow's database give the same result."""
     import wandb

@@ -10,6 +10,8 @@ import pytest
 from esper_telemetry.alarms import diagnose
 from esper_telemetry.importers import Foreign, read_foreign, read_source
 
+pytestmark = pytest.mark.system
+
 
 def trained(directory: Path, learning_rate: float) -> dict[int, float]:
     """Train with SB3's own logger; return the KL of every update by the number of steps collected before it."""

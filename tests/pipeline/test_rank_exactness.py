@@ -76,6 +76,7 @@ def merged_keys(values: Iterable[str]) -> set[str]:
     return {key for key in values if key not in PAIRED and not key.startswith(EQUATIONS)}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_report_what_one_process_reports(together: Path, tmp_path: Path, name: str) -> None:
     recorded(tmp_path, *pickle.loads((together / f"{name}.pickle").read_bytes()))

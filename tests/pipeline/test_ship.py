@@ -20,7 +20,7 @@ from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.pipeline.ship import ship, thinned
 from esper_telemetry.updates.update import BackwardGradients, JoinedMinibatches, Update
 
-pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
+pytestmark = [pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker"), pytest.mark.system]
 
 MAX_CALLS, MAX_CALLS_OF_A_MINIBATCH = 50, 10
 UPDATES, MINIBATCHES = 4, 20

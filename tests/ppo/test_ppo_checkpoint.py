@@ -37,6 +37,7 @@ def recall_in_tensors(**changes: Any) -> PPO:
     return trainer
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("make", [cartpole, pendulum, acrobot, hidden, recall, recall_in_tensors])
 @pytest.mark.parametrize("settings", [{}, {"policy": "lstm", "num_minibatches": 2, **SCALED}])
 def test_a_resumed_run_is_bit_identical(make: Any, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def values_of(
     return values
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("env", "settings"),
     [
@@ -70,6 +71,7 @@ def never(rollout: Rollout) -> Rollout:
     return replace(rollout, recurrence=replace(rollout.recurrence, fresh=np.zeros_like(rollout.recurrence.fresh)))
 
 
+@pytest.mark.system
 def test_a_memory_that_training_resets_late_is_named(tmp_path: Path) -> None:
     values = values_of(tmp_path, "CartPole-v1", late, policy="lstm")
 
@@ -77,6 +79,7 @@ def test_a_memory_that_training_resets_late_is_named(tmp_path: Path) -> None:
     assert "values_memory_reset_early" in values
 
 
+@pytest.mark.system
 def test_a_memory_that_training_never_resets_differs(tmp_path: Path) -> None:
     values = values_of(tmp_path, "CartPole-v1", never, policy="lstm")
 

@@ -103,6 +103,7 @@ def test_ranks_need_rows_for_every_minibatch(settings: dict[str, Any], sentence:
     PPOConfig(num_minibatches=3, num_steps=2).check_ranks(3, 2)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 def test_a_rollout_without_a_transition_trains_nothing(policy: str) -> None:
     """One environment and one step: the step after an episode's end is a reset."""

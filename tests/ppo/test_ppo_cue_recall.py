@@ -12,6 +12,8 @@ from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.ppo import PPO, preset
 from esper_telemetry.ppo.environments import CueRecall
 
+pytestmark = pytest.mark.system
+
 CHANCE = 5.25  # always the same op except 0, and the right arguments: 9 / 4 + 3
 
 

@@ -160,12 +160,14 @@ LEARNING: dict[str, Any] = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("policy", ["mlp", pytest.param("lstm", marks=pytest.mark.slow)])
 def test_a_spotlight_is_learned_from_pixels(policy: str) -> None:
     """Guessing pays 0.25; the image has all the information."""
     assert mean_reward(trainer(num_envs=8, policy=policy, **LEARNING), 6_000) > 0.7
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("shared_trunk", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_image_and_choice_are_combined(shared_trunk: bool) -> None:
     """The image alone pays 0.5: the shift, a Discrete of two values, decides between two answers."""
@@ -176,6 +178,7 @@ def test_image_and_choice_are_combined(shared_trunk: bool) -> None:
     assert mean_reward(source, 12_000) > 0.6
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("env_id", "chance"), [("FrozenLake-v1", 0.02), pytest.param("Blackjack-v1", -0.4, marks=pytest.mark.slow)]
 )
@@ -300,6 +303,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Any) -> None:
     assert equal(weights(whole), weights(after))
 
 
+@pytest.mark.system
 def test_evaluation_sees_images_too() -> None:
     source = trainer(num_envs=8, **LEARNING)
     source.learn(4_000)
@@ -338,6 +342,7 @@ class Lights:
         return images.repeat_interleave(4, 2).repeat_interleave(4, 3)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("on_device", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tensor_environments_may_declare_images(on_device: bool) -> None:
     config = PPOConfig(**{**SETTINGS, **LEARNING})

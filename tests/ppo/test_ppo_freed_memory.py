@@ -10,9 +10,12 @@ import pytest
 
 from esper_telemetry.ppo.trainer import MAX_HEAP_BLOCK_BYTES
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library gives memory back as it likes"
-)
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(
+        not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library gives memory back as it likes"
+    ),
+]
 
 FEW = 40_000
 """Pages of 4 KB: 160 MB, although twenty times 32 MB are needed."""

@@ -257,6 +257,7 @@ def test_watching_changes_nothing(settings: dict[str, Any]) -> None:
     assert equal(weights(bare), weights(watched))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("policy", "settings"),
     [

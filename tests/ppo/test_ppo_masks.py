@@ -85,6 +85,7 @@ def test_only_what_is_allowed_is_chosen_and_the_irrelevant_is_zero() -> None:
     assert {int(value) for action in env.received_actions for value in action["arg"]} == {0, 1, 2, 3}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 def test_log_probabilities_add_up_over_the_relevant_heads(policy: str) -> None:
     trainer = restricted(policy=policy)

@@ -19,6 +19,7 @@ def infinite(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
     return (log_ratio * torch.inf).sum()
 
 
+@pytest.mark.system
 def test_the_first_gradient_of_the_pass_is_named_and_no_step_is_taken(tmp_path: Path) -> None:
     """A reward of the second rollout is NaN, so every loss is. The pass reaches a head first, and no weight changes."""
     trainer = cartpole(stop_on_nonfinite=True)

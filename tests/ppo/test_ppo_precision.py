@@ -76,6 +76,7 @@ def test_a_memory_stays_in_float32() -> None:
     assert inside[0].dtype == torch.float32
 
 
+@pytest.mark.system
 def test_bf16_learns_cartpole() -> None:
     """A policy that does not learn balances for about 22 steps."""
     trainer = cartpole(precision="bf16", num_steps=64, num_epochs=4, learning_rate=2.5e-3)
@@ -92,6 +93,7 @@ def again(event: TrunkBackward) -> None:
     torch.autograd.grad(event.outputs, list(event.shared), [event.actor] * len(event.outputs), retain_graph=True)
 
 
+@pytest.mark.system
 @NOISY_IMPORT
 @pytest.mark.parametrize(
     ("make", "settings"),

@@ -155,6 +155,7 @@ def test_a_step_in_numpy_equals_one_in_torch(kind: str) -> None:
     assert np.allclose(moving, after.numpy(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("make", [cartpole, pendulum])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared_trunk", [False, True])

@@ -248,6 +248,7 @@ def test_the_learning_rate_falls_to_zero_over_the_run() -> None:
     assert set(emitted.events[0].seconds) == {"environment", "inference", "update"}
 
 
+@pytest.mark.system
 def test_a_stopped_trainer_ends_after_the_update() -> None:
     trainer = cartpole()
 

@@ -14,6 +14,8 @@ from trainings import TRAININGS, nothing
 
 from esper_telemetry import Telemetry, read_run
 
+pytestmark = pytest.mark.system
+
 HERE = Path(__file__).parent
 
 MACOS = """

@@ -56,6 +56,8 @@ from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.sinks import SinkLike
 from esper_telemetry.telemetry import session_of
 
+pytestmark = pytest.mark.system
+
 HERE = Path(__file__).parent
 PROGRAM = HERE / "refused_run.py"
 WORKER = "cannot start the process that summarises updates"

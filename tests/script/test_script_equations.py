@@ -572,6 +572,7 @@ def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> No
     assert rates(critic_lr=0.5) == [None, None]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("in_turns", "due"), [(True, [1, 2, 1]), (False, [1, 6, 1])])
 def test_of_two_optimizers_each_is_checked_whether_they_take_turns_or_not(in_turns: bool, due: list[int]) -> None:
     optimizers = [torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.5) for _ in range(2)]

@@ -20,6 +20,8 @@ from waiting import wait_until
 from esper_telemetry import RunStatus, read_run
 from esper_telemetry.journal import Run
 
+pytestmark = pytest.mark.system
+
 SCRIPTS = Path(__file__).parent / "scripts"
 CLEANRL = os.environ.get("ESPER_CLEANRL")
 """A directory with CleanRL's scripts; if it is set, they are run too."""

@@ -589,6 +589,7 @@ def test_a_copy_of_what_holds_telemetry_holds_the_same(telemetry: Telemetry) -> 
     assert copy.copy(telemetry) is telemetry
 
 
+@pytest.mark.system
 def test_a_spawned_process_is_refused_with_the_same_sentence(tmp_path: Path) -> None:
     script = tmp_path / "spawns.py"
     script.write_text(

@@ -122,6 +122,7 @@ def test_a_sigterm_that_saves_and_closes_at_any_moment_leaves_a_whole_journal(tm
         assert int(ended.stdout) - len(updates) in (0, -1)  # a handler may run before the current update is counted
 
 
+@pytest.mark.system
 @two_cores
 @pytest.mark.parametrize("offload", [True, False])
 def test_threads_may_flush_save_and_note_side_by_side(tmp_path: Path, offload: bool) -> None:

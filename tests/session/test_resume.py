@@ -155,6 +155,7 @@ def test_resume_needs_a_directory(run_dir: Any) -> None:
         Telemetry(run_dir=run_dir, resume=True)
 
 
+@pytest.mark.system
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 def test_a_checkpoint_waits_until_the_journal_has_all_before_it(tmp_path: Path) -> None:
     """So the journal stays complete if any process, including the worker, dies after the checkpoint."""
@@ -225,6 +226,7 @@ def values(run_dir: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("settings", "offload"),
     [({}, False), pytest.param({"policy": "lstm", "normalize_observations": True}, True, marks=pytest.mark.slow)],

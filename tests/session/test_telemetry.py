@@ -223,6 +223,7 @@ def test_a_group_of_user_code_is_described_in_the_journal(tmp_path: Path) -> Non
     assert info.question == "How much does novelty pay?"
 
 
+@pytest.mark.system
 def test_an_exception_flushes_what_is_open_and_ends_the_run_as_failed(tmp_path: Path) -> None:
     memory = MemorySink()
     with pytest.raises(RuntimeError, match="boom"), Telemetry([memory], run_dir=tmp_path / "run") as telemetry:

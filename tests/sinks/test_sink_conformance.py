@@ -44,11 +44,13 @@ def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", BUNDLED)
 def test_a_bundled_sink_passes(name: str) -> None:
     assert set(check_sink(BUNDLED[name], leave_out=SLOW)) == CHECKS.keys() - set(SLOW)
 
 
+@pytest.mark.system
 def test_mlflow_passes(mlflow_store: str) -> None:
     assert set(check_sink(lambda: MLflowSink(mlflow_store), leave_out=SLOW)) == CHECKS.keys() - set(SLOW)
 

@@ -63,6 +63,7 @@ def history(client: Any, run: Any, key: str) -> list[tuple[int, float, int]]:
     return [(point.step, point.value, point.timestamp) for point in points]
 
 
+@pytest.mark.system
 def test_every_number_is_read_back_with_step_and_time(store: Path, client: Any) -> None:
     sink = opened(run_info(store, run_id="numbers"))
     sink.write([record(1), record(2)])
@@ -383,6 +384,7 @@ def test_a_run_that_is_not_there_cannot_be_joined(store: Path) -> None:
         opened(run_info(), MLflowSink(f"sqlite:///{store}/mlflow.db", run_id="0" * 32))
 
 
+@pytest.mark.system
 def test_a_new_database_is_made_without_a_word(store: Path) -> None:
     """In a separate process, because MLflow creates the tables of a store once per process."""
     code = (
@@ -406,6 +408,7 @@ def statements(count: int) -> str:
     return "".join(f"CREATE TABLE {table};" for table in tables[:count])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_database_that_was_never_finished_is_made_anew(tmp_path: Path, count: int) -> None:
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
@@ -433,6 +436,7 @@ def test_a_database_that_holds_runs_is_never_set_aside(tmp_path: Path) -> None:
     assert [mlflow_run_of.name for mlflow_run_of in tmp_path.iterdir()] == ["mlflow.db"]
 
 
+@pytest.mark.system
 def test_a_database_is_made_once_however_many_want_it(tmp_path: Path) -> None:
     """The second process finds half of the first one's tables, unless they are made in a draft file."""
     path = tmp_path / "mlflow.db"
@@ -524,6 +528,7 @@ def is_healthy(address: str) -> bool:
     return True
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("logged_in")
 def test_a_server_holds_what_was_sent(server: str) -> None:
     sink = opened(run_info(), MLflowSink(server, experiment="walker"))
@@ -557,6 +562,7 @@ def test_the_first_names_on_a_server_repeat_the_headlines_and_the_return_is_the_
     assert sink.stored(run).rows[2].keys() == {*values, "axis/update", "axis/gradient_step"}  # type: ignore[union-attr]
 
 
+@pytest.mark.system
 @needs_passwords
 @pytest.mark.usefixtures("logged_in")
 def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
@@ -626,6 +632,7 @@ def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, c
     assert through_client.ended
 
 
+@pytest.mark.system
 def test_a_file_with_other_tables_is_read_through_the_client(
     store: Path, monkeypatch: pytest.MonkeyPatch, client: Any
 ) -> None:

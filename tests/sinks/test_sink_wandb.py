@@ -76,6 +76,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return inspect(directory)
 
 
+@pytest.mark.system
 def test_every_record_is_a_row_with_all_axes(offline: list[dict[str, Any]]) -> None:
     history = rows(offline)
 
@@ -136,6 +137,7 @@ def test_the_run_has_its_name_settings_and_exit_code(offline: list[dict[str, Any
     assert [record["exit_code"] for record in of_type(offline, "exit")] == [1]
 
 
+@pytest.mark.system
 def test_what_wandb_refuses_costs_that_item_and_no_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A tag has at most 64 characters."""
     sink = WandbSink(mode="offline")
@@ -300,6 +302,7 @@ print(said, attempt(lambda: sink.close(RunStatus.FINISHED)), sep="\\n")
 """
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the client's process in /proc")
 def test_a_dead_client_process_is_told_apart(tmp_path: Path) -> None:
     """In a separate process, because W&B is unusable in a process whose client has died.
@@ -382,6 +385,7 @@ def test_without_a_server_the_run_is_offline_with_a_warning(
     assert "W&B cannot be reached (CommError: no route to host); the run is kept offline" in caplog.text
 
 
+@pytest.mark.system
 def test_a_run_that_lands_elsewhere_is_reported(tmp_path: Path) -> None:
     """W&B cannot write into the directory, and uses the system's temporary directory."""
     run_dir, temporary = tmp_path / "run", tmp_path / "temporary"

@@ -12,6 +12,8 @@ import pytest
 from esper_telemetry.sinks.wandb import wandb_run as wandb_run
 from esper_telemetry.sinks.wandb.wandb_run import DiskWatch
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:

@@ -21,6 +21,8 @@ from esper_telemetry.sinks import WandbSink
 from esper_telemetry.sinks.wandb import wandb_sink as wandb_sink
 from esper_telemetry.sinks.wandb.wandb_sink import last_update, summary_of
 
+pytestmark = pytest.mark.system
+
 PROJECT = "walker"
 
 

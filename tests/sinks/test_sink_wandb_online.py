@@ -16,6 +16,8 @@ from esper_telemetry.journal import Journal, encode_alarm, encode_end, encode_re
 from esper_telemetry.sinks import Place, WandbSink
 from esper_telemetry.testing import alarm, record, run_in
 
+pytestmark = pytest.mark.system
+
 RECORDS = 40
 
 

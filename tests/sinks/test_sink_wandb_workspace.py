@@ -26,7 +26,10 @@ from esper_telemetry.sinks import WandbSink, sink_protocol
 from esper_telemetry.sinks.pages import safe
 from esper_telemetry.sinks.wandb.workspace import specification, workspace
 
-pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators"),  # in wandb-workspaces 0.4
+    pytest.mark.system,
+]
 
 EVERY = {entry.metric.key: entry.info() for entry in metric_entries()}
 SEEN = {

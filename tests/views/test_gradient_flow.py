@@ -28,6 +28,7 @@ def norms(**layers: float) -> dict[str, float]:
     return {f"grad/layer/{layer}/norm": norm for layer, norm in layers.items()}
 
 
+@pytest.mark.system
 def test_severities_are_those_of_the_journal(tmp_path: Path) -> None:
     """A run at DEBUG has severities too. The critic's targets become a million times larger, so some layers explode."""
     config = PPOConfig(num_steps=16, num_epochs=1, num_minibatches=1, hidden_sizes=(8,), shared_trunk=True)

@@ -179,6 +179,7 @@ def chromium() -> Any:
         yield driver
 
 
+@pytest.mark.system
 def test_a_browser_without_network_draws_the_page_on_a_screen_a_phone_and_paper(tmp_path: Path, chromium: Any) -> None:
     path = tmp_path / "report.html"
     path.write_text(report_html([open_view(write(tmp_path / "run", lines_of(learning(40, SPOILED))), judged=True)]))
