@@ -105,6 +105,7 @@ def execute(page: Path) -> None:
             exec(compile("\n" * line + match[3], str(page), "exec"), module.__dict__)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "page",
     [
@@ -126,6 +127,7 @@ def test_the_python_blocks_of_a_page_run_as_printed(page: Path, tmp_path: Path) 
     assert process.stderr == ""
 
 
+@pytest.mark.system
 def test_the_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
     """As one program that evaluates the last expression of each cell, as a notebook does to show it."""
     cells = json.loads((DOCS / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
@@ -202,6 +204,7 @@ def briefly(words: list[str]) -> list[str]:
     return [*(word.replace("*", "1") for word in words), *steps]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4

@@ -22,6 +22,7 @@ PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DO
 COMMANDS = [shlex.split(line)[2:] for line in TEXT.splitlines() if line.startswith("esper-telemetry check ")]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=["own_loop", "unit_test"])
 def test_every_python_block_runs_as_printed(block: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

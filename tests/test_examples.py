@@ -16,7 +16,7 @@ from forked import run_python
 from esper_telemetry import RunStatus, Sink, read_run
 from esper_telemetry.testing import CHECKS, check_sink
 
-pytestmark = pytest.mark.usefixtures("one_core")
+pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.system]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TWO_UPDATES = ("--total-steps", "2048")

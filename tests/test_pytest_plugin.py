@@ -34,6 +34,7 @@ def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.system
 def test_a_run_is_judged_in_a_test_of_the_project(tmp_path: Path) -> None:
     journal(tmp_path / "calm", kl=0.01)
     journal(tmp_path / "jumping", kl=2.0)
@@ -51,6 +52,7 @@ def test_a_run_is_judged_in_a_test_of_the_project(tmp_path: Path) -> None:
     assert "incident 1, update 30: policy/kl_spike" in result.stdout and "there is no run directory" in result.stdout
 
 
+@pytest.mark.system
 def test_a_script_is_checked_as_a_test_and_a_mistake_fails_it_with_the_table(tmp_path: Path) -> None:
     assert RIGHT in SCRIPT
     (tmp_path / "right.py").write_text(SCRIPT)
@@ -66,6 +68,7 @@ def test_a_script_is_checked_as_a_test_and_a_mistake_fails_it_with_the_table(tmp
     assert "nothing to measure" in result.stdout
 
 
+@pytest.mark.system
 def test_the_steps_of_the_workflow_run_and_write_the_summary(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     workflow = yaml.safe_load((ROOT / "examples" / "ci" / "telemetry.yml").read_text(encoding="utf-8"))

@@ -68,6 +68,7 @@ def test_the_license_is_named_in_the_package() -> None:
     assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "block",
     [
@@ -101,6 +102,7 @@ def test_every_command_line_parses(words: list[str], tmp_path: Path, monkeypatch
         assert isinstance(command, Train) == (words[0] == "train")
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4
 @pytest.mark.usefixtures("one_core")
 def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

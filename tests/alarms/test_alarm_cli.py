@@ -80,6 +80,7 @@ def together(rank: int, run_dir: str) -> list[int]:
     return levels
 
 
+@pytest.mark.system
 def test_ranks_raise_the_level_together(tmp_path: Path) -> None:
     """Update 2 raises the level, the exchange of update 3 tells all ranks, and the requested two updates follow."""
     first, second = run_together(together, tmp_path, str(tmp_path / "run"))

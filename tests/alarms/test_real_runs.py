@@ -66,6 +66,7 @@ def test_a_run_at_normal_answers_every_question(trainer: Any, open_questions: se
     assert set(detectors.unanswered()) <= open_questions
 
 
+@pytest.mark.system
 def test_a_healthy_run_is_silent_and_a_broken_one_is_not(tmp_path: Path) -> None:
     """The policy loss has the wrong sign from update 24 on; the alarm follows within three updates, and none precedes it."""
     trainer = recall(learning_rate=2.5e-3)
@@ -88,6 +89,7 @@ def test_a_healthy_run_is_silent_and_a_broken_one_is_not(tmp_path: Path) -> None
     assert min(updates.values()) >= BREAKS
 
 
+@pytest.mark.system
 def test_a_journal_says_what_was_said_live(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", recall(learning_rate=0.5), 12)
     live = alarms(judged(run.records, run.info.facts))

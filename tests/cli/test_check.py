@@ -49,6 +49,7 @@ def wrong_script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.system
 def test_a_correct_script_matches_until_it_ends(tmp_path: Path) -> None:
     """All of its four updates are checked; the script's output stays on stdout, before the table."""
     output = check(tmp_path, "--run-dir", "run", str(SCRIPTS / "categorical.py"), "--seed=2")
@@ -60,6 +61,7 @@ def test_a_correct_script_matches_until_it_ends(tmp_path: Path) -> None:
     assert read_run(tmp_path / "run").status is RunStatus.FINISHED
 
 
+@pytest.mark.system
 def test_a_mistake_is_named_and_the_recorded_run_says_the_same(tmp_path: Path, wrong_script: Path) -> None:
     live = check(tmp_path, "--json", "--updates", "3", "--run-dir", "run", str(wrong_script), "--seed=2")
     recorded = check(tmp_path, "run", "--json")
@@ -74,6 +76,7 @@ def test_a_mistake_is_named_and_the_recorded_run_says_the_same(tmp_path: Path, w
     assert read_run(tmp_path / "run").status is RunStatus.INTERRUPTED
 
 
+@pytest.mark.system
 def test_every_update_is_sampled_and_its_cost_raises_no_alarm(tmp_path: Path) -> None:
     """Forty updates of 32 steps, a large share of whose time telemetry uses."""
     script = str(SCRIPTS / "categorical.py")

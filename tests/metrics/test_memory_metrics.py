@@ -33,6 +33,7 @@ def test_the_share_is_that_of_the_process_and_its_children() -> None:
     assert process_memory(MemoryUsage(MIB)).values(Level.MINIMAL) == {"perf/memory/process_mib": 1}
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_memory_of_children_counts_and_is_sampled_once_per_second() -> None:
     time = 0.0
@@ -50,6 +51,7 @@ def test_memory_of_children_counts_and_is_sampled_once_per_second() -> None:
     assert after.children - before.children >= 64 * MIB
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc")
 def test_what_forked_processes_share_with_the_trainer_counts_once() -> None:
     """Four processes share the trainer's 64 MiB, and each writes 8 MiB."""

@@ -73,6 +73,7 @@ def loop(rank: int, run_dir: str) -> dict[str, Any]:
     return {"run_dir": str(telemetry.run_dir), "ranks": session_of(telemetry).ranks, "run": telemetry.run is not None}
 
 
+@pytest.mark.system
 def test_ranks_of_a_loop_of_ones_own_report_as_one(tmp_path: Path) -> None:
     """Minibatch 1 is (1 + 2·5) / 3 over both ranks, minibatch 2 is (3 + 2·7) / 3. An episode of one rank is reported unchanged."""
     first, second = run_together(loop, tmp_path, str(tmp_path / "run"))

@@ -29,7 +29,7 @@ from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.updates.update import JoinedMinibatches, TrainingProgress, Update
 
-pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
+pytestmark = [pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker"), pytest.mark.system]
 
 
 LARGE = {f"text_{number}": f"{number} " * 12_000 for number in range(10, 110)}

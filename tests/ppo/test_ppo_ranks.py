@@ -94,6 +94,7 @@ def learned(rank: int, make: Callable[[], PPO]) -> tuple[list[Tensor], int, int]
     return weights(trainer), trainer.updates, trainer.env_steps
 
 
+@pytest.mark.system
 def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
     first, second = run_together(everything, tmp_path)
     rollout = shared_rollout()

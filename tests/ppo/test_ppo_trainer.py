@@ -304,6 +304,7 @@ def without_bootstrap(rollout: Rollout, gamma: float, gae_lambda: float) -> Tens
     return generalized_advantages(cut, gamma, gae_lambda)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 @pytest.mark.parametrize("bootstrap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> None:

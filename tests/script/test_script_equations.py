@@ -37,6 +37,7 @@ STALE = (
 MATCHING = ("stored_rewards", "executed_actions", "replayed_log_probs", "values", "clipping", "advantages", "log_probs")
 
 
+@pytest.mark.system
 def test_a_script_that_clears_no_gradient_and_acts_on_stale_observations(tmp_path: Path) -> None:
     """Both mistakes are named in every update, and unaffected equations match, because only an explained difference counts."""
     source = (SCRIPTS / "categorical.py").read_text()

@@ -12,6 +12,8 @@ from test_script_runs import SCRIPTS, python
 
 from esper_telemetry import read_run
 
+pytestmark = pytest.mark.system
+
 EQUATIONS = 21
 
 

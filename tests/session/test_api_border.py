@@ -675,6 +675,7 @@ def test_a_callback_may_call_it_back(tmp_path: Path) -> None:
     assert any("seen/alarms" in record.values for record in read_run(tmp_path / "run").records)
 
 
+@pytest.mark.system
 def test_a_function_that_returns_has_not_killed_the_run(tmp_path: Path) -> None:
     """No reference to the telemetry is left when the interpreter exits."""
     code = (

@@ -108,6 +108,7 @@ while True:
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("place", ["training process", "worker"])
 def test_a_sigterm_that_saves_and_closes_at_any_moment_leaves_a_whole_journal(tmp_path: Path, place: str) -> None:
     for moment in range(8):

@@ -35,6 +35,7 @@ with telemetry:
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("place", ["worker", "training process"])
 def test_a_full_disk_is_told_of_with_the_number_of_records_that_are_lost(tmp_path: Path, place: str) -> None:
     ended = run_python("-c", LIMITED, tmp_path, place, one_core=False)

@@ -68,6 +68,7 @@ def test_numbers_of_a_judge_are_plain_in_the_journal(
     assert type(alarm.adaptive) is bool
 
 
+@pytest.mark.system
 @two_cores
 @pytest.mark.parametrize("what", ["text of an exception", "an exception that exits", "limits of other alarms"])
 def test_other_alarms_hear_nothing_of_it_in_a_worker(
@@ -84,6 +85,7 @@ def test_other_alarms_hear_nothing_of_it_in_a_worker(
     assert "summarises updates" not in caplog.text
 
 
+@pytest.mark.system
 @two_cores
 @pytest.mark.parametrize("what", ["infinite value", "SystemExit", "a cleared view"])
 def test_the_same_in_a_worker(tmp_path: Path, what: str) -> None:
@@ -92,6 +94,7 @@ def test_the_same_in_a_worker(tmp_path: Path, what: str) -> None:
     assert numbers(tmp_path) == [float(update) for update in range(1, UPDATES + 1)]
 
 
+@pytest.mark.system
 @two_cores
 @pytest.mark.parametrize("how", ENDS)
 def test_a_judge_that_ends_the_worker_is_not_called_again(

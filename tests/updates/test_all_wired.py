@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run, watch_pair
@@ -64,6 +65,7 @@ def test_normal_reports_what_belongs_to_it_and_nothing_else(tmp_path: Path) -> N
     assert not keys & (declared(Level.DEBUG) - declared(Level.NORMAL))
 
 
+@pytest.mark.system
 def test_the_rates_of_two_parameter_groups_are_theirs(tmp_path: Path) -> None:
     """The trainer sets one rate for all, then a hook doubles the critic's. `opt/lr` is the first group's."""
     _, apart = sources()

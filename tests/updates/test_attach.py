@@ -32,6 +32,7 @@ def values_of(run_dir: Path, *, offload: bool, level: str = "normal", **settings
     ]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "settings",
     [
@@ -63,6 +64,7 @@ def test_a_bug_in_a_probe_leaves_training_alone(
     assert any("IndexError: a bug" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.system
 def test_columns_of_sampled_updates_travel_to_the_worker(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "policy": "lstm",

@@ -301,6 +301,7 @@ def test_a_baseline_that_starts_anew_is_an_event_in_the_journal(tmp_path: Path) 
 REPLAYED = {"policy/kl_post", "repr/drift_cos", "repr/capacity_loss"}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "make",
     [

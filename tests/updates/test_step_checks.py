@@ -152,6 +152,7 @@ def no_pass(*arguments: object) -> None:
     raise AssertionError("the policy itself passes the minibatch")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "changes",
     [
@@ -174,6 +175,7 @@ def test_a_worker_recomputes_the_gradient_with_a_copy_of_the_policy(
         assert named(one) == named(other) == set()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "mistake", ["gradient_policy_sign", pytest.param("gradient_value_summed", marks=pytest.mark.slow)]
 )
@@ -185,6 +187,7 @@ def test_a_worker_names_what_explains_a_gradient(mistake: str, tmp_path: Path) -
         assert mistake in named(values) <= {mistake} | ALIKE.get(mistake, set())
 
 
+@pytest.mark.system
 def test_a_policy_that_cannot_be_copied_passes_the_minibatch_itself(tmp_path: Path) -> None:
     source = trainer()
     source.policy.of_the_script = lambda: None  # type: ignore[assignment]  # modules take any attribute
@@ -192,6 +195,7 @@ def test_a_policy_that_cannot_be_copied_passes_the_minibatch_itself(tmp_path: Pa
     assert all(set(CHECKED_KEYS) <= values.keys() for values in records(source, tmp_path, offload=True))
 
 
+@pytest.mark.system
 def test_weights_and_random_numbers_are_the_same_with_a_worker(tmp_path: Path) -> None:
     torch.manual_seed(5)
     observed, alone = trainer(), trainer()

@@ -493,6 +493,7 @@ def tmux() -> Iterator[Callable[..., str]]:
         call("kill-server")
 
 
+@pytest.mark.system
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 def test_watch_follows_a_live_run_in_a_terminal_of_80_by_24(run: WrittenRun, tmux: Callable[..., str]) -> None:
     command = f"'{sys.executable}' -m esper_telemetry watch '{run.run_dir}'; echo left with $?; sleep 60"

@@ -129,6 +129,7 @@ def test_wrong_use_is_one_sentence_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.system
 def test_wrong_use_ends_with_two() -> None:
     done = run_python("-m", "esper_telemetry.lab.faults", "score", "--envs", "NoSuchTask-v0")
 

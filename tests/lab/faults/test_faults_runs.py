@@ -48,6 +48,7 @@ def test_the_plan_has_every_fault_and_every_healthy_run_of_its_environments() ->
     assert len({run.name for run in plan}) == len(plan) == 12
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("one_core")
 def test_the_demo_breaks_half_way(tmp_path: Path) -> None:
     """Half of 4096 steps are two updates of 8 x 128, so the third is the first broken one."""
