@@ -96,7 +96,7 @@ def doubtful_norms(raw: Tensor) -> list[int]:
 def repair_norms(norms: Tensor, gradients: Sequence[Tensor], doubtful: Sequence[int]) -> Tensor:
     """Return the norms with the doubtful ones computed again in float64; all float64 if one is too large for float32."""
     exact = norms.double()
-    exact[list(doubtful)] = public_norms([gradients[index] for index in doubtful], torch.float64)
+    exact[list(doubtful)] = choose_norms(norms.device)([gradients[index] for index in doubtful], torch.float64)
     return exact.to(norms.dtype) if float(exact.max()) < HUGE_NORM else exact
 
 

@@ -164,7 +164,7 @@ class GradientTap:
 
     def _marks(self) -> list[tuple[int, int]]:
         """Return marks that change with every gradient that is added or set."""
-        return [(id(p.grad), p.grad._version) for p in self._trained if p.grad is not None]
+        return [(id(gradient), gradient._version) for p in self._trained if (gradient := p.grad) is not None]
 
     @torch.no_grad()
     def _after_backward(self, marks: list[tuple[int, int]]) -> None:
@@ -244,18 +244,19 @@ class GradientTap:
         """Return parameters with their gradients, as they are now, dense."""
         present: list[tuple[Tensor, Tensor]] = []
         for p in self._parameters():
-            if p.grad is not None:
-                dense = p.grad.coalesce().values() if p.grad.layout is torch.sparse_coo else p.grad
+            if (dense := p.grad) is not None:
+                if dense.layout is torch.sparse_coo:
+                    dense = dense.coalesce().values()
                 present.append((p, torch.view_as_real(dense) if dense.is_complex() else dense))
         return present
 
 
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
-    first = gradients[0]
-    if all(gradient.dtype is first.dtype and gradient.device == first.device for gradient in gradients):
+    if len({gradient.dtype for gradient in gradients}) == len({gradient.device for gradient in gradients}) == 1:
         return gradient_norms(gradients)
-    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(first.device) for g in gradients])
+    device = gradients[0].device
+    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients])
 
 
 def scale_around() -> Tensor | None:
