@@ -291,6 +291,20 @@ class LastNormalised(PPO):
             del callback.on_rollout_end
 
 
+class OlderWeights(PPO):
+    """Acts with the weights from before the last update, and trains the newest weights."""
+
+    older: Any = None
+
+    def collect_rollouts(self, *arguments: Any, **named: Any) -> bool:
+        newest = copy.deepcopy(self.policy.state_dict())
+        self.policy.load_state_dict(newest if self.older is None else self.older)
+        self.older = newest
+        finished = super().collect_rollouts(*arguments, **named)
+        self.policy.load_state_dict(newest)
+        return finished
+
+
 class StoresStatesAfter(RecurrentPPO):  # type: ignore[misc]
     """Stores the state that the policy returned for an observation, not the state that it received."""
 
@@ -331,11 +345,6 @@ def with_strong_memory(model: Any) -> Any:
     with torch.no_grad():
         for name, weights in model.policy.named_parameters():
             weights.mul_(4 if "lstm" in name else 50 if "action_net.weight" in name else 1)
-    return model
-
-
-def with_other_weights(model: Any) -> Any:
-    model.behaviour = copy.deepcopy(model.policy)
     return model
 
 
@@ -437,7 +446,7 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         frozenset({"replayed_log_probs_other_statistics", "values_other_statistics"}),
     ),
     "weights of an update before in acting": (
-        lambda seed: with_other_weights(own_loop("stale_weights", seed)),
+        lambda seed: OlderWeights("MlpPolicy", vec_env(seed=seed), **SETTINGS, seed=seed),
         frozenset({"replayed_log_probs_older_weights", "values_older_weights"}),
     ),
     "a memory that begins empty in training": (

@@ -112,6 +112,20 @@ def test_nothing_is_clipped() -> None:
     assert values[PRE] == values[POST] > 0
 
 
+def test_a_gradient_that_is_dropped_before_the_step_counts_in_neither_norm() -> None:
+    with loop() as own:
+        own.telemetry.watch(own.agent, own.optimizer, actor="actor", critic="critic")
+        groups = own.expected(own.loss(0))
+        own.loss(0).backward()
+        own.agent.actor.weight.grad = None
+        own.optimizer.step()
+        values = own.record().values
+
+    kept = groups["actor"][1:]  # the bias
+    assert values["grad/actor/norm_preclip"] == values["grad/actor/norm_postclip"] == pytest.approx(norm_of(kept))
+    assert values["grad/critic/norm_preclip"] == pytest.approx(norm_of(groups["critic"]))
+
+
 def test_two_clip_calls() -> None:
     """Actor and critic are clipped separately, to 0.1 and 0.2: no single limit exists, and each has its own norm after clipping."""
     with loop() as own:
