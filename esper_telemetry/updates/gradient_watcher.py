@@ -103,7 +103,9 @@ class GradientTap:
         self._clock = clock
         self._pid = os.getpid()
         self._steps: list[StepNorms] = []
-        self._before: tuple[tuple[int, ...], Tensor] | None = None  # `id` of each parameter, and the norms of their gradients
+        # Of the last pass: the `id` of each parameter, and the norms of their gradients.
+        self._before: tuple[tuple[int, ...], Tensor] | None = None
+        # Of the last step: the same, their names and their numbers of entries.
         self._described: tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]] = (), (), ()
         self._stepped = self._missed = self._stops = False
         self._warned: set[str] = set()
