@@ -179,7 +179,7 @@ SHRINKING = (0.6, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.16, 0.13, 0.1)
 DIMENSIONS = "policy/head/op/dimensions"
 
 COURSES: Mapping[str, list[Course]] = {
-    "A learning rate that is annealed to nothing, and KL with its square, to 1e-8 in the last updates, is no stall": [
+    "A learning rate that is annealed to nothing, and KL with its square, to 1e-8 in the last updates, is not a stall": [
         Course(None, False, annealed, 100)
     ],
     "A policy that is certain in every state, but acts differently in different states, has not collapsed": [
@@ -189,10 +189,10 @@ COURSES: Mapping[str, list[Course]] = {
         Course(None, False, {**SURVIVAL, **LENGTHS}, 100, since=1)
     ],
     "A rare reward may stay away for as long as it did before": [Course("reward/constant", False, rare, 100, since=1)],
-    "A first success of 100, after costs of 0.1 per step, is no change of scale": [
+    "A first success of 100, after costs of 0.1 per step, is not a change of scale": [
         Course("value/scale_shift", False, success, 100, since=1)
     ],
-    "An explained variance that falls because returns became equal is no fault": [
+    "An explained variance that falls because returns became equal is not a fault": [
         Course(
             "value/fit_collapse",
             False,
@@ -243,7 +243,7 @@ COURSES: Mapping[str, list[Course]] = {
     "A learning rate that was raised shows before weights are measured": [
         Course("opt/update_too_large", SINCE, {"opt/update_to_weight": None, "opt/lr": 0.25})
     ],
-    "A rate that jumps above what was set is no schedule, whose restarts return to it": [
+    "A rate that jumps above what was set is not a schedule, whose restarts return to it": [
         Course(
             "opt/update_too_large",
             told,
@@ -307,24 +307,24 @@ COURSES: Mapping[str, list[Course]] = {
         ),
         Course("lstm/cell_drift", SINCE + 1, {"lstm/c_growth": 13.0}),
     ],
-    "A cell that is no larger than what a step can write adds up nothing": [
+    "A cell that is as small as what a step can write adds up nothing": [
         Course("lstm/cell_drift", False, {"lstm/c_growth": 13.0, "lstm/c/rms": 0.6})
     ],
-    "Cell states that shrink by a twentieth per update are no shut gate; gates are not measured": [
+    "Cell states that shrink by a twentieth per update are not a shut gate; gates are not measured": [
         Course("lstm/forget_closed", False, fades, 100, since=1)
     ],
-    "A memory that is used less and less has no shut gates, unless that happens at once": [
+    "A memory that is used less and less does not shut its gates, unless that happens at once": [
         Course("lstm/forget_closed", told, cell(*sizes), 60, since=1)
         for sizes, told in ((SHRINKING, False), ((0.12, 0.1), True))
     ],
-    "A small cell state is no shut gate where gates were just seen open": [
+    "A small cell state is not a shut gate where gates were just seen open": [
         Course("lstm/forget_closed", False, SEEN_OPEN)
     ],
     "A cell state that doubles within an update and grows with age shows an open gate; growing slowly is learning": [
         Course("lstm/forget_open", SINCE, both(multiplied({"lstm/c/rms": 2}), set_to(OPENED))),
         Course("lstm/forget_open", False, slowly_opened, 60),
     ],
-    "Gradients that outgrow their memory once are no spike, nor are those of a solved task, with steps below the rate": [
+    "Gradients that outgrow their memory once are not a spike; in a solved task, steps stay below the learning rate": [
         Course("opt/rms_spike", told, outgrown(updates, step))
         for updates, step, told in ((1, 2.0, False), (2, 2.0, True), (2, 0.3, False))
     ],
