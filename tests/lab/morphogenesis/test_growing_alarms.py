@@ -86,6 +86,7 @@ def stop_learning(run: ScriptedRun) -> None:
     run.env.colony.task = replace(run.env.colony.task, learning_rate=0.0)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("alarm", "fault", "settings", "updates", "by"),
     [
