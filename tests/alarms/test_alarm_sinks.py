@@ -190,6 +190,7 @@ def test_wandb_alerts_and_keeps_a_table_without_a_row_more(tmp_path: Path) -> No
     assert "**policy/kl\\_spike** (" in notes[-1] and "`policy/kl` | 0.06 |" in notes[-1]
 
 
+@pytest.mark.system
 def test_a_wandb_run_that_was_joined_keeps_its_steps(tmp_path: Path) -> None:
     """Its owner logs with `step=`; the alarms do not change those steps."""
     settings = wandb.Settings(console="off", silent=True)
@@ -251,6 +252,7 @@ def test_mlflow_has_the_verdict_and_the_incidents(store: Path, client: Any, tmp_
     assert incident["alarms"][0]["evidence"] == {"worst": [{"log_ratio": 3.0}]}
 
 
+@pytest.mark.system
 def test_a_joined_mlflow_run_gets_them_too_and_stays_open(store: Path, client: Any, tmp_path: Path) -> None:
     send_alarms(MLflowSink(), run_info(store, run_id="first"))  # makes the experiment
     theirs = client.create_run(client.get_experiment_by_name("esper_telemetry").experiment_id)

@@ -125,6 +125,7 @@ def test_a_process_that_is_gone_has_no_memory(tmp_path: Path, monkeypatch: pytes
     assert MemorySampler(1).sample()[:2] == (None, None)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("offload", [False, True])
 def test_every_record_has_the_memory_of_the_trainer(offload: bool, tmp_path: Path) -> None:
     """A worker reports the memory of the training process, which is 256 MiB more than its own."""

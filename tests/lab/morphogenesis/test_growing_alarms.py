@@ -126,6 +126,7 @@ def test_a_controller_that_learns_raises_none(seed: int, tmp_path: Path) -> None
     assert not GROWTH_ALARMS & {alarm.type for alarm in alarms(tmp_path / "run")}
 
 
+@pytest.mark.system
 def test_hosts_that_break_explain_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From the sixth update on, half of the hosts lose their weights in every epoch, and the return falls."""
 

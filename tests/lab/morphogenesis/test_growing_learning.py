@@ -84,6 +84,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert torch.equal(uninterrupted.env.colony.seeds, second.env.colony.seeds)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("policy", SCRIPTS)
 def test_a_resumed_script_equals_an_uninterrupted_one(policy: str, tmp_path: Path) -> None:
     """Six uninterrupted updates, compared with three, a checkpoint in the middle of an episode, and three more."""

@@ -21,6 +21,7 @@ from esper_telemetry.lab.morphogenesis.slots import CURVES, GATES, TRANSITIONS, 
 LEGAL = {(a, b) for a, after in TRANSITIONS.items() for b in after} | {(stage, stage) for stage in Stage}
 
 
+@pytest.mark.system
 def test_no_transition_is_illegal_under_random_actions() -> None:
     """100,000 environment steps: 1,024 environments for 98 steps. The last step of an episode begins the next one."""
     env = tiny(1024, slots=3)
@@ -295,6 +296,7 @@ def test_a_broken_host_is_rolled_back_and_the_others_are_unchanged() -> None:
     assert not alive & set(broken.slots.stage[2].tolist())
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("patience", [None, 3])
 @pytest.mark.parametrize("task", ["synthetic", "digits", "text"])
 def test_a_restored_environment_continues_bit_identically(task: str, patience: int | None) -> None:

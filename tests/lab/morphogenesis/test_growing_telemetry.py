@@ -74,6 +74,7 @@ def test_single_hosts_and_seeds_are_shown_at_debug(level: str, tmp_path: Path) -
     assert paid / 3 == pytest.approx(second.values["episode/return_mean"], rel=1e-4)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("level", ["off", "debug"])
 def test_telemetry_does_not_change_training(level: str, tmp_path: Path) -> None:
     def weights(telemetry: Telemetry | None) -> list[torch.Tensor]:
