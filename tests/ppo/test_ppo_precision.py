@@ -128,6 +128,7 @@ def close(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(left, right, strict=True))
 
 
+@NOISY_IMPORT
 @pytest.mark.system
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")

@@ -260,7 +260,7 @@ def test_a_joined_run_stays_open_as_it_was(theirs: Any, tmp_path: Path) -> None:
     theirs.finish()
 
     entries = inspect(tmp_path)
-    assert of_type(entries, "exit") == [{"exit_code": 0}]
+    assert [entry["exit_code"] for entry in of_type(entries, "exit")] == [0]  # a run of a second also has its `runtime`
     assert not any("glob_name" in metric for metric in of_type(entries, "metric"))
     assert [config["update"]["esper_telemetry"]["run_id"] for config in of_type(entries, "config")] == ["ours"]
 
