@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from importlib import import_module
+from io import TextIOWrapper
 from operator import or_
 from typing import Annotated, Any, Final, Literal
 
@@ -319,6 +320,8 @@ MODULES: Final = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, TextIOWrapper) and words[:1] != ["run"]:
+        sys.stdout.reconfigure(errors="replace")  # a pipe of Windows is cp1252
     if words[:1] == ["run"]:
         from esper_telemetry.cli.run import main as run_script
 

@@ -175,6 +175,8 @@ def _is_running(pid: int) -> bool:
         with suppress(OSError):
             return status.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] not in ("Z", "X")
         return False
+    if os.name == "nt":  # its `os.kill` would end the process
+        return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

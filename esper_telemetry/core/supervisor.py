@@ -27,6 +27,8 @@ from typing import Final
 from esper_telemetry.core.files import open_own
 from esper_telemetry.core.redaction import MaskedStream
 
+HAS_HELPERS: Final = hasattr(os, "fork")
+"""Whether helpers can run here. On Windows they cannot inherit descriptors, so that sinks run in threads of the trainer."""
 MIN_PAUSE_SECONDS: Final = 5.0
 """Time between two iterations of a frequent loop above which the process must have been stopped."""
 RESTART_STEP_SECONDS: Final = 0.5

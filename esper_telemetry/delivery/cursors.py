@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.core.files import open_regular, read_json, replace_file
+from esper_telemetry.core.files import open_own, open_regular, read_json, replace_file
 from esper_telemetry.core.record import Record, RunStatus
+from esper_telemetry.core.supervisor import HAS_HELPERS
 from esper_telemetry.journal.file import JOURNAL_NAME, JournalReader, journal_path
-from esper_telemetry.journal.lock import lock_file
+from esper_telemetry.journal.lock import Role, lock_file
 from esper_telemetry.journal.schema import COUNT, FLAG, check
 
 CURSORS_NAME: Final = "cursors.json"
@@ -30,12 +31,14 @@ _logger = logging.getLogger("esper_telemetry")
 def run_dir_lock(run_dir: Path) -> Iterator[None]:
     """Admit one process and thread at a time, if the file system has locks; raises OSError without a journal."""
     journal = open_regular(journal_path(run_dir), os.O_RDONLY, follow_links=True)  # it exists as long as the run does
+    locked = journal if HAS_HELPERS else open_own(run_dir / Role.FILES, os.O_RDWR)  # others read the journal
     try:
         with contextlib.suppress(OSError):
-            lock_file(journal, wait=True)
+            lock_file(locked, wait=True)
         yield
     finally:
-        os.close(journal)
+        for descriptor in {journal, locked}:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)

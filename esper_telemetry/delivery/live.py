@@ -22,6 +22,7 @@ from typing import Final
 
 from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.record import RunStatus
+from esper_telemetry.core.supervisor import HAS_HELPERS
 from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
 from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.delivery.delivery import Delivery, SinkReader
@@ -120,8 +121,8 @@ def _write(text: str) -> None:
 class Deliveries:
     """Feeds sinks from a journal while it is written.
 
-    The training thread calls `stats` and `poll` between two updates. A sink for the sink process gets a thread here instead if the run has
-    no directory, or if that process cannot import its class because the script itself defines it. Start it before or after the journal's
+    The training thread calls `stats` and `poll` between two updates. A sink for the sink process gets a thread here instead on Windows, if
+    the run has no directory, or if that process cannot import its class because the script itself defines it. Start it before or after the journal's
     first line. It does nothing in a forked process.
 
     Args:
@@ -146,6 +147,7 @@ class Deliveries:
         remote = {name: sink for name, sink in self._sinks.items() if not runs_in_process(sink)}
         # The sink process reads the journal's file, and cannot import a class that the script defines.
         remote = {name: sink for name, sink in remote.items() if run_dir and type(sink).__module__ != "__main__"}
+        remote = remote if HAS_HELPERS else {}
         self._remote = frozenset(remote)
         if remote and run_dir is not None:
             self._process = SinkProcess(run_dir, remote)

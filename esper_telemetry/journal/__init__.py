@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from esper_telemetry.journal.lines import encode_run as encode_run
     from esper_telemetry.journal.lines import plain as plain
     from esper_telemetry.journal.lines import to_json as to_json
-    from esper_telemetry.journal.lock import HAS_LOCKS as HAS_LOCKS
     from esper_telemetry.journal.lock import HELPER_ROLES as HELPER_ROLES
     from esper_telemetry.journal.lock import Role as Role
     from esper_telemetry.journal.lock import TrainerLock as TrainerLock
@@ -83,7 +82,6 @@ __all__, __getattr__, __dir__ = lazy_names(
             "to_json",
         ),
         "esper_telemetry.journal.lock": (
-            "HAS_LOCKS",
             "HELPER_ROLES",
             "Role",
             "TrainerLock",

@@ -173,7 +173,8 @@ class Journal:
         """Append after another process has written: end a line that it left torn."""
         with self._lock:
             size = os.fstat(self._fd).st_size
-            is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+            os.lseek(self._fd, max(0, size - 1), os.SEEK_SET)  # writes go to the end regardless
+            is_torn = size > 0 and os.read(self._fd, 1) != b"\n"
             self._size, self._backlog = size, (TORN + b"\n" if is_torn else b"") + self._backlog
 
     def reader(self) -> JournalReader:

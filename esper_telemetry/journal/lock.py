@@ -1,4 +1,7 @@
-"""Locks in the run directory, one for the trainer and one for each helper process; the system releases them when the process ends."""
+"""Locks in the run directory, one for the trainer and one for each helper process; the system releases them when the process ends.
+
+POSIX has `flock`, whose locks helper processes inherit with the descriptor. On Windows, which has no helper processes, portalocker locks.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,6 @@ from typing import Final
 
 from esper_telemetry.core.files import open_own, open_regular
 
-try:
-    import fcntl
-except ImportError:  # Windows, where journals can be read but not written
-    HAS_LOCKS = False
-else:
-    HAS_LOCKS = True
-
 POLL_SECONDS: Final = 0.05
 
 
@@ -29,6 +25,7 @@ class Role(StrEnum):
     TRAINER = "trainer.lock"
     WRITER = "writer.lock"
     SINKS = "sinks.lock"
+    FILES = "files.lock"
 
 
 HELPER_ROLES: Final = (Role.WRITER, Role.SINKS)
@@ -61,7 +58,8 @@ class TrainerLock:
             if (lock := reference()) is not None:
                 lock.close()
 
-        os.register_at_fork(after_in_child=close_copy)
+        if hasattr(os, "register_at_fork"):  # not on Windows, where processes do not fork
+            os.register_at_fork(after_in_child=close_copy)
 
     def release(self) -> None:
         """Give the lock up; harmless when repeated."""
@@ -80,10 +78,30 @@ def lock_file(descriptor: int, *, wait: bool, shared: bool = False) -> None:
     """Lock an open file until it is closed everywhere.
 
     Raises BlockingIOError if another process holds the lock and `wait` is False, another OSError if locks are not supported.
+    On Windows every lock is exclusive, and other descriptors cannot read the bytes of a locked file.
     """
-    if not HAS_LOCKS:
-        raise OSError(errno.ENOLCK, "this system has no file locks")
-    fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    try:
+        import fcntl
+    except ImportError:
+        _lock_on_windows(descriptor, wait=wait)
+    else:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+
+
+def _lock_on_windows(descriptor: int, *, wait: bool) -> None:
+    import portalocker
+
+    while True:
+        try:
+            portalocker.lock(descriptor, portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING)
+        except portalocker.AlreadyLocked as error:
+            if not wait:
+                raise BlockingIOError(errno.EAGAIN, "another process holds the lock") from error
+            time.sleep(POLL_SECONDS)
+        except portalocker.LockException as error:
+            raise OSError(errno.ENOLCK, str(error)) from error
+        else:
+            return
 
 
 def lock_for(run_dir: Path, helper: Role) -> int:

@@ -16,11 +16,13 @@ import os
 import pickle
 import select
 import struct
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from multiprocessing.shared_memory import SharedMemory
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -134,11 +136,22 @@ def padded(size: int) -> int:
     return aligned(-(-size >> (step := max(0, size.bit_length() - 4))) << step)
 
 
+HAS_SHARED_FILES: Final = hasattr(os, "memfd_create") or sys.platform == "darwin"
+"""Whether `shared_file` works here. Linux without memory files is left out: its `/dev/shm` may be smaller than a ring."""
+
+
 def shared_file(size: int) -> int:
-    """Return the descriptor of a memory file for a ring of that size, a multiple of `ALIGNMENT`.
+    """Return the descriptor of memory for a ring of that size, a multiple of `ALIGNMENT`; it has no name.
 
     A file on a disk cannot be used: if the disk is full, writing into its mapping kills the process.
     """
+    if not hasattr(os, "memfd_create"):  # macOS
+        memory = SharedMemory(create=True, size=size + TAIL_BYTES)
+        try:
+            return os.dup(memory._fd)  # type: ignore[attr-defined]  # no public way leads to the descriptor
+        finally:
+            memory.close()
+            memory.unlink()
     descriptor = os.memfd_create("esper-telemetry")
     try:
         os.truncate(descriptor, size + TAIL_BYTES)

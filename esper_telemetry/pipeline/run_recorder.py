@@ -50,7 +50,8 @@ INVALID_PATH_ERRORS: Final = frozenset(
 )
 """Error numbers for a path that cannot be a run directory on any disk; other errors depend on the machine."""
 
-NOT_IN_FILE_NAMES: Final = re.compile(r"[\x00-\x1f\x7f-\x9f/\\]+")
+NOT_IN_FILE_NAMES: Final = re.compile(r"[\x00-\x1f\x7f-\x9f/\\<>:\"|?*]+")
+"""Characters that POSIX or Windows refuses, or that a terminal would interpret."""
 MAX_LABEL_CHARACTERS: Final = 50
 """Characters of a run's name in the name of its directory, which systems limit to 255 bytes."""
 

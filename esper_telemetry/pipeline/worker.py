@@ -37,6 +37,7 @@ from esper_telemetry.core.process_memory import DeviceUsage
 from esper_telemetry.core.record import Alarm, Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
 from esper_telemetry.core.redaction import error_line, known_secrets
 from esper_telemetry.core.supervisor import (
+    HAS_HELPERS,
     MIN_PAUSE_SECONDS,
     PauseDetector,
     ProcessSupervisor,
@@ -49,6 +50,7 @@ from esper_telemetry.journal.lock import Role, lock_for, remove_lock
 from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, end_after_parent
 from esper_telemetry.pipeline.channel import (
+    HAS_SHARED_FILES,
     Message,
     MessagePacker,
     Replies,
@@ -67,14 +69,6 @@ from esper_telemetry.pipeline.in_process import (
     SinkBacklog,
 )
 from esper_telemetry.updates.update import KINDS
-
-try:
-    import fcntl
-except ImportError as error:
-    raise ImportError(
-        "esper_telemetry.Telemetry does not run on this system, which has no file locks (Python's module fcntl): use Linux or macOS,"
-        " or WSL 2 on Windows. Metric functions, the trainer and commands that read a run work here."
-    ) from error
 
 LOG_NAME: Final = "summary.log"
 ENTRY: Final = "from esper_telemetry.pipeline.worker import main; main()"
@@ -115,11 +109,11 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 def can_use_worker(settings: PipelineSettings) -> bool:
-    """Return whether a worker can make the records: on Linux (memory files), with a second core, and with settings that it can import.
+    """Return whether a worker can make the records: on Linux or macOS, with a second core, and with settings that it can import.
 
     A worker cannot import definitions of the script itself, such as a detector or an alarm.
     """
-    if not hasattr(os, "memfd_create"):
+    if not (HAS_HELPERS and HAS_SHARED_FILES):
         return False
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if (cores or 1) < 2:
@@ -182,6 +176,8 @@ class WorkerPipeline:
                 raise
         os.set_blocking(self._supervisor.input, False)
         with suppress(OSError, AttributeError):  # if the system allows less, or lacks this call, more waits in memory
+            import fcntl
+
             fcntl.fcntl(self._supervisor.input, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     @property

@@ -33,11 +33,13 @@ def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:
     from rich.segment import Segment
 
     class PrintableConsole(Console):
-        """Removes escape sequences from the texts and writes only its own."""
+        """Removes escape sequences from the texts and writes only its own; writes `?` for what its stream cannot encode."""
 
         def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
             for part in super().render(renderable, options):
-                yield part if part.control else Segment(printable(part.text), part.style)
+                text = part.text if part.control else printable(part.text)
+                text = text.encode(self.encoding, "replace").decode(self.encoding)  # a pipe of Windows is cp1252
+                yield Segment(text, part.style, part.control)
 
     plain = {"force_terminal": False, "color_system": None} if os.environ.get("NO_COLOR") else {}
     console = PrintableConsole(**{**settings, **plain})
