@@ -62,7 +62,7 @@ from esper_telemetry.pipeline.in_process import (
     PipelineSettings,
     SinkBacklog,
 )
-from esper_telemetry.pipeline.rank_exchange import Peers, RankZeroDecision
+from esper_telemetry.pipeline.rank_exchange import Peers, RankDecision
 from esper_telemetry.pipeline.response import AlarmCallback, AlarmResponse
 from esper_telemetry.pipeline.run_recorder import RunOptions, RunPosition, RunRecorder
 from esper_telemetry.pipeline.sampling import Sampling
@@ -155,6 +155,7 @@ class TelemetrySession:
         self._take_open_update: Callable[[], Update] = Update
         self._close_callbacks: list[Callable[[], None]] = []
         self._attached = self._closed = self._reports_at_close = self._was_interrupted = False
+        self._asks_to_stop, self._stop_reasons = False, (False, False)
         self._usage = UsageWarnings(options.budget)
         self._peers: Peers | None = None
         self._recorder: RunRecorder | None = None
@@ -267,6 +268,17 @@ class TelemetrySession:
             if self._deliveries is None:
                 self._deliveries = Deliveries(self._recorder.journal, self._sinks)
                 self._recorder.report_changed_settings()
+                self._warn_of_repeated_updates()
+
+    def _warn_of_repeated_updates(self) -> None:
+        """Log which updates a run that continues from an older checkpoint does not record; commands say it themselves."""
+        now, recorded = self._axes.update, self._journal_position.axes
+        if self.prints_end and recorded is not None and now < recorded.update:
+            message = (
+                "esper-telemetry: the run continues after update %d, and its journal has updates up to %d: updates %d to %d are trained again"
+                " and not recorded again. For another course from this checkpoint, pass a new run_dir without resume=True."
+            )
+            _logger.warning(message, now, recorded.update, now + 1, recorded.update)
 
     def begin_update(self, env_step: int) -> None:
         """Begin an update, with data collected so far; alarms up to now decide its level.
@@ -447,6 +459,16 @@ class TelemetrySession:
         self._accepts("on_alarm")
         return self._response.on_alarm(callback)
 
+    def request_stop(self) -> None:
+        """Make `should_stop` return True; see `Telemetry.request_stop`."""
+        self._asks_to_stop = True
+
+    def should_stop(self, *, alarms: bool) -> bool:
+        """Return whether all ranks should end training; see `Telemetry.should_stop`."""
+        here = self._response.is_critical, self._asks_to_stop
+        is_critical, stops = here if self._peers is None else self._stop_reasons
+        return stops or (alarms and is_critical)
+
     def notify_intervention(self, reason: str = "", **details: Any) -> None:
         """Note that training was changed on purpose; see `Telemetry.notify_intervention`."""
         if self._accepts("notify_intervention"):
@@ -603,10 +625,12 @@ class TelemetrySession:
     def _record(self, flushed: FlushedUpdate, transfer: Transfer) -> None:
         with self.clock:
             tables = transfer.tables()
-            decision = RankZeroDecision(self.sampling.proposed, self._response.requested)
+            proposed, requested = self.sampling.proposed, self._response.requested
+            decision = RankDecision(proposed, requested, self._response.is_critical, self._asks_to_stop)
             if self._peers and not flushed.partial:
                 tables, decision = self._peers.join(tables, decision)
                 self._response.agree(decision.debug_updates)
+                self._stop_reasons = decision.is_critical, decision.stops
             self.sampling.adopt(
                 decision.sample_every, late=self._recorder is not None and self._recorder.pipeline.is_late
             )

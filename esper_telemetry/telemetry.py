@@ -78,7 +78,8 @@ class Telemetry:
         sinks: sink objects, callables of one record, or URIs such as `"tensorboard"` and `"wandb:project"`; one or several.
         run_dir: directory for the journal and the local backends; a new `runs/<name>-<time>` by default. With None nothing is kept: no
             journal is written, and all sinks run in this process.
-        name: display name of the run, and prefix of the default directory; the directory's name by default.
+        name: display name of the run, and prefix of the default directory. By default the last three parts of the directory's path,
+            from `runs` on, so that `seed1/telemetry` and `seed2/telemetry` differ in every backend.
         level: `off`, `minimal`, `normal` or `debug`.
         config, tags, notes, facts: sent to every sink with the run; `attach` adds the trainer's own config and facts. `config` is a
             mapping, a dataclass or the namespace that `argparse` returns.
@@ -298,6 +299,21 @@ class Telemetry:
             TypeError: if `callback` is not callable.
         """
         return self._session.on_alarm(callback)
+
+    def request_stop(self) -> None:
+        """Make `should_stop` return True on every rank, from the next `flush` on. Callbacks and signal handlers may call it."""
+        self._session.request_stop()
+
+    def should_stop(self, *, alarms: bool = True) -> bool:
+        """Return whether the loop should end: an alarm has been critical, or a rank has called `request_stop`.
+
+        Telemetry itself never ends training. Call it after `flush`, in which the ranks exchange the answer: it is the same on all of
+        them, so that all stop after the same update, one update after an alarm. At level `off`, ranks do not exchange requests.
+
+        Args:
+            alarms: whether critical alarms count.
+        """
+        return self._session.should_stop(alarms=alarms)
 
     def notify_intervention(self, reason: str = "", **details: Any) -> None:
         """Note that training was changed on purpose (a learning rate, a reward scale, a curriculum), so that the change raises no alarm.

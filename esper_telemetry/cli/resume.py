@@ -60,7 +60,10 @@ FIXED_PPO: Final = (
 def config_of(options: Train) -> dict[str, Any]:
     """Return the settings that a run stores; the trainer adds its own, and telemetry the level."""
     sinks = [masked(sink) for sink in options.sink]
-    return {**{name: getattr(options, name) for name in STORED_OPTIONS}, "preset": options.preset_name, "sinks": sinks}
+    settings = {name: getattr(options, name) for name in STORED_OPTIONS}
+    # An address of notify is a secret, so only its scheme is stored; without --notify a resumed run keeps the earlier schemes.
+    notify = {"notify": [address.partition(":")[0] for address in options.notify]} if options.notify else {}
+    return {**settings, "preset": options.preset_name, "sinks": sinks, **notify}
 
 
 def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
@@ -183,6 +186,9 @@ def load_checkpoint(trainer: TrainingRun, options: Train) -> str:
     trainer.load(path)
     has_episodes = state["collector"].get("environment")
     note = "" if has_episodes else "; the state of this environment cannot be saved, so new episodes begin"
+    schemes = _config_and_facts(options.resume)[0].get("notify", [])
+    if TEXTS.accepts(schemes) and schemes and not options.notify:
+        note += f"; {', '.join(schemes)} gets no messages, because addresses are not stored: name them with --notify"
     return f"{run_dir} continues after update {trainer.updates:,}, step {trainer.env_steps:,}{note}"
 
 

@@ -171,6 +171,7 @@ class ScriptTelemetry:
     _announced: bool = False
     _recorded: Telemetry | None = None
     _pid: int = field(default_factory=os.getpid)
+    _is_first_rank: bool = field(default_factory=lambda: os.environ.get("RANK", "0") == "0")
 
     def __post_init__(self) -> None:
         self._models = ScriptModels(self._make_telemetry, self._say, lambda: self._taps.leave_script())
@@ -181,13 +182,16 @@ class ScriptTelemetry:
 
     def begin(self) -> None:
         """Install the taps; only on rank 0 of several ranks, which would otherwise have to wait for each other."""
-        if os.environ.get("RANK", "0") == "0":
+        if self._is_first_rank:
             log_to_stderr(tracebacks=self.options.level == "debug")
             self._taps.install()
 
     def end(self, error: BaseException | None) -> None:
-        """End telemetry with the script, which ended with that exception or without one; does nothing in a forked process."""
-        if os.getpid() != self._pid:
+        """End telemetry with the script, which ended with that exception or without one.
+
+        Does nothing in a forked process, and on all ranks except rank 0.
+        """
+        if os.getpid() != self._pid or not self._is_first_rank:
             return
         whole = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if whole:  # an update that an exception interrupted is not complete

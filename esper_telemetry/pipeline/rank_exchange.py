@@ -185,22 +185,26 @@ def _layout_text(layout: SlotLayout) -> str:
 
 MEETING_TIMEOUT: Final = timedelta(seconds=60)
 """Time that a rank waits for the others to make their `Telemetry`."""
-HEADER_NUMBERS: Final = 4
-"""Numbers before the packed ones: the hash of the layout, their count, and the rank's note."""
+HEADER_NUMBERS: Final = 6
+"""Numbers before the packed ones: the hash of the layout, their count, and the rank's `RankDecision`."""
 MAX_KNOWN_SIGNATURES: Final = 256
 """Layouts that are remembered."""
 
 
-class RankZeroDecision(NamedTuple):
-    """Decisions of rank 0 for all ranks.
+class RankDecision(NamedTuple):
+    """Decisions for all ranks: those of rank 0, and a request to stop by any rank.
 
     Attributes:
         sample_every: period of sampled updates.
         debug_updates: number of updates at DEBUG that alarms ask for.
+        is_critical: whether an alarm of the run has been critical.
+        stops: whether the program has asked all ranks to stop.
     """
 
     sample_every: int
     debug_updates: int
+    is_critical: bool
+    stops: bool
 
 
 @dataclass(slots=True)
@@ -254,12 +258,12 @@ class Peers:
             raise error or result
         return result  # type: ignore[return-value]  # rank 0 has put its result there
 
-    def join(self, tables: Tables, decision: RankZeroDecision) -> tuple[Tables, RankZeroDecision]:
-        """Return the measurements of all ranks of one update, and rank 0's decision; all ranks must call it.
+    def join(self, tables: Tables, decision: RankDecision) -> tuple[Tables, RankDecision]:
+        """Return the measurements of all ranks of one update, and their decision; all ranks must call it.
 
         Args:
             tables: measurements of this rank.
-            decision: decision of this rank; only rank 0's is used.
+            decision: decision of this rank.
 
         Raises:
             LayoutMismatch: the ranks do not measure the same; raised on every rank.
@@ -274,7 +278,9 @@ class Peers:
             parts = [by_field(part) for part in parts]
             check_layouts(parts)
         joined = merged(parts) | {layout: table for layout, table in own.items() if layout.replicated}
-        return joined, RankZeroDecision(*map(int, gathered[0][2:HEADER_NUMBERS]))
+        sample_every, debug_updates, is_critical, _ = gathered[0][2:HEADER_NUMBERS]
+        stops = any(row[HEADER_NUMBERS - 1] for row in gathered)
+        return joined, RankDecision(int(sample_every), int(debug_updates), bool(is_critical), stops)
 
     def leave(self) -> None:
         """End the group without any exchange: a rank that has failed calls it, and the others may be gone."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.interrupts import is_interrupt
-from esper_telemetry.core.record import Alarm, Level
+from esper_telemetry.core.record import Alarm, AlarmLevel, Level
 from esper_telemetry.core.redaction import error_line
 from esper_telemetry.pipeline.in_process import AlarmReport
 
@@ -34,6 +34,7 @@ class AlarmResponse:
     Attributes:
         level: level of the update under way.
         requested: number of updates at DEBUG that the last record has asked for.
+        is_critical: whether an alarm of the run has been critical.
         remaining: number of updates at DEBUG that are still to come, including the one under way.
     """
 
@@ -41,6 +42,7 @@ class AlarmResponse:
         self.level = level
         self.requested = self.remaining = 0
         self._configured = level
+        self.is_critical = False
         self._together = together
         self._clock = clock
         self._begun = False
@@ -73,6 +75,7 @@ class AlarmResponse:
         """
         for report in reports:
             self._alarms.extend(report.alarms)
+            self.is_critical |= any(alarm.level is AlarmLevel.CRITICAL for alarm in report.alarms)
             if not self._together:
                 if report.remaining > self.requested:
                     self.remaining = max(self.remaining, report.remaining)

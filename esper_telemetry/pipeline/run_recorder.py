@@ -55,6 +55,9 @@ NOT_IN_FILE_NAMES: Final = re.compile(r"[\x00-\x1f\x7f-\x9f/\\<>:\"|?*]+")
 MAX_LABEL_CHARACTERS: Final = 50
 """Characters of a run's name in the name of its directory, which systems limit to 255 bytes."""
 
+OUTPUTS: Final = frozenset({"sinks", "notify"})
+"""Settings of `train` that do not change the training."""
+
 SYNC_SECONDS: Final = 20.0
 """Time that a checkpoint waits for the journal."""
 
@@ -75,7 +78,7 @@ class RunOptions:
 
     Attributes:
         run_dir: directory of the journal; `auto` for a new directory, None for none.
-        name: display name of the run; by default the name of the directory.
+        name: display name of the run; by default `default_name` of the directory.
         tags, notes: sent to the sinks.
         resume: whether to continue the run in `run_dir`.
     """
@@ -185,7 +188,7 @@ class RunRecorder:
         options = self._options
         name = options.name or "run"
         if self.run_dir is not None and (options.run_dir == "auto" or options.name is None):
-            name = self.run_dir.name  # the name of a new directory contains the given name and the time
+            name = default_name(self.run_dir)  # the name of a new directory contains the given name and the time
         run = RunInfo(
             run_id=secrets.token_hex(6),
             name=plain(name),
@@ -216,7 +219,8 @@ class RunRecorder:
         if self.run is None or self.earlier is None or self.earlier.axes is None:
             return
         before = self.earlier.info.config
-        changed = sorted(name for name in self.run.config if plain(self.run.config[name]) != before.get(name))
+        settings = self.run.config.keys() - OUTPUTS
+        changed = sorted(name for name in settings if plain(self.run.config[name]) != before.get(name))
         if changed:
             reason = "the run continues with other settings"
             self.event(INTERVENTION, self.earlier.axes, {"reason": reason, "changed": changed})
@@ -274,6 +278,12 @@ class RunRecorder:
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq
+
+
+def default_name(run_dir: Path) -> str:
+    """Return the last three parts of an absolute path, from `runs` on: many runs have a directory such as `telemetry`."""
+    parts = run_dir.parts[1:][-3:]
+    return "/".join(parts[parts.index("runs") + 1 :] if "runs" in parts[:-1] else parts) or "run"
 
 
 def _resumed(run: RunInfo, earlier: JournalContents, axes: Axes) -> RunInfo:

@@ -43,8 +43,10 @@ class ClearMLSink:
     def open(self, run: RunInfo) -> None:
         """Start a task; nothing of the process is captured."""
         from clearml import Task
+        from clearml.config import config
 
-        Task._report_subprocess_enabled = False  # its reporter is a fork, and a fork of a process with threads may hang
+        # Its reporter is a fork, and a fork of a process with threads may hang.
+        config.get("development")["report_use_subprocess"] = False
         Task.set_offline(self.offline)
         self._task = Task.init(
             project_name=self.project,

@@ -115,6 +115,26 @@ def test_ranks_that_measure_differently_end_with_a_sentence_on_both(tmp_path: Pa
     assert "the edges (0.0, 1.0, 2.0)" in first and "the edges (0.0, 1.0, 3.0)" in first
 
 
+def stopped(rank: int, run_dir: str, reason: str) -> int:
+    """Return the update after which this rank stops: rank 1 asks for it in update 2, or rank 0 has a critical alarm of update 2."""
+    with Telemetry(run_dir=run_dir) as telemetry:
+        for update in range(1, 6):
+            if update == 2 and rank == 1 and reason == "request":
+                telemetry.request_stop()
+            telemetry.log({"loss/value": float("nan") if update == 2 and reason == "alarm" else 1.0})
+            telemetry.flush(env_step=update)
+            if telemetry.should_stop():
+                return update
+            assert not telemetry.should_stop(alarms=False)
+    return 0
+
+
+@pytest.mark.parametrize(("reason", "update"), [("request", 2), ("alarm", 3), ("none", 0)])
+def test_all_ranks_stop_after_the_same_update(tmp_path: Path, reason: str, update: int) -> None:
+    """A request travels with the numbers of its update; an alarm is raised after its update was exchanged."""
+    assert run_together(stopped, tmp_path, str(tmp_path / "run"), reason) == [update, update]
+
+
 def partly(rank: int, run_dir: str) -> None:
     """Observe some fields, and some rows, on one rank only."""
     with Telemetry(run_dir=run_dir) as telemetry:

@@ -43,7 +43,7 @@ def begun(run_dir: Path) -> dict[str, int]:
     return state
 
 
-def test_the_first_record_of_an_update_stands(tmp_path: Path) -> None:
+def test_the_first_record_of_an_update_stands(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Training continues after update 2 with other numbers: 3 and 4 are already recorded, 5 is new."""
     state = begun(tmp_path)
     memory = MemorySink()
@@ -55,6 +55,8 @@ def test_the_first_record_of_an_update_stands(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0)]
     assert [record.values["my/number"] for record in memory.records] == [1.0, 2.0, 3.0, 4.0, 50.0]
     assert memory.statuses == [RunStatus.FINISHED]
+    (warning,) = caplog.messages
+    assert "continues after update 2" in warning and "updates 3 to 4 are trained again and not recorded" in warning
 
 
 def test_without_a_state_updates_are_told_by_their_steps(tmp_path: Path) -> None:

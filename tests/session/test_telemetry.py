@@ -348,3 +348,20 @@ def test_the_journal_is_strict_json(tmp_path: Path) -> None:
 
     for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=refuse)
+
+
+def test_a_program_can_ask_whether_to_stop(tmp_path: Path) -> None:
+    """After a critical alarm, and after a request, also of a callback or at level off."""
+    with Telemetry(run_dir=tmp_path / "alarm") as telemetry:
+        telemetry.log({"loss/value": 1.0})
+        telemetry.flush(env_step=1)
+        assert not telemetry.should_stop()
+        telemetry.log({"loss/value": float("nan")})
+        telemetry.flush(env_step=2)
+        assert telemetry.should_stop() and not telemetry.should_stop(alarms=False)
+        telemetry.request_stop()
+        assert telemetry.should_stop(alarms=False)
+    with Telemetry(level="off") as telemetry:
+        assert not telemetry.should_stop()
+        telemetry.request_stop()
+        assert telemetry.should_stop()
