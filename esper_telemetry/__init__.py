@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from esper_telemetry.telemetry import attach as attach
     from esper_telemetry.telemetry import watch_pair as watch_pair
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,

@@ -50,6 +50,16 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert esper_telemetry.__version__ == PROJECT["version"] == citation[1] == releases[0]
 
 
+def test_the_conda_recipe_agrees_with_the_project() -> None:
+    recipe = (ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8")
+    run = re.search(r"^  run:\n((?:    - .+\n)+)", recipe, re.MULTILINE)
+
+    assert run is not None
+    needed = {line.removeprefix("    - ").replace(" ", "").replace("pytorch", "torch") for line in run[1].splitlines()}
+    assert needed == {f"python{PROJECT['requires-python']}", *(name.partition(";")[0] for name in PROJECT["dependencies"])}
+    assert f"  version: {PROJECT['version']}\n" in recipe
+
+
 def test_a_release_is_short_in_the_changelog() -> None:
     _, *releases = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")
 

@@ -15,7 +15,7 @@ from esper_telemetry.cli.main import run
 from esper_telemetry.journal.lock import Role, is_held
 
 RUN = Path("run")
-COMMANDS = (["diagnose", "run"], ["doctor", "run"], ["check", "run"], ["report", "run"], ["metrics", "policy/kl"])
+COMMANDS = (["diagnose", "run"], ["doctor", "run"], ["report", "run"], ["metrics", "policy/kl"])
 
 
 def main(training: str = "bundled") -> None:
@@ -25,7 +25,7 @@ def main(training: str = "bundled") -> None:
         weights = TRAININGS[training](telemetry, nothing)
         try:
             Telemetry([], run_dir=RUN, resume=True)
-        except BlockingIOError:
+        except (BlockingIOError, FileExistsError):  # the second one if the journal is still empty
             print(weights)
     with Telemetry(sinks, run_dir=RUN, resume=True, close_timeout=120.0) as telemetry:
         telemetry.load_state_dict({"update": 100, "env_step": 100_000, "gradient_step": 100})
