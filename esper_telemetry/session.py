@@ -275,8 +275,8 @@ class TelemetrySession:
         now, recorded = self._axes.update, self._journal_position.axes
         if self.prints_end and recorded is not None and now < recorded.update:
             message = (
-                "esper-telemetry: the run continues after update %d, and its journal has updates up to %d: updates %d to %d are trained again"
-                " and not recorded again. For another course from this checkpoint, pass a new run_dir without resume=True."
+                "esper-telemetry: the run continues after update %d, and its journal has updates up to %d: updates %d to %d are trained"
+                " again and not recorded again. For another course from this checkpoint, pass a new run_dir without resume=True."
             )
             _logger.warning(message, now, recorded.update, now + 1, recorded.update)
 

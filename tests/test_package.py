@@ -56,7 +56,10 @@ def test_the_conda_recipe_agrees_with_the_project() -> None:
 
     assert run is not None
     needed = {line.removeprefix("    - ").replace(" ", "").replace("pytorch", "torch") for line in run[1].splitlines()}
-    assert needed == {f"python{PROJECT['requires-python']}", *(name.partition(";")[0] for name in PROJECT["dependencies"])}
+    assert needed == {
+        f"python{PROJECT['requires-python']}",
+        *(name.partition(";")[0] for name in PROJECT["dependencies"]),
+    }
     assert f"  version: {PROJECT['version']}\n" in recipe
 
 
