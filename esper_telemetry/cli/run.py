@@ -255,7 +255,7 @@ class ScriptTelemetry:
         telemetry = Telemetry(
             list(self.options.sink),
             run_dir=directory or "auto",
-            name=Path(self.options.script).stem,
+            name=None if directory else Path(self.options.script).stem,
             level=self.options.level,
             escalation=self.options.escalation,
             notify=self.options.notify,

@@ -235,6 +235,8 @@ def test_names_and_paths_are_no_settings_unless_they_are_asked_for(tmp_path: Pat
             "exp_name": f"n{number % 2}",
             "weights": f"./w/{number}.pt",
             "eval_log_file": f"{number}.txt",
+            "out": f"exp{number}",
+            "tracking": f"mlflow:http://host:{number}",
         }
         own["train"] = {"num_epochs": 4 + number // 2}
         places.append(write_run(tmp_path / f"r{number}", number, learning(number), config=own))

@@ -36,12 +36,12 @@ SEED: Final = re.compile(r"(.*[_.])?seed")
 """Settings that two runs of one configuration may differ in: `seed`, `train.seed`, `env_seed`."""
 OUTPUT_SETTING: Final = re.compile(
     r"(.*\.)?((run|exp|experiment|job|trial|group|wandb|project)_?(name|id|entity|project\w*)|(.*[_-])?(log|out|work)?(dir|directory|path|folder|file)s?"
-    r"|tensorboard_log|sinks?|track|verbose|capture_video|save_model|checkpoint_every|eval_every|eval_episodes|timestamp|start_time|host_?name)"
+    r"|out(put)?|tensorboard_log|sinks?|notify|track|verbose|capture_video|save_model|checkpoint_every|eval_every|eval_episodes|timestamp|start_time|host_?name)"
     r"|name"
 )
 """Settings of where a run writes and what it reports, which do not change its training."""
-PATH: Final = re.compile(r'"(/|~|\.\.?/|runs/|[A-Za-z]:\\\\).*"')
-"""Values of settings, as JSON, that are paths."""
+PATH: Final = re.compile(r'"(/|~|\.\.?/|runs/|[A-Za-z]:\\\\|[\w.+:-]+://).*"')
+"""Values of settings, as JSON, that are paths or addresses."""
 TIME_UNITS: Final = frozenset({"ms", "s", "1/s", "seconds", "bytes", "MB", "GB", "MiB", "GiB"})
 """Units of time and memory, which differ between runs that are equal."""
 TIME_NAME: Final = re.compile(
