@@ -19,7 +19,7 @@ COMMANDS = (["diagnose", "run"], ["doctor", "run"], ["report", "run"], ["metrics
 
 
 def main(training: str = "bundled") -> None:
-    sinks = [PrometheusSink("metrics.prom"), "tensorboard"]
+    sinks: list[PrometheusSink | str] = [PrometheusSink("metrics.prom"), "tensorboard"]
     with Telemetry(sinks, run_dir=RUN, offload=True, close_timeout=120.0) as telemetry:
         assert is_held(RUN, Role.TRAINER)
         weights = TRAININGS[training](telemetry, nothing)
