@@ -377,6 +377,19 @@ def test_a_password_is_not_kept_so_the_sink_is_named_again(
     assert "the password in sink mlflow:http://me:***@host was not stored: name the sinks again with --sink" in err
 
 
+def test_messages_need_their_address_again(half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The address is a secret, so only its scheme is stored; the resumed run keeps it."""
+    shutil.copytree(half_done, "run")
+    journal = here / "run" / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"preset":', '"notify":["slack"],"preset":', 1))
+
+    code, out, _ = run_cli(["train", "--resume", "run", "--total-steps", "200"], capfd)
+
+    assert code == 0
+    assert "slack gets no messages, because addresses are not stored: name them with --notify" in out
+    assert read_run("run").info.config["notify"] == ["slack"]
+
+
 def test_a_directory_that_cannot_be_written_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its parent is a file, which stops an administrator, too."""
     (here / "file").write_text("")

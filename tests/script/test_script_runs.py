@@ -459,3 +459,13 @@ def test_the_first_variable_that_is_not_finite_is_named_before_the_gradient(tmp_
     assert result.code == 1
     (failure,) = [event.data for event in read_run(tmp_path / "run").events if event.type == "failure"]
     assert failure["nonfinite"]["tensor"] == "weighed_t"
+
+
+def test_other_ranks_run_the_script_and_say_nothing(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('trained')")
+
+    process = run_python(
+        *("-m", "esper_telemetry", "run", "script.py"), cwd=tmp_path, env={**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
+    )
+
+    assert (process.returncode, process.stdout, process.stderr) == (0, "trained\n", "")
