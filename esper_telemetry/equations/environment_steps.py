@@ -1,7 +1,7 @@
 """Equation of the environments: each step shows the state that its action led to, and each environment has its own random numbers.
 
-Only observations are compared, most of them as checksums. Repeated numbers are evidence for vectors of real numbers only: a position on a
-grid may stay the same, or come back, in a correct environment.
+Most observations are compared as checksums. Repeated numbers are evidence for vectors of real numbers only: a position on a grid may stay
+the same, or come back, in a correct environment. Rewards are fitted by the observation and the action of their step and of its neighbours.
 
 Shapes: T steps, B environments, D features.
 """
@@ -35,6 +35,16 @@ STREAM_WINDOW: Final = (512, 8)
 NEAR, STILL_NEAR, MOST_FEATURES = 0.5, 0.75, 0.75
 """Median change over n steps and over 2 n steps, relative to that over one step, in this share of the features, if n streams alternate. The
 change of a single process grows with the number of steps."""
+
+
+MIN_REWARDS: Final = 256
+"""Fewest steps within episodes for a fit of the rewards."""
+
+FITS, FITS_NOT = 0.8, 0.1
+"""Shares of the variance of rewards, above the first of which they fit a step, and below the second of which they do not."""
+
+MAX_TERMS: Final = 64
+"""Largest number of terms of a fit; more need more rewards than a rollout has."""
 
 
 class EnvironmentEquation(Equation):
@@ -75,6 +85,21 @@ ENVIRONMENTS = EnvironmentEquation(
         .advises("Compute the observation at the end of `step`, after the state has been updated.")
         .cites("program: test_environment_faults"),
         mistake(
+            "observation_behind",
+            "`step` returns the observation of one step ago: rewards fit the action and the observation after it, and not the one before",
+        )
+        .advises(
+            "Compute the observation at the end of `step`, after the state has been updated: the policy must see the state "
+            "that the reward of its next action depends on."
+        )
+        .cites("program: test_environment_steps"),
+        mistake(
+            "reward_behind",
+            "`step` returns the reward of one step ago: rewards fit the action and the observation of the step before, and not their own",
+        )
+        .advises("Return the reward of the action that `step` was given.")
+        .cites("program: test_environment_steps"),
+        mistake(
             "one_seed", "environments have the same random numbers: their episodes begin with the same observations;"
         )
         .given(parameter="environments")
@@ -101,6 +126,8 @@ def check_environments(
     informative: bool,
     outcomes: Tensor | None = None,
     observations: Tensor | None = None,
+    actions: Tensor | None = None,
+    rewards: Tensor | None = None,
     valid: Tensor | None = None,
     cast: float = 0.0,
 ) -> EquationCheck:
@@ -112,14 +139,20 @@ def check_environments(
         informative: see `transitions.informative`.
         outcomes: checksums of what each step returned, [T, B]; None if it is not known.
         observations: [T, B, D]; None if they are not kept.
+        actions: [T, B], choices in whole numbers, or [T, B, D]; None if there are several heads.
+        rewards: [T, B], as the environments returned them; None if they are not known.
         valid: [T, B], bool; None if every row is valid.
         cast: largest relative change of an observation by the dtype of its space.
     """
     if cast > CAST_ERROR:
         return explained(ENVIRONMENTS, "cast", fitted=cast)
+    ended = ended.to(inputs.device).bool()
+    if observations is not None and actions is not None and rewards is not None and valid is None:
+        behind = _behind(observations, actions, rewards, ~ended[:-1])
+        if behind:
+            return explained(ENVIRONMENTS, behind)
     if not informative:
         return unchecked(ENVIRONMENTS, "observations are not vectors of real numbers")
-    ended = ended.to(inputs.device).bool()
     within = ~ended[:-1] if valid is None else ~ended[:-1] & (valid[:-1] & valid[1:]).to(inputs.device)
     if int(within.sum()) < MIN_FROZEN_STEPS:
         return unchecked(ENVIRONMENTS, "there are too few steps within episodes")
@@ -144,6 +177,45 @@ def check_environments(
 
 def _correct() -> EquationCheck:
     return EquationCheck(ENVIRONMENTS, 0.0, ENVIRONMENTS.tolerance_at(None))
+
+
+def _behind(observations: Tensor, actions: Tensor, rewards: Tensor, within: Tensor) -> str:
+    """Return the mistake by which rewards belong to another step than their own; empty without one.
+
+    An observation alone that shows the reward is no sign of it, nor are steps that are alike: both fit their own step, too.
+    """
+    device = within.device
+    seen, paid = observations.to(device).flatten(2).double(), rewards.to(device).double()
+    one_hot = torch.nn.functional.one_hot
+    chosen = one_hot(actions.long()) if actions.dim() == 2 else actions
+    chosen = chosen.to(seen)
+    count = int(within.sum())
+    if count < MIN_REWARDS or (1 + seen.shape[-1]) * (1 + chosen.shape[-1]) > MAX_TERMS:
+        return ""
+    here, there = slice(None, -1), slice(1, None)
+    if _fit(paid[here][within], seen[here][within], chosen[here][within]) > FITS_NOT:
+        return ""
+    for name, paid_at, seen_at in (("observation_behind", here, there), ("reward_behind", there, here)):
+        outcome, shown = paid[paid_at][within], seen[seen_at][within]
+        if _fit(outcome, shown) < FITS_NOT and _fit(outcome, shown, chosen[here][within]) > FITS:
+            return name
+    return ""
+
+
+def _fit(outcomes: Tensor, shown: Tensor, chosen: Tensor | None = None) -> float:
+    """Return the share of the variance of outcomes [N] that is linear in what was shown [N, D], for each action [N, A] apart.
+
+    Every second row determines the terms, and the others judge them.
+    """
+    shown = torch.nn.functional.pad(shown, (0, 1), value=1.0)
+    acted = shown.new_ones(len(shown), 1) if chosen is None else torch.nn.functional.pad(chosen, (0, 1), value=1.0)
+    terms = (shown.unsqueeze(2) * acted.unsqueeze(1)).flatten(1)
+    known = terms[::2].T @ terms[::2]
+    ridge = torch.eye(len(known), dtype=known.dtype, device=known.device) * (1e-9 * known.diagonal().mean() + 1e-30)
+    weights = torch.linalg.solve(known + ridge, terms[::2].T @ outcomes[::2])
+    rest = outcomes[1::2]
+    varies = (rest - rest.mean()).square().sum()
+    return float(1 - (rest - terms[1::2] @ weights).square().sum() / varies) if bool(varies > 0) else 1.0
 
 
 def _has_one_seed(inputs: Tensor, ended: Tensor) -> bool:

@@ -307,6 +307,9 @@ class LogRatioInputs:
         return None if stored is None else self.now - stored
 
 
+MAX_EXPONENT = 87.0
+"""Largest log-ratio that counts: in single precision the ratio of a larger one is 0 or infinite, or has lost its digits."""
+
 LOG_RATIOS = Equation(
     name="log_ratios",
     quantity="the log-ratios",
@@ -403,6 +406,10 @@ def check_log_ratios(
     mask = as_mask(valid, claimed)
     same_shape(log_ratio=claimed, valid=mask, **columns)
     exact = {name: column.detach().double() for name, column in columns.items()}
+    kept = ~claimed.isfinite() | (claimed.abs() < MAX_EXPONENT)
+    mask = kept if mask is None else mask & kept
+    if not bool(mask.any()):
+        return unchecked(LOG_RATIOS, "all probability ratios are 0 or infinite in single precision")
     inputs = LogRatioInputs(
         exact["log_probs"],
         exact["old_log_probs"],

@@ -374,7 +374,9 @@ class ObservationChange(MetricGroup):
             warn="1 for a hundred steps and more: environments are copies of each other",
             source="exact comparison",
         )
-        .absent("the trainer does not show its observations, or has one environment")
+        .absent(
+            "the trainer does not show its observations, has one environment, or observations show nothing but the step of the episode"
+        )
     )
     still: Mean = reports(
         Metric.fraction("obs/still_frac", 861, "share of steps that change nothing")
@@ -404,13 +406,35 @@ def observation_change(window: Tensor, ended: Tensor, *, valid: Tensor | None = 
     still = (window[1:] == window[:-1]).all(-1) & inside
     copies = None
     if window.shape[1] > 1:
-        entries = window.transpose(0, 1).flatten(1).double()
-        step, offset = FINGERPRINT_WEIGHTS
-        weights = (torch.arange(entries.shape[1], device=entries.device, dtype=torch.float64) * step + offset).sin()
-        ordered = (entries @ weights).sort().values
+        ordered = _fingerprints(window.transpose(0, 1).flatten(1)).sort().values
         same = torch.nn.functional.pad(ordered[1:] == ordered[:-1], (1, 1))
-        copies = Mean((same[1:] | same[:-1]).sum().double(), float(len(entries)))
+        counts = ~_follow_time(_fingerprints(window), ended[: len(window)].bool())
+        copies = Mean((same[1:] | same[:-1]).sum() * counts.double(), len(ordered) * counts.double())
     return ObservationChange(copies, Mean(still.sum().double(), inside.sum().double()))
+
+
+def _fingerprints(entries: Tensor) -> Tensor:
+    """Return a number for each row of entries [..., n]: equal rows have equal numbers."""
+    step, offset = FINGERPRINT_WEIGHTS
+    weights = (torch.arange(entries.shape[-1], device=entries.device, dtype=torch.float64) * step + offset).sin()
+    return entries.double() @ weights
+
+
+def _follow_time(rows: Tensor, ended: Tensor) -> Tensor:
+    """Return whether observations [t, B] depend on nothing but the step of their episode; False if no environment shows two starts.
+
+    Then the environments are alike by nature, whatever their actions.
+    """
+    place = torch.arange(len(rows), device=rows.device).unsqueeze(1)
+    began = torch.nn.functional.pad(torch.where(ended, place + 1, -1)[:-1], (0, 0, 1, 0), value=-1).cummax(0).values
+    known = began >= 0
+    step = torch.where(known, place - began, len(rows)).flatten()  # the last place is of steps since an unknown start
+    low, high = (
+        rows.new_full((len(rows) + 1,), start).scatter_reduce(0, step, rows.flatten(), kind)[:-1]
+        for start, kind in ((torch.inf, "amin"), (-torch.inf, "amax"))
+    )
+    starts = (known & (place == began)).sum(0)
+    return (starts.amax() > 1) & (low >= high).all()
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,9 +106,12 @@ def _environments(rollout: RolloutEnd | RolloutActions) -> EquationCheck:
     else:
         assert observations is not None
         inputs, vectors = checksums(observations), informative(observations)
+    (head,) = rollout.actions.values() if len(rollout.actions) == 1 else (None,)
     return check_environments(
         inputs,
         ended=rollout.ended,
+        actions=head,
+        rewards=rollout.rewards if transitions is None else transitions.rewards,
         informative=vectors,
         outcomes=None if transitions is None else transitions.outcomes,
         observations=observations,

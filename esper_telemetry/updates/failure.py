@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import dis
 import logging
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +30,8 @@ ARITHMETIC = (ValueError, ArithmeticError, RuntimeError, AssertionError)
 """Exceptions that a non-finite number may raise; others are unrelated to the tensors of their frames."""
 DATA = re.compile(r"(?i)(^|_)(obs|observations?|rewards?|rews?)(\b|_|\d)")
 """Names of data of the environment, which come before everything that is computed from them."""
+MASK = re.compile(r"(?i)mask|logit|log_?p|prob|score|best|low")
+"""Names of tensors in which negative infinity is meant: masks and what they are added to, and lower bounds."""
 LIBRARIES = ("torch", "esper_telemetry")
 """Packages whose frames are not the user's."""
 MAX_FRAMES = 8
@@ -47,11 +51,19 @@ class SupportsClose(Protocol):
 
 
 class Candidate(NamedTuple):
-    """A tensor whose NaN or infinity would explain an exception; `environments` is its dimension of environments, if it has one."""
+    """A tensor whose NaN or infinity would explain an exception.
+
+    Attributes:
+        name: of the tensor.
+        tensor: its numbers.
+        environments: its dimension of environments, if it has one.
+        place: file and line where a variable is first assigned, if they are known.
+    """
 
     name: str
     tensor: Tensor
     environments: int | None = None
+    place: str = ""
 
 
 Candidates = Callable[[], Iterable[Candidate]]
@@ -98,11 +110,12 @@ def first_nonfinite(candidates: Iterable[Candidate]) -> dict[str, Any] | None:
 
     `first_nonfinite` is its first entry, such as `rewards[3, 2] = nan`.
     """
-    for name, tensor, environments in candidates:
+    for name, tensor, environments, place in candidates:
         if tensor.layout is not torch.strided or not len(bad := (~torch.isfinite(tensor)).nonzero()):
             continue
         index = bad[0].tolist()
-        counts: dict[str, Any] = {"tensor": name, "count": len(bad), "size": tensor.numel()}
+        named = f"{name}, assigned in {place}" if place else name
+        counts: dict[str, Any] = {"tensor": named, "count": len(bad), "size": tensor.numel()}
         if environments is not None:
             counts["environments"] = bad[:, environments].unique().tolist()[:MAX_ENVIRONMENTS]
         return {"first_nonfinite": f"{name}{index or ''} = {tensor[tuple(index)].item()}", "nonfinite": counts}
@@ -117,13 +130,13 @@ def local_data(error: BaseException) -> Iterator[Candidate]:
 def local_tensors(error: BaseException) -> Iterator[Candidate]:
     """Yield floating tensors and arrays among the local variables of the frames that an arithmetic exception left, outermost first.
 
-    Tuples, lists and dictionaries are searched too. Negative infinity is allowed: masks are made of it.
+    Tuples, lists and dictionaries are searched too.
     """
     if not isinstance(error, ARITHMETIC):
         return
     for frame, _ in walk_tb(error.__traceback__):
         for name, value in list(frame.f_locals.items()):
-            yield from named_tensors(name, value)
+            yield from (one._replace(place=place_of(name, [frame])) for one in named_tensors(name, value))
 
 
 def nonfinite_local(scopes: Iterable[Mapping[str, Any]]) -> Candidate | None:
@@ -135,23 +148,37 @@ def nonfinite_local(scopes: Iterable[Mapping[str, Any]]) -> Candidate | None:
         for name, value in list(scope.items()):
             for candidate in named_tensors(name, value):
                 if not isinstance(value, nn.Parameter) and not bool(candidate.tensor.isfinite().all()):
-                    return candidate._replace(tensor=candidate.tensor.clone())
+                    return candidate._replace(tensor=candidate.tensor.clone(), place=place_of(name, user_frames()))
     return None
 
 
-def user_scopes() -> list[Mapping[str, Any]]:
-    """Return the variables of the frames that called into torch, outermost first."""
-    scopes: list[Mapping[str, Any]] = []
+def user_frames() -> list[FrameType]:
+    """Return the frames that called into torch, outermost first."""
+    frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(scopes) < MAX_FRAMES:
+    while frame is not None and len(frames) < MAX_FRAMES:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in LIBRARIES:
-            scopes.insert(0, dict(frame.f_locals))
+            frames.insert(0, frame)
         frame = frame.f_back
-    return scopes
+    return frames
+
+
+def user_scopes() -> list[Mapping[str, Any]]:
+    """Return the variables of these frames."""
+    return [dict(frame.f_locals) for frame in user_frames()]
+
+
+def place_of(name: str, frames: Iterable[FrameType]) -> str:
+    """Return file and line where one of the frames first assigns a variable or an attribute of that name; empty if none does."""
+    for code in (frame.f_code for frame in frames):
+        for step in dis.get_instructions(code):
+            if step.opname.startswith("STORE_") and step.argval == name and step.positions is not None:
+                return f"{Path(code.co_filename).name}:{step.positions.lineno}"
+    return ""
 
 
 def named_tensors(name: str, value: object) -> Iterator[Candidate]:
-    """Yield a variable's floating tensors, each with the expression that gives it."""
+    """Yield a variable's floating tensors, each with the expression that gives it; negative infinity counts unless it is a mask's."""
     if isinstance(value, dict):
         parts = {f"{name}[{key!r}]": part for key, part in list(value.items())[:MAX_PARTS]}
     elif isinstance(value, list | tuple):
@@ -162,7 +189,11 @@ def named_tensors(name: str, value: object) -> Iterator[Candidate]:
         if isinstance(part, np.ndarray) and part.dtype.kind == "f":
             part = torch.as_tensor(part)
         if isinstance(part, Tensor) and part.is_floating_point() and part.layout is torch.strided:
-            yield Candidate(part_name, part.detach().clamp(min=torch.finfo(part.dtype).min))
+            numbers = part.detach()
+            finite = numbers[numbers != -torch.inf]
+            if MASK.search(name) or not bool(finite.any()):  # 0 where a choice is allowed
+                numbers = numbers.clamp(min=torch.finfo(part.dtype).min)
+            yield Candidate(part_name, numbers)
 
 
 def at_exit(telemetry: SupportsClose) -> Callable[[], None]:

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, described_keys
-from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
-from esper_telemetry.alarms.verdict.remarks import REMARK
+from esper_telemetry.alarms.verdict.remarks import REMARK, is_setting
 from esper_telemetry.alarms.verdict.run_outcome import OutcomeKind
 from esper_telemetry.core.messages import capitalized, end_text, number
 from esper_telemetry.core.record import RUN_FAILED, Record, template_of
@@ -52,7 +51,7 @@ def verdict_document(
     notes = (
         [] if diagnosis.shows_remarks else [data for kind, data in diagnosis.events if kind == REMARK]
     )  # else the findings have them
-    causes = [data for data in notes if data.get("name") in PUBLISHED]
+    causes = [data for data in notes if is_setting(data.get("name", ""))]
     if any(incident.cause in diagnosis.certain for incident in diagnosis.incidents):
         causes = []
     yield from _remarks(causes)

@@ -17,6 +17,7 @@ from esper_telemetry.alarms.verdict.published_settings import (
     range_sentence,
     settings_of,
 )
+from esper_telemetry.alarms.verdict.remarks import is_setting
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.ppo.config import PRESETS, PPOConfig
 
@@ -226,3 +227,24 @@ def test_a_consequence_joins_the_incident_of_its_cause() -> None:
 
     assert by_type["policy/entropy_collapse"].since == 2
     assert len(verdict.incidents) == 1
+
+
+def test_a_setting_that_a_schedule_takes_far_outside_is_remarked_when_it_is() -> None:
+    def growing(metrics: Values, ago: int) -> None:
+        metrics.update({"loss/entropy_coef": 0.001 * 2**ago, "opt/lr": 3e-4})
+
+    verdict = diagnose({**FACTS, "entropy_coef": 0.001}, run(12, growing, since=1))
+    (data,) = verdict.remarks
+
+    assert (data["update"], data["text"]) == (8, "entropy_coef is 0.13; published settings range from 0 to 0.01")
+    assert is_setting(data["name"]) and is_setting("gamma") and not is_setting("no reward")
+
+
+def test_updates_that_a_limit_on_the_kl_ends_after_their_first_steps() -> None:
+    """Every update of the run has 16 optimizer steps."""
+    planned = {**FACTS, "num_epochs": 10, "num_minibatches": 40}
+
+    told = remarks({**planned, "target_kl": 1e-5})["early end"]
+    assert told == "every update has ended after at most 16 of 400 optimizer steps: target_kl is 1.0e-5 (usually 0.01 to 0.05)"
+    assert remarks(planned)["early end"].endswith("of 400 optimizer steps")
+    assert "early end" not in remarks({**FACTS, "num_epochs": 4, "num_minibatches": 4, "target_kl": 0.01})

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from healthy_run import FACTS, Values, alarms, judged, raised, run, set_to
+from healthy_run import FACTS, Values, alarms, both, judged, raised, run, set_to
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import Detectors
@@ -182,9 +182,12 @@ def test_rewards_that_a_normaliser_scales_may_be_large() -> None:
 
 @pytest.mark.parametrize(("gamma", "length", "told"), [(0.0, 200.0, True), (0.0, 1.0, False), (0.9, 200.0, False)])
 def test_a_discount_is_short_sighted_in_long_episodes(gamma: float, length: float, told: bool) -> None:
-    verdicts = judged(run(5, set_to({"episode/length_mean": length}), since=1), {**FACTS, "gamma": gamma})
+    """It is no mistake in a task that is learned with it, as one without memory may be."""
+    long = set_to({"episode/length_mean": length})
+    learned = both(long, lambda metrics, ago: metrics.update({"episode/return_mean": 5.0 + 10.0 * (ago > 4)}))
 
-    assert ("ret/short_sighted" in raised(verdicts)) is told
+    assert ("ret/short_sighted" in raised(judged(run(8, long, since=1), {**FACTS, "gamma": gamma}))) is told
+    assert "ret/short_sighted" not in raised(judged(run(20, learned, since=1), {**FACTS, "gamma": gamma}))
 
 
 def test_a_learning_rate_below_0_is_named_at_once_and_an_overrun_schedule_is_not() -> None:

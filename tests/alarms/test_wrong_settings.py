@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
 
-from esper_telemetry.core.record import Alarm
+from esper_telemetry.core.record import Alarm, Record
 
 SINCE = 30
 LIMITED = {**FACTS, "horizon": 500}
@@ -159,3 +159,24 @@ def test_a_value_beyond_all_before_is_out_of_line_however_wide_its_history_is() 
         found["grad/global/norm_preclip_max"] = 10.0 ** (ago % 4) if ago < SINCE - 2 else 1e5
 
     assert raised(judged(run(32, wide, since=1)))["grad/explode"] == SINCE
+
+
+def test_a_bonus_that_outweighs_the_task_is_named_without_the_length_of_the_run() -> None:
+    """The entropy coefficient of 0.3 is 30 times the largest published one; the return falls with it."""
+    unknown = {name: fact for name, fact in FACTS.items() if name != "total_steps"}
+
+    def random(found: Values, ago: int) -> None:
+        found.update({"policy/entropy_norm": 0.999, "loss/entropy_coef": 0.3, "episode/return_mean_100": 1.0})
+
+    def rising(found: Values, ago: int) -> None:
+        found["episode/return_mean_100"] = min(5.0, 1.0 + 0.5 * ago)
+
+    told = {alarm.type: alarm.text for alarm in alarms(judged(both_from(rising, random), unknown))}
+
+    assert "its entropy is 100 % of the maximum" in told["policy/entropy_explosion"]
+    assert "Lower the entropy coefficient, which is 0.3" in told["policy/entropy_explosion"]
+    assert "Lower the entropy coefficient, which is 0.3" in told["task/return_drop"]
+
+
+def both_from(first: Any, second: Any) -> list[Record]:
+    return [*run(SINCE - 1, first, since=1), *run(60, second)[SINCE - 1 :]]

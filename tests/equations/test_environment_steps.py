@@ -71,3 +71,38 @@ def test_rounding_of_pictures_and_short_rollouts_are_no_fault() -> None:
     assert check(walks(), cast=0.004).matches
     assert check_environments(checksums(short), ended=ENDED[:LENGTH], informative=True).reason
     assert check_environments(checksums(walks()), ended=ENDED, informative=False).reason
+
+
+@pytest.mark.parametrize("kind", ["choices", "real numbers"])
+@pytest.mark.parametrize("behind", ["observation_behind", "reward_behind", ""])
+def test_rewards_belong_to_the_observation_and_the_action_of_their_step(kind: str, behind: str) -> None:
+    """A signal is drawn in each step, and the reward depends on it and on the action."""
+    generator = torch.Generator().manual_seed(0)
+    signal = torch.randn(STEPS, ENVS, 3, generator=generator)
+    drawn = torch.randint(3, (STEPS, ENVS), generator=generator)
+    actions = drawn if kind == "choices" else drawn.unsqueeze(-1) - 1.0
+    rewards = (drawn - 1) * torch.tanh(signal[..., 0] - signal[..., 1])
+
+    result = check_environments(
+        checksums(signal),
+        ended=ENDED,
+        informative=True,
+        observations=signal.roll(1, 0) if behind == "observation_behind" else signal,
+        actions=actions,
+        rewards=rewards.roll(1, 0) if behind == "reward_behind" else rewards,
+    )
+
+    assert names(result) == ([behind] if behind else [])
+
+
+@pytest.mark.parametrize("shown", ["outcome", "nothing"])
+def test_rewards_that_are_shown_afterwards_or_drawn_by_chance_are_no_fault(shown: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, actions = torch.randn(STEPS, ENVS, generator=generator), torch.randint(3, (STEPS, ENVS), generator=generator)
+    seen = torch.randn(STEPS, ENVS, 2, generator=generator)
+    if shown == "outcome":
+        seen[1:, :, 0] = rewards[:-1]
+
+    assert check_environments(
+        checksums(seen), ended=ENDED, informative=True, observations=seen, actions=actions, rewards=rewards
+    ).matches

@@ -60,3 +60,12 @@ def test_log_probabilities_of_certain_actions_are_rounded_at_one() -> None:
 def test_shapes_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match="shapes must agree"):
         check_log_ratios(torch.zeros(4), torch.zeros(4, 1), torch.zeros(4))
+
+
+def test_ratios_without_digits_are_left_out() -> None:
+    """The exponential of -200 is 0 in single precision, whose logarithm a program cannot give back."""
+    new, old = torch.tensor([-1.0, -2.0, -201.0]), torch.tensor([-1.5, -1.0, -1.0])
+
+    assert check_log_ratios(torch.tensor([0.5, -1.0, -103.0]), new, old).matches
+    assert not check_log_ratios(torch.tensor([0.5, 1.0, -103.0]), new, old).matches
+    assert "0 or infinite" in check_log_ratios(torch.tensor([-103.0]), new[2:], old[2:]).reason

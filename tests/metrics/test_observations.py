@@ -129,3 +129,14 @@ def test_the_mix_of_one_head_of_several() -> None:
 
 def test_rows_of_minibatches() -> None:
     assert minibatch_rows([64, 64, 32]).values() == {"adv/minibatch_rows": pytest.approx(160 / 3)}
+
+
+@pytest.mark.parametrize(("seen", "share"), [("the step", None), ("a random place", 1.0), ("one start", 1.0)])
+def test_observations_that_follow_the_step_of_the_episode_are_alike_by_nature(seen: str, share: float | None) -> None:
+    """Four environments with the same observations, in episodes of three steps that all begin at once."""
+    step = torch.arange(12) % 3
+    place = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    window = (place if seen == "a random place" else step.double()).reshape(12, 1, 1).expand(12, 4, 1)
+    ended = (step == 2).reshape(12, 1).expand(12, 4) if seen != "one start" else torch.zeros(12, 4, dtype=torch.bool)
+
+    assert observation_change(window, ended).values().get("obs/identical_frac") == share

@@ -303,3 +303,15 @@ def test_a_pass_over_few_of_the_rows_is_counted_by_a_variable_with_a_name_that_s
         finder.add({(0, name): number for name, number in {"_": epoch, "epoch": epoch, "i": minibatch}.items()}, 20)
 
     assert finder.find(320) == (0, "epoch")
+
+
+def test_ratios_that_are_0_or_infinite_have_finite_logarithms() -> None:
+    rows = Rows()
+    rows.old_log_probs = rows.log_probs.detach() + torch.linspace(-300, 300, ROWS)
+    rows.ratio = (rows.log_probs - rows.old_log_probs).exp()
+
+    policy = rows.read(rows.surrogate() + F.mse_loss(rows.values, rows.returns)).policy
+
+    assert policy is not None and policy.log_ratio is not None
+    assert bool((rows.ratio == 0).any()) and bool(rows.ratio.isinf().any())
+    assert -104 < float(policy.log_ratio.min()) < -87 and 87 < float(policy.log_ratio.max()) < 89

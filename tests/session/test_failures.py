@@ -147,12 +147,28 @@ def test_an_exception_in_the_search_leaves_the_users_own() -> None:
     }
 
 
+def test_infinite_features_are_the_fault_and_have_their_line() -> None:
+    """The logarithm of 0 is an infinite input of a network, whose output may still be finite."""
+
+    def features() -> None:
+        distance = torch.tensor([2.0, 0.0]).log()
+        output = torch.tensor([torch.nan])
+        raise ValueError(f"{len(distance) + len(output)}")
+
+    with pytest.raises(ValueError) as raised:
+        features()
+
+    line = features.__code__.co_firstlineno + 1
+    assert failure_data(raised.value)["first_nonfinite"] == "distance[1] = -inf"
+    assert failure_data(raised.value)["nonfinite"]["tensor"] == f"distance, assigned in test_failures.py:{line}"
+
+
 def test_masks_are_not_taken_for_the_fault() -> None:
     """Negative infinity marks forbidden actions; a KeyError says nothing about tensors."""
 
     def masked() -> None:
-        logits = torch.tensor([0.0, -torch.inf])
-        raise ValueError(f"{len(logits)}")
+        logits, added = torch.tensor([1.0, -torch.inf]), torch.tensor([0.0, -torch.inf])
+        raise ValueError(f"{len(logits) + len(added)}")
 
     def unrelated() -> None:
         unused = torch.tensor([torch.nan])
@@ -189,9 +205,9 @@ def own_loop(run_dir: Path, poison: str) -> None:
 @pytest.mark.parametrize(
     ("poison", "error", "named"),
     [
-        ("obs", ValueError, "obs (3 of 32 values)"),
+        ("obs", ValueError, "(3 of 32 values)"),
         ("parameters", ValueError, "weight (1 of 8 values)"),
-        ("variable", ValueError, "weight_t (8 of 8 values)"),
+        ("variable", ValueError, "weight_t, assigned in test_failures.py:"),
         ("crash", OSError, "OSError: the simulator is gone."),
     ],
 )

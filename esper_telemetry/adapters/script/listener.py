@@ -110,7 +110,8 @@ class ScriptListener:
         updates: that have ended.
         lstm_count: modules of that type that the script has made.
         open: an update is under way.
-        origin: first variable that was not finite when a loss was not; None on an accelerator, which would have to be awaited.
+        origin: first variable that was not finite when a loss or a gradient was not; None on an accelerator, which would have to be
+            awaited.
         value_loss_alone: place of a loss with an error of values before the first one of a policy; empty without any.
     """
 
@@ -222,8 +223,7 @@ class ScriptListener:
         self.acting.before_backward()
         variables = names.calling_variables()
         outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
-        if self.origin is None and loss.is_cpu and not bool(loss.isfinite().all()):
-            self.origin = nonfinite_local(variables.from_outside())
+        self._seek_origin(loss)
         reading = None
         if loss.requires_grad:
             climbed = self._climbs(loss, variables)
@@ -359,12 +359,18 @@ class ScriptListener:
         whole = len(calls) == 1 and calls[0].parameters in sets
         return (calls[0].max_norm or positive) if whole else None
 
+    def _seek_origin(self, numbers: Tensor) -> None:
+        """Find the first variable that is not finite if a loss or the norms of gradients are not."""
+        if self.origin is None and numbers.is_cpu and not bool(numbers.isfinite().all()):
+            self.origin = nonfinite_local(names.calling_variables().from_outside())
+
     def _emit_gradients(self, optimizer: Optimizer) -> None:
         parameters = self._named_parameters(optimizer)
         gradients = self.clips.take(parameters)
         if gradients is not None:
             self._shown = True
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
+            self._seek_origin(gradients.norms)
             self._trained |= parameters  # an update's passes may belong to several optimizers
             self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=self._trained, **gradients._asdict()))
 

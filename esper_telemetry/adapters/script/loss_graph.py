@@ -257,6 +257,12 @@ def read_loss(
     return _LossReader(loss, held, outputs, values).read(climbed=climbed)
 
 
+def exponents(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the smallest and the largest number whose exponential is neither 0 nor infinite in this precision."""
+    kind = torch.finfo(dtype)
+    return math.log(kind.smallest_normal) + math.log(kind.eps), math.log(kind.max)
+
+
 def graph_of(output: Tensor) -> Collection[Node]:
     """Return the nodes of the graph of an output."""
     return _below(output.grad_fn)
@@ -448,7 +454,7 @@ class _LossReader:
         reshaped = any(one.reshaped for one in products)
         loss = None if rows is None or not weight or reshaped else (rows * gradient).sum() / weight
         flat = number.reshape(-1)
-        log_ratio = flat.log() if plain.is_ratio else None
+        log_ratio = flat.log().clamp(*exponents(flat.dtype)) if plain.is_ratio else None
         own, inverted = self._log_probs(plain.node) if plain.is_ratio else (flat, False)
         return PolicyTerm(
             log_ratio=-log_ratio if inverted and log_ratio is not None else log_ratio,

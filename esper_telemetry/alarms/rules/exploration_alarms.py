@@ -142,6 +142,7 @@ def punished_entropy(view: View) -> Iterator[Finding]:
 
 
 ENTROPY_EXPLOSION = below("entropy_explosion", 0.02, "distance of the normalised entropy from 1, late in the run")
+STARTED_UPDATES = 20  # updates that count as early if the length of the run is not known
 LOW_UPDATES = 5  # updates for which entropy must have been low before it can rise again
 ENTROPY_WAS = below("entropy_was", 0.85, "normalised entropy that the policy must have had before")
 STARVED = below(
@@ -164,7 +165,7 @@ def entropy_explosion(view: View, past: LowestEntropy) -> Iterator[Finding]:
     """The policy has become random again, or stays random because clipping removes the actor's gradient or the bonus outweighs the task."""
     limits = view.limits
     entropy, kl, coef = view.get("policy/entropy_norm"), view.get("policy/kl"), view.get("grad/clip/coef")
-    if entropy is None or kl is None or view.progress is None:
+    if entropy is None or kl is None:
         return
     past.recent.add(entropy)
     if past.recent.full:
@@ -174,7 +175,8 @@ def entropy_explosion(view: View, past: LowestEntropy) -> Iterator[Finding]:
     starved = coef is not None and coef < limits[STARVED] and share > limits[STARVED_SHARE]
     starved = starved and view.course.risen is False
     paid = bonus_outweighs(view)
-    wrong = view.progress > EARLY and 1 - entropy < limits[ENTROPY_EXPLOSION] and (rose or starved or paid)
+    late = view.update > STARTED_UPDATES if view.progress is None else view.progress > EARLY
+    wrong = late and 1 - entropy < limits[ENTROPY_EXPLOSION] and (rose or starved or paid)
     clipped = f"and clipping leaves {percent(coef or 0.0)} of the gradient"
     reason = f"up from {percent(past.lowest)}" if rose else "which the entropy bonus encourages" if paid else clipped
     yield (
@@ -358,7 +360,7 @@ RULES = (
     .shows(*ENTROPIES, pieces=("transitions",))
     .judged(StateJudge(entropy_crash, Recent(PLUNGE_UPDATES + 1)), ENTROPY_CRASH, ENTROPY_PLUNGE),
     alarm("policy/entropy_explosion", "policy/entropy_norm", "policy/kl", n_on=10, n_off=5, debug_updates=3)
-    .needs("policy/entropy_norm", "policy/kl", facts=("total_steps",), applies=categorical)
+    .needs("policy/entropy_norm", "policy/kl", applies=categorical)
     .changes("learning_rate", entropy_coef=1 / 10)
     .says(
         "The policy stays random: it learns nothing, or the entropy bonus outweighs the task.",

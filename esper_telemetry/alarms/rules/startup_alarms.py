@@ -173,13 +173,13 @@ MIN_LENGTH = count("discounted_length", 5, "episode length above which such a di
 
 
 def short_sighted(view: View, length: Before) -> Iterator[Finding]:
-    """A discount factor so small that only the next rewards count."""
+    """A discount factor so small that only the next rewards count, in a task that is not learned with it."""
     gamma, bound = view.facts.gamma, view.limits[MIN_LENGTH]
     if gamma is None:
         return
     steps = length.value = view.get("episode/length_mean") or length.value
     seen = "only the reward of the next step counts" if gamma <= 0 else "rewards two steps ahead hardly count"
-    wrong = gamma < view.limits[LEAST_DISCOUNT] and steps > bound
+    wrong = gamma < view.limits[LEAST_DISCOUNT] and steps > bound and view.course.risen is False
     yield Finding(hard(wrong), "episode/length_mean", steps, bound).with_text(
         lambda: (
             f"gamma is {number(gamma)} (published settings: 0.8 to 0.9999): {seen}, although episodes last {number(steps)} steps"

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from esper_telemetry.alarms.alarm_bounds import above, count, hard
 from esper_telemetry.alarms.judges import StateJudge, reading
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, Finding, View, alarm
+from esper_telemetry.alarms.rules.exploration_alarms import bonus_outweighs, calm_advice
 from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE_KEY
 from esper_telemetry.core.messages import number, percent
 from esper_telemetry.core.record import RUN_FAILED, Axes, RunStatus
@@ -72,7 +73,9 @@ def return_drop(view: View, value: float, past: ReturnLevels) -> Iterator[Findin
     best, drop = max(past.best, level), view.limits[RETURN_DROP]
     past.best, learned, lost = best, best - past.first, best - value
     wrong = learned > 0 and lost > drop * learned and lost > 0.3 * abs(best)
-    yield Finding(hard(wrong), RETURN, value, best - drop * learned, adaptive=True).with_text(
+    finding = Finding(hard(wrong), RETURN, value, best - drop * learned, adaptive=True)
+    outweighed = bonus_outweighs(view)
+    yield finding.with_advice((lambda: calm_advice(view, starved=False)) if outweighed else None).with_text(
         lambda: (
             f"the return has been {number(value)}, down from {number(best)}: "
             f"{percent(min(1.0, lost / learned))} of the improvement is lost"

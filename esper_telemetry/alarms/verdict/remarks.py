@@ -14,8 +14,10 @@ from esper_telemetry.alarms.rule import View
 from esper_telemetry.alarms.verdict.published_settings import (
     INITIAL_STD,
     MIN_SEEN_SHARE,
+    PUBLISHED,
     is_outside,
     outside_settings,
+    range_sentence,
     spread_sentence,
     with_logged_rate,
 )
@@ -37,6 +39,16 @@ NO_ACTION_EFFECT: Final = ((2000, 1.4), (1000, 1.0), (600, 0.9))
 """Steps with a measured effect, and means of `policy/action_effect` below which actions have none: chance gives about 0.9 for any number of
 steps, and the weakest healthy run 1.3 in 500 steps and 1.8 in 2,000."""
 
+LOGGED_SETTINGS: Final = {"opt/lr": "learning_rate", "loss/entropy_coef": "entropy_coef"}
+"""Keys of settings that a schedule may change."""
+
+FAR_OUTSIDE: Final = 10.0  # multiple of the highest published value beyond which a schedule's value causes a remark
+LATER: Final = " later"
+
+MIN_ENDED_EARLY: Final = 10  # updates from the start that must all end early
+MAX_STEPS_TAKEN: Final = 0.1  # share of the planned optimizer steps that each of them takes at most
+EARLY_END: Final = "early end"
+
 Remark = tuple[str, dict[str, Any]]  # name, and data of the event: `text`, `key`, `value`, `limit`, `quiet`
 
 
@@ -53,6 +65,7 @@ class RunSoFar:
         shortest, longest: lengths of terminated episodes.
         effect_records, effect_steps: records and steps with `policy/action_effect`.
         effect: sum of `policy/action_effect`.
+        stepped, most_steps: updates with a known number of optimizer steps, and the largest one.
     """
 
     reward_steps: int = 0
@@ -66,6 +79,8 @@ class RunSoFar:
     effect_records: int = 0
     effect_steps: int = 0
     effect: float = 0.0
+    stepped: int = 0
+    most_steps: int = 0
 
     def add_ends(self, view: View) -> None:
         """Add the episodes of a record."""
@@ -116,6 +131,8 @@ class Remarks:
             for name, value, limit, text in outside_settings(with_logged_rate(view.facts, view.get("opt/lr"))):
                 yield name, {"text": text, "key": "", "value": value, "limit": limit, "quiet": False}
             yield from initial_spread(view)
+        yield from changed_settings(view)
+        yield from self._early_ends(view)
         self._run.add_ends(view)
         self._episode_length = view.get("episode/length_mean") or self._episode_length
         yield from self._horizon(view)
@@ -126,6 +143,19 @@ class Remarks:
             yield from self._effect_remark()
         yield from unequal_features(view)
         yield from features_and_gradients(view)
+
+    def _early_ends(self, view: View) -> Iterator[Remark]:
+        """Updates that all end after a small part of their optimizer steps."""
+        facts, run = view.facts, self._run
+        planned = (facts.num_epochs or 0) * (facts.num_minibatches or 0)
+        if view.steps is None or not planned:
+            return
+        run.stepped, run.most_steps = run.stepped + 1, max(run.most_steps, view.steps)
+        if run.stepped >= MIN_ENDED_EARLY and 0 < run.most_steps <= MAX_STEPS_TAKEN * planned:
+            name = facts.setting_names.get("target_kl", "target_kl")
+            limit = "" if facts.target_kl is None else f": {name} is {number(facts.target_kl)} (usually 0.01 to 0.05)"
+            text = f"every update has ended after at most {run.most_steps:,} of {planned:,} optimizer steps{limit}"
+            yield EARLY_END, _data(text, "", run.most_steps, MAX_STEPS_TAKEN * planned)
 
     def _horizon(self, view: View) -> Iterator[Remark]:
         """A discount factor that looks only a few steps ahead in long episodes."""
@@ -211,6 +241,22 @@ def _data(text: str, key: str, value: float, limit: float, *, quiet: bool = Fals
     return {"text": text, "key": key, "value": value, "limit": limit, "quiet": quiet}
 
 
+def is_setting(name: str) -> bool:
+    """Return whether a remark of that name is about a setting, from which other findings may follow."""
+    return name.removesuffix(LATER) in PUBLISHED or name.startswith((INITIAL_SPREAD, EARLY_END))
+
+
+def changed_settings(view: View) -> Iterator[Remark]:
+    """Settings that a schedule has taken far beyond all published values."""
+    for key, name in LOGGED_SETTINGS.items():
+        value, limit, stated = view.get(key), FAR_OUTSIDE * PUBLISHED[name].highest, getattr(view.facts, name)
+        if value is not None and value > limit >= (stated or 0.0):
+            yield name if stated is None else name + LATER, _data(range_sentence(name, value, view.facts), key, value, limit)
+
+
+INITIAL_SPREAD: Final = "initial std"
+
+
 def initial_spread(view: View) -> Iterator[Remark]:
     """Initial standard deviations that no published configuration has."""
     for head, key, value in view.labelled("policy/head/", "/std/mean"):
@@ -219,7 +265,7 @@ def initial_spread(view: View) -> Iterator[Remark]:
         )  # otherwise it depends on the state
         if constant and is_outside(INITIAL_STD, value):
             limit = INITIAL_STD.lowest if value < INITIAL_STD.lowest else INITIAL_STD.highest
-            yield f"initial std {head}", _data(spread_sentence(value), key, value, limit)
+            yield f"{INITIAL_SPREAD} {head}", _data(spread_sentence(value), key, value, limit)
 
 
 def unequal_features(view: View) -> Iterator[Remark]:
