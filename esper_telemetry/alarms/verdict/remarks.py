@@ -251,7 +251,10 @@ def changed_settings(view: View) -> Iterator[Remark]:
     for key, name in LOGGED_SETTINGS.items():
         value, limit, stated = view.get(key), FAR_OUTSIDE * PUBLISHED[name].highest, getattr(view.facts, name)
         if value is not None and value > limit >= (stated or 0.0):
-            yield name if stated is None else name + LATER, _data(range_sentence(name, value, view.facts), key, value, limit)
+            yield (
+                name if stated is None else name + LATER,
+                _data(range_sentence(name, value, view.facts), key, value, limit),
+            )
 
 
 INITIAL_SPREAD: Final = "initial std"
