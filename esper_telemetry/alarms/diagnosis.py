@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from esper_telemetry.alarms.detectors import Detectors, LastingFinding
+from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE_KEY
 from esper_telemetry.alarms.rules.task_alarms import Failure
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
@@ -80,7 +81,7 @@ class Diagnosis:
         checks: number of alarms that could be raised.
         remedies: the call, fact or option that supplies the missing inputs of an unanswered alarm, by type.
         effects: types of alarm that show how a run goes wrong but not why.
-        certain: types of alarm that always show a mistake.
+        certain: types of alarm that always show a mistake, and not a consequence of another one.
         unusual: most unusual values, worst first, if the run failed, is flat or declines, and no alarm that lasted to the end explains it.
         killed: whether the process of the run was killed.
         critical: values beyond the critical bounds of their metrics over the latest records, by key.
@@ -301,7 +302,7 @@ class RunJudge:
             remedies=detectors.remedies(),
             remarks=tuple(self._remarks),
             effects=frozenset(rule.type for rule in detectors.rules if rule.effect),
-            certain=frozenset(rule.type for rule in detectors.rules if rule.claim or rule.hard),
+            certain=frozenset(rule.type for rule in detectors.rules if rule.claim or rule.hard) - {NONFINITE_KEY},
             killed=status is RunStatus.KILLED,
             critical=critical_values(self._latest, described_keys()),
         )

@@ -146,10 +146,11 @@ class Remarks:
 
     def _early_ends(self, view: View) -> Iterator[Remark]:
         """Updates that all end after a small part of their optimizer steps."""
-        facts, run = view.facts, self._run
-        planned = (facts.num_epochs or 0) * (facts.num_minibatches or 0)
-        if view.steps is None or not planned:
+        facts, run, rollout = view.facts, self._run, (view.facts.num_steps or 0) * (view.facts.num_envs or 0)
+        whole = (facts.num_epochs or 0) * (facts.num_minibatches or 0)
+        if view.steps is None or not view.transitions or not whole or not rollout:
             return
+        planned = round(whole * view.transitions / rollout)  # several rollouts may share a record
         run.stepped, run.most_steps = run.stepped + 1, max(run.most_steps, view.steps)
         if run.stepped >= MIN_ENDED_EARLY and 0 < run.most_steps <= MAX_STEPS_TAKEN * planned:
             name = facts.setting_names.get("target_kl", "target_kl")
