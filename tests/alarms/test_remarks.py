@@ -251,3 +251,16 @@ def test_updates_that_a_limit_on_the_kl_ends_after_their_first_steps() -> None:
     )
     assert remarks(planned)["early end"].endswith("of 400 optimizer steps")
     assert "early end" not in remarks({**FACTS, "num_epochs": 4, "num_minibatches": 4, "target_kl": 0.01})
+
+
+def test_an_actor_without_a_gradient_may_have_decided_by_steps_that_were_too_large() -> None:
+    """The actor's gradient vanishes with the entropy, at a learning rate of 0.2 from the start."""
+    gone = {"grad/interference/actor_effective": 1e-9, "grad/interference/critic_share": 0.99999, "grad/clip/coef": 1.0}
+    facts = {**FACTS, "learning_rate": 0.2}
+
+    def text(entropy: float) -> str:
+        verdicts = judged(run(5, set_to({**gone, "policy/entropy_norm": entropy}), since=1), facts)
+        return next(alarm.text for alarm in alarms(verdicts) if alarm.type == "grad/actor_starved")
+
+    assert "learning_rate is 0.2; published settings range from 2.0e-5 to 0.003." in text(0.001)
+    assert "become deterministic" in text(0.001) and "Check that advantages vary" in text(0.6)

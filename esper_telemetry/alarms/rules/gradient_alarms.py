@@ -11,6 +11,7 @@ from esper_telemetry.alarms.alarm_bounds import Ramp, above, below, hard
 from esper_telemetry.alarms.baselines import History, power
 from esper_telemetry.alarms.judges import OUTLIER_BOUNDS, Outlier, Recent, StateJudge, list_names, reading
 from esper_telemetry.alarms.rule import Finding, View, alarm, segment_of
+from esper_telemetry.alarms.rules.trust_region_alarms import DECIDED_ENTROPY
 from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
 from esper_telemetry.core.messages import number, percent, times
 
@@ -141,7 +142,8 @@ def actor_starved(view: View) -> Iterator[Finding]:
     nothing = own is not None and own < limits[STARVED_FLOOR]
     limit = view.facts.max_grad_norm
     tight = limit is not None and 0 < limit < PUBLISHED["max_grad_norm"].lowest
-    advice = NO_ACTOR_GRADIENT if nothing else TIGHT_CLIP if tight else None
+    decided = view.values.get("policy/entropy_norm", 1.0) < DECIDED_ENTROPY
+    advice = (SATURATED if decided else NO_ACTOR_GRADIENT) if nothing else TIGHT_CLIP if tight else None
     finding = Finding(hard(wrong), RATIO, ratio, adaptive=True, z=z)
     yield finding.with_advice((lambda: advice) if advice else None).with_text(text)
 
@@ -150,6 +152,7 @@ NO_ACTOR_GRADIENT = (
     "The actor's gradient is close to 0 even before clipping, so rescaling returns cannot help. Check that advantages vary; check that "
     "they have the shape of the ratios ([N] and [N, 1] broadcast to [N, N]); check that the log-probabilities require gradients."
 )
+SATURATED = "The policy has become deterministic, so its gradient vanishes: restart with a lower learning rate."
 TIGHT_CLIP = "Raise max_grad_norm: gradients below Adam's epsilon hardly change the weights."
 """Advice if the actor's gradient is small before clipping, and if the clip limit is below all published ones."""
 
@@ -230,7 +233,7 @@ RULES = (
     gradient_alarm("grad/actor_starved", RATIO, SHARE, EFFECTIVE, rank=250, relative=True, n_on=2, debug_updates=5)
     .needs(RATIO, SHARE)
     .follows(History(RATIO, linear=True), EFFECTIVE)
-    .changes("max_grad_norm", value_coef=1 / 2)
+    .changes("max_grad_norm", "learning_rate", value_coef=1 / 2)
     .says(
         "The critic's gradient fills the clip limit, so clipping leaves the actor too small a gradient to learn.",
         "Normalise returns, lower value_coef, use separate networks or clip their gradients separately.",
