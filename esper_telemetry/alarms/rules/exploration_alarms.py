@@ -114,7 +114,7 @@ def entropy_crash(view: View, logarithms: Recent) -> Iterator[Finding]:
         return
     last = logarithms.add(log(entropy)) if entropy > 0 else []
     latest = (last[0] - last[-1]) / PLUNGE_UPDATES if len(last) > PLUNGE_UPDATES else 0.0
-    early = view.progress < EARLY and entropy < 0.5 and (kl or 0.0) > 0 and view.course.risen is not True
+    early = view.progress < EARLY and entropy < 0.5 and (kl or 0.0) > 0
     slow, fast = limits.severity(ENTROPY_CRASH, -value), limits.severity(ENTROPY_PLUNGE, latest)
     fall, passed = latest if fast > slow else -value, percent(view.progress)
     yield Finding(max(slow, fast) if early else 0.0, key, value, -limits.middle(ENTROPY_CRASH)).with_text(
@@ -354,7 +354,7 @@ RULES = (
     .says(
         "The policy becomes almost deterministic unusually early.",
         "Raise entropy_coef, lower the learning rate, normalise rewards.",
-        "Only if half of the entropy is gone and the return has not risen: short runs learn simple tasks within a quarter of their time. "
+        "Only if half of the entropy is gone: short runs learn simple tasks within a quarter of their time. "
         "The entropy loss is minus the entropy in every trainer: if it equals the entropy, the sign is wrong.",
     )
     .shows(*ENTROPIES, pieces=("transitions",))

@@ -278,11 +278,12 @@ RULES = (
     )
     .shows("policy/head/*/range_used", "policy/head/*/std*")
     .judged(StateJudge(action_range, dict[str, bool]()), RANGE_USED),
-    alarm("ret/short_sighted", "episode/length_mean", rank=85, claim=True, optional=True, n_off=1)
+    alarm("ret/short_sighted", "episode/length_mean", "episode/return_mean", rank=85, claim=True, optional=True, n_off=1)
+    .needs("episode/length_mean", "episode/return_mean")
     .says(
         "The discount factor is so small that only the next rewards count.",
         "Set gamma so that 1 / (1 - gamma) is the number of steps over which actions have consequences; 0.99 is usual.",
-        "published settings are 0.8 to 0.9999",
+        "published settings are 0.8 to 0.9999; a task whose steps are independent is learned with any, so the return must not have risen",
     )
     .shows("episode/length_mean", "ret/std", "td/std")
     .judged(StateJudge(short_sighted, Before()), LEAST_DISCOUNT, MIN_LENGTH),
