@@ -278,7 +278,7 @@ RULES = (
     )
     .shows("policy/head/*/range_used", "policy/head/*/std*")
     .judged(StateJudge(action_range, dict[str, bool]()), RANGE_USED),
-    alarm("ret/short_sighted", "episode/length_mean", "episode/return_mean", rank=85, claim=True, optional=True, n_off=1)
+    alarm("ret/short_sighted", "episode/length_mean", rank=85, claim=True, optional=True, n_off=1)
     .needs("episode/length_mean", "episode/return_mean")
     .says(
         "The discount factor is so small that only the next rewards count.",
