@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
         name: of the tensor.
         tensor: its numbers.
         environments: its dimension of environments, if it has one.
-        place: file and line where a variable is first assigned, if they are known.
+        place: file and line of a variable's first assignment; empty if they are unknown.
     """
 
     name: str
@@ -169,7 +169,7 @@ def user_scopes() -> list[Mapping[str, Any]]:
 
 
 def place_of(name: str, frames: Iterable[FrameType]) -> str:
-    """Return file and line where one of the frames first assigns a variable or an attribute of that name; empty if none does."""
+    """Return file and line of the frames' first assignment to a variable or an attribute of that name; empty without one."""
     for code in (frame.f_code for frame in frames):
         for step in dis.get_instructions(code):
             if step.opname.startswith("STORE_") and step.argval == name and step.positions is not None:

@@ -458,7 +458,8 @@ def test_the_first_variable_that_is_not_finite_is_named_before_the_gradient(tmp_
 
     assert result.code == 1
     (failure,) = [event.data for event in read_run(tmp_path / "run").events if event.type == "failure"]
-    assert failure["nonfinite"]["tensor"] == "weighed_t"
+    line = text[: text.index("weighed_t =")].count("\n") + 1
+    assert failure["nonfinite"]["tensor"] == f"weighed_t, assigned in script.py:{line}"
 
 
 def test_other_ranks_run_the_script_and_say_nothing(tmp_path: Path) -> None:
