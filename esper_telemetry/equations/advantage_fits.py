@@ -372,6 +372,7 @@ FITTED = (
     .advises("Bootstrap only if truncated is set and terminated is not.", source="Pardo et al. 2018, 1712.00378"),
     mistake("other_last_value", "GAE that bootstraps the last step with other values;")
     .fits("δ_T = r_T + γ x - V_T", "their mean", fitted_last_value)
+    .given(doubtful_without="values")
     .advises("Evaluate the critic at the observation after the last step, with the weights and states of the rollout.")
     .cites("program: gae_programs"),
     mistake("other_ends", "GAE with the ends of episodes in different steps than the environments returned;")

@@ -26,6 +26,9 @@ TOLERANCE_KEY: Final = "integrity/equation_tolerance/"
 MAX_EXPLANATIONS: Final = 3
 """Number of hypotheses that a sentence names; a record has the keys of all of them."""
 
+SMALLEST_FITTED: Final = 1e-6
+"""Magnitude below which a fitted parameter is printed as 0, because fits to single precision round at this size."""
+
 TOLERANCES: Final[Mapping[str, float]] = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
 """Largest relative error that rounding explains, by the precision of the trainer's arithmetic."""
 
@@ -50,7 +53,7 @@ class Hypothesis:
         needs: attribute of the inputs; the hypothesis does not apply if it is None, 0 or empty.
         gradient: name of the same mistake in the equation of the gradient.
         doubtful_without: what the program must show in addition, because the same numbers may have another reason.
-        of: subject that a check asks for: a setting, the memory, or a part of the total loss that is included.
+        of: subject that a check asks for: a setting, units, the memory, or a part of the total loss that is included.
         hides: names of other hypotheses of the same equation that explain the same numbers by chance.
         unknown_row: the columns lack the number of one row.
     """
@@ -106,7 +109,9 @@ class Hypothesis:
 
     def phrase(self, fitted: float | None = None) -> str:
         """Return the hypothesis as a noun phrase, with its fitted parameter."""
-        return self.says if fitted is None else f"{self.says} {self.parameter} = {fitted:.6g}"
+        if fitted is None:
+            return self.says
+        return f"{self.says} {self.parameter} = {0.0 if abs(fitted) < SMALLEST_FITTED else fitted:.6g}"
 
 
 def mistake(name: str, says: str) -> Hypothesis:

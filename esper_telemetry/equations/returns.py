@@ -12,7 +12,7 @@ from itertools import product
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
-from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
 from esper_telemetry.equations.equation import TOLERANCES, Equation, mistake, variant
 from esper_telemetry.equations.gae import STD_EPS, standard
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
@@ -34,6 +34,9 @@ TINY_SPREAD = 1e-6
 
 TINY_LAMBDA = 1e-3
 """Allowed distance of a fitted lambda outside 0 to 1."""
+
+OTHER_UNITS = 0.02
+"""Difference of a factor from 1 above which numbers have other units."""
 
 MIN_CORRELATION = 0.9
 """Correlation above which targets moved with the values of the minibatches: unrelated differences have a correlation of 0."""
@@ -130,24 +133,50 @@ def _normalized_sum(inputs: ReturnInputs) -> Tensor | None:
     return _nearest(inputs, *(standard(total, counted, one) for one in (0, 1)))
 
 
-def _rescaled(inputs: ReturnInputs) -> Tensor | None:
-    """Advantages plus values, shifted and scaled by running statistics, if the critic's estimates are shifted and scaled too.
+def _fitted(inputs: ReturnInputs, *columns: Tensor) -> tuple[Tensor, list[float]] | None:
+    """The sum of the columns and 1, each with a factor, that is closest to the claimed returns, and the factors; None for too few rows."""
+    terms = [*columns, torch.ones_like(inputs.claimed)]
+    rows, claimed = torch.stack([inputs.counted(one) for one in terms], 1), inputs.counted(inputs.claimed)
+    if len(rows) < MIN_ROWS:
+        return None
+    factors = torch.linalg.lstsq(rows, claimed.unsqueeze(1)).solution.flatten()
+    return torch.stack(terms, -1) @ factors, factors.tolist()
+
+
+def _in_other_units(inputs: ReturnInputs) -> tuple[Tensor, float, bool] | None:
+    """Advantages plus values, shifted and scaled to fit the returns, the scale, and whether the critic's estimates follow the returns.
 
     If targets are scaled by mistake, the critic's estimates are closer to the stored values.
     """
-    if inputs.new_values is None:
+    fit = None if inputs.new_values is None else _fitted(inputs, inputs.advantages + inputs.values)
+    if fit is None or inputs.new_values is None or fit[1][0] <= 0:
         return None
-    total = inputs.advantages + inputs.values
-    counted, claimed = inputs.counted(total), inputs.counted(inputs.claimed)
-    spread = counted - counted.mean()
-    size = float(spread @ spread)
-    slope = float(spread @ claimed) / size if size > 0 else 0.0
-    if len(counted) < MIN_ROWS or slope <= 0:
-        return None
-    offset = claimed.mean() - slope * counted.mean()
+    total, (slope, offset) = fit
     values, estimates = inputs.counted(inputs.values), inputs.counted(inputs.new_values)
     moved, kept = (float((estimates - one).abs().median()) for one in (slope * values + offset, values))
-    return slope * total + offset if moved < kept else None
+    return total, slope, moved < kept
+
+
+def _rescaled(inputs: ReturnInputs) -> Tensor | None:
+    """Advantages plus values, shifted and scaled by running statistics, if the critic's estimates are shifted and scaled too."""
+    units = _in_other_units(inputs)
+    return units[0] if units is not None and units[2] else None
+
+
+def _outputs_rescaled(inputs: ReturnInputs) -> Tensor | None:
+    """Shifted and scaled sums of advantages and of values that were shifted and scaled back for the advantages, but are not stored so."""
+    fit, plain = _fitted(inputs, inputs.advantages, inputs.values), _fitted(inputs, inputs.advantages + inputs.values)
+    if fit is None or plain is None or min(fit[1][:2]) <= 0 or any(abs(one - 1) < OTHER_UNITS for one in fit[1][:2]):
+        return None
+    claimed = inputs.counted(inputs.claimed).abs().amax()
+    is_sum = float(inputs.counted((plain[0] - inputs.claimed).abs()).amax()) <= TOLERANCES["fp32"] * float(claimed)
+    return None if is_sum else fit[0]
+
+
+def _other_units(inputs: ReturnInputs) -> Tensor | None:
+    """Scaled sums of advantages and values although the critic's estimates keep the units of the values."""
+    units = _in_other_units(inputs)
+    return units[0] if units is not None and not units[2] and abs(units[1] - 1) > OTHER_UNITS else None
 
 
 def _discounted(bootstrap: bool) -> Callable[[ReturnInputs], Tensor | None]:
@@ -241,6 +270,15 @@ def _lambda_returns(inputs: ReturnInputs) -> Tensor | None:
     return inputs.values + discounted_sums(deltas, min(max(gae_lambda, 0.0), 1.0) * decay)
 
 
+def _only_rewards(inputs: ReturnInputs) -> bool:
+    """Return True for rewards in place of their sums, which equal advantages plus values if the advantages are made of rewards too."""
+    if inputs.rewards is None or inputs.ended is None or not inputs.gamma or inputs.claimed.dim() != 2:
+        return False
+    goes_on = ~inputs.ended[:-1] if inputs.valid is None else ~inputs.ended[:-1] & inputs.valid[1:]
+    apart = inputs.counted((inputs.claimed - inputs.rewards).abs()).amax()
+    return bool(inputs.rewards[1:][goes_on].any()) and float(apart) <= TOLERANCES["fp32"] * float(inputs.rewards.abs().amax())
+
+
 def _without_mistakes(check: EquationCheck, inputs: ReturnInputs) -> EquationCheck:
     """Return the check without mistakes as explanations, if the returns are lambda-returns of rewards and values.
 
@@ -315,6 +353,11 @@ RETURNS = Equation(
         .predicts("R_i independent of A, V and r", _unrelated)
         .advises("Check where the targets are assigned: the critic cannot learn them.")
         .cites("program: bundled-returns_shuffled"),
+        mistake("other_units", "shifted and scaled sums of advantages and values, although the values are the critic's own outputs")
+        .predicts("R = (A + V - m) / s, A made of V", _other_units)
+        .given(doubtful_without="history", of="units")
+        .advises("Multiply the critic's outputs by s and add m before the advantages are computed.")
+        .cites("van Hasselt et al. 2016, 1602.07714 (PopArt)"),
         variant("normalized_after", "values plus advantages from before normalisation over the whole batch")
         .predicts("A = (R - V - mean) / std", _normalized_after)
         .cites("openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns"),
@@ -323,6 +366,11 @@ RETURNS = Equation(
         .cites("2006.05990, section 3.3, value function normalisation"),
         variant("rescaled", "advantages plus values, shifted and scaled like the critic's estimates")
         .predicts("R = (A + V - m) / s", _rescaled)
+        .given(of="units")
+        .cites("van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm"),
+        variant("outputs_rescaled", "shifted and scaled sums of advantages and values in other units than the critic's outputs")
+        .predicts("R = (A + s' V + m' - m) / s", _outputs_rescaled)
+        .given(of="units")
         .cites("van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm"),
         variant("monte_carlo", "discounted rewards with the last value (lambda = 1)")
         .predicts("R_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n})", _discounted(bootstrap=True))
@@ -391,4 +439,6 @@ def check_returns(
         precision=precision,
         tolerance=tolerance,
     )
+    if check.matches and _only_rewards(inputs):
+        return replace(explained(RETURNS, "rewards"), tolerance=check.tolerance)
     return _without_mistakes(distinguished(check), inputs)

@@ -50,7 +50,7 @@ from esper_telemetry.equations.transitions import (
 )
 from esper_telemetry.equations.value_loss import check_value_loss
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.target_equations import certain, target_checks
+from esper_telemetry.updates.target_equations import certain, first_values, target_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 ROUNDING = "a small difference in the first minibatch may come from the device's arithmetic"
@@ -164,8 +164,26 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     }
     alternatives |= dict.fromkeys([name for name in known if name not in alternatives], rollout.values.double)
     values = check_values(rollout.values, replay, alternatives=alternatives, valid=valid, precision=precision)
-    sure = values.explained or (moved and (values.error or 0.0) > FIRST_DIFFERENCE)
+    differs = (values.error or 0.0) > FIRST_DIFFERENCE
+    sure = values.explained or (differs and (moved or _of_other_output(rollout, minibatches)))
     yield from values if sure else unchecked(VALUES, "values may be stored in units that differ from the loss")
+
+
+def _of_other_output(rollout: RolloutEnd, minibatches: JoinedMinibatches) -> bool:
+    """Return True for stored values that the targets of the first loss are made of, but that the critic in it does not follow.
+
+    So they have the units of the loss. The values of a critic that lags, such as a target network, follow.
+    """
+    stored, outputs, _ = first_values(rollout, minibatches)
+    rows, returns = minibatches.rows, minibatches.returns
+    if "total" not in minibatches.losses or rows is None or returns is None or len(stored) < MIN_VALUE_ROWS:
+        return False  # a critic with a loss of its own may have been trained before
+    rows, returns = rows[: len(stored)], returns[: len(stored)].double()
+    sums = rollout.advantages.flatten()[rows].double() + stored
+    if float((sums - returns).abs().amax()) > SAME_RETURNS * float(returns.abs().amax()):
+        return False
+    together = torch.corrcoef(torch.stack([stored, outputs]))[0, 1]
+    return not bool(together > FOLLOWING)
 
 
 def _of_memory(rollout: RolloutEnd, now: Tensor, valid: Tensor, facts: Facts) -> tuple[str, ...]:
@@ -269,6 +287,15 @@ def _explained(check: Callable[..., EquationCheck], *columns: Any, **settings: A
 
     return run
 
+
+MIN_VALUE_ROWS = 32
+"""Rows above which a correlation of values is not a coincidence."""
+
+SAME_RETURNS = 1e-5
+"""Largest difference of equal returns, relative to the largest one."""
+
+FOLLOWING = 0.9
+"""Correlation above which one critic follows another."""
 
 MAX_LOG_PROB_ERROR = 1e-3
 """Largest difference between equal log-probabilities in single precision, in nats."""

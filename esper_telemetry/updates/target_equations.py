@@ -20,6 +20,7 @@ from esper_telemetry.equations.comparison import EquationCheck, explained, unche
 from esper_telemetry.equations.gae import GaeInputs, following_values, gae, is_standard
 from esper_telemetry.equations.gae_advantages import ADVANTAGES, compare_advantages
 from esper_telemetry.equations.normalization import NORMALIZED_ADVANTAGES, Scope, check_normalized_advantages
+from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE
 from esper_telemetry.equations.returns import RETURNS, check_returns
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.update import (
@@ -32,6 +33,12 @@ from esper_telemetry.updates.update import (
 )
 
 UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names may mean something else in this script"
+
+MIN_LINE_ROWS = 8
+"""Rows of a minibatch above which advantages that equal others up to a factor and an offset are no coincidence."""
+
+SAME_LINE = 1e-3
+"""Largest difference of such advantages, relative to the largest one."""
 
 MIN_NORMALIZED_ROWS, NORMALIZED_ERROR = 32, 1e-4
 """Rows above which a standard deviation of 1, up to this error, and a mean of 0 show that advantages are normalised."""
@@ -51,14 +58,20 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
         if gae_lambda is None:
             inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, facts)
         # flags may be for the step before or after, unless the environments report them; a script may shuffle all of its columns
-        shown = {"flags": rollout.time_limits is not None, "order": _values_in_order(rollout, inputs)}
+        shown = {
+            "flags": rollout.time_limits is not None,
+            "order": _values_in_order(rollout, inputs),
+            "values": minibatches is None or first_values(rollout, minibatches)[2] <= FIRST_DIFFERENCE,
+        }
         yield partial(certain, facts, check, *(name for name, known in shown.items() if not known))
+    # before statistics of targets have moved, the critic's outputs have the units of the returns
+    missing = () if update.context.previous_targets is not None else ("history",)
     if rollout.returns_known:
-        yield partial(certain, facts, partial(_returns, rollout, inputs, facts))
+        yield partial(certain, facts, partial(_returns, rollout, inputs, minibatches, facts), *missing)
     if minibatches is not None and collected is not None:
-        if facts.recomputes_advantages:
+        if facts.recomputes_advantages or (facts.columns_by_name and _recomputes_advantages(minibatches, collected)):
             minibatches, collected = _first_pass(minibatches, collected)
-        yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts))
+        yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts), *missing)
         if NORMALIZED_ADVANTAGES.name not in facts.unchecked_equations and facts.ranks == 1:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
@@ -71,9 +84,36 @@ def certain(facts: Facts, check: Callable[[], EquationCheck | None], *missing: s
     result = check()
     if result is None:
         return ()
-    doubtful = any(one.doubtful_without in missing for one in result.hypotheses)
-    uncertain = facts.columns_by_name and (doubtful or not result.explained)
+    doubtful = {one.doubtful_without for one in result.hypotheses}.intersection(missing)
+    uncertain = "history" in doubtful or (facts.columns_by_name and (doubtful or not result.explained))
     return unchecked(result.equation, UNKNOWN_COLUMNS) if uncertain else result
+
+
+def first_values(rollout: RolloutEnd, minibatches: JoinedMinibatches) -> tuple[Tensor, Tensor, float]:
+    """Return the rollout's values and the critic's outputs [N] in the first minibatch, before any step, and their largest difference,
+    relative to the largest value; empty, and 0, if they are not known.
+    """
+    rows, values, first = minibatches.rows, minibatches.values, slice(minibatches.counts[0] if minibatches.counts else 0)
+    if rows is None or values is None or not len(rows[first]) or int(rows[first].max()) >= rollout.values.numel():
+        return rollout.values.new_empty(0), rollout.values.new_empty(0), 0.0
+    stored, outputs = rollout.values.flatten()[rows[first]].double(), values[first].double()
+    size = max(1.0, float(stored.abs().amax()), float(outputs.abs().amax()))
+    return stored, outputs, float((stored - outputs).abs().amax()) / size
+
+
+def _recomputes_advantages(minibatches: JoinedMinibatches, collected: CollectedRows) -> bool:
+    """Return True for advantages that the first pass has, perhaps normalised, and most minibatches of later passes do not have."""
+    parts = zip(
+        minibatches.epochs, *(one.split(minibatches.counts) for one in (collected.advantages, minibatches.advantages)), strict=True
+    )
+    same = {True: list[bool](), False: list[bool]()}
+    for epoch, stored, used in parts:
+        if len(used) >= MIN_LINE_ROWS:
+            line = torch.stack([stored.double(), torch.ones_like(stored, dtype=torch.float64)], 1)
+            rest = used.double() - line @ torch.linalg.lstsq(line, used.double()).solution
+            same[epoch == minibatches.epochs[0]].append(float(rest.abs().amax()) <= SAME_LINE * float(used.abs().amax()))
+    first, later = same[True], same[False]
+    return bool(first and later) and all(first) and 2 * sum(later) < len(later)
 
 
 def _values_in_order(rollout: RolloutEnd, inputs: GaeInputs | None) -> bool:
@@ -170,7 +210,9 @@ def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) ->
     )
 
 
-def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:
+def _returns(
+    rollout: RolloutEnd, inputs: GaeInputs | None, minibatches: JoinedMinibatches | None, facts: Facts
+) -> EquationCheck:
     """Check the returns of the rollout; several rollouts in one record are side by side.
 
     Advantages may be stored after a transformation. Returns are right if they equal GAE plus values, and wrong if they are made of
@@ -199,7 +241,12 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> Equ
         if not is_standard(rollout.advantages.double(), rollout.valid, error=NORMALIZED_ERROR):
             return check
         return replace(explained(RETURNS, "normalized"), tolerance=check.tolerance)
-    if inputs is None or check.error is None:
+    if check.error is None:
+        return check
+    units = None if check.matches or several or minibatches is None else _units_of_returns(rollout, minibatches, facts)
+    if units is not None and (not check.explanations or not units.holds):
+        return units
+    if inputs is None:
         return check
     valid = rollout.valid
     each = zip(rollout.advantages.chunk(count), [None] * count if valid is None else valid.chunk(count), strict=True)
@@ -215,6 +262,28 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> Equ
         )
         return of_gae if of_gae.matches else check
     return check
+
+
+def _units_of_returns(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts: Facts) -> EquationCheck | None:
+    """Return the check of returns with explanations about their units only, if the last pass has the critic's estimates of all rows.
+
+    None without such an explanation.
+    """
+    rows, values = minibatches.rows, minibatches.values
+    if rows is None or values is None or int(rows.max()) >= rollout.values.numel():
+        return None
+    estimates = torch.full_like(rollout.values, torch.nan).flatten().index_copy(0, rows, values.to(rollout.values))
+    valid = estimates.isfinite() if rollout.valid is None else ~rollout.valid.flatten() | estimates.isfinite()
+    if not bool(valid.all()):
+        return None
+    check = check_returns(
+        *(rollout.advantages, rollout.values, rollout.returns),
+        new_values=estimates.nan_to_num().view_as(rollout.values),
+        valid=rollout.valid,
+        precision=facts.precision,
+    )
+    own = tuple(one for one in check.explanations if one.hypothesis.of == "units")
+    return replace(check, explanations=own) if own else None
 
 
 def _in_each_rollout(

@@ -359,6 +359,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "scaled": [lambda c: 100 * right(c), lambda c: 0.1 * right(c)],
     "reward_scale": [lambda c: with_rewards(c, c.rewards * 0.1)],
     "returns_stored": [lambda c: right(c) + c.values],
+    "immediate_rewards": [lambda c: c.rewards - c.values, lambda c: c.rewards],
     "values_missing": [without_values],
     "monte_carlo_cut": [monte_carlo_cut],
     "rewards_to_go": [rewards_to_go],

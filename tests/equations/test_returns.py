@@ -99,9 +99,21 @@ def test_targets_of_a_critic_whose_outputs_are_normalised_by_running_statistics_
         check_returns(right(c), c.values, returns, new_values=one)
         for one in (scaled(new_values(c)), new_values(c))  # the second critic estimates returns themselves
     )
+    outputs = check_returns(right(c), (c.values + 30) / 8, returns)  # of the statistics before these returns
 
     assert names(result) == {"rescaled"} and result.holds
-    assert not mistake.holds
+    assert names(mistake) == {"other_units"} and not mistake.holds
+    assert names(outputs) == {"outputs_rescaled"} and outputs.holds
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rewards_in_place_of_returns_are_named_beside_advantages_that_are_made_of_them(seed: int) -> None:
+    c = random_rollout(seed)
+    alone = replace(c, terminated=np.ones_like(c.terminated))  # bandits: a reward is the whole return
+    result, right_result = (check(one, c.rewards, c.rewards - c.values) for one in (c, alone))
+
+    assert names(result) == {"rewards"} and not result.holds
+    assert right_result.matches
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
@@ -120,7 +132,9 @@ def test_returns_that_are_the_values_are_named_beside_normalised_advantages() ->
 
 
 def test_every_hypothesis_of_returns_is_tested() -> None:
-    assert {one.name for one in RETURNS.hypotheses} == {*RETURN_PROGRAMS, "normalized_after", "rescaled", "unrelated"}
+    others = {"normalized_after", "rescaled", "other_units", "outputs_rescaled", "unrelated"}
+
+    assert {one.name for one in RETURNS.hypotheses} == {*RETURN_PROGRAMS, *others}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

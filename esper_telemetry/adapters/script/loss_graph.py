@@ -136,7 +136,7 @@ class ValueTerm(NamedTuple):
         clip: range of the values; None without one.
         kind: "squared", "Huber" or "absolute".
         edge: edge of the graph at which gradients of the values continue.
-        loss: 0-d, without a weight: for squared errors, half the mean squared error.
+        loss: 0-d, without a weight: half the mean squared error, or the mean of a Huber loss.
         weight: of the loss; 0 for a critic that the loss leaves out.
     """
 
@@ -648,7 +648,8 @@ class _LossReader:
         error = self._error(node)
         if error is None:
             return None
-        rows, weight = self.value(node), 2 * float(gradient.sum())
+        halves = 1 if error.kind == "Huber" else 2  # the rows of a Huber loss have the factor ½
+        rows, weight = self.value(node), halves * float(gradient.sum())
         loss = None if rows is None or not weight else (rows * gradient).sum() / weight
         return error._replace(loss=loss, weight=weight)
 

@@ -91,6 +91,9 @@ def slow_growth(view: View, courses: SlowCourses) -> Iterator[Finding]:
 NEVER_FIT_UPDATES = count("never_fit_updates", 30, "updates in a row in which the critic is worse than a constant")
 NEVER_FIT = below("never_fit", -0.5, "R² of the critic, median of these updates")
 NEVER_FIT_BEST = below("never_fit_best", 0.0, "best R² of the critic in these updates")
+LEARNING_STEPS = 300
+"""Optimizer steps up to which a critic that is as bad as a constant is only slow: 30 updates of an actor-critic with one step each are not
+enough. Runs that do not count their steps are judged from the start."""
 FIT_RISING = below("never_fit_rising", -2.0, "the same if the return rises, which a bad critic need not prevent")
 USUAL_LOSS = 0.1
 """Value loss over the variance of all returns so far, below which the current returns vary too little for a fit to be meaningful."""
@@ -159,6 +162,7 @@ class NeverFitJudge:
         fits: latest R².
         errors: latest errors over the size of returns.
         medians: running medians of R² in the latest updates.
+        taken: optimizer steps so far.
         first, best: first and best median of the updates before the latest ones; None if there are none.
     """
 
@@ -166,10 +170,14 @@ class NeverFitJudge:
     fits: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     medians: list[float] = field(default_factory=list)
+    taken: int = 0
     first: float | None = None
     best: float | None = None
 
     def __call__(self, view: View) -> Iterator[Finding]:
+        self.taken += view.steps or 0
+        if 0 < self.taken < LEARNING_STEPS:
+            return
         yield from self.unexplained(view)
         key, limits = "value/r2", view.limits
         value = view.get(key)
