@@ -549,7 +549,7 @@ MISTAKES = (
     mistake("returns_stored", "returns: the values were not subtracted")
     .predicts("A_t = GAE_t + V_t", lambda inputs: gae(inputs) + inputs.values)
     .advises("Subtract the values, or store returns and advantages separately.", source="program: gae_programs"),
-    mistake("immediate_rewards", "immediate rewards instead of sums of rewards, with or without a baseline")
+    mistake("immediate_rewards", "immediate rewards instead of sums of rewards")
     .predicts("A_t = r_t - V_t, or r_t", lambda x: closest_whole(x, x.rewards - x.values, x.rewards))
     .advises("Sum the rewards from each step to the end of its episode.", source="program: gae_programs"),
     mistake("values_missing", "discounted sums of rewards, as if all values were 0")

@@ -185,7 +185,13 @@ VALUES = Equation(
     inputs="a critic that can be run before the first step, and its stored inputs",
     compute=lambda inputs: inputs.replayed,
     tolerance=REPLAY_TOLERANCE,
-    hypotheses=INPUT_HYPOTHESES[:-1],
+    hypotheses=(
+        *INPUT_HYPOTHESES[:-1],
+        mistake("other_output", "another output than the one that the value loss trains")
+        .predicts("f_j(o), j ≠ V", _pass("other_output"))
+        .advises("Store the output that the value loss reads: the same network, head and column.")
+        .cites("program: test_script_targets"),
+    ),
     advice="Look for differences between acting and training: observations, states, modes, and weights of an earlier update.",
 )
 
@@ -208,7 +214,7 @@ def check_replayed_log_probs(
         replayed: same shape, of the same actions, from a pass of the policy on the stored observations.
         alternatives: functions that return log-probabilities of passes on other inputs, or with other weights, by the hypothesis:
             `other_observations`, `other_statistics`, `older_weights`, `observation_before`, `observation_after`, `mask_missing`,
-            `memory_zero`, `memory_not_reset` and so on; called only if `log_probs` and `replayed` differ.
+            `memory_zero`, `memory_not_reset`, `other_output` and so on; called only if `log_probs` and `replayed` differ.
         valid: same shape, bool; None if every entry counts.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from esper_telemetry.core.event_parts import RolloutActions
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.equations.calibration import ActionInputs
-from esper_telemetry.equations.comparison import EquationCheck, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, explained, unchecked
 from esper_telemetry.equations.drawn_actions import (
     MAX_SQUASHED,
     action_inputs,
@@ -165,7 +166,9 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     alternatives |= dict.fromkeys([name for name in known if name not in alternatives], rollout.values.double)
     values = check_values(rollout.values, replay, alternatives=alternatives, valid=valid, precision=precision)
     differs = (values.error or 0.0) > FIRST_DIFFERENCE
-    sure = values.explained or (differs and (moved or _of_other_output(rollout, minibatches)))
+    if differs and not values.explained and _of_other_output(rollout, minibatches):
+        values = replace(values, explanations=explained(VALUES, "other_output").explanations)
+    sure = values.explained or (moved and differs)
     yield from values if sure else unchecked(VALUES, "values may be stored in units that differ from the loss")
 
 

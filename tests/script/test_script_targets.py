@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.target_equations import target_checks
-from esper_telemetry.updates.update import JoinedMinibatches, Update
+from esper_telemetry.updates.equation_checks import equation_checks
+from esper_telemetry.updates.update import CollectedRows, JoinedMinibatches, RolloutContext, Update
 
 CHANGES = {
     "healthy": ("", "", set()),
@@ -97,9 +98,15 @@ def test_ends_of_several_environments_that_step_apart_are_not_known() -> None:
 FACTS = Facts(gamma=0.9, gae_lambda=0.8, columns_by_name=True, precision="fp32")
 
 
-def values_of(rollout: RolloutEnd, minibatches: JoinedMinibatches | None = None) -> dict[str, float]:
-    update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
-    groups = [group for check in target_checks(update, FACTS) for group in check()]  # type: ignore[union-attr]  # all return groups
+def values_of(
+    rollout: RolloutEnd, minibatches: JoinedMinibatches | None = None, *, later: bool = False
+) -> dict[str, float]:
+    """Return the results of the checks of targets and of a first minibatch; the update is the first one, or a later one."""
+    collected, context = None, RolloutContext(previous_targets=torch.zeros(6, 1) if later else None)
+    if minibatches is not None and minibatches.rows is not None:
+        collected = CollectedRows(rollout.advantages.flatten()[minibatches.rows])
+    update = Update(rollout=rollout, minibatches=minibatches, collected=collected, context=context, sampled=True)
+    groups = [group for check in equation_checks(update, FACTS) for group in check()]  # type: ignore[union-attr]  # all return groups
     return {key.removeprefix(EQUATION_KEY): value for group in groups for key, value in group.values().items()}
 
 
@@ -160,3 +167,61 @@ def test_differences_of_columns_found_by_name_need_an_explanation() -> None:
     noise = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
 
     assert "advantages" not in values_of(rollout(ended, noise, columns, torch.zeros_like(ended)))
+
+
+def passes_of(
+    rollout: RolloutEnd, *estimates: torch.Tensor, advantages: list[torch.Tensor] | None = None, **columns: torch.Tensor
+) -> JoinedMinibatches:
+    """Return passes over the rollout, a minibatch each, with the critic's estimates [T, B] in them, in one loss with the policy's."""
+    count, size = len(estimates), rollout.rewards.numel()
+    used = advantages or [rollout.advantages] * count
+    return JoinedMinibatches(
+        tuple(range(count)),
+        (size,) * count,
+        torch.zeros(count * size),
+        torch.cat([one.flatten() for one in used]),
+        None,
+        {"total": torch.zeros(count)},
+        rows=torch.arange(size).repeat(count),
+        values=torch.cat([one.flatten() for one in estimates]),
+        old_values=rollout.values.flatten().repeat(count),
+        returns=columns.get("returns", rollout.returns.flatten().repeat(count)),
+    )
+
+
+def test_values_of_another_output_are_named_and_no_last_value_is() -> None:
+    """The last value is the only one of the critic."""
+    columns, ended = random_columns()
+    columns[2, -1] += 1
+    advantages = advantages_of(columns, ended)
+    columns[2, -1] -= 1
+    made = rollout(ended, advantages, columns, torch.zeros_like(ended))
+    outputs = torch.randn(40, 2, generator=torch.Generator().manual_seed(9))
+
+    assert "advantages_other_last_value" in values_of(made, passes_of(made, made.values))
+    found = values_of(made, passes_of(made, outputs))
+    assert "values_other_output" in found and "advantages" not in found
+    assert "values" not in values_of(made, passes_of(made, made.values + 0.1 * outputs))  # a critic that lags
+
+
+def test_targets_that_each_pass_computes_again_are_no_mistake() -> None:
+    columns, ended = random_columns()
+    made = rollout(ended, advantages_of(columns, ended), columns, torch.zeros_like(ended))
+    moved = torch.stack([columns[0], *(one + 0.3 * one.square() for one in columns[1:])])
+    again = advantages_of(moved, ended)
+    returns = torch.cat([made.returns.flatten(), (made.advantages + moved[1]).flatten()])
+
+    both = {"advantages": [made.advantages, again], "returns": returns}
+    assert "returns_new_values" in values_of(made, passes_of(made, made.values, moved[1], returns=returns))
+    assert values_of(made, passes_of(made, made.values, moved[1], **both))["returns"] < 1e-6  # type: ignore[arg-type]
+
+
+def test_a_critic_whose_outputs_have_the_units_of_scaled_targets_is_named_once_there_were_targets() -> None:
+    columns, ended = random_columns()
+    made = rollout(ended, advantages_of(columns, ended), columns, torch.zeros_like(ended))
+    made = replace(made, returns=(made.returns - 4) / 3)
+    outputs, scaled = (passes_of(made, made.values, one) for one in (made.values * 0.9, (made.values - 4) / 3))
+
+    assert "returns_other_units" in values_of(made, outputs, later=True)
+    assert "returns" not in values_of(made, outputs)
+    assert "returns_rescaled" in values_of(made, scaled, later=True)
