@@ -14,7 +14,7 @@ from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
 from esper_telemetry.equations.equation import TOLERANCES, Equation, mistake, variant
-from esper_telemetry.equations.gae import STD_EPS, standard
+from esper_telemetry.equations.gae import STD_EPS, is_standard, standard
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
 MIN_ROWS = 8
@@ -166,6 +166,8 @@ def _rescaled(inputs: ReturnInputs) -> Tensor | None:
 def _outputs_rescaled(inputs: ReturnInputs) -> Tensor | None:
     """Shifted and scaled sums of advantages and of values that were shifted and scaled back for the advantages, but are not stored so."""
     fit, plain = _fitted(inputs, inputs.advantages, inputs.values), _fitted(inputs, inputs.advantages + inputs.values)
+    if is_standard(inputs.advantages, inputs.valid):  # of an unknown scale
+        return None
     if fit is None or plain is None or min(fit[1][:2]) <= 0 or any(abs(one - 1) < OTHER_UNITS for one in fit[1][:2]):
         return None
     claimed = inputs.counted(inputs.claimed).abs().amax()
@@ -276,7 +278,9 @@ def _only_rewards(inputs: ReturnInputs) -> bool:
         return False
     goes_on = ~inputs.ended[:-1] if inputs.valid is None else ~inputs.ended[:-1] & inputs.valid[1:]
     apart = inputs.counted((inputs.claimed - inputs.rewards).abs()).amax()
-    return bool(inputs.rewards[1:][goes_on].any()) and float(apart) <= TOLERANCES["fp32"] * float(inputs.rewards.abs().amax())
+    return bool(inputs.rewards[1:][goes_on].any()) and float(apart) <= TOLERANCES["fp32"] * float(
+        inputs.rewards.abs().amax()
+    )
 
 
 def _without_mistakes(check: EquationCheck, inputs: ReturnInputs) -> EquationCheck:
@@ -353,10 +357,13 @@ RETURNS = Equation(
         .predicts("R_i independent of A, V and r", _unrelated)
         .advises("Check where the targets are assigned: the critic cannot learn them.")
         .cites("program: bundled-returns_shuffled"),
-        mistake("other_units", "shifted and scaled sums of advantages and values, although the values are the critic's own outputs")
+        mistake(
+            "other_units",
+            "shifted and scaled sums of advantages and values, while the advantages are made of the critic's outputs as they are",
+        )
         .predicts("R = (A + V - m) / s, A made of V", _other_units)
         .given(doubtful_without="history", of="units")
-        .advises("Multiply the critic's outputs by s and add m before the advantages are computed.")
+        .advises("Scale the critic's outputs back to the units of the rewards before the advantages are computed.")
         .cites("van Hasselt et al. 2016, 1602.07714 (PopArt)"),
         variant("normalized_after", "values plus advantages from before normalisation over the whole batch")
         .predicts("A = (R - V - mean) / std", _normalized_after)
@@ -368,7 +375,10 @@ RETURNS = Equation(
         .predicts("R = (A + V - m) / s", _rescaled)
         .given(of="units")
         .cites("van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm"),
-        variant("outputs_rescaled", "shifted and scaled sums of advantages and values in other units than the critic's outputs")
+        variant(
+            "outputs_rescaled",
+            "shifted and scaled sums of advantages and values in other units than the critic's outputs",
+        )
         .predicts("R = (A + s' V + m' - m) / s", _outputs_rescaled)
         .given(of="units")
         .cites("van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm"),

@@ -93,7 +93,11 @@ def first_values(rollout: RolloutEnd, minibatches: JoinedMinibatches) -> tuple[T
     """Return the rollout's values and the critic's outputs [N] in the first minibatch, before any step, and their largest difference,
     relative to the largest value; empty, and 0, if they are not known.
     """
-    rows, values, first = minibatches.rows, minibatches.values, slice(minibatches.counts[0] if minibatches.counts else 0)
+    rows, values, first = (
+        minibatches.rows,
+        minibatches.values,
+        slice(minibatches.counts[0] if minibatches.counts else 0),
+    )
     if rows is None or values is None or not len(rows[first]) or int(rows[first].max()) >= rollout.values.numel():
         return rollout.values.new_empty(0), rollout.values.new_empty(0), 0.0
     stored, outputs = rollout.values.flatten()[rows[first]].double(), values[first].double()
@@ -104,14 +108,18 @@ def first_values(rollout: RolloutEnd, minibatches: JoinedMinibatches) -> tuple[T
 def _recomputes_advantages(minibatches: JoinedMinibatches, collected: CollectedRows) -> bool:
     """Return True for advantages that the first pass has, perhaps normalised, and most minibatches of later passes do not have."""
     parts = zip(
-        minibatches.epochs, *(one.split(minibatches.counts) for one in (collected.advantages, minibatches.advantages)), strict=True
+        minibatches.epochs,
+        *(one.split(minibatches.counts) for one in (collected.advantages, minibatches.advantages)),
+        strict=True,
     )
     same = {True: list[bool](), False: list[bool]()}
     for epoch, stored, used in parts:
         if len(used) >= MIN_LINE_ROWS:
             line = torch.stack([stored.double(), torch.ones_like(stored, dtype=torch.float64)], 1)
             rest = used.double() - line @ torch.linalg.lstsq(line, used.double()).solution
-            same[epoch == minibatches.epochs[0]].append(float(rest.abs().amax()) <= SAME_LINE * float(used.abs().amax()))
+            same[epoch == minibatches.epochs[0]].append(
+                float(rest.abs().amax()) <= SAME_LINE * float(used.abs().amax())
+            )
     first, later = same[True], same[False]
     return bool(first and later) and all(first) and 2 * sum(later) < len(later)
 
@@ -243,7 +251,9 @@ def _returns(
         return replace(explained(RETURNS, "normalized"), tolerance=check.tolerance)
     if check.error is None:
         return check
-    units = None if check.matches or several or minibatches is None else _units_of_returns(rollout, minibatches, facts)
+    units = None
+    if not (check.matches or several or minibatches is None):
+        units = _units_of_returns(rollout, inputs, minibatches, facts)
     if units is not None and (not check.explanations or not units.holds):
         return units
     if inputs is None:
@@ -264,10 +274,12 @@ def _returns(
     return check
 
 
-def _units_of_returns(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts: Facts) -> EquationCheck | None:
+def _units_of_returns(
+    rollout: RolloutEnd, inputs: GaeInputs | None, minibatches: JoinedMinibatches, facts: Facts
+) -> EquationCheck | None:
     """Return the check of returns with explanations about their units only, if the last pass has the critic's estimates of all rows.
 
-    None without such an explanation.
+    GAE takes the place of advantages that were normalised. None without such an explanation.
     """
     rows, values = minibatches.rows, minibatches.values
     if rows is None or values is None or int(rows.max()) >= rollout.values.numel():
@@ -276,8 +288,9 @@ def _units_of_returns(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts
     valid = estimates.isfinite() if rollout.valid is None else ~rollout.valid.flatten() | estimates.isfinite()
     if not bool(valid.all()):
         return None
+    is_raw = inputs is None or not is_standard(rollout.advantages.double(), rollout.valid)
     check = check_returns(
-        *(rollout.advantages, rollout.values, rollout.returns),
+        *(rollout.advantages if is_raw or inputs is None else gae(inputs), rollout.values, rollout.returns),
         new_values=estimates.nan_to_num().view_as(rollout.values),
         valid=rollout.valid,
         precision=facts.precision,
@@ -322,9 +335,14 @@ def _returns_in_use(
         return unchecked(RETURNS, "the minibatches do not show their targets and rows")
     if int(rows.max()) >= rollout.returns.numel():
         return unchecked(RETURNS, "the rows of the minibatches are not from the rollout")
-    if torch.equal(returns, rollout.returns.flatten()[rows]):
+    stored = rollout.returns.flatten()[rows]
+    if torch.equal(returns, stored):
         return unchecked(RETURNS, "the minibatches use the rollout's targets")
     valid = minibatches.valid
+    if rollout.returns_known and _returns(rollout, None, None, facts).holds:
+        old_values = (stored - collected.advantages).to(
+            old_values
+        )  # a published variant is no sum of advantages and values
     compared = partial(check_returns, collected.advantages, old_values, returns, new_values=minibatches.values)
     check = compared(valid=valid, precision=facts.precision)
     if check.explained:

@@ -268,6 +268,24 @@ def test_a_critic_that_never_fits(course: str, end: float, told: bool) -> None:
     assert [(alarm.axes.update, alarm.since) for alarm in reported] == [(30, 1)] * told
 
 
+def test_a_critic_is_not_said_to_fit_never_after_few_optimizer_steps() -> None:
+    """Loops such as A2C have one step per update."""
+    far = run(60, both(set_to({"value/r2": -5.0}), returns(5.0, 5.0)), since=1)
+    single = [replace(entry, axes=replace(entry.axes, gradient_step=entry.seq)) for entry in far]
+
+    assert "value/never_fits" in raised(judged(far)) and "value/never_fits" not in raised(judged(single))
+
+
+def test_a_critic_that_was_never_better_than_a_constant_has_no_fit_to_lose() -> None:
+    """Episodes of other lengths have other variances."""
+
+    def critic(metrics: Values, update: int) -> None:
+        loss = 0.6 if update < SINCE else 12.0
+        metrics.update({"value/explained_variance": 0.3, "value/r2": -0.1, "value/loss_norm": loss, "loss/value": loss})
+
+    assert "value/fit_collapse" not in raised(judged(run(60, critic, since=1)))
+
+
 @pytest.mark.parametrize(("after", "first"), [(50.0, None), (45.0, 45), (55.0, None)])
 def test_a_head_that_collapses_after_the_return_has_risen(after: float, first: int | None) -> None:
     """The head collapses in update 41, after a rise from 5 to 50. The return is `after` from update 43; three updates raise the alarm."""

@@ -58,6 +58,7 @@ ERRORS: dict[str, tuple[Error, float | None, float]] = {
     "F.mse_loss": (lambda v, r, o: F.mse_loss(v, r), None, 2.0),
     "targets first": (lambda v, r, o: (r - v).pow(2).sum() / ROWS, None, 2.0),
     "a product": (lambda v, r, o: ((r - v) * (r - v)).mean(), None, 2.0),
+    "a Huber loss": (lambda v, r, o: F.smooth_l1_loss(v, r), None, 1.0),
     "the larger one": (lambda v, r, o: torch.max(squared(v, r, o), clipped(v, r, o)).mean(), CLIP, 2.0),
     "the smaller one": (lambda v, r, o: torch.min(squared(v, r, o), clipped(v, r, o)).mean(), CLIP, 2.0),
     "the clipped one alone": (lambda v, r, o: 0.5 * clipped(v, r, o).mean(), CLIP, 1.0),

@@ -140,6 +140,23 @@ def reading_of(log_probs: Tensor, advantages: Tensor, values: Tensor | None = No
     return reading
 
 
+def test_returns_less_the_mean_value_are_not_taken_for_normalised_returns() -> None:
+    """Returns [N] less values [N, 1] are a matrix, whose mean over the rows multiplies the ratios."""
+    draw = torch.Generator().manual_seed(4)
+    targets, critic, log_probs = (torch.randn(32, generator=draw) for _ in range(3))
+    now, new = log_probs.clone().requires_grad_() + 0, critic.unsqueeze(1).clone().requires_grad_() + 0
+    matrix = targets - new
+    loss = matrix.square().mean() - ((now - log_probs).exp() * matrix.detach()).mean()
+    reading = read_loss(loss, held=[now, new])
+    assert reading is not None
+
+    rollout = rollout_of({"q": targets, "v": critic, "p": log_probs}, reading).rollout(0.9)
+
+    assert rollout is not None
+    torch.testing.assert_close(rollout.advantages.flatten(), targets - critic.mean())
+    torch.testing.assert_close(rollout.returns.flatten(), targets)
+
+
 def test_columns_are_those_that_the_loss_is_computed_from_and_the_rows_are_those_that_the_script_indexed() -> None:
     """The advantages of the loss are normalised, and come from other rows than its log-probabilities."""
     draw = torch.Generator().manual_seed(4)

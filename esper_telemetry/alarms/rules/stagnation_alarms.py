@@ -176,9 +176,12 @@ class NeverFitJudge:
 
     def __call__(self, view: View) -> Iterator[Finding]:
         self.taken += view.steps or 0
-        if 0 < self.taken < LEARNING_STEPS:
-            return
-        yield from self.unexplained(view)
+        findings = [*self.unexplained(view), *self.never_fits(view)]
+        if not 0 < self.taken < LEARNING_STEPS:
+            yield from findings
+
+    def never_fits(self, view: View) -> Iterator[Finding]:
+        """A critic that is worse than a constant for a long time without improving."""
         key, limits = "value/r2", view.limits
         value = view.get(key)
         if value is None:

@@ -51,7 +51,9 @@ def fit_collapse(view: View, loss_norm: float, fits: Recent) -> Iterator[Finding
     useless = explained is not None and explained < expected_fit(view) + CONSTANT_FIT
     lost = r2 is not None and best is not None and best > limits[FIT_WAS] and r2 < limits[FIT_NOW]
     by_fit = lost and (useless or best is None) and grown
-    had_fit = best is None or best > 0  # otherwise there is no fit to lose: episodes of other lengths have other variances
+    had_fit = (
+        best is None or best > 0
+    )  # otherwise there is no fit to lose: episodes of other lengths have other variances
     severity = max(hard(by_fit), limits.log_severity(LOSS_NORM, loss_norm) if grown and had_fit else 0.0)
     if not by_fit:
         yield Finding(severity, LOSS_OVER_VARIANCE, loss_norm, limits.log_middle(LOSS_NORM), z=view.z(error)).says(
