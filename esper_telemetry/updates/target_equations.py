@@ -34,8 +34,8 @@ from esper_telemetry.updates.update import (
 
 UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names may mean something else in this script"
 
-MIN_LINE_ROWS = 8
-"""Rows of a minibatch above which advantages that equal others up to a factor and an offset are no coincidence."""
+MIN_LINE_ROWS = 3
+"""Rows of a minibatch from which advantages need not equal others up to a factor and an offset."""
 
 SAME_LINE = 1e-3
 """Largest difference of such advantages, relative to the largest one."""
