@@ -134,7 +134,7 @@ def _normalized_sum(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _fitted(inputs: ReturnInputs, *columns: Tensor) -> tuple[Tensor, list[float]] | None:
-    """The sum of the columns and 1, each with a factor, that is closest to the claimed returns, and the factors; None for too few rows."""
+    """Least-squares fit of the claimed returns by the columns and a constant, and its coefficients; None for too few rows."""
     terms = [*columns, torch.ones_like(inputs.claimed)]
     rows, claimed = torch.stack([inputs.counted(one) for one in terms], 1), inputs.counted(inputs.claimed)
     if len(rows) < MIN_ROWS:
@@ -164,7 +164,7 @@ def _rescaled(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _outputs_rescaled(inputs: ReturnInputs) -> Tensor | None:
-    """Shifted and scaled sums of advantages and of values that were shifted and scaled back for the advantages, but are not stored so."""
+    """Advantages plus values in other units, if the values were scaled back for the advantages and the critic's outputs were stored."""
     fit, plain = _fitted(inputs, inputs.advantages, inputs.values), _fitted(inputs, inputs.advantages + inputs.values)
     if is_standard(inputs.advantages, inputs.valid):  # of an unknown scale
         return None
@@ -273,7 +273,7 @@ def _lambda_returns(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _only_rewards(inputs: ReturnInputs) -> bool:
-    """Return True for rewards in place of their sums, which equal advantages plus values if the advantages are made of rewards too."""
+    """Return True if the returns are the rewards of single steps; they equal advantages plus values if the advantages use such rewards too."""
     if inputs.rewards is None or inputs.ended is None or not inputs.gamma or inputs.claimed.dim() != 2:
         return False
     goes_on = ~inputs.ended[:-1] if inputs.valid is None else ~inputs.ended[:-1] & inputs.valid[1:]

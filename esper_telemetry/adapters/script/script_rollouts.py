@@ -336,7 +336,7 @@ class RolloutFinder:
             if taken is not None and own is not None and len(taken) == own.numel() and int(taken.max()) < size:
                 grids = [grid for grid in self._free() if _line_error(grid.reshape(-1)[taken], own) <= SAME_LINE]
                 targets = self._shown.get("returns")
-                if grids and targets is not None and _is_less_a_number(own, targets):  # of a baseline: in no array
+                if grids and targets is not None and _is_less_a_number(own, targets):  # their baseline is one number
                     whole = torch.empty_like(own.reshape(-1)).index_copy(0, taken.to(own.device), own.reshape(-1))
                     columns |= {"advantages": whole.reshape(self.steps, self.envs)} if own.numel() == size else {}
                     return
@@ -635,7 +635,7 @@ def _is_same(column: Tensor, array: Tensor) -> bool:
 
 
 def _is_less_a_number(column: Tensor, array: Tensor) -> bool:
-    """Return True if a column has the numbers of an array, less the same number that is not 0, in its order."""
+    """Return True if a column equals an array minus one number that is not 0."""
     if array.numel() != column.numel():
         return False
     less, limit = array.reshape(-1).to(column) - column.reshape(-1), SAME_NUMBER * float(array.abs().max())
