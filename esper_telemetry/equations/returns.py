@@ -273,7 +273,7 @@ def _lambda_returns(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _only_rewards(inputs: ReturnInputs) -> bool:
-    """Return True if the returns are the rewards of single steps; they equal advantages plus values if the advantages use such rewards too."""
+    """Return True if the returns are rewards of single steps, which equal advantages plus values if the advantages use them too."""
     if inputs.rewards is None or inputs.ended is None or not inputs.gamma or inputs.claimed.dim() != 2:
         return False
     goes_on = ~inputs.ended[:-1] if inputs.valid is None else ~inputs.ended[:-1] & inputs.valid[1:]
