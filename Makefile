@@ -52,8 +52,8 @@ pytest: install
 	@echo "Running the tests"
 	@$(BIN)/pytest -q -m '$(SELECT)' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-adapters: install  ## the adapters against the real Stable-Baselines3, sb3-contrib, RSL-RL, TorchRL, skrl, rl_games and TRL; installs them
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,rsl-rl,torchrl,skrl,rl-games,trl]'
+test-adapters: install  ## the adapters against the real Stable-Baselines3, sb3-contrib, RSL-RL, TorchRL, skrl, rl_games, RLlib and TRL; installs them
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,rsl-rl,torchrl,skrl,rl-games,rllib,trl]'
 	@echo "Running the tests of the adapters"
 	@$(BIN)/pytest -q -m "sb3 or trl" --numprocesses auto --maxprocesses 4
 

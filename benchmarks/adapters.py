@@ -1,9 +1,9 @@
 """Processor time of other trainers with telemetry, relative to training without it: Stable-Baselines3, RSL-RL, skrl,
-rl_games, TorchRL and TRL.
+rl_games, RLlib, TorchRL and TRL.
 
     python benchmarks/adapters.py                        # all models except trl, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
-    python benchmarks/adapters.py rsl_rl rsl_rl_lstm skrl rl_games torchrl torchrl_pendulum
+    python benchmarks/adapters.py rsl_rl rsl_rl_lstm skrl rl_games rllib torchrl torchrl_pendulum
     python benchmarks/adapters.py rsl_rl_cuda            # on a GPU
     python benchmarks/adapters.py trl --turns 5          # a language model of 105 million parameters; a quarter of an hour
 
@@ -159,6 +159,33 @@ def _rl_games(telemetry: Any) -> Turns:
     return partial(train, partial(type(algo).train, algo)), partial(train, lambda: algo.train())
 
 
+def _silent() -> Any:
+    from esper_telemetry import Telemetry
+
+    return Telemetry(run_dir=None, level="off")
+
+
+def _rllib(telemetry: Any) -> Turns:
+    """RLlib with a local learner, whose listener stops between the turns."""
+    import ray
+    import rllib_models
+
+    from esper_telemetry.adapters.rllib import LearnerListener, attach_config
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise Ray writes a token to the home directory
+    ray.init("local", include_dashboard=False, log_to_driver=False, object_store_memory=100_000_000)
+    algorithm = attach_config(rllib_models.learning_config(), _silent).build_algo()
+    learner = algorithm.learner_group._learner
+    learner.telemetry, learner._listener = telemetry, LearnerListener(telemetry, learner)
+
+    def observed() -> None:
+        learner.call(LearnerListener.start)
+        algorithm.train()
+        learner.call(LearnerListener.stop)
+
+    return algorithm.train, observed
+
+
 def _torchrl(telemetry: Any, **settings: Any) -> Turns:
     """TorchRL's plain loop."""
     from torchrl_models import Program
@@ -247,6 +274,7 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "rsl_rl_cuda": partial(_rsl_rl, envs=4096, device="cuda", widths=(512, 256, 128)),  # as in Isaac Lab's tasks
     "skrl": _skrl,
     "rl_games": _rl_games,
+    "rllib": _rllib,
     "torchrl": _torchrl,
     "torchrl_pendulum": partial(_torchrl, env="Pendulum-v1"),
 }
@@ -263,6 +291,7 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("torchrl", "torchrl_pendulum"), ("torchrl",)),
     "skrl": ("skrl",),
     "rl_games": ("rl_games",),
+    "rllib": ("ray",),
     LANGUAGE_MODEL: ("trl",),
 }
 """The package that a model needs."""

@@ -122,6 +122,10 @@ def test_importing_telemetry_imports_no_backend() -> None:
 GLOBAL_STATE = """
 import atexit, copyreg, gc, importlib, logging, os, signal, sys, warnings
 import gymnasium, numpy, rich, stable_baselines3, torch, torch._dynamo, tyro
+try:
+    import ray.rllib.algorithms.ppo
+except ImportError:
+    pass
 
 def state():
     return {

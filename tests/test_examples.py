@@ -224,6 +224,20 @@ def test_runs_of_other_trainers(
 
 
 @pytest.mark.sb3
+@pytest.mark.filterwarnings("ignore")  # Ray emits deprecation warnings
+def test_rllib_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token to the home directory
+    run("rllib_runner", monkeypatch)
+
+    result = read_run("run")
+    assert result.status is RunStatus.FINISHED
+    assert [record.axes.update for record in result.records] == [1, 2]
+    keys = {"policy/kl", "rllib/learners/default_policy/vf_loss"}
+    assert all(keys <= record.values.keys() for record in result.records)
+
+
+@pytest.mark.sb3
 def test_sb3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Two updates, also in TensorBoard, with the metrics that Stable-Baselines3 logs and with others."""
     run("sb3", monkeypatch)

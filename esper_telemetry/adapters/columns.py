@@ -8,6 +8,7 @@ Shapes: T steps, B environments, N rows, A actions, D action dimensions.
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from esper_telemetry.events import NONE, EpisodeEnd
 from esper_telemetry.updates.update import JoinedMinibatches
@@ -286,6 +288,32 @@ def rows_by_environment(lengths: Sequence[int]) -> Tensor:
     return times * len(counts) + envs
 
 
+def places_of_chunks(lengths: Sequence[int], ended: Sequence[bool], num_envs: int) -> tuple[list[int], int]:
+    """Return the place t B + b of the first step of each chunk of an episode, and B: `num_envs`, unless the chunks need more or less.
+
+    Columns are filled evenly. A chunk whose episode continues comes last in its column, as at the end of a rollout.
+
+    Args:
+        lengths: steps of each chunk.
+        ended: whether the chunk's last step ends its episode.
+        num_envs: number of environments.
+    """
+    tails = [chunk for chunk, ends in enumerate(ended) if not ends]
+    count = max(len(tails), min(num_envs, len(lengths)))
+    reserved = [lengths[chunk] for chunk in tails] + [0] * (count - len(tails))
+    shortest = [(steps, column) for column, steps in enumerate(reserved)]
+    heapq.heapify(shortest)
+    places, filled = [0] * len(lengths), [0] * count
+    for chunk, ends in enumerate(ended):
+        if ends:
+            steps, column = shortest[0]
+            heapq.heapreplace(shortest, (steps + lengths[chunk], column))
+            places[chunk], filled[column] = filled[column] * count + column, filled[column] + lengths[chunk]
+    for column, chunk in enumerate(tails):
+        places[chunk] = filled[column] * count + column
+    return places, count
+
+
 def as_grid(column: Tensor, rows: Tensor, num_envs: int) -> Tensor:
     """Return a flat column [R, ...] as [T, B, ...], 0 in places of the grid without a row.
 
@@ -300,6 +328,35 @@ def as_grid(column: Tensor, rows: Tensor, num_envs: int) -> Tensor:
     grid = column.new_zeros((steps * num_envs, *column.shape[1:]))
     grid[rows] = column
     return grid.view(steps, num_envs, *column.shape[1:])
+
+
+class RowColumns(NamedTuple):
+    """Columns [N, ...] of rows by name, and the columns of a policy's heads by name and head."""
+
+    columns: dict[str, Tensor]
+    heads: dict[str, dict[str, Tensor]]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All columns, as arguments of an event."""
+        return {**self.columns, **self.heads}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> RowColumns:
+        """Apply `change` to every column."""
+        heads = {key: {head: change(x) for head, x in part.items()} for key, part in self.heads.items()}
+        return RowColumns({key: change(x) for key, x in self.columns.items()}, heads)
+
+    @classmethod
+    def joined(cls, parts: Sequence[RowColumns]) -> RowColumns:
+        """Return the rows of several policies, one policy after the other; a head is 0 in rows of other policies."""
+        sizes = [len(next(iter(columns.values()))) for columns, _ in parts]
+        joined: dict[str, dict[str, Tensor]] = {}
+        for place, (_, heads) in enumerate(parts):
+            around = sum(sizes[:place]), sum(sizes[place + 1 :])
+            for key, part in heads.items():
+                whole = {head: pad(x, (*(0,) * (2 * x.dim() - 2), *around)) for head, x in part.items()}
+                joined[key] = joined.get(key, {}) | whole
+        return cls({key: torch.cat([columns[key] for columns, _ in parts]) for key in parts[0].columns}, joined)
 
 
 def normalized_advantages(advantages: Tensor, valid: Tensor | None = None) -> Tensor:
