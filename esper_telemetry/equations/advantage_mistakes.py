@@ -204,11 +204,16 @@ def _v_trace(inputs: GaeInputs) -> Tensor:
 
 
 def _forward(inputs: GaeInputs) -> Tensor:
-    delta = gae(inputs, decay=0.0).flip(0)
-    decay = (inputs.gamma * inputs.gae_lambda * ~inputs.ended).flip(0)
-    return closest_whole(
-        inputs, discounted_sums(delta, decay).flip(0), discounted_sums(delta, decay.roll(-1, 0)).flip(0)
-    )  # the last row of a decay does not matter
+    """GAE, or sums of rewards minus the values. The flag that cuts a sum is of the step itself, or of the step before."""
+    goes_on = (~inputs.ended).flip(0)
+    errors, paid = (
+        [discounted_sums(column.flip(0), factor * one).flip(0) for one in (goes_on, goes_on.roll(-1, 0))]
+        for column, factor in (
+            (gae(inputs, decay=0.0), inputs.gamma * inputs.gae_lambda),
+            (inputs.rewards, inputs.gamma),
+        )
+    )
+    return closest_whole(inputs, *errors, *(one - inputs.values for one in paid))
 
 
 @in_each_rollout
@@ -367,6 +372,12 @@ def _normalized_returns(inputs: GaeInputs) -> Tensor:
     sums = discounted_sums(inputs.rewards, inputs.gamma * ~inputs.ended)
     rows = rows_that_count(sums, inputs.valid)
     return closest_whole(inputs, *(standard(sums, rows, correction) - inputs.values for correction in (0, 1)))
+
+
+def _normalized_returns_over_limits(inputs: GaeInputs) -> Tensor | None:
+    """The same of sums that only terminations end; None without time limits."""
+    limited = bool(inputs.truncated[:-1].any())
+    return _normalized_returns(replace(inputs, ended=inputs.terminated)) if limited else None
 
 
 def _moved_and_scaled(
@@ -573,6 +584,12 @@ MISTAKES = (
         lambda x: closest_whole(x, _monte_carlo_cut(x) + x.values, gae(x, decay=x.gamma) + x.values),
     )
     .advises("Subtract the values.", source="program: gae_programs"),
+    mistake(
+        "normalized_returns_over_limits",
+        "discounted rewards that run across time limits into the next episode, normalised over the whole batch, minus the values",
+    )
+    .predicts("A_t = (Σ_k γ^k r_{t+k} - mean) / std - V_t", _normalized_returns_over_limits)
+    .advises("End the sums where the program itself ends an episode, too, as at a limit of its length."),
     mistake("axes_swapped", "GAE, reshaped with steps and environments swapped")
     .predicts("A[t, b] = GAE.reshape(B, T)[b, t]", _axes_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")

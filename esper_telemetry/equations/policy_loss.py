@@ -145,6 +145,11 @@ def _per_head(x: PolicyLossInputs) -> Tensor | None:
     return torch.stack(losses).sum(0) if len(losses) > 1 else None
 
 
+def _per_dimension(x: PolicyLossInputs) -> Tensor | None:
+    losses = _per_head(x)
+    return None if losses is None else losses / len(x.head_log_ratios)
+
+
 KL_ESTIMATES: Final[Mapping[str, Callable[[PolicyLossInputs], Tensor]]] = {
     "kl_difference": lambda x: x.mean(x.log_ratio),
     "kl_square": lambda x: 0.5 * x.minibatches.mean(x.log_ratio.square()),
@@ -305,6 +310,9 @@ POLICY_LOSS = Equation(
         variant("per_head", "the sum of the heads' clipped surrogates, each with its own ratio")
         .predicts("L = -Σ_h mean min(r_h A, clip(r_h) A)", _per_head)
         .cites("1903.01344 (H-PPO)"),
+        mistake("per_dimension", "the mean over action dimensions, each with its own ratio")
+        .predicts("L = -1/D Σ_i mean min(r_i A, clip(r_i) A)", _per_dimension)
+        .advises("Sum the log-probabilities over the action dimensions, so that each row has one ratio."),
         variant("dual_clip", "the surrogate with dual clipping at 3")
         .predicts("L = -mean max(min(r A, clip(r) A), 3 A) if A < 0", _dual_clipped)
         .given(needs="clip", gradient="dual_clip")

@@ -66,6 +66,7 @@ from esper_telemetry.updates.evidence import (
 )
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
+from esper_telemetry.updates.target_equations import Held
 from esper_telemetry.updates.update import Update, copied
 
 MAX_READ_BACK_BYTES: Final = 1 << 20
@@ -395,6 +396,7 @@ class InProcessPipeline:
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._facts = facts = Facts.of(facts)
+        self._held: Held = {True: set(), False: set()}
         self._series = RunHistory(facts)
         self._detector: Detector | None = None
         if self._settings.detector_factory is not None:
@@ -460,7 +462,9 @@ class InProcessPipeline:
         """Return the values of the updates that are still to be measured; a measurement that raises is left out."""
         window, results = Window(), list[Values]()
         for snapshot in update.updates:
-            for measurements, epochs in self._containment.steps(measure(snapshot, self._facts, update.level)):
+            for measurements, epochs in self._containment.steps(
+                measure(snapshot, self._facts, update.level, self._held)
+            ):
                 self._containment.measure(measurements, partial(window.add, epoch=epochs, step=None))
         if window:
             self._containment.attempt(lambda: window.send().finish(update.level), results.append)

@@ -51,15 +51,15 @@ from esper_telemetry.equations.transitions import (
 )
 from esper_telemetry.equations.value_loss import check_value_loss
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.target_equations import certain, first_values, target_checks
+from esper_telemetry.updates.target_equations import Held, certain, first_values, target_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 ROUNDING = "a small difference in the first minibatch may come from the device's arithmetic"
 
 
-def equation_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
-    """Yield the check of every equation whose columns the update has; `facts` are the run's."""
-    yield from target_checks(update, facts)
+def equation_checks(update: Update, facts: Facts, held: Held | None = None) -> Iterator[Measurement]:
+    """Yield the check of every equation whose columns the update has; `facts` are the run's, `held` is as in `target_checks`."""
+    yield from target_checks(update, facts, held)
     if update.rollout is not None:
         yield from collection_checks(update.rollout, facts)
     if update.rollout is not None and update.minibatches is not None and facts.columns_by_name:

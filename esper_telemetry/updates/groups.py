@@ -107,6 +107,7 @@ from esper_telemetry.updates.equation_checks import equation_checks
 from esper_telemetry.updates.joining import rows_that_count
 from esper_telemetry.updates.replays import replay_measurements
 from esper_telemetry.updates.steps import step_checks
+from esper_telemetry.updates.target_equations import Held
 from esper_telemetry.updates.update import (
     BackwardGradients,
     CollectedRows,
@@ -139,8 +140,8 @@ class Measurements(NamedTuple):
     epochs: int | Sequence[int] = 0
 
 
-def measure(update: Update, facts: Facts, level: Level) -> Iterator[Measurements]:
-    """Yield all measurements of an update, in the order of its phases; `facts` are the run's."""
+def measure(update: Update, facts: Facts, level: Level, held: Held | None = None) -> Iterator[Measurements]:
+    """Yield all measurements of an update, in the order of its phases; `facts` are the run's, `held` is as in `target_checks`."""
     rollout, minibatches, progress = update.rollout, update.minibatches, update.progress
     if rollout is not None:
         yield Measurements(_rollout(rollout, update.context.constant))
@@ -166,7 +167,7 @@ def measure(update: Update, facts: Facts, level: Level) -> Iterator[Measurements
         counts = minibatches.counts if minibatches and facts.ranks > 1 else None
         yield Measurements(_gradients(gradients, facts, counts), gradients.epochs)
     if update.sampled:
-        yield Measurements(equation_checks(update, facts))
+        yield Measurements(equation_checks(update, facts, held))
     if update.replay is not None:
         yield Measurements(replay_measurements(update.replay, facts.precision, level))
     if update.step is not None:

@@ -32,6 +32,9 @@ from esper_telemetry.updates.update import (
     in_grid,
 )
 
+Held = Mapping[bool, set[str]]
+"""Equations that have held in earlier updates, with ends of episodes, whose last step ended all episodes, or did not."""
+
 UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names may mean something else in this script"
 
 MIN_LINE_ROWS = 3
@@ -44,8 +47,8 @@ MIN_NORMALIZED_ROWS, NORMALIZED_ERROR = 32, 1e-4
 """Rows above which a standard deviation of 1, up to this error, and a mean of 0 show that advantages are normalised."""
 
 
-def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
-    """Yield the checks of a rollout's targets; `facts` are the run's."""
+def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Iterator[Measurement]:
+    """Yield the checks of a rollout's targets; `facts` are the run's. `held` also receives the equations that hold in this update."""
     rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
     if rollout is None or not rollout.advantages.numel():
         return
@@ -58,12 +61,17 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
         if gae_lambda is None:
             inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, facts)
         # flags may be for the step before or after, unless the environments report them; a script may shuffle all of its columns
+        # flags that tell time limits from terminations are the environments'
+        flags = rollout.time_limits is not None or not torch.equal(rollout.ended, rollout.terminated)
         shown = {
-            "flags": rollout.time_limits is not None,
+            "flags": flags,
             "order": _values_in_order(rollout, inputs),
             "values": minibatches is None or first_values(rollout, minibatches)[2] <= FIRST_DIFFERENCE,
         }
-        yield partial(certain, facts, check, *(name for name, known in shown.items() if not known))
+        proves = None
+        if held is not None and flags and bool(rollout.ended[:-1].any()):
+            proves = held[bool(rollout.ended[-1].all())]
+        yield partial(certain, facts, check, *(name for name, known in shown.items() if not known), held=proves)
     # before statistics of targets have moved, the critic's outputs have the units of the returns
     missing = () if update.context.previous_targets is not None else ("history",)
     if rollout.returns_known:
@@ -76,16 +84,23 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
 
-def certain(facts: Facts, check: Callable[[], EquationCheck | None], *missing: str) -> Iterable[MetricGroup]:
-    """Return the check, if there is one. If columns were found by name, a difference without a certain explanation is inconclusive.
+def certain(
+    facts: Facts, check: Callable[[], EquationCheck | None], *missing: str, held: set[str] | None = None
+) -> Iterable[MetricGroup]:
+    """Return the check, if there is one. If columns were found by name, a difference without a certain explanation is inconclusive,
+    unless the equation has held before.
 
-    `missing` names data that the script does not show; some hypotheses are doubtful without them.
+    `missing` names data that the script does not show; some hypotheses are doubtful without them. `held` are equations that have held
+    in rollouts of this kind.
     """
     result = check()
     if result is None:
         return ()
     doubtful = {one.doubtful_without for one in result.hypotheses}.intersection(missing)
-    uncertain = "history" in doubtful or (facts.columns_by_name and (doubtful or not result.explained))
+    uncertain = "history" in doubtful or bool(facts.columns_by_name and (doubtful or not result.explained))
+    if held is not None and result.holds and not uncertain:
+        held.add(result.equation.name)
+    uncertain = uncertain and (result.error is None or result.equation.name not in (held or ()))
     return unchecked(result.equation, UNKNOWN_COLUMNS) if uncertain else result
 
 

@@ -218,6 +218,13 @@ def forward(c: Columns) -> Array:
     return advantages
 
 
+def forward_returns(c: Columns) -> Array:
+    returns, carried = np.zeros_like(c.rewards), np.zeros_like(c.rewards[0])
+    for t in range(len(returns)):
+        returns[t] = carried = c.rewards[t] + c.gamma * carried * (~c.done[t - 1] if t else 0)
+    return returns - c.values
+
+
 def forward_with_ends(c: Columns) -> Array:
     delta = c.rewards + c.gamma * c.next_values - c.values
     advantages = np.zeros_like(delta)
@@ -333,7 +340,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "current_value_bootstrap": [current_value, current_value_inside],
     "values_exchanged": [values_exchanged],
     "not_flipped": [lambda c: right(c)[::-1].copy()],
-    "forward": [forward, forward_with_ends],
+    "forward": [forward, forward_with_ends, forward_returns],
     "exchanged": [lambda c: with_next(c, c.next_values, gamma=c.lam)],
     "undiscounted_bootstrap": [lambda c: with_next(c, c.next_values, gamma=1.0)],
     "trace_without_gamma": [trace_by_lambda],

@@ -159,20 +159,23 @@ def test_a_mistake_between_environments_is_named_where_several_rollouts_stand_si
 
 def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:
     """The hypotheses in `own` need more columns, and have tests below."""
-    own = {"both_lambda", "raw_rewards", "stale", "normalized_returns"}
+    own = {"both_lambda", "raw_rewards", "stale", "normalized_returns", "normalized_returns_over_limits"}
     assert {one.name for one in ADVANTAGES.hypotheses} == {*PROGRAMS, *own}
 
 
-def test_normalised_returns_to_go_less_values_are_a_variant() -> None:
+@pytest.mark.parametrize(("name", "variant"), [("normalized_returns", True), ("normalized_returns_over_limits", False)])
+def test_normalised_returns_to_go_less_values_are_a_variant_unless_they_run_across_limits(
+    name: str, variant: bool
+) -> None:
     c = random_rollout(2, 96)
     sums, running = np.zeros_like(c.values), np.zeros(c.values.shape[1])
     for step in reversed(range(len(sums))):
-        running = c.rewards[step] + c.gamma * running * ~c.done[step]
+        running = c.rewards[step] + c.gamma * running * ~(c.done if variant else c.terminated)[step]
         sums[step] = running
 
     result = check(c, (normalize(sums) - c.values).astype(np.float32))
 
-    assert names(result) == {"normalized_returns"} and result.holds
+    assert names(result) == {name} and result.holds == variant
 
 
 @pytest.mark.parametrize("seed", range(3))

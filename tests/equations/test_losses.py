@@ -202,17 +202,17 @@ def test_a_bonus_within_the_policy_loss_is_a_variant(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ratios_of_single_heads_are_a_variant(seed: int) -> None:
+def test_the_sum_over_heads_with_their_own_ratios_is_a_variant_and_the_mean_a_mistake(seed: int) -> None:
     found = batches(seed)
     rows = stacked(found)
     parts = (rows.log_ratio * 0.3, rows.log_ratio * 0.7)
     losses = torch.stack([surrogate(b._replace(log_ratio=b.log_ratio * share)) for share in (0.3, 0.7) for b in found])
 
-    result = check_policy_loss(
-        losses.view(2, -1).sum(0), rows.log_ratio, rows.advantages, clip=CLIP, head_log_ratios=parts
-    )
+    def check(losses: Tensor) -> EquationCheck:
+        return check_policy_loss(losses, rows.log_ratio, rows.advantages, clip=CLIP, head_log_ratios=parts)
 
-    assert names(result) == {"per_head"}
+    assert names(check(losses.view(2, -1).sum(0))) == {"per_head"}
+    assert names(check(losses.view(2, -1).mean(0))) == {"per_dimension"}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

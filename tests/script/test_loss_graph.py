@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
 
 from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LossReading, read_loss
@@ -316,3 +316,19 @@ def test_ratios_that_are_0_or_infinite_have_finite_logarithms() -> None:
     assert policy is not None and policy.log_ratio is not None
     assert bool((rows.ratio == 0).any()) and bool(rows.ratio.isinf().any())
     assert -104 < float(policy.log_ratio.min()) < -87 and 87 < float(policy.log_ratio.max()) < 89
+
+
+def test_each_dimension_of_a_gaussian_that_is_not_summed_has_its_own_ratio() -> None:
+    torch.manual_seed(0)
+    actions, old, advantages = torch.randn(ROWS, 3), torch.randn(ROWS, 3), torch.randn(ROWS, 1)
+    now = Normal(nn.Linear(2, 3)(torch.randn(ROWS, 2)), 1.0).log_prob(actions)
+    ratio = (now - old).exp()
+    reading = read_loss(-torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean(), held=[now])
+
+    assert reading is not None and reading.policy is not None
+    policy = reading.policy
+    assert policy.log_ratios is not None and policy.log_ratio is not None and policy.old_log_probs is not None
+    torch.testing.assert_close(policy.log_ratios, (now - old).detach())
+    torch.testing.assert_close(policy.log_ratio, (now - old).sum(1).detach())
+    torch.testing.assert_close(policy.old_log_probs, old.sum(1))
+    assert torch.equal(policy.advantages, advantages[:, 0])

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import multiprocessing
 import runpy
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]  # it has no types
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, distributions, nn
 from torch.distributions import Categorical
 
 from esper_telemetry.adapters.script.listener import ScriptListener
-from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
-from esper_telemetry.adapters.script.recorders import Asked, DistributionLog, EstimateLog
+from esper_telemetry.adapters.script.loss_graph import LayerOutputs, LossReading, graph_of, read_loss
+from esper_telemetry.adapters.script.recorders import (
+    Asked,
+    DistributionLog,
+    EpisodeLog,
+    EstimateLog,
+    IndexLog,
+    step_parts,
+)
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout
 from esper_telemetry.adapters.script.script_taps import Taps
 from esper_telemetry.adapters.script.settings import find_discounts
@@ -282,6 +292,139 @@ def test_environments_in_other_processes_are_seen_by_their_pipes() -> None:
     assert taps.error is None and ends is not None
     assert ends.rewards.flatten().tolist() == [2, 2]
     assert ends.ended.flatten().tolist() == ends.time_limits.flatten().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (([0.5, 1.0], -1.5, True), (-1.5, [True])),
+        ((torch.ones(2, 3), torch.tensor([1.0, 2]), torch.tensor([0.0, 1])), ([1, 2], [[False, True]])),
+        ((3, 1.0, False, True), (1.0, [False, True])),
+        (({"a": 1}, 1, np.False_, 0.3, {}), (1, [False])),
+        (([0.5], 2.0, 1, {}), (2, [True])),
+        ((0.25, [1.0, 2.0], True), (0.25, [True])),
+        (([0.5], 2.0, 0.1, True, False, {}), (2, [True, False])),
+        (([[1.0], [1.0, 2.0]], 1.0, False), (1, [False])),
+    ],
+)
+def test_the_result_of_a_step_is_recognised_whatever_its_length(result: Any, expected: tuple[Any, list[Any]]) -> None:
+    parts = step_parts(result)
+
+    assert parts is not None
+    _, rewards, *flags, _ = parts
+    assert rewards.tolist() == np.atleast_1d(expected[0]).tolist()
+    assert [flag.tolist() for flag in flags] == [np.atleast_1d(one).tolist() for one in expected[1]]
+
+
+@pytest.mark.parametrize(
+    "result", [None, (1.0, 0.5), (0.7, -0.69, 1), ("0.5", "low", True), ([1.0], 0.5, {}), [[], []]]
+)
+def test_what_an_agent_returns_is_not_the_result_of_a_step(result: Any) -> None:
+    """Value, log-probability and action among them."""
+    assert step_parts(result) is None
+
+
+@dataclass
+class Own:
+    """An environment of the script's own, which has no hash."""
+
+    steps: int = 0
+
+    def reset(self) -> list[float]:
+        return [0.0]
+
+    def step(self, action: int) -> tuple[list[float], float, bool]:
+        self.steps += 1
+        return [float(self.steps)], 1.0, self.steps % 3 == 0
+
+
+class Agent:
+    """Another class with methods of these names."""
+
+    @staticmethod
+    def reset() -> str:
+        return "reset"
+
+    def step(self) -> str:
+        return "step"
+
+
+def test_classes_of_the_script_that_step_and_reset_are_its_environments() -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    env = Own()
+    taps.install()
+    try:
+        torch.optim.SGD([torch.zeros(1)])
+        assert (Agent().reset(), Agent().step()) == ("reset", "step")
+        for _ in range(4):
+            env.step(0)
+        copy = cloudpickle.loads(cloudpickle.dumps(taps._foreign_step(lambda env, _: env)))  # as of a class by value
+        env.reset()
+        env.step(0)
+    finally:
+        taps.remove()
+
+    assert taps.error is None and not hasattr(Own.step, "tapped")
+    assert copy(1, 2) == 1
+    observed = listener.environments.collected()
+    assert observed is not None
+    assert observed.ended.flatten().tolist() == [False, False, True, True, False]
+    assert observed.time_limits.flatten().tolist() == [False, False, False, True, False]
+
+
+def test_an_episode_of_the_length_at_which_the_script_ends_others_has_ended_too() -> None:
+    log, env = EpisodeLog(), Own()
+    assert log.includes(env)
+    cuts = []
+    for step in range(4):
+        log.after_step(env, ([0.0], 1.0, False, False, {}))
+        observed = log.collected()
+        cuts.append(observed is not None and observed.cut)
+        if step == 1:
+            log.reset(env)
+
+    assert cuts == [False, False, False, True]
+
+
+def test_outputs_of_the_critic_are_the_values_where_the_first_loss_is_of_the_policy_only() -> None:
+    draw = torch.Generator().manual_seed(9)
+    log_probs, advantages, values, last = (torch.randn(32, generator=draw) for _ in range(4))
+    following = torch.cat([values[1:], last[:1]])
+    arrays = {"l": log_probs, "a": advantages, "x": following, "v": values}
+    reading = reading_of(log_probs, advantages)
+    outputs = [following[:, None], values[:, None]]
+    ends = torch.zeros(32, 1, dtype=torch.bool)
+    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, estimates=outputs, critic=outputs)
+    rollout = finder.rollout(0.9)
+
+    assert rollout is not None and torch.equal(rollout.values[:, 0], values)
+    assert torch.equal(rollout.last_values[0], last[:1])
+
+
+def test_numbers_of_which_the_loss_takes_rows_are_the_log_probabilities_that_it_does_not_show() -> None:
+    draw = torch.Generator().manual_seed(9)
+    log_probs, advantages, values, other = (torch.randn(32, generator=draw) for _ in range(4))
+    rows, log = torch.randperm(32, generator=draw)[:16], IndexLog()
+    for column in (log_probs, advantages, values + advantages):
+        log.add(column, rows)
+    now = (log_probs[rows].clone().requires_grad_() * 2 + 0.5 - 0.5).sub(log_probs[rows])
+    new = values[rows].clone().requires_grad_() + 0
+    loss = (
+        -((now - log_probs[rows]).exp() * advantages[rows]).mean() + (new - (values + advantages)[rows]).pow(2).mean()
+    )
+    reading = read_loss(loss, held=[new])
+    assert reading is not None and reading.policy is not None and reading.policy.log_probs is None
+    arrays = {"l": log_probs, "a": advantages, "v": values, "t": values + advantages, "o": other}
+    columns = Variables([arrays]), collected(torch.zeros(32, 1, dtype=torch.bool))
+
+    finder = RolloutFinder(*columns, reading=reading, indices=[rows], indexed=log.sources)
+
+    assert finder.names()["log_probs"] == "l"
+
+
+def test_no_layer_has_acted_before_environments_that_are_not_known() -> None:
+    assert EstimateLog().take_logits(LayerOutputs(1, 0, 2), 0, 0) is None
 
 
 def test_rows_are_those_of_most_columns_where_a_script_mixes_up_one() -> None:
@@ -657,8 +800,30 @@ def test_a_discount_without_a_name_is_read_from_the_advantages_whatever_the_last
     normalized = rollout._replace(advantages=(advantages - advantages.mean()) / advantages.std())
     assert find_discounts(normalized, {}, ()) == found
     assert find_discounts(rollout._replace(advantages=rewards), {}, ()) == {}
-    literals = find_discounts(rollout._replace(advantages=rewards), {}, (0.9, 0.98))
-    assert literals == {"gamma": 0.98, "gae_lambda": 0.9}
+    assert find_discounts(None, {}, ((0.9,), (0.98, 0.9))) == {"gamma": 0.98, "gae_lambda": 0.9}
+    assert find_discounts(None, {"gamma": 0.99}, ((0.98, 0.9),)) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "discounts"),
+    [
+        ("run = d + 0.97 * 0.95 * run * (1 - end)\ndelta = r + 0.97 * v2 - v", ((0.97, 0.95), (0.97,))),
+        ("g, l = 0.9, 0.95\nfor t in s: a[t] = d + g * l * a[t]\nd = r + g * v2 - v", ((0.9, 0.95), (0.9,))),
+        ("adv = discounted(deltas, 0.99 * 0.97)", ((0.99, 0.97),)),
+        ("G = r + 0.98 * G\nloss = policy + 0.5 * value\nseen = 0.95 * seen + 0.05 * G", ((0.98,),)),
+        ("loss = policy + 0.5 * value\nweight = 0.9\nclip = min(r, 0.8)", ()),
+    ],
+)
+def test_discounts_are_numbers_of_recursions_and_not_weights_of_losses_or_averages(
+    tmp_path: Path, code: str, discounts: Any
+) -> None:
+    head = (
+        "from esper_telemetry.adapters.script.variables import read_source\ndef sums(r, v, v2, d, s, a, end, deltas):\n"
+    )
+    lines = [*code.splitlines(), "return 0"]
+    (tmp_path / "script.py").write_text(head + "".join(f"    {line}\n" for line in lines) + "found = read_source()")
+
+    assert runpy.run_path(str(tmp_path / "script.py"))["found"].discounts == discounts
 
 
 def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_position(tmp_path: Path) -> None:

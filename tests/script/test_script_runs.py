@@ -194,6 +194,26 @@ def test_a_bug_in_the_reader_of_losses_costs_readings_and_is_counted_and_shown(t
     assert "Traceback" in result.stderr and "in read_loss" in result.stderr
 
 
+BROKEN_FINDER = """
+import sys
+from esper_telemetry.adapters.script.script_rollouts import RolloutFinder
+from esper_telemetry.cli.run import main
+
+RolloutFinder.rollout = lambda *_: no_such_name
+main(["--run-dir", "run", sys.argv[1]])
+"""
+
+
+def test_a_bug_in_the_finder_of_rollouts_costs_only_these(tmp_path: Path) -> None:
+    result = python(tmp_path, "-c", BROKEN_FINDER, str(SCRIPTS / "categorical.py"))
+
+    assert result.code == 0, result.stderr
+    values = [record.values for record in read_run(tmp_path / "run").records]
+    assert [one["telemetry/metric_errors"] for one in values] == [1.0] * 4
+    assert all({"policy/kl", "loss/policy", "episode/return_mean_100"} <= one.keys() for one in values[1:])
+    assert "not found: rollouts" in result.stderr
+
+
 def test_a_reader_that_never_works_is_reported_at_the_end(tmp_path: Path) -> None:
     result = python(tmp_path, "-c", BROKEN_READER, "0", str(SCRIPTS / "categorical.py"))
 

@@ -41,6 +41,7 @@ def checked(directory: Path, name: str, *edit: str) -> dict[str, dict[str, Any]]
         ("numpy_arrays.py", ("clipping",)),
         ("episode_memory.py", ("clipping",)),
         ("two_networks.py", ("clipping", "total_loss", "executed_actions")),
+        ("own_environment.py", ("clipping",)),
     ],
 )
 def test_a_correct_program_has_its_equations_checked(tmp_path: Path, name: str, others: Collection[str]) -> None:

@@ -16,6 +16,7 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.equation_checks import equation_checks
+from esper_telemetry.updates.target_equations import Held
 from esper_telemetry.updates.update import CollectedRows, JoinedMinibatches, RolloutContext, Update
 
 CHANGES = {
@@ -99,14 +100,18 @@ FACTS = Facts(gamma=0.9, gae_lambda=0.8, columns_by_name=True, precision="fp32")
 
 
 def values_of(
-    rollout: RolloutEnd, minibatches: JoinedMinibatches | None = None, *, later: bool = False
+    rollout: RolloutEnd,
+    minibatches: JoinedMinibatches | None = None,
+    *,
+    later: bool = False,
+    held: Held | None = None,
 ) -> dict[str, float]:
     """Return the results of the checks of targets and of a first minibatch; the update is the first one, or a later one."""
     collected, context = None, RolloutContext(previous_targets=torch.zeros(6, 1) if later else None)
     if minibatches is not None and minibatches.rows is not None:
         collected = CollectedRows(rollout.advantages.flatten()[minibatches.rows])
     update = Update(rollout=rollout, minibatches=minibatches, collected=collected, context=context, sampled=True)
-    groups = [group for check in equation_checks(update, FACTS) for group in check()]  # type: ignore[union-attr]  # all return groups
+    groups = [group for check in equation_checks(update, FACTS, held) for group in check()]  # type: ignore[union-attr]  # all return groups
     return {key.removeprefix(EQUATION_KEY): value for group in groups for key, value in group.values().items()}
 
 
@@ -225,3 +230,24 @@ def test_a_critic_whose_outputs_have_the_units_of_scaled_targets_is_named_once_t
     assert "returns_other_units" in values_of(made, outputs, later=True)
     assert "returns" not in values_of(made, outputs)
     assert "returns_rescaled" in values_of(made, scaled, later=True)
+
+
+def test_a_difference_counts_without_an_explanation_once_the_equation_has_held() -> None:
+    columns, ended = random_columns()
+    noise = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
+    held: Held = {True: set(), False: set()}
+
+    assert values_of(rollout(ended, advantages_of(columns, ended), columns, torch.zeros_like(ended)), held=held)
+    assert values_of(rollout(ended, noise, columns, torch.zeros_like(ended)), held=held)["advantages"] > 0.1
+    ended[-1] = True  # such rollouts have not been seen to hold
+    assert "advantages" not in values_of(rollout(ended, noise, columns, torch.zeros_like(ended)), held=held)
+
+
+def test_environments_that_tell_time_limits_know_the_ends() -> None:
+    """Values after limits are known, and the advantages are of flags one step late."""
+    columns, ended = random_columns()
+    late = torch.cat([torch.zeros(1, 2, dtype=torch.bool), ended[:-1]])
+    limits = ended & (torch.arange(40).unsqueeze(1) % 2 == 0)
+    known = replace(rollout(ended, advantages_of(columns, late), columns, None), terminated=ended & ~limits)
+
+    assert "advantages_ends_late" in values_of(known)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from esper_telemetry.adapters.columns import HeadColumns, episodes_event, head_actions, head_names
+from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog
@@ -28,6 +28,7 @@ from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, le
 from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
+    Asked,
     ClipCall,
     ClipLog,
     DistributionLog,
@@ -139,6 +140,7 @@ class ScriptListener:
         self._parameters: dict[int, str] = {}
         self._trained: dict[str, Tensor] = {}
         self._readings: list[LossReading] = []
+        self._policy_leaves = frozenset[int]()  # of a policy whose critic has separate losses
         self._other_losses = 0
         self._minibatches, self._passes = MinibatchQueue(), PassFinder()
         self._pass_key: tuple[int, str] | None = None
@@ -237,6 +239,8 @@ class ScriptListener:
             if reading.policy is not None:
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))
                 reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
+                if not self.open:
+                    self._policy_leaves = frozenset(map(id, leaves_of(loss)) if reading.value is None else ())
             self._readings.append(without_graph(reading))
         elif not self._started:
             self._other_losses += 1
@@ -402,6 +406,8 @@ class ScriptListener:
         self.updates += 1
         self._last_steps = self._step
         rates = [rate for own in self._rates.values() for rate in own]
+        if not self.environments.steps:  # the only returns are those that the script reports
+            self._emit_episodes([])
         scalars = self.scalars.take()
         if scalars:
             self.findings[SCALARS] = None
@@ -436,8 +442,8 @@ class ScriptListener:
     def after_env_step(
         self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False
     ) -> None:
-        """The script has called `step` of an environment, or of a `foreign` object that may be one, depending on the result."""
-        parts = step_parts(result) if foreign else result
+        """The script has called `step` of an environment, or of a `foreign` object; the result shows whether it is one."""
+        parts = step_parts(result)
         if parts is None:
             return
         self.environments.seconds += seconds
@@ -478,11 +484,11 @@ class ScriptListener:
         known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts
         schedule = settings.find_schedule(known, facts, rate, size, sets_rate=self._source.sets_rate)
         facts = {**facts, **schedule}
-        if rollout is not None and not {"gamma", "gae_lambda"} <= facts.keys():
-            facts = {**settings.find_discounts(rollout, facts, self._source.factors), **facts}
+        if not {"gamma", "gae_lambda"} <= facts.keys():
+            facts = {**settings.find_discounts(rollout, facts, self._source.discounts), **facts}
         facts = self._facts = {
             **facts,
-            UNCHECKED_FACT: settings.unchecked_equations(facts),
+            UNCHECKED_FACT: settings.unchecked_equations(facts, {} if rollout is None else traced),
             UNTRACED_FACT: settings.untraced_equations(traced, names.calling_place()),
             "equation_places": settings.equation_places(places, names.calling_place()),
         }
@@ -503,28 +509,44 @@ class ScriptListener:
         collected, first = self.environments.collected(), _joined(readings)
         steps, envs = (0, 0) if collected is None else (collected.steps, collected.envs)
         acted, heads = self.distributions.take_rollout(steps, envs)
+        critic = self.estimates.of_critic(self._policy_leaves, steps, envs) if self._policy_leaves else []
         logits = self.estimates.take_logits(None if first is None else first.source, steps, envs)
+        if (
+            logits is not None and collected is not None and not acted
+        ):  # the order of time, if the script stores another
+            acted = [Asked(row, None) for row in collected.log_probs(logits) or ()]
         if logits is not None and first is not None and not (heads.logits or heads.means):
             name = head_names(1)[0]
             spreads = {head: std[0].expand_as(logits).clone() for head, std in first.heads.log_std.items()}
             heads = HeadColumns(means={name: logits}, log_std=spreads) if spreads else HeadColumns({name: logits})
-        finder = RolloutFinder(
-            variables,
-            collected,
-            reading=first,
-            indices=[] if first is None or first.policy is None else self.indices.recent(len(first.policy.advantages)),
-            last_estimates=self.estimates.take_last(),
-            estimates=self.estimates.take(),
-            acted=acted,
-            targets=self._targets,
-        )
-        rollout = finder.rollout(self._facts.get("gamma", max(self._source.factors, default=None)))
+        chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
+        rollout, observations, actions = None, None, None
+        try:
+            finder = RolloutFinder(
+                variables,
+                collected,
+                reading=first,
+                indices=[]
+                if first is None or first.policy is None
+                else self.indices.recent(len(first.policy.advantages)),
+                indexed=self.indices.sources,
+                last_estimates=self.estimates.take_last(),
+                estimates=[*critic, *self.estimates.take()],
+                critic=critic,
+                acted=acted,
+                targets=self._targets,
+            )
+            discounts = self._source.discounts
+            rollout = finder.rollout(self._facts.get("gamma", discounts[0][0] if discounts else None))
+            observations = finder.observations(None if first is None else first.inputs)
+            actions = self._actions_of(finder, heads, collected, chosen, observations)
+        except Exception as error:  # arrays that the finder was not made for: only the rollout is lost
+            self._on_error(RolloutFinder, error)
+            finder = RolloutFinder(Variables([]))
+        rollout = None if actions is None else rollout
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + size
-        observations = finder.observations(None if first is None else first.inputs)
-        chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
-        actions = self._actions_of(finder, heads, collected, chosen, observations)
         if UNCHECKED_FACT not in self._facts:
             found = finder.names()
             found |= {} if observations is None else {"observations": ""}
@@ -532,10 +554,7 @@ class ScriptListener:
             found |= {"distributions in acting": ""} if heads.logits or heads.means else {}
             self._announce_run(variables, rollout, found, first)
         finished, self._seconds = self.environments.take()
-        episodes = episodes_event(self.returns.take(finished), self._env_step)
-        if episodes is not None:
-            self.findings[EPISODES] = None
-            self.hooks.emit(episodes)
+        self._emit_episodes(finished)
         self._rollout, self._size, self._acted_heads = rollout, size, heads
         self._rows = None
         if rollout is not None:
@@ -551,6 +570,12 @@ class ScriptListener:
             if seen is None and lstm is not None and lstm.trained_from_zero and bool(lstm.states[0].any()):
                 seen = "memory_zero"
             self._emit_rollout(rollout, actions, lstm, seen)
+
+    def _emit_episodes(self, finished: Sequence[FinishedEpisode]) -> None:
+        episodes = episodes_event(self.returns.take(finished), self._env_step)
+        if episodes is not None:
+            self.findings[EPISODES] = None
+            self.hooks.emit(episodes)
 
     def _seen_difference(
         self,
@@ -689,6 +714,7 @@ class ScriptListener:
                 # the distributions acted on are the ones trained
                 reading = reading._replace(heads=_rows_of(self._acted_heads, rows))
             losses = losses_of(reading, value, self._weights())
+            parts = () if policy.log_ratios is None else policy.log_ratios.unbind(-1)
             if losses:
                 self.findings[LOSSES] = None
             self.hooks.emit(
@@ -704,6 +730,7 @@ class ScriptListener:
                     valid=policy.valid,
                     rows=rows,
                     advantage_rows=self._other_rows(minibatch, rows),
+                    head_log_ratios=dict(zip(head_names(len(parts)), parts, strict=True)),
                     **reading.heads._asdict(),
                 )
             )

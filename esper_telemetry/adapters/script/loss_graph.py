@@ -98,6 +98,7 @@ class PolicyTerm(NamedTuple):
         attached: edge at which gradients of the advantages continue, of their negatives if `negated`; None if they are detached,
             as they should be.
         reshaped: this term or a related one multiplies a function of the ratio other than a clip: the loss is not PPO's.
+        log_ratios: [N, D], if each action dimension has its own ratio; `log_ratio` and `log_probs` are the sums.
     """
 
     log_ratio: Tensor | None
@@ -112,6 +113,7 @@ class PolicyTerm(NamedTuple):
     attached: GradientEdge | None = None
     negated: bool = False
     reshaped: bool = False
+    log_ratios: Tensor | None = None
 
     def preferred(self, other: PolicyTerm) -> PolicyTerm:
         """Return the term that has a ratio and is not reshaped, or the first if they are equal.
@@ -443,6 +445,7 @@ class _LossReader:
         number = self.value(plain.node)
         if number is None:
             return None
+        per_dimension = plain.is_ratio and self._is_per_dimension(plain.node, factor)
         if number.numel() != factor.numel():
             factor = _of_shape(factor, _shape(plain.node))
         negated = self._is_negated(node, factor, gradient, is_ratio=plain.is_ratio)
@@ -456,6 +459,14 @@ class _LossReader:
         flat = number.reshape(-1)
         log_ratio = flat.log().clamp(*exponents(flat.dtype)) if plain.is_ratio else None
         own, inverted = self._log_probs(plain.node) if plain.is_ratio else (flat, False)
+        log_ratios = None
+        if per_dimension and log_ratio is not None:
+            log_ratios = log_ratio.reshape(number.shape) * (-1 if inverted else 1)
+            log_ratio, own = (
+                log_ratio.reshape(number.shape).sum(-1),
+                None if own is None else own.reshape(number.shape).sum(-1),
+            )
+            factor, flat, valid = factor[..., 0], flat[: len(log_ratio)], valid.reshape(number.shape).any(-1)
         return PolicyTerm(
             log_ratio=-log_ratio if inverted and log_ratio is not None else log_ratio,
             advantages=(-factor if negated else factor).reshape(-1),
@@ -469,7 +480,15 @@ class _LossReader:
             attached=plain.attached,
             negated=negated,
             reshaped=reshaped,
+            log_ratios=log_ratios,
         )
+
+    def _is_per_dimension(self, ratio: Node, factor: Tensor) -> bool:
+        """Return True for the ratios [N, D] of a Gaussian density that share one advantage [N, 1]; tokens are drawn from a softmax."""
+        shape = _shape(ratio)
+        broadcast = len(shape) == 2 and shape[1] > 1 and factor.shape == (shape[0], 1)
+        kinds = _kinds(ratio) if broadcast else set()
+        return bool(kinds & {"PowBackward0", "DivBackward0"}) and "LogSoftmaxBackward0" not in kinds
 
     def _is_negated(self, node: Node, factor: Tensor, gradient: Tensor, *, is_ratio: bool) -> bool:
         """Return True if a factor is the negative advantages: the script holds them, the larger of two losses is taken, or the

@@ -9,7 +9,7 @@ import math
 import re
 import weakref
 from collections import Counter, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -73,6 +73,9 @@ MAX_TAGS = 256
 
 MAX_DRAWN_STEPS = 1 << 12
 """Steps of which the distributions that actions were drawn from are recorded."""
+
+MAX_STEP_PARTS = 6
+"""Parts of what an environment's `step` returns, at most."""
 
 MAX_END_STEPS = 1 << 14
 """Steps of an environment whose ends are recorded: more than a rollout has."""
@@ -248,7 +251,7 @@ class EstimateLog:
     """Keeps the last outputs of layers with few units, such as a critic: scripts release them after computing the targets."""
 
     def __init__(self) -> None:
-        self._outputs: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
+        self._outputs: deque[tuple[int, Tensor]] = deque(maxlen=MAX_ESTIMATES)
         self._with_graph: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
         self._before_step: dict[nn.Module, Tensor] = {}
         self._after_step: deque[tuple[nn.Module, Tensor]] = deque(maxlen=MAX_ESTIMATES)
@@ -261,7 +264,7 @@ class EstimateLog:
         if output.shape[-1] != 1:
             return
         if MIN_ESTIMATE_ROWS <= output.numel() <= MAX_ESTIMATE_ROWS:
-            self._outputs.append(output.detach())
+            self._outputs.append((_weight_of(layer), output.detach()))
         if output.requires_grad and output.numel() > 1:
             self._with_graph.append(output)
 
@@ -271,7 +274,7 @@ class EstimateLog:
             self._before_step = {layer: output.detach() for layer, output in self._after_step}
             self._entries += sum(output.numel() for output in self._before_step.values())
             for layer, output in self._before_step.items() if self._entries <= MAX_DISTRIBUTION_ENTRIES else ():
-                self._acted.setdefault(id(layer._parameters.get("weight")), []).append(output.clone())
+                self._acted.setdefault(_weight_of(layer), []).append(output.clone())
             self._after_step.clear()
 
     def take_last(self) -> list[LastEstimate]:
@@ -288,15 +291,24 @@ class EstimateLog:
 
     def take_logits(self, source: LayerOutputs | None, steps: int, envs: int) -> Tensor | None:
         """Return the outputs of a layer that were acted on since the last call, [T, B, A]; None if they do not fit the rollout."""
-        recorded = [] if source is None else [_rows_by_unit(one) for one in self._acted.get(source.weight, ())]
+        acted = None if source is None else self._acted_on(source.weight, steps, envs)
         self._acted, self._entries = {}, 0
-        if source is None or len(recorded) != steps or any(len(one) != envs for one in recorded):
-            return None
-        return torch.stack(recorded)[..., source.start : source.stop]
+        return None if acted is None or source is None else acted[..., source.start : source.stop]
+
+    def of_critic(self, policy: Collection[int], steps: int, envs: int) -> list[Tensor]:
+        """Return the outputs of layers with one unit in acting, [T, B], and of many rows, unless the policy has their weights."""
+        acted = [self._acted_on(weight, steps, envs) for weight in self._acted if weight not in policy]
+        alone = [one.squeeze(-1) for one in acted if one is not None and one.shape[-1] == 1]
+        return alone + [output for weight, output in self._outputs if weight not in policy]
+
+    def _acted_on(self, weight: int, steps: int, envs: int) -> Tensor | None:
+        recorded = [_rows_by_unit(one) for one in self._acted.get(weight, ())]
+        whole = bool(recorded) and len(recorded) == steps and all(len(one) == envs for one in recorded)
+        return torch.stack(recorded) if whole else None
 
     def take(self) -> list[Tensor]:
         """Return the outputs of many rows since the last call."""
-        outputs = list(self._outputs)
+        outputs = [output for _, output in self._outputs]
         self._outputs.clear()
         return outputs
 
@@ -305,6 +317,10 @@ class EstimateLog:
         outputs = list(self._with_graph)
         self._with_graph.clear()
         return outputs
+
+
+def _weight_of(layer: nn.Module) -> int:
+    return id(layer._parameters.get("weight"))
 
 
 def _rows_by_unit(output: Any) -> Any:
@@ -316,17 +332,20 @@ class IndexLog:
 
     def __init__(self) -> None:
         self._recent: deque[Any] = deque(maxlen=MAX_INDICES)
+        self.sources: deque[int] = deque(maxlen=MAX_INDICES)  # addresses of the tensors
 
     def add(self, source: Tensor, index: object) -> None:
         """Record rows of a tensor, as whole numbers or as a mask."""
         is_vector = isinstance(index, Tensor | np.ndarray | list) and getattr(index, "ndim", 1) == 1
         if is_vector and len(index) > 1 and source.dim():  # type: ignore[arg-type]
             self._recent.append(index)
+            self.sources.append(source.data_ptr())
 
     def take(self, count: int) -> list[Tensor]:
         """Return the result of `recent`, and forget it."""
         taken = self.recent(count)
         self._recent.clear()
+        self.sources.clear()
         return taken
 
     def recent(self, count: int) -> list[Tensor]:
@@ -474,11 +493,13 @@ class _Running:
     """Return and length of the current episodes in one environment, or in several that step together.
 
     Attributes:
+        env: weak reference to it.
         index: number of the environment, in the order in which they were stepped first.
         last_call: its last step since the rollout began; None without one.
     """
 
     def __init__(self, env: Any, size: int, index: int) -> None:
+        self.env = weakref.ref(env)
         self.index = index
         self.last_call: EnvCall | None = None
         self.returns = np.zeros(size)
@@ -580,6 +601,16 @@ class ObservedSteps:
             table[step, env : env + len(one)] = one
         return table
 
+    def log_probs(self, logits: Tensor) -> list[Tensor] | None:
+        """Return the log-probabilities [B] of the choices that the environments received in each step; None if they are no choices."""
+        received = self._grid([call.received for call in self._calls])
+        if received is None or received.shape != (*logits.shape[:2], 1):
+            return None
+        chosen = torch.from_numpy(received).to(logits.device).long()
+        if int(chosen.min()) < 0 or int(chosen.max()) >= logits.shape[-1]:
+            return None
+        return list(logits.log_softmax(-1).gather(-1, chosen).squeeze(-1))
+
     def bounds(self, actions: Tensor) -> Tensor | None:
         """Return the bounds [2, D] of the actions; None unless the environments received the stored ones [T, B, D], perhaps cut there."""
         if getattr(self._space, "low", None) is None or not np.isfinite([self._space.low, self._space.high]).all():
@@ -623,11 +654,20 @@ class ObservedSteps:
 
 def _rows_of(value: Any, envs: int) -> Any:
     """A copy [B, n] of some entries of each of B rows, float64; None for anything but numbers."""
-    value = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
-    if value.dtype.kind not in "fiub" or value.size == 0 or value.size % envs:
+    numbers = _numbers(value)
+    if numbers is None or numbers.size % envs:
         return None
-    rows = value.reshape(envs, -1)
+    rows = numbers.reshape(envs, -1)
     return rows[:, :: -(-rows.shape[1] // MAX_CHECKSUM_ENTRIES)].astype(np.float64)
+
+
+def _numbers(value: Any) -> Any:
+    """Return an array on the host; None for anything but numbers."""
+    try:
+        array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    except ValueError:  # parts of different shapes
+        return None
+    return array if array.dtype.kind in "fiub" and array.size else None
 
 
 def _cast_by(env: Any) -> float:
@@ -656,18 +696,23 @@ class EpisodeLog:
         self.hidden = False
         self.closed = False
         self.seconds = 0.0
-        self._running: weakref.WeakKeyDictionary[Any, _Running] = weakref.WeakKeyDictionary()
+        self._running: dict[int, _Running] = {}  # by `id`: environments may be without a hash
         self._finished: list[FinishedEpisode] = []
         self._calls: list[EnvCall] = []
         self._count = self._entries = 0  # calls in the rollout, and entries of their observations
         self._last_count = 0  # calls in the rollout before
+        self._cut_lengths: set[int] = set()  # of episodes that the script has ended within rollouts
         self._reported = False
 
     def includes(self, env: Any) -> bool:
         """Return True for an environment of training; one that is stepped before training begins becomes one."""
-        if env not in self._running and not self.closed:
-            self._running[env] = _Running(env, getattr(env, "num_envs", 1), len(self._running))
-        return env in self._running
+        if self._of(env) is None and not self.closed:
+            self._running[id(env)] = _Running(env, getattr(env, "num_envs", 1), len(self._running))
+        return self._of(env) is not None
+
+    def _of(self, env: Any) -> _Running | None:
+        running = self._running.get(id(env))
+        return running if running is not None and running.env() is env else None
 
     def after_step(self, env: Any, result: Any, action: Any = None, *, foreign: bool = False) -> None:
         """Record a step. Its result has observations, rewards, terminations, truncations and infos, or `done` instead of both flags.
@@ -677,11 +722,11 @@ class EpisodeLog:
         if len(result) == 4:
             result = _with_two_flags(result)
         observations, rewards, *both, infos = result
-        running = self._running[env]
+        running = self._running[id(env)]
         flags = np.stack([np.asarray(one, dtype=bool).reshape(-1) for one in both])
         size, ended = flags.shape[1], flags[0] | flags[1]
         if len(running.returns) != size:  # several environments of a class that does not say so
-            running = self._running[env] = _Running(env, size, running.index)
+            running = self._running[id(env)] = _Running(env, size, running.index)
         paid = np.array(rewards, dtype=np.float64).reshape(size)
         if running.last_call is not None and running.last_call.cut:
             running.last_call.flags[1] = True
@@ -709,15 +754,17 @@ class EpisodeLog:
 
     def reset(self, env: Any, result: Any = None) -> None:
         """Restart all episodes of an environment, which returned that. The script itself has ended the current episode."""
-        running = self._running.get(env)
+        running = self._of(env)
         if running is None:
             return
-        call, length = running.last_call, int(running.lengths[0])
+        call = running.last_call
         # an episode that a rollout's end cuts has a partial return, unless it is the whole rollout
-        if len(running.returns) == 1 and length and (call is not None or length >= self._last_count):
-            self._finished.append(FinishedEpisode(float(running.returns[0]), length, max(0, self._count - 1)))
-            if call is not None:
-                call.cut = True
+        for total, length in zip(running.returns.tolist(), running.lengths.tolist(), strict=True):
+            if length and (call is not None or length >= self._last_count):
+                self._finished.append(FinishedEpisode(total, length, max(0, self._count - 1)))
+        if call is not None and running.lengths.any():
+            call.cut = True
+            self._cut_lengths |= {*running.lengths.tolist()}
         running.reset()
         if (
             call is not None
@@ -730,8 +777,13 @@ class EpisodeLog:
 
     def collected(self) -> ObservedSteps | None:
         """Return the steps since the last `take`; None unless all environments took the same number of steps."""
-        spaces = [getattr(env, "single_action_space", getattr(env, "action_space", None)) for env in self._running]
-        return ObservedSteps.of(self._calls, spaces[0] if spaces else None)
+        envs = [running.env() for running in self._running.values()]
+        spaces = [getattr(env, "single_action_space", getattr(env, "action_space", None)) for env in envs]
+        observed = ObservedSteps.of(self._calls, spaces[0] if spaces else None)
+        if observed is not None:  # a script that always ends episodes at one length has ended the last one there, too
+            lengths = {length for running in self._running.values() for length in running.lengths.tolist()}
+            observed.cut |= lengths == self._cut_lengths and len(lengths) == 1
+        return observed
 
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
@@ -744,19 +796,39 @@ class EpisodeLog:
 
 
 def step_parts(result: Any) -> tuple[Any, ...] | None:
-    """Return what an environment of another class returned, with rewards and flags on the host; None of other results."""
-    if not isinstance(result, tuple | list) or len(result) not in (4, 5):
+    """Return observations, rewards, one or two flags and information of what an environment's `step` returned; None of other results.
+
+    Flags are logical, or only zeros and ones. Other numbers are rewards, usually the second part, and what is left are observations.
+    """
+    if not isinstance(result, tuple | list) or not 3 <= len(result) <= MAX_STEP_PARTS:
         return None
-    observations, *columns, infos = result
-    if not isinstance(infos, Mapping) and not (
-        isinstance(infos, Sequence) and all(isinstance(one, Mapping) for one in infos)
-    ):
+    columns = {place: column for place, one in enumerate(result) if place and (column := _numbers(one)) is not None}
+    infos = next((one for one in result if _is_information(one)), None)
+    # without information, numbers may be an agent's: actions, log-probabilities, values
+    kinds = "fiub" if infos is not None else "fb" if len(result) == 3 else "b"
+    binary = [one for one in columns if columns[one].dtype.kind in kinds and bool(np.isin(columns[one], (0, 1)).all())]
+    logical = [place for place in binary if columns[place].dtype.kind == "b"]
+    flags = [one for one in logical if one > 1] or logical or [one for one in binary if one > 1]
+    sizes = {columns[place].size for place in flags}
+    if len(sizes) != 1 or len(flags) > 2:
         return None
-    rewards, *flags = (np.asarray(one.detach().cpu() if isinstance(one, Tensor) else one) for one in columns)
-    numeric = all(one.dtype.kind in "fiub" and one.size == rewards.size for one in (rewards, *flags))
-    if not numeric or not rewards.size or any(((one != 0) & (one != 1)).any() for one in flags):
+    paid = [place for place, column in columns.items() if place not in flags and column.size in sizes]
+    columns[0] = None if paid else _numbers(result[0])
+    if not paid and (columns[0] is None or columns[0].size not in sizes):
         return None
-    return observations, rewards.reshape(-1), *(one.reshape(-1).astype(bool) for one in flags), infos
+    reward = paid[0] if paid else 0
+    seen = next((place for place in range(len(result)) if place not in (reward, *flags)), reward)
+    return (
+        result[seen],
+        columns[reward].reshape(-1),
+        *(columns[one].reshape(-1).astype(bool) for one in flags),
+        {} if infos is None else infos,
+    )
+
+
+def _is_information(part: Any) -> bool:
+    each = part if isinstance(part, list | tuple) else [part]
+    return bool(each) and all(isinstance(one, Mapping) for one in each)
 
 
 def _with_two_flags(result: Any) -> tuple[Any, Any, Any, Any, Any]:

@@ -11,7 +11,7 @@ Shapes: T steps, B environments, R = T B transitions, N rows of a minibatch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -117,7 +117,9 @@ class RolloutFinder:
         collected: steps since the previous rollout, as the environments returned them; None if they are not known.
         reading: of the loss of the first minibatch, before any step.
         indices: whole numbers [N] by which the script took the rows of that minibatch, if they are known.
+        indexed: addresses of the tensors from which it took rows.
         estimates: outputs of the critic that may be in no variable any more.
+        critic: those that are surely the critic's, if the loss is of the policy only.
         last_estimates: outputs after the last step of the environments.
         acted: log-probabilities and actions of the steps in the order in which they were taken, if they are known.
         targets: names of the variable with the targets of the critic's own loss.
@@ -130,15 +132,20 @@ class RolloutFinder:
         *,
         reading: LossReading | None = None,
         indices: Sequence[Tensor] = (),
+        indexed: Collection[int] = (),
         estimates: Sequence[Tensor] = (),
+        critic: Sequence[Tensor] = (),
         last_estimates: Sequence[LastEstimate] = (),
         acted: Sequence[Asked] = (),
         targets: tuple[str, ...] = (),
     ) -> None:
         self._variables, self._indices, self._targets = variables, indices, targets
+        self._indexed = indexed
         self._device = None if reading is None else reading.total.device  # all is compared there, where minibatches are
-        self._estimates, self._last_estimates = estimates, last_estimates
+        self._estimates, self._last_estimates, self._critic = estimates, last_estimates, critic
         self._shown: Mapping[str, Tensor | None] = {} if reading is None else _shown_columns(reading)
+        by_dimension = None if reading is None or reading.policy is None else reading.policy.log_ratios
+        self._dimensions = 1 if by_dimension is None else by_dimension.shape[1]  # log-probabilities of each are summed
         self._env_major = False
         self._order: Tensor | None = None  # [R], transitions of the entries of arrays that the script has shuffled
         self._entries: Tensor | None = None  # [N], of these arrays that are the rows of the first minibatch
@@ -191,6 +198,8 @@ class RolloutFinder:
         size, visited = self.steps * self.envs, set[tuple[int, torch.Size]]()
         for name, value in chain(self._variables.named_values(), (("", one) for one in self._estimates)):
             array = stacked(value)
+            if array is not None and self._dimensions > 1 and array.shape[-1:] == (self._dimensions,):
+                array = array.sum(-1)
             if array is None or array.numel() not in (size, size + self.envs) or array.numel() < 2:
                 continue
             if isinstance(value, Tensor) and value.requires_grad:
@@ -239,6 +248,11 @@ class RolloutFinder:
             columns |= {} if named is None else {"returns": named}
         self._identify_rewards()
         self._identify_next_values()
+        if "log_probs" not in columns and self._has_ratio and self._acted is None:
+            # the loss does not show them: the only other numbers of which it takes rows
+            free = [grid for grid in self._free() if grid.data_ptr() in self._indexed]
+            free = [grid for grid in free if not torch.equal(grid, grid.round())]
+            columns |= {"log_probs": free[0]} if len(free) == 1 else {}
 
     def _identify_shown(
         self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor], roles: Sequence[str]
@@ -351,6 +365,10 @@ class RolloutFinder:
         free = [grid for grid in held if any(grid is one for one in self._free())]
         is_acting = any(grid is self._columns.get("values") for grid in held)
         self._columns |= {"values": free[0]} if len(free) == 1 and not is_acting else {}
+        if "values" not in self._columns and self._shown.get("values") is None:
+            own = [grid for grid in self._free() if any(_is_same(one.to(grid), grid) for one in self._critic)]
+            following = (grid for grid in own if any(self._follows(other, grid) for other in own))
+            self._columns |= {"values": next(following, own[0])} if own else {}
 
     def _free_grid(self, value: object) -> Tensor | None:
         """Accept an array [T, B] that is not yet assigned to a column: a script may call its returns rewards."""
@@ -383,21 +401,24 @@ class RolloutFinder:
         """Find the array with the values of the next states. Within episodes they equal the next step's values, or are 0 except at
         time limits.
         """
-        values, ends, limits = self._columns.get("values"), self.ended, self._limits
-        if values is None or ends is None or self.steps < 2:
+        values, limits = self._columns.get("values"), self._limits
+        if values is None or self.ended is None or self.steps < 2:
             return
         if limits is not None and bool(limits.any()):
             at_limits = (grid for grid in self._free() if torch.equal(grid != 0, limits))
             numbers = [grid for grid in at_limits if not torch.equal(grid, limits.to(grid))]  # no flags
             self._columns |= {"limit_values": numbers[-1]} if numbers else {}
-        within = ~ends[:-1].to(values.device)
-        if len(values) != self.steps or not bool(within.any()):
-            return
         for grid in self._grids:
-            if len(grid) == self.steps and not torch.equal(grid, values):
-                difference = (grid[:-1] - values[1:]).abs()[within]
-                if float(difference.max()) <= SAME_NUMBER * max(1.0, float(values.abs().max())):
-                    self._columns["next_values"] = grid
+            if self._follows(grid, values):
+                self._columns["next_values"] = grid
+
+    def _follows(self, grid: Tensor, values: Tensor) -> bool:
+        """Return True for another array [T, B] that has the values of the next step within episodes."""
+        if self.ended is None or not len(grid) == len(values) == self.steps or torch.equal(grid, values):
+            return False
+        difference = (grid[:-1] - values[1:]).abs()[~self.ended[:-1].to(values.device)]
+        limit = SAME_NUMBER * max(1.0, float(values.abs().max()))
+        return bool(difference.numel()) and float(difference.max()) <= limit
 
     def _is_env_major(self, arrays: Sequence[Tensor]) -> bool:
         """Return True if flat arrays hold one environment after the other: those known as [T, B] too show it."""
@@ -528,7 +549,8 @@ class RolloutFinder:
         returns = advantages + values if returns is None else returns.to(values)
         is_mistaken = torch.equal(returns, advantages) or torch.equal(returns, values)
         implied = None if not gamma else ((advantages + values if is_mistaken else returns) - rewards)[-1] / gamma
-        if self._cut and implied is not None and float(implied.abs().max()) <= SAME_NUMBER:
+        estimates = bool(self._last_estimates) or "next_values" in self._columns
+        if self._cut and implied is not None and not (estimates and float(implied.abs().max()) > SAME_NUMBER):
             ended = ended.clone()
             ended[-1] = True  # the episode ends for the script, too
         last = self._last_values(values, ended, implied)

@@ -13,13 +13,14 @@ import re
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import GeneratorType, ModuleType
+from inspect import getattr_static
+from types import FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ TIMED_EVERY = 17
 MAX_HEAD_OUTPUTS = 32
 """Largest number of outputs of a layer that may be the critic, perhaps together with the policy."""
 
-MAX_SEARCHES = 16
-"""Passes in acting before the first step of a known environment, at which environments of other classes are searched for."""
+MAX_SEARCHES = 8
+"""Optimizers and passes before the first step of a known environment, at which environments of other classes are searched for."""
 
 
 class AfterImport(MetaPathFinder):
@@ -150,6 +151,10 @@ class Taps:
         }
         self._imports = AfterImport({name: self._contained(tap) for name, tap in installers.items()})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Classes of the script that are pickled by value take their taps with them: in another process these do nothing."""
+        return Taps, (None, None, None)
+
     def install(self) -> None:
         """Begin to listen."""
         self._imports.install()
@@ -255,6 +260,9 @@ class Taps:
         self._patches.replace(torch.autograd, "grad", self._backward)
         self._patches.replace(torch.Tensor, "__getitem__", self._indexed)
         self._patches.replace(torch.Tensor, "index_select", lambda select: self._indexed(select, axis=True))
+        self._patches.replace(
+            optimizer.Optimizer, "__init__", lambda make: self._observed(make, self._search_environments)
+        )
         for kind in _subclasses(torch.distributions.Distribution):
             for record in (log_prob, entropy, sample):
                 if record.__name__ in vars(kind):
@@ -333,7 +341,7 @@ class Taps:
         def passed(layer: Any, inputs: Any) -> Any:
             output = forward(layer, inputs)
             if not _compiling():
-                if self._searches and not output.requires_grad:
+                if self._searches:
                     self.call(self._search_environments)
                 if layer.out_features <= MAX_HEAD_OUTPUTS:
                     self._call_briefly(lambda script: script.estimates.add(layer, output))
@@ -370,15 +378,14 @@ class Taps:
             if name in vars(kind):
                 self._patches.replace(kind, name, wrap)
 
-    def _search_environments(self, script: ScriptListener) -> None:
-        """Tap the variables of an acting script that can `step` and `reset` but are not of a class of Gymnasium or Gym."""
-        from esper_telemetry.adapters.script.variables import calling_variables
-
-        self._searches = 0 if script.environments.steps else self._searches - 1
-        for _, value in calling_variables().named_values() if self._searches else ():
-            if _may_be_environment(value):
-                self._patches.replace(type(value), "step", self._foreign_step)
-                self._patches.replace(type(value), "reset", self._reset)
+    def _search_environments(self, script: ScriptListener, *_: Any, **__: Any) -> None:
+        """Tap the classes that can `step` and `reset` but are not of Gymnasium or Gym, until an environment has been stepped."""
+        self._searches = 0 if script.environments.steps else max(0, self._searches - 1)
+        for kind in _subclasses(object) if self._searches else ():
+            if _may_be_environment(kind):
+                with suppress(AttributeError, TypeError):  # classes may refuse to be changed
+                    self._patches.replace(kind, "step", self._foreign_step)
+                    self._patches.replace(kind, "reset", self._reset)
 
     def _foreign_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Record the steps of an environment of another class, unless the steps of an inner environment are recorded."""
@@ -460,9 +467,15 @@ class Taps:
             def tapped(connection: Any) -> Any:
                 answer = receive(connection)
                 if connection in sent:
-                    message, result = sent.pop(connection), _step_result(answer)
+                    from esper_telemetry.adapters.script.recorders import step_parts
+
+                    message = sent.pop(connection)
+                    result = (
+                        answer[0] if answer and isinstance(answer, tuple) and isinstance(answer[0], tuple) else answer
+                    )
+                    parts = self._contained(step_parts)(result)
                     named = isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str)
-                    if result is not None:
+                    if parts is not None and parts[1].size == 1:
                         self._end_update()
                         action = message[1] if named else message
                         self._call_briefly(lambda script: script.after_env_step(connection, result, action))
@@ -512,14 +525,12 @@ class Taps:
         self._patches.replace(module.SummaryWriter, "add_scalar", lambda add: self._observed(add, record))
 
 
-def _may_be_environment(value: Any) -> bool:
-    """Return True for an object with the methods of an environment that can be recorded, of a class that is not torch's."""
-    kind = type(value)
-    if not (callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None))):
-        return False
-    can_be_key = "__hash__" not in {name for base in kind.__mro__[:-1] for name in vars(base)}
+def _may_be_environment(kind: type[Any]) -> bool:
+    """Return True for a class with the methods of an environment that can be recorded, unless it is torch's."""
+    has_both = all(isinstance(getattr_static(kind, name, None), FunctionType) for name in ("step", "reset"))
     return (
-        can_be_key
+        "step" in vars(kind)
+        and has_both
         and hasattr(kind, "__weakref__")
         and not any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__)
     )
@@ -528,23 +539,6 @@ def _may_be_environment(value: Any) -> bool:
 def _action(*args: Any, **options: Any) -> Any:
     """The action among the arguments of an environment's `step`."""
     return args[0] if args else options.get("action", options.get("actions"))
-
-
-def _step_result(answer: Any) -> tuple[Any, ...] | None:
-    """Return observation, reward, flags and information from an environment's answer, recognised by their types; None for others."""
-    if isinstance(answer, tuple | list) and answer and isinstance(answer[0], tuple):  # with whether it succeeded
-        answer = answer[0]
-    if not isinstance(answer, tuple | list) or len(answer) < 3:
-        return None
-    kinds = [str(getattr(one, "dtype", type(one).__name__)) for one in answer]
-    scalars = [place for place, one in enumerate(answer) if getattr(one, "ndim", 0) == 0]
-    flags = [place for place in scalars if kinds[place].startswith("bool")][:2]
-    rewards = [place for place in scalars if kinds[place].startswith(("float", "int"))]
-    seen = next((place for place in range(len(answer)) if place not in (*flags, *rewards[:1])), None)
-    if not flags or not rewards or seen is None:
-        return None
-    information = next((one for one in answer if isinstance(one, Mapping)), {})
-    return (answer[seen], answer[rewards[0]], *(answer[place] for place in flags), information)
 
 
 def _loss_of(outputs: Any, inputs: Any = None, *_: Any, **options: Any) -> Any:
@@ -565,7 +559,7 @@ def _listed(parameters: Any) -> tuple[list[Any], Any]:
 
 def _subclasses(kind: type[Any]) -> Iterable[type[Any]]:
     """All classes that derive from it."""
-    for derived in kind.__subclasses__():
+    for derived in type.__subclasses__(kind):
         yield derived
         yield from _subclasses(derived)
 

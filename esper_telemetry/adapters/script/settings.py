@@ -128,16 +128,14 @@ def _trace_decay(value: object) -> float | None:
     return number if number is not None and number >= MIN_TRACE_DECAY else None
 
 
-def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any], factors: Sequence[float]) -> dict[str, float]:
-    """Return the discount factor and the lambda that give the advantages, else the script's literals.
-
-    If two literals do not give the advantages, the larger one is the discount, and the other one the lambda.
-    """
-    found = _fitted_discounts(rollout, facts)
-    literals = sorted((one for one in factors if one not in facts.values()), reverse=True)
-    if found or not literals:
-        return found
-    return dict(zip(("gamma", "gae_lambda"), (literals[0], literals[min(1, len(literals) - 1)]), strict=True))
+def find_discounts(
+    rollout: ScriptRollout | None, facts: Mapping[str, Any], discounts: Sequence[tuple[float, ...]]
+) -> dict[str, float]:
+    """Return the discount factor and the lambda that give the advantages, else those of the code's products."""
+    found = {} if rollout is None else _fitted_discounts(rollout, facts)
+    fitting = [one for one in discounts if facts.get("gamma", one[0]) == one[0]]
+    longest: tuple[float, ...] = max(fitting, key=lambda one: len(one), default=())
+    return found or dict(zip(("gamma", "gae_lambda"), longest, strict=False))
 
 
 def _fitted_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[str, float]:
@@ -166,9 +164,18 @@ def _fitted_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[
     return {}
 
 
-def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return why equations cannot be checked with the script's settings; `facts` are the facts that were found."""
-    reasons = {}
+def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}) -> dict[str, str]:
+    """Return why equations cannot be checked with the script's settings.
+
+    Args:
+        facts: that were found.
+        traced: columns of a rollout that was found, as in `untraced_equations`.
+    """
+    reasons = {
+        equation: f"the {what} {traced[what]} are not those of the environments: the script may transform them on purpose"
+        for equation, what in TRANSFORMED.items()
+        if what in traced
+    }
     if SCHEDULE_FACT not in facts:
         reasons["schedules"] = (
             "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps"
@@ -200,6 +207,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "entropy_loss": ("entropy",),
 }
 """Columns that a script's equations need, traced to variables or to the loss."""
+TRANSFORMED: Final = {"transitions": "observations", "stored_rewards": "rewards", "executed_actions": "actions"}
+"""Equations of columns that scripts transform on purpose, and the column: a difference is no sign that it was not traced."""
 IN_LOSS: Final = ("policy_loss", "value_loss", "entropy_loss", "total_loss", "gradient", "clipping", "optimizer_step")
 """Equations of the loss and of what follows it."""
 

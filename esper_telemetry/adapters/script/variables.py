@@ -76,7 +76,13 @@ HOLDER_WORDS = {
 """Parts of names that describe how something is stored, not its meaning."""
 
 MIN_FACTOR = 0.5
-"""Smallest literal that may discount or decay."""
+"""Smallest number that may discount or decay."""
+
+MIN_DISCOUNT = 0.8
+"""Smallest number outside a recursion that may be the discount: weights of losses are smaller."""
+
+ROUNDING = 1e-6
+"""Largest difference of the weights of an average from 1 in sum."""
 
 CO_OPTIMIZED = 0x1
 """Flag of code whose local variables are not a dictionary."""
@@ -261,13 +267,13 @@ class Source(NamedTuple):
     Attributes:
         numbers: with a name: by assignments, defaults of arguments and calls.
         lines: file and line by the name of a variable or member that is assigned there first.
-        factors: literals below 1 that something is multiplied by, or that a function of the script is given, in order.
+        discounts: numbers in products of the code that may be the discount factor, the likeliest first; with the lambda in pairs.
         sets_rate: the rate of an optimizer is assigned, or a scheduler made.
     """
 
     numbers: Mapping[str, float]
     lines: Mapping[str, str] = {}
-    factors: tuple[float, ...] = ()
+    discounts: tuple[tuple[float, ...], ...] = ()
     sets_rate: bool = False
 
 
@@ -275,7 +281,7 @@ def read_source() -> Source:
     """Return the settings in the files of the script's frames."""
     named: dict[str, float] = {}
     lines: dict[str, str] = {}
-    factors: dict[float, None] = {}
+    trees: list[ast.AST] = []
     sets_rate = False
     for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
         with suppress(OSError, SyntaxError, ValueError):
@@ -286,9 +292,9 @@ def read_source() -> Source:
                 if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
                     name = node.id if isinstance(node, ast.Name) else node.attr
                     lines.setdefault(name, f"{Path(path).name}:{node.lineno}")
-            factors |= dict.fromkeys(_factors(tree))
+            trees.append(tree)
             sets_rate = sets_rate or any(_sets_rate(node) for node in ast.walk(tree))
-    return Source(named, lines, tuple(factors), sets_rate)
+    return Source(named, lines, _discounts(trees, named), sets_rate)
 
 
 def calling_place() -> str:
@@ -297,19 +303,71 @@ def calling_place() -> str:
     return "the script" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def _factors(tree: ast.AST) -> Iterator[float]:
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    for node in ast.walk(tree):
-        parts: list[Any] = []
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            parts = [node.left, node.right]
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in own:
-            parts = [*node.args, *(one.value for one in node.keywords)]
-        elif isinstance(node, ast.arguments):
-            parts = [*node.defaults, *node.kw_defaults]
-        for part in parts:
-            if isinstance(part, ast.Constant) and isinstance(part.value, float) and MIN_FACTOR <= part.value < 1:
-                yield part.value
+def _discounts(trees: Iterable[ast.AST], numbers: Mapping[str, float]) -> tuple[tuple[float, ...], ...]:
+    """Return the numbers of products that discount, each as the discount factor alone or with the lambda, the likeliest first.
+
+    A recursion multiplies what it assigns, as `run = delta + 0.99 * 0.95 * run`. Other products have the discount alone, as
+    `reward + 0.99 * value`, or nothing else, as `discounted(deltas, 0.99 * 0.95)`. Moving averages are no sums of rewards.
+    """
+    recursive: dict[tuple[float, ...], None] = {}
+    others: dict[tuple[float, ...], None] = {}
+    averages: set[ast.AST] = set()
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    for node in nodes:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            weights = [sum(_factors_of(side, numbers)[0]) for side in (node.left, node.right)]
+            averages |= set(ast.walk(node)) if abs(sum(weights) - 1) < ROUNDING and all(weights) else set()
+    inner = {
+        part
+        for node in nodes
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+        for part in (node.left, node.right)
+    }
+    assigned = [
+        (part, {_base_name(target) for target in (node.targets if isinstance(node, ast.Assign) else [node.target])})
+        for node in nodes
+        if isinstance(node, ast.Assign | ast.AugAssign)
+        for part in ast.walk(node.value)
+    ]
+    targets = {id(part): names for part, names in assigned}
+    for node in nodes:
+        if node in inner or node in averages:
+            continue
+        own, names = _factors_of(node, numbers)
+        factors = tuple(sorted((one for one in own if one >= MIN_FACTOR), reverse=True))[:2]
+        if (factors and names & targets.get(id(node), set())) or (len(factors) == 2 and not names):
+            recursive[factors] = None
+        elif factors and factors[0] >= MIN_DISCOUNT:
+            others[factors[:1]] = None
+    pairs = [one for one in recursive if len(one) == 2]
+    swapped = [pair[::-1] if (pair[1],) in others and (pair[0],) not in others else pair for pair in pairs]
+    return (*swapped, *(one for one in recursive if len(one) == 1), *sorted(others, reverse=True))
+
+
+def _factors_of(node: ast.AST, numbers: Mapping[str, float]) -> tuple[list[float], set[str]]:
+    """Return the numbers from 0 to 1 that a product multiplies, also by name, and the names of its other factors."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+        return [], set()
+    factors, names, waiting = list[float](), set[str](), [node.left, node.right]
+    while waiting:
+        part = waiting.pop()
+        number = part.value if isinstance(part, ast.Constant) else numbers.get(_base_name(part, attribute=True))
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult):
+            waiting += [part.left, part.right]
+        elif isinstance(number, float) and 0 < number < 1:
+            factors.append(number)
+        else:
+            names |= {one.id for one in ast.walk(part) if isinstance(one, ast.Name)} or {""}
+    return factors, names
+
+
+def _base_name(node: ast.AST, *, attribute: bool = False) -> str:
+    """Return the name of a variable, also of one that is indexed; with `attribute`, of a variable or an attribute as it is."""
+    if attribute:
+        return str(getattr(node, "attr", getattr(node, "id", "")))
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return str(getattr(node, "id", ""))
 
 
 def _sets_rate(node: ast.AST) -> bool:
@@ -327,6 +385,9 @@ def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
         pairs: list[tuple[Any, Any]] = []
         if isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]
+            for target, value in list(pairs):
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                    pairs += zip(target.elts, value.elts, strict=False)
         elif isinstance(node, ast.AnnAssign | ast.keyword):
             pairs = [(node.target if isinstance(node, ast.AnnAssign) else node.arg, node.value)]
         elif isinstance(node, ast.arguments):
