@@ -589,7 +589,8 @@ MISTAKES = (
         "discounted rewards that run across time limits into the next episode, normalised over the whole batch, minus the values",
     )
     .predicts("A_t = (Σ_k γ^k r_{t+k} - mean) / std - V_t", _normalized_returns_over_limits)
-    .advises("End the sums where the program itself ends an episode, too, as at a limit of its length."),
+    .advises("End the sums where the program itself ends an episode, too, as at a limit of its length.")
+    .cites("program: test_advantage_equations"),
     mistake("axes_swapped", "GAE, reshaped with steps and environments swapped")
     .predicts("A[t, b] = GAE.reshape(B, T)[b, t]", _axes_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")

@@ -312,7 +312,10 @@ POLICY_LOSS = Equation(
         .cites("1903.01344 (H-PPO)"),
         mistake("per_dimension", "the mean over action dimensions, each with its own ratio")
         .predicts("L = -1/D Σ_i mean min(r_i A, clip(r_i) A)", _per_dimension)
-        .advises("Sum the log-probabilities over the action dimensions, so that each row has one ratio."),
+        .advises(
+            "Sum the log-probabilities over the action dimensions, so that each row has one ratio.",
+            source="program: test_losses",
+        ),
         variant("dual_clip", "the surrogate with dual clipping at 3")
         .predicts("L = -mean max(min(r A, clip(r) A), 3 A) if A < 0", _dual_clipped)
         .given(needs="clip", gradient="dual_clip")

@@ -219,7 +219,7 @@ def test_an_own_loop_names_its_tensor(
 
     text = output(["diagnose", str(tmp_path / "run")], capsys)
 
-    assert text.startswith(f"run: 2 updates, failed The run failed at update 3: {error.__name__}")
+    assert f"/run: 2 updates, failed The run failed at update 3: {error.__name__}" in text
     assert named in text.partition("Could not be")[0]
     assert "checks passed" in text and "Unexplained" not in text
     raised = [alarm.type for alarm in read_run(tmp_path / "run").alarms if alarm.event is AlarmEvent.RAISE]

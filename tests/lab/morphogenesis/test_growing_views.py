@@ -224,7 +224,7 @@ def test_every_roll_back_of_an_update_is_in_its_row(tmp_path: Path) -> None:
     detail = console.export_text()
     assert "rolled back (nonfinite 2x)" in detail and "▲ EXPLODING (nonfinite)" in detail
     alarm = next(one for one in view.alarms if one.type == "env/rollback")
-    assert "3 times in this update (3 nonfinite), in environments 1 and 2" in alarm.text
+    assert "3 times in the last update (3 nonfinite), in environments 1 and 2" in alarm.text
     reasons = {"nonfinite": 2, "lobotomy": 0, "divergence": 0}
     assert alarm.evidence["hosts"][0] == {"environment": 1, **reasons} and len(alarm.evidence["hosts"]) == 2
 
