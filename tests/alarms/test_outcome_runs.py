@@ -73,7 +73,7 @@ def test_a_loop_that_crashes_has_failed(tmp_path: Path, capsys: pytest.CaptureFi
     text = diagnosis(tmp_path / "run", capsys)
 
     assert [event.data["outcome"] for event in memory.outcomes] == ["learning", "failed", "failed"]
-    assert text.startswith("run: 30 updates, failed The run failed at update 31: KeyError: 'joint 7'.")
+    assert "/run: 30 updates, failed The run failed at update 31: KeyError: 'joint 7'." in text
 
 
 def test_a_loop_without_returns_says_how_to_report_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
