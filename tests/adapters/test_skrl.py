@@ -186,7 +186,7 @@ def test_a_failure_of_telemetry_does_not_reach_training(tmp_path: Path, monkeypa
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("telemetry is broken")
 
-    for name in ("next_values", "joined_minibatches", "Sample"):
+    for name in ("next_values", "joined_minibatches", "SampledMinibatch"):
         monkeypatch.setattr(skrl, name, fails)
     model = skrl_models.skrl_agent()
 

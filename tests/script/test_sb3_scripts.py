@@ -74,5 +74,5 @@ def test_a_model_of_sb3_contrib_that_fails_is_named(tmp_path: Path) -> None:
     assert result.stderr.rstrip().splitlines()[-1] != ""
     assert "attached TelemetryCallback to RecurrentPPO" in telemetry_lines(result)[0]
     text = " ".join(python(tmp_path, "-m", "esper_telemetry", "diagnose", "run").stdout.split())
-    assert text.startswith("sb3_broken: 2 updates, failed The run failed at update 3: ValueError: Expected parameter")
+    assert "/run: 2 updates, failed The run failed at update 3: ValueError: Expected parameter" in text
     assert "the first non-finite tensor is observations (3 of 32 values, environments 2)." in text
