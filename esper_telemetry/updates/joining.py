@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -97,9 +96,10 @@ class RolloutHistory:
             compared: False at a level that reports nothing of observations, normalisers and earlier rollouts.
         """
         memory = self._memory(event, layers)
-        slim = replace(event, states=None, scales=NONE, observations=None)
+        kept: dict[str, Any] = {"states": None, "scales": NONE, "observations": None}
         if not compared:
-            return replace(slim, logits=NONE, means=NONE, head_log_probs=NONE), RolloutContext(memory=memory)
+            slim = replace(event, **kept, logits=NONE, means=NONE, head_log_probs=NONE)
+            return slim, RolloutContext(memory=memory)
         observations = event.observations
         travels = observations is not None and observations.numel() <= MAX_OBSERVATION_ENTRIES
         context = RolloutContext(
@@ -131,8 +131,9 @@ class RolloutHistory:
             if head in event.actions
         }
         self._means = {head: mean_action(event.actions[head], valid=counted[head]) for head in context.mean_actions}
-        trimmed = replace(slim, observations=observations) if travels else slim
-        return trimmed if sampled else replace(trimmed, logits=NONE, means=NONE), context
+        kept |= {"observations": observations} if travels else {}
+        kept |= {} if sampled else {"logits": NONE, "means": NONE}
+        return replace(event, **kept), context
 
     def _normalizer(self, name: str, scale: Scale, valid: Tensor | None) -> Normalizer:
         """Count the cut entries here, because the normalised entries do not travel."""
@@ -166,10 +167,9 @@ def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> Jo
             they would double what travels.
     """
     fields: Any = MinibatchEnd._make(zip(*rows, strict=True))  # each field of all minibatches
-    counts = tuple(map(len, fields.log_ratio))
+    counts = tuple([ratio.shape[0] for ratio in fields.log_ratio])  # a tensor's `len` takes four times as long
     spreads, flags = zip(fields.log_std, counts, strict=True), zip(fields.valid, counts, strict=True)
     example = next((valid for valid in fields.valid if valid is not None), None)
-    losses = _by_name(fields.losses, torch.stack)
     minibatches = JoinedMinibatches(
         epochs=fields.epoch,
         counts=counts,
@@ -178,7 +178,7 @@ def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> Jo
         valid=None
         if example is None
         else torch.cat([example.new_ones(count) if valid is None else valid for valid, count in flags]),
-        losses={name: column for name, column in losses.items() if len(column) == len(counts)},
+        losses=joined_heads(fields.losses, torch.stack),
         logits=joined_heads(fields.logits),
         action_masks=joined_heads(fields.action_masks),
         log_std=joined_heads(
@@ -224,18 +224,13 @@ def joined_column(columns: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(present) if len(present) == len(columns) else None
 
 
-def _by_name(
+def joined_heads(
     columns: Sequence[Mapping[str, Tensor]], join: Callable[[list[Tensor]], Tensor] = torch.cat
 ) -> dict[str, Tensor]:
-    """Each column by its name, of all minibatches that have it."""
-    names = dict.fromkeys(chain.from_iterable(columns))
-    return {name: join([column[name] for column in columns if name in column]) for name in names}
-
-
-def joined_heads(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the columns of each head that all minibatches have."""
-    whole = set(columns[0]).intersection(*columns)
-    return _by_name([{name: column for name, column in part.items() if name in whole} for part in columns])
+    """Return the columns of each head, or of each loss, that all minibatches have."""
+    first, *others = columns
+    whole = [name for name in first if all(name in part for part in others)]
+    return {name: join([part[name] for part in columns]) for name in whole}
 
 
 class TrunkGradients(NamedTuple):
