@@ -172,7 +172,7 @@ def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}
         traced: columns of a rollout that was found, as in `untraced_equations`.
     """
     reasons = {
-        equation: f"the {what} {traced[what]} are not those of the environments: the script may transform them on purpose"
+        equation: f"the {f'{what} {traced[what]}'.strip()} are not those of the environments: the script may transform them on purpose"
         for equation, what in TRANSFORMED.items()
         if what in traced
     }
