@@ -14,8 +14,9 @@ from torchrun import PATIENCE_SECONDS, TRAIN, output, started
 from esper_telemetry import RunStatus, read_run
 from esper_telemetry.core.record import RUN_FAILED
 
+ENVIRONMENT = "broken_environments:Killing-v0"  # to resume, too: a module is imported only if the command names it
 SETTINGS = (
-    *("--env", "broken_environments:Killing-v0", "--run-dir", "run", "--num-envs", "8", "--policy", "lstm"),
+    *("--env", ENVIRONMENT, "--run-dir", "run", "--num-envs", "8", "--policy", "lstm"),
     *("--total-steps", "8000", "--checkpoint-every", "4000", "--num-epochs", "2", "--normalize-rewards"),
     *("--eval-every", "3000", "--eval-episodes", "2"),
 )
@@ -44,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     together(whole, *SETTINGS)
     together(cut, *SETTINGS)
     assert (cut / KILLED).exists() and read_run(cut / "run").status is not RunStatus.FINISHED
-    return Resumed(whole, cut, *together(cut, "--resume", "run"))
+    return Resumed(whole, cut, *together(cut, "--resume", "run", "--env", ENVIRONMENT))
 
 
 def together(directory: Path, *options: str) -> tuple[str, str]:
@@ -100,7 +101,7 @@ def test_one_rank_says_from_where_they_went_on(runs: Resumed) -> None:
 def test_another_number_of_processes_is_refused(runs: Resumed) -> None:
     before = (runs.cut / "run" / "journal.jsonl").read_bytes()
 
-    alone = ended(trained(runs.cut / "run", "--resume", "run", "--total-steps", "20000"))
+    alone = ended(trained(runs.cut / "run", "--resume", "run", "--env", ENVIRONMENT, "--total-steps", "20000"))
 
     assert (alone.code, alone.stderr) == (2, "esper-telemetry: run was trained by 2 processes, here is 1\n")
     assert (runs.cut / "run" / "journal.jsonl").read_bytes() == before
