@@ -20,6 +20,7 @@ from waiting import wait_until
 from esper_telemetry import doctor, read_run, replay
 from esper_telemetry.delivery.catch_up import audit
 from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
+from esper_telemetry.delivery.delivery_health import sink_uris
 from esper_telemetry.sinks import as_sink
 
 HERE = Path(__file__).parent
@@ -124,7 +125,7 @@ def _links(process: Path) -> Iterator[str]:
 def repaired(run_dir: Path) -> dict[str, bool | None]:
     """By sink, whether it equals the journal, if necessary after `replay --missing`."""
     equality: dict[str, bool | None] = {}
-    for sink in doctor(run_dir).sinks:
+    for sink in doctor(run_dir, agreed=sink_uris(run_dir).values()).sinks:
         equality[sink.name] = sink.equal
         if sink.audit is not None and not sink.audit.equal and sink.command:
             uri = sink.command.split()[sink.command.split().index("--to") + 1].strip("'")
