@@ -9,11 +9,11 @@ Shapes: T steps, B columns, R rows of a module.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from numbers import Real
 from typing import Any
 
@@ -38,9 +38,12 @@ from esper_telemetry.adapters.taps import SurroundingTap
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level
+from esper_telemetry.core.redaction import error_line
 from esper_telemetry.events import EpisodeEnd, RolloutEnd
 from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.update import JoinedMinibatches
+
+_logger = logging.getLogger("esper_telemetry")
 
 OWN_KEY = "esper_telemetry"
 """Key of the telemetry in `learner_config_dict`, of finished episodes in `timesteps`, and of the places of rows in a batch."""
@@ -334,8 +337,13 @@ class TelemetryLearner:
         super().build()  # type: ignore[misc]  # of the learner
         if not hasattr(self, "telemetry"):
             self.telemetry = self.config.learner_config_dict[OWN_KEY]()  # type: ignore[attr-defined]  # of the learner
-            self._listener = LearnerListener(self.telemetry, self) if self.telemetry.level is not Level.OFF else None
-            self.call(LearnerListener.start)
+            if self.telemetry.level is not Level.OFF:
+                session_of(self.telemetry).attempt(TelemetryLearner._listen, self)
+
+    def _listen(self) -> None:
+        listener = LearnerListener(self.telemetry, self)
+        listener.start()
+        self._listener = listener
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """See RLlib's `Learner`. An exception ends the run as failed."""
@@ -359,15 +367,30 @@ class TelemetryLearner:
             session_of(self.telemetry).attempt(function, self._listener)
 
 
-class TelemetryCallback(RLlibCallback):  # type: ignore[misc, unused-ignore]  # Ray may be absent
+def contained(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the function with its exceptions turned into warnings: a bug of ours must not reach the trainer."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            _logger.warning("esper-telemetry: %s failed: %s", function.__name__, error_line(error))
+
+    return call
+
+
+class AlgorithmCallback(RLlibCallback):  # type: ignore[misc, unused-ignore]  # Ray may be absent
     """Gives the learners what only the algorithm knows: whole episodes, results, and the end of the run."""
 
+    @contained
     def on_algorithm_init(self, *, algorithm: Any, **kwargs: Any) -> None:
         """See RLlib's `RLlibCallback`."""
         group = algorithm.learner_group
         SurroundingTap(group, "update", self._before_update, lambda: None)
         SurroundingTap(algorithm, "cleanup", lambda: group.foreach_learner(TelemetryLearner.shutdown), lambda: None)
 
+    @contained
     def on_train_result(self, *, algorithm: Any, result: Mapping[str, Any], **kwargs: Any) -> None:
         """See RLlib's `RLlibCallback`."""
         sections = {name: result.get(name, {}) for name in ("env_runners", "learners", "evaluation")}
@@ -375,10 +398,10 @@ class TelemetryCallback(RLlibCallback):  # type: ignore[misc, unused-ignore]  # 
         results = {key: float(x) for key, x in flat.items() if not SKIPPED.search(key)}
         algorithm.learner_group.foreach_learner(lambda one: one.call(partial(LearnerListener.report, results=results)))
 
+    @contained
     def _before_update(self, *, episodes: Sequence[Any] = (), timesteps: dict[str, Any], **kwargs: Any) -> None:
         """Give the learners the chunks of all episodes, because one episode may be in several rollouts and several learners."""
-        with suppress(Exception):  # a bug of ours must not reach the trainer
-            timesteps[OWN_KEY] = [(x.id_, float(x.get_return()), len(x), bool(x.is_done)) for x in episodes]
+        timesteps[OWN_KEY] = [(x.id_, float(x.get_return()), len(x), bool(x.is_done)) for x in episodes]
 
 
 def attach_config(config: Any, telemetry: Callable[[], Telemetry]) -> Any:
@@ -397,4 +420,4 @@ def attach_config(config: Any, telemetry: Callable[[], Telemetry]) -> Any:
     callbacks = config.callbacks_class if isinstance(config.callbacks_class, list) else [config.callbacks_class]
     learner = type(f"Telemetry{base.__name__}", (TelemetryLearner, base), {})
     config.learners(learner_class=learner, learner_config_dict={OWN_KEY: telemetry})
-    return config.callbacks([*callbacks, TelemetryCallback])
+    return config.callbacks([*callbacks, AlgorithmCallback])

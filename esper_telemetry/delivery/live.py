@@ -121,9 +121,9 @@ def _write(text: str) -> None:
 class Deliveries:
     """Feeds sinks from a journal while it is written.
 
-    The training thread calls `stats` and `poll` between two updates. A sink for the sink process gets a thread here instead on Windows, if
-    the run has no directory, or if that process cannot import its class because the script itself defines it. Start it before or after the
-    journal's first line. It does nothing in a forked process.
+    The training thread calls `stats` and `poll` between two updates. A sink of the sink process gets a thread in this process instead on
+    Windows, if the run has no directory, or if that process cannot import its class because the script itself defines it. Start it before
+    or after the journal's first line. It does nothing in a forked process.
 
     Args:
         journal: source of the lines.

@@ -86,7 +86,7 @@ ENVIRONMENTS = EnvironmentEquation(
         .cites("program: test_environment_faults"),
         mistake(
             "observation_behind",
-            "`step` returns the observation of one step ago: rewards fit the action and the observation after it, and not the one before",
+            "`step` returns the observation of one step ago: rewards fit the action and the observation after it, not before it",
         )
         .advises(
             "Compute the observation at the end of `step`, after the state has been updated: the policy must see the state "
@@ -95,7 +95,7 @@ ENVIRONMENTS = EnvironmentEquation(
         .cites("program: test_environment_steps"),
         mistake(
             "reward_behind",
-            "`step` returns the reward of one step ago: rewards fit the action and the observation of the step before, and not their own",
+            "`step` returns the reward of one step ago: rewards fit the action and the observation of the previous step",
         )
         .advises("Return the reward of the action that `step` was given.")
         .cites("program: test_environment_steps"),
@@ -182,7 +182,7 @@ def _correct() -> EquationCheck:
 def _behind(observations: Tensor, actions: Tensor, rewards: Tensor, within: Tensor) -> str:
     """Return the mistake by which rewards belong to another step than their own; empty without one.
 
-    An observation alone that shows the reward is no sign of it, nor are steps that are alike: both fit their own step, too.
+    Neither an observation that shows the reward without the action nor equal steps are such a mistake: they fit their own step, too.
     """
     device = within.device
     seen, paid = observations.to(device).flatten(2).double(), rewards.to(device).double()

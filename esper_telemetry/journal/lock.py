@@ -1,6 +1,6 @@
 """Locks in the run directory, one for the trainer and one for each helper process; the system releases them when the process ends.
 
-POSIX has `flock`, whose locks helper processes inherit with the descriptor. On Windows, which has no helper processes, portalocker locks.
+POSIX has `flock`, whose locks helper processes inherit with the descriptor. On Windows portalocker locks, without helper processes.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ ARITHMETIC = (ValueError, ArithmeticError, RuntimeError, AssertionError)
 DATA = re.compile(r"(?i)(^|_)(obs|observations?|rewards?|rews?)(\b|_|\d)")
 """Names of data of the environment, which come before everything that is computed from them."""
 MASK = re.compile(r"(?i)mask|logit|log_?p|prob|score|best|low")
-"""Names of tensors in which negative infinity is meant: masks and what they are added to, and lower bounds."""
+"""Names of tensors that may hold negative infinity on purpose: masks, sums with masks, and lower bounds."""
 LIBRARIES = ("torch", "esper_telemetry")
 """Packages whose frames are not the user's."""
 MAX_FRAMES = 8
@@ -191,7 +191,7 @@ def named_tensors(name: str, value: object) -> Iterator[Candidate]:
         if isinstance(part, Tensor) and part.is_floating_point() and part.layout is torch.strided:
             numbers = part.detach()
             finite = numbers[numbers != -torch.inf]
-            if MASK.search(name) or not bool(finite.any()):  # 0 where a choice is allowed
+            if MASK.search(name) or not bool(finite.any()):  # a mask: 0 for an allowed choice
                 numbers = numbers.clamp(min=torch.finfo(part.dtype).min)
             yield Candidate(part_name, numbers)
 

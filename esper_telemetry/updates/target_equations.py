@@ -33,7 +33,7 @@ from esper_telemetry.updates.update import (
 )
 
 Held = Mapping[bool, set[str]]
-"""Equations that have held in earlier updates, with ends of episodes, whose last step ended all episodes, or did not."""
+"""Names of equations that have held in earlier rollouts, apart for rollouts whose last step ended the episodes of all environments."""
 
 UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names may mean something else in this script"
 
@@ -108,11 +108,8 @@ def first_values(rollout: RolloutEnd, minibatches: JoinedMinibatches) -> tuple[T
     """Return the rollout's values and the critic's outputs [N] in the first minibatch, before any step, and their largest difference,
     relative to the largest value; empty, and 0, if they are not known.
     """
-    rows, values, first = (
-        minibatches.rows,
-        minibatches.values,
-        slice(minibatches.counts[0] if minibatches.counts else 0),
-    )
+    rows, values = minibatches.rows, minibatches.values
+    first = slice(minibatches.counts[0] if minibatches.counts else 0)
     if rows is None or values is None or not len(rows[first]) or int(rows[first].max()) >= rollout.values.numel():
         return rollout.values.new_empty(0), rollout.values.new_empty(0), 0.0
     stored, outputs = rollout.values.flatten()[rows[first]].double(), values[first].double()
@@ -355,9 +352,8 @@ def _returns_in_use(
         return unchecked(RETURNS, "the minibatches use the rollout's targets")
     valid = minibatches.valid
     if rollout.returns_known and _returns(rollout, None, None, facts).holds:
-        old_values = (stored - collected.advantages).to(
-            old_values
-        )  # a published variant is no sum of advantages and values
+        # a published variant need not be the sum of advantages and values
+        old_values = (stored - collected.advantages).to(old_values)
     compared = partial(check_returns, collected.advantages, old_values, returns, new_values=minibatches.values)
     check = compared(valid=valid, precision=facts.precision)
     if check.explained:

@@ -192,7 +192,13 @@ def test_an_exception_ends_the_run_as_failed(tmp_path: Path) -> None:
     assert [record.axes.update for record in run.records] == [1, 2]
 
 
-def test_a_failure_of_telemetry_does_not_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "broken",
+    [("flattened", "as_grid", "RolloutEnd"), ("flatten_dict",), ("SurroundingTap",), ("LearnerListener.start",)],
+)
+def test_a_failure_of_telemetry_does_not_reach_training(
+    broken: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from esper_telemetry.adapters import rllib
 
     expected = rllib_models.train(rllib_models.config(), 2)
@@ -200,8 +206,8 @@ def test_a_failure_of_telemetry_does_not_reach_training(tmp_path: Path, monkeypa
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("telemetry is broken")
 
-    for name in ("flattened", "as_grid", "RolloutEnd"):
-        monkeypatch.setattr(rllib, name, fails)
+    for name in broken:
+        monkeypatch.setattr(f"{rllib.__name__}.{name}", fails)
     configuration = attach_config(rllib_models.config(), lambda: Telemetry(run_dir=tmp_path))
 
     actual = rllib_models.train(configuration, 2)

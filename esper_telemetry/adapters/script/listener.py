@@ -513,37 +513,13 @@ class ScriptListener:
         logits = self.estimates.take_logits(None if first is None else first.source, steps, envs)
         if (
             logits is not None and collected is not None and not acted
-        ):  # the order of time, if the script stores another
+        ):  # in the order of time; the script may store another
             acted = [Asked(row, None) for row in collected.log_probs(logits) or ()]
         if logits is not None and first is not None and not (heads.logits or heads.means):
             name = head_names(1)[0]
             spreads = {head: std[0].expand_as(logits).clone() for head, std in first.heads.log_std.items()}
             heads = HeadColumns(means={name: logits}, log_std=spreads) if spreads else HeadColumns({name: logits})
-        chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
-        rollout, observations, actions = None, None, None
-        try:
-            finder = RolloutFinder(
-                variables,
-                collected,
-                reading=first,
-                indices=[]
-                if first is None or first.policy is None
-                else self.indices.recent(len(first.policy.advantages)),
-                indexed=self.indices.sources,
-                last_estimates=self.estimates.take_last(),
-                estimates=[*critic, *self.estimates.take()],
-                critic=critic,
-                acted=acted,
-                targets=self._targets,
-            )
-            discounts = self._source.discounts
-            rollout = finder.rollout(self._facts.get("gamma", discounts[0][0] if discounts else None))
-            observations = finder.observations(None if first is None else first.inputs)
-            actions = self._actions_of(finder, heads, collected, chosen, observations)
-        except Exception as error:  # arrays that the finder was not made for: only the rollout is lost
-            self._on_error(RolloutFinder, error)
-            finder = RolloutFinder(Variables([]))
-        rollout = None if actions is None else rollout
+        finder, rollout, observations, actions = self._found(variables, collected, first, acted, critic, heads)
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + size
@@ -570,6 +546,39 @@ class ScriptListener:
             if seen is None and lstm is not None and lstm.trained_from_zero and bool(lstm.states[0].any()):
                 seen = "memory_zero"
             self._emit_rollout(rollout, actions, lstm, seen)
+
+    def _found(
+        self,
+        variables: Variables,
+        collected: ObservedSteps | None,
+        first: LossReading | None,
+        acted: Sequence[Asked],
+        critic: Sequence[Tensor],
+        heads: HeadColumns,
+    ) -> tuple[RolloutFinder, ScriptRollout | None, Tensor | None, RolloutActions | None]:
+        """Return the finder of the rollout, the rollout, its observations and its actions; None if it fails, which costs a warning."""
+        policy = None if first is None else first.policy
+        chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
+        try:
+            finder = RolloutFinder(
+                variables,
+                collected,
+                reading=first,
+                indices=[] if policy is None else self.indices.recent(len(policy.advantages)),
+                indexed=self.indices.sources,
+                last_estimates=self.estimates.take_last(),
+                estimates=[*critic, *self.estimates.take()],
+                critic=critic,
+                acted=acted,
+                targets=self._targets,
+            )
+            discounts = self._source.discounts
+            rollout = finder.rollout(self._facts.get("gamma", discounts[0][0] if discounts else None))
+            observations = finder.observations(None if first is None else first.inputs)
+            return finder, rollout, observations, self._actions_of(finder, heads, collected, chosen, observations)
+        except Exception as error:  # arrays that the finder was not made for
+            self._on_error(RolloutFinder, error)
+            return RolloutFinder(Variables([])), None, None, None
 
     def _emit_episodes(self, finished: Sequence[FinishedEpisode]) -> None:
         episodes = episodes_event(self.returns.take(finished), self._env_step)

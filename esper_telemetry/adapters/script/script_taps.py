@@ -527,10 +527,9 @@ class Taps:
 
 def _may_be_environment(kind: type[Any]) -> bool:
     """Return True for a class with the methods of an environment that can be recorded, unless it is torch's."""
-    has_both = all(isinstance(getattr_static(kind, name, None), FunctionType) for name in ("step", "reset"))
     return (
-        "step" in vars(kind)
-        and has_both
+        "step" in vars(kind)  # first, because most classes are without it
+        and all(isinstance(getattr_static(kind, name, None), FunctionType) for name in ("step", "reset"))
         and hasattr(kind, "__weakref__")
         and not any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__)
     )

@@ -131,7 +131,7 @@ def _trace_decay(value: object) -> float | None:
 def find_discounts(
     rollout: ScriptRollout | None, facts: Mapping[str, Any], discounts: Sequence[tuple[float, ...]]
 ) -> dict[str, float]:
-    """Return the discount factor and the lambda that give the advantages, else those of the code's products."""
+    """Return the discount factor and the lambda that fit the advantages, or the ones that the code multiplies."""
     found = {} if rollout is None else _fitted_discounts(rollout, facts)
     fitting = [one for one in discounts if facts.get("gamma", one[0]) == one[0]]
     longest: tuple[float, ...] = max(fitting, key=lambda one: len(one), default=())
@@ -172,7 +172,7 @@ def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}
         traced: columns of a rollout that was found, as in `untraced_equations`.
     """
     reasons = {
-        equation: f"the {f'{what} {traced[what]}'.strip()} are not those of the environments: the script may transform them on purpose"
+        equation: f"the {f'{what} {traced[what]}'.strip()} differ from those of the environments: the script may transform them on purpose"
         for equation, what in TRANSFORMED.items()
         if what in traced
     }
@@ -208,7 +208,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 }
 """Columns that a script's equations need, traced to variables or to the loss."""
 TRANSFORMED: Final = {"transitions": "observations", "stored_rewards": "rewards", "executed_actions": "actions"}
-"""Equations of columns that scripts transform on purpose, and the column: a difference is no sign that it was not traced."""
+"""Equations of columns that scripts transform on purpose, and the column: a difference does not show that it was not traced."""
 IN_LOSS: Final = ("policy_loss", "value_loss", "entropy_loss", "total_loss", "gradient", "clipping", "optimizer_step")
 """Equations of the loss and of what follows it."""
 

@@ -92,8 +92,8 @@ NEVER_FIT_UPDATES = count("never_fit_updates", 30, "updates in a row in which th
 NEVER_FIT = below("never_fit", -0.5, "R² of the critic, median of these updates")
 NEVER_FIT_BEST = below("never_fit_best", 0.0, "best R² of the critic in these updates")
 LEARNING_STEPS, UNTRAINED_ERROR = 300, 1.5
-"""Optimizer steps up to which a critic that is as bad as a constant may only be slow, as in 30 updates with one step each, and the error
-over the size of returns below which it is; a critic that gives 0 has an error of 1. Runs that do not count steps are always judged."""
+"""A critic is not judged in its first optimizer steps while its error is below this multiple of the size of returns: it may only be slow.
+A critic that always gives 0 has an error of 1. Runs that do not count steps are always judged."""
 FIT_RISING = below("never_fit_rising", -2.0, "the same if the return rises, which a bad critic need not prevent")
 USUAL_LOSS = 0.1
 """Value loss over the variance of all returns so far, below which the current returns vary too little for a fit to be meaningful."""

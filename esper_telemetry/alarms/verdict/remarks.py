@@ -43,11 +43,13 @@ LOGGED_SETTINGS: Final = {"opt/lr": "learning_rate", "loss/entropy_coef": "entro
 """Keys of settings that a schedule may change."""
 
 FAR_OUTSIDE: Final = 10.0  # multiple of the highest published value beyond which a schedule's value causes a remark
-LATER: Final = " later"
+LATER: Final = " later"  # end of the name of a remark on it
 
 MIN_ENDED_EARLY: Final = 10  # updates from the start that must all end early
 MAX_STEPS_TAKEN: Final = 0.1  # share of the planned optimizer steps that each of them takes at most
 EARLY_END: Final = "early end"
+INITIAL_SPREAD: Final = "initial std"
+"""Names of remarks."""
 
 Remark = tuple[str, dict[str, Any]]  # name, and data of the event: `text`, `key`, `value`, `limit`, `quiet`
 
@@ -154,7 +156,7 @@ class Remarks:
         run.stepped, run.most_steps = run.stepped + 1, max(run.most_steps, view.steps)
         if run.stepped >= MIN_ENDED_EARLY and 0 < run.most_steps <= MAX_STEPS_TAKEN * planned:
             name = facts.setting_names.get("target_kl", "target_kl")
-            limit = "" if facts.target_kl is None else f": {name} is {number(facts.target_kl)} (usually 0.01 to 0.05)"
+            limit = "" if facts.target_kl is None else f": {name} is {number(facts.target_kl)}"
             text = f"every update has ended after at most {run.most_steps:,} of {planned:,} optimizer steps{limit}"
             yield EARLY_END, _data(text, "", run.most_steps, MAX_STEPS_TAKEN * planned)
 
@@ -256,9 +258,6 @@ def changed_settings(view: View) -> Iterator[Remark]:
                 name if stated is None else name + LATER,
                 _data(range_sentence(name, value, view.facts), key, value, limit),
             )
-
-
-INITIAL_SPREAD: Final = "initial std"
 
 
 def initial_spread(view: View) -> Iterator[Remark]:
