@@ -45,7 +45,10 @@ STATIC: Final = (
 """Types of objects that a state refers to and does not contain."""
 STATE_MODULES: Final = ("esper_telemetry.alarms.", "esper_telemetry.history.", "esper_telemetry.equations.")
 """Prefixes of modules whose classes a snapshot may name, and whose sources must be unchanged."""
-DATA_MODULES: Final = ("esper_telemetry.core.record", "esper_telemetry.journal.lines", "esper_telemetry.journal.read")
+DATA_MODULES: Final = (
+    *("esper_telemetry.core.rate_schedule", "esper_telemetry.core.record"),
+    *("esper_telemetry.journal.lines", "esper_telemetry.journal.read"),
+)
 OTHER_CLASSES: Final = frozenset(
     [
         *[("collections", name) for name in ("deque", "Counter", "defaultdict", "OrderedDict")],

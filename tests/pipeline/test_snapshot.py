@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from esper_telemetry import Telemetry, read_run
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import Thresholds
 from esper_telemetry.journal.read import JournalContents, read_contents
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_NAME, known_contents
@@ -176,3 +177,22 @@ def test_a_snapshot_cannot_run_code(tmp_path: Path) -> None:
 
     assert read_contents(tmp_path / "run").recorded == 6
     assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("policy", ["mlp", "lstm"])
+def test_the_snapshot_of_a_trainer_can_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Literal["mlp", "lstm"]
+) -> None:
+    """The state of a trainer's rules names every class that they use, such as the schedule of the learning rate."""
+    for resume in (False, True):
+        config = PPOConfig(policy=policy, num_steps=32)
+        with (
+            caplog.at_level(logging.DEBUG, logger="esper_telemetry"),
+            Telemetry(run_dir=tmp_path, level="debug", offload=False, resume=resume) as telemetry,
+        ):
+            trainer = PPO(make_env("CartPole-v1", num_envs=4), config)
+            attach(telemetry, trainer)
+            trainer.learn(total_steps=3 * 32 * 4)
+
+    assert (tmp_path / SNAPSHOT_NAME).exists()
+    assert not [message for message in caplog.messages if "snapshot" in message]
