@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import importlib
 import io
 import json
 import logging
@@ -45,6 +46,7 @@ STATIC: Final = (
 """Types of objects that a state refers to and does not contain."""
 STATE_MODULES: Final = ("esper_telemetry.alarms.", "esper_telemetry.history.", "esper_telemetry.equations.")
 """Prefixes of modules whose classes a snapshot may name, and whose sources must be unchanged."""
+PACKAGE: Final = Path(__file__).parents[1]
 DATA_MODULES: Final = (
     *("esper_telemetry.core.rate_schedule", "esper_telemetry.core.record"),
     *("esper_telemetry.journal.lines", "esper_telemetry.journal.read"),
@@ -106,7 +108,7 @@ class SnapshotFile:
             head, contents, file = _opened(self._run_dir)
             with file:
                 if head["fingerprint"] != self._fingerprint:
-                    return None
+                    raise ValueError("it was written with other versions or other alarms")
                 modules = {type(item.judge).__module__ for item in self._static if isinstance(item, AlarmRule)}
                 return contents, _StateUnpickler(file, self._static, references, modules).load()
         except Exception as error:  # the file may have been edited
@@ -124,12 +126,14 @@ class SnapshotFile:
     @functools.cached_property
     def _fingerprint(self) -> str:
         """Versions and sources that must be unchanged for a state to be readable, and the types of the run's alarms."""
-        judges = {type(item.judge).__module__ for item in self._static if isinstance(item, AlarmRule)}
-        names = [name for name in sys.modules if name.startswith(STATE_MODULES)]
+        modules = {type(item.judge).__module__ for item in self._static if isinstance(item, AlarmRule)}
+        files = {Path(path) for name in modules if (path := getattr(sys.modules.get(name), "__file__", None))}
+        # Not only loaded modules: more are loaded at the end of a run than at its beginning.
+        for room in STATE_MODULES:
+            files.update((PACKAGE / room.split(".")[1]).rglob("*.py"))
         checksum = 0
-        for name in sorted({*names, *judges} & sys.modules.keys()):
-            if path := getattr(sys.modules[name], "__file__", None):
-                checksum = zlib.crc32(Path(path).read_bytes(), checksum)
+        for path in sorted(files):
+            checksum = zlib.crc32(path.read_bytes(), checksum)
         types = sorted(item.type for item in self._static if isinstance(item, AlarmRule))
         return f"{platform.python_version()} {np.__version__} {zlib.crc32(' '.join(types).encode(), checksum):08x}"
 
@@ -218,8 +222,10 @@ class _StateUnpickler(pickle.Unpickler):
         """Return a class of histories and alarms, or of plain data."""
         if (module, name) in OTHER_CLASSES:
             return super().find_class(module, name)
-        is_ours = module.startswith(STATE_MODULES) or module in DATA_MODULES or module in self._modules
-        found = getattr(sys.modules.get(module), name, None) if is_ours else None
+        if module.startswith(STATE_MODULES) or module in DATA_MODULES:
+            found = getattr(importlib.import_module(module), name, None)
+        else:
+            found = getattr(sys.modules.get(module), name, None) if module in self._modules else None
         if not isinstance(found, type):
             raise pickle.UnpicklingError(f"a snapshot cannot contain {module}.{name}")
         return found

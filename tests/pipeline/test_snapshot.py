@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_python
 
-from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry import Telemetry, read_run
 from esper_telemetry.alarms import Thresholds
 from esper_telemetry.journal.read import JournalContents, read_contents
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_NAME, known_contents
@@ -179,20 +179,24 @@ def test_a_snapshot_cannot_run_code(tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.parametrize("policy", ["mlp", "lstm"])
-def test_the_snapshot_of_a_trainer_can_be_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Literal["mlp", "lstm"]
-) -> None:
-    """The state of a trainer's rules names every class that they use, such as the schedule of the learning rate."""
-    for resume in (False, True):
-        config = PPOConfig(policy=policy, num_steps=32)
-        with (
-            caplog.at_level(logging.DEBUG, logger="esper_telemetry"),
-            Telemetry(run_dir=tmp_path, level="debug", offload=False, resume=resume) as telemetry,
-        ):
-            trainer = PPO(make_env("CartPole-v1", num_envs=4), config)
-            attach(telemetry, trainer)
-            trainer.learn(total_steps=3 * 32 * 4)
+TRAINED_PART = """
+import logging, sys
+from pathlib import Path
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
+logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
+with Telemetry(run_dir=Path(sys.argv[1]), level="debug", offload=False, resume=sys.argv[3] == "resume") as telemetry:
+    trainer = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(policy=sys.argv[2], num_steps=32))
+    attach(telemetry, trainer)
+    trainer.learn(total_steps=3 * 32 * 4)
+"""
 
-    assert (tmp_path / SNAPSHOT_NAME).exists()
-    assert not [message for message in caplog.messages if "snapshot" in message]
+
+@pytest.mark.system
+@pytest.mark.parametrize("policy", ["mlp", "lstm"])
+def test_the_snapshot_of_a_trainer_can_be_read_by_a_new_process(tmp_path: Path, policy: str) -> None:
+    """Rules use classes such as the schedule of the learning rate, and load modules while the first updates are judged."""
+    for part in ("begin", "resume"):
+        output = run_python("-c", TRAINED_PART, tmp_path, policy, part).stdout
+
+    assert "the run continues" in output
+    assert "snapshot" not in output
