@@ -155,6 +155,7 @@ class TelemetrySession:
         self._take_open_update: Callable[[], Update] = Update
         self._close_callbacks: list[Callable[[], None]] = []
         self._attached = self._closed = self._reports_at_close = self._was_interrupted = False
+        self._exchange = "done"  # of this flush with the other ranks: "due", "begun" or "done"
         self._asks_to_stop, self._stop_reasons = False, (False, False)
         self._usage = UsageWarnings(options.budget)
         self._peers: Peers | None = None
@@ -357,6 +358,13 @@ class TelemetrySession:
         """Call one of telemetry's hooks. If it raises, its measurements are lost, with a warning."""
         self._containment.attempt(partial(function, event), lambda _: None)
 
+    def guard(self, function: Callable[[Event], None], event: Event) -> None:
+        """Call one of telemetry's hooks, as `attempt` does, but let `SystemExit` pass: an `on_alarm` callback of the user may raise it."""
+        try:
+            function(event)
+        except Exception as error:
+            self._containment.note(function, error)
+
     def failed(self, function: Callable[..., object], error: Exception) -> None:
         """Count and report one of telemetry's functions that has raised."""
         self._containment.note(function, error)
@@ -432,14 +440,27 @@ class TelemetrySession:
     ) -> None:
         """End an update; see `Telemetry.flush`."""
         if self._accepts("flush"):
-            self._serve(partial(self._flush, env_step, update, gradient_step))
-            self._response.call()
-
-    def _flush(self, env_step: IntegerLike, update: IntegerLike | None, gradient_step: IntegerLike | None) -> None:
-        with self.clock:
             env_step = as_integer(env_step, "env_step")
             update = None if update is None else as_integer(update, "update")
             gradient_step = None if gradient_step is None else as_integer(gradient_step, "gradient_step")
+            self._serve(partial(self._flush_or_drop, env_step, update, gradient_step))
+            self._response.call()
+
+    def _flush_or_drop(self, env_step: int, update: int | None, gradient_step: int | None) -> None:
+        """Flush; if telemetry itself fails, the update is lost, with a warning, and training continues."""
+        self._exchange = "due"
+        try:
+            self._flush(env_step, update, gradient_step)
+        except Exception as error:
+            if self._exchange == "begun":  # the ranks disagree, or one of them is gone
+                raise
+            self._open, self._pending = OpenUpdate(), None
+            self._containment.note(self.flush, error)
+            if self._peers and self._exchange == "due":  # the other ranks wait for this one
+                self._peers.join({}, RankDecision(self.sampling.proposed, 0, False, self._asks_to_stop))
+
+    def _flush(self, env_step: int, update: int | None, gradient_step: int | None) -> None:
+        with self.clock:
             if self._watched:
                 self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
             self._record_pending()
@@ -472,7 +493,7 @@ class TelemetrySession:
     def notify_intervention(self, reason: str = "", **details: Any) -> None:
         """Note that training was changed on purpose; see `Telemetry.notify_intervention`."""
         if self._accepts("notify_intervention"):
-            self._serve(partial(self._intervene, {"reason": reason, **details}))
+            self.guard(self._serve, partial(self._intervene, {"reason": reason, **details}))
 
     def _intervene(self, data: Mapping[str, Any]) -> None:
         if self._recorder is not None and self._recorder.run is not None:
@@ -485,10 +506,13 @@ class TelemetrySession:
         return self._serve(self._synced_counts, deferred=self._counts(), is_question=True)
 
     def _synced_counts(self) -> dict[str, int]:
+        self.guard(TelemetrySession._sync, self)
+        return self._counts()
+
+    def _sync(self) -> None:
         self._record_pending()
         if self._active and self._recorder is not None and self._recorder.run is not None:
             self._recorder.sync()
-        return self._counts()
 
     def _counts(self) -> dict[str, int]:
         return {name: getattr(self._axes, name) for name in ("update", "env_step", "gradient_step")}
@@ -512,11 +536,18 @@ class TelemetrySession:
             return None
         try:
             self._record_rest(status, failure)
-        except BaseException:
-            if self._pending is None:  # interrupted again: give up the rest and end the journal
-                self._end(status)
-            raise
-        return self._end(status)
+        except BaseException as error:
+            if isinstance(error, Exception) and not is_interrupt(error):
+                self._containment.note(self.close, error)
+            else:
+                if self._pending is None:  # interrupted again: give up the rest and end the journal
+                    self._end(status)
+                raise
+        try:
+            return self._end(status)
+        except Exception as error:
+            self._containment.note(self.close, error)
+            return None
 
     def _record_rest(self, status: RunStatus, failure: Mapping[str, Any] | None) -> None:
         self._record_pending()
@@ -552,7 +583,11 @@ class TelemetrySession:
         failure = None
         if error is not None and status is RunStatus.FAILED and self._active:
             data: Candidates = partial(local_data, error)
-            failure = failure_data(error, *self._candidates, data, self._watched.nonfinite_candidates)
+            candidates = *self._candidates, data, self._watched.nonfinite_candidates
+            try:
+                failure = failure_data(error, *candidates)
+            except Exception as own:
+                self._containment.note(failure_data, own)
         self.close(status, failure)
 
     @property
@@ -628,7 +663,9 @@ class TelemetrySession:
             proposed, requested = self.sampling.proposed, self._response.requested
             decision = RankDecision(proposed, requested, self._response.is_critical, self._asks_to_stop)
             if self._peers and not flushed.partial:
+                self._exchange = "begun"
                 tables, decision = self._peers.join(tables, decision)
+                self._exchange = "done"
                 self._response.agree(decision.debug_updates)
                 self._stop_reasons = decision.is_critical, decision.stops
             self.sampling.adopt(

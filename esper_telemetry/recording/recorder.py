@@ -104,7 +104,7 @@ class UpdateRecorder:
         self._replay_probe = ReplayProbe(telemetry, contained())
         self._gradient_probe = GradientProbe(contained())
         self._step_probe = StepProbe(telemetry, contained())
-        self._listener = listener = TimedListener(telemetry.clock, source.hooks)
+        self._listener = listener = TimedListener(telemetry.clock, source.hooks, telemetry.guard)
         self._history = RolloutHistory()
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_EPISODES)
         self._layers: tuple[Layer, ...] = ()
@@ -174,6 +174,12 @@ class UpdateRecorder:
 
     def take(self, progress: TrainingProgress | None = None) -> Update:
         """Return the data of the update since the last call."""
+        try:
+            return self._taken(progress)
+        finally:
+            self._drop_open_update()
+
+    def _taken(self, progress: TrainingProgress | None) -> Update:
         self._telemetry.attempt(lambda probe: probe.finish(), self._step_probe)
         rollout = self._rollouts[-1] if self._rollouts else None
         minibatches = self._joined()
@@ -190,7 +196,9 @@ class UpdateRecorder:
             compares = self._telemetry.level > Level.MINIMAL
             self._telemetry.attempt(lambda event: compared.append(take(event, compared=compares)), rollout)
         trimmed, context = compared[0] if compared else (None, RolloutContext())
-        update = Update(
+        if self._backwards:
+            self._last_backward = self._backwards[-1]
+        return Update(
             rollout=trimmed,
             context=context,
             episodes=self._take_episodes(progress),
@@ -205,13 +213,6 @@ class UpdateRecorder:
             extensions=self._take_extensions(),
             sampled=self._sampled,
         )
-        self._layers, self._features, self._sampled, self._begun = (), None, False, False
-        if self._backwards:
-            self._last_backward = self._backwards[-1]
-        lists: list[list[Any]] = [self._rollouts, self._episodes, self._rows, self._trunk, self._backwards]
-        for events in (*lists, *(events for _, events in self._extensions)):
-            events.clear()
-        return update
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next update is compared with. When this returns, the records of all previous updates are in the journal.
@@ -256,7 +257,7 @@ class UpdateRecorder:
             self._env_step = event.env_step or 0
         self._ended = time.perf_counter()
         if self._join is not None:  # rows that come before their rollout
-            self._drop_open_update()
+            self._drop_minibatches()
         self._telemetry.start(config=event.config, facts=event.facts)
         facts = Facts.of(event.facts)
         self._step_probe.precision = facts.precision
@@ -270,7 +271,7 @@ class UpdateRecorder:
 
     def _begin(self, event: RolloutEnd | UpdateStart) -> None:
         if self._begun:
-            self._drop_open_update()
+            self._drop_minibatches()
         self._begun = True
         self._telemetry.begin_update(event.env_step)
         self._collected = event.update
@@ -285,9 +286,18 @@ class UpdateRecorder:
             self._listener.once(TrunkBackward, self._keep_features)
 
     def _drop_open_update(self) -> None:
-        """Drop the minibatches of an update that an exception ended, so that they do not join the next one."""
+        """Forget the update's data, so that they do not join the next one."""
+        self._layers, self._features, self._sampled = (), None, False
+        self._drop_minibatches()
+        lists: list[list[Any]] = [self._rollouts, self._episodes]
+        for events in (*lists, *(events for _, events in self._extensions)):
+            events.clear()
+
+    def _drop_minibatches(self) -> None:
+        """Forget the minibatches, such as those of an update that an exception ended."""
         self._begun = False
-        for events in (self._rows, self._backwards, self._trunk):
+        lists: list[list[Any]] = [self._rows, self._backwards, self._trunk]
+        for events in lists:
             events.clear()
 
     def _end(self, event: UpdateEnd) -> None:
@@ -297,8 +307,11 @@ class UpdateRecorder:
             event, event.env_step - self._env_step, now - self._ended, self._collected, self._telemetry.sampling.period
         )
         self._env_step, self._ended = event.env_step, now
-        self._telemetry.submit(self.take(progress))
+        self._telemetry.guard(self._submit, progress)
         self._telemetry.flush(env_step=event.env_step, update=event.update, gradient_step=event.gradient_step)
+
+    def _submit(self, progress: TrainingProgress) -> None:
+        self._telemetry.submit(self.take(progress))
 
     def _evaluated(self, event: EvaluationEnd) -> None:
         """Add an evaluation to the record of the update that ends next."""
