@@ -385,7 +385,7 @@ class TelemetrySession:
     ) -> None:
         """Add groups to the update's record; see `Telemetry.observe`."""
         if self._accepts("observe"):
-            self._serve(partial(self._observe, groups, epoch, step))
+            self._serve_checked(partial(self._observe, groups, epoch, step))
 
     def _observe(
         self, groups: Iterable[object], epoch: IntegerLike | Sequence[IntegerLike], step: IntegerLike | None
@@ -429,7 +429,7 @@ class TelemetrySession:
     def log(self, values: Mapping[str, SupportsFloat]) -> None:
         """Add plain numbers to the update's record; see `Telemetry.log`."""
         if self._accepts("log"):
-            self._serve(partial(self._log, values))
+            self._serve_checked(partial(self._log, values))
 
     def _log(self, values: Mapping[str, SupportsFloat]) -> None:
         with self.clock:
@@ -602,6 +602,15 @@ class TelemetrySession:
         if os.getpid() != self._pid:
             return call()
         return self._calls.run(call, deferred=cast(Result, deferred), is_question=is_question)
+
+    def _serve_checked(self, call: Callable[[], None]) -> None:
+        """Serve a call with arguments of the user: only wrong arguments raise."""
+        try:
+            self._serve(call)
+        except (TypeError, ValueError):
+            raise
+        except Exception as error:
+            self._containment.note(call, error)
 
     def _accepts(self, call: str) -> bool:
         """Return whether a user's call is recorded. The first call after `close` logs a warning, unless a callback of `close` makes it."""
