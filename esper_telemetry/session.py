@@ -149,7 +149,7 @@ class TelemetrySession:
         self._open = OpenUpdate()
         self._pending: tuple[FlushedUpdate, Transfer] | None = None
         self._axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=time.time())
-        self._collected = self._flushes = 0
+        self._collected = self._flushes = self._dropped = 0
         self._flushed_at = time.perf_counter()
         self._candidates: list[Candidates] = []
         self._take_open_update: Callable[[], Update] = Update
@@ -455,6 +455,7 @@ class TelemetrySession:
             if self._exchange == "begun":  # the ranks disagree, or one of them is gone
                 raise
             self._open, self._pending = OpenUpdate(), None
+            self._dropped += 1
             self._containment.note(self.flush, error)
             if self._peers and self._exchange == "due":  # the other ranks wait for this one
                 self._peers.join({}, RankDecision(self.sampling.proposed, 0, False, self._asks_to_stop))
@@ -738,8 +739,12 @@ class TelemetrySession:
         return report
 
     def _loss(self, report: CloseReport) -> str:
-        """Return the sentence on the records that the journal lacks."""
-        return self._recorder.totals.loss({sink.name: sink.sent for sink in report.sinks}) if self._recorder else ""
+        """Return the sentence on updates without a record and on records that the journal lacks; empty if there are none."""
+        if self._recorder is None:
+            return ""
+        missing = self._recorder.totals.loss({sink.name: sink.sent for sink in report.sinks})
+        dropped = f"{self._dropped:,} updates have no record, because telemetry failed, as a warning said"
+        return "; ".join(filter(None, [missing, dropped if self._dropped else ""]))
 
     def run_end(self, status: RunStatus, resume: str | None = None) -> RunEnd:
         """Return the summary at the end of the run; `resume` is its line on how to resume an interrupted run."""

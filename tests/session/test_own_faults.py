@@ -95,7 +95,9 @@ def test_a_run_whose_end_fails_ends_as_without_telemetry(
     assert "the end is broken" in caplog.text
 
 
-def test_a_flush_that_fails_leaves_nothing_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_that_fails_leaves_nothing_for_the_next_one_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     break_second_call(OpenUpdate, "flush", monkeypatch)
     with Telemetry(run_dir=tmp_path / "run") as telemetry:
         for update in range(1, 4):
@@ -104,3 +106,4 @@ def test_a_flush_that_fails_leaves_nothing_for_the_next_one(tmp_path: Path, monk
 
     numbers = [{key for key in record.values if key.startswith("my/")} for record in read_run(tmp_path / "run").records]
     assert numbers == [{"my/number_1"}, {"my/number_3"}]
+    assert "1 updates have no record, because telemetry failed" in caplog.text
