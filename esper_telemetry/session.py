@@ -743,7 +743,8 @@ class TelemetrySession:
         if self._recorder is None:
             return ""
         missing = self._recorder.totals.loss({sink.name: sink.sent for sink in report.sinks})
-        dropped = f"{self._dropped:,} updates have no record, because telemetry failed, as a warning said"
+        count = "1 update has" if self._dropped == 1 else f"{self._dropped:,} updates have"
+        dropped = f"{count} no record, because telemetry failed, as a warning said"
         return "; ".join(filter(None, [missing, dropped if self._dropped else ""]))
 
     def run_end(self, status: RunStatus, resume: str | None = None) -> RunEnd:

@@ -106,4 +106,4 @@ def test_a_flush_that_fails_leaves_nothing_for_the_next_one_and_is_counted(
 
     numbers = [{key for key in record.values if key.startswith("my/")} for record in read_run(tmp_path / "run").records]
     assert numbers == [{"my/number_1"}, {"my/number_3"}]
-    assert "1 updates have no record, because telemetry failed" in caplog.text
+    assert "1 update has no record, because telemetry failed" in caplog.text
