@@ -288,7 +288,7 @@ class TelemetrySession:
         """
         if self._active:
             self._serve(partial(self._begin_update, env_step))
-            self._response.call()
+            self.guard(AlarmResponse.call, self._response)
 
     def _begin_update(self, env_step: int) -> None:
         self._collected = env_step
@@ -444,7 +444,7 @@ class TelemetrySession:
             update = None if update is None else as_integer(update, "update")
             gradient_step = None if gradient_step is None else as_integer(gradient_step, "gradient_step")
             self._serve(partial(self._flush_or_drop, env_step, update, gradient_step))
-            self._response.call()
+            self.guard(AlarmResponse.call, self._response)
 
     def _flush_or_drop(self, env_step: int, update: int | None, gradient_step: int | None) -> None:
         """Flush; if telemetry itself fails, the update is lost, with a warning, and training continues."""
@@ -528,7 +528,7 @@ class TelemetrySession:
         """End the run; see `Telemetry.close`. The event of a failure follows the record of the open update."""
         report = self._serve(partial(self._close, status, failure), deferred=None)
         self._reports_at_close = True
-        self._response.call()
+        self.guard(AlarmResponse.call, self._response)
         self._reports_at_close = False
         return report
 

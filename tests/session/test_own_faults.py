@@ -51,7 +51,7 @@ def break_second_call(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -
     ("owner", "name"),
     [
         *[(UpdateRecorder, name) for name in ("_begin", "_joined", "_take_episodes", "take")],
-        *[(AlarmResponse, name) for name in ("begin_update", "end_update")],
+        *[(AlarmResponse, name) for name in ("begin_update", "call", "end_update")],
         *[(Sampling, name) for name in ("begin", "learn")],
         (OpenUpdate, "flush"),
         (Window, "send"),
