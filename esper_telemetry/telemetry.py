@@ -407,12 +407,14 @@ def detector_factory(detect: Detect, alarms: AlarmRule | Iterable[AlarmRule] = (
 
     Raises:
         TypeError: for anything else.
-        ValueError: for two rules of one type, and for rules while alarms are off.
+        ValueError: for two rules of one type, for rules while alarms are off, and for a bound of an alarm that is not among the rules.
     """
     added = tuple(as_rules(alarms))
     if added and not isinstance(detect, Thresholds) and detect is not True:
         raise ValueError("alarms are for detect=True or detect=Thresholds(...): no other detector uses them")
     with_alarms(alarm_rules(), added)
+    if isinstance(detect, Thresholds):
+        Thresholds(alarms=added).with_changes(detect.changes())  # bounds of alarms that this run does not have
     if isinstance(detect, bool | Thresholds):
         return None if detect is False else partial(Detectors, alarms=added) if added else Detectors
     given: object = detect

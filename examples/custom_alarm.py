@@ -7,7 +7,7 @@ from pathlib import Path
 import tyro
 
 from esper_telemetry import Telemetry
-from esper_telemetry.alarms import AlarmRule, OnRamp, Ramp
+from esper_telemetry.alarms import AlarmRule, OnRamp, Ramp, Thresholds
 
 COVERAGE = Ramp("coverage", 0.5, 0.1, "share of the map that the agents have seen")
 LOST = AlarmRule(
@@ -23,9 +23,16 @@ LOST = AlarmRule(
 )
 
 
-def main(total_steps: int = 20_480, run_dir: Path | None = None) -> None:
-    """Log a share that shrinks, and print the alarms that it raises."""
-    with Telemetry(["console"], run_dir=run_dir or "auto", alarms=LOST) as telemetry:
+def main(total_steps: int = 20_480, run_dir: Path | None = None, threshold: tuple[str, ...] = ()) -> None:
+    """Log a share that shrinks, and print the alarms that it raises.
+
+    Args:
+        total_steps: environment steps.
+        run_dir: directory of the run.
+        threshold: other bounds as NAME=VALUE, such as coverage_low=0.4.
+    """
+    detect = Thresholds.parse(threshold, alarms=LOST)
+    with Telemetry(["console"], run_dir=run_dir or "auto", alarms=LOST, detect=detect) as telemetry:
         telemetry.on_alarm(lambda alarm: print(f"{alarm.event}: {alarm.text}"))
         for update in range(total_steps // 256):
             telemetry.log({"explore/coverage": 0.9 * 0.7**update})

@@ -62,6 +62,14 @@ def test_custom_alarm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (alarm.type, alarm.since, alarm.axes.update) == ("explore/coverage_lost", 5, 7)
 
 
+def test_custom_alarm_takes_other_bounds(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 0.8 and 0.4 the middle is 0.6: 0.9 · 0.7^2 is below it."""
+    run("custom_alarm", monkeypatch, "--threshold", "coverage_low=0.8", "coverage_high=0.4")
+
+    (alarm,) = read_run("run").alarms
+    assert (alarm.since, alarm.axes.update) == (3, 5)
+
+
 def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the four lines has its effect: advantages and critic, gradients and ratios, a record per update."""
     run("own_loop", monkeypatch)

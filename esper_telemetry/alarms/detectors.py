@@ -132,8 +132,9 @@ class Detectors:
         findings: Mapping[str, Sequence[LastingFinding]] = MappingProxyType({}),
     ) -> None:
         self.facts, self._findings = Facts.of(facts), findings
-        self.thresholds = thresholds = thresholds or Thresholds.of(self.facts)
-        declared = with_alarms(alarm_rules(), alarms)
+        added = tuple(alarms)
+        self.thresholds = thresholds = thresholds or Thresholds.of(self.facts, added)
+        declared = with_alarms(alarm_rules(), added)
         self._containment = Containment()
         self._declared = {rule.type: rule for rule in declared}
         self._judges: dict[str, Judge] = {}

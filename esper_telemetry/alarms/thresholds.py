@@ -12,20 +12,17 @@ from contextlib import suppress
 from typing import Any, Self
 
 from esper_telemetry.alarms.alarm_bounds import Bound, Limits, Ramp
-from esper_telemetry.alarms.rule_registry import alarm_rules
+from esper_telemetry.alarms.rule import AlarmRule
+from esper_telemetry.alarms.rule_registry import alarm_rules, as_rules, with_alarms
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import did_you_mean
 
 ON, OFF = "on", "off"
 
 
-def bounds() -> dict[str, Bound]:
-    """Return the bounds of all installed alarms, by name."""
-    return {bound.name: bound for rule in alarm_rules() for bound in rule.single_bounds}
-
-
-def _default_off() -> frozenset[str]:
-    return frozenset(rule.type for rule in alarm_rules() if rule.default_off)
+def bounds(alarms: Iterable[AlarmRule] = ()) -> dict[str, Bound]:
+    """Return the bounds of all installed alarms and of these ones, by name."""
+    return {bound.name: bound for rule in (*alarm_rules(), *alarms) for bound in rule.single_bounds}
 
 
 class Thresholds(Limits):
@@ -33,26 +30,34 @@ class Thresholds(Limits):
 
     Args:
         off: types of alarm that are switched off; by default the rules with `default_off`.
+        alarms: your own alarms, as for `Telemetry(alarms=...)`, whose bounds can then be changed too.
         values: bounds by name.
 
     Raises:
         TypeError: for an unknown bound.
-        ValueError: for a value that is not a finite number.
+        ValueError: for a value that is not a finite number, and for alarms of one type.
     """
 
-    def __init__(self, *, off: Iterable[str] | None = None, **values: float) -> None:
-        declared = bounds() if values else {}
+    def __init__(
+        self, *, off: Iterable[str] | None = None, alarms: AlarmRule | Iterable[AlarmRule] = (), **values: float
+    ) -> None:
+        self._alarms = tuple(as_rules(alarms))
+        self._rules = with_alarms(alarm_rules(), self._alarms)
+        declared = bounds(self._alarms) if values else {}
         for name in values:
             if name not in declared:
                 raise TypeError(f"unknown threshold {name!r}{did_you_mean(name, list(declared))}")
         changed = {name: _number(declared[name], value) for name, value in values.items()}
         super().__init__({name: value for name, value in changed.items() if value != declared[name].default})
         self._check_ramps(changed)
-        self._off = _default_off() if off is None else frozenset(off)
+        self._off = self._default_off() if off is None else frozenset(off)
+
+    def _default_off(self) -> frozenset[str]:
+        return frozenset(rule.type for rule in self._rules if rule.default_off)
 
     def _check_ramps(self, changed: Mapping[str, float]) -> None:
         """Raise ValueError if the ends of a changed ramp are in the wrong order."""
-        items = {item for rule in alarm_rules() for item in rule.bounds} if changed else set()
+        items = {item for rule in self._rules for item in rule.bounds} if changed else set()
         for span in (item for item in items if isinstance(item, Ramp)):
             low, high = span.bounds
             if not {low.name, high.name}.isdisjoint(changed) and (self[high] - self[low]) * low.direction <= 0:
@@ -67,13 +72,15 @@ class Thresholds(Limits):
         return self._off
 
     def __getattr__(self, name: str) -> float:
-        bound = None if name.startswith("_") else bounds().get(name)
+        bound = None if name.startswith("_") else bounds(self._alarms).get(name)
         if bound is None:
             raise AttributeError(f"unknown threshold {name!r}")
         return self[bound]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Thresholds) and (self._off, self._changes) == (other._off, other._changes)
+        return isinstance(other, Thresholds) and (
+            (self._off, self._alarms, self._changes) == (other._off, other._alarms, other._changes)
+        )
 
     def __hash__(self) -> int:
         return hash((self._off, frozenset(self._changes.items())))
@@ -82,10 +89,16 @@ class Thresholds(Limits):
         return f"Thresholds({', '.join(f'{name}={value!r}' for name, value in self.changes().items())})"
 
     @classmethod
-    def parse(cls, assignments: Iterable[str], before: Self | None = None) -> Self:
+    def parse(
+        cls,
+        assignments: Iterable[str],
+        before: Self | None = None,
+        *,
+        alarms: AlarmRule | Iterable[AlarmRule] = (),
+    ) -> Self:
         """Return `before`, or the defaults, with the changes of `NAME=VALUE` texts; for a type of alarm the value is `on` or `off`.
 
-        Raises ValueError with the offending text.
+        The texts may name your own `alarms`, too. Raises ValueError with the offending text.
         """
         changes: dict[str, str] = {}
         for text in assignments:
@@ -93,28 +106,28 @@ class Thresholds(Limits):
             if not separator:
                 raise ValueError(f"a threshold must have the form NAME=VALUE, got {text!r}")
             changes[name.strip()] = value.strip()
-        return (before or cls()).with_changes(changes)
+        return (before or cls(alarms=alarms)).with_changes(changes)
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Self:
+    def of(cls, facts: Mapping[str, Any], alarms: Iterable[AlarmRule] = ()) -> Self:
         """Return the bounds of a run: the defaults, with the changes in its facts that are valid here."""
-        own, thresholds = Facts.of(facts).thresholds, cls()
+        changes, thresholds = Facts.of(facts).thresholds, cls(alarms=alarms)
         with suppress(ValueError):
-            return thresholds.with_changes(own)
-        for name, value in own.items():  # a journal of another version, or an edited one
+            return thresholds.with_changes(changes)
+        for name, value in changes.items():  # alarms that are not installed here, another version, or an edited journal
             with suppress(ValueError):
                 thresholds = thresholds.with_changes({name: value})
         return thresholds
 
     def changes(self) -> dict[str, float | str]:
         """Return the differences from the defaults, as plain data for `with_changes`."""
-        switched = {name: OFF if name in self._off else ON for name in sorted(self._off ^ _default_off())}
+        switched = {name: OFF if name in self._off else ON for name in sorted(self._off ^ self._default_off())}
         return {**self._changes, **switched}
 
     def with_changes(self, changes: Mapping[str, float | str | bool]) -> Self:
         """Return the bounds with other values by name; raises ValueError for an unknown name or an invalid value."""
         off, values = set(self._off), dict(self._changes)
-        declared, types = bounds(), {rule.type for rule in alarm_rules()}
+        declared, types = bounds(self._alarms), {rule.type for rule in self._rules}
         for name, value in changes.items():
             if name in types:
                 switch = (ON if value else OFF) if isinstance(value, bool) else value
@@ -125,18 +138,19 @@ class Thresholds(Limits):
                 values[name] = _number(declared[name], value)
             else:
                 raise ValueError(f"unknown threshold {name!r}{did_you_mean(name, [*declared, *types])}")
-        return type(self)(off=off, **values)
+        return type(self)(off=off, alarms=self._alarms, **values)
 
     def without(self, types: Iterable[str]) -> Self:
         """Return the bounds with these types of alarm switched off."""
-        return type(self)(off=self._off.union(types), **self._changes)
+        return type(self)(off=self._off.union(types), alarms=self._alarms, **self._changes)
 
     def scaled(self, kappa: float) -> Self:
         """Return all bounds `kappa` times as lenient, to plot recall against false alarms; raises ValueError unless it is positive."""
         if not 0 < kappa < math.inf:
             raise ValueError(f"kappa must be positive and finite, got {kappa}")
-        values = {name: self[bound] * kappa**bound.direction for name, bound in bounds().items() if bound.direction}
-        return type(self)(off=self._off, **{**self._changes, **values})
+        declared = bounds(self._alarms).items()
+        values = {name: self[bound] * kappa**bound.direction for name, bound in declared if bound.direction}
+        return type(self)(off=self._off, alarms=self._alarms, **{**self._changes, **values})
 
 
 def _number(bound: Bound, value: float | str | bool) -> float:

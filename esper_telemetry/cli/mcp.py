@@ -1,7 +1,8 @@
 """`esper-telemetry mcp`: a server of the Model Context Protocol on stdin and stdout, with which agents read the runs below one directory.
 
 The tools read journals. They write nothing but the cache `columns/` in the directories of long runs, and execute nothing: no script, no
-checkpoint, no file of a run. A path that leads out of the directory, also by a symbolic link, is refused. Answers are JSON.
+checkpoint, no file of a run. A path that leads out of the directory, also by a symbolic link, is refused. Answers are JSON of limited
+length, without control characters; a refusal is one sentence.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 from esper_telemetry import __version__
 from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
 from esper_telemetry.core.messages import did_you_mean
+from esper_telemetry.core.terminal import printable, printable_values
 from esper_telemetry.journal.file import journal_path
 from esper_telemetry.sinks.sink_protocol import require_package
-from esper_telemetry.views.answer import to_text
+from esper_telemetry.views.answer import cut_texts, to_text
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
@@ -35,8 +37,14 @@ POINTS: Final = (6, 500)
 """Fewest and most values of a key in `metric_history`."""
 SAMPLED_RECORDS: Final = 50
 """Records that `list_runs` reads of each run."""
+MAX_COMPARED: Final = 64
+"""Runs of one `compare`."""
 MAX_DIFFERENCES: Final = 20
 """Metrics that `compare` lists for two groups."""
+MAX_ANSWER_BYTES: Final = 256_000
+"""Length of an answer: 8 keys of 500 points have 140 kB."""
+TEXT_CHARACTERS: Final = (4000, 600, 200)
+"""Lengths to which texts of an answer are cut: the first that makes it short enough."""
 
 
 def mcp(options: Mcp) -> int:
@@ -53,15 +61,31 @@ def mcp(options: Mcp) -> int:
 def server(root: Path) -> MCPServer:
     """Return the server of the runs below a directory."""
     from mcp.server import MCPServer
-    from mcp.server.mcpserver.exceptions import ToolError
+    from mcp.server.mcpserver.exceptions import ToolError, UnexpectedToolError
+    from mcp.server.mcpserver.tools import Tool
     from mcp.types import ToolAnnotations
+    from pydantic import ValidationError
+
+    class Server(MCPServer):  # type: ignore[misc]  # mypy has no types of the SDK
+        async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+            """Call a tool. The SDK's own refusals have a line per argument and quote it in full."""
+            try:
+                return await super().call_tool(name, arguments, context)
+            except UnexpectedToolError:
+                raise
+            except ToolError as error:
+                sentence = str(error)
+                if isinstance(error.__cause__, ValidationError):
+                    faults = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.__cause__.errors()]
+                    sentence = f"{name} refuses its arguments: {'; '.join(faults)}"
+                raise ToolError(cut_texts(printable(" ".join(sentence.split())))) from None
 
     def as_tool(function: Callable[..., Any]) -> Callable[..., str]:
         @wraps(function)
         def tool(*args: Any, **kwargs: Any) -> str:
             try:
                 with wrong_use():
-                    return to_text(function(*args, **kwargs))
+                    return _bounded(function(*args, **kwargs))
             except WrongUse as mistake:
                 raise ToolError(str(mistake)) from None
 
@@ -69,14 +93,31 @@ def server(root: Path) -> MCPServer:
         tool.__annotations__ = {name: item.annotation for name, item in signature.parameters.items()} | {"return": str}
         return tool
 
-    tools, reads = RunTools(root), ToolAnnotations(read_only_hint=True, open_world_hint=False)
-    served: MCPServer = MCPServer("esper-telemetry", version=__version__, instructions=INSTRUCTIONS, log_level="ERROR")
-    for function in (
-        *(tools.list_runs, tools.diagnose, tools.check, tools.compare, tools.metric_history),
-        *(explain_metric, explain_alarm),
-    ):
-        served.tool(annotations=reads, structured_output=False)(as_tool(function))
-    return served
+    runs, reads = RunTools(root), ToolAnnotations(read_only_hint=True, open_world_hint=False)
+    tools = [
+        Tool.from_function(as_tool(function), annotations=reads, structured_output=False)
+        for function in (
+            *(runs.list_runs, runs.diagnose, runs.check, runs.compare, runs.metric_history),
+            *(explain_metric, explain_alarm),
+        )
+    ]
+    for tool in tools:  # the SDK ignores arguments that a tool does not have
+        model = tool.fn_metadata.arg_model
+        model.model_config["extra"] = "forbid"
+        model.model_rebuild(force=True)
+        tool.parameters = model.model_json_schema()
+    return Server("esper-telemetry", version=__version__, instructions=INSTRUCTIONS, log_level="ERROR", tools=tools)
+
+
+def _bounded(values: Any) -> str:
+    """Return an answer without control characters, its texts cut as far as its length requires; raises ValueError if that is not enough."""
+    for characters in TEXT_CHARACTERS:
+        answer = to_text(printable_values(cut_texts(values, characters)))
+        if len(answer) <= MAX_ANSWER_BYTES:
+            return answer
+    raise ValueError(
+        f"the answer has {len(answer):,} bytes, the limit is {MAX_ANSWER_BYTES:,}: ask about fewer runs or keys"
+    )
 
 
 class RunTools:
@@ -135,13 +176,15 @@ class RunTools:
         """Compare at least two runs: groups of seeds with their final returns, and what differs beyond the seeds.
 
         Args:
-            runs: paths of runs, as list_runs gives them.
+            runs: paths of runs, as list_runs gives them, at most 64.
             ignore: settings that do not count as configuration.
             by: settings that count alone.
         """
         from esper_telemetry.views.compare import comparison
         from esper_telemetry.views.compare.compared_runs import read_compared
 
+        if len(runs) > MAX_COMPARED:
+            raise ValueError(f"runs must be at most {MAX_COMPARED} runs, got {len(runs)}")
         values = comparison(
             [read_compared(str(self._run(run))) for run in runs], ignore=ignore or (), by=by or ()
         ).as_dict()

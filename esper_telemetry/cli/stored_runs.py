@@ -92,12 +92,10 @@ def doctor(options: Doctor) -> int:
             with suppress(ValueError, TypeError, ImportError):  # a sink that cannot be made from its name
                 prepared_sink(uri)
         with _comparison_progress() as progress:
-            run = delivery_health.doctor(options.run_dir, agreed=agreed, progress=progress)
-        named = {
-            sink_name(sink): delivery_health.check_backend(directory, sink, name=sink_name(sink), ended=False)
-            for sink in named_sinks
-        }
-    sinks = [*(sink for sink in run.sinks if sink.name not in named), *named.values()]
+            names = {sink_name(sink): sink for sink in named_sinks}
+            run = delivery_health.doctor(options.run_dir, agreed=agreed, without=names, progress=progress)
+        named = [delivery_health.check_backend(directory, sink, name=name, ended=False) for name, sink in names.items()]
+    sinks = [*run.sinks, *named]
     is_healthy = not run.lost and all(sink.healthy for sink in sinks)
     event = run.failure
     failures = [] if event is None or event.axes is None else [Failure(event.seq, event.axes, event.data)]

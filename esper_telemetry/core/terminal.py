@@ -1,4 +1,4 @@
-"""Removes control sequences from untrusted texts: escape sequences, control characters, marks that reverse the writing direction.
+"""Removes control sequences from untrusted texts: escape sequences, control characters, invisible characters.
 
 Readers of files clean each text when they read it. Commands, warnings and consoles clean their output too, because it contains names of
 files and messages of clients.
@@ -11,8 +11,13 @@ import os
 import re
 from typing import Any, Final
 
-UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters except newline and tab, marks that reverse the writing direction, and surrogates, which files cannot hold."""
+UNPRINTABLE: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f\ud800-\udfff]"
+)
+"""Control characters except newline and tab, surrogates, which files cannot hold, and characters that no one sees.
+
+The latter reverse the writing direction, or hide a text from people and not from a program, as the tags from U+E0000 on do.
+"""
 SEQUENCE: Final = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, cursor, screen
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x00-\x08\x0b-\x1f\x7f-\x9f]*(?:\x07|\x1b\\|\x9c)"  # titles, links, clipboard

@@ -143,6 +143,7 @@ def doctor(
     run_dir: str | os.PathLike[str],
     *,
     agreed: Collection[str] = (),
+    without: Collection[str] = (),
     progress: Callable[[str], object] = lambda name: None,
 ) -> RunHealth:
     """Compare every backend of a run with its journal. If its trainer is gone, end the run as killed, also in the backends.
@@ -151,6 +152,7 @@ def doctor(
         run_dir: directory of the run.
         agreed: sink URIs outside the run directory that may be read. Others are skipped, because a client would send its token to a
             server that someone else may have chosen.
+        without: names of sinks that the caller compares.
         progress: called with the name of each backend before it is read, and the number of backends.
 
     Raises:
@@ -167,7 +169,7 @@ def doctor(
     contents = read_contents(directory)
     ended = contents.status is not None and not under_way
     delivering = deliveries_under_way(directory)
-    uris = sink_uris(directory)
+    uris = {name: uri for name, uri in sink_uris(directory).items() if name not in without}
     sinks = []
     for number, (name, uri) in enumerate(sorted(uris.items()), 1):
         progress(f"{name} ({number} of {len(uris)})")

@@ -177,7 +177,7 @@ class Equation:
 
     def explanations(self, values: Mapping[str, float]) -> tuple[Hypothesis, ...]:
         """Return the hypotheses that explained the numbers of a record, given its values."""
-        return tuple([one for one, key in _keys_of(self).explanations if key in values])
+        return tuple([one for one, key, _ in _keys_of(self).explanations if key in values])
 
 
 @lru_cache(maxsize=1)
@@ -261,22 +261,21 @@ class EquationResult:
 
 
 class EquationKeys(NamedTuple):
-    """Keys of an equation in a record, and of its hypotheses."""
+    """Keys of an equation in a record: its error and tolerance, and the error and the parameter of each hypothesis."""
 
     error: str
     tolerance: str
-    explanations: tuple[tuple[Hypothesis, str], ...]
-    fitted: tuple[tuple[Hypothesis, str], ...]
+    explanations: tuple[tuple[Hypothesis, str, str], ...]
 
 
 @cache
 def _keys_of(equation: Equation) -> EquationKeys:
     """Return the keys of an equation. Cached, because building them for each record took half of the time of a report."""
+    labels = [(one, equation.label(one)) for one in equation.hypotheses]
     return EquationKeys(
         EQUATION_KEY + equation.name,
         TOLERANCE_KEY + equation.name,
-        tuple([(one, EQUATION_KEY + equation.label(one)) for one in equation.hypotheses]),
-        tuple([(one, FITTED_KEY + equation.label(one)) for one in equation.hypotheses]),
+        tuple([(one, EQUATION_KEY + label, FITTED_KEY + label) for one, label in labels]),
     )
 
 
@@ -294,16 +293,9 @@ def equation_results(values: Mapping[str, float], facts: Facts, factor: float = 
         error = values.get(keys.error)
         if error is None:
             continue
-        usual = equation.tolerance_at(facts.precision)
-        fitted = {one.name: values.get(key) for one, key in keys.fitted}
-        results.append(
-            EquationResult(
-                equation,
-                error,
-                factor * max(usual, values.get(keys.tolerance, 0.0)),
-                tuple(
-                    [Explanation(one, values[key], fitted[one.name]) for one, key in keys.explanations if key in values]
-                ),
-            )
-        )
+        tolerance = factor * max(equation.tolerance_at(facts.precision), values.get(keys.tolerance, 0.0))
+        explained = [
+            Explanation(one, values[key], values.get(fitted)) for one, key, fitted in keys.explanations if key in values
+        ]
+        results.append(EquationResult(equation, error, tolerance, tuple(explained)))
     return sorted(results, key=lambda result: result.equation.rank)

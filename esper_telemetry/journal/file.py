@@ -355,7 +355,10 @@ class JournalReader:
 
     def decode(self, line: bytes, position: int) -> Entry | None:
         """Return the entry of the line at a position; None, and a place in `damage`, if it cannot be understood."""
-        return next(iter(self._decoded([line], position)), None)
+        entry, fault = decode_line(line, self.run_dir)
+        if fault and line and not line.endswith(TORN):
+            self.add_damage(position, fault)
+        return entry
 
     def bytes_at(self, position: int, size: int) -> bytes:
         """Return bytes of the journal, decompressed; `offset` does not change."""
@@ -489,8 +492,12 @@ class JournalReader:
                 size = CHUNK_BYTES
             else:
                 return []
-        lines = chunk[:cut].split(b"\n")[:limit]
-        self.offset += sum(map(len, lines)) + len(lines)
+        lines = chunk.split(b"\n")
+        lines.pop()  # incomplete
+        if limit is not None and limit < len(lines):
+            lines = lines[:limit]
+            cut = sum(map(len, lines)) + len(lines) - 1
+        self.offset += cut + 1
         return lines
 
     def _skip_line(self, position: int) -> bool:
@@ -508,11 +515,7 @@ class JournalReader:
         """Decode lines, the first of which begins at that position."""
         entries: list[Entry] = []
         for line in lines:
-            entry: Entry | None = None if values else record_without_values(line)
-            if entry is None:
-                entry, fault = decode_line(line, self.run_dir)
-                if fault and line and not line.endswith(TORN):
-                    self.add_damage(begin, fault)
+            entry = (None if values else record_without_values(line)) or self.decode(line, begin)
             if entry is not None:
                 entries.append(entry)
             begin += len(line) + 1

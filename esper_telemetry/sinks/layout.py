@@ -304,6 +304,14 @@ def by_tag(record: Record) -> Mapping[str, Histogram]:
     }
 
 
+def counts_by_tag(record: Record) -> dict[str, float]:
+    """Return the sum of each histogram's counts under its name of `by_tag`."""
+    return {
+        f"{key}_hist" if key in record.values else key: sum(histogram.counts)
+        for key, histogram in record.histograms.items()
+    }
+
+
 def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of nested settings by dotted path; lists become text."""
     return dict(_leaves("", plain(config)))

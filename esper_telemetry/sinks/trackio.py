@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
+from esper_telemetry.sinks.layout import KeyBudget, overview_names
 from esper_telemetry.sinks.sink_protocol import (
     PermanentSinkError,
     Place,
@@ -35,10 +36,16 @@ class TrackioSink:
 
     Attributes:
         project: name of the project.
+        max_keys: maximum number of keys.
+        details: also show the numbers of single layers and the histories of other keys.
     """
 
     project: str = "esper_telemetry"
+    max_keys: int = 300
+    details: bool = False
     _run: Any = field(default=None, init=False, repr=False, compare=False)
+    _selection: KeyBudget | None = field(default=None, init=False, repr=False, compare=False)
+    _overview: Mapping[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _outcome: str = field(default="", init=False, repr=False, compare=False)
 
     in_process: ClassVar[bool] = False
@@ -76,11 +83,16 @@ class TrackioSink:
                 self._run = trackio.init(self.project, name=_name(run), config=settings, resume="allow", **options)
         except ValueError as error:
             raise PermanentSinkError(f"Trackio refuses the run: {error}") from error
+        self._selection, self._overview = self._budget(run), overview_names(run)
 
     def write(self, records: Sequence[Record]) -> None:
         """Add a row per record, at the record's environment step."""
+        if self._selection is None:
+            raise ValueError("TrackioSink.write needs open first")
         for record in records:
-            self._run.log(_row(record), step=record.axes.env_step)
+            row = _row(self._selection.select(record))
+            overview = {name: row[key] for key, name in self._overview.items() if key in row}
+            self._run.log({**row, **overview}, step=record.axes.env_step)
 
     def alarm(self, alarm: Alarm) -> None:
         """Add an alert when an alarm is raised, gets worse or ends."""
@@ -97,8 +109,12 @@ class TrackioSink:
             return
         if self._outcome:
             self._alert("outcome", f"{capitalized(self._outcome)}.", "INFO", None)
+        from trackio.context_vars import current_run
+
         with redirect_stdout(io.StringIO()):
             self._run.finish()
+        if current_run.get() is self._run:
+            current_run.set(None)  # Trackio finishes it again when the process exits, and prints that
         self._run = None
 
     def _alert(self, title: str, text: str, level: str, step: int | None) -> None:
@@ -119,8 +135,12 @@ class TrackioSink:
         return stored
 
     def shown(self, run: RunInfo) -> Shown:
-        """Return a function that returns the numbers Trackio should have for a record."""
-        return _row
+        """Return a function that maps a record to the numbers that Trackio should have, without the overview, which repeats them."""
+        budget = self._budget(run, quiet=True)
+        return lambda record: _row(budget.select(record))
+
+    def _budget(self, run: RunInfo, *, quiet: bool = False) -> KeyBudget:
+        return KeyBudget(run, "Trackio", max_keys=self.max_keys, details=self.details, quiet=quiet)
 
 
 def _name(run: RunInfo) -> str:

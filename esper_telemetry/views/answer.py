@@ -211,7 +211,7 @@ def shortened(values: dict[str, Any]) -> dict[str, Any]:
     Texts are cut, incidents keep only the beginnings of alarms and five values as evidence, and the longest collections lose entries until
     it fits.
     """
-    values = _cut(values)
+    values = cut_texts(values)
     values["incidents"] = sorted(map(_brief, values["incidents"]), key=_urgency)
     present = [name for name in SHORTENED if name in values]
     totals = {name: len(values[name]) for name in present}
@@ -239,10 +239,10 @@ def _urgency(incident: Mapping[str, Any]) -> tuple[bool, bool, int]:
     return None not in incident["standing"].values(), incident["level"] != "critical", incident["incident"]
 
 
-def _cut(value: Any) -> Any:
-    """Return plain values with long texts cut in the middle, because a traceback ends with the exception."""
-    if isinstance(value, str) and len(value) > MAX_TEXT_CHARACTERS:
-        return f"{value[: MAX_TEXT_CHARACTERS // 2 - 3]} ... {value[-MAX_TEXT_CHARACTERS // 2 + 2 :]}"
+def cut_texts(value: Any, most: int = MAX_TEXT_CHARACTERS) -> Any:
+    """Return plain values with texts beyond `most` characters cut in the middle, because a traceback ends with the exception."""
+    if isinstance(value, str) and len(value) > most:
+        return f"{value[: most // 2 - 3]} ... {value[-most // 2 + 2 :]}"
     if isinstance(value, Mapping):
-        return {_cut(key): _cut(item) for key, item in value.items()}
-    return [_cut(item) for item in value] if isinstance(value, list | tuple) else value
+        return {cut_texts(key, most): cut_texts(item, most) for key, item in value.items()}
+    return [cut_texts(item, most) for item in value] if isinstance(value, list | tuple) else value

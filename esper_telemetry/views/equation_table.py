@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from esper_telemetry.alarms.rules.equation_alarms import ACTIONS, RATE_KEY, ActionSum, CalibrationJudge
+from esper_telemetry.alarms.rules.equation_alarms import ACTIONS, EXCESS_KEYS, RATE_KEY, ActionSum, CalibrationJudge
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Record, RunInfo, judgeable
 from esper_telemetry.equations.equation import (
+    EQUATION_KEY,
     Equation,
     EquationResult,
     Hypothesis,
@@ -148,6 +149,8 @@ class EquationHistory:
     def __init__(self, facts: Facts) -> None:
         self._facts, self._rates = facts, RateHistory(facts)
         self._results: dict[str, list[tuple[int, EquationResult]]] = {}
+        # keys that only sampled updates have
+        self._checked = frozenset([*(EQUATION_KEY + name for name in equations()), *EXCESS_KEYS])
         self._calibration, self._sum_since = CalibrationJudge(), 0
         self._sum: ActionSum | None = None
 
@@ -155,17 +158,21 @@ class EquationHistory:
         """Add a record; records of unfinished updates do not count."""
         if record.partial:
             return
-        values = judgeable(record.values)
-        for result in equation_results(values, self._facts):
-            self._results.setdefault(result.equation.name, []).append((record.axes.update, result))
-        action_sum = self._calibration.add(values)
-        if action_sum is not None:
-            self._sum = action_sum
-            self._sum_since = (self._sum_since or record.axes.update) if action_sum.exceeds else 0
-        self._rates.add(record.axes.env_step, values.get(RATE_KEY))
+        if not record.values.keys().isdisjoint(self._checked):
+            self._add_checks(record.axes.update, judgeable(record.values))
+        rate = record.values.get(RATE_KEY)
+        self._rates.add(record.axes.env_step, None if rate is None else judgeable({RATE_KEY: rate}).get(RATE_KEY))
         schedules = self._rates.result()
         if schedules is not None:
             self._results.setdefault(schedules.equation.name, []).append((record.axes.update, schedules))
+
+    def _add_checks(self, update: int, values: Mapping[str, float]) -> None:
+        for result in equation_results(values, self._facts):
+            self._results.setdefault(result.equation.name, []).append((update, result))
+        action_sum = self._calibration.add(values)
+        if action_sum is not None:
+            self._sum = action_sum
+            self._sum_since = (self._sum_since or update) if action_sum.exceeds else 0
 
     def rows(self, run: RunInfo) -> list[EquationRow]:
         """Return a row for each declared equation, causes before effects; the facts of `run` name what the trainer does not show."""

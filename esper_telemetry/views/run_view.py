@@ -360,6 +360,8 @@ class RunView:
         self._positions.extend(updates, steps, updates.astype(float))
         for column, key in enumerate(segment.keys):
             self._buffer(key).extend(updates, steps, values[:, column])
+            if len(present := np.flatnonzero(~np.isnan(values[:, column]))):
+                self.last[key] = float(values[present[-1], column])
         return len(segment.counts) + len(segment.others)
 
     def _buffer(self, key: str) -> SeriesBuffer:
@@ -375,12 +377,12 @@ class RunView:
         self._positions.add(axes.update, axes.env_step, axes.update)
         for key, value in record.values.items():
             self._buffer(key).add(axes.update, axes.env_step, value)
+        self.last.update(record.values)
         self._note_record(record)
 
     def _note_record(self, record: Record) -> None:
         axes = record.axes
         self.axes, self.updates, self._diagnosis = axes, self.updates + 1, None
-        self.last.update(record.values)
         self._latest.append(record.values)
         self._clock.append((axes.env_step, axes.wall_time))
         if self._judge:

@@ -136,11 +136,10 @@ class SeriesBuffer:
 
     def _merge(self) -> None:
         """Merge each group with the next one; their number is even."""
-        old, self._columns = self._columns, array("d")
-        for start in range(0, len(old), 12):
-            low, high, next_low, next_high = (old[place : place + 3] for place in range(start, start + 12, 3))
-            self._columns.extend(next_low if next_low[2] < low[2] else low)
-            self._columns.extend(next_high if next_high[2] > high[2] else high)
+        low, high, next_low, next_high = np.array(self._columns).reshape(-1, 4, 3).swapaxes(0, 1)
+        lowest = np.where(next_low[:, 2:] < low[:, 2:], next_low, low)
+        highest = np.where(next_high[:, 2:] > high[:, 2:], next_high, high)
+        self._columns = array("d", np.concatenate([lowest, highest], axis=1).tobytes())
         self._group *= 2
 
     @property

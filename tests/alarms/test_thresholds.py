@@ -9,7 +9,7 @@ import pytest
 from healthy_run import FACTS, alarms, judged, raised, run, set_to
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.alarms import Thresholds, diagnose
+from esper_telemetry.alarms import AlarmRule, OnRamp, Ramp, Thresholds, diagnose
 from esper_telemetry.alarms.thresholds import bounds
 from esper_telemetry.telemetry import session_of
 
@@ -106,3 +106,52 @@ def test_usual_thresholds_need_no_fact(tmp_path: Path) -> None:
         telemetry.flush(env_step=1)
 
     assert "thresholds" not in read_run(tmp_path / "run").info.facts
+
+
+COVERAGE = Ramp("coverage", 0.5, 0.1, "share of the map that the agents have seen")
+LOST = AlarmRule(
+    type="explore/coverage_lost",
+    inputs=("explore/coverage",),
+    meaning="The agents see less of the map than they should.",
+    action="Raise entropy_coef.",
+    judge=OnRamp("explore/coverage", COVERAGE, "the agents see {percent} of the map"),
+    bounds=(COVERAGE,),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "updates"),
+    [([], [4]), (["coverage_low=0.9", "coverage_high=0.5"], [2, 3, 4]), (["explore/coverage_lost=off"], [])],
+)
+def test_bounds_of_the_users_own_alarms_are_changed_like_built_in_ones(
+    tmp_path: Path, changes: list[str], updates: list[int]
+) -> None:
+    """Coverages of 0.8, 0.6, 0.31 and 0.2; the middle of the ramp is 0.3 by default and 0.7 with the changes."""
+    detect = Thresholds.parse(changes, alarms=LOST)
+    with Telemetry(run_dir=tmp_path / "run", alarms=LOST, detect=detect, offload=False) as telemetry:
+        for update, coverage in enumerate((0.8, 0.6, 0.31, 0.2), start=1):
+            telemetry.log({"explore/coverage": coverage})
+            telemetry.flush(env_step=update)
+
+    recorded = read_run(tmp_path / "run")
+    severe = [record.axes.update for record in recorded.records if "alarm/explore/coverage_lost" in record.values]
+    assert severe == updates
+    assert recorded.info.facts["thresholds"] == detect.changes()
+
+
+def test_own_alarms_are_arguments_of_thresholds() -> None:
+    changed = Thresholds(alarms=LOST, coverage_low=0.4, kl_spike_high=0.5)
+
+    assert (changed.coverage_low, changed.coverage_high, changed.kl_spike_high) == (0.4, 0.1, 0.5)
+    assert changed.scaled(2.0).coverage_low == 0.2
+    assert changed.without(["explore/coverage_lost"]).coverage_low == 0.4
+    assert Thresholds.of({"thresholds": changed.changes()}, (LOST,)) == changed
+    with pytest.raises(
+        ValueError, match=r"threshold coverage_low must be larger than coverage_high, got 0\.05 and 0\.1"
+    ):
+        Thresholds.parse(["coverage_low=0.05"], changed)
+
+
+def test_a_bound_of_an_alarm_that_the_run_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown threshold 'coverage_low'"):
+        Telemetry(run_dir=None, detect=Thresholds(alarms=LOST, coverage_low=0.4))

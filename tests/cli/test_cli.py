@@ -17,9 +17,11 @@ import gymnasium
 import pytest
 from forked import run_python
 
-from esper_telemetry import PPO, RunStatus, Telemetry, __version__, make_env, read_run
+from esper_telemetry import PPO, RunStatus, Sink, Telemetry, __version__, make_env, read_run
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.delivery import delivery_health
+from esper_telemetry.delivery.catch_up import BackendAudit, audit
 from esper_telemetry.delivery.cursors import Cursor, Cursors
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -456,7 +458,14 @@ def test_a_directory_of_runs_is_listed_with_status_and_command(here: Path, capfd
 def test_a_server_that_is_not_there_is_one_sentence(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing listens on port 1."""
+    """Nothing listens on port 1. `doctor` asks a server once, although both the directory and the option name it."""
+    audits: list[Sink] = []
+
+    def audited(run_dir: Path, sink: Sink) -> BackendAudit | None:
+        audits.append(sink)
+        return audit(run_dir, sink)
+
+    monkeypatch.setattr(delivery_health, "audit", audited)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with Telemetry(run_dir=here / "run") as telemetry:
         telemetry.log({"my/number": 1.0})
@@ -469,6 +478,7 @@ def test_a_server_that_is_not_there_is_one_sentence(
     dead = "the server does not answer (Connection refused)"
     assert read == (2, "", f"esper-telemetry: MLflow at http://127.0.0.1:1 cannot be read: {dead}\n")
     assert f"\nmlflow:http://127.0.0.1:1: cannot be read: {dead}\n" in compared.out
+    assert len(audits) == 1
 
 
 @pytest.mark.system

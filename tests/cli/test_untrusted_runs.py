@@ -14,44 +14,22 @@ from typing import Any
 
 import pytest
 from healthy_run import run
+from made_runs import hostile_run
 
 from esper_telemetry import Telemetry
 from esper_telemetry.cli.main import main
-from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, RunInfo, RunStatus
+from esper_telemetry.core.record import RunInfo, RunStatus
 from esper_telemetry.delivery import doctor
-from esper_telemetry.journal import JOURNAL_NAME, encode_alarm, encode_end, encode_record, encode_run, to_json
+from esper_telemetry.journal import JOURNAL_NAME, encode_end, encode_record, encode_run, to_json
 from esper_telemetry.pipeline.run_recorder import lease_new_run
 
-ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\x08[/red][link=file:///x]"
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
-MALFORMED = (b"[" * 100_000, b'{"kind":"record","seq":1,"axes":{},"values":{"policy/kl":null}}', b"\xff\0")
 
 
 def run_cli(words: Sequence[object], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as stop:
         main([str(word) for word in words])
     return int(stop.value.code or 0), *capfd.readouterr()
-
-
-def hostile_run(run_dir: Path) -> Path:
-    """A finished run of 20 updates with escape sequences in every text; lines 2 to 4 are malformed."""
-    facts = {"env": ESCAPES, "trainer": ESCAPES, "num_envs": "eight"}
-    head = RunInfo("r1", ESCAPES, None, 1e9, {ESCAPES: ESCAPES}, (ESCAPES,), ESCAPES, {}, facts)
-    records = run(20)
-    alarm = Alarm(
-        *(4, records[3].axes, f"policy/{ESCAPES}", AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, ESCAPES),
-        since=3,
-        incident=1,
-        cause=ESCAPES,
-        text=f"Since update 3, {ESCAPES}",
-    )
-    rest = [encode_alarm(alarm), *map(encode_record, records), encode_end(RunStatus.FINISHED, seq=21)]
-    run_dir.mkdir()
-    malformed = b"".join(line + b"\n" for line in MALFORMED)
-    (run_dir / JOURNAL_NAME).write_bytes(to_json(encode_run(head)) + malformed + b"".join(map(to_json, rest)))
-    (run_dir / "config.json").write_text(json.dumps({"command": [ESCAPES]}))
-    (run_dir / "status.json").write_text(json.dumps({"sinks": {ESCAPES: {"uri": ESCAPES}}}))
-    return run_dir
 
 
 @pytest.mark.parametrize(

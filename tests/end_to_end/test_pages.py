@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 from backends_read import journal_points, mlflow_run, quantile_points
-from command_line import Finished
+from command_line import Finished, trained_in_fork
 from screenshots import CHROMEDRIVER, CHROMIUM, GROUP, browser, eventually, mlflow_store, served
 
 from esper_telemetry import read_run
+from esper_telemetry.core.record import AlarmEvent
 from esper_telemetry.sinks.layout import overview_names
 
 pytestmark = pytest.mark.system
@@ -39,6 +41,28 @@ def tensorboard(finished: Finished) -> Iterator[str]:
 def mlflow(finished: Finished) -> Iterator[str]:
     with served("mlflow", "server", *mlflow_store(finished.run_dir), alive="/health") as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def trackio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The address of Trackio's dashboard, and the run in its database: with a learning rate that raises an alarm at once."""
+    pytest.importorskip("trackio")
+    run_dir = tmp_path_factory.mktemp("trackio") / "run"
+    options = ("--env", "CartPole-v1", "--total-steps", "5500", "--seed", "1", "--learning-rate", "0.3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(run_dir.parent / "database"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        command = trained_in_fork(run_dir, *options, "--run-dir", str(run_dir), "--sink", "trackio:walker")
+        assert command.code == 0, command
+        with served("python", "-c", TRACKIO_DASHBOARD) as address:
+            yield address, run_dir
+
+
+TRACKIO_DASHBOARD = """
+import sys, trackio
+trackio.show("walker", host=sys.argv[2], server_port=int(sys.argv[4]), open_browser=False)
+"""
+"""`trackio show`, which has no option for its port."""
 
 
 def texts(page: Any, selector: str) -> list[str]:
@@ -145,6 +169,32 @@ def test_mlflow_draws_the_metrics_by_family(page: Any, mlflow: str, finished: Fi
         return "01 return" in text and [line for line in text if line in groups] == groups
 
     assert eventually(shown, what="groups of charts, the overview first")
+
+
+def test_trackio_opens_on_the_overview(page: Any, trackio: tuple[str, Path]) -> None:
+    address, run_dir = trackio
+    info, keys = read_run(run_dir).info, journal_points(run_dir).keys()
+    names = sorted(name.partition("/")[2] for key, name in overview_names(info).items() if key in keys)
+
+    page.get(f"{address}/?project=walker")
+
+    assert eventually(lambda: names[-1] in lines(page), what="the last chart of the overview")
+    assert [line for line in lines(page) if re.fullmatch(r"\S.* \(\d+\)", line)][1] == f"0_overview ({len(names)})"
+    assert [line for line in lines(page) if line in names] == names
+    assert not [line for line in lines(page) if line.startswith("layer (")]
+
+
+def test_trackio_lists_the_alarms_and_the_outcome(page: Any, trackio: tuple[str, Path]) -> None:
+    address, run_dir = trackio
+    run = read_run(run_dir)
+    raised = [alarm for alarm in run.alarms if alarm.event is AlarmEvent.RAISE]
+
+    page.get(f"{address}/reports?project=walker")
+
+    eventually(lambda: any("Declining: " in line for line in lines(page)), what="the outcome")
+    assert raised
+    for alarm in raised:
+        assert f"{alarm.type} {alarm.text} {alarm.axes.env_step} " in "\n".join(lines(page))
 
 
 def lines(page: Any) -> list[str]:

@@ -20,11 +20,14 @@ pytest.importorskip("trackio")
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A separate local database, without requests to a server."""
-    from trackio import utils
+    from trackio import sqlite_storage, utils
 
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # for processes of the kit
+    monkeypatch.setenv(
+        "TRACKIO_DIR", str(tmp_path)
+    )  # for processes of the kit: this one read it when it imported Trackio
+    monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path)
+    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert utils
     return tmp_path
 
 
@@ -50,6 +53,19 @@ def test_alarms_and_the_outcome_are_alerts(tmp_path: Path, capfd: pytest.Capture
         *(256, 2.0),
     ]
     assert capfd.readouterr().out == ""
+
+
+def test_the_overview_comes_first_and_details_stay_in_the_journal(tmp_path: Path) -> None:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    sink, run = TrackioSink("walker"), run_in(tmp_path / "run", name="first")
+    sink.open(run)
+    sink.write([record(1, values={"policy/kl": 0.1, "grad/layer/core_weight/norm": 2.0})])
+    sink.close(RunStatus.FINISHED)
+
+    (row,) = SQLiteStorage.get_logs("walker", f"first-{run.run_id[:6]}")
+    numbers = {key: value for key, value in row.items() if key not in ("step", "timestamp")}
+    assert numbers == {"0_overview/04 KL": 0.1, "policy/kl": 0.1, "axis/update": 1.0}
 
 
 @pytest.mark.parametrize("check", [name for name in CHECKS if name not in ("many records", "sigterm")])

@@ -133,6 +133,7 @@ PHRASES: Final = {
     "neighbours": ("too often equal to the next environment's", "too rarely equal to the next environment's"),
 }
 """Excess of each test in words, above and below 0."""
+EXCESS_KEYS: Final = tuple(EXCESS + test for test in PHRASES)
 
 ACTIONS: Final = "actions"  # name of the equation of the actions of one rollout
 ON_PURPOSE: Final = ("repeat",)  # tests that intentionally correlated noise fails, if actions are continuous

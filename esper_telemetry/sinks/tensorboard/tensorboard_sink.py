@@ -19,7 +19,15 @@ import numpy as np
 
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, by_tag, family_of, overview_names, sections
+from esper_telemetry.sinks.layout import (
+    ALARM_FAMILY,
+    KeyBudget,
+    by_tag,
+    counts_by_tag,
+    family_of,
+    overview_names,
+    sections,
+)
 from esper_telemetry.sinks.pages import IncidentCards, run_readme
 from esper_telemetry.sinks.sink_protocol import (
     Place,
@@ -101,11 +109,10 @@ class TensorBoardSink:
 
         def numbers(record: Record) -> dict[str, float]:
             selected = budget.select(record)
-            counts = {tag: sum(histogram.counts) for tag, histogram in by_tag(selected).items()}
             scalars = _scalars(selected)
             with np.errstate(over="ignore"):  # larger numbers are infinite in the file, too
                 singles = np.array([*scalars.values()], np.float64).astype(np.float32).tolist()
-            return {**dict(zip(scalars, singles, strict=True)), **counts}
+            return {**dict(zip(scalars, singles, strict=True)), **counts_by_tag(selected)}
 
         return numbers
 

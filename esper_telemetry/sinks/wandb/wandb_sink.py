@@ -26,7 +26,15 @@ from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
-from esper_telemetry.sinks.layout import TASK_AXIS, KeyBudget, by_tag, family_of, overview_names, with_at_most
+from esper_telemetry.sinks.layout import (
+    TASK_AXIS,
+    KeyBudget,
+    by_tag,
+    counts_by_tag,
+    family_of,
+    overview_names,
+    with_at_most,
+)
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCards, alarm_text, cause_of, run_note
 from esper_telemetry.sinks.sink_protocol import (
     OVERVIEW_FAMILY,
@@ -185,8 +193,7 @@ class WandbSink:
 
         def numbers(record: Record) -> dict[str, float]:
             selected = budget.select(record)
-            counts = {tag: sum(histogram.counts) for tag, histogram in by_tag(selected).items()}
-            return {**selected.values, **axes_of(record), **counts}
+            return {**selected.values, **axes_of(record), **counts_by_tag(selected)}
 
         return numbers
 
