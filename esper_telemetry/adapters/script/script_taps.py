@@ -7,6 +7,7 @@ Nothing here imports torch or NumPy before the script does, because the script m
 from __future__ import annotations
 
 import builtins
+import ctypes
 import functools
 import logging
 import re
@@ -40,6 +41,11 @@ MAX_HEAD_OUTPUTS = 32
 
 MAX_SEARCHES = 8
 """Optimizers and passes before the first step of a known environment, at which environments of other classes are searched for."""
+
+POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
+
+AS_SEQUENCE, ITEM, SQ_ITEM = 11, 3, 44
+"""Places, in pointers, of `tp_as_sequence` after the header of an object, and of `sq_item` in it; its number in `typeslots.h`."""
 
 
 class AfterImport(MetaPathFinder):
@@ -106,11 +112,15 @@ class Patches:
     def undo(self) -> None:
         """Put everything back."""
         while self._replaced:
-            owner, name, original, own = self._replaced.pop()
-            if own:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)
+            self.undo_last()
+
+    def undo_last(self) -> None:
+        """Put the function back that was replaced last."""
+        owner, name, original, own = self._replaced.pop()
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
 class Taps:
@@ -259,6 +269,8 @@ class Taps:
         self._patches.replace(torch.Tensor, "backward", self._backward)
         self._patches.replace(torch.autograd, "grad", self._backward)
         self._patches.replace(torch.Tensor, "__getitem__", self._indexed)
+        if not _clear_item_slots(torch.Tensor):
+            self._patches.undo_last()
         self._patches.replace(torch.Tensor, "index_select", lambda select: self._indexed(select, axis=True))
         self._patches.replace(
             optimizer.Optimizer, "__init__", lambda make: self._observed(make, self._search_environments)
@@ -314,7 +326,7 @@ class Taps:
             script = self.script
             plain = type(source).__name__ == "Tensor" and not source.requires_grad  # not a compiler's placeholder
             if script is not None and plain and args and not self._calling:
-                script.indices.add(source, args[-1] if axis else args[0])
+                self.call(lambda script: script.indices.add(source, args[-1] if axis else args[0]), 0)
             return take(source, *args, **options)
 
         return taken
@@ -554,6 +566,24 @@ def _listed(parameters: Any) -> tuple[list[Any], Any]:
         return [parameters], parameters
     listed = list(parameters)
     return listed, (item for item in listed) if isinstance(parameters, GeneratorType) else parameters
+
+
+def _clear_item_slots(kind: type[Any]) -> bool:
+    """Clear the slot `sq_item` of a class whose `__getitem__` was replaced, and of its subclasses; return False if that is not possible.
+
+    Python sets the slot with `__getitem__`. With it a tensor counts as a sequence, and `torch.tensor([numbers[0]])` raises.
+    """
+    if sys.implementation.name != "cpython":
+        return False
+    get_slot = ctypes.pythonapi.PyType_GetSlot
+    get_slot.argtypes, get_slot.restype = [ctypes.py_object, ctypes.c_int], ctypes.c_void_p
+    for one in (kind, *_subclasses(kind)):
+        methods = ctypes.c_void_p.from_address(id(one) + object.__basicsize__ + AS_SEQUENCE * POINTER_BYTES).value
+        slot = ctypes.c_void_p.from_address(methods + ITEM * POINTER_BYTES) if methods else None
+        if slot is None or slot.value != get_slot(one, SQ_ITEM):
+            return False  # another layout than this one
+        slot.value = None
+    return True
 
 
 def _subclasses(kind: type[Any]) -> Iterable[type[Any]]:
