@@ -187,7 +187,7 @@ class ScriptListener:
     @property
     def hides_episodes(self) -> bool:
         """True if the script itself misses the episodes."""
-        return self.environments.hidden and not self.scalars.tags & EPISODE_TAGS
+        return "final_info" in self._source.words and self.environments.hidden and not self.scalars.tags & EPISODE_TAGS
 
     def before_step(self, optimizer: Optimizer, variables: Variables) -> None:
         """An optimizer is about to take a step with the gradients that are there."""

@@ -245,7 +245,7 @@ class RolloutFinder:
                 columns |= {} if whole is None else {role: whole}
         if "returns" not in columns:  # the loss has another column for targets, or the critic has a separate loss
             named = self._variables.find((*self._targets, *NAMES["returns"]), self._free_grid)
-            columns |= {} if named is None else {"returns": named}
+            columns |= {} if named is None else {"returns": self._nearer_in_time(named)}
         self._identify_rewards()
         self._identify_next_values()
         if "log_probs" not in columns and self._has_ratio and self._acted is None:
@@ -297,8 +297,12 @@ class RolloutFinder:
         if own is None or acted is None:
             return
         numbers = _sorted(acted)
-        pairs = zip(self._grids, tables, strict=True)
-        mixed = (grid for grid, table in pairs if len(grid) == self.steps and _is_same(numbers, table))
+        mixed = (
+            way_back(grid)
+            for form, way_back in LOG_PROB_FORMS
+            for grid, table in zip(self._grids, tables, strict=True)
+            if len(grid) == self.steps and _is_same(_sorted(form(acted)), table)
+        )
         shuffled = next((grid for grid in mixed if not _is_same(acted, grid)), None)
         if shuffled is None:
             return
@@ -314,6 +318,18 @@ class RolloutFinder:
         column = self._columns.get(role)
         if column is not None and len(column) == self.steps and not self._mixed:
             self._columns[role] = self._in_time(column.reshape(-1), self._shown.get(role)).reshape(column.shape)
+
+    def _nearer_in_time(self, returns: Tensor) -> Tensor:
+        """Return the returns [T, B] of a critic whose minibatches come later: as they are, or without the shuffle of the other columns,
+        in the order that is nearer to values plus advantages.
+        """
+        values, advantages = self._columns.get("values"), self._columns.get("advantages")
+        if self._order is None or self._mixed or values is None or advantages is None or len(returns) != self.steps:
+            return returns
+        expected = advantages.to(returns) + values[: self.steps].to(returns)
+        in_time = torch.empty_like(returns.reshape(-1)).index_copy_(0, self._order, returns.reshape(-1))
+        orders = (returns, in_time.reshape(returns.shape))
+        return min(orders, key=lambda one: float((one - expected).square().sum()))
 
     def _in_time(self, array: Tensor, rows: Tensor | None) -> Tensor:
         """Return an array [R, ...] in the order of time: itself unless it has the minibatch's rows [N, ...] where a shuffle puts them."""
