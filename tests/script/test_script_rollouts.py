@@ -373,6 +373,36 @@ def test_classes_of_the_script_that_step_and_reset_are_its_environments() -> Non
     assert observed.time_limits.flatten().tolist() == [False, False, False, True, False]
 
 
+def test_a_script_that_ignores_a_time_limit_goes_on_with_its_episode() -> None:
+    """The environment repeats the flag in each step until it is reset."""
+    log, env = EpisodeLog(), Own()
+    assert log.includes(env)
+    for limited in (False, True, True, True):
+        log.after_step(env, ([0.0], 1.0, False, limited, {}))
+
+    observed = log.collected()
+    assert observed is not None and observed.time_limits.flatten().tolist() == [False, True, False, False]
+    assert [one.length for one in log.take()[0]] == [2]
+
+
+def test_answers_of_worker_processes_may_be_arrays() -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.install()
+    try:
+        own, other = multiprocessing.Pipe()
+        answers: tuple[Any, ...] = (np.zeros(3), (np.zeros(3), 1.0, False, {}), ())
+        for answer in answers:
+            own.send(("step", 0))
+            other.recv()
+            other.send(answer)
+            own.recv()
+    finally:
+        taps.remove()
+
+    assert taps.error is None and listener.environments.steps == 1
+
+
 def test_an_episode_of_the_length_at_which_the_script_ends_others_has_ended_too() -> None:
     log, env = EpisodeLog(), Own()
     assert log.includes(env)

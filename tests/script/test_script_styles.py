@@ -42,6 +42,7 @@ def checked(directory: Path, name: str, *edit: str) -> dict[str, dict[str, Any]]
         ("episode_memory.py", ("clipping",)),
         ("two_networks.py", ("clipping", "total_loss", "executed_actions")),
         ("own_environment.py", ("clipping",)),
+        ("shuffled_columns.py", ("clipping", "total_loss")),
     ],
 )
 def test_a_correct_program_has_its_equations_checked(tmp_path: Path, name: str, others: Collection[str]) -> None:
@@ -81,6 +82,7 @@ def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -
             "entropy_loss",
             "chosen_term",
         ),
+        ("shuffled_columns.py", (".entropy().mean()", ".entropy().sum()"), "entropy_loss", "sum"),
     ],
 )
 def test_a_mistake_is_named_in_any_style(

@@ -478,7 +478,8 @@ class ScriptListener:
         lines = self._source.lines
         found = {role.replace("log_probs", "log-probabilities"): name for role, name in found.items()}
         places = {role: lines[name] for role, name in found.items() if name in lines}
-        traced = {role: f"in `{name}` ({places[role]})" if role in places else name for role, name in found.items()}
+        traced = {role: f"in `{name}`" * bool(name) for role, name in found.items()}
+        traced |= {role: f"{traced[role]} ({place})" for role, place in places.items()}
         traced |= {} if first is None or first.entropy is None else {"entropy": ""}
         size = 0 if rollout is None else rollout.rewards.numel()
         known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts

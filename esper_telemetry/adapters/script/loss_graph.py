@@ -342,10 +342,11 @@ class _LossReader:
         logits, actions, source = (None, None, None) if policy is None else self._choices(nodes)
         heads = HeadColumns()
         if policy is not None and logits is None and not self.log_probs:
-            heads, actions, source = self._gaussian(policy.edge.node)
-            if actions is not None and policy.log_probs is None and policy.log_ratio is not None:
+            heads, drawn, layer = self._gaussian(policy.edge.node)
+            actions, source = (actions, source) if drawn is None else (drawn, layer)
+            if drawn is not None and policy.log_probs is None and policy.log_ratio is not None:
                 means, log_std = heads.means["action"], heads.log_std["action"]
-                density = torch.distributions.Normal(means, log_std.exp()).log_prob(actions).sum(-1)
+                density = torch.distributions.Normal(means, log_std.exp()).log_prob(drawn).sum(-1)
                 policy = policy._replace(log_probs=density)
         left_out = None
         if policy is not None and not others:

@@ -274,7 +274,9 @@ class RolloutFinder:
                     (
                         (_is_same(form(column), array), -_held(numbers, tables[place]), place)
                         for place, (array, grid) in enumerate(pairs)
-                        if not self._is_taken(grid) and not (role == "advantages" and self._is_product(array))
+                        if not self._is_taken(grid)
+                        and not (role == "advantages" and self._is_product(array))
+                        and (len(grid) == self.steps or role == "values")  # which may have those after the rollout
                     ),
                     default=(False, 0.0, 0),
                     key=lambda one: (one[1] > -MIN_SHARE, *one),

@@ -479,24 +479,26 @@ class Taps:
             def tapped(connection: Any) -> Any:
                 answer = receive(connection)
                 if connection in sent:
-                    from esper_telemetry.adapters.script.recorders import step_parts
-
-                    message = sent.pop(connection)
-                    result = (
-                        answer[0] if answer and isinstance(answer, tuple) and isinstance(answer[0], tuple) else answer
-                    )
-                    parts = self._contained(step_parts)(result)
-                    named = isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str)
-                    if parts is not None and parts[1].size == 1:
-                        self._end_update()
-                        action = message[1] if named else message
-                        self._call_briefly(lambda script: script.after_env_step(connection, result, action))
+                    self._contained(self._after_answer)(connection, sent.pop(connection), answer)
                 return answer
 
             return tapped
 
         self._patches.replace(module._ConnectionBase, "send", wrap_send)
         self._patches.replace(module._ConnectionBase, "recv", wrap_receive)
+
+    def _after_answer(self, connection: Any, message: Any, answer: Any) -> None:
+        """Record the answer to a message if it is the result of `step`."""
+        from esper_telemetry.adapters.script.recorders import step_parts
+
+        nested = isinstance(answer, tuple) and len(answer) > 0 and isinstance(answer[0], tuple)
+        result = answer[0] if nested else answer
+        parts = step_parts(result)
+        if parts is not None and parts[1].size == 1:
+            self._end_update()
+            named = isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str)
+            action = message[1] if named else message
+            self._call_briefly(lambda script: script.after_env_step(connection, result, action))
 
     def _tap_stable_baselines3(self, module: Any) -> None:
         """Every `learn` of every algorithm, including sb3-contrib, prepares its callbacks there."""
