@@ -53,6 +53,21 @@ def test_a_correct_program_has_its_equations_checked(tmp_path: Path, name: str, 
     assert not [alarm for alarm in read_run(tmp_path / "run").alarms if alarm.level == "critical"]
 
 
+def test_a_critic_may_be_trained_before_the_policy(tmp_path: Path) -> None:
+    """The policy's loss, which shows the columns of a rollout, comes after the first step of the update."""
+    source = (SCRIPTS / "shuffled_columns.py").read_text()
+    place = source.index("            critic_opt.zero_grad()")
+    actor, critic = source[source.index("            actor_opt.zero_grad()") : place], source[place:]
+
+    rows = checked(tmp_path, "shuffled_columns.py", actor + critic, critic + actor)
+
+    assert {one for one, row in rows.items() if row["state"] not in ("matches", "variant")} == {
+        "clipping",
+        "total_loss",
+    }
+    assert rows["value_loss"]["updates"] == rows["advantages"]["updates"] == 2
+
+
 def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -> None:
     """Its worker processes scale the rewards by 0.01 and add up the unscaled rewards."""
     checked(tmp_path, "worker_pipes.py")
