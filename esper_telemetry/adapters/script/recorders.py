@@ -692,13 +692,13 @@ class EpisodeLog:
         steps: environment steps so far.
         hidden: episodes ended, and the environments report them in a way that scripts for Gymnasium 0.29 do not read.
         closed: no further environments join.
-        inside: a step of an environment is in progress.
+        inside, resetting: a step, or a reset, of an environment is in progress.
         seconds: spent in environments since the rollout began.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self.inside = False
+        self.inside = self.resetting = False
         self.hidden = False
         self.closed = False
         self.seconds = 0.0
@@ -709,6 +709,11 @@ class EpisodeLog:
         self._last_count = 0  # calls in the rollout before
         self._cut_lengths: set[int] = set()  # of episodes that the script has ended within rollouts
         self._reported = False
+
+    @property
+    def busy(self) -> bool:
+        """True if steps are taken by environments, not by the script."""
+        return self.inside or self.resetting
 
     def includes(self, env: Any) -> bool:
         """Return True for an environment of training; one that is stepped before training begins becomes one."""

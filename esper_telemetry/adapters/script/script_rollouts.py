@@ -243,6 +243,8 @@ class RolloutFinder:
             if role not in columns and column is not None and column.numel() == self.steps * self.envs:
                 whole = self._as_grid(column)
                 columns |= {} if whole is None else {role: whole}
+        if "advantages" not in columns and not is_permuted:
+            columns |= self._advantages_of_loss(pairs)
         if "returns" not in columns:  # the loss has another column for targets, or the critic has a separate loss
             named = self._variables.find((*self._targets, *NAMES["returns"]), self._free_grid)
             columns |= {} if named is None else {"returns": self._nearer_in_time(named)}
@@ -375,6 +377,21 @@ class RolloutFinder:
                 if grids:
                     columns["advantages"] = grids[0]
                     return
+
+    def _advantages_of_loss(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        """Return the advantages of a loss over the whole rollout, if the script keeps none, in the order of its log-probabilities."""
+        own, log_probs = self._shown.get("advantages"), self._columns.get("log_probs")
+        if own is None or log_probs is None or own.numel() != self.steps * self.envs:
+            return {}
+        arrays = (
+            array for array, grid in pairs if grid.data_ptr() == log_probs.data_ptr() and array.numel() == own.numel()
+        )
+        array = next(arrays, log_probs)
+        shown = self._shown.get("log_probs")
+        if shown is None or not _is_same(shown, array):
+            return {}
+        grid = self._as_grid(own.reshape(array.shape))
+        return {} if grid is None else {"advantages": grid}
 
     def _identify_acting_values(self) -> None:
         """Find the values of acting if training uses another critic: their last row is its output before the last step."""
@@ -567,6 +584,10 @@ class RolloutFinder:
         returns = advantages + values if returns is None else returns.to(values)
         is_mistaken = torch.equal(returns, advantages) or torch.equal(returns, values)
         implied = None if not gamma else ((advantages + values if is_mistaken else returns) - rewards)[-1] / gamma
+        if implied is not None and bool(advantages.any()) and not bool(advantages[-1].any()):
+            implied = torch.zeros_like(
+                implied
+            )  # a script that leaves the last row out is to differ from its equation, too
         estimates = bool(self._last_estimates) or "next_values" in self._columns
         if self._cut and implied is not None and not (estimates and float(implied.abs().max()) > SAME_NUMBER):
             ended = ended.clone()

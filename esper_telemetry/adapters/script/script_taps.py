@@ -405,7 +405,7 @@ class Taps:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if script is None or script.environments.inside:
+            if script is None or script.environments.busy:
                 return step(env, *args, **options)
             if script.open:
                 self.call(lambda script: script.end_update() if script.environments.includes(env) else None)
@@ -434,7 +434,7 @@ class Taps:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if script is None or not script.listens or script.environments.inside:  # a wrapper steps another one
+            if script is None or not script.listens or script.environments.busy:  # a wrapper steps another one
                 return step(env, *args, **options)
             self._end_update()
             script.environments.inside, began = True, time.perf_counter()
@@ -454,11 +454,22 @@ class Taps:
             self.call(lambda script: script.end_update())
 
     def _reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
-        def record(script: ScriptListener, result: Any, env: Any, *_: Any, **__: Any) -> None:
-            if not script.environments.inside:
-                script.environments.reset(env, result)
+        """Record resets by the script. Steps that an environment takes to reset itself are not the script's."""
 
-        return self._observed(reset, record)
+        @functools.wraps(reset)
+        def was_reset(env: Any, *args: Any, **options: Any) -> Any:
+            script = self.script
+            if script is None or script.environments.inside:
+                return reset(env, *args, **options)
+            before, script.environments.resetting = script.environments.resetting, True
+            try:
+                result = reset(env, *args, **options)
+            finally:
+                script.environments.resetting = before
+            self._call_briefly(lambda script: script.environments.reset(env, result))
+            return result
+
+        return was_reset
 
     def _tap_connections(self, module: Any) -> None:
         """Tap the pipes to environments in other processes: an answer with a reward and flags is the result of `step`."""
