@@ -461,6 +461,25 @@ def test_outputs_of_the_critic_are_the_values_where_the_first_loss_is_of_the_pol
     assert torch.equal(rollout.last_values[0], last[:1])
 
 
+def test_columns_of_one_environment_after_the_other_may_have_an_axis_of_size_1() -> None:
+    """The buffer is [B, T, 1], and is flattened to [R, 1]."""
+    draw = torch.Generator().manual_seed(9)
+    log_probs, advantages, values = (torch.randn(2, 16, 1, generator=draw) for _ in range(3))
+    arrays = {"l": log_probs, "v": values, "a": advantages, "rewards": torch.ones(2, 16)}
+    arrays |= {f"flat_{name}": array.reshape(32, 1) for name, array in arrays.items()}
+    acted = [Asked(row, None) for row in log_probs[..., 0].T]
+    ends = torch.zeros(16, 2, dtype=torch.bool)
+
+    rollout = RolloutFinder(
+        *(Variables([arrays]), collected(ends)),
+        reading=reading_of(log_probs.reshape(-1), advantages.reshape(-1), values.reshape(-1)),
+        acted=acted,
+    ).rollout(0.9)
+
+    assert rollout is not None and torch.equal(rollout.advantages, advantages[..., 0].T)
+    assert torch.equal(rollout.log_probs, log_probs[..., 0].T)
+
+
 def test_advantages_that_a_function_keeps_to_itself_are_those_of_the_loss() -> None:
     """The only loss has the whole rollout; the last row, which the script leaves out, does not imply a value after the rollout."""
     draw = torch.Generator().manual_seed(9)

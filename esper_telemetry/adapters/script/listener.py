@@ -522,7 +522,7 @@ class ScriptListener:
         facts = self._facts = {
             **facts,
             UNCHECKED_FACT: settings.unchecked_equations(facts, {} if rollout is None else traced),
-            UNTRACED_FACT: settings.untraced_equations(traced, names.calling_place()),
+            UNTRACED_FACT: settings.untraced_equations(traced, names.calling_place(), has_rollout=rollout is not None),
             "equation_places": settings.equation_places(places, names.calling_place()),
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))

@@ -460,7 +460,7 @@ class RolloutFinder:
         size = self.steps * self.envs
         if 1 in (self.steps, self.envs):
             return False
-        flat = [array.float() for array in arrays if array.dim() == 1 and array.numel() == size]
+        flat = [array.float().reshape(-1) for array in arrays if array.numel() == size in array.shape]
         grids = [array for array in arrays if [one for one in array.shape if one != 1] == [self.steps, self.envs]]
         grids += [one for one in (self._paid, self._acted) if one is not None]
         grids += [] if self._acted is None else [-self._acted]

@@ -215,16 +215,18 @@ IN_LOSS: Final = ("policy_loss", "value_loss", "entropy_loss", "total_loss", "gr
 """Equations of the loss and of what follows it."""
 
 
-def untraced_equations(traced: Mapping[str, str], loss: str) -> dict[str, str]:
+def untraced_equations(traced: Mapping[str, str], loss: str, *, has_rollout: bool = True) -> dict[str, str]:
     """Return the missing and found columns of each equation; it is used if the equation is not checked.
 
     Args:
         traced: variables with their places in the source, by role; empty for a role without variables.
         loss: place of the loss.
+        has_rollout: the columns make a rollout.
     """
+    lacking = [] if has_rollout else [role for role in COLUMNS if role not in traced]
     texts = {}
     for equation, roles in ROLES.items():
-        missing = [role for role in roles if role not in traced] or [role for role in COLUMNS if role not in traced]
+        missing = [role for role in roles if role not in traced] or lacking
         known = [f"{role} {place}".strip() for role, place in traced.items() if role in roles]
         if missing:
             others = [f"{role} {place}".strip() for role, place in traced.items() if place]
