@@ -465,6 +465,7 @@ def test_columns_of_one_environment_after_the_other_may_have_an_axis_of_size_1()
     """The buffer is [B, T, 1], and is flattened to [R, 1]."""
     draw = torch.Generator().manual_seed(9)
     log_probs, advantages, values = (torch.randn(2, 16, 1, generator=draw) for _ in range(3))
+    log_probs[0, 3] = log_probs[0, 5]
     arrays = {"l": log_probs, "v": values, "a": advantages, "rewards": torch.ones(2, 16)}
     arrays |= {f"flat_{name}": array.reshape(32, 1) for name, array in arrays.items()}
     acted = [Asked(row, None) for row in log_probs[..., 0].T]
