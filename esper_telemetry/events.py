@@ -130,7 +130,10 @@ class RolloutEnd:
 
 @dataclass(frozen=True, slots=True)
 class UpdateStart:
-    """The start of an update whose rollout is not known, instead of `RolloutEnd`; `actions` holds the actions that are known."""
+    """The start of an update whose rollout is not known, instead of `RolloutEnd`; `actions` holds the actions that are known.
+
+    Without actions, the rollout may follow while the update is under way.
+    """
 
     update: int
     env_step: int

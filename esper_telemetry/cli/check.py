@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
@@ -193,6 +193,14 @@ class Limit:
         _thread.interrupt_main()
 
 
+def interrupt_workers() -> None:
+    """Send the script's worker processes the signal that Ctrl-C sends to all: otherwise Python waits for them when it exits."""
+    module = sys.modules.get("multiprocessing")
+    for child in module.active_children() if module is not None and os.name != "nt" else ():
+        with suppress(OSError):
+            os.kill(child.pid, signal.SIGINT)
+
+
 def check_script(options: CheckOptions) -> int:
     """Run the script until it ends or the limit is reached, print the tables of its runs and return the exit code."""
     if options.run_dir is not None:
@@ -215,6 +223,8 @@ def check_script(options: CheckOptions) -> int:
     except BaseException as error:
         failure = error
     limit.end()
+    if limit.reached:
+        interrupt_workers()
     stopped = limit.reached or isinstance(failure, KeyboardInterrupt)
     script_telemetry.end(KeyboardInterrupt() if stopped else failure)
     if os.getpid() != pid:  # a forked copy of the process, made by the script

@@ -188,6 +188,16 @@ def _last_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Callable[[G
     return compute
 
 
+def _last_row_zero(inputs: GaeInputs) -> Tensor | None:
+    """Return GAE with 0 in the last row, which the other rows may continue from; None for a single row."""
+    if len(inputs.rewards) < 2:
+        return None
+    alone, rewards = gae(inputs), inputs.rewards.clone()
+    alone[-1] = 0.0
+    rewards[-1] = inputs.values[-1] - inputs.gamma * inputs.next_values[-1]
+    return closest(inputs, alone, gae(inputs, rewards=rewards))
+
+
 def _monte_carlo_cut(inputs: GaeInputs) -> Tensor:
     next_values = inputs.next_values.clone()
     next_values[-1] *= inputs.ended[-1]
@@ -495,6 +505,10 @@ MISTAKES = (
     .predicts("δ_T = r_T - V_T", _last_bootstrap(lambda inputs: 0.0))
     .advises("Bootstrap the last step with the value of the state that follows the rollout.")
     .cites("Huang et al. 2022, The 37 implementation details of PPO"),
+    mistake("last_row_zero", "GAE except in the last row, which is 0")
+    .predicts("A_T = 0", _last_row_zero)
+    .advises("Let the loop over steps begin at the last step: its next value is the value after the rollout.")
+    .cites("Farama-Foundation/Gymnasium, docs/tutorials/training_agents/vector_a2c.py; PufferAI/PufferLib#445"),
     mistake("old_last_bootstrap", "GAE that bootstraps the last step with the value of the state before it")
     .predicts("δ_T = r_T + γ V_T - V_T", _last_bootstrap(lambda inputs: inputs.values))
     .advises("Evaluate the critic at the observation after the last step.")

@@ -38,6 +38,12 @@ TINY_LAMBDA = 1e-3
 OTHER_UNITS = 0.02
 """Difference of a factor from 1 above which numbers have other units."""
 
+MIN_MOVED_ROWS = 64
+"""Rows above which targets that moved with the values are no coincidence: values of successive steps are alike."""
+
+MAX_MOVED = 2.0
+"""Mean distance that targets moved, relative to the distance that values have moved later, up to which the values explain it."""
+
 MIN_CORRELATION = 0.9
 """Correlation above which targets moved with the values of the minibatches: unrelated differences have a correlation of 0."""
 
@@ -216,7 +222,7 @@ def _new_values(inputs: ReturnInputs) -> Tensor | None:
     moved, later = inputs.counted(inputs.claimed - inputs.advantages - inputs.values), inputs.counted(exact)
     later = later - inputs.counted(inputs.advantages + inputs.values)
     differs = moved.abs() > MIN_MOVED * moved.abs().max()
-    if int(differs.sum()) < MIN_ROWS:
+    if int(differs.sum()) < MIN_MOVED_ROWS or float(moved.abs().mean()) > MAX_MOVED * float(later.abs().mean()):
         return exact
     together = torch.corrcoef(torch.stack([moved[differs], later[differs]]))[0, 1]
     return inputs.claimed if bool(together > MIN_CORRELATION) else exact

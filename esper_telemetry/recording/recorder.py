@@ -111,6 +111,7 @@ class UpdateRecorder:
         self._features: Tensor | None = None
         self._env_step = 0
         self._collected: int | None = None
+        self._waits_for: int | None = None  # update that has begun without its rollout
         self._ended = time.perf_counter()
         self._last_backward: BackwardEnd | None = None
         self._listens_to_trunk = self._keeps_critic = self._sampled = self._begun = False
@@ -270,9 +271,17 @@ class UpdateRecorder:
         self._keeps_critic = level >= Level.DEBUG or (level is Level.NORMAL and clips_values)
 
     def _begin(self, event: RolloutEnd | UpdateStart) -> None:
+        actions = event.actions if isinstance(event, UpdateStart) else None
+        is_found = actions is not None or isinstance(event, RolloutEnd)
+        if self._begun and is_found and self._waits_for == event.update:  # found while the update is under way
+            self._waits_for = None
+            if self._sampled and actions is not None:
+                self._telemetry.measure(collection_checks(actions, self._telemetry.facts))
+            return
         if self._begun:
             self._drop_minibatches()
         self._begun = True
+        self._waits_for = None if is_found else event.update
         self._telemetry.begin_update(event.env_step)
         self._collected = event.update
         self._sampled = self._telemetry.sampling.begin(raised=self._telemetry.escalated)
@@ -280,8 +289,8 @@ class UpdateRecorder:
             self._gradient_probe.begin(every_step=self._telemetry.update_level is Level.DEBUG)
             self._replay_probe.begin()
             self._step_probe.begin()
-            if isinstance(event, UpdateStart) and event.actions is not None:
-                self._telemetry.measure(collection_checks(event.actions, self._telemetry.facts))
+            if actions is not None:
+                self._telemetry.measure(collection_checks(actions, self._telemetry.facts))
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
 

@@ -34,6 +34,7 @@ from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_value
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.run_outcome import NOT_OBSERVED, OUTCOME, Outcome, OutcomeJudge, OutcomeKind
+from esper_telemetry.alarms.verdict.unusual import keys_without_bounds
 from esper_telemetry.core.backends import limit_mlflow_requests
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import capitalized
@@ -485,7 +486,7 @@ class RunView:
             dict(unanswered.data.get("questions", {})) if unanswered else {},
             remarks=tuple(self._remarks),
             outcome=outcome,
-            critical=critical_values(self._latest, self.info.metrics),
+            critical=self._critical(self._latest),
         )
 
     @property
@@ -496,7 +497,10 @@ class RunView:
     @property
     def critical_now(self) -> Mapping[str, float]:
         """Values of the last record that are beyond the critical bounds of their metrics, by key."""
-        return critical_values([*self._latest][-1:], self.info.metrics)
+        return self._critical([*self._latest][-1:])
+
+    def _critical(self, records: Iterable[Mapping[str, float]]) -> dict[str, float]:
+        return critical_values(records, self.info.metrics, keys_without_bounds(self.facts, self._latest))
 
     @property
     def ending(self) -> str:

@@ -329,7 +329,11 @@ COURSES: Mapping[str, list[Course]] = {
         for updates, step, told in ((1, 2.0, False), (2, 2.0, True), (2, 0.3, False))
     ],
     "The gradient of a critic may vanish with its error, here to 1e-12 of its value": [
-        Course("grad/vanish", False, solved, 160)
+        Course("grad/vanish", False, solved, 160),
+        Course(
+            "grad/vanish", False, multiplied({"loss/value": 1e-12, "grad/layer/value_weight/norm": 1e-7}), 14, since=10
+        ),
+        Course("grad/vanish", True, multiplied({"grad/layer/value_weight/norm": 1e-7}), 14, since=10),
     ],
     "An update whose completions are all truncated has no gradient, and is named as truncation from the third on": [
         Course("grad/vanish", True, NO_LAYERS),

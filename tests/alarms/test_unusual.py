@@ -6,11 +6,13 @@ import pytest
 
 from esper_telemetry.alarms.verdict.bounds import beyond_bound, critical_values, distance_beyond
 from esper_telemetry.alarms.verdict.unusual import (
+    NORMALIZED_KEYS,
     RunValues,
     fact_remedy,
     healthy_values,
     judge_value,
     key_remedy,
+    keys_without_bounds,
     kind_of_task,
     quantiles_of,
     scale_free,
@@ -19,6 +21,7 @@ from esper_telemetry.alarms.verdict.unusual import (
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.metric import Metric
 from esper_telemetry.core.record import Axes, MetricInfo, Record
+from esper_telemetry.equations.equation import EQUATION_KEY, equations
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,22 @@ def test_a_value_is_critical_by_the_median_of_the_latest_records() -> None:
     assert critical_values(records, metrics) == {"policy/kl": 0.3}
     assert critical_values([{"policy/kl": 0.3, "opt/lr": 2.0}], metrics) == {"policy/kl": 0.3, "opt/lr": 2.0}
     assert critical_values([], metrics) == {}
+
+
+def test_bounds_of_normalised_advantages_and_of_lambda_returns_need_both() -> None:
+    """The run does not normalise, and its critic learns one-step targets."""
+    returns = equations()["returns"]
+    key, targets = EQUATION_KEY + returns.label(), EQUATION_KEY + returns.label(returns["td_targets"])
+    checked = {key: 0.9, targets: 1.0}
+    plain = Facts(normalize_advantages=False)
+
+    aside = keys_without_bounds(plain, [checked, {"integrity/gae_identity": 0.4}])
+
+    assert set(aside) == {*NORMALIZED_KEYS, "integrity/gae_identity"}
+    assert set(keys_without_bounds(plain, [])) == {*NORMALIZED_KEYS}
+    assert set(keys_without_bounds(Facts(), [{key: 0.9}])) == set()
+    metrics = {name: MetricInfo("1", "?", critical="> 0.05") for name in ("adv/norm/mean", "policy/kl")}
+    assert critical_values([{"adv/norm/mean": 1.0, "policy/kl": 0.3}], metrics, aside) == {"policy/kl": 0.3}
 
 
 def test_quantiles_weigh_runs_alike() -> None:

@@ -45,8 +45,14 @@ def test_entropy_that_plunges_early_is_reported_within_three_updates() -> None:
 
     early = {**FACTS, "total_steps": 1000 * STEP_LENGTH}
 
+    def solve(found: Values, ago: int) -> None:
+        found["episode/return_mean"] *= 10.0 if ago >= 5 else 1.0
+        if ago >= 20:
+            plunge(found, ago - 20)
+
     assert raised(judged(run(40, plunge), early))["policy/entropy_crash"] == SINCE + 2
     assert "policy/entropy_crash" not in raised(judged(run(40, plunge)))
+    assert "policy/entropy_crash" not in raised(judged(run(40, solve, since=1), early))
 
 
 def test_a_memory_of_ten_steps_is_short_where_rewards_are_rare() -> None:

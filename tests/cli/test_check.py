@@ -99,6 +99,20 @@ def test_a_script_is_stopped_when_the_time_is_up(tmp_path: Path) -> None:
     assert "Traceback" not in output.err
 
 
+def test_worker_processes_of_a_script_end_with_it(tmp_path: Path) -> None:
+    """They wait for messages, and Python waits for them."""
+    lines = (
+        "import multiprocessing",
+        "multiprocessing.set_start_method('fork')",
+        "own, other = multiprocessing.Pipe()",
+        "multiprocessing.Process(target=other.recv).start()",
+        SPINNING,
+    )
+    (tmp_path / "workers.py").write_text("\n".join(lines), encoding="utf-8")
+
+    assert "workers.py: stopped after 0.5 seconds" in check(tmp_path, "--seconds", "0.5", "workers.py").err
+
+
 def test_a_script_that_saves_its_model_when_it_is_interrupted_does_so(tmp_path: Path) -> None:
     saving = SPINNING.replace("while", "try:\n  while").replace("    time", "     time")
     (tmp_path / "saving.py").write_text(f"{saving}except KeyboardInterrupt:\n  print('saved')\n", encoding="utf-8")

@@ -187,6 +187,20 @@ def terminal_penalty(c: Columns) -> Array:
     return cleanrl_style(c, c.done, stored_rewards(c) - 5.0 * c.terminated)
 
 
+def last_row_alone(c: Columns) -> Array:
+    """Clears the last row after the loop."""
+    advantages = right(c)
+    advantages[-1] = 0.0
+    return advantages
+
+
+def without_last_row(c: Columns) -> Array:
+    """Begins the loop at the step before the last."""
+    delta = c.rewards + c.gamma * c.next_values - c.values
+    delta[-1] = 0.0
+    return backward(c, delta, c.gamma * c.lam * ~c.done)
+
+
 def with_last(c: Columns, last: Array | float) -> Array:
     next_values = c.next_values.copy()
     next_values[-1] = np.where(c.done[-1], next_values[-1], last)
@@ -335,6 +349,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "termination_bootstrapped": [termination_bootstrapped],
     "terminal_reward": [terminal_penalty],
     "no_last_bootstrap": [lambda c: with_last(c, 0.0)],
+    "last_row_zero": [last_row_alone, without_last_row],
     "old_last_bootstrap": [lambda c: with_last(c, c.values[-1])],
     "other_last_value": [lambda c: with_last(c, c.last + 1.5)],
     "current_value_bootstrap": [current_value, current_value_inside],

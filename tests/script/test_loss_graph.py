@@ -249,6 +249,48 @@ def test_the_terms_of_a_loss_that_is_climbed_are_those_of_its_negative() -> None
     torch.testing.assert_close(climbed.total, loss.detach())
 
 
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_terms_that_a_script_adds_row_by_row_are_columns(is_mean: bool) -> None:
+    """As in PyTorch's examples of REINFORCE and of an actor-critic; the rows were acted on one by one."""
+    torch.manual_seed(0)
+    states, returns = torch.randn(ROWS, 3), torch.randn(ROWS)
+    policy, critic = nn.Linear(3, 2), nn.Linear(3, 1)
+    acted = [(Categorical(logits=policy(state)), critic(state)) for state in states]
+    log_probs = [distribution.log_prob(torch.tensor(row % 2)) for row, (distribution, _) in enumerate(acted)]
+    gains = [goal - value.item() for goal, (_, value) in zip(returns, acted, strict=True)]
+    errors = [F.smooth_l1_loss(value, goal.reshape(1)) for goal, (_, value) in zip(returns, acted, strict=True)]
+    losses = torch.stack([-one * gain for one, gain in zip(log_probs, gains, strict=True)])
+    loss = losses.mean() if is_mean else losses.sum()
+    loss = loss + torch.stack(errors).sum() - 0.01 * sum(distribution.entropy() for distribution, _ in acted)
+
+    reading = read_loss(loss)
+
+    assert reading is not None and reading.policy is not None and reading.policy.log_probs is not None
+    assert reading.complete and reading.policy.by_row
+    torch.testing.assert_close(reading.policy.log_probs, torch.stack(log_probs).detach())
+    torch.testing.assert_close(reading.policy.advantages, torch.stack(gains))
+    assert reading.policy.weight == pytest.approx(1 if is_mean else ROWS)
+    assert reading.value is not None and reading.value.returns is not None and reading.entropy is not None
+    torch.testing.assert_close(reading.value.returns, returns)
+    assert reading.value.weight == pytest.approx(ROWS) and reading.entropy.weight == pytest.approx(0.01 * ROWS)
+    assert reading.actions is not None and reading.actions.tolist() == [row % 2 for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_probabilities_chosen_from_a_softmax_show_logits_and_actions(log: bool) -> None:
+    rows, layer, actions = Rows(), nn.Linear(3, 2), torch.arange(ROWS) % 2
+    outputs = layer(torch.randn(ROWS, 3))
+    chosen = outputs.log_softmax(1) if log else outputs.softmax(1)
+    log_probs = chosen.gather(1, actions[:, None]).squeeze(1)
+    log_probs = log_probs if log else log_probs.log()
+
+    reading = rows.read(rows.surrogate((log_probs - rows.old_log_probs).exp()))
+
+    assert reading.logits is not None and reading.actions is not None and reading.source is not None
+    torch.testing.assert_close(reading.logits.softmax(1), outputs.softmax(1).detach())
+    assert reading.actions.tolist() == actions.tolist() and reading.source.weight == id(layer.weight)
+
+
 def test_what_a_loss_leaves_out_is_known() -> None:
     rows = Rows()
 

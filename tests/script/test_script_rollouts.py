@@ -349,6 +349,35 @@ class Agent:
         return "step"
 
 
+class StepsInReset(gym.Env[Any, Any]):
+    """An environment whose reset takes a step, as LunarLander's."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,))
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        return self.step(0)[0], {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+
+def test_steps_that_a_reset_takes_are_not_the_scripts() -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.install()
+    try:
+        envs = gym.vector.SyncVectorEnv([StepsInReset] * 3)
+        envs.reset()
+        envs.step(np.zeros(3, int))
+    finally:
+        taps.remove()
+
+    observed = listener.environments.collected()
+    assert taps.error is None and observed is not None
+    assert (observed.steps, observed.envs) == (1, 3)
+
+
 def test_classes_of_the_script_that_step_and_reset_are_its_environments() -> None:
     listener = ScriptListener(lambda _: None, lambda _: None)
     taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
@@ -371,6 +400,36 @@ def test_classes_of_the_script_that_step_and_reset_are_its_environments() -> Non
     assert observed is not None
     assert observed.ended.flatten().tolist() == [False, False, True, True, False]
     assert observed.time_limits.flatten().tolist() == [False, False, False, True, False]
+
+
+def test_a_script_that_ignores_a_time_limit_goes_on_with_its_episode() -> None:
+    """The environment repeats the flag in each step until it is reset."""
+    log, env = EpisodeLog(), Own()
+    assert log.includes(env)
+    for limited in (False, True, True, True):
+        log.after_step(env, ([0.0], 1.0, False, limited, {}))
+
+    observed = log.collected()
+    assert observed is not None and observed.time_limits.flatten().tolist() == [False, True, False, False]
+    assert [one.length for one in log.take()[0]] == [2]
+
+
+def test_answers_of_worker_processes_may_be_arrays() -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.install()
+    try:
+        own, other = multiprocessing.Pipe()
+        answers: tuple[Any, ...] = (np.zeros(3), (np.zeros(3), 1.0, False, {}), ())
+        for answer in answers:
+            own.send(("step", 0))
+            other.recv()
+            other.send(answer)
+            own.recv()
+    finally:
+        taps.remove()
+
+    assert taps.error is None and listener.environments.steps == 1
 
 
 def test_an_episode_of_the_length_at_which_the_script_ends_others_has_ended_too() -> None:
@@ -400,6 +459,42 @@ def test_outputs_of_the_critic_are_the_values_where_the_first_loss_is_of_the_pol
 
     assert rollout is not None and torch.equal(rollout.values[:, 0], values)
     assert torch.equal(rollout.last_values[0], last[:1])
+
+
+def test_columns_of_one_environment_after_the_other_may_have_an_axis_of_size_1() -> None:
+    """The buffer is [B, T, 1], and is flattened to [R, 1]."""
+    draw = torch.Generator().manual_seed(9)
+    log_probs, advantages, values = (torch.randn(2, 16, 1, generator=draw) for _ in range(3))
+    log_probs[0, 3] = log_probs[0, 5]
+    arrays = {"l": log_probs, "v": values, "a": advantages, "rewards": torch.ones(2, 16)}
+    arrays |= {f"flat_{name}": array.reshape(32, 1) for name, array in arrays.items()}
+    acted = [Asked(row, None) for row in log_probs[..., 0].T]
+    ends = torch.zeros(16, 2, dtype=torch.bool)
+
+    rollout = RolloutFinder(
+        *(Variables([arrays]), collected(ends)),
+        reading=reading_of(log_probs.reshape(-1), advantages.reshape(-1), values.reshape(-1)),
+        acted=acted,
+    ).rollout(0.9)
+
+    assert rollout is not None and torch.equal(rollout.advantages, advantages[..., 0].T)
+    assert torch.equal(rollout.log_probs, log_probs[..., 0].T)
+
+
+def test_advantages_that_a_function_keeps_to_itself_are_those_of_the_loss() -> None:
+    """The only loss has the whole rollout; the last row, which the script leaves out, does not imply a value after the rollout."""
+    draw = torch.Generator().manual_seed(9)
+    log_probs, advantages, values = (torch.randn(16, 2, generator=draw) for _ in range(3))
+    advantages[-1] = 0.0
+    arrays = {"log_probs": log_probs, "values": values, "rewards": torch.ones(16, 2)}
+    ends = torch.zeros(16, 2, dtype=torch.bool)
+
+    rollout = RolloutFinder(
+        Variables([arrays]), collected(ends), reading=reading_of(log_probs.reshape(-1), advantages.reshape(-1))
+    ).rollout(0.9)
+
+    assert rollout is not None and torch.equal(rollout.advantages, advantages)
+    assert torch.equal(rollout.last_values[0], values[-1])
 
 
 def test_numbers_of_which_the_loss_takes_rows_are_the_log_probabilities_that_it_does_not_show() -> None:

@@ -482,6 +482,22 @@ def test_the_first_variable_that_is_not_finite_is_named_before_the_gradient(tmp_
     assert failure["nonfinite"]["tensor"] == f"weighed_t, assigned in script.py:{line}"
 
 
+def test_numbers_of_a_tensor_remain_numbers_for_torch(tmp_path: Path) -> None:
+    """Recording the rows that scripts take must not make sequences of tensors, neither during nor after the run."""
+    lines = (
+        "import torch",
+        "numbers = torch.arange(3.0)",
+        "print(torch.tensor([numbers[1], torch.nn.Parameter(numbers[2]).detach()]), list(numbers[torch.tensor([0, 2])]))",
+        "torch.func.vmap(lambda row: row[torch.tensor([0, 1])])(torch.ones(2, 3))",
+    )
+    (tmp_path / "script.py").write_text("\n".join(lines))
+
+    plain, measured = python(tmp_path, "script.py"), with_telemetry(tmp_path, "script.py")
+
+    assert plain.code == measured.code == 0
+    assert plain.stdout == measured.stdout
+
+
 def test_other_ranks_run_the_script_and_say_nothing(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('trained')")
 

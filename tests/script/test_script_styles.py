@@ -42,6 +42,7 @@ def checked(directory: Path, name: str, *edit: str) -> dict[str, dict[str, Any]]
         ("episode_memory.py", ("clipping",)),
         ("two_networks.py", ("clipping", "total_loss", "executed_actions")),
         ("own_environment.py", ("clipping",)),
+        ("shuffled_columns.py", ("clipping", "total_loss")),
     ],
 )
 def test_a_correct_program_has_its_equations_checked(tmp_path: Path, name: str, others: Collection[str]) -> None:
@@ -50,6 +51,21 @@ def test_a_correct_program_has_its_equations_checked(tmp_path: Path, name: str, 
 
     assert {one for one, row in rows.items() if row["state"] not in ("matches", "variant")} == set(others)
     assert not [alarm for alarm in read_run(tmp_path / "run").alarms if alarm.level == "critical"]
+
+
+def test_a_critic_may_be_trained_before_the_policy(tmp_path: Path) -> None:
+    """The policy's loss, which shows the columns of a rollout, comes after the first step of the update."""
+    source = (SCRIPTS / "shuffled_columns.py").read_text()
+    place = source.index("            critic_opt.zero_grad()")
+    actor, critic = source[source.index("            actor_opt.zero_grad()") : place], source[place:]
+
+    rows = checked(tmp_path, "shuffled_columns.py", actor + critic, critic + actor)
+
+    assert {one for one, row in rows.items() if row["state"] not in ("matches", "variant")} == {
+        "clipping",
+        "total_loss",
+    }
+    assert rows["value_loss"]["updates"] == rows["advantages"]["updates"] == 2
 
 
 def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -> None:
@@ -81,6 +97,7 @@ def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -
             "entropy_loss",
             "chosen_term",
         ),
+        ("shuffled_columns.py", (".entropy().mean()", ".entropy().sum()"), "entropy_loss", "sum"),
     ],
 )
 def test_a_mistake_is_named_in_any_style(

@@ -24,7 +24,7 @@ from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episo
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog
-from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, leaves_of, read_loss
+from esper_telemetry.adapters.script.loss_graph import LossReading, ValueTerm, graph_of, leaves_of, read_loss
 from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
@@ -35,6 +35,7 @@ from esper_telemetry.adapters.script.recorders import (
     EpisodeLog,
     EstimateLog,
     IndexLog,
+    LastEstimate,
     LstmLog,
     ObservedSteps,
     RecordedLstm,
@@ -85,8 +86,28 @@ SCALARS = "scalars"
 SAME_CLIP = 1e-5
 """Largest difference between a clip range and its setting."""
 
+MAX_EARLY_VALUES = 256
+"""Losses of the critic before the first loss of a policy that are kept."""
+
 MAX_OTHER_LOSSES = 256
 """Losses without a policy's term after which a script is assumed not to use a policy gradient."""
+
+
+class Collected(NamedTuple):
+    """What was recorded until an update began: steps of the environments, results of distributions, and outputs of the critic.
+
+    Attributes:
+        announced: the update has begun before its rollout is found.
+    """
+
+    steps: ObservedSteps | None
+    acted: list[Asked]
+    heads: HeadColumns
+    critic: Sequence[Tensor]
+    estimates: Sequence[Tensor]
+    last_estimates: Sequence[LastEstimate]
+    variables: Variables
+    announced: bool
 
 
 class OptimizerCall(NamedTuple):
@@ -153,6 +174,7 @@ class ScriptListener:
         self._owners: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._first_rate: float | None = None
         self._early: list[set[int]] = [set(), {0}]
+        self._early_values: list[tuple[object, ValueTerm]] = []  # of the critic, before the first step of a policy
         self._last_steps = 3
         self._facts: Mapping[str, Any] = {}
         self._config: Mapping[str, Any] = {}
@@ -166,6 +188,7 @@ class ScriptListener:
         self._read_weights: dict[str, float] = {}  # of the loss itself, if no setting has them
         self._other_clip: dict[str, float] = {}  # of the loss itself, if the setting has another
         self._call: OptimizerCall | None = None
+        self._collected: Collected | None = None  # of an update whose rollout waits for the first loss of the policy
         self._announced: Optimizer | None = None
         self._shown = self._several = False
         self._stepping = False  # an optimizer takes a step: only it knows which passes of its closure count
@@ -187,7 +210,7 @@ class ScriptListener:
     @property
     def hides_episodes(self) -> bool:
         """True if the script itself misses the episodes."""
-        return self.environments.hidden and not self.scalars.tags & EPISODE_TAGS
+        return "final_info" in self._source.words and self.environments.hidden and not self.scalars.tags & EPISODE_TAGS
 
     def before_step(self, optimizer: Optimizer, variables: Variables) -> None:
         """An optimizer is about to take a step with the gradients that are there."""
@@ -195,12 +218,17 @@ class ScriptListener:
         self._stepping = True
         if not self._started:
             if not any(reading.policy is not None for reading in readings):
+                self._early_values += [
+                    (self._data_of(variables), reading.value) for reading in readings if reading.value
+                ]
+                self._early_values = self._early_values[-MAX_EARLY_VALUES:]
                 self.clips.clear()
                 return
             self._start(optimizer, variables, readings)
         if not self.open or self._data_of(variables) != self._collected_at:
             self.end_update()
             self._begin_update(variables, readings)
+        self._find_rollout(variables, _joined(readings))
         self._call = OptimizerCall(optimizer, variables, readings)
         if self._step == 0:
             self._rates = {}
@@ -247,6 +275,8 @@ class ScriptListener:
         if self._started and reading is not None and self._data_of(variables) != self._collected_at:
             self.end_update()
             self._begin_update(variables, self._readings)
+        if reading is not None and reading.policy is not None:
+            self._find_rollout(variables, _joined(self._readings))
         if self.open and self.hooks.wants(MinibatchObjective):
             self._announce(loss, reading, variables)
 
@@ -401,6 +431,8 @@ class ScriptListener:
         """End the update: the environments continue, or the script is over. Nothing happens between updates."""
         if not self.open:
             return
+        if self._collected is not None:  # an update of the critic only
+            self._find_rollout(self._collected.variables, None, waits=False)
         self._emit_minibatches(all_of_them=True)
         self.open = False
         self.updates += 1
@@ -478,7 +510,8 @@ class ScriptListener:
         lines = self._source.lines
         found = {role.replace("log_probs", "log-probabilities"): name for role, name in found.items()}
         places = {role: lines[name] for role, name in found.items() if name in lines}
-        traced = {role: f"in `{name}` ({places[role]})" if role in places else name for role, name in found.items()}
+        traced = {role: f"in `{name}`" * bool(name) for role, name in found.items()}
+        traced |= {role: f"{traced[role]} ({place})" for role, place in places.items()}
         traced |= {} if first is None or first.entropy is None else {"entropy": ""}
         size = 0 if rollout is None else rollout.rewards.numel()
         known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts
@@ -489,7 +522,7 @@ class ScriptListener:
         facts = self._facts = {
             **facts,
             UNCHECKED_FACT: settings.unchecked_equations(facts, {} if rollout is None else traced),
-            UNTRACED_FACT: settings.untraced_equations(traced, names.calling_place()),
+            UNTRACED_FACT: settings.untraced_equations(traced, names.calling_place(), has_rollout=rollout is not None),
             "equation_places": settings.equation_places(places, names.calling_place()),
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
@@ -501,15 +534,40 @@ class ScriptListener:
 
     def _begin_update(self, variables: Variables, readings: Sequence[LossReading]) -> None:
         self.open, self._step, self._row_count = True, 0, 0
+        self._minibatches.begin()
+        early, self._early_values = self._early_values, []
+        for data, value in early:
+            if data == self._data_of(variables):
+                self._minibatches.add_value(value)
         self._other_clip = {}
         self._collected_at = self._data_of(variables)
         weights = settings.find_coefficients(variables)
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
         self._coefficients = {} if constant else weights
-        collected, first = self.environments.collected(), _joined(readings)
+        steps, first = self.environments.collected(), _joined(readings)
+        size = (0, 0) if steps is None else (steps.steps, steps.envs)
+        self._collected = Collected(
+            steps,
+            *self.distributions.take_rollout(*size),
+            critic=self.estimates.of_critic(self._policy_leaves, *size) if self._policy_leaves else [],
+            estimates=self.estimates.take(),
+            last_estimates=self.estimates.take_last(),
+            variables=variables,
+            announced=first is None and self.updates > 0,
+        )
+        if self._collected.announced:  # the critic is trained first: the policy's loss shows the columns
+            self.hooks.emit(UpdateStart(self.updates + 1, max(self._env_step, self.environments.steps)))
+        else:
+            self._find_rollout(variables, first, waits=False)
+
+    def _find_rollout(self, variables: Variables, first: LossReading | None, *, waits: bool = True) -> None:
+        """Find the rollout of the update that has begun, and emit it, unless that is done or `waits` for the first loss of a policy."""
+        collection = self._collected
+        if collection is None or (waits and first is None):
+            return
+        self._collected = None
+        collected, acted, heads = collection.steps, collection.acted, collection.heads
         steps, envs = (0, 0) if collected is None else (collected.steps, collected.envs)
-        acted, heads = self.distributions.take_rollout(steps, envs)
-        critic = self.estimates.of_critic(self._policy_leaves, steps, envs) if self._policy_leaves else []
         logits = self.estimates.take_logits(None if first is None else first.source, steps, envs)
         if (
             logits is not None and collected is not None and not acted
@@ -519,7 +577,7 @@ class ScriptListener:
             name = head_names(1)[0]
             spreads = {head: std[0].expand_as(logits).clone() for head, std in first.heads.log_std.items()}
             heads = HeadColumns(means={name: logits}, log_std=spreads) if spreads else HeadColumns({name: logits})
-        finder, rollout, observations, actions = self._found(variables, collected, first, acted, critic, heads)
+        finder, rollout, observations, actions = self._found(variables, collection, first, acted, heads)
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + size
@@ -540,7 +598,8 @@ class ScriptListener:
             self._rows = RowFinder(own)
         lstm, acting = self.lstm.take(finder.steps, finder.envs), self.acting.take(finder.steps, finder.envs)
         if rollout is None:
-            self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
+            if actions is not None or not collection.announced:
+                self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
         else:
             seen = None if first is None else self._seen_difference(finder, first, acting, variables, observations)
             if seen is None and lstm is not None and lstm.trained_from_zero and bool(lstm.states[0].any()):
@@ -550,14 +609,13 @@ class ScriptListener:
     def _found(
         self,
         variables: Variables,
-        collected: ObservedSteps | None,
+        collection: Collected,
         first: LossReading | None,
         acted: Sequence[Asked],
-        critic: Sequence[Tensor],
         heads: HeadColumns,
     ) -> tuple[RolloutFinder, ScriptRollout | None, Tensor | None, RolloutActions | None]:
         """Return the finder of the rollout, the rollout, its observations and its actions; None if it fails, which costs a warning."""
-        policy = None if first is None else first.policy
+        policy, collected, critic = None if first is None else first.policy, collection.steps, collection.critic
         chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
         try:
             finder = RolloutFinder(
@@ -566,8 +624,8 @@ class ScriptListener:
                 reading=first,
                 indices=[] if policy is None else self.indices.recent(len(policy.advantages)),
                 indexed=self.indices.sources,
-                last_estimates=self.estimates.take_last(),
-                estimates=[*critic, *self.estimates.take()],
+                last_estimates=collection.last_estimates,
+                estimates=[*critic, *collection.estimates],
                 critic=critic,
                 acted=acted,
                 targets=self._targets,
@@ -697,7 +755,7 @@ class ScriptListener:
         if inputs is not None:
             inputs = checksums(inputs.reshape(1, count, -1).float())[0] if len(inputs) == count else None
         reading = reading._replace(heads=heads, inputs=None, logits=None)
-        self._minibatches.minibatches.append(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs))
+        self._minibatches.add(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs))
 
     def _emit_minibatches(self, *, all_of_them: bool = False) -> None:
         """Emit the minibatches of which all losses are known."""

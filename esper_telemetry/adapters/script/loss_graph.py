@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,9 @@ SUMS |= {"MaskedFillBackward0", "MaskedSelectBackward0"}
 
 EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}
 """Operations that probabilities come from."""
+
+SOFTMAXES = {"LogSoftmaxBackward0", "SoftmaxBackward0"}
+"""Operations from whose results scripts choose probabilities of actions, or logarithms of them."""
 
 LOG_PROBABILITIES = {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0", "PowBackward0"}
 """Operations below log-probabilities: chosen from logarithms, or of a Gaussian."""
@@ -99,6 +102,7 @@ class PolicyTerm(NamedTuple):
             as they should be.
         reshaped: this term or a related one multiplies a function of the ratio other than a clip: the loss is not PPO's.
         log_ratios: [N, D], if each action dimension has its own ratio; `log_ratio` and `log_probs` are the sums.
+        by_row: the loss adds a term of each row; `edge` is of the first one.
     """
 
     log_ratio: Tensor | None
@@ -114,6 +118,7 @@ class PolicyTerm(NamedTuple):
     negated: bool = False
     reshaped: bool = False
     log_ratios: Tensor | None = None
+    by_row: bool = False
 
     def preferred(self, other: PolicyTerm) -> PolicyTerm:
         """Return the term that has a ratio and is not reshaped, or the first if they are equal.
@@ -297,13 +302,21 @@ class _LossReader:
         edges = [GradientEdge(node, number) for node, number in terms]
         descended = -self.loss if climbed else self.loss
         gradients = torch.autograd.grad(descended, edges, retain_graph=True, allow_unused=True) if terms else ()
-        policy: PolicyTerm | None = None
-        value: ValueTerm | None = None
-        entropy: EntropyTerm | None = None
+        slopes = {node: gradient for (node, _), gradient in zip(terms, gradients, strict=True) if gradient is not None}
+        chosen = [node for node in self._in_order(slopes) if self._is_row_log_prob(node)] if len(slopes) > 1 else []
+        errors, bonuses = self._row_errors(slopes), self._row_entropies(slopes)
+        policy = self._policy_of_rows(chosen, slopes) if len(chosen) > 1 else None
+        value = self._value_of_rows(errors, slopes) if len(errors) > 1 else None
+        entropy = self._entropy_of_rows(bonuses, slopes) if policy is not None and len(bonuses) == len(chosen) else None
+        by_row = {
+            *(chosen if policy is not None else ()),
+            *(errors if value is not None else ()),
+            *(bonuses if entropy is not None else ()),
+        }
         others = 0
         bonus = any(node in self.entropies or self._is_plogp(node) for node, _ in terms)
         for place, ((node, _), gradient) in enumerate(zip(terms, gradients, strict=True)):
-            if gradient is None:
+            if gradient is None or node in by_row:
                 continue
             if node in self.log_probs or hasattr(node, "variable"):  # the policy's term depends on them too
                 gradient = self._own_gradient(place, edges, gradients)
@@ -324,13 +337,16 @@ class _LossReader:
                     policy = policy.preferred(term)
         if policy is None and value is None:
             return None
-        logits, actions, source = (None, None, None) if policy is None else self._choice(policy.edge.node)
+        first = (policy or value).edge.node  # type: ignore[union-attr]  # one of them is there
+        nodes = chosen if policy is not None and policy.by_row else [first]
+        logits, actions, source = (None, None, None) if policy is None else self._choices(nodes)
         heads = HeadColumns()
         if policy is not None and logits is None and not self.log_probs:
-            heads, actions, source = self._gaussian(policy.edge.node)
-            if actions is not None and policy.log_probs is None and policy.log_ratio is not None:
+            heads, drawn, layer = self._gaussian(policy.edge.node)
+            actions, source = (actions, source) if drawn is None else (drawn, layer)
+            if drawn is not None and policy.log_probs is None and policy.log_ratio is not None:
                 means, log_std = heads.means["action"], heads.log_std["action"]
-                density = torch.distributions.Normal(means, log_std.exp()).log_prob(actions).sum(-1)
+                density = torch.distributions.Normal(means, log_std.exp()).log_prob(drawn).sum(-1)
                 policy = policy._replace(log_probs=density)
         left_out = None
         if policy is not None and not others:
@@ -346,7 +362,7 @@ class _LossReader:
             total=descended.detach().reshape(()),
             complete=not others,
             climbed=climbed,
-            inputs=self._inputs((policy or value).edge.node),  # type: ignore[union-attr]
+            inputs=_joined_rows([self._inputs(node) for node in nodes]),
             logits=logits,
             actions=actions,
             source=source,
@@ -584,12 +600,92 @@ class _LossReader:
         is_subtracted = is_negative != (first is None and _kind(below) == "SubBackward0")
         return (None if number is None else number.reshape(-1)), is_subtracted and not has_two
 
+    # terms of single rows, which a script adds one by one
+
+    def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
+        """Return the nodes in the order in which the script computed their results."""
+        return sorted(nodes, key=lambda node: int(node._sequence_nr()))
+
+    def _is_row_log_prob(self, node: Node) -> bool:
+        """Return True for the log-probability of one action, which is a term if its advantage is a number."""
+        if _shape(node).numel() != 1 or node in self.entropies or self._error(node) is not None:
+            return False
+        return node in self.log_probs or (_kind(node) == "GatherBackward0" and bool(LOG_PROBABILITIES & _kinds(node)))
+
+    def _row_errors(self, slopes: Mapping[Node, Tensor]) -> dict[Node, ValueTerm]:
+        """Return the critic's errors of single rows, in the order in which the values were computed."""
+        errors = {node: self._error(node) for node, slope in slopes.items() if slope.numel() == 1}
+        known = {node: error for node, error in errors.items() if error is not None and _is_one_row(error)}
+        return dict(sorted(known.items(), key=lambda one: int(one[1].edge.node._sequence_nr())))
+
+    def _row_entropies(self, slopes: Mapping[Node, Tensor]) -> list[Node]:
+        """Return the products of probabilities and their logarithms of single rows."""
+        single = (node for node, slope in slopes.items() if slope.dim() == 1 or (slope.dim() == 2 and len(slope) == 1))
+        return self._in_order(node for node in single if self._is_plogp(node))
+
+    def _policy_of_rows(self, nodes: Sequence[Node], slopes: Mapping[Node, Tensor]) -> PolicyTerm | None:
+        """The policy's term whose advantages are numbers that multiply the log-probabilities of single actions."""
+        numbers = [self.value(node) for node in nodes]
+        factors = [self._factor_above(node) for node in nodes]
+        slope = torch.stack([slopes[node].reshape(()) for node in nodes])
+        place = next((place for place, factor in enumerate(factors) if factor), None)
+        if place is None or any(number is None for number in numbers):
+            return None
+        weight = abs(float(slope[place]) / float(factors[place] or 1.0))
+        if not weight:
+            return None
+        log_probs = torch.stack([number.reshape(()) for number in numbers if number is not None])
+        advantages = -slope / weight
+        loss = -(advantages * log_probs).mean()
+        edge = GradientEdge(nodes[0], 0)
+        return PolicyTerm(None, advantages, None, loss, weight * len(nodes), None, edge, log_probs, by_row=True)
+
+    def _factor_above(self, node: Node) -> float | None:
+        """Return the number by which the script multiplies a result first; None if it multiplies it by none."""
+        while True:
+            consumers = self.consumers[node]
+            if len(consumers) != 1:
+                return None
+            ((node, place),) = consumers
+            if _kind(node) == "MulBackward0" and _is_scaling(node):
+                return _number(node._saved_other if place == 0 else node._saved_self)
+            if _kind(node) not in VIEWS | {"NegBackward0"}:
+                return None
+
+    def _value_of_rows(self, errors: Mapping[Node, ValueTerm], slopes: Mapping[Node, Tensor]) -> ValueTerm | None:
+        """The critic's term of the errors of single rows."""
+        first = next(iter(errors.values()))
+        rows = [self.value(node) for node in errors]
+        slope = torch.stack([slopes[node].reshape(()) for node in errors])
+        weight = (1 if first.kind == "Huber" else 2) * float(slope.sum())
+        if not weight or any(row is None for row in rows) or len({error.kind for error in errors.values()}) > 1:
+            return None
+        return first._replace(
+            values=_joined_rows([error.values for error in errors.values()]),
+            returns=_joined_rows([error.returns for error in errors.values()]),
+            loss=(torch.stack([row.reshape(()) for row in rows if row is not None]) * slope).sum() / weight,
+            weight=weight,
+        )
+
+    def _entropy_of_rows(self, nodes: Sequence[Node], slopes: Mapping[Node, Tensor]) -> EntropyTerm | None:
+        """The entropy's term of the products of single rows."""
+        numbers = torch.stack([-(node._saved_self * node._saved_other).detach().reshape(-1) for node in nodes])
+        slope = -torch.stack([slopes[node].reshape(-1) for node in nodes])
+        weight = -float(slope.sum())
+        return EntropyTerm(numbers, (numbers * slope).sum() / weight, weight, None) if weight else None
+
+    def _choices(self, nodes: Sequence[Node]) -> tuple[Tensor | None, Tensor | None, LayerOutputs | None]:
+        """Logits, actions and layer of `_choice`, of the rows of several nodes."""
+        logits, actions, sources = zip(*map(self._choice, nodes), strict=True)
+        return _joined_rows(logits), _joined_rows(actions), sources[0]
+
     def _choice(self, node: Node) -> tuple[Tensor | None, Tensor | None, LayerOutputs | None]:
         """Logits [N, A], actions [N] and layer of log-probabilities that are taken from a softmax by the script itself."""
         logits = actions = source = None
         for one in _below(node):
-            if _kind(one) == "LogSoftmaxBackward0" and logits is None and self._is_chosen_from(one):
-                logits = one._saved_result.detach().reshape(-1, one._saved_result.shape[-1])
+            if _kind(one) in SOFTMAXES and logits is None and self._is_chosen_from(one):
+                chosen_from = one._saved_result.detach().reshape(-1, one._saved_result.shape[-1])
+                logits = chosen_from if _kind(one) == "LogSoftmaxBackward0" else chosen_from.log()
                 source = self._layer_of(one)
             elif _kind(one) == "GatherBackward0" and actions is None:
                 actions = one._saved_index.reshape(-1)
@@ -986,6 +1082,18 @@ def _number(bound: object) -> float | None:
     if isinstance(bound, Tensor):
         return float(bound) if bound.numel() == 1 else None
     return float(bound) if isinstance(bound, int | float) else None
+
+
+def _is_one_row(error: ValueTerm) -> bool:
+    columns = (error.values, error.returns)
+    return error.clip is None and all(column is not None and column.numel() == 1 for column in columns)
+
+
+def _joined_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The rows of several columns as one column; None if one is missing."""
+    known = [part for part in parts if part is not None]
+    same = len(known) == len(parts) and len({part.shape[1:] for part in known}) == 1
+    return torch.cat(known) if same else None
 
 
 def _flat(column: Tensor | None) -> Tensor | None:

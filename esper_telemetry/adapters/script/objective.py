@@ -89,7 +89,7 @@ def _terms(
     """The terms of a loss whose parts are all known, with omitted terms at the weights of the settings; None for other losses."""
     policy, value, entropy = reading.policy, reading.value, reading.entropy
     clipless = policy is None or (policy.log_ratio is not None and policy.clip is None)
-    if policy is None or clipless or policy.valid is not None or not reading.complete:
+    if policy is None or clipless or policy.by_row or policy.valid is not None or not reading.complete:
         return None
     if value is not None and (value.values is None or value.returns is None or value.kind != "squared"):
         return None

@@ -505,6 +505,7 @@ class _Running:
         self.returns = np.zeros(size)
         self.lengths = np.zeros(size, dtype=int)
         self._over: Any = None  # [size], bool: of the last step, if any was
+        self._limited = False  # the last step was at a time limit, and no reset came after it
         mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
         self._resets_next = "NEXT_STEP" in mode or "NEXTSTEP" in mode
 
@@ -519,9 +520,14 @@ class _Running:
         self._over = ended if self._resets_next and ended.any() else None
         return finished
 
+    def goes_on(self, flags: Any) -> bool:
+        """Return True for a step [2, 1] that repeats a time limit: the script ignores limits, and has not reset the environment."""
+        repeated, self._limited = self._limited, flags.shape[1] == 1 and bool(flags[1, 0])
+        return repeated and self._limited
+
     def reset(self) -> None:
         """Reset all of them."""
-        self.returns[:], self.lengths[:], self._over = 0.0, 0, None
+        self.returns[:], self.lengths[:], self._over, self._limited = 0.0, 0, None, False
 
 
 @dataclass
@@ -686,13 +692,13 @@ class EpisodeLog:
         steps: environment steps so far.
         hidden: episodes ended, and the environments report them in a way that scripts for Gymnasium 0.29 do not read.
         closed: no further environments join.
-        inside: a step of an environment is in progress.
+        inside, resetting: a step, or a reset, of an environment is in progress.
         seconds: spent in environments since the rollout began.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self.inside = False
+        self.inside = self.resetting = False
         self.hidden = False
         self.closed = False
         self.seconds = 0.0
@@ -703,6 +709,11 @@ class EpisodeLog:
         self._last_count = 0  # calls in the rollout before
         self._cut_lengths: set[int] = set()  # of episodes that the script has ended within rollouts
         self._reported = False
+
+    @property
+    def busy(self) -> bool:
+        """True if steps are taken by environments, not by the script."""
+        return self.inside or self.resetting
 
     def includes(self, env: Any) -> bool:
         """Return True for an environment of training; one that is stepped before training begins becomes one."""
@@ -730,6 +741,8 @@ class EpisodeLog:
         paid = np.array(rewards, dtype=np.float64).reshape(size)
         if running.last_call is not None and running.last_call.cut:
             running.last_call.flags[1] = True
+        if running.goes_on(flags):
+            flags[1], ended = False, flags[0]
         if len(self._calls) < MAX_END_STEPS:
             rows = _rows_of(observations, size) if self._entries <= MAX_STEP_ENTRIES else None
             self._entries += 0 if rows is None else rows.size

@@ -125,20 +125,36 @@ class MinibatchQueue:
     Attributes:
         minibatches: that wait for the critic's loss, or for earlier minibatches.
         critic_apart: the critic has had a separate loss.
+        critic_first: this update began with a loss of the critic, so that each belongs to the next loss of the policy; None before.
+        values: losses of the critic that wait for those.
     """
 
     minibatches: list[ScriptMinibatch] = field(default_factory=list)
     critic_apart: bool = False
+    critic_first: bool | None = None
+    values: list[ValueTerm] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Begin an update."""
+        self.critic_first = None
+        self.values.clear()
+
+    def add(self, minibatch: ScriptMinibatch) -> None:
+        """Add a loss with a term of the policy."""
+        self.critic_first = bool(self.critic_first)
+        if self.values and minibatch.reading.value is None:
+            minibatch = _with_value(minibatch, self.values.pop(0))
+        self.minibatches.append(minibatch)
 
     def add_value(self, value: ValueTerm) -> None:
-        """Add a loss of only the critic to the first minibatch that lacks one; otherwise drop it."""
+        """Add a loss of only the critic to the first minibatch that lacks one; otherwise drop it, unless the critic is trained first."""
         self.critic_apart = True
         place = self._first_waiting()
-        if place < len(self.minibatches):
-            waiting = self.minibatches[place]
-            if value.returns is None or len(value.returns) == len(waiting.policy.advantages):
-                reading = waiting.reading._replace(value=value, complete=False)
-                self.minibatches[place] = waiting._replace(reading=reading)
+        self.critic_first = self.critic_first is not False
+        if self.critic_first:
+            self.values.append(value)
+        elif place < len(self.minibatches):
+            self.minibatches[place] = _with_value(self.minibatches[place], value)
 
     def take(self, *, all_of_them: bool = False) -> list[ScriptMinibatch]:
         """Return the minibatches whose losses are known, up to the first that waits; or all of them."""
@@ -149,6 +165,13 @@ class MinibatchQueue:
     def _first_waiting(self) -> int:
         waiting = (place for place, one in enumerate(self.minibatches) if one.reading.value is None)
         return next(waiting, len(self.minibatches))
+
+
+def _with_value(minibatch: ScriptMinibatch, value: ValueTerm) -> ScriptMinibatch:
+    """Return a minibatch with a loss of the critic, unless that is of another number of rows."""
+    if value.returns is not None and len(value.returns) != len(minibatch.policy.advantages):
+        return minibatch
+    return minibatch._replace(reading=minibatch.reading._replace(value=value, complete=False))
 
 
 def losses_of(reading: LossReading, value: ValueTerm | None, weights: Mapping[str, float]) -> dict[str, Tensor]:

@@ -243,9 +243,11 @@ class RolloutFinder:
             if role not in columns and column is not None and column.numel() == self.steps * self.envs:
                 whole = self._as_grid(column)
                 columns |= {} if whole is None else {role: whole}
+        if "advantages" not in columns and not is_permuted:
+            columns |= self._advantages_of_loss(pairs)
         if "returns" not in columns:  # the loss has another column for targets, or the critic has a separate loss
             named = self._variables.find((*self._targets, *NAMES["returns"]), self._free_grid)
-            columns |= {} if named is None else {"returns": named}
+            columns |= {} if named is None else {"returns": self._nearer_in_time(named)}
         self._identify_rewards()
         self._identify_next_values()
         if "log_probs" not in columns and self._has_ratio and self._acted is None:
@@ -274,7 +276,9 @@ class RolloutFinder:
                     (
                         (_is_same(form(column), array), -_held(numbers, tables[place]), place)
                         for place, (array, grid) in enumerate(pairs)
-                        if not self._is_taken(grid) and not (role == "advantages" and self._is_product(array))
+                        if not self._is_taken(grid)
+                        and not (role == "advantages" and self._is_product(array))
+                        and (len(grid) == self.steps or role == "values")  # which may have those after the rollout
                     ),
                     default=(False, 0.0, 0),
                     key=lambda one: (one[1] > -MIN_SHARE, *one),
@@ -297,8 +301,12 @@ class RolloutFinder:
         if own is None or acted is None:
             return
         numbers = _sorted(acted)
-        pairs = zip(self._grids, tables, strict=True)
-        mixed = (grid for grid, table in pairs if len(grid) == self.steps and _is_same(numbers, table))
+        mixed = (
+            way_back(grid)
+            for form, way_back in LOG_PROB_FORMS
+            for grid, table in zip(self._grids, tables, strict=True)
+            if len(grid) == self.steps and _is_same(_sorted(form(acted)), table)
+        )
         shuffled = next((grid for grid in mixed if not _is_same(acted, grid)), None)
         if shuffled is None:
             return
@@ -314,6 +322,18 @@ class RolloutFinder:
         column = self._columns.get(role)
         if column is not None and len(column) == self.steps and not self._mixed:
             self._columns[role] = self._in_time(column.reshape(-1), self._shown.get(role)).reshape(column.shape)
+
+    def _nearer_in_time(self, returns: Tensor) -> Tensor:
+        """Return the returns [T, B] of a critic whose minibatches come later: as they are, or without the shuffle of the other columns,
+        in the order that is nearer to values plus advantages.
+        """
+        values, advantages = self._columns.get("values"), self._columns.get("advantages")
+        if self._order is None or self._mixed or values is None or advantages is None or len(returns) != self.steps:
+            return returns
+        expected = advantages.to(returns) + values[: self.steps].to(returns)
+        in_time = torch.empty_like(returns.reshape(-1)).index_copy_(0, self._order, returns.reshape(-1))
+        orders = (returns, in_time.reshape(returns.shape))
+        return min(orders, key=lambda one: float((one - expected).square().sum()))
 
     def _in_time(self, array: Tensor, rows: Tensor | None) -> Tensor:
         """Return an array [R, ...] in the order of time: itself unless it has the minibatch's rows [N, ...] where a shuffle puts them."""
@@ -357,6 +377,21 @@ class RolloutFinder:
                 if grids:
                     columns["advantages"] = grids[0]
                     return
+
+    def _advantages_of_loss(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        """Return the advantages of a loss over the whole rollout, if the script keeps none, in the order of its log-probabilities."""
+        own, log_probs = self._shown.get("advantages"), self._columns.get("log_probs")
+        if own is None or log_probs is None or own.numel() != self.steps * self.envs:
+            return {}
+        arrays = (
+            array for array, grid in pairs if grid.data_ptr() == log_probs.data_ptr() and array.numel() == own.numel()
+        )
+        array = next(arrays, log_probs)
+        shown = self._shown.get("log_probs")
+        if shown is None or not _is_same(shown, array):
+            return {}
+        grid = self._as_grid(own.reshape(array.shape))
+        return {} if grid is None else {"advantages": grid}
 
     def _identify_acting_values(self) -> None:
         """Find the values of acting if training uses another critic: their last row is its output before the last step."""
@@ -425,7 +460,7 @@ class RolloutFinder:
         size = self.steps * self.envs
         if 1 in (self.steps, self.envs):
             return False
-        flat = [array.float() for array in arrays if array.dim() == 1 and array.numel() == size]
+        flat = [array.float().reshape(-1) for array in arrays if array.numel() == size in array.shape]
         grids = [array for array in arrays if [one for one in array.shape if one != 1] == [self.steps, self.envs]]
         grids += [one for one in (self._paid, self._acted) if one is not None]
         grids += [] if self._acted is None else [-self._acted]
@@ -549,6 +584,10 @@ class RolloutFinder:
         returns = advantages + values if returns is None else returns.to(values)
         is_mistaken = torch.equal(returns, advantages) or torch.equal(returns, values)
         implied = None if not gamma else ((advantages + values if is_mistaken else returns) - rewards)[-1] / gamma
+        if implied is not None and bool(advantages.any()) and not bool(advantages[-1].any()):
+            implied = torch.zeros_like(
+                implied
+            )  # a script that leaves the last row out is to differ from its equation, too
         estimates = bool(self._last_estimates) or "next_values" in self._columns
         if self._cut and implied is not None and not (estimates and float(implied.abs().max()) > SAME_NUMBER):
             ended = ended.clone()

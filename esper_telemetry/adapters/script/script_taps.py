@@ -7,6 +7,7 @@ Nothing here imports torch or NumPy before the script does, because the script m
 from __future__ import annotations
 
 import builtins
+import ctypes
 import functools
 import logging
 import re
@@ -40,6 +41,11 @@ MAX_HEAD_OUTPUTS = 32
 
 MAX_SEARCHES = 8
 """Optimizers and passes before the first step of a known environment, at which environments of other classes are searched for."""
+
+POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
+
+AS_SEQUENCE, ITEM, SQ_ITEM = 11, 3, 44
+"""Places, in pointers, of `tp_as_sequence` after the header of an object, and of `sq_item` in it; its number in `typeslots.h`."""
 
 
 class AfterImport(MetaPathFinder):
@@ -106,11 +112,15 @@ class Patches:
     def undo(self) -> None:
         """Put everything back."""
         while self._replaced:
-            owner, name, original, own = self._replaced.pop()
-            if own:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)
+            self.undo_last()
+
+    def undo_last(self) -> None:
+        """Put the function back that was replaced last."""
+        owner, name, original, own = self._replaced.pop()
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
 class Taps:
@@ -259,6 +269,8 @@ class Taps:
         self._patches.replace(torch.Tensor, "backward", self._backward)
         self._patches.replace(torch.autograd, "grad", self._backward)
         self._patches.replace(torch.Tensor, "__getitem__", self._indexed)
+        if not _clear_item_slots(torch.Tensor):
+            self._patches.undo_last()
         self._patches.replace(torch.Tensor, "index_select", lambda select: self._indexed(select, axis=True))
         self._patches.replace(
             optimizer.Optimizer, "__init__", lambda make: self._observed(make, self._search_environments)
@@ -314,7 +326,7 @@ class Taps:
             script = self.script
             plain = type(source).__name__ == "Tensor" and not source.requires_grad  # not a compiler's placeholder
             if script is not None and plain and args and not self._calling:
-                script.indices.add(source, args[-1] if axis else args[0])
+                self.call(lambda script: script.indices.add(source, args[-1] if axis else args[0]), 0)
             return take(source, *args, **options)
 
         return taken
@@ -393,7 +405,7 @@ class Taps:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if script is None or script.environments.inside:
+            if script is None or script.environments.busy:
                 return step(env, *args, **options)
             if script.open:
                 self.call(lambda script: script.end_update() if script.environments.includes(env) else None)
@@ -422,7 +434,7 @@ class Taps:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if script is None or not script.listens or script.environments.inside:  # a wrapper steps another one
+            if script is None or not script.listens or script.environments.busy:  # a wrapper steps another one
                 return step(env, *args, **options)
             self._end_update()
             script.environments.inside, began = True, time.perf_counter()
@@ -442,11 +454,22 @@ class Taps:
             self.call(lambda script: script.end_update())
 
     def _reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
-        def record(script: ScriptListener, result: Any, env: Any, *_: Any, **__: Any) -> None:
-            if not script.environments.inside:
-                script.environments.reset(env, result)
+        """Record resets by the script. Steps that an environment takes to reset itself are not the script's."""
 
-        return self._observed(reset, record)
+        @functools.wraps(reset)
+        def was_reset(env: Any, *args: Any, **options: Any) -> Any:
+            script = self.script
+            if script is None or script.environments.inside:
+                return reset(env, *args, **options)
+            before, script.environments.resetting = script.environments.resetting, True
+            try:
+                result = reset(env, *args, **options)
+            finally:
+                script.environments.resetting = before
+            self._call_briefly(lambda script: script.environments.reset(env, result))
+            return result
+
+        return was_reset
 
     def _tap_connections(self, module: Any) -> None:
         """Tap the pipes to environments in other processes: an answer with a reward and flags is the result of `step`."""
@@ -467,24 +490,26 @@ class Taps:
             def tapped(connection: Any) -> Any:
                 answer = receive(connection)
                 if connection in sent:
-                    from esper_telemetry.adapters.script.recorders import step_parts
-
-                    message = sent.pop(connection)
-                    result = (
-                        answer[0] if answer and isinstance(answer, tuple) and isinstance(answer[0], tuple) else answer
-                    )
-                    parts = self._contained(step_parts)(result)
-                    named = isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str)
-                    if parts is not None and parts[1].size == 1:
-                        self._end_update()
-                        action = message[1] if named else message
-                        self._call_briefly(lambda script: script.after_env_step(connection, result, action))
+                    self._contained(self._after_answer)(connection, sent.pop(connection), answer)
                 return answer
 
             return tapped
 
         self._patches.replace(module._ConnectionBase, "send", wrap_send)
         self._patches.replace(module._ConnectionBase, "recv", wrap_receive)
+
+    def _after_answer(self, connection: Any, message: Any, answer: Any) -> None:
+        """Record the answer to a message if it is the result of `step`."""
+        from esper_telemetry.adapters.script.recorders import step_parts
+
+        nested = isinstance(answer, tuple) and len(answer) > 0 and isinstance(answer[0], tuple)
+        result = answer[0] if nested else answer
+        parts = step_parts(result)
+        if parts is not None and parts[1].size == 1:
+            self._end_update()
+            named = isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str)
+            action = message[1] if named else message
+            self._call_briefly(lambda script: script.after_env_step(connection, result, action))
 
     def _tap_stable_baselines3(self, module: Any) -> None:
         """Every `learn` of every algorithm, including sb3-contrib, prepares its callbacks there."""
@@ -554,6 +579,24 @@ def _listed(parameters: Any) -> tuple[list[Any], Any]:
         return [parameters], parameters
     listed = list(parameters)
     return listed, (item for item in listed) if isinstance(parameters, GeneratorType) else parameters
+
+
+def _clear_item_slots(kind: type[Any]) -> bool:
+    """Clear the slot `sq_item` of a class whose `__getitem__` was replaced, and of its subclasses; return False if that is not possible.
+
+    Python sets the slot with `__getitem__`. With it a tensor counts as a sequence, and `torch.tensor([numbers[0]])` raises.
+    """
+    if sys.implementation.name != "cpython":
+        return False
+    get_slot = ctypes.pythonapi.PyType_GetSlot
+    get_slot.argtypes, get_slot.restype = [ctypes.py_object, ctypes.c_int], ctypes.c_void_p
+    for one in (kind, *_subclasses(kind)):
+        methods = ctypes.c_void_p.from_address(id(one) + object.__basicsize__ + AS_SEQUENCE * POINTER_BYTES).value
+        slot = ctypes.c_void_p.from_address(methods + ITEM * POINTER_BYTES) if methods else None
+        if slot is None or slot.value != get_slot(one, SQ_ITEM):
+            return False  # another layout than this one
+        slot.value = None
+    return True
 
 
 def _subclasses(kind: type[Any]) -> Iterable[type[Any]]:

@@ -174,7 +174,7 @@ def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}
     reasons = {
         equation: f"the {f'{what} {traced[what]}'.strip()} differ from those of the environments: the script may transform them on purpose"
         for equation, what in TRANSFORMED.items()
-        if what in traced
+        if {"observations", what} <= traced.keys()
     }
     if SCHEDULE_FACT not in facts:
         reasons["schedules"] = (
@@ -192,8 +192,8 @@ def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "transitions": ("observations",),
-    "stored_rewards": ("rewards",),
-    "executed_actions": ("actions",),
+    "stored_rewards": ("observations", "rewards"),
+    "executed_actions": ("observations", "actions"),
     "actions": ("actions", "distributions in acting"),
     "log_probs": ("actions", "log-probabilities", "distributions in acting"),
     "replayed_log_probs": ("log-probabilities",),
@@ -209,20 +209,24 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 """Columns that a script's equations need, traced to variables or to the loss."""
 TRANSFORMED: Final = {"transitions": "observations", "stored_rewards": "rewards", "executed_actions": "actions"}
 """Equations of columns that scripts transform on purpose, and the column: a difference does not show that it was not traced."""
+COLUMNS: Final = ("rewards", "values", "advantages", "log-probabilities")
+"""Columns without which there is no rollout."""
 IN_LOSS: Final = ("policy_loss", "value_loss", "entropy_loss", "total_loss", "gradient", "clipping", "optimizer_step")
 """Equations of the loss and of what follows it."""
 
 
-def untraced_equations(traced: Mapping[str, str], loss: str) -> dict[str, str]:
+def untraced_equations(traced: Mapping[str, str], loss: str, *, has_rollout: bool = True) -> dict[str, str]:
     """Return the missing and found columns of each equation; it is used if the equation is not checked.
 
     Args:
         traced: variables with their places in the source, by role; empty for a role without variables.
         loss: place of the loss.
+        has_rollout: the columns make a rollout.
     """
+    lacking = [] if has_rollout else [role for role in COLUMNS if role not in traced]
     texts = {}
     for equation, roles in ROLES.items():
-        missing = [role for role in roles if role not in traced]
+        missing = [role for role in roles if role not in traced] or lacking
         known = [f"{role} {place}".strip() for role, place in traced.items() if role in roles]
         if missing:
             others = [f"{role} {place}".strip() for role, place in traced.items() if place]

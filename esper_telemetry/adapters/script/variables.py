@@ -269,12 +269,14 @@ class Source(NamedTuple):
         lines: file and line by the name of a variable or member that is assigned there first.
         discounts: numbers in products of the code that may be the discount factor, the likeliest first; with the lambda in pairs.
         sets_rate: the rate of an optimizer is assigned, or a scheduler made.
+        words: strings in the code.
     """
 
     numbers: Mapping[str, float]
     lines: Mapping[str, str] = {}
     discounts: tuple[tuple[float, ...], ...] = ()
     sets_rate: bool = False
+    words: frozenset[str] = frozenset()
 
 
 def read_source() -> Source:
@@ -283,18 +285,20 @@ def read_source() -> Source:
     lines: dict[str, str] = {}
     trees: list[ast.AST] = []
     sets_rate = False
+    words = set[str]()
     for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
         with suppress(OSError, SyntaxError, ValueError):
             tree = ast.parse(Path(path).read_bytes())
             for name, number in _named_numbers(tree):
                 named.setdefault(name, number)
             for node in ast.walk(tree):
+                words |= {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
                 if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
                     name = node.id if isinstance(node, ast.Name) else node.attr
                     lines.setdefault(name, f"{Path(path).name}:{node.lineno}")
             trees.append(tree)
             sets_rate = sets_rate or any(_sets_rate(node) for node in ast.walk(tree))
-    return Source(named, lines, _discounts(trees, named), sets_rate)
+    return Source(named, lines, _discounts(trees, named), sets_rate, frozenset(words))
 
 
 def calling_place() -> str:

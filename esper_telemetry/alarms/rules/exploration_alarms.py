@@ -114,7 +114,8 @@ def entropy_crash(view: View, logarithms: Recent) -> Iterator[Finding]:
         return
     last = logarithms.add(log(entropy)) if entropy > 0 else []
     latest = (last[0] - last[-1]) / PLUNGE_UPDATES if len(last) > PLUNGE_UPDATES else 0.0
-    early = view.progress < EARLY and entropy < 0.5 and (kl or 0.0) > 0
+    # a policy that is about to solve a simple task decides early, too
+    early = view.progress < EARLY and entropy < 0.5 and (kl or 0.0) > 0 and view.course.risen is not True
     slow, fast = limits.severity(ENTROPY_CRASH, -value), limits.severity(ENTROPY_PLUNGE, latest)
     fall, passed = latest if fast > slow else -value, percent(view.progress)
     yield Finding(max(slow, fast) if early else 0.0, key, value, -limits.middle(ENTROPY_CRASH)).with_text(

@@ -63,7 +63,11 @@ def vanish(view: View) -> Iterator[Finding]:
     clip = view.facts.max_grad_norm or 1.0
     groups = view.facts.groups
     critics = {segment_of(name) for name in groups.get("critic", ())}
-    solved = 0.5 * view.baselines.fallen("loss/value")  # gradients of a squared error fall as its root
+    loss, usual_loss = view.get("loss/value") or 0.0, view.baselines.median("loss/value") or 0.0
+    below_median = log10(usual_loss / loss) if usual_loss > loss > 0 else 0.0  # known before the highest usual level
+    solved = 0.5 * max(
+        below_median, view.baselines.fallen("loss/value")
+    )  # gradients of a squared error fall as its root
     # Heads that are rows of one layer count as layers; heads with separate parameters are layers already.
     heads = [item for item in view.labelled(HEAD, NORM) if f"head:{item[0]}" not in groups]
     unused = [head for head, _, share in view.labelled("policy/head/", "/decision_frac") if share == 0]

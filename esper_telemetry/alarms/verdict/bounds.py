@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -122,19 +122,22 @@ def beyond_bound(text: str, value: float) -> float | None:
     return 0.01 + abs(judged - limit) / (abs(limit) or 1.0)
 
 
-def critical_values(records: Iterable[Mapping[str, float]], metrics: Mapping[str, MetricInfo]) -> dict[str, float]:
+def critical_values(
+    records: Iterable[Mapping[str, float]], metrics: Mapping[str, MetricInfo], aside: Collection[str] = ()
+) -> dict[str, float]:
     """Return the medians over the latest records that are beyond the critical bound of their metric, by key, farthest first.
 
     Args:
         records: values of the latest records; the last `LATEST_RECORDS` count.
         metrics: descriptions by key or template; keys of heads are included, keys of groups and layers are not.
+        aside: keys whose bounds do not apply.
     """
     latest = [*records][-LATEST_RECORDS:]
     least = min(MIN_LATEST_VALUES, len(latest))
     columns: dict[str, list[float]] = {}
     for values in latest:
-        for key, value in values.items():
-            columns.setdefault(key, []).append(value)
+        for key in values.keys() - aside:
+            columns.setdefault(key, []).append(values[key])
     medians = {key: statistics.median(column) for key, column in columns.items() if len(column) >= least}
     heads = {
         re.compile(re.escape(template).replace(re.escape(HEAD), "([^/]+)")): info

@@ -91,6 +91,9 @@ def settings_of(facts: Facts) -> dict[str, float]:
         settings["rollout_size"] = float(steps * envs)
         if minibatches > 0:
             settings["minibatch_size"] = max(1.0, steps * envs / minibatches)
+    if facts.clip is None and facts.num_epochs == 1:  # as A2C, whose rollouts are smaller than those of PPO
+        settings.pop("rollout_size", None)
+        settings.pop("minibatch_size", None)
     return settings
 
 

@@ -13,7 +13,7 @@ import re
 import statistics
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.resources import files
 from typing import Final, NamedTuple
@@ -24,6 +24,7 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number
 from esper_telemetry.core.metric import Metric, declared
 from esper_telemetry.core.record import Level, Record, template_of
+from esper_telemetry.equations.equation import EQUATION_KEY, equations
 
 MAX_UNUSUAL: Final = 10
 MIN_SCORE: Final = 1.0
@@ -42,6 +43,7 @@ FAMILIES_ASIDE: Final = frozenset(
 )
 KEYS_ASIDE: Final = frozenset({"policy/entropy", "policy/entropy_marginal", "loss/entropy", "policy/logp/min"})
 """Families and keys that depend on the machine, the task or the number of actions."""
+NORMALIZED_KEYS: Final = ("adv/norm/mean", "adv/norm/std", "integrity/adv_norm")
 NOT_OF_TRAINING: Final = frozenset({"perf", "telemetry", "alarm"})
 """Families that explain no outcome, not even beyond their critical bounds."""
 MIN_SPREADS: Final = {"ratio": 0.1, "dimensions": 0.5, "1 (excess)": 2.0, "relative error": 1e-3, "nats": 0.002}
@@ -69,6 +71,17 @@ class Unusual(NamedTuple):
     is_critical: bool = False
 
 
+def keys_without_bounds(facts: Facts, records: Iterable[Mapping[str, float]]) -> Collection[str]:
+    """Return the keys whose bounds do not apply to a run: of normalised advantages if it does not normalise them, and of returns that
+    are a published variant by the latest of these records that has the check.
+    """
+    keys, returns = set(NORMALIZED_KEYS) if facts.normalize_advantages is False else set(), equations()["returns"]
+    checked = [values for values in records if EQUATION_KEY + returns.label() in values]
+    if checked and any(one.variant for one in returns.explanations(checked[-1])):
+        keys.add("integrity/gae_identity")
+    return keys
+
+
 class RunValues:
     """Values of a run by key, thinned out in a long run."""
 
@@ -88,10 +101,12 @@ class RunValues:
                 self._every *= 2
         self._place += 1
 
-    def unusual(self, facts: Facts, limit: int = MAX_UNUSUAL) -> tuple[Unusual, ...]:
-        """Return the most unusual values: first those beyond their critical bounds, then those far from healthy runs, worst first."""
+    def unusual(self, facts: Facts, limit: int = MAX_UNUSUAL, aside: Collection[str] = ()) -> tuple[Unusual, ...]:
+        """Return the most unusual values: first those beyond their critical bounds, then those far from healthy runs, worst first. Keys
+        `aside` are left out.
+        """
         table = healthy_values().get(kind_of_task(facts), {})
-        found, medians = [], {key: statistics.median(values) for key, values in self._values.items()}
+        found, medians = [], {key: statistics.median(self._values[key]) for key in self._values.keys() - aside}
         for key, value in medians.items():
             metric, head = judged_metric(key) or (None, "")
             if metric is None:
