@@ -219,7 +219,8 @@ def train_language_model(telemetry: Any, count: int) -> dict[str, list[turns.Fig
     import transformers
 
     from esper_telemetry.adapters.trl import TelemetryCallback
-    from esper_telemetry.lab.language_models import build_trainer, save_model
+    from esper_telemetry.lab.language_models import build_trainer
+    from esper_telemetry.lab.small_language_model import save_model
 
     figures: dict[str, list[turns.Figures]] = {"bare": [], "callback": []}
     observer = TelemetryCallback(telemetry)
