@@ -19,7 +19,7 @@ from esper_telemetry.lab.verl_cpu import ENVIRONMENT
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--workers", type=int, default=1, help="processes that learn together")
     parser.add_argument("--critic", action="store_true", help="PPO with a critic instead of GRPO")
     parser.add_argument("--run-dir", type=Path, help="a new runs/verl-<time> by default")

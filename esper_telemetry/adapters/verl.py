@@ -255,17 +255,17 @@ class TrainerListener(Adapter):
 
     def _emit_gradients(self, parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Emit the norms of a step's gradients, of the actor and the critic, which are clipped apart."""
-        names = {part: ranks[0]["names"] for part, ranks in parts.items()}
-        squares = [
-            torch.stack([rank["norms"] for rank in ranks]).square().sum(0) * ranks[0]["shards"] / len(ranks)
-            for ranks in parts.values()
-        ]
-        whole = tuple([name for own in names.values() for name in own])
-        apart = tuple(map(frozenset, names.values())) if len(names) > 1 else ()
-        norms = torch.cat(squares).sqrt().float()
-        self.hooks.emit(
-            BackwardEnd(self.epoch, self.step, self.parameters, whole, norms, self._max_norm_setting, None, apart)
-        )
+        squares: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
+        for part, ranks in parts.items():
+            for rank in ranks:  # a process may have no shard of a parameter
+                shares = rank["norms"].square() * rank["shards"] / len(ranks)
+                for name, share in zip(rank["names"], shares, strict=True):
+                    squares[part][name] = squares[part].get(name, 0.0) + share
+        names = tuple([name for own in squares.values() for name in own])
+        norms = torch.stack([square for own in squares.values() for square in own.values()]).sqrt().float()
+        apart = tuple(map(frozenset, squares.values())) if len(squares) > 1 else ()
+        limit = self._max_norm_setting
+        self.hooks.emit(BackwardEnd(self.epoch, self.step, self.parameters, names, norms, limit, clipped_apart=apart))
 
     def _emit_tokens(self, own: Mapping[str, Tensor], critic: Mapping[str, Tensor]) -> None:
         tokens = TokensEnd(

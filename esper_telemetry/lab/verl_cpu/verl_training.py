@@ -16,6 +16,7 @@ import torch
 import transfer_queue as tq
 import verl.utils.model
 from omegaconf import DictConfig, OmegaConf
+from ray.util import remove_placement_group
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -32,7 +33,6 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
-from esper_telemetry.adapters.verl import attach_trainer
 from esper_telemetry.lab.small_language_model import LETTERS, repeats_letter, tokenizer
 from esper_telemetry.telemetry import Telemetry
 
@@ -295,15 +295,28 @@ def ray_settings(workers: int = 1) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def local_ray(workers: int = 1) -> Iterator[None]:
-    """Context with Ray on this machine, which pretends to have a GPU for each worker, and with a TransferQueue."""
-    ray.init(num_cpus=16, num_gpus=workers, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 28)
+def local_ray() -> Iterator[None]:
+    """Context with Ray on this machine, which pretends to have eight GPUs, and with a TransferQueue."""
+    ray.init(num_cpus=16, num_gpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 28)
     try:
         tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
         yield
         tq.close()
     finally:
         ray.shutdown()
+
+
+def new_trainer(config: DictConfig, *, trainer: type[CpuTrainer] = CpuTrainer, in_process: bool = True) -> CpuTrainer:
+    """Return a trainer that can `fit`, inside `local_ray`."""
+    group = trainer_base.RayWorkerGroup
+    trainer_base.RayWorkerGroup = LocalWorkerGroup if in_process else group
+    try:
+        torch.manual_seed(int(config.actor_rollout_ref.rollout.seed))
+        made = trainer(OmegaConf.create(OmegaConf.to_container(config, resolve=True)))
+        made.init()
+        return made
+    finally:
+        trainer_base.RayWorkerGroup = group
 
 
 def train(
@@ -315,15 +328,16 @@ def train(
     in_process: bool = True,
 ) -> CpuTrainer:
     """Train as verl's `TaskRunnerV1` does, inside `local_ray`, and return the trainer."""
-    group = trainer_base.RayWorkerGroup
-    trainer_base.RayWorkerGroup = LocalWorkerGroup if in_process else group
+    made = new_trainer(config, trainer=trainer, in_process=in_process)
     try:
-        torch.manual_seed(int(config.actor_rollout_ref.rollout.seed))
-        made = trainer(OmegaConf.create(OmegaConf.to_container(config, resolve=True)))
-        made.init()
+        if telemetry is not None:
+            # the adapter imports verl, which imports this module
+            from esper_telemetry.adapters.verl import attach_trainer
+
+            attach_trainer(telemetry, made)
+        made.fit(manager.create(config, made.get_llm_client()))
     finally:
-        trainer_base.RayWorkerGroup = group
-    if telemetry is not None:
-        attach_trainer(telemetry, made)
-    made.fit(manager.create(config, made.get_llm_client()))
+        for pool in made.resource_pool_manager.resource_pool_dict.values():
+            for group in pool.pgs or ():  # its workers end
+                remove_placement_group(group)
     return made
