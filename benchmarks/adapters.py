@@ -1,7 +1,7 @@
 """Processor time of other trainers with telemetry, relative to training without it: Stable-Baselines3, RSL-RL, skrl,
-rl_games, RLlib, TorchRL and TRL.
+rl_games, RLlib, TorchRL, TRL and verl.
 
-    python benchmarks/adapters.py                        # all models except trl, forty turns; half an hour
+    python benchmarks/adapters.py                        # all models except trl that are installed, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
     python benchmarks/adapters.py rsl_rl rsl_rl_lstm skrl rl_games rllib torchrl torchrl_pendulum
     python benchmarks/adapters.py rsl_rl_cuda            # on a GPU
@@ -17,6 +17,7 @@ training; `process` is the time of all threads of the process. The worker and th
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import importlib.util
 import io
@@ -206,6 +207,39 @@ def _torchrl(telemetry: Any, **settings: Any) -> Turns:
     return lambda: program.learn_from(next(batches)), observed
 
 
+VERL_UPDATES = 2
+"""Updates of verl in a turn."""
+
+
+def _verl(telemetry: Any) -> Turns:
+    """GRPO in verl, whose only worker is in this process: a Llama of 3 million parameters, 64 completions of at most 6 tokens."""
+    from esper_telemetry.lab.verl_cpu import ENVIRONMENT
+
+    os.environ |= {**ENVIRONMENT, "RAY_AUTH_MODE": "disabled"}  # otherwise Ray writes a token to the home directory
+    from esper_telemetry.adapters.verl import TrainerListener
+    from esper_telemetry.lab.small_language_model import save_model
+    from esper_telemetry.lab.verl_cpu.verl_training import SamplingManager, cpu_config, local_ray, new_trainer
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(local_ray())
+    atexit.register(stack.close)
+    config = cpu_config(save_model(Path(tempfile.mkdtemp()), seed=1, width=256, layers=4))
+    trainer = new_trainer(config)
+    manager = SamplingManager.create(config, trainer.get_llm_client())
+    listener = TrainerListener(telemetry, trainer, samples=True)
+
+    def fit() -> None:
+        trainer.total_training_steps = trainer.global_steps + VERL_UPDATES
+        trainer.fit(manager)
+
+    def observed() -> None:
+        listener.start()
+        fit()
+        listener.stop()
+
+    return fit, observed
+
+
 LANGUAGE_UPDATES = 16
 """Updates of a language model in a turn. Telemetry compares gradients in one of them."""
 
@@ -219,7 +253,8 @@ def train_language_model(telemetry: Any, count: int) -> dict[str, list[turns.Fig
     import transformers
 
     from esper_telemetry.adapters.trl import TelemetryCallback
-    from esper_telemetry.lab.language_models import build_trainer, save_model
+    from esper_telemetry.lab.language_models import build_trainer
+    from esper_telemetry.lab.small_language_model import save_model
 
     figures: dict[str, list[turns.Figures]] = {"bare": [], "callback": []}
     observer = TelemetryCallback(telemetry)
@@ -275,6 +310,7 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "skrl": _skrl,
     "rl_games": _rl_games,
     "rllib": _rllib,
+    "verl": _verl,
     "torchrl": _torchrl,
     "torchrl_pendulum": partial(_torchrl, env="Pendulum-v1"),
 }
@@ -292,6 +328,7 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     "skrl": ("skrl",),
     "rl_games": ("rl_games",),
     "rllib": ("ray",),
+    "verl": ("verl",),
     LANGUAGE_MODEL: ("trl",),
 }
 """The package that a model needs."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import EntryPoint
@@ -246,6 +248,22 @@ def test_rllib_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [record.axes.update for record in result.records] == [1, 2]
     keys = {"policy/kl", "rllib/learners/default_policy/vf_loss"}
     assert all(keys <= record.values.keys() for record in result.records)
+
+
+@pytest.mark.sb3
+def test_verl_runner(here: Path) -> None:
+    """The program does not name telemetry: verl's driver, an actor of Ray, loads the plugin of the installed package."""
+    pytest.importorskip("transfer_queue", reason="needs esper-telemetry[verl]")
+    options = ["--steps", "2", "--workers", "2", "--critic", "--run-dir", "run", "--sinks", "console"]
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "verl_runner.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = read_run("run")
+    assert result.status is RunStatus.FINISHED
+    assert [record.axes.env_step for record in result.records] == [64, 128]
+    assert all({"policy/kl", "value/explained_variance"} <= record.values.keys() for record in result.records)
 
 
 @pytest.mark.sb3

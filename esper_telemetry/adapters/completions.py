@@ -18,6 +18,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Alarm, Level
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.core.reduction import Mean
+from esper_telemetry.events import EpisodeEnd, MinibatchEnd
 from esper_telemetry.metrics.language import (
     RatioOrigin,
     calibration,
@@ -86,6 +87,12 @@ class CompletionsEnd:
         chosen = {"best": best, "worst": worst, "longest": max(places, key=lambda place: lengths[place])}
         samples = [CompletionSample(kind, rewards[one], int(lengths[one]), *text(one)) for kind, one in chosen.items()]
         return replace(self, samples=tuple(samples))
+
+    def episodes(self, env_step: int) -> EpisodeEnd | None:
+        """Return the event of the scored completions, each an episode; None without any."""
+        pairs = zip(self.total_rewards.tolist(), self.lengths.tolist(), strict=True)
+        scored = [(total, length) for total, length in pairs if total == total]
+        return EpisodeEnd(env_step, *zip(*scored, strict=True)) if scored else None
 
 
 def _shortened(text: str) -> str:
@@ -221,3 +228,29 @@ class TokensUpdate:
 
 def _origin(event: TokensEnd) -> MetricGroup:
     return RatioOrigin(Mean(float(event.old is None), 1.0))
+
+
+def minibatch_of(
+    passes: Sequence[tuple[TokensEnd, Tensor]], epoch: int, step: int, *, per_completion: bool = False
+) -> MinibatchEnd | None:
+    """Return the minibatch of the passes that an optimizer step was taken for; None if their ratios are 1 by construction.
+
+    Args:
+        passes: with the advantages, [B, T] or [B, 1], that multiply the ratios.
+        epoch, step: of the minibatch.
+        per_completion: the loss has one ratio per completion, of the mean log-ratio of its tokens (GSPO, arXiv 2507.18071).
+    """
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    for tokens, advantages in passes:
+        ratio = tokens.log_ratio
+        if ratio is None:
+            return None
+        valid = tokens.counted(ratio)
+        if per_completion:
+            ratio = (ratio * valid).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
+            valid, advantages = valid.any(-1, keepdim=True), advantages[:, :1]
+        columns.append((ratio.flatten(), advantages.expand_as(ratio).flatten(), valid.flatten()))
+    if not columns:
+        return None
+    ratios, used, counted = map(torch.cat, zip(*columns, strict=True))
+    return MinibatchEnd(epoch, step, ratios, used, valid=counted)

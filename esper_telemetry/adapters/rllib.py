@@ -9,11 +9,10 @@ Shapes: T steps, B columns, R rows of a module.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -34,16 +33,13 @@ from torch import Tensor
 
 from esper_telemetry.adapters.adapter import PLAIN_TYPES, Adapter, last_layer
 from esper_telemetry.adapters.columns import FinishedEpisode, RowColumns, as_grid, episodes_event, places_of_chunks
-from esper_telemetry.adapters.taps import SurroundingTap
+from esper_telemetry.adapters.taps import SurroundingTap, contained
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.redaction import error_line
 from esper_telemetry.events import EpisodeEnd, RolloutEnd
 from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.update import JoinedMinibatches
-
-_logger = logging.getLogger("esper_telemetry")
 
 OWN_KEY = "esper_telemetry"
 """Key of the telemetry in `learner_config_dict`, of finished episodes in `timesteps`, and of the places of rows in a batch."""
@@ -365,19 +361,6 @@ class TelemetryLearner:
         """Call a method of the listener, if there is one; an exception costs a warning."""
         if self._listener is not None:
             session_of(self.telemetry).attempt(function, self._listener)
-
-
-def contained(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the function with its exceptions turned into warnings: a bug of ours must not reach the trainer."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except Exception as error:
-            _logger.warning("esper-telemetry: %s failed: %s", function.__name__, error_line(error))
-
-    return call
 
 
 class AlgorithmCallback(RLlibCallback):  # type: ignore[misc, unused-ignore]  # Ray may be absent

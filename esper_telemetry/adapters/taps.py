@@ -11,9 +11,11 @@ result equals torch's bit for bit, in half of torch's time. No other module-leve
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from types import GeneratorType
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
@@ -23,7 +25,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.redaction import error_line
 from esper_telemetry.events import Remover
+
+_logger = logging.getLogger("esper_telemetry")
 
 Listener: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any], Any], object]
 """Receives positional arguments, keyword arguments and result of a call."""
@@ -37,6 +42,19 @@ Value = TypeVar("Value")
 def reraise(listener: Callable[..., object], error: Exception) -> NoReturn:
     """Raise a listener's exception in the caller of the method."""
     raise error
+
+
+def contained(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the function with its exceptions turned into warnings: a bug of ours must not reach the trainer."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            _logger.warning("esper-telemetry: %s failed: %s", function.__name__, error_line(error))
+
+    return call
 
 
 class Tap:

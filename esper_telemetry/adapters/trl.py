@@ -28,11 +28,17 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.adapter import Adapter, plain_settings
-from esper_telemetry.adapters.completions import CompletionsEnd, CompletionsUpdate, TokensEnd, TokensUpdate
+from esper_telemetry.adapters.completions import (
+    CompletionsEnd,
+    CompletionsUpdate,
+    TokensEnd,
+    TokensUpdate,
+    minibatch_of,
+)
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.rates import rate_fields
 from esper_telemetry.core.record import Level
-from esper_telemetry.events import BackwardEnd, EpisodeEnd, Hooks, MinibatchEnd, UpdateStart
+from esper_telemetry.events import BackwardEnd, Hooks, UpdateStart
 from esper_telemetry.telemetry import Telemetry, session_of
 
 TAPS = {
@@ -102,14 +108,9 @@ class TrainerListener(Adapter):
         self.times.end("update")
         self.after_step(getattr(optimizer, "optimizer", optimizer))
         passes, self._passes = self._passes, []
-        known = [
-            (ratio, tokens, advantages) for tokens, advantages in passes if (ratio := tokens.log_ratio) is not None
-        ]
-        if known and len(known) == len(passes):
-            advantages = torch.cat([advantages.expand_as(ratio).flatten() for ratio, _, advantages in known])
-            valid = torch.cat([tokens.counted(ratio).flatten() for ratio, tokens, _ in known])
-            ratios = torch.cat([ratio.flatten() for ratio, *_ in known])
-            self.hooks.emit(MinibatchEnd(self.epoch, self.step, ratios, advantages, valid=valid))
+        minibatch = minibatch_of(passes, self.epoch, self.step)
+        if minibatch is not None:
+            self.hooks.emit(minibatch)
         self.finish_minibatch()
 
     def _after_rewards(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rewards: Tensor) -> None:
@@ -137,10 +138,9 @@ class TrainerListener(Adapter):
         if self._shows_texts:
             event = event.with_samples(partial(self._text, inputs, batch["completion_ids"], event.lengths))
         self.hooks.emit(event)
-        totals, lengths = event.total_rewards.tolist(), event.lengths.tolist()
-        scored = [(total, length) for total, length in zip(totals, lengths, strict=True) if total == total]
-        if scored:
-            self.hooks.emit(EpisodeEnd(self.env_step, *zip(*scored, strict=True)))
+        episodes = event.episodes(self.env_step)
+        if episodes is not None:
+            self.hooks.emit(episodes)
 
     def _text(self, inputs: list[Any], ids: Tensor, lengths: Tensor, place: int) -> tuple[str, str]:
         """The prompt and the text of a completion."""

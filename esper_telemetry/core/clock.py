@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -95,6 +95,10 @@ class PhaseTimes:
             if part or name == phase:
                 self._seconds[name] = self._seconds.get(name, 0.0) + part
         self._cpu_seconds[phase] = self._cpu_seconds.get(phase, 0.0) + self._busy_since - busy_since
+
+    def replace(self, seconds: Mapping[str, float]) -> None:
+        """Use wall seconds by phase that the trainer has measured itself."""
+        self._seconds, self._cpu_seconds = dict(seconds), {}
 
     def take(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return wall and processor seconds of the phases since the last call."""

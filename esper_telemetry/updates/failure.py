@@ -111,7 +111,7 @@ def first_nonfinite(candidates: Iterable[Candidate]) -> dict[str, Any] | None:
     `first_nonfinite` is its first entry, such as `rewards[3, 2] = nan`.
     """
     for name, tensor, environments, place in candidates:
-        if tensor.layout is not torch.strided or not len(bad := (~torch.isfinite(tensor)).nonzero()):
+        if tensor.is_meta or tensor.layout is not torch.strided or not len(bad := (~torch.isfinite(tensor)).nonzero()):
             continue
         index = bad[0].tolist()
         named = f"{name}, assigned in {place}" if place else name

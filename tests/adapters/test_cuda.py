@@ -139,7 +139,8 @@ def trl(telemetry: Telemetry | None, **settings: Any) -> Weights:
     """Weights of a small language model trained with GRPO."""
     pytest.importorskip("trl")
     from esper_telemetry.adapters.trl import TelemetryCallback
-    from esper_telemetry.lab.language_models import build_trainer, save_model
+    from esper_telemetry.lab.language_models import build_trainer
+    from esper_telemetry.lab.small_language_model import save_model
 
     with tempfile.TemporaryDirectory() as directory:
         callbacks = [] if telemetry is None else [TelemetryCallback(telemetry)]

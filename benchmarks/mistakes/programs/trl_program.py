@@ -8,7 +8,8 @@ from pathlib import Path
 
 from transformers import PrinterCallback
 
-from esper_telemetry.lab.language_models import FAULTS, HEALTHY, build_trainer, save_model
+from esper_telemetry.lab.language_models import FAULTS, HEALTHY, build_trainer
+from esper_telemetry.lab.small_language_model import save_model
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--fault", default="healthy")
