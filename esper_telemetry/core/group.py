@@ -14,7 +14,8 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Final, NamedTuple, Self
+from itertools import compress
+from typing import Any, ClassVar, Final, NamedTuple, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -391,13 +392,14 @@ def pack(group: MetricGroup) -> Packed:
         columns = reduction.slots()
         kinds.append((type(reduction), len(columns), getattr(reduction, "edges", ())))
         slots.extend(columns)
-    constant = tuple([not isinstance(slot, Tensor) for slot in slots])
+    # once, with torch's own type: a policy with 50 heads has a thousand slots
+    constant = tuple([not isinstance(slot, torch.Tensor) for slot in slots])
     label = label_field(kind)
     names = getattr(group, label) if label else ()
     layout = _layout(kind, (names,) if isinstance(names, str) else tuple(names), tuple(kinds), constant)
-    tensors = [slot for slot in slots if isinstance(slot, Tensor)]
+    tensors = [cast(Tensor, slot) for slot, is_number in zip(slots, constant, strict=True) if not is_number]
     stacked, rows = _stack_slots(tensors, layout.labels)
-    return Packed(layout, stacked, tuple([float(slot) for slot in slots if not isinstance(slot, Tensor)]), rows)
+    return Packed(layout, stacked, tuple(map(float, compress(slots, constant))), rows)
 
 
 @lru_cache(maxsize=1024)
