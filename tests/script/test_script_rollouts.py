@@ -481,6 +481,20 @@ def test_columns_of_one_environment_after_the_other_may_have_an_axis_of_size_1()
     assert torch.equal(rollout.log_probs, log_probs[..., 0].T)
 
 
+def test_ends_of_episodes_show_the_order_of_buffers_with_equal_rewards() -> None:
+    """One environment after the other; the script asks for no log-probabilities in acting."""
+    draw = torch.Generator().manual_seed(9)
+    log_probs, advantages, values = (torch.randn(16, 2, generator=draw) for _ in range(3))
+    ends = torch.rand(16, 2, generator=draw) < 0.2
+    columns = {"l": log_probs, "a": advantages, "v": values, "d": ends, "rew": torch.ones(16, 2)}
+    arrays = {name: column.T.reshape(-1) for name, column in columns.items()}
+    reading = reading_of(arrays["l"], arrays["a"], arrays["v"])
+
+    rollout = RolloutFinder(Variables([arrays]), collected(ends), reading=reading).rollout(0.9)
+
+    assert rollout is not None and torch.equal(rollout.values, values)
+
+
 def test_advantages_that_a_function_keeps_to_itself_are_those_of_the_loss() -> None:
     """The only loss has the whole rollout; the last row, which the script leaves out, does not imply a value after the rollout."""
     draw = torch.Generator().manual_seed(9)

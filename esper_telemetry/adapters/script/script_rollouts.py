@@ -462,7 +462,7 @@ class RolloutFinder:
             return False
         flat = [array.float().reshape(-1) for array in arrays if array.numel() == size in array.shape]
         grids = [array for array in arrays if [one for one in array.shape if one != 1] == [self.steps, self.envs]]
-        grids += [one for one in (self._paid, self._acted) if one is not None]
+        grids += [one for one in (self._paid, self._acted, self.ended) if one is not None]
         grids += [] if self._acted is None else [-self._acted]
         votes = 0
         for grid in grids:
