@@ -231,12 +231,15 @@ class ClipFunction:
         if not owners:
             again: Iterable[Tensor] = (p for p in listed) if isinstance(parameters, GeneratorType) else listed
             return self._clip(again, max_norm, *args, **kwargs)
-        gradients = [p.grad for p in listed if p.grad is not None]
-        if args or kwargs or not self._reproduces_torch(gradients, max_norm):
-            _report(owners, listed, max_norm, None)
-            return self._clip(listed, max_norm, *args, **kwargs)
-        norms = ops.raw_norms(gradients)
+        gradients, norms = [p.grad for p in listed if p.grad is not None], None
+        try:
+            if not (args or kwargs) and self._reproduces_torch(gradients, max_norm):
+                norms = ops.raw_norms(gradients)
+        except Exception as error:  # torch clips instead
+            owners[0][1](self._reproduces_torch, error)
         _report(owners, listed, max_norm, norms)
+        if norms is None:
+            return self._clip(listed, max_norm, *args, **kwargs)
         return ops.clip_by_norms(gradients, norms, float(max_norm))
 
     def __reduce__(self) -> str | tuple[Any, ...]:

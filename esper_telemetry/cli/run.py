@@ -308,8 +308,8 @@ class ScriptTelemetry:
         from esper_telemetry.telemetry import session_of
         from esper_telemetry.updates.failure import status_of
 
-        end = session_of(self._recorded).run_end(status_of(error), resume="")
         try:
+            end = session_of(self._recorded).run_end(status_of(error), resume="")
             for line in block_lines(end, self.run_dirs):
                 say(line)
         except Exception as failure:  # the script's own exception or exit code must reach the caller

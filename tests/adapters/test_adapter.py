@@ -113,6 +113,22 @@ def test_records_count_updates_and_steps() -> None:
     assert not adapter.listening
 
 
+def test_torch_clips_if_the_norms_cannot_be_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the norms are broken")
+
+    monkeypatch.setattr("esper_telemetry.adapters.taps.equals_torch", broken)
+
+    events, adapter, _ = minibatches(together)
+
+    assert events[0].norms.tolist() == [3, 4]
+    gradients = [float(parameter.grad) for parameter in adapter.parameters.values() if parameter.grad is not None]
+    assert gradients == pytest.approx([0.3, 0.4], rel=1e-5)
+    assert caplog.text.count("the norms are broken") == 1
+
+
 def test_nothing_is_left_in_the_trainer() -> None:
     trainer, clip = Trainer(), nn.utils.clip_grad_norm_
     with Telemetry([], run_dir=None) as telemetry:
