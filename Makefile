@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 ACTIVATE := echo "so that this shell finds these commands: source $(BIN)/activate"
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
-.PHONY: help install demo demo-mlp demo-fault test test-all pytest test-adapters test-slow test-faults lint bench docs clean
+.PHONY: help install demo demo-mlp demo-fault test test-all pytest test-adapters test-verl test-slow test-faults lint bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +56,12 @@ test-adapters: install  ## the adapters against the real Stable-Baselines3, sb3-
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,rsl-rl,torchrl,skrl,rl-games,rllib,trl]'
 	@echo "Running the tests of the adapters"
 	@$(BIN)/pytest -q -m "sb3 or trl" --numprocesses auto --maxprocesses 4
+
+test-verl:  ## the adapter against the real verl, in .venv-verl, because verl needs other versions than the rest
+	@test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
+	@.venv-verl/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[verl,train,wandb,tensorboard,mlflow]' pytest hypothesis
+	@.venv-verl/bin/pytest -q -m sb3 tests/adapters/test_verl.py tests/test_examples.py::test_verl_runner
 
 test-slow: install  ## learning curves over five seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"
