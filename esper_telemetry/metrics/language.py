@@ -425,6 +425,12 @@ class GroupStats(MetricGroup):
         .bounds(healthy="0", critical="> 0", source="identity: a group holds the completions of one prompt")
         .absent("the prompts are not known")
     )
+    single: Mean | None = reports(
+        Metric.fraction("lm/groups/single", 1169, "groups of one completion", level=Level.MINIMAL)
+        .asks("What share of the prompts has only one completion, which is then compared with no other?")
+        .bounds(healthy="0", critical="> 0.5", source="identity: the mean of one reward is the reward")
+        .absent("advantages are not relative to a group")
+    )
 
 
 @inference_mode
@@ -461,8 +467,9 @@ def group_stats(
     length = lengths.double()
     length = (length - (_by_group(length * s.weight, index, groups) / counts.clamp(min=1))[index]) * s.weight
     correlation = (centred * length).sum() / (centred.square().sum() * length.square().sum()).sqrt()
-    agreement = mixed = None
+    agreement = mixed = single = None
     if advantages is not None:
+        single = Mean((counts == 1).sum(), (counts > 0).sum())
         agreement = Mean(((advantages.sign() == centred.sign()) & differs).sum(), differs.sum())
     if size is not None and size > 0 and len(prompts) % size == 0:
         parts = prompts.view(-1, size)
@@ -476,6 +483,7 @@ def group_stats(
         all_worst=Mean((compared & ((means - worst).abs() <= 1e-5 * scale)).sum() * varied, counted.sum() * varied),
         sign_agreement=agreement,
         mixed=mixed,
+        single=single,
     )
 
 

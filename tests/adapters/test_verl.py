@@ -348,7 +348,7 @@ def test_texts_are_evidence_of_alarms(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["lr_x100", "advantage_sign", "mask_shift", "stale_old", "engine_mismatch", "gae_lambda"]
+    "name", ["lr_x100", "advantage_sign", "group_of_one", "mask_shift", "stale_old", "engine_mismatch", "gae_lambda"]
 )
 def test_faults_are_named(name: str, model: Path, tmp_path: Path) -> None:
     fault = {fault.name: fault for fault in FAULTS}[name]

@@ -225,6 +225,17 @@ def test_what_goes_wrong_is_reported_in_time_with_numbers_evidence_and_what_to_t
     assert first.level is AlarmLevel.of(first.severity)
 
 
+def test_groups_of_one_completion_are_named() -> None:
+    """No group is mixed, and no advantage has the wrong sign, as each group has one reward."""
+    detectors = Detectors(CASES["lm/grouping"].facts, Thresholds())
+    spoil = set_to({"lm/groups/single": 1.0, "lm/groups/mixed": 0.0})
+
+    found = alarms([detectors.step(record) for record in run(SINCE + 3, spoil, since=SINCE)])
+
+    assert [alarm.type for alarm in found] == ["lm/grouping"]
+    assert "100 % of the prompts have had only one completion" in found[0].text
+
+
 def test_every_rule_has_a_case_and_every_type_a_rule() -> None:
     """The limit on alarms raises `telemetry/storm`. `test_failures.py` covers exceptions, which leave no record."""
     types = [rule.type for rule in alarm_rules()]

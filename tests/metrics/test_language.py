@@ -140,6 +140,16 @@ def test_advantages_of_the_wrong_sign_and_groups_of_several_prompts() -> None:
     assert values["lm/groups/mixed"] == pytest.approx(2 / 3)
 
 
+def test_groups_of_one_completion() -> None:
+    """Two of three prompts have one completion. Trainers that do not compare completions have no such groups."""
+    rewards, prompts, lengths = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 1, 2, 2]), torch.ones(4)
+
+    assert group_stats(rewards, prompts, lengths, advantages=rewards).values()["lm/groups/single"] == pytest.approx(
+        2 / 3
+    )
+    assert "lm/groups/single" not in group_stats(rewards, prompts, lengths).values()
+
+
 def test_each_reward_function_by_itself() -> None:
     rewards = {"Format OK": torch.tensor([1.0, math.nan, 3.0]), "length": torch.tensor([1.0, 2.0, 3.0])}
 

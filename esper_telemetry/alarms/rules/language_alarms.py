@@ -20,6 +20,7 @@ from esper_telemetry.core.facts import Facts
 MASK_ERRORS = above("lm_mask_errors", 0.0, "share of completions with a wrong mask")
 ROUNDED = above("lm_rounded", 0.9, "share of log-probabilities that are bfloat16 numbers")
 MIXED = above("lm_mixed", 0.0, "share of groups with several prompts")
+SINGLE = above("lm_single", 0.5, "share of prompts with one completion")
 SIGNS = below("lm_sign_agreement", 0.99, "share of advantages with the sign of the reward")
 SIGNS_TURNED = 0.02
 """Share of advantages with the sign of the reward below which nearly all signs are flipped; wrong groups leave about half correct."""
@@ -62,9 +63,14 @@ def signs(view: View) -> Iterator[Finding]:
 
 
 def grouping(view: View) -> Iterator[Finding]:
-    """Groups with several prompts, or advantages that are not relative to the group."""
+    """Groups with several prompts, groups of one completion, or advantages that are not relative to the group."""
     mixed, agreement, bound = view.get("lm/groups/mixed"), view.get("lm/groups/sign_agreement"), view.limits[MIXED]
-    if mixed is not None and mixed > bound:
+    single = view.get("lm/groups/single")
+    if single is not None and single > view.limits[SINGLE]:
+        words = "{:%} of the prompts have had only one completion, which nothing is compared with, so each completion is made more likely "
+        words += "by as much as its reward (sample several completions per prompt: rollout.n, num_generations)"
+        yield Finding(1.0, "lm/groups/single", single, view.limits[SINGLE]).says(words, single)
+    elif mixed is not None and mixed > bound:
         words = "{:%} of the groups have contained completions of several prompts, so rewards of different prompts are compared"
         yield Finding(1.0, "lm/groups/mixed", mixed, bound).says(words, mixed)
     elif agreement is not None:
@@ -261,13 +267,14 @@ RULES = (
     )
     .judged(signs),
     language_rule("lm/grouping", "lm/groups/mixed", "lm/groups/sign_agreement", rank=62, hard=True, claim=True, n_on=2)
-    .needs(("lm/groups/mixed", "lm/groups/sign_agreement"))
+    .reads("lm/groups/single")
+    .needs(("lm/groups/mixed", "lm/groups/sign_agreement", "lm/groups/single"))
     .says(
-        "Completions of different prompts are compared with each other.",
+        "Completions are compared with none, or with completions of other prompts.",
         "Check the group size, and that completions of a prompt are adjacent when rewards are reshaped.",
         "identity: an advantage is a reward minus the mean of its group",
     )
-    .judged(grouping, MIXED, SIGNS),
+    .judged(grouping, MIXED, SIGNS, SINGLE),
     language_rule("lm/rounded", "lm/logprob/bf16_frac", rank=63, claim=True, n_on=2)
     .says(
         "Log-probabilities are rounded to bfloat16, so ratios near 1 are mostly rounding errors.",

@@ -141,6 +141,13 @@ class VerlFault:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+ONE_EACH: Final = {
+    "actor_rollout_ref__rollout__n": 1,
+    "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 4,
+    "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 8,
+}
+"""Settings with one completion per prompt."""
+
 FAULTS: Final[tuple[VerlFault, ...]] = (
     VerlFault(
         "lr_x100",
@@ -149,6 +156,7 @@ FAULTS: Final[tuple[VerlFault, ...]] = (
     ),
     VerlFault("advantage_sign", ("lm/advantage_sign",), FlippedSign),
     VerlFault("constant_reward", ("lm/dead_groups",), manager=ConstantReward),
+    VerlFault("group_of_one", ("lm/grouping",), settings=ONE_EACH),
     VerlFault("mask_shift", ("lm/mask",), manager=ShiftedMask),
     VerlFault("stale_old", ("integrity/ratio_init",), StaleTrainer),
     VerlFault("engine_mismatch", ("lm/engine_mismatch",), NoisyTrainer),
