@@ -392,7 +392,7 @@ def pack(group: MetricGroup) -> Packed:
         columns = reduction.slots()
         kinds.append((type(reduction), len(columns), getattr(reduction, "edges", ())))
         slots.extend(columns)
-    # once, with torch's own type: a policy with 50 heads has a thousand slots
+    # once, with torch's own type: a policy with 50 heads has hundreds of slots
     constant = tuple([not isinstance(slot, torch.Tensor) for slot in slots])
     label = label_field(kind)
     names = getattr(group, label) if label else ()

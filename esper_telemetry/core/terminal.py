@@ -14,9 +14,9 @@ from typing import Any, Final
 UNPRINTABLE: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f\ud800-\udfff]"
 )
-"""Control characters except newline and tab, surrogates, which files cannot hold, and characters that no one sees.
+"""Control characters except newline and tab, surrogates, which files cannot hold, and invisible characters.
 
-The latter reverse the writing direction, or hide a text from people and not from a program, as the tags from U+E0000 on do.
+Invisible characters reverse the writing direction, or hide a text from people but not from programs (tags from U+E0000 on).
 """
 SEQUENCE: Final = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, cursor, screen

@@ -137,9 +137,9 @@ class Segment:
 
 
 class NumberDecoder:
-    """Decodes lines, but not the histograms of records, which have four of five numbers and take two thirds of the time.
+    """Decodes lines without the histograms of records, which have most of the numbers.
 
-    The text of histograms without its digits, their form, has to be equal to that of a valid record: only then it is not parsed.
+    Histograms are skipped if their text without digits, their form, equals the form of a record that has been parsed.
     """
 
     def __init__(self, reader: JournalReader) -> None:

@@ -118,7 +118,7 @@ def entropy_rows(
             rows[head] = categorical_rows(x, masks.get(head), relevant=relevance.get(head))
         else:
             alike.setdefault((x.shape, x.dtype, x.device), []).append(head)
-    for names in alike.values():  # heads of one size side by side: fifty one by one take ten times as long
+    for names in alike.values():  # one call for all heads of a size, as each call has a fixed cost
         together = categorical_rows(torch.stack([by_name[head] for head in names]))
         entropy, probabilities = together.entropy.unbind(), cast(Tensor, together.probabilities).unbind(1)
         rows |= {

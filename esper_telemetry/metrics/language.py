@@ -427,7 +427,7 @@ class GroupStats(MetricGroup):
     )
     single: Mean | None = reports(
         Metric.fraction("lm/groups/single", 1169, "groups of one completion", level=Level.MINIMAL)
-        .asks("What share of the prompts has only one completion, which is then compared with no other?")
+        .asks("What share of the prompts has only one completion, so that there is no other to compare it with?")
         .bounds(healthy="0", critical="> 0.5", source="identity: the mean of one reward is the reward")
         .absent("advantages are not relative to a group")
     )

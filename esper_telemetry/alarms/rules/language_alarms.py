@@ -67,7 +67,7 @@ def grouping(view: View) -> Iterator[Finding]:
     mixed, agreement, bound = view.get("lm/groups/mixed"), view.get("lm/groups/sign_agreement"), view.limits[MIXED]
     single = view.get("lm/groups/single")
     if single is not None and single > view.limits[SINGLE]:
-        words = "{:%} of the prompts have had only one completion, which nothing is compared with, so each completion is made more likely "
+        words = "{:%} of the prompts have had only one completion, so there is no other to compare it with, and it is made more likely "
         words += "by as much as its reward (sample several completions per prompt: rollout.n, num_generations)"
         yield Finding(1.0, "lm/groups/single", single, view.limits[SINGLE]).says(words, single)
     elif mixed is not None and mixed > bound:
@@ -270,7 +270,7 @@ RULES = (
     .reads("lm/groups/single")
     .needs(("lm/groups/mixed", "lm/groups/sign_agreement", "lm/groups/single"))
     .says(
-        "Completions are compared with none, or with completions of other prompts.",
+        "Completions are compared with completions of other prompts, or have no others to be compared with.",
         "Check the group size, and that completions of a prompt are adjacent when rewards are reshaped.",
         "identity: an advantage is a reward minus the mean of its group",
     )
