@@ -58,6 +58,7 @@ class CompletionsEnd:
         truncated: [B], bool; None if end tokens are not known.
         advantages: [B]; None if they are not the weighted rewards minus their group's mean, up to a positive scale.
         group_size: completions that the trainer compares with each other, one after another.
+        turns: [B], passages that the model wrote; None if it wrote everything.
         samples: for the evidence of alarms.
     """
 
@@ -68,6 +69,7 @@ class CompletionsEnd:
     truncated: Tensor | None = None
     advantages: Tensor | None = None
     group_size: int | None = None
+    turns: Tensor | None = None
     samples: tuple[CompletionSample, ...] = ()
 
     @property
@@ -122,7 +124,7 @@ class CompletionsUpdate:
     def measure(self, facts: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
         """Yield lengths, rewards and groups; also each reward function separately at DEBUG, or if there are several."""
         for event in self.generations:
-            yield partial(completion_stats, event.lengths, event.truncated)
+            yield partial(completion_stats, event.lengths, event.truncated, turns=event.turns)
             yield partial(
                 group_stats,
                 event.total_rewards,

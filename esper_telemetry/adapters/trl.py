@@ -39,6 +39,7 @@ from esper_telemetry.core.metric import segment
 from esper_telemetry.core.rates import rate_fields
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import BackwardEnd, Hooks, UpdateStart
+from esper_telemetry.metrics.language import turns_of
 from esper_telemetry.telemetry import Telemetry, session_of
 
 TAPS = {
@@ -172,6 +173,7 @@ class TrainerListener(Adapter):
             truncated=truncated,
             advantages=batch["advantages"].detach() if centred else None,
             group_size=trainer.num_generations,
+            turns=None if (tools := batch.get("tool_mask")) is None else turns_of(mask * tools),
         )
 
     def _after_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: tuple[Any, ...]) -> None:

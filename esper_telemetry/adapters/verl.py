@@ -40,6 +40,7 @@ from esper_telemetry.adapters.verl_workers import ACTOR, CRITIC, joined, start_w
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import BackwardEnd, EpisodeEnd, RolloutEnd
+from esper_telemetry.metrics.language import turns_of
 from esper_telemetry.telemetry import Telemetry, session_of
 
 TAPS = {
@@ -194,6 +195,7 @@ class TrainerListener(Adapter):
             weights=(1.0,),
             truncated=~torch.isin(last, torch.tensor(self._eos)) if self._eos else None,
             advantages=torch.stack(firsts) if centred else None,
+            turns=None if self._single_turn else turns_of(pad_sequence(masks, batch_first=True)),
         )
 
     def _rollout(self, rows: Mapping[str, list[Tensor]]) -> RolloutEnd:

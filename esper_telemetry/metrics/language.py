@@ -30,6 +30,7 @@ from esper_telemetry.metrics.statistics import (
 ENGINE = "NVIDIA-NeMo/RL docs/guides/grpo.md (1.05); huggingface/trl#3867, #4772 and #6789"
 DEAD_GROUPS = "huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2"
 NO_COMPLETION = "no completion was generated for this update"
+ALL_OWN = "the model wrote all tokens of the completions"
 
 SMALLEST_SURPRISE = 1e-3
 """Magnitude of log-probabilities below which the float32 steps of 1 - p are so coarse that bfloat16 can represent them by chance."""
@@ -352,18 +353,40 @@ class CompletionStats(MetricGroup):
     completions: Sum = reports(
         Metric.count("lm/completions", 1155, "completions").asks("How many completions does an update learn from?")
     )
+    turns: Mean | None = reports(
+        Metric.quantity("lm/turns/mean", 1156, "turns of the model", unit="turns", low=0.0)
+        .asks(
+            "How often does the model write in a completion, before and after text of others such as results of tools?"
+        )
+        .absent(ALL_OWN)
+    )
+    most_turns: Max | None = reports(
+        Metric.quantity("lm/turns/max", 1157, "most turns of a completion", unit="turns", low=0.0)
+        .asks("How many turns has the longest exchange? At the limit of turns it was probably cut.")
+        .absent(ALL_OWN)
+    )
 
 
 @inference_mode
-def completion_stats(lengths: Tensor, truncated: Tensor | None = None) -> CompletionStats:
-    """Return lengths [B] in tokens and the share of completions that the limit cut [B]."""
+def completion_stats(
+    lengths: Tensor, truncated: Tensor | None = None, *, turns: Tensor | None = None
+) -> CompletionStats:
+    """Return lengths [B] in tokens, the share of completions that the limit cut [B], and the number of turns [B]."""
     s = sample(lengths)
     return CompletionStats(
         length=spread(s),
         longest=Max(where_any(s.values.amax(-1), s.count)),
         truncated=None if truncated is None else Mean(truncated.sum(), truncated.numel()),
         completions=Sum(s.count),
+        turns=None if turns is None else Mean(turns.double().sum(), turns.numel()),
+        most_turns=None if turns is None else Max(turns.double().amax()),
     )
+
+
+def turns_of(mask: Tensor) -> Tensor:
+    """Return the number of turns [B] of completions: passages of tokens of the model, where the mask [B, T] is True."""
+    own = mask.bool()
+    return own[:, :1].sum(-1) + (own[:, 1:] & ~own[:, :-1]).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)

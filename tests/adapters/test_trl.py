@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ pytest.importorskip("trl", reason="these tests need esper-telemetry[trl]")
 
 from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
 from transformers import PrinterCallback
-from trl import RLOOConfig, RLOOTrainer, SFTTrainer
+from trl import GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.adapters.completions import CompletionsEnd, CompletionsUpdate, TokensEnd
@@ -126,6 +127,21 @@ def test_accumulated_passes_are_one_step(model: Path, tmp_path: Path, settings: 
     assert records[-1].values["grad/global/norm_preclip"] == pytest.approx(
         records[-1].values["trl/grad_norm"], rel=1e-4
     )
+
+
+def test_turns_of_the_model_are_counted_where_others_wrote_too(model: Path, tmp_path: Path) -> None:
+    """Every second completion holds a token of its environment, after which the model writes again."""
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        written = [[3 + place % 4, 4, 5, 6] for place in range(len(prompts))]
+        masks = [[1, 0, 1, 1] if place % 2 else [1] * 4 for place in range(len(prompts))]
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        return {"prompt_ids": ids, "completion_ids": written, "logprobs": None, "env_mask": masks}
+
+    run = recorded(model, tmp_path / "run", trainer=partial(GRPOTrainer, rollout_func=rollout))
+
+    assert {record.values["lm/turns/mean"] for record in run.records} == {1.5}
+    assert {record.values["lm/turns/max"] for record in run.records} == {2.0}
 
 
 def test_ratios_of_rloo_are_those_of_whole_completions(model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from esper_telemetry.metrics.language import (
     sampling_mismatch,
     sequence_ratio,
     token_stats,
+    turns_of,
 )
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)
@@ -112,6 +113,17 @@ def test_lengths_and_cut_completions() -> None:
     assert values["lm/length/max"] == 4
     assert values["lm/truncated_frac"] == 0.5
     assert values["lm/completions"] == 2
+    assert "lm/turns/mean" not in values
+
+
+def test_turns_are_passages_of_own_tokens() -> None:
+    own = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0]])
+
+    values = completion_stats(torch.tensor([4, 6, 0]), turns=turns_of(own)).values()
+
+    assert turns_of(own).tolist() == [2, 3, 0]
+    assert values["lm/turns/mean"] == pytest.approx(5 / 3)
+    assert values["lm/turns/max"] == 3
 
 
 REWARDS = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
