@@ -200,7 +200,8 @@ def assert_goes_on(run_dir: Path) -> None:
     """Resume the run and check that it trains more updates, each once."""
     last = read_run(run_dir).records[-1].axes
 
-    resumed = ended(trained(run_dir, "--resume", str(run_dir), "--total-steps", str(last.env_step + 2000)))
+    steps = str(last.env_step + 2000)
+    resumed = ended(trained(run_dir, "--resume", str(run_dir), "--env", SLOW, "--total-steps", steps))
 
     assert (resumed.code, resumed.stderr) == (0, ""), resumed
     run = read_run(run_dir)

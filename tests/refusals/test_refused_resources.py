@@ -264,7 +264,7 @@ def test_a_sink_process_that_dies_and_cannot_be_started_again_is_given_up(
     check(warnings_of(caplog), ("feeds the sinks died", SINKS))
 
 
-LOST = r"\d records are not in the journal, because the disk did not take them; \d are lost"
+LOST = r"\d+ of \d+ records are not in the journal, because the disk did not take them; \d+ are lost"
 
 REAL = [
     ("bundled", "file_size", "start", (WORKER, "cannot write to .*journal.jsonl", LOST)),
