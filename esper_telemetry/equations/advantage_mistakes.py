@@ -533,6 +533,12 @@ MISTAKES = (
     mistake("undiscounted_bootstrap", "GAE whose bootstrap is not discounted")
     .predicts("δ_t = r_t + V_{t+1} - V_t", lambda inputs: gae(inputs, gamma=1.0))
     .advises("Multiply the next value by gamma.", source="program: gae_programs"),
+    mistake("rewards_discounted", "GAE in which the discount multiplies the rewards, not the next values")
+    .predicts(
+        "δ_t = γ r_t + V_{t+1} - V_t, A_t = δ_t + λ A_{t+1}",
+        lambda x: gae(x, rewards=x.gamma * x.rewards, gamma=1.0, decay=x.gae_lambda),
+    )
+    .advises("Multiply the running sum by gamma: R = r + gamma * R.", source="program: gae_programs"),
     mistake("trace_without_gamma", "GAE whose trace decays by lambda only")
     .predicts("A_t = δ_t + λ A_{t+1}", lambda inputs: gae(inputs, decay=inputs.gae_lambda))
     .advises("Multiply the trace by gamma times lambda.", source="program: gae_programs"),

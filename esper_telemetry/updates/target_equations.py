@@ -52,11 +52,12 @@ def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Ite
     rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
     if rollout is None or not rollout.advantages.numel():
         return
-    gae_lambda, discount = facts.gae_lambda, facts.gamma
+    gae_lambda, discount = facts.gae_lambda if facts.has_critic else 1.0, facts.gamma
     inputs: GaeInputs | None = None
     if (gae_lambda is not None or facts.columns_by_name) and discount is not None and rollout.ends_known:
         previous = update.context.previous_targets
         inputs = _gae_inputs(rollout, gae_lambda or 0.0, previous)
+        inputs = inputs if inputs is None or facts.has_critic else replace(inputs, alone=True)
         check = partial(_advantages, rollout, inputs, facts)
         if gae_lambda is None:
             inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, facts)

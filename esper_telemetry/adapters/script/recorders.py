@@ -248,9 +248,14 @@ class LastEstimate(NamedTuple):
 
 
 class EstimateLog:
-    """Keeps the last outputs of layers with few units, such as a critic: scripts release them after computing the targets."""
+    """Keeps the last outputs of layers with few units, such as a critic: scripts release them after computing the targets.
+
+    Attributes:
+        has_critic: a layer has one unit, as a critic's last one.
+    """
 
     def __init__(self) -> None:
+        self.has_critic = False
         self._outputs: deque[tuple[int, Tensor]] = deque(maxlen=MAX_ESTIMATES)
         self._with_graph: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
         self._before_step: dict[nn.Module, Tensor] = {}
@@ -263,6 +268,7 @@ class EstimateLog:
         self._after_step.append((layer, output))
         if output.shape[-1] != 1:
             return
+        self.has_critic = True
         if MIN_ESTIMATE_ROWS <= output.numel() <= MAX_ESTIMATE_ROWS:
             self._outputs.append((_weight_of(layer), output.detach()))
         if output.requires_grad and output.numel() > 1:

@@ -123,6 +123,10 @@ class RolloutFinder:
         last_estimates: outputs after the last step of the environments.
         acted: log-probabilities and actions of the steps in the order in which they were taken, if they are known.
         targets: names of the variable with the targets of the critic's own loss.
+        has_critic: a layer of the script may be a critic.
+
+    Attributes:
+        has_critic: False if neither the script's layers nor the loss have one: all values are 0, and advantages are sums of rewards.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class RolloutFinder:
         last_estimates: Sequence[LastEstimate] = (),
         acted: Sequence[Asked] = (),
         targets: tuple[str, ...] = (),
+        has_critic: bool = True,
     ) -> None:
         self._variables, self._indices, self._targets = variables, indices, targets
         self._indexed = indexed
@@ -153,6 +158,7 @@ class RolloutFinder:
         self._grids: list[Tensor] = []
         self._names: dict[int, str] = {}
         self._with_graph: set[int] = set()
+        self.has_critic = has_critic or reading is None or reading.value is not None
         self._has_ratio = reading is None or reading.policy is None or reading.policy.log_ratio is not None
         self._columns: dict[str, Tensor] = {}
         self.steps = self.envs = 0
@@ -574,10 +580,13 @@ class RolloutFinder:
         """
         values, advantages, returns = (self.find(role) for role in ("values", "advantages", "returns"))
         log_probs, ended, rewards, limits = self.log_probs, self.ended, self.rewards, self._limits
+        if not self.has_critic and rewards is not None:
+            values, returns, gamma = torch.zeros_like(rewards), None, None
         if advantages is None and returns is not None and values is not None:
             advantages = returns - values
         if self._mixed or rewards is None or values is None or advantages is None or log_probs is None or ended is None:
             return None
+        values = values if self.has_critic else values.to(advantages)
         rewards, advantages = rewards.to(values), advantages.to(values)
         ended, limits = ended.to(values.device), None if limits is None else limits.to(values.device)
         stored = returns is not None
@@ -621,7 +630,7 @@ class RolloutFinder:
 
     def _last_values(self, values: Tensor, ended: Tensor, implied: Tensor | None) -> Tensor | None:
         """Values [B] after the last step: from the script's arrays, from the network's outputs, or implied by the last returns."""
-        if bool(ended[-1].all()):
+        if bool(ended[-1].all()) or not self.has_critic:
             return values[-1]
         whole = self._columns.get("values")
         if whole is not None and len(whole) == self.steps + 1:
