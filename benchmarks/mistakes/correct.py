@@ -136,9 +136,6 @@ def _programs() -> Iterator[Program]:
     for label, args in {"reinforce": (), "a2c": ("--critic",)}.items():
         for env in ("tasks:Drift-v0", "CartPole-v1", "Acrobot-v1"):
             yield correct(f"{label} {env}", "policy_gradient.py", ("--env-id", env, *args))
-            yield correct(
-                f"{label} {env} accumulated", "policy_gradient.py", ("--env-id", env, *args, "--micro-batches", "4")
-            )
     clear, step = "            optimizer.zero_grad()\n", "            nn.utils.clip_grad_norm_"
     accumulated = (
         (clear, f"            if start % (2 * minibatch_size) == 0:\n    {clear}"),

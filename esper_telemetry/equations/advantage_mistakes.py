@@ -680,6 +680,9 @@ VARIANTS = (
     )
     .predicts("δ_t = r_t + γ V_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.values))
     .cites("leggedrobotics/rsl_rl, Rudin et al. 2021, 2109.11978"),
+    variant("time_limits_end", "GAE in which time limits end episodes as terminations do")
+    .predicts("δ_t = r_t - V_t at time limits")
+    .cites("vwxyzjn/cleanrl, ppo.py; Pardo et al. 2018, 1712.00378, shows when it does harm"),
     variant("normalized", "GAE that was normalised over the whole batch")
     .predicts("A = (GAE - mean) / std", normalized)
     .given(of="scale")

@@ -191,11 +191,13 @@ def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> 
     if inputs is None:
         return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
     check = compare_advantages(inputs, precision=facts.precision)
-    if rollout.time_limits is None or check.explained or not inputs.gamma:
+    if rollout.time_limits is None or (check.explained and not check.matches) or not inputs.gamma:
         return check
     limits = rollout.time_limits.unflatten(0, (inputs.rollouts, -1)).transpose(0, 1).flatten(1)
     if not bool(limits.any()):
         return check
+    if check.matches and facts.columns_by_name and not inputs.alone:  # the values after limits are 0 in the inputs
+        return explained(ADVANTAGES, "time_limits_end")
     # the values after time limits that the claimed advantages imply may explain the numbers
     implied = (inputs.claimed - inputs.rewards + inputs.values) / inputs.gamma
     bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))

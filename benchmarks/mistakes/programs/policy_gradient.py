@@ -22,7 +22,6 @@ parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--learning-rate", type=float, default=1e-3)
 parser.add_argument("--gamma", type=float, default=0.98)
 parser.add_argument("--critic", action="store_true")
-parser.add_argument("--micro-batches", type=int, default=1)
 args = parser.parse_args()
 
 torch.manual_seed(args.seed)
@@ -59,18 +58,17 @@ for _update in range(args.total_timesteps // args.steps):
 
     states, chosen = torch.stack(observations), torch.stack(actions)
     optimizer.zero_grad()
-    for rows in torch.arange(len(states)).chunk(args.micro_batches):
-        hidden = features(states[rows])
-        log_probs = Categorical(logits=policy_head(hidden)).log_prob(chosen[rows])
-        if args.critic:
-            values = value_head(hidden).squeeze(-1)
-            advantages = returns[rows] - values
-            critic_loss = advantages.pow(2).mean()
-            actor_loss = -(log_probs * advantages.detach()).mean()
-            loss = actor_loss + 0.5 * critic_loss
-        else:
-            loss = -(log_probs * returns[rows]).mean()
-        (loss / args.micro_batches).backward()
+    hidden = features(states)
+    log_probs = Categorical(logits=policy_head(hidden)).log_prob(chosen)
+    if args.critic:
+        values = value_head(hidden).squeeze(-1)
+        advantages = returns - values
+        critic_loss = advantages.pow(2).mean()
+        actor_loss = -(log_probs * advantages.detach()).mean()
+        loss = actor_loss + 0.5 * critic_loss
+    else:
+        loss = -(log_probs * returns).mean()
+    loss.backward()
     optimizer.step()
     print(f"mean reward {np.mean(rewards):.3f}")
 

@@ -574,6 +574,7 @@ class ObservedSteps:
         in_turns: the environments took their steps together, or in turns.
         ended: [T, B], bool: steps that ended an episode.
         time_limits: [T, B], bool: those by truncation.
+        reset: [T, B], bool: steps after which the script acted on the first observation of another episode.
         rewards: [T, B], float64.
         cut: the script has ended the episode of the last step, perhaps only the rollout's part of it.
     """
@@ -594,6 +595,9 @@ class ObservedSteps:
             torch.from_numpy(terminated | truncated),
             torch.from_numpy(truncated & ~terminated),
         )
+        self.reset = torch.zeros_like(self.ended)
+        for (step, env), call in zip(self._places, calls, strict=True):
+            self.reset[step, [env] if call.reset_to is not None else [env + place for place in call.finals]] = True
         self.rewards = torch.from_numpy(self._grid([call.rewards for call in calls]))
 
     @classmethod

@@ -163,11 +163,11 @@ class RolloutFinder:
         self._columns: dict[str, Tensor] = {}
         self.steps = self.envs = 0
         self._cut = False
-        self.ended = self._paid = self._limits = None
+        self.ended = self._paid = self._limits = self._reset = None
         if collected is not None:
             self.steps, self.envs, self._cut = collected.steps, collected.envs, collected.cut
-            columns = (collected.ended, collected.rewards, collected.time_limits)
-            self.ended, self._paid, self._limits = (column.to(self._device) for column in columns)
+            columns = (collected.ended, collected.rewards, collected.time_limits, collected.reset)
+            self.ended, self._paid, self._limits, self._reset = (column.to(self._device) for column in columns)
             acted = acted if collected.in_turns else ()
         else:
             self._find_ends()
@@ -461,6 +461,13 @@ class RolloutFinder:
         limit = SAME_NUMBER * max(1.0, float(values.abs().max()))
         return bool(difference.numel()) and float(difference.max()) <= limit
 
+    def _shows_next_episodes(self, following: Tensor, values: Tensor) -> bool:
+        """Return True if the estimates after time limits are of the first states of the next episodes, not of the last states."""
+        if self._limits is None or self._reset is None or not len(following) == len(values) == self.steps:
+            return False
+        limits = (self._limits & self._reset)[:-1]
+        return bool(limits.any()) and torch.equal(following[:-1][limits].to(values), values[1:][limits])
+
     def _is_env_major(self, arrays: Sequence[Tensor]) -> bool:
         """Return True if flat arrays hold one environment after the other: those known as [T, B] too show it."""
         size = self.steps * self.envs
@@ -606,6 +613,8 @@ class RolloutFinder:
             return None
         after = next_values(values, last, ended)
         following = self._columns.get("next_values")
+        if following is not None and self._shows_next_episodes(following, values):
+            following = None
         final = self._columns.get("limit_values") if following is None else following
         if following is None and final is not None and limits is not None:
             # the rewards may include γ times the values, or values without γ: the numbers do not show which
