@@ -140,9 +140,10 @@ def _noise(inputs: ActionInputs) -> Tensor:
 
 def _effect(noise: Tensor, change: Tensor, counted: Tensor) -> float | None:
     """Return the largest correlation of an entry of the noise with one of the change, in standard deviations; None for too few rows."""
-    rows, outcome = noise[counted].unsqueeze(-1), change[counted].reshape(int(counted.sum()), 1, -1)
+    rows = noise[counted].unsqueeze(-1)
     if len(rows) < MIN_ROWS:
         return None
+    outcome = change[counted].reshape(len(rows), 1, -1)
     products = rows * (outcome - outcome.mean(0))
     spread = products.square().sum(0).sqrt()
     return float((products.sum(0).abs() / spread.clamp(min=1e-300)).amax()) if bool(spread.any()) else None

@@ -129,3 +129,4 @@ def test_an_effect_in_too_few_steps_is_not_measured() -> None:
     inputs, change, ended = case(velocity, 0, 0)
 
     assert action_effect(inputs, change, ended | (torch.arange(STEPS).view(-1, 1) >= 10)) is None
+    assert action_effect(inputs, change, torch.ones_like(ended)) is None
