@@ -309,6 +309,8 @@ class EstimateLog:
 
     def _acted_on(self, weight: int, steps: int, envs: int) -> Tensor | None:
         recorded = [_rows_by_unit(one) for one in self._acted.get(weight, ())]
+        if len(recorded) == steps - 1:  # asked after each step of the environments
+            recorded += [_rows_by_unit(output) for layer, output in self._after_step if _weight_of(layer) == weight][:1]
         whole = bool(recorded) and len(recorded) == steps and all(len(one) == envs for one in recorded)
         return torch.stack(recorded) if whole else None
 
