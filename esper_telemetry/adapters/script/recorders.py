@@ -265,7 +265,8 @@ class EstimateLog:
 
     def add(self, layer: nn.Module, output: Tensor) -> None:
         """Record an output [..., K]."""
-        self._after_step.append((layer, output))
+        if len(self._after_step) < MAX_ESTIMATES or not output.requires_grad:  # training step by step has many
+            self._after_step.append((layer, output))
         if output.shape[-1] != 1:
             return
         self.has_critic = True
