@@ -642,12 +642,11 @@ def test_the_value_that_a_loop_from_the_last_step_leaves_behind_is_that_of_the_f
     arrays = {"values": values, "z": log_probs, "a": advantages, "returns": advantages + values}
     last = [
         rollout_of(arrays | {"next_value": value}, reading_of(log_probs, advantages)).rollout(0.5)
-        for value in (values[:1], torch.tensor([3.0]))
+        for value in (values[:1], float(values[1]), torch.tensor([3.0]), 3.0)
     ]
 
-    assert last[0] is not None and last[1] is not None
-    assert float(last[0].last_values) == pytest.approx(float(2 * (advantages[-1] + values[-1] - 1)))
-    assert float(last[1].last_values) == 3
+    implied = float(2 * (advantages[-1] + values[-1] - 1))
+    assert [float(one.last_values) for one in last if one is not None] == pytest.approx([implied, implied, 3, 3])
 
 
 def test_neither_flags_nor_what_rewards_are_given_after_time_limits_are_values_of_last_states() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.loss_graph import LossReading
 from esper_telemetry.adapters.script.recorders import Asked, LastEstimate, ObservedSteps
-from esper_telemetry.adapters.script.variables import Variables, stacked
+from esper_telemetry.adapters.script.variables import Variables, as_number, stacked
 
 NAMES = {
     "rewards": ("rewards", "rews", "reward", "rs", "r"),
@@ -507,6 +507,11 @@ class RolloutFinder:
         array = array.to(self._device)
         return array.reshape(1, self.envs) if steps == 1 else self._as_grid(array)
 
+    def _as_last_row(self, value: object) -> Tensor | None:
+        """Accept values [1, B] of one step, or a number for a single environment."""
+        number = as_number(value) if self.envs == 1 else None
+        return self._in_grid(value, steps=1) if number is None else torch.tensor([[number]], device=self._device)
+
     def find(self, role: str) -> Tensor | None:
         """Return a column [T, B] of the rollout: the loss's column, or an array with such a name."""
         column = self._columns.get(role)
@@ -654,9 +659,10 @@ class RolloutFinder:
         shown = self._columns.get("next_values")
         if shown is not None:
             return torch.where(ended[-1], values[-1], shown[-1].to(values))
-        last = self._variables.find(NAMES["last_values"], partial(self._in_grid, steps=1))
-        # a loop from the last step to the first one keeps the value of the second step under this name
-        if last is not None and not (self.steps > 1 and torch.equal(last[0].to(values), values[0])):
+        last = self._variables.find(NAMES["last_values"], self._as_last_row)
+        # a loop from the last step to the first one keeps the value of one of the first steps under this name
+        first = values[: min(2, self.steps - 1)]
+        if last is not None and not bool((last.to(values) == first).all(-1).any()):
             return last[0].to(values)
         if implied is None:
             return None
