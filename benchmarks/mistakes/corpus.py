@@ -24,6 +24,8 @@ FILES: Final[Mapping[str, str]] = {
     "sb3": "library_program.py",
     "published": "library_program.py",
     "trl": "trl_program.py",
+    "reinforce": "policy_gradient.py",
+    "a2c": "policy_gradient.py",
 }
 """Correct programs, by the first part of a name."""
 
@@ -173,6 +175,7 @@ SECTION_ARGS: Final[Mapping[str, tuple[str, ...]]] = {
     "force": FORCE,
     "recurrent": ("--kind", "recurrent"),
     "masked": ("--kind", "masked"),
+    "a2c": ("--critic",),
 }
 LIBRARY_BASES: Final[Mapping[str, Mapping[str, Any]]] = {
     "sb3": {"n_envs": 8, "n_steps": 64, "batch_size": 128, "n_epochs": 6, "learning_rate": 1e-3, "gamma": 0.98},

@@ -133,6 +133,18 @@ def _programs() -> Iterator[Program]:
     yield correct("sb3 recurrent shared", sb3, ("recurrent", "tasks:Drift-v0", "--shared-lstm"))
     for kind in ("recurrent", "masked"):
         yield correct(f"subclass {kind}", "contrib_program.py", ("--kind", kind))
+    for label, args in {"reinforce": (), "a2c": ("--critic",)}.items():
+        for env in ("tasks:Drift-v0", "CartPole-v1", "Acrobot-v1"):
+            yield correct(f"{label} {env}", "policy_gradient.py", ("--env-id", env, *args))
+    clear, step = "            optimizer.zero_grad()\n", "            nn.utils.clip_grad_norm_"
+    accumulated = (
+        (clear, f"            if start % (2 * minibatch_size) == 0:\n    {clear}"),
+        ("loss.backward()", "(loss / 2).backward()"),
+        (step, f"            if start % (2 * minibatch_size) == 0:\n                continue\n{step}"),
+    )
+    for env in ("tasks:Drift-v0", "CartPole-v1"):
+        for label, args in {"": (), "no entropy": ("--ent-coef", "0")}.items():
+            yield correct(f"script {env} accumulated {label}".strip(), script, ("--env-id", env, *args), accumulated)
     yield correct("own loop", script, (), own_loop)
     yield correct("own loop one minibatch", script, ("--num-minibatches", "1"), own_loop)
     yield correct("own loop γ = 1", script, ("--gamma", "1"), own_loop)

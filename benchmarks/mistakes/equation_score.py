@@ -147,6 +147,9 @@ def read_journal(run_dir: Path) -> Reading:
             reading.says |= {f"{name}_{one.name}": one.says for one in schedule.hypotheses}
             explained[name].append(any(one.variant for one in schedule.hypotheses))
     reading.variants = [name for name, flags in explained.items() if all(flags)]
+    for name in explained.keys() - reading.variants:  # a mistake may begin after updates with a published variant
+        pairs = zip(reading.named[name], explained[name], strict=True)
+        reading.named[name] = [names for names, variant in pairs if not variant]
     reading.alarms = sorted({f"{alarm.type}: {alarm.text}" for alarm in run.alarms})
     return reading
 

@@ -20,7 +20,7 @@ from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.redaction import error_line
 
-Measurement = Callable[[], MetricGroup | Postponed | Iterable[MetricGroup]]
+Measurement = Callable[[], MetricGroup | Postponed | Iterable[MetricGroup | Postponed]]
 """A metric function with its arguments that has not been called yet, such as a `functools.partial`."""
 
 Result = TypeVar("Result")
@@ -90,7 +90,7 @@ class Containment:
     def measure(self, measurements: Iterable[Measurement], use: Callable[[MetricGroup | Postponed], object]) -> None:
         """Pass the groups of all measurements that do not raise to `use`; an exception of `use` counts as the measurement's."""
 
-        def use_all(groups: MetricGroup | Postponed | Iterable[MetricGroup]) -> None:
+        def use_all(groups: MetricGroup | Postponed | Iterable[MetricGroup | Postponed]) -> None:
             for group in (
                 [groups] if isinstance(groups, MetricGroup | Postponed) else list(groups)
             ):  # all of them or none

@@ -86,6 +86,7 @@ class Facts(Mapping[str, Any]):
     desired_kl: float | None = None  # KL by which the learning rate is adapted
     adaptive_rate: bool | None = None  # the learning rate of a log is adapted to a KL that the log does not have
 
+    has_critic: bool = True  # without one, advantages are sums of rewards, and values are 0
     gamma: float | None = None
     gae_lambda: float | None = None
     normalize_advantages: bool | None = None

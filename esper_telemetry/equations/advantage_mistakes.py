@@ -533,6 +533,12 @@ MISTAKES = (
     mistake("undiscounted_bootstrap", "GAE whose bootstrap is not discounted")
     .predicts("δ_t = r_t + V_{t+1} - V_t", lambda inputs: gae(inputs, gamma=1.0))
     .advises("Multiply the next value by gamma.", source="program: gae_programs"),
+    mistake("rewards_discounted", "GAE in which the discount multiplies the rewards, not the next values")
+    .predicts(
+        "δ_t = γ r_t + V_{t+1} - V_t, A_t = δ_t + λ A_{t+1}",
+        lambda x: gae(x, rewards=x.gamma * x.rewards, gamma=1.0, decay=x.gae_lambda),
+    )
+    .advises("Multiply the running sum by gamma: R = r + gamma * R.", source="program: gae_programs"),
     mistake("trace_without_gamma", "GAE whose trace decays by lambda only")
     .predicts("A_t = δ_t + λ A_{t+1}", lambda inputs: gae(inputs, decay=inputs.gae_lambda))
     .advises("Multiply the trace by gamma times lambda.", source="program: gae_programs"),
@@ -674,6 +680,9 @@ VARIANTS = (
     )
     .predicts("δ_t = r_t + γ V_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.values))
     .cites("leggedrobotics/rsl_rl, Rudin et al. 2021, 2109.11978"),
+    variant("time_limits_end", "GAE in which time limits end episodes as terminations do")
+    .predicts("δ_t = r_t - V_t at time limits")
+    .cites("vwxyzjn/cleanrl, ppo.py; Pardo et al. 2018, 1712.00378, shows when it does harm"),
     variant("normalized", "GAE that was normalised over the whole batch")
     .predicts("A = (GAE - mean) / std", normalized)
     .given(of="scale")

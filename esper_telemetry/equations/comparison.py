@@ -202,11 +202,13 @@ def compare(
     if error <= bound:
         return EquationCheck(equation, error, bound)
 
+    def applies(one: Hypothesis) -> bool:
+        needed = getattr(inputs, one.needs) if one.needs else True
+        return needed is not None and (isinstance(needed, Tensor) or bool(needed))
+
     def error_of_nearest(one: Hypothesis) -> float:
         """Error of the hypothesis, with its closest multiple; infinite if the hypothesis does not apply."""
-        needed = getattr(inputs, one.needs) if one.needs else True
-        missing = needed is None or not (isinstance(needed, Tensor) or needed)
-        values = None if missing or one.compute is None else one.compute(inputs)
+        values = None if one.compute is None or not applies(one) else one.compute(inputs)
         if values is None:
             return math.inf
         candidates = values if isinstance(values, tuple) else (values,)
@@ -224,7 +226,7 @@ def compare(
         explanations.sort(key=lambda one: places[one.hypothesis.name])
     if not explanations:
         for one in equation.hypotheses:
-            result = None if one.fit is None else one.fit(inputs, claimed)
+            result = None if one.fit is None or not applies(one) else one.fit(inputs, claimed)
             if result is not None and (candidate := error_of(result[1])) <= bound:
                 explanations.append(Explanation(one, candidate, result[0]))
     return EquationCheck(equation, error, bound, tuple(explanations))

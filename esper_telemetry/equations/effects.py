@@ -36,6 +36,9 @@ STRONG_Z, WEAK_Z = 7.0, 4.5
 MAX_EARLIER_SHARE = 0.4
 """Largest effect at a shorter delay, relative to the effect at the delay: a system that is slow by nature responds gradually."""
 
+ROWS_PER_FEATURE = 4
+"""Fewest steps for each number by which changes of observations are predicted: otherwise the fit includes the effects of actions."""
+
 EARLY_STEPS = 4
 """Steps in which `ActionEffect` looks for an effect: more steps add chance correlations and, in usual tasks, nothing else."""
 
@@ -77,7 +80,7 @@ def judge_effects(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Equati
 
     Args:
         inputs: actions and the distributions that they were drawn from.
-        change: [T, B], change in each step of a number computed from the observations.
+        change: [T, B] or [T, B, K], change in each step of numbers computed from the observations, or of the observations.
         ended: [T, B], bool: the step ended its episode, so the action did not cause the change.
     """
     earlier = 0.0
@@ -88,6 +91,28 @@ def judge_effects(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Equati
             return explained(EXECUTED, "late_effect", fitted=float(delay))
         earlier = max(earlier, size)
     return unchecked(EXECUTED, "the effect of the actions on the observations is not visible")
+
+
+@inference_mode
+def surprising_changes(observations: Tensor, ended: Tensor) -> Tensor | None:
+    """Return what the observations [T, B, D] do not show of their next changes, [T - 1, B, D]; None if D is too large for the steps.
+
+    A least-squares fit of the changes by the entries and their products is subtracted. Without it the motion of the state itself hides the
+    effect of an action.
+    """
+    states = observations.double().flatten(2)
+    change, inside, size = states.diff(dim=0), ~ended[:-1].to(states.device), states.shape[-1]
+    rows = int(inside.sum())
+    if not rows or ROWS_PER_FEATURE * (size + 1) > rows:
+        return None
+    scaled = (states[:-1] - states[:-1][inside].mean(0)) / states[:-1][inside].std(0).clamp(min=torch.finfo().eps)
+    features = [torch.ones_like(scaled[..., :1]), scaled]
+    if ROWS_PER_FEATURE * (size + 1) * (size + 2) // 2 <= rows:
+        first, second = torch.triu_indices(size, size)
+        features.append(scaled[..., first] * scaled[..., second])
+    known = torch.cat(features, -1)
+    surprises: Tensor = change - known @ torch.linalg.lstsq(known[inside], change[inside], driver="gelsd").solution
+    return surprises
 
 
 def _sizes(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Iterator[float]:
@@ -114,10 +139,11 @@ def _noise(inputs: ActionInputs) -> Tensor:
 
 
 def _effect(noise: Tensor, change: Tensor, counted: Tensor) -> float | None:
-    """Return the largest correlation of a noise entry with the change, in standard deviations; None if there are too few rows."""
-    rows, outcome = noise[counted], change[counted].unsqueeze(-1)
+    """Return the largest correlation of an entry of the noise with one of the change, in standard deviations; None for too few rows."""
+    rows = noise[counted].unsqueeze(-1)
     if len(rows) < MIN_ROWS:
         return None
-    products = rows * (outcome - outcome.mean())
+    outcome = change[counted].reshape(len(rows), 1, -1)
+    products = rows * (outcome - outcome.mean(0))
     spread = products.square().sum(0).sqrt()
     return float((products.sum(0).abs() / spread.clamp(min=1e-300)).amax()) if bool(spread.any()) else None

@@ -162,7 +162,9 @@ def check_environments(
             return unchecked(ENVIRONMENTS, "observations never change, and what the environments returned is not known")
         if bool(((outcomes[:-1] == inputs[:-1]) | ~within).all()):
             return explained(ENVIRONMENTS, "same_observation")
-        return explained(ENVIRONMENTS, "same_array") if bool(repeats.all()) else _correct()
+        # otherwise the program stores an earlier observation in all rows
+        last = bool(repeats.all()) and torch.equal(inputs[-1], outcomes[-1])
+        return explained(ENVIRONMENTS, "same_array") if last else _correct()
     starts = ended[:-2] & within[1:]
     others = within.clone()
     others[1:] &= ~starts

@@ -33,6 +33,7 @@ class GaeInputs:
         previous: the previous rollout, or its first environment; None if it is missing.
         rollouts: number of rollouts that are concatenated along the environments.
         last_known: the last row of `following` comes from the trainer.
+        alone: the program has no critic: values are 0, and lambda is 1.
     """
 
     rewards: Tensor
@@ -49,6 +50,7 @@ class GaeInputs:
     previous: GaeInputs | None = None
     rollouts: int = 1
     last_known: bool = True
+    alone: bool = False
 
     @property
     def truncated(self) -> Tensor:

@@ -18,7 +18,7 @@ from esper_telemetry.equations.advantage_fits import (
     normalized_whole,
 )
 from esper_telemetry.equations.advantage_mistakes import MISTAKES, VARIANTS, normalized
-from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
 from esper_telemetry.equations.equation import Equation
 from esper_telemetry.equations.gae import (
     GaeInputs,
@@ -27,6 +27,7 @@ from esper_telemetry.equations.gae import (
     is_standard,
     rows_that_count,
 )
+from esper_telemetry.equations.rewards_to_go import SUMS
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
 TINY_DEVIATION = 1e-12
@@ -46,7 +47,7 @@ ADVANTAGES = Equation(
     inputs="rewards, values, ends, and the value after the last step",
     compute=gae,
     tolerance=ADVANTAGE_TOLERANCE,
-    hypotheses=(*MISTAKES, *VARIANTS, *FITTED),
+    hypotheses=(*MISTAKES, *VARIANTS, *FITTED, *SUMS),
     advice="Recompute one environment's advantages by hand, from the last step to the first.",
 )
 
@@ -173,7 +174,7 @@ def compare_advantages(
         reason = "no row counts" if known is None else "the values after time limits are not known"
         return unchecked(ADVANTAGES, reason)
     check = compare(
-        ADVANTAGES,
+        _of_sums() if inputs.alone else ADVANTAGES,
         inputs,
         inputs.claimed,
         magnitudes=(inputs.rewards, inputs.values, inputs.next_values),
@@ -181,8 +182,10 @@ def compare_advantages(
         precision=precision,
         tolerance=tolerance,
     )
+    if inputs.alone and check.matches:
+        return explained(ADVANTAGES, "alone")
     check = distinguished(check)
-    if check.matches or check.explanations or not is_standard(inputs.claimed, inputs.valid):
+    if check.matches or check.explanations or inputs.alone or not is_standard(inputs.claimed, inputs.valid):
         return check
     std = rows_that_count(gae(inputs), inputs.valid).std(correction=0).clamp(min=TINY_DEVIATION)
     normalized = compare(
@@ -220,6 +223,12 @@ def _normalized(
         return None if values is None else normalized_whole(inputs, values)
 
     return normalized
+
+
+@cache
+def _of_sums() -> Equation:
+    """The equation of programs without a critic; a function, as `_of_normalized`."""
+    return replace(ADVANTAGES, hypotheses=SUMS)
 
 
 @cache

@@ -22,7 +22,7 @@ from esper_telemetry.equations.drawn_actions import (
     action_totals,
     judge_actions,
 )
-from esper_telemetry.equations.effects import action_effect, judge_effects
+from esper_telemetry.equations.effects import action_effect, judge_effects, surprising_changes
 from esper_telemetry.equations.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
 from esper_telemetry.equations.environment_steps import check_environments
 from esper_telemetry.equations.log_probs import check_log_probs, shifted
@@ -245,7 +245,7 @@ def _actions(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[Met
 
 def _effects(
     rollout: RolloutEnd | RolloutActions, change: Tensor, facts: Facts, *, late: bool
-) -> Iterator[MetricGroup]:
+) -> Iterator[MetricGroup | EquationCheck]:
     """Yield the effect of the actions, and test that it is not delayed by several steps, if the actions were drawn from these
     distributions.
 
@@ -258,9 +258,12 @@ def _effects(
     effect = action_effect(inputs, change, ended)
     if effect is not None:
         yield effect
+    surprises = None if not late or rollout.observations is None else surprising_changes(rollout.observations, ended)
+    if surprises is not None:
+        change, ended = surprises, ended[:-1]
     check = judge_effects(inputs, change, ended) if late else None
     if check is not None and check.explanations:
-        yield from check
+        yield check  # joined with the check of the actions that arrive
 
 
 def _inputs_of(rollout: RolloutEnd | RolloutActions, facts: Facts) -> ActionInputs | None:

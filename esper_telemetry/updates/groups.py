@@ -144,7 +144,7 @@ def measure(update: Update, facts: Facts, level: Level, held: Held | None = None
     """Yield all measurements of an update, in the order of its phases; `facts` are the run's, `held` is as in `target_checks`."""
     rollout, minibatches, progress = update.rollout, update.minibatches, update.progress
     if rollout is not None:
-        yield Measurements(_rollout(rollout, update.context.constant))
+        yield Measurements(_rollout(rollout, update.context.constant, has_critic=facts.has_critic))
         yield Measurements(observation_measurements(rollout.observations, update.context.window, rollout))
         yield Measurements(_normalizers(update.context.normalizers))
         yield Measurements(_actions(update, rollout))
@@ -178,7 +178,7 @@ def measure(update: Update, facts: Facts, level: Level, held: Held | None = None
         yield Measurements(_progress(progress))
 
 
-def _rollout(rollout: RolloutEnd, constant: Tensor | None) -> list[Measurement]:
+def _rollout(rollout: RolloutEnd, constant: Tensor | None, *, has_critic: bool) -> list[Measurement]:
     valid, values, rewards = rollout.valid, rollout.values, rollout.rewards
     terminated, gamma, observations = rollout.terminated, rollout.gamma, rollout.observations
     measurements: list[Measurement] = [
@@ -186,6 +186,8 @@ def _rollout(rollout: RolloutEnd, constant: Tensor | None) -> list[Measurement]:
         partial(return_stats, rollout.returns, valid=valid),
         partial(reward_stats, rewards if rollout.raw_rewards is None else rollout.raw_rewards, valid=valid),
         partial(log_prob_stats, rollout.log_probs, valid=valid),
+    ]
+    of_critic: list[Measurement] = [
         partial(value_fit, values, rollout.returns, valid=valid),
         partial(td_errors, rewards, values, rollout.next_values, gamma=gamma, valid=valid),
         partial(terminal_error, values, rewards, terminated, valid=valid),
@@ -193,6 +195,7 @@ def _rollout(rollout: RolloutEnd, constant: Tensor | None) -> list[Measurement]:
         partial(monte_carlo_fit, values, rewards, rollout.ended, terminated, gamma=gamma, valid=valid),
         partial(gae_identity, rollout.advantages, values, rollout.returns, valid=valid),
     ]
+    measurements += of_critic if has_critic else []
     if constant is not None:
         measurements.append(partial(constant_observations, constant))
     elif observations is not None:

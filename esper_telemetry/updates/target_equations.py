@@ -52,11 +52,12 @@ def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Ite
     rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
     if rollout is None or not rollout.advantages.numel():
         return
-    gae_lambda, discount = facts.gae_lambda, facts.gamma
+    gae_lambda, discount = facts.gae_lambda if facts.has_critic else 1.0, facts.gamma
     inputs: GaeInputs | None = None
     if (gae_lambda is not None or facts.columns_by_name) and discount is not None and rollout.ends_known:
         previous = update.context.previous_targets
         inputs = _gae_inputs(rollout, gae_lambda or 0.0, previous)
+        inputs = inputs if inputs is None or facts.has_critic else replace(inputs, alone=True)
         check = partial(_advantages, rollout, inputs, facts)
         if gae_lambda is None:
             inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, facts)
@@ -190,11 +191,13 @@ def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> 
     if inputs is None:
         return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
     check = compare_advantages(inputs, precision=facts.precision)
-    if rollout.time_limits is None or check.explained or not inputs.gamma:
+    if rollout.time_limits is None or (check.explained and not check.matches) or not inputs.gamma:
         return check
     limits = rollout.time_limits.unflatten(0, (inputs.rollouts, -1)).transpose(0, 1).flatten(1)
     if not bool(limits.any()):
         return check
+    if check.matches and facts.columns_by_name and not inputs.alone:  # the values after limits are 0 in the inputs
+        return explained(ADVANTAGES, "time_limits_end")
     # the values after time limits that the claimed advantages imply may explain the numbers
     implied = (inputs.claimed - inputs.rewards + inputs.values) / inputs.gamma
     bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))

@@ -137,6 +137,15 @@ def test_episodes_that_all_terminate_after_as_many_steps() -> None:
     assert "fixed length" not in remarks(FACTS, {**limited, "episode/truncated_frac": 0.1})
 
 
+def test_time_limits_as_terminations_are_a_remark_if_most_episodes_end_by_one() -> None:
+    limited = {"episode/truncated_frac": 0.8, "integrity/equation/advantages_time_limits_end": 0.0}
+    facts = {**FACTS, "equation_places": {"advantages": "ppo.py:31"}}
+
+    assert "80 % of the episodes, and the advantages (ppo.py:31)" in remarks(facts, limited)["time limits"]
+    assert "time limits" not in remarks(FACTS, {**limited, "episode/truncated_frac": 0.2})
+    assert "time limits" not in remarks(FACTS, {"episode/truncated_frac": 0.8})
+
+
 def test_rewards_that_are_missing_tiny_or_equal() -> None:
     """Ten updates of 512 steps are 5,120 steps."""
     none = {"reward/absmax": 0.0, "reward/std": 0.0, "reward/mean": 0.0}

@@ -354,6 +354,9 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "other_last_value": [lambda c: with_last(c, c.last + 1.5)],
     "current_value_bootstrap": [current_value, current_value_inside],
     "values_exchanged": [values_exchanged],
+    "rewards_discounted": [
+        lambda c: backward(c, c.gamma * c.rewards + c.next_values - c.values, c.lam * ~c.done),
+    ],
     "not_flipped": [lambda c: right(c)[::-1].copy()],
     "forward": [forward, forward_with_ends, forward_returns],
     "exchanged": [lambda c: with_next(c, c.next_values, gamma=c.lam)],

@@ -11,7 +11,7 @@ from torch import Tensor
 from esper_telemetry.equations.calibration import ActionInputs
 from esper_telemetry.equations.comparison import EquationCheck
 from esper_telemetry.equations.drawn_actions import action_inputs
-from esper_telemetry.equations.effects import action_effect, judge_effects
+from esper_telemetry.equations.effects import action_effect, judge_effects, surprising_changes
 
 STEPS, ENVS, LENGTH = 400, 4, 50
 SEEDS = range(3)
@@ -87,6 +87,29 @@ def test_what_responds_at_once_or_slowly_by_nature_is_right(system: System, seed
     assert check(system, 0, seed).holds
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("system", "delay"), [(velocity, 4), (velocity, 0), (position, 0), (motor, 0)])
+def test_a_delay_is_named_although_the_motion_of_the_state_is_larger(system: System, delay: int, seed: int) -> None:
+    """A pendulum swings the observed point; its angle is observed, too."""
+    inputs, change, ended = case(system, delay, seed)
+    angle = 0.7 * torch.arange(STEPS + 1.0).view(-1, 1) + torch.arange(ENVS)
+    pendulum = torch.stack([angle.sin(), angle.cos()], -1).double()
+    point = torch.cat([torch.zeros(1, ENVS), change.cumsum(0)]) + 9 * pendulum[..., 0]
+    observations = torch.cat([point.unsqueeze(-1), pendulum], -1)[:-1]
+
+    surprises = surprising_changes(observations, ended)
+
+    assert surprises is not None
+    assert [one.fitted for one in judge_effects(inputs, surprises, ended[:-1]).explanations] == [delay] * (delay > 0)
+    assert not judge_effects(
+        inputs, observations.diff(dim=0), ended[:-1]
+    ).explanations  # without the fit none is visible
+
+
+def test_observations_with_more_entries_than_steps_allow_are_not_fitted() -> None:
+    assert surprising_changes(torch.randn(40, 1, 12), torch.zeros(40, 1, dtype=torch.bool)) is None
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_actions_without_any_effect_are_not_said_to_be_late(seed: int) -> None:
     assert check(torch.zeros_like, 0, seed).holds
@@ -106,3 +129,4 @@ def test_an_effect_in_too_few_steps_is_not_measured() -> None:
     inputs, change, ended = case(velocity, 0, 0)
 
     assert action_effect(inputs, change, ended | (torch.arange(STEPS).view(-1, 1) >= 10)) is None
+    assert action_effect(inputs, change, torch.ones_like(ended)) is None

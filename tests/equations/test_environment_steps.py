@@ -51,6 +51,7 @@ def test_each_fault_is_named() -> None:
     assert names(check(late)) == ["late"]
     assert names(check(still, still)) == ["same_observation"]
     assert names(check(correct[-1:].expand_as(correct), correct)) == ["same_array"]
+    assert check(correct[:1].expand_as(correct), correct).matches  # the program has stored the first one in each row
     assert names(check(correct[:, :1].expand_as(correct))) == ["one_seed"]
     assert names(check(correct, cast=0.5)) == ["cast"]
     assert stream_count(alone, torch.ones(STEPS - 1, 1, dtype=torch.bool)) == 2

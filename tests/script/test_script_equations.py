@@ -366,9 +366,8 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
         "obs": np.arange(6.0).reshape(3, 2),
     }
     paid = torch.tensor([[1.0], [2], [3]])
-    steps: Any = SimpleNamespace(
-        steps=3, envs=1, ended=ends, rewards=paid, time_limits=torch.zeros_like(ends), in_turns=True, cut=False
-    )
+    flags = {"ended": ends, "reset": ends, "time_limits": torch.zeros_like(ends)}
+    steps: Any = SimpleNamespace(steps=3, envs=1, rewards=paid, in_turns=True, cut=False, **flags)
     finder = RolloutFinder(Variables([columns]), steps)
     rollout = finder.rollout()
 

@@ -125,13 +125,12 @@ def test_variables_of_a_script_may_refuse_attributes() -> None:
 
 
 def collected(ends: Tensor, paid: Tensor | None = None, limits: Tensor | None = None) -> Any:
-    """Run environments that pay 1 unless `paid` has other rewards."""
+    """Run environments that pay 1 unless `paid` has other rewards, and are reset at once when an episode ends."""
     cut = torch.zeros_like(ends) if limits is None else limits
     rewards = torch.ones(ends.shape) if paid is None else paid
     steps, envs = ends.shape
-    return SimpleNamespace(
-        steps=steps, envs=envs, ended=ends, rewards=rewards, time_limits=cut, in_turns=True, cut=False
-    )
+    columns = {"ended": ends, "reset": ends, "rewards": rewards, "time_limits": cut}
+    return SimpleNamespace(steps=steps, envs=envs, in_turns=True, cut=False, **columns)
 
 
 def rollout_of(arrays: dict[str, Any], reading: LossReading) -> RolloutFinder:
@@ -643,12 +642,11 @@ def test_the_value_that_a_loop_from_the_last_step_leaves_behind_is_that_of_the_f
     arrays = {"values": values, "z": log_probs, "a": advantages, "returns": advantages + values}
     last = [
         rollout_of(arrays | {"next_value": value}, reading_of(log_probs, advantages)).rollout(0.5)
-        for value in (values[:1], torch.tensor([3.0]))
+        for value in (values[:1], float(values[1]), torch.tensor([3.0]), 3.0)
     ]
 
-    assert last[0] is not None and last[1] is not None
-    assert float(last[0].last_values) == pytest.approx(float(2 * (advantages[-1] + values[-1] - 1)))
-    assert float(last[1].last_values) == 3
+    implied = float(2 * (advantages[-1] + values[-1] - 1))
+    assert [float(one.last_values) for one in last if one is not None] == pytest.approx([implied, implied, 3, 3])
 
 
 def test_neither_flags_nor_what_rewards_are_given_after_time_limits_are_values_of_last_states() -> None:
@@ -665,6 +663,24 @@ def test_neither_flags_nor_what_rewards_are_given_after_time_limits_are_values_o
         rollout = finder.rollout(0.9)
 
         assert rollout is not None and torch.equal(rollout.terminated, rollout.ended) is not bootstraps
+
+
+def test_values_of_the_next_episode_are_no_values_of_last_states() -> None:
+    """Values after each step are those of the next row; a script that resets first has the next episode's at a time limit, too."""
+    draw = torch.Generator().manual_seed(12)
+    log_probs, advantages, values, finals = (torch.randn(32, generator=draw) for _ in range(4))
+    limits = torch.arange(32).reshape(32, 1) % 10 == 9
+    following = torch.cat([values[1:], finals[:1]])
+    last_states = torch.where(limits.squeeze(1), finals, following)
+    arrays = {"v": values, "a": advantages, "z": log_probs, "q": advantages + values}
+
+    for column, bootstraps in ((following, False), (last_states, True)):
+        reading = reading_of(log_probs, advantages, values)
+        finder = RolloutFinder(Variables([arrays | {"w": column}]), collected(limits, limits=limits), reading=reading)
+        rollout = finder.rollout(0.9)
+
+        assert rollout is not None and (rollout.time_limits is None) is bootstraps
+        assert torch.equal(rollout.next_values[limits], finals[limits.squeeze(1)]) is bootstraps
 
 
 def test_only_choices_and_gaussians_of_independent_dimensions_are_heads() -> None:

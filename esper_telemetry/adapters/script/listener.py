@@ -583,6 +583,7 @@ class ScriptListener:
         self._env_step = counted if counted > self._env_step else self._env_step + size
         if UNCHECKED_FACT not in self._facts:
             found = finder.names()
+            self._facts = self._facts if rollout is None else {**self._facts, "has_critic": finder.has_critic}
             found |= {} if observations is None else {"observations": ""}
             found |= {} if actions is None or not actions.actions else {"actions": ""}
             found |= {"distributions in acting": ""} if heads.logits or heads.means else {}
@@ -629,6 +630,7 @@ class ScriptListener:
                 critic=critic,
                 acted=acted,
                 targets=self._targets,
+                has_critic=self.estimates.has_critic,
             )
             discounts = self._source.discounts
             rollout = finder.rollout(self._facts.get("gamma", discounts[0][0] if discounts else None))

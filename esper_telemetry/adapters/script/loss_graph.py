@@ -629,10 +629,10 @@ class _LossReader:
         factors = [self._factor_above(node) for node in nodes]
         slope = torch.stack([slopes[node].reshape(()) for node in nodes])
         place = next((place for place, factor in enumerate(factors) if factor), None)
-        if place is None or any(number is None for number in numbers):
+        if (place is None and None in factors) or any(number is None for number in numbers):
             return None
-        weight = abs(float(slope[place]) / float(factors[place] or 1.0))
-        if not weight:
+        weight = 1.0 if place is None else abs(float(slope[place]) / float(factors[place] or 1.0))
+        if not weight:  # all advantages are 0 if no place has another one
             return None
         log_probs = torch.stack([number.reshape(()) for number in numbers if number is not None])
         advantages = -slope / weight

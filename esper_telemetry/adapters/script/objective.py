@@ -55,7 +55,33 @@ def loss_terms(
     terms = None if reading is None else _terms(loss, reading, parameters, settings)
     if terms is not None:
         return terms
-    return LossTerms({"policy": _gradient(loss.sum(), parameters)}, {"policy": 1.0})
+    whole = _gradient(loss.sum(), parameters)
+    leaked = None if reading is None else _through_advantages(loss, reading, parameters)
+    if leaked is None:
+        return LossTerms({"policy": whole}, {"policy": 1.0})
+    return LossTerms({"policy": whole - leaked, "advantages_attached": whole}, {"policy": 1.0})
+
+
+def _through_advantages(loss: Tensor, reading: LossReading, parameters: Sequence[Tensor]) -> Tensor | None:
+    """The part of a loss's gradient that the policy's term sends through its advantages; None if they are detached, as they should be."""
+    policy = reading.policy
+    if policy is None or policy.attached is None or policy.valid is not None or policy.by_row or policy.reshaped:
+        return None
+    own = _of_advantages(loss, policy, partial(_rows, policy, reading.value), parameters)
+    return None if own is None else own * (-policy.weight if reading.climbed else policy.weight)
+
+
+def _of_advantages(
+    loss: Tensor, policy: PolicyTerm, rows: Callable[..., LossRows], parameters: Sequence[Tensor]
+) -> Tensor | None:
+    """Gradient [d] of the policy's term, without its weight, with respect to its advantages."""
+    if policy.attached is None or (policy.log_ratio is not None and policy.clip is None):
+        return None
+    turn = -1 if policy.negated else 1
+    numbers = turn * policy.advantages
+    return _through(
+        loss, policy.attached, numbers, lambda leaf: TERMS["policy"].of(rows(advantages=turn * leaf)), parameters
+    )
 
 
 def left_out(
@@ -123,16 +149,8 @@ def _terms(
         if gradient is None:
             return None
         known[name] = gradient
-    if policy.attached is not None:
-        turn = -1 if policy.negated else 1
-        own = _through(
-            loss,
-            policy.attached,
-            turn * policy.advantages,
-            lambda leaf: TERMS["policy"].of(rows(advantages=turn * leaf)),
-            parameters,
-        )
-        known |= {} if own is None else {"advantages_attached": known["policy"] + own}
+    own = _of_advantages(loss, policy, rows, parameters)
+    known |= {} if own is None else {"advantages_attached": known["policy"] + own}
     return LossTerms({name: -one if reading.climbed else one for name, one in known.items()}, weights)
 
 

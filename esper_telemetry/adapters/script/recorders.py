@@ -248,9 +248,14 @@ class LastEstimate(NamedTuple):
 
 
 class EstimateLog:
-    """Keeps the last outputs of layers with few units, such as a critic: scripts release them after computing the targets."""
+    """Keeps the last outputs of layers with few units, such as a critic: scripts release them after computing the targets.
+
+    Attributes:
+        has_critic: a layer has one unit, as a critic's last one.
+    """
 
     def __init__(self) -> None:
+        self.has_critic = False
         self._outputs: deque[tuple[int, Tensor]] = deque(maxlen=MAX_ESTIMATES)
         self._with_graph: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
         self._before_step: dict[nn.Module, Tensor] = {}
@@ -260,9 +265,11 @@ class EstimateLog:
 
     def add(self, layer: nn.Module, output: Tensor) -> None:
         """Record an output [..., K]."""
-        self._after_step.append((layer, output))
+        if len(self._after_step) < MAX_ESTIMATES or not output.requires_grad:  # training step by step has many
+            self._after_step.append((layer, output))
         if output.shape[-1] != 1:
             return
+        self.has_critic = True
         if MIN_ESTIMATE_ROWS <= output.numel() <= MAX_ESTIMATE_ROWS:
             self._outputs.append((_weight_of(layer), output.detach()))
         if output.requires_grad and output.numel() > 1:
@@ -303,6 +310,8 @@ class EstimateLog:
 
     def _acted_on(self, weight: int, steps: int, envs: int) -> Tensor | None:
         recorded = [_rows_by_unit(one) for one in self._acted.get(weight, ())]
+        if len(recorded) == steps - 1:  # asked after each step of the environments
+            recorded += [_rows_by_unit(output) for layer, output in self._after_step if _weight_of(layer) == weight][:1]
         whole = bool(recorded) and len(recorded) == steps and all(len(one) == envs for one in recorded)
         return torch.stack(recorded) if whole else None
 
@@ -568,6 +577,7 @@ class ObservedSteps:
         in_turns: the environments took their steps together, or in turns.
         ended: [T, B], bool: steps that ended an episode.
         time_limits: [T, B], bool: those by truncation.
+        reset: [T, B], bool: steps after which the script acted on the first observation of another episode.
         rewards: [T, B], float64.
         cut: the script has ended the episode of the last step, perhaps only the rollout's part of it.
     """
@@ -588,6 +598,9 @@ class ObservedSteps:
             torch.from_numpy(terminated | truncated),
             torch.from_numpy(truncated & ~terminated),
         )
+        self.reset = torch.zeros_like(self.ended)
+        for (step, env), call in zip(self._places, calls, strict=True):
+            self.reset[step, [env] if call.reset_to is not None else [env + place for place in call.finals]] = True
         self.rewards = torch.from_numpy(self._grid([call.rewards for call in calls]))
 
     @classmethod

@@ -22,7 +22,7 @@ from torch import Tensor
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.loss_graph import LossReading
 from esper_telemetry.adapters.script.recorders import Asked, LastEstimate, ObservedSteps
-from esper_telemetry.adapters.script.variables import Variables, stacked
+from esper_telemetry.adapters.script.variables import Variables, as_number, stacked
 
 NAMES = {
     "rewards": ("rewards", "rews", "reward", "rs", "r"),
@@ -123,6 +123,10 @@ class RolloutFinder:
         last_estimates: outputs after the last step of the environments.
         acted: log-probabilities and actions of the steps in the order in which they were taken, if they are known.
         targets: names of the variable with the targets of the critic's own loss.
+        has_critic: a layer of the script may be a critic.
+
+    Attributes:
+        has_critic: False if neither the script's layers nor the loss have one: all values are 0, and advantages are sums of rewards.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class RolloutFinder:
         last_estimates: Sequence[LastEstimate] = (),
         acted: Sequence[Asked] = (),
         targets: tuple[str, ...] = (),
+        has_critic: bool = True,
     ) -> None:
         self._variables, self._indices, self._targets = variables, indices, targets
         self._indexed = indexed
@@ -153,15 +158,16 @@ class RolloutFinder:
         self._grids: list[Tensor] = []
         self._names: dict[int, str] = {}
         self._with_graph: set[int] = set()
+        self.has_critic = has_critic or reading is None or reading.value is not None
         self._has_ratio = reading is None or reading.policy is None or reading.policy.log_ratio is not None
         self._columns: dict[str, Tensor] = {}
         self.steps = self.envs = 0
         self._cut = False
-        self.ended = self._paid = self._limits = None
+        self.ended = self._paid = self._limits = self._reset = None
         if collected is not None:
             self.steps, self.envs, self._cut = collected.steps, collected.envs, collected.cut
-            columns = (collected.ended, collected.rewards, collected.time_limits)
-            self.ended, self._paid, self._limits = (column.to(self._device) for column in columns)
+            columns = (collected.ended, collected.rewards, collected.time_limits, collected.reset)
+            self.ended, self._paid, self._limits, self._reset = (column.to(self._device) for column in columns)
             acted = acted if collected.in_turns else ()
         else:
             self._find_ends()
@@ -455,6 +461,13 @@ class RolloutFinder:
         limit = SAME_NUMBER * max(1.0, float(values.abs().max()))
         return bool(difference.numel()) and float(difference.max()) <= limit
 
+    def _shows_next_episodes(self, following: Tensor, values: Tensor) -> bool:
+        """Return True if the estimates after time limits are of the first states of the next episodes, not of the last states."""
+        if self._limits is None or self._reset is None or not len(following) == len(values) == self.steps:
+            return False
+        limits = (self._limits & self._reset)[:-1]
+        return bool(limits.any()) and torch.equal(following[:-1][limits].to(values), values[1:][limits])
+
     def _is_env_major(self, arrays: Sequence[Tensor]) -> bool:
         """Return True if flat arrays hold one environment after the other: those known as [T, B] too show it."""
         size = self.steps * self.envs
@@ -493,6 +506,11 @@ class RolloutFinder:
             return None
         array = array.to(self._device)
         return array.reshape(1, self.envs) if steps == 1 else self._as_grid(array)
+
+    def _as_last_row(self, value: object) -> Tensor | None:
+        """Accept values [1, B] of one step, or a number for a single environment."""
+        number = as_number(value) if self.envs == 1 else None
+        return self._in_grid(value, steps=1) if number is None else torch.tensor([[number]], device=self._device)
 
     def find(self, role: str) -> Tensor | None:
         """Return a column [T, B] of the rollout: the loss's column, or an array with such a name."""
@@ -574,10 +592,13 @@ class RolloutFinder:
         """
         values, advantages, returns = (self.find(role) for role in ("values", "advantages", "returns"))
         log_probs, ended, rewards, limits = self.log_probs, self.ended, self.rewards, self._limits
+        if not self.has_critic and rewards is not None:
+            values, returns, gamma = torch.zeros_like(rewards), None, None
         if advantages is None and returns is not None and values is not None:
             advantages = returns - values
         if self._mixed or rewards is None or values is None or advantages is None or log_probs is None or ended is None:
             return None
+        values = values if self.has_critic else values.to(advantages)
         rewards, advantages = rewards.to(values), advantages.to(values)
         ended, limits = ended.to(values.device), None if limits is None else limits.to(values.device)
         stored = returns is not None
@@ -597,6 +618,8 @@ class RolloutFinder:
             return None
         after = next_values(values, last, ended)
         following = self._columns.get("next_values")
+        if following is not None and self._shows_next_episodes(following, values):
+            following = None
         final = self._columns.get("limit_values") if following is None else following
         if following is None and final is not None and limits is not None:
             # the rewards may include γ times the values, or values without γ: the numbers do not show which
@@ -621,7 +644,7 @@ class RolloutFinder:
 
     def _last_values(self, values: Tensor, ended: Tensor, implied: Tensor | None) -> Tensor | None:
         """Values [B] after the last step: from the script's arrays, from the network's outputs, or implied by the last returns."""
-        if bool(ended[-1].all()):
+        if bool(ended[-1].all()) or not self.has_critic:
             return values[-1]
         whole = self._columns.get("values")
         if whole is not None and len(whole) == self.steps + 1:
@@ -636,9 +659,10 @@ class RolloutFinder:
         shown = self._columns.get("next_values")
         if shown is not None:
             return torch.where(ended[-1], values[-1], shown[-1].to(values))
-        last = self._variables.find(NAMES["last_values"], partial(self._in_grid, steps=1))
-        # a loop from the last step to the first one keeps the value of the second step under this name
-        if last is not None and not (self.steps > 1 and torch.equal(last[0].to(values), values[0])):
+        last = self._variables.find(NAMES["last_values"], self._as_last_row)
+        # a loop from the last step to the first one keeps the value of one of the first steps under this name
+        first = values[: min(2, self.steps - 1)]
+        if last is not None and not bool((last.to(values) == first).all(-1).any()):
             return last[0].to(values)
         if implied is None:
             return None

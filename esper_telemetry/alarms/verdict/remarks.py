@@ -22,10 +22,13 @@ from esper_telemetry.alarms.verdict.published_settings import (
     with_logged_rate,
 )
 from esper_telemetry.core.messages import number, percent
+from esper_telemetry.equations.equation import EQUATION_KEY
 
 REMARK: Final = "remark"  # type of the journal event
 MIN_STEPS: Final = 5000  # environment steps without a reward that cause a remark
 MIN_EPISODES: Final = 10  # episodes with the same end that cause a remark
+MOSTLY: Final = 0.5  # share of episodes that time limits end above which their treatment may explain a return
+TIME_LIMITS_END: Final = f"{EQUATION_KEY}advantages_time_limits_end"
 MIN_LIMITED_STEPS: Final = 20  # episode length above which the length may be a time limit
 LIMIT_SURPRISE: Final = 0.5  # bound of value/bias_terminated, in standard deviations of the returns
 TINY_REWARD: Final = 1e-3  # largest reward below which the scale of rewards causes a remark
@@ -63,7 +66,7 @@ class RunSoFar:
         largest, spread: largest magnitude of a reward, and standard deviation within a record.
         values: mean rewards of records in which all rewards were equal.
         episodes: number that ended.
-        cut: some were truncated by a time limit.
+        truncated: number of them that a time limit ended.
         shortest, longest: lengths of terminated episodes.
         effect_records, effect_steps: records and steps with `policy/action_effect`.
         effect: sum of `policy/action_effect`.
@@ -75,7 +78,7 @@ class RunSoFar:
     spread: float = 0.0
     values: set[float] = field(default_factory=set)
     episodes: float = 0.0
-    cut: bool = False
+    truncated: float = 0.0
     shortest: float = float("inf")
     longest: float = 0.0
     effect_records: int = 0
@@ -86,8 +89,9 @@ class RunSoFar:
 
     def add_ends(self, view: View) -> None:
         """Add the episodes of a record."""
-        self.episodes += view.get("episode/count") or 0.0
-        self.cut = self.cut or (view.get("episode/truncated_frac") or 0.0) > 0
+        count = view.get("episode/count") or 0.0
+        self.episodes += count
+        self.truncated += count * (view.get("episode/truncated_frac") or 0.0)
         self.shortest = min(self.shortest, view.get("episode/terminated_length_min") or self.shortest)
         self.longest = max(self.longest, view.get("episode/terminated_length_max") or 0.0)
 
@@ -139,6 +143,7 @@ class Remarks:
         self._episode_length = view.get("episode/length_mean") or self._episode_length
         yield from self._horizon(view)
         yield from self._fixed_length(view)
+        yield from self._time_limits(view)
         if self._run.add_rewards(view):
             yield from self._reward_remarks()
         if self._run.add_effect(view):
@@ -177,7 +182,7 @@ class Remarks:
         """Episodes that all terminate after the same number of steps; an unlikely cause if the critic is not surprised by their ends."""
         ends = self._run
         few = ends.episodes < MIN_EPISODES or ends.longest < MIN_LIMITED_STEPS
-        if few or ends.cut or ends.shortest != ends.longest:
+        if few or ends.truncated or ends.shortest != ends.longest:
             return
         text = (
             f"all {number(ends.episodes)} episodes have terminated after exactly {number(ends.longest)} steps: if this is a time limit, "
@@ -189,6 +194,18 @@ class Remarks:
         )
         data = _data(text, "episode/terminated_length_max", ends.longest, ends.longest)
         yield "fixed length", {**data, "unlikely": not surprised}
+
+    def _time_limits(self, view: View) -> Iterator[Remark]:
+        """Advantages that treat time limits as terminations, if most episodes end by one."""
+        share = self._run.truncated / max(1.0, self._run.episodes)
+        if self._run.episodes < MIN_EPISODES or share <= MOSTLY or TIME_LIMITS_END not in view.values:
+            return
+        place = view.facts.equation_places.get("advantages", "")
+        text = (
+            f"time limits have ended {percent(share)} of the episodes, and the advantages{place and f' ({place})'} treat them as "
+            "terminations: bootstrap with the value of the last observation if only truncated is set"
+        )
+        yield "time limits", _data(text, "episode/truncated_frac", share, MOSTLY, quiet=True)
 
     def _reward_remarks(self) -> Iterator[Remark]:
         rewards = self._run

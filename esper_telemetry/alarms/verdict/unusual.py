@@ -73,11 +73,13 @@ class Unusual(NamedTuple):
 
 def keys_without_bounds(facts: Facts, records: Iterable[Mapping[str, float]]) -> Collection[str]:
     """Return the keys whose bounds do not apply to a run: of normalised advantages if it does not normalise them, and of returns that
-    are a published variant by the latest of these records that has the check.
+    are a published variant by the latest of these records that has the check. Columns that were found by name may be others, so there
+    the bound applies only if a mistake explains the returns.
     """
     keys, returns = set(NORMALIZED_KEYS) if facts.normalize_advantages is False else set(), equations()["returns"]
     checked = [values for values in records if EQUATION_KEY + returns.label() in values]
-    if checked and any(one.variant for one in returns.explanations(checked[-1])):
+    explanations = returns.explanations(checked[-1]) if checked else ()
+    if any(one.variant for one in explanations) or (facts.columns_by_name and not explanations):
         keys.add("integrity/gae_identity")
     return keys
 

@@ -1,0 +1,91 @@
+"""Advantages of programs without a critic: sums of rewards, as loops of such programs compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from esper_telemetry.equations.comparison import EquationCheck
+from esper_telemetry.equations.gae import GaeInputs
+from esper_telemetry.equations.gae_advantages import ADVANTAGES, compare_advantages
+
+GAMMA, STEPS = 0.9, 60
+REWARDS = np.random.default_rng(5).normal(size=STEPS)
+ENDS = np.isin(np.arange(STEPS), (7, 20, 21, 40, STEPS - 1))
+
+
+def episodes() -> list[np.ndarray]:
+    return np.split(REWARDS, np.flatnonzero(ENDS)[:-1] + 1)
+
+
+def sums(rewards: np.ndarray, gamma: float = GAMMA) -> np.ndarray:
+    result, total = np.zeros_like(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        total = rewards[t] + gamma * total
+        result[t] = total
+    return result
+
+
+def each(change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    return np.concatenate([change(one) for one in episodes()])
+
+
+LOOPS: dict[str, np.ndarray] = {
+    "alone": each(sums),
+    "alone_whole_episodes": each(lambda one: np.full_like(one, one.sum())),
+    "alone_from_start": each(lambda one: GAMMA ** np.arange(len(one)) * sums(one)),
+    "alone_immediate": REWARDS,
+    "alone_across_ends": sums(REWARDS),
+    "alone_undiscounted": each(lambda one: sums(one, 1.0)),
+    "alone_rewards_discounted": each(lambda one: sums(GAMMA * one, 1.0)),
+    "alone_reversed": each(lambda one: sums(one)[::-1]),
+    "alone_past": each(lambda one: sums(one[::-1])[::-1]),
+    "alone_sign": -each(sums),
+    "alone_gamma": each(lambda one: sums(one, 0.7)),
+}
+FORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "raw": lambda x: x,
+    "centred": lambda x: x - x.mean(),
+    "normalised": lambda x: (x - x.mean()) / (x.std(ddof=1) + 1e-8),
+}
+
+
+def check(advantages: np.ndarray, ends: np.ndarray = ENDS, rewards: np.ndarray = REWARDS) -> EquationCheck:
+    columns = [torch.tensor(one).unsqueeze(1) for one in (rewards, ends, advantages)]
+    zeros = torch.zeros_like(columns[0])
+    return compare_advantages(
+        GaeInputs(columns[0], zeros, zeros, columns[1], columns[1], zeros, columns[2], GAMMA, 1.0, alone=True)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", LOOPS)
+def test_sums_of_rewards_are_named_as_they_are_and_normalised(name: str, form: str) -> None:
+    """A discount is fitted to sums that are raw or normalised, and a factor of all sums shows only in raw ones."""
+    result = check(FORMS[form](LOOPS[name]))
+
+    expected = {("alone_gamma", "centred"): [], ("alone_rewards_discounted", "normalised"): ["alone_undiscounted"]}
+    expected[("alone_rewards_discounted", "centred")] = []
+    assert [one.name for one in result.hypotheses] == expected.get((name, form), [name])
+    assert result.holds == (name in ("alone", "alone_whole_episodes", "alone_from_start"))
+
+
+def test_each_hypothesis_of_programs_without_a_critic_has_a_loop() -> None:
+    assert {one.name for one in ADVANTAGES.hypotheses if one.needs == "alone"} == set(LOOPS)
+
+
+def test_noise_has_no_explanation() -> None:
+    assert not check(np.random.default_rng(1).normal(size=STEPS)).explained
+
+
+def test_equal_rewards_of_one_episode_do_not_separate_past_sums_from_reversed_ones() -> None:
+    """A normalised immediate reward is 0 in each step, as is the normalised return of the only episode."""
+    ones, ends = np.ones(STEPS), np.arange(STEPS) == STEPS - 1
+
+    assert {one.name for one in check(sums(ones)[::-1].copy(), ends, ones).hypotheses} == {
+        "alone_reversed",
+        "alone_past",
+    }

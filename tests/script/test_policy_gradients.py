@@ -1,0 +1,65 @@
+"""Policy gradients without a ratio: sums of rewards without a critic, and a critic that learns from the advantages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_script_runs import python
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "mistakes" / "programs" / "policy_gradient.py"
+BONUS = (
+    "loss = actor_loss + 0.5 * critic_loss",
+    "loss = actor_loss + 0.5 * critic_loss + 0.01 * features[0].weight.cosh().mean()",
+)
+"""A term that is none of PPO's: the loss cannot be recomputed."""
+
+pytestmark = pytest.mark.system
+
+
+def checked(directory: Path, *edits: tuple[str, str], args: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    """Return the equations of the program by name, after replacing pieces of it."""
+    source = PROGRAM.read_text()
+    for old, new in edits:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (directory / "script.py").write_text(source)
+    words = ("--json", "--updates", "3", "--run-dir", "run", "script.py", "--env-id", "CartPole-v1", *args)
+    result = python(directory, "-m", "esper_telemetry", "check", *words)
+    assert result.stdout.startswith("{"), result.stderr
+    return {row["equation"]: row for row in json.loads(result.stdout)["equations"]}
+
+
+def names(row: dict[str, Any]) -> list[str]:
+    return [one["hypothesis"] for one in row["explanations"]]
+
+
+def test_sums_of_rewards_are_a_variant_and_values_do_not_apply(tmp_path: Path) -> None:
+    rows = checked(tmp_path)
+
+    assert (rows["advantages"]["state"], names(rows["advantages"])) == ("variant", ["alone"])
+    assert {rows[name]["reason"] for name in ("values", "returns", "value_loss")} == {"the program has no critic"}
+    assert not [name for name, row in rows.items() if row["state"] == "differs"]
+
+
+def test_sums_over_the_ends_of_episodes_are_named(tmp_path: Path) -> None:
+    rows = checked(tmp_path, ("total * (not end)", "total"))
+
+    assert (rows["advantages"]["state"], names(rows["advantages"])) == ("differs", ["alone_across_ends"])
+
+
+@pytest.mark.parametrize("edits", [(), (BONUS,)])
+def test_a_policy_loss_that_reaches_the_critic_is_named(tmp_path: Path, edits: tuple[tuple[str, str], ...]) -> None:
+    wrong = checked(tmp_path, ("advantages.detach()", "advantages"), *edits, args=("--critic",))
+
+    assert names(wrong["gradient"]) == ["advantages_attached"]
+
+
+@pytest.mark.parametrize("edits", [(), (BONUS,)])
+def test_a_critic_may_learn_from_the_advantages(tmp_path: Path, edits: tuple[tuple[str, str], ...]) -> None:
+    rows = checked(tmp_path, *edits, args=("--critic",))
+
+    assert rows["value_loss"]["state"] == "matches"
+    assert not [name for name, row in rows.items() if row["state"] == "differs"]
