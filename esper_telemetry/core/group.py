@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.core.metric import Metric, Rows, declared, label, label_field, reports
+from esper_telemetry.core.metric import Declaring, Metric, Rows, declared, label, label_field, reports
 from esper_telemetry.core.record import Histogram, Level
 from esper_telemetry.core.reduction import (
     Absent,
@@ -301,7 +301,7 @@ def _select(rows: Rows, steps: Index, epochs: Index) -> Any:
     return last if rows is Rows.LAST_EPOCH else last & (steps > 0)
 
 
-class MetricGroup:
+class MetricGroup(Declaring):
     """Base of all groups; subclasses are frozen, slotted dataclasses whose fields declare the metrics they report.
 
     Attributes:

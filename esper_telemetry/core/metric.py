@@ -81,7 +81,7 @@ class Metric:
         cost: class of its cost.
         healthy, warn, critical: bounds in words and numbers, as a dashboard shows them.
         source: paper, code or measurement behind the bounds.
-        undefined: condition under which the key is absent.
+        undefined: condition under which the key is absent, "" if it never is; None stands for the condition of its group.
         when_positive: report the value only if it is above zero (for counts of rare events).
         advice: what to try when the value leaves its bounds and is not covered by an alarm.
         changes: changes of its meaning or bounds, each with the release.
@@ -103,7 +103,7 @@ class Metric:
     warn: str = ""
     critical: str = ""
     source: str = ""
-    undefined: str = ""
+    undefined: str | None = None
     when_positive: bool = False
     advice: str = ""
     changes: tuple[str, ...] = ()
@@ -115,6 +115,21 @@ class Metric:
     def quantity(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
         """Return a metric of the unit that `reading` names."""
         return cls(key=key, number=number, name=name, **reading)
+
+    @classmethod
+    def magnitude(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a metric from 0, of the unit that `reading` names."""
+        return cls(key=key, number=number, name=name, **(Reading(low=0.0) | reading))
+
+    @classmethod
+    def std(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return the standard deviation of the values of a field."""
+        return cls(key=key, number=number, name=name, **(Reading(low=0.0, of="std") | reading))
+
+    @classmethod
+    def correlation(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a correlation, from -1 to 1."""
+        return cls(key=key, number=number, name=name, **(Reading(low=-1.0, high=1.0) | reading))
 
     @classmethod
     def fraction(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
@@ -213,7 +228,7 @@ class Metric:
             warn=self.warn,
             critical=self.critical,
             source=self.source,
-            undefined=self.undefined,
+            undefined=self.undefined or "",
             reduction=f"{self.of or reduction}{over}{rows}",
             level=self.level.name.lower(),
             cost=self.cost,
@@ -255,11 +270,39 @@ def label() -> Any:
     return dataclasses.field(metadata={"label": True})
 
 
-def declared(group: type) -> Iterator[tuple[dataclasses.Field[Any], Metric]]:
-    """Yield every metric that a group type declares, with the field that holds it, in order."""
-    for item in dataclasses.fields(group):
-        for metric in item.metadata.get("metrics", ()):
-            yield item, metric
+class Declaring:
+    """Base of the types that declare metrics.
+
+    Keywords of the class hold for each of its metrics that does not say otherwise: `class Curiosity(MetricGroup, absent="no novelty")`.
+    """
+
+    __slots__ = ()
+    _common: ClassVar[tuple[str, Cost, Level]] = ("", "free", Level.NORMAL)
+
+    def __init_subclass__(cls, *, absent: str = "", cost: Cost = "free", level: Level = Level.NORMAL) -> None:
+        if (absent, cost, level) != Declaring._common:
+            cls._common = (absent, cost, level)
+
+
+@lru_cache(maxsize=256)
+def declared(group: type) -> tuple[tuple[dataclasses.Field[Any], Metric], ...]:
+    """Return every metric that a group type declares, with the field that holds it, in order."""
+    absent, cost, level = group._common  # type: ignore[attr-defined]  # every group is `Declaring`
+    return tuple(
+        (item, _completed(metric, absent, cost, level))
+        for item in dataclasses.fields(group)
+        for metric in item.metadata.get("metrics", ())
+    )
+
+
+def _completed(metric: Metric, absent: str, cost: Cost, level: Level) -> Metric:
+    """Return a metric of a group with what it leaves to the group."""
+    return replace(
+        metric,
+        undefined=absent if metric.undefined is None else metric.undefined,
+        cost=cost if metric.cost == "free" else metric.cost,
+        level=level if metric.level is Level.NORMAL else metric.level,
+    )
 
 
 def label_field(group: type) -> str | None:
@@ -276,7 +319,7 @@ def segment(name: str) -> str:
 Array = npt.NDArray[np.float64]
 
 
-class Derived:
+class Derived(Declaring):
     """Base of all groups of plain numbers.
 
     Attributes:

@@ -180,12 +180,11 @@ class ActionVariances(MetricGroup):
 
     test: tuple[str, ...] = label()
     variance: Sum = reports(
-        Metric.quantity(
+        Metric.magnitude(
             "integrity/actions_variance/{test}",
             841,
             "variance of a test of the actions",
             unit="terms squared",
-            low=0.0,
             cost="sampled",
         )
         .asks("How much would the excess vary if the actions were drawn from their distributions?")

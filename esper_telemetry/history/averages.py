@@ -23,19 +23,19 @@ HISTORIES_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class Smoothed(Derived):
+class Smoothed(Derived, absent="before the first value"):
     """Levels of series, [keys] each; NaN where undefined."""
 
     key: tuple[str, ...] = label()
     ema: Array | None = reports(
-        Metric.quantity("{key}/ema", 900, "running average", unit="as key")
-        .asks("What is the level of this metric, with noise averaged out?")
-        .absent("before the first value")
+        Metric.quantity("{key}/ema", 900, "running average", unit="as key").asks(
+            "What is the level of this metric, with noise averaged out?"
+        )
     )
     ew_std: Array | None = reports(
-        Metric.quantity("{key}/ew_std", 901, "spread around the running average", unit="as key", low=0.0)
-        .asks("How much does this metric vary around its average?")
-        .absent("before the first value")
+        Metric.magnitude("{key}/ew_std", 901, "spread around the running average", unit="as key").asks(
+            "How much does this metric vary around its average?"
+        )
     )
 
 

@@ -20,14 +20,7 @@ class AdvantageGradient(Derived):
 
     sources: ClassVar[tuple[str, ...]] = ("adv/raw/std", "grad/{group}/norm_preclip")
     grad_corr: float | None = reports(
-        Metric.quantity(
-            "adv/grad_corr",
-            590,
-            "leak of the advantages' scale into the gradient",
-            unit="Spearman ρ",
-            low=-1.0,
-            high=1.0,
-        )
+        Metric.correlation("adv/grad_corr", 590, "leak of the advantages' scale into the gradient", unit="Spearman ρ")
         .asks("Does the scale of the raw advantages leak into the actor's gradient, past normalisation?")
         .bounds(healthy="-0.6 to 0.6 if advantages are normalised", source="heuristic")
         .absent("fewer than 20 updates, or either series is constant")
@@ -40,14 +33,8 @@ class LearningRateResponse(Derived):
 
     sources: ClassVar[tuple[str, ...]] = ("opt/lr", "opt/update_to_weight")
     lr_response: float | None = reports(
-        Metric.quantity(
-            "opt/update_to_weight/lr_response",
-            914,
-            "response to the learning rate",
-            unit="Spearman ρ",
-            low=-1.0,
-            high=1.0,
-            cost="update",
+        Metric.correlation(
+            "opt/update_to_weight/lr_response", 914, "response to the learning rate", unit="Spearman ρ", cost="update"
         )
         .asks("Do the optimizer's steps shrink as the learning rate is lowered?")
         .bounds(

@@ -139,7 +139,7 @@ class Changes(Derived):
 
     key: tuple[str, ...] = label()
     cusum: Array | None = reports(
-        Metric.quantity("{key}/cusum", 912, "change of level", unit="σ (robust)", low=0.0)
+        Metric.magnitude("{key}/cusum", 912, "change of level", unit="σ (robust)")
         .asks("Has this metric moved to another level? It sums deviations of more than 1 σ from the old one.")
         .bounds(warn="> 8, as a hint only", source="Page 1954; measured null rate 2 to 17 % per 100 updates")
         .absent("the robust z is")
@@ -153,7 +153,7 @@ class SlowChanges(Derived):
 
     key: tuple[str, ...] = label()
     page_hinkley: Array | None = reports(
-        Metric.quantity("{key}/page_hinkley", 913, "lasting rise", unit="as key", low=0.0)
+        Metric.magnitude("{key}/page_hinkley", 913, "lasting rise", unit="as key")
         .asks("Has this metric permanently left its mean, upwards or downwards? It sums deviations of more than 0.1 σ.")
         .bounds(warn="8 times its spread", source="Page 1954")
         .absent("no value")

@@ -18,33 +18,27 @@ from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 
 
 @dataclass(frozen=True, slots=True)
-class Periods(Derived):
+class Periods(Derived, absent="fewer than five values, or all the same", cost="update"):
     """The strongest oscillation of series, [keys] each; NaN where undefined."""
 
     key: tuple[str, ...] = label()
     g: Array | None = reports(
-        Metric.fraction("{key}/period/g", 907, "strength of the strongest oscillation", cost="update")
+        Metric.fraction("{key}/period/g", 907, "strength of the strongest oscillation")
         .asks("What share of this metric's variation is its strongest oscillation?")
         .bounds(source="Fisher 1929")
-        .absent("fewer than five values, or all the same")
     )
     p: Array | None = reports(
-        Metric.quantity(
-            "{key}/period/p", 908, "chance of such an oscillation", unit="probability", low=0.0, high=1.0, cost="update"
-        )
+        Metric.fraction("{key}/period/p", 908, "chance of such an oscillation", unit="probability")
         .asks("How likely is such an oscillation by chance?")
         .bounds(
             warn="< 0.001 on two windows that do not overlap",
             source="Fisher 1929; prewhitened, measured null rate at most 0.3 %",
         )
-        .absent("fewer than five values, or all the same")
     )
     length: Array | None = reports(
         Metric.quantity(
-            "{key}/period/length", 909, "length of the strongest oscillation", unit="updates", low=2.0, cost="update"
-        )
-        .asks("How long is the strongest oscillation? Compare with the environment's horizon.")
-        .absent("fewer than five values, or all the same")
+            "{key}/period/length", 909, "length of the strongest oscillation", unit="updates", low=2.0
+        ).asks("How long is the strongest oscillation? Compare with the environment's horizon.")
     )
 
 
@@ -54,7 +48,7 @@ class PeriodMemory(Derived):
 
     key: tuple[str, ...] = label()
     acf1: Array | None = reports(
-        Metric.quantity("{key}/acf1", 910, "correlation of successive updates", unit="correlation", low=-1.0, high=1.0)
+        Metric.correlation("{key}/acf1", 910, "correlation of successive updates", unit="correlation")
         .asks("Does this metric alternate (below 0) or persist (above 0) from update to update?")
         .bounds(warn="< -0.3: updates undo each other", source="heuristic")
         .absent("fewer than three values, or all the same")
@@ -68,7 +62,7 @@ class KnownPeriod(Derived):
 
     key: tuple[str, ...] = label()
     goertzel: Array | None = reports(
-        Metric.quantity("{key}/period/goertzel", 911, "strength of a known oscillation", unit="power", low=0.0)
+        Metric.magnitude("{key}/period/goertzel", 911, "strength of a known oscillation", unit="power")
         .asks("How strongly does this metric oscillate at a period that is known beforehand?")
         .absent("no values")
     )
@@ -136,18 +130,18 @@ N_MIN = 5  # prewhitening divides by n - 4
 
 
 @dataclass(frozen=True, slots=True)
-class Trends(Derived):
+class Trends(Derived, cost="update"):
     """Slopes of series and how significant they are, [keys] each; NaN where undefined."""
 
     key: tuple[str, ...] = label()
     slope: Array | None = reports(
-        Metric.quantity("{key}/trend/slope", 905, "trend", unit="per update", cost="update")
+        Metric.quantity("{key}/trend/slope", 905, "trend", unit="per update")
         .asks("How fast does this metric rise or fall over the last updates?")
         .bounds(source="Sen 1968")
         .absent("fewer than five values")
     )
     mk_z: Array | None = reports(
-        Metric.quantity("{key}/trend/mk_z", 906, "significance of the trend", unit="Z", cost="update")
+        Metric.quantity("{key}/trend/mk_z", 906, "significance of the trend", unit="Z")
         .asks("Is the trend real? Beyond ±3 it is not chance.")
         .bounds(
             warn="beyond ±3, and half a power of ten over the window",

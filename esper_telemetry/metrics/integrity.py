@@ -64,12 +64,11 @@ class GaeIdentity(MetricGroup):
     """Agreement of advantages, values and returns."""
 
     error: RelativeError = reports(
-        Metric.quantity(
+        Metric.magnitude(
             "integrity/gae_identity",
             803,
             "advantages plus values against returns",
             unit="relative error",
-            low=0.0,
             level=Level.MINIMAL,
         )
         .asks(
@@ -189,7 +188,7 @@ class BufferAge(MetricGroup):
     """Age of the data in policy updates."""
 
     age: Max = reports(
-        Metric.quantity("buffer/age_updates", 806, "age of the data", unit="updates", low=0.0, level=Level.MINIMAL)
+        Metric.magnitude("buffer/age_updates", 806, "age of the data", unit="updates", level=Level.MINIMAL)
         .asks("How many policy updates ago were the oldest of these data collected?")
         .bounds(
             healthy="0 (on-policy)",
@@ -210,14 +209,8 @@ class RowsRepeated(MetricGroup):
     """Transitions that occur repeatedly in one pass over the rollout."""
 
     share: Mean | None = reports(
-        Metric.quantity(
-            "integrity/rows_repeated",
-            808,
-            "rows that come again in a pass",
-            unit="share",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
+        Metric.fraction(
+            "integrity/rows_repeated", 808, "rows that come again in a pass", unit="share", level=Level.MINIMAL
         )
         .asks(
             "What share of the rows in the first pass over the rollout had already occurred in that pass? Other rows were then left out."

@@ -19,11 +19,11 @@ from esper_telemetry.metrics.statistics import keep, rows_of, same_shape, sample
 
 
 @dataclass(frozen=True, slots=True)
-class ExactKl(MetricGroup):
+class ExactKl(MetricGroup, cost="sampled"):
     """KL(old‖new) of the joint policy."""
 
     kl: Mean = reports(
-        Metric.nats("policy/kl_exact", 161, "KL divergence over all actions", cost="sampled")
+        Metric.nats("policy/kl_exact", 161, "KL divergence over all actions")
         .asks("How far did the update move the policy, over all actions and not only the chosen ones?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
         .absent("no valid, finite row, or the trainer does not keep old distributions")
@@ -35,7 +35,6 @@ class ExactKl(MetricGroup):
             162,
             "non-finite inputs of KL divergence over all actions",
             level=Level.MINIMAL,
-            cost="sampled",
             when_positive=True,
         )
         .asks("In how many valid rows was the exact KL NaN or infinite?")

@@ -35,23 +35,24 @@ class SuccessiveAlignment(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
-class MinibatchAlignment(MetricGroup):
+class MinibatchAlignment(
+    MetricGroup, absent="fewer than two minibatches, or a gradient is zero or not finite", cost="sampled"
+):
     """Agreement of the gradients of several minibatches."""
 
     replicated: ClassVar[bool] = True
     mean_pair_cos: Mean | None = reports(
-        Metric.cosine("grad/align/mean_pair_cos", 542, "agreement of minibatches", cost="sampled")
+        Metric.cosine("grad/align/mean_pair_cos", 542, "agreement of minibatches")
         .asks("Do minibatches agree on the direction? 0 is the chance level: the gradient is noise.")
         .bounds(healthy="> 0; chance level 0 ± 1/√(parameters · pairs)", source="Ilyas 2020, 1811.02553")
-        .absent("fewer than two minibatches, or a gradient is zero or not finite")
     )
     direction_variance: Mean | None = reports(
-        Metric.fraction("grad/align/direction_variance", 543, "scatter of minibatch directions", cost="sampled")
-        .asks("How much do the directions of minibatch gradients scatter? 0 if all are the same.")
-        .absent("fewer than two minibatches, or a gradient is zero or not finite")
+        Metric.fraction("grad/align/direction_variance", 543, "scatter of minibatch directions").asks(
+            "How much do the directions of minibatch gradients scatter? 0 if all are the same."
+        )
     )
     sign_agreement: Mean | None = reports(
-        Metric.fraction("grad/sign/agreement", 544, "agreement of minibatches on signs", cost="sampled")
+        Metric.fraction("grad/sign/agreement", 544, "agreement of minibatches on signs")
         .asks("How far do minibatches agree on each gradient's sign? The chance level is √(2/(πK)) for K minibatches.")
         .absent("fewer than two minibatches, or a gradient is not finite")
     )
@@ -181,23 +182,19 @@ def gradient_signs(gradients: Sequence[Tensor]) -> GradientSigns:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientNoise(MetricGroup):
+class GradientNoise(MetricGroup, absent="fewer than two shards, or a gradient is not finite", cost="sampled"):
     """Unbiased estimates of the true gradient's squared norm and of the noise of one sample's gradient."""
 
     replicated: ClassVar[bool] = True
     g2: Mean | None = reports(
-        Metric.quantity("grad/gns/g2", 560, "squared norm of the true gradient", unit="gradient norm²", cost="sampled")
+        Metric.quantity("grad/gns/g2", 560, "squared norm of the true gradient", unit="gradient norm²")
         .asks("How large is the squared norm of the true gradient, without noise? Single estimates may be negative.")
         .bounds(source="McCandlish 2018, 1812.06162")
-        .absent("fewer than two shards, or a gradient is not finite")
     )
     tr_sigma: Mean | None = reports(
-        Metric.quantity(
-            "grad/gns/tr_sigma", 561, "noise of a single sample's gradient", unit="gradient norm²", cost="sampled"
-        )
+        Metric.quantity("grad/gns/tr_sigma", 561, "noise of a single sample's gradient", unit="gradient norm²")
         .asks("How large is the squared noise in the gradient of a single sample?")
         .bounds(source="McCandlish 2018, 1812.06162")
-        .absent("fewer than two shards, or a gradient is not finite")
     )
 
 

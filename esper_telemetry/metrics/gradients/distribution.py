@@ -16,29 +16,27 @@ from esper_telemetry.metrics.statistics import defined
 
 
 @dataclass(frozen=True, slots=True)
-class Concentration(MetricGroup):
+class Concentration(MetricGroup, absent="the gradient is zero or not finite, or has one entry", cost="sampled"):
     """Evenness of the squared gradient over its entries."""
 
     replicated: ClassVar[bool] = True
     entropy: Mean | None = reports(
-        Metric.fraction("grad/concentration/entropy", 550, "spread of the gradient over parameters", cost="sampled")
+        Metric.fraction("grad/concentration/entropy", 550, "spread of the gradient over parameters")
         .asks("Is the gradient spread over all parameters (1) or concentrated in one (0)?")
         .bounds(
             healthy="> 0.8; Gaussian entries give 1 - 0.73/ln n", warn="< 0.6", critical="< 0.4", source="heuristic"
         )
-        .absent("the gradient is zero or not finite, or has one entry")
     )
     participation: Mean | None = reports(
-        Metric.fraction("grad/concentration/participation", 551, "share of parameters that learn", cost="sampled")
+        Metric.fraction("grad/concentration/participation", 551, "share of parameters that learn")
         .asks("What share of the parameters takes part in learning? Gaussian entries give 1/3.")
         .bounds(warn="< 0.01", source="heuristic")
         .absent("the gradient is zero or not finite")
     )
     hoyer: Mean | None = reports(
-        Metric.fraction("grad/concentration/hoyer", 552, "sparsity of the gradient", cost="sampled")
+        Metric.fraction("grad/concentration/hoyer", 552, "sparsity of the gradient")
         .asks("How sparse is the gradient: 0 even, 1 a single entry? Gaussian entries give 0.2.")
         .bounds(source="Hoyer 2004")
-        .absent("the gradient is zero or not finite, or has one entry")
     )
 
 

@@ -41,12 +41,12 @@ class RootMeanSquare(AdditiveReduction):
 
 
 @dataclass(frozen=True, slots=True)
-class StateStats(MetricGroup):
+class StateStats(MetricGroup, absent="no valid, finite state, or a policy without memory"):
     """Size of the parts of a recurrent state; all layers together."""
 
     part: tuple[str, ...] = label()
     rms: RootMeanSquare = reports(
-        Metric.quantity("lstm/{part}/rms", 701, "typical size of the recurrent state", unit="state", low=0.0)
+        Metric.magnitude("lstm/{part}/rms", 701, "typical size of the recurrent state", unit="state")
         .asks("How large is a typical entry of the recurrent state?")
         .bounds(
             healthy="h: 0.05 to 0.9; c: < 5",
@@ -54,34 +54,24 @@ class StateStats(MetricGroup):
             critical="c > 50, or a robust z of log10 above 12",
             source="heuristic; |h| < 1 by construction; the norm would grow with the number of units",
         )
-        .absent("no valid, finite state, or a policy without memory")
     )
     absmax: Max = reports(
-        Metric.quantity("lstm/{part}/absmax", 702, "largest magnitude of the recurrent state", unit="state", low=0.0)
+        Metric.magnitude("lstm/{part}/absmax", 702, "largest magnitude of the recurrent state", unit="state")
         .asks("How large is the largest entry of the recurrent state?")
         .bounds(critical="c > 50", source="heuristic")
-        .absent("no valid, finite state, or a policy without memory")
     )
     mean: Mean = reports(
         Metric.quantity("lstm/{part}/mean", 703, "mean of the recurrent state", unit="state")
         .asks("Is the recurrent state biased to one side?")
         .bounds(healthy="near 0", warn="above 0.8 times the rms in magnitude", source="heuristic")
-        .absent("no valid, finite state, or a policy without memory")
         .advises("States drift to one side: check resets, and centre the inputs of the memory.")
     )
     env_rms: Max = reports(
-        Metric.quantity(
-            "lstm/{part}/env_rms/max",
-            704,
-            "largest size of the state in an environment",
-            unit="state",
-            low=0.0,
-        )
+        Metric.magnitude("lstm/{part}/env_rms/max", 704, "largest size of the state in an environment", unit="state")
         .asks(
             "How large is the state in the environment with the largest state? Far above the rms: one environment went astray."
         )
         .bounds(healthy="close to the rms", source="heuristic")
-        .absent("no valid, finite state, or a policy without memory")
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("lstm/{part}/rms_nonfinite", 705, "non-finite inputs of typical size of the recurrent state")
@@ -173,9 +163,7 @@ class Staleness(MetricGroup):
     """
 
     distance: RelativeDistance = reports(
-        Metric.quantity(
-            "lstm/staleness", 731, "staleness of stored states", unit="relative error", low=0.0, cost="sampled"
-        )
+        Metric.magnitude("lstm/staleness", 731, "staleness of stored states", unit="relative error", cost="sampled")
         .asks(
             "How far are the stored states from the states that the current weights would have reached, after the last step?"
         )
@@ -189,12 +177,11 @@ class FirstStaleness(MetricGroup):
     """Distance between the states in training and in acting, with the same weights."""
 
     distance: RelativeDistance = reports(
-        Metric.quantity(
+        Metric.magnitude(
             "lstm/staleness_first",
             735,
             "staleness of stored states before the first step",
             unit="relative error",
-            low=0.0,
             cost="sampled",
         )
         .asks(
@@ -231,29 +218,28 @@ def _distance(stored: Tensor, recomputed: Tensor) -> RelativeDistance:
 
 
 @dataclass(frozen=True, slots=True)
-class ResetStats(MetricGroup):
+class ResetStats(MetricGroup, absent="no valid step, or a policy without memory"):
     """Rate of resets and age of the memory."""
 
     rate: Mean = reports(
         Metric.fraction("lstm/reset_rate", 741, "rate of resets", level=Level.MINIMAL)
         .asks("At what share of the steps is memory reset? 0 although episodes end: it leaks across episodes.")
         .bounds(healthy="1 over the mean length of episodes", critical="0 while episodes end", source="identity")
-        .absent("no valid step, or a policy without memory")
     )
     unbroken: Mean = reports(
-        Metric.fraction("lstm/chunk_no_reset_frac", 742, "share of environments without a reset")
-        .asks("In what share of the environments was memory never reset in this rollout?")
-        .absent("no valid step, or a policy without memory")
+        Metric.fraction("lstm/chunk_no_reset_frac", 742, "share of environments without a reset").asks(
+            "In what share of the environments was memory never reset in this rollout?"
+        )
     )
     age: Mean = reports(
-        Metric.steps("lstm/age/mean", 743, "mean of the memory's age")
-        .asks("How many steps does memory reach back on average?")
-        .absent("no valid step, or a policy without memory")
+        Metric.steps("lstm/age/mean", 743, "mean of the memory's age").asks(
+            "How many steps does memory reach back on average?"
+        )
     )
     oldest: Max = reports(
-        Metric.steps("lstm/age/max", 744, "largest of the memory's age")
-        .asks("How many steps does the oldest memory reach back?")
-        .absent("no valid step, or a policy without memory")
+        Metric.steps("lstm/age/max", 744, "largest of the memory's age").asks(
+            "How many steps does the oldest memory reach back?"
+        )
     )
 
 

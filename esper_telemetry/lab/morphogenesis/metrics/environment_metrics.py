@@ -30,41 +30,41 @@ GROWTH_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeScores(MetricGroup):
+class EpisodeScores(MetricGroup, absent="no episode ended"):
     """Final scores of the episodes that ended."""
 
     score: Moments = reports(
-        Metric.accuracy("env/score", 1691, "final score of hosts", low=None, high=None, level=Level.MINIMAL)
-        .asks("What are hosts worth in the end: accuracy minus the price of the parameters in their seeds?")
-        .absent("no episode ended"),
-        Metric.accuracy("env/score_std", 1692, "spread of final scores", high=None, of="std")
-        .asks("How much do episodes differ in what their hosts are worth?")
-        .absent("no episode ended"),
+        Metric.accuracy("env/score", 1691, "final score of hosts", low=None, high=None, level=Level.MINIMAL).asks(
+            "What are hosts worth in the end: accuracy minus the price of the parameters in their seeds?"
+        ),
+        Metric.accuracy("env/score_std", 1692, "spread of final scores", high=None, of="std").asks(
+            "How much do episodes differ in what their hosts are worth?"
+        ),
     )
     best: Max = reports(
-        Metric.accuracy("env/score_best", 1626, "best final score", low=None, high=None)
-        .asks("What is the best host worth at the end of its episode?")
-        .absent("no episode ended")
+        Metric.accuracy("env/score_best", 1626, "best final score", low=None, high=None).asks(
+            "What is the best host worth at the end of its episode?"
+        )
     )
     final: Mean = reports(
-        Metric.accuracy("env/final_accuracy", 1621, "final accuracy of hosts")
-        .asks("How accurate are hosts at the end of their episodes?")
-        .absent("no episode ended")
+        Metric.accuracy("env/final_accuracy", 1621, "final accuracy of hosts").asks(
+            "How accurate are hosts at the end of their episodes?"
+        )
     )
     peak: Mean = reports(
-        Metric.accuracy("env/peak_accuracy", 1620, "peak accuracy of hosts")
-        .asks("How accurate were hosts at their best, in the episodes that ended?")
-        .absent("no episode ended")
+        Metric.accuracy("env/peak_accuracy", 1620, "peak accuracy of hosts").asks(
+            "How accurate were hosts at their best, in the episodes that ended?"
+        )
     )
     growth: Mean = reports(
-        Metric.ratio("env/final_growth_ratio", 1623, "final growth of hosts", low=1.0)
-        .asks("How many times larger are hosts with their seeds than alone when episodes end?")
-        .absent("no episode ended")
+        Metric.ratio("env/final_growth_ratio", 1623, "final growth of hosts", low=1.0).asks(
+            "How many times larger are hosts with their seeds than alone when episodes end?"
+        )
     )
     fossilized: Mean = reports(
-        Metric.quantity("env/final_fossilized", 1628, "seeds fossilised in the end", unit="seeds", low=0.0)
-        .asks("How many seeds have become part of their host when an episode ends?")
-        .absent("no episode ended")
+        Metric.magnitude("env/final_fossilized", 1628, "seeds fossilised in the end", unit="seeds").asks(
+            "How many seeds have become part of their host when an episode ends?"
+        )
     )
 
 

@@ -41,9 +41,9 @@ class HostStats(MetricGroup):
         )
     )
     stale: Mean = reports(
-        Metric.quantity(
-            "host/epochs_since_best", 1637, "epochs since hosts were at their best", unit="epochs", low=0.0
-        ).asks("How long is it since hosts were at their best?")
+        Metric.magnitude("host/epochs_since_best", 1637, "epochs since hosts were at their best", unit="epochs").asks(
+            "How long is it since hosts were at their best?"
+        )
     )
     loss: Mean = reports(
         Metric.nats("host/loss", 1641, "validation loss of hosts")
@@ -110,56 +110,56 @@ MAX_SHOWN_ENVIRONMENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class SingleHosts(MetricGroup):
+class SingleHosts(MetricGroup, absent="it is not known", level=Level.DEBUG):
     """Single hosts, of the first rank."""
 
     replicated: ClassVar[bool] = True
     env: tuple[str, ...] = label()
     accuracy: Last = reports(
-        Metric.fraction("host/each/{env}/accuracy", 1694, "accuracy of a host", level=Level.DEBUG)
-        .asks("How accurate is this environment's host at the end of the update?")
-        .absent("it is not known")
-    )
-    norm: Last = reports(
-        Metric.gradient_norm("host/each/{env}/grad_norm", 1695, "gradient of a host", level=Level.DEBUG)
-        .asks("How strong is its gradient, before clipping?")
-        .absent("it is not known")
-    )
-    growth: Last = reports(
-        Metric.ratio("host/each/{env}/growth_ratio", 1696, "growth of a host", low=1.0, level=Level.DEBUG).asks(
-            "How much larger has it become?"
+        Metric.fraction("host/each/{env}/accuracy", 1694, "accuracy of a host").asks(
+            "How accurate is this environment's host at the end of the update?"
         )
     )
+    norm: Last = reports(
+        Metric.gradient_norm("host/each/{env}/grad_norm", 1695, "gradient of a host").asks(
+            "How strong is its gradient, before clipping?"
+        )
+    )
+    growth: Last = reports(
+        Metric.ratio("host/each/{env}/growth_ratio", 1696, "growth of a host", low=1.0)
+        .asks("How much larger has it become?")
+        .absent("")
+    )
     rewards: Sum = reports(
-        Metric.quantity("host/each/{env}/reward", 1697, "reward of a host", unit="reward", level=Level.DEBUG)
-        .asks("What reward did it bring during the update?")
-        .absent("it is not known")
+        Metric.quantity("host/each/{env}/reward", 1697, "reward of a host", unit="reward").asks(
+            "What reward did it bring during the update?"
+        )
     )
 
 
 @dataclass(frozen=True, slots=True)
-class SingleSeeds(MetricGroup):
+class SingleSeeds(MetricGroup, level=Level.DEBUG):
     """Single slots, of the first rank; `0_1` is the second slot of the first environment."""
 
     replicated: ClassVar[bool] = True
     place: tuple[str, ...] = label()
     stage: Last = reports(
-        Metric.quantity(
-            "seed/each/{place}/stage", 1500, "stage of a slot", unit="index", low=0.0, high=9.0, level=Level.DEBUG
-        ).asks("Which stage is this slot in, from 1, dormant, to 6, fossilised; 7 to 9 are on their way back?")
+        Metric.quantity("seed/each/{place}/stage", 1500, "stage of a slot", unit="index", low=0.0, high=9.0).asks(
+            "Which stage is this slot in, from 1, dormant, to 6, fossilised; 7 to 9 are on their way back?"
+        )
     )
     alpha: Last = reports(
-        Metric.quantity(
-            "seed/each/{place}/alpha", 1510, "weight of a seed", unit="weight", low=0.0, high=1.0, level=Level.DEBUG
-        ).asks("What weight does its seed have?")
+        Metric.fraction("seed/each/{place}/alpha", 1510, "weight of a seed", unit="weight").asks(
+            "What weight does its seed have?"
+        )
     )
     norm: Last = reports(
-        Metric.gradient_norm("seed/each/{place}/grad_norm", 1511, "gradient of a seed", level=Level.DEBUG)
+        Metric.gradient_norm("seed/each/{place}/grad_norm", 1511, "gradient of a seed")
         .asks("How strong is its gradient, before clipping?")
         .absent("the seed does not learn")
     )
     contribution: Last = reports(
-        Metric.accuracy("seed/each/{place}/contribution", 1525, "contribution of one seed", low=-1.0, level=Level.DEBUG)
+        Metric.accuracy("seed/each/{place}/contribution", 1525, "contribution of one seed", low=-1.0)
         .asks("What accuracy would be lost without it?")
         .absent("the host is not affected by it")
     )
