@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from esper_telemetry import __version__
 from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
-from esper_telemetry.core.messages import did_you_mean
-from esper_telemetry.core.terminal import printable, printable_values
+from esper_telemetry.core.messages import did_you_mean, printable, printable_values
 from esper_telemetry.journal.file import journal_path
 from esper_telemetry.sinks.sink_protocol import require_package
 from esper_telemetry.views.answer import cut_texts, to_text

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 from esper_telemetry.alarms.rules.task_alarms import Failure, bad_ending
 from esper_telemetry.cli.arguments import WrongUse, agrees, echo, output_path, without_warnings, wrong_use
 from esper_telemetry.core.files import replace_file, write_output
+from esper_telemetry.core.messages import printable
 from esper_telemetry.core.record import Axes, Record
 from esper_telemetry.core.redaction import masked, redacted
-from esper_telemetry.core.terminal import printable
 from esper_telemetry.delivery import catch_up, delivery_health
-from esper_telemetry.delivery.cursors import Cursors
+from esper_telemetry.delivery.status import Cursors
 from esper_telemetry.journal import file as journal_file
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import Run, damaged_lines, read_contents, read_run

@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Final
 
 from esper_telemetry.core.record import Record, RunStatus
-from esper_telemetry.delivery.cursors import Cursors, count_records_after
 from esper_telemetry.delivery.delivery import Delivery
-from esper_telemetry.delivery.status import CloseReport, deliveries_under_way, replay_command, sink_report
+from esper_telemetry.delivery.status import (
+    CloseReport,
+    Cursors,
+    count_records_after,
+    deliveries_under_way,
+    replay_command,
+    sink_report,
+)
 from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lock import Role, is_held
 from esper_telemetry.journal.read import entries, run_info

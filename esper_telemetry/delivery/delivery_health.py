@@ -14,8 +14,7 @@ from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.redaction import HIDDEN
 from esper_telemetry.delivery.catch_up import BackendAudit, audit, format_ranges, replay
-from esper_telemetry.delivery.cursors import Cursors
-from esper_telemetry.delivery.status import clear_under_way, deliveries_under_way, read_status, replay_command
+from esper_telemetry.delivery.status import Cursors, clear_under_way, deliveries_under_way, read_status, replay_command
 from esper_telemetry.journal.file import end_if_open, journal_path
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held

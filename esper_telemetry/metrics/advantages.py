@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
@@ -25,6 +24,7 @@ from esper_telemetry.core.reduction import (
     Statistic,
     Sum,
 )
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import (
     REWARDS,
     Quantiles,

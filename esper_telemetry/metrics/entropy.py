@@ -13,12 +13,12 @@ from typing import Any, ClassVar, NamedTuple, cast
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, by_head, masks_by_head
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Reduction, Slot, Statistic, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import Sample, keep, rows_of, same_shape, sample
 
 

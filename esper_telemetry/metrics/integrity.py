@@ -9,12 +9,12 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Array, Max, Mean, Reduction, Slot, Statistic, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import Sample, deviations, keep, rows_of, same_shape, sample, where_any
 
 INTEGRITY_FAMILY = MetricFamily(

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, Rows, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Counts, Ess, Max, Mean, Min, Moments, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import (
     LOG_RATIOS,
     Quantiles,

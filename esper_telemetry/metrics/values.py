@@ -10,12 +10,12 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Moments, Reduction, Slot, Statistic, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import (
     REWARDS,
     Quantiles,

@@ -22,7 +22,7 @@ from esper_telemetry.cli.main import main
 from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.delivery import delivery_health
 from esper_telemetry.delivery.catch_up import BackendAudit, audit
-from esper_telemetry.delivery.cursors import Cursor, Cursors
+from esper_telemetry.delivery.status import Cursor, Cursors
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

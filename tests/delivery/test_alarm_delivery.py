@@ -12,10 +12,9 @@ from waiting import wait_until
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunStatus
 from esper_telemetry.delivery.catch_up import replay
-from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.delivery.status import SinkState
+from esper_telemetry.delivery.status import Cursors, SinkState
 from esper_telemetry.journal.file import Journal, JournalReader
 from esper_telemetry.journal.lines import JournalEvent, encode_alarm, encode_event, encode_run
 from esper_telemetry.journal.memory_journal import MemoryJournal

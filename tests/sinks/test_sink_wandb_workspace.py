@@ -20,7 +20,7 @@ from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.cli.stored_runs import keys
 from esper_telemetry.core.record import MetricInfo, RunInfo, RunStatus
-from esper_telemetry.delivery.cursors import Cursor, Cursors
+from esper_telemetry.delivery.status import Cursor, Cursors
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.journal.read import read_run

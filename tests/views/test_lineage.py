@@ -18,8 +18,7 @@ from esper_telemetry.core.metric import Derived, declared
 from esper_telemetry.core.record import Axes, Level, Record, template_of
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.lab.morphogenesis.views import VIEWS
-from esper_telemetry.views.lineage import audience, emitter, moment, readers
-from esper_telemetry.views.metrics_page import entry_text, entry_values
+from esper_telemetry.views.metrics_page import audience, emitter, entry_text, entry_values, moment, readers
 from esper_telemetry.views.panels import STRIP
 from esper_telemetry.views.run_view import open_view
 

@@ -11,14 +11,18 @@ from torch import Tensor
 from esper_telemetry.events import Hooks
 from esper_telemetry.lab.morphogenesis import feedback
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
-from esper_telemetry.lab.morphogenesis.feedback import VERSION, HostState, StepReport, feature_names, observe
-from esper_telemetry.lab.morphogenesis.gradient_health import (
+from esper_telemetry.lab.morphogenesis.feedback import (
     INTENSITY_DECAY,
     SUSTAINED_EPOCHS,
+    VERSION,
     CauseHistory,
+    HostState,
+    StepReport,
     diagnose,
     exploding,
+    feature_names,
     intensity_ratio,
+    observe,
     tensor_health,
     vanishing,
 )

@@ -13,12 +13,12 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_floats, as_mask, as_tensor, as_tensors, by_head, masks_by_head
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.gradients.gradient_health import tensor_norms
 from esper_telemetry.metrics.gradients.norms import GradientNorms, coefficients
 from esper_telemetry.metrics.losses import entropy_slope

@@ -12,13 +12,13 @@ from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
-from esper_telemetry.core.rates import belongs
+from esper_telemetry.core.rate_schedule import belongs
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import defined, same_shape
 
 GRADIENTS_FAMILY = MetricFamily(

@@ -15,9 +15,17 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.tensors import mask_logits
-from esper_telemetry.ppo.collectors.action_sampling import ActionBuffer, action_columns, restrictors
 from esper_telemetry.ppo.collectors.base import Resets, RolloutCollector, at_ends
-from esper_telemetry.ppo.collectors.inference import LimitedEpisodes, StateBuffer, advance_critic, estimate, host_policy
+from esper_telemetry.ppo.collectors.inference import (
+    ActionBuffer,
+    LimitedEpisodes,
+    StateBuffer,
+    action_columns,
+    advance_critic,
+    estimate,
+    host_policy,
+    restrictors,
+)
 from esper_telemetry.ppo.environments.environment_protocol import (
     Array,
     Environment,
