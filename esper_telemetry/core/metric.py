@@ -284,15 +284,12 @@ class Declaring:
             cls._common = (absent, cost, level)
 
 
-@lru_cache(maxsize=256)
-def declared(group: type) -> tuple[tuple[dataclasses.Field[Any], Metric], ...]:
-    """Return every metric that a group type declares, with the field that holds it, in order."""
-    absent, cost, level = group._common  # type: ignore[attr-defined]  # every group is `Declaring`
-    return tuple(
-        (item, _completed(metric, absent, cost, level))
-        for item in dataclasses.fields(group)
-        for metric in item.metadata.get("metrics", ())
-    )
+def declared(group: type) -> Iterator[tuple[dataclasses.Field[Any], Metric]]:
+    """Yield every metric that a group type declares, with the field that holds it, in order."""
+    common: tuple[str, Cost, Level] = group._common  # type: ignore[attr-defined]  # every group is `Declaring`
+    for item in dataclasses.fields(group):
+        for metric in item.metadata.get("metrics", ()):
+            yield item, _completed(metric, *common)
 
 
 def _completed(metric: Metric, absent: str, cost: Cost, level: Level) -> Metric:
