@@ -43,7 +43,7 @@ from esper_telemetry.events import (
     UpdateEnd,
 )
 from esper_telemetry.ppo.environments.environment_protocol import Environment
-from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.networks import RecurrentTrunk
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.ppo_objective import ObjectiveResult, TrunkOutputs
 from esper_telemetry.ppo.rollout import Batch, Rollout

@@ -29,7 +29,7 @@ from esper_telemetry.sinks.console import COLUMNS
 from esper_telemetry.sinks.layout import overview_keys
 from esper_telemetry.views.equation_table import EQUATION_TEMPLATE
 from esper_telemetry.views.panels import view_declarations
-from esper_telemetry.views.progress import TIME_PARTS
+from esper_telemetry.views.run_parts import TIME_PARTS
 from esper_telemetry.views.verdict_text import SUMMARY_LINES
 
 UNBOUNDED = "no fixed bounds: compare with its own history"

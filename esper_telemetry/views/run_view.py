@@ -64,8 +64,17 @@ from esper_telemetry.views.panels import (
     ViewDeclaration,
     view_declarations,
 )
-from esper_telemetry.views.progress import RATE_UPDATES, RunProgress, run_progress
-from esper_telemetry.views.run_parts import MAX_LINES, ChartView, IncidentView, LineView, PanelView, incident_view
+from esper_telemetry.views.run_parts import (
+    MAX_LINES,
+    RATE_UPDATES,
+    ChartView,
+    IncidentView,
+    LineView,
+    PanelView,
+    RunProgress,
+    incident_view,
+    run_progress,
+)
 from esper_telemetry.views.series import DEFAULT_POINTS, HealthyRange, Judgement, Series, SeriesBuffer, judge
 
 if TYPE_CHECKING:

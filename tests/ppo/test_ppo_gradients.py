@@ -18,7 +18,7 @@ from esper_telemetry.ppo.collectors.inference import in_numpy, in_torch
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.networks import mlp
-from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.networks import MLP
 from esper_telemetry.ppo.ppo_objective import TrunkOutputs, backward_losses, backward_trunks
 from esper_telemetry.ppo.rollout import Batch, flatten
 

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.networks.mlp import MLP
-from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.networks import MLP, RecurrentTrunk
 from esper_telemetry.ppo.trainer import PPO
 
 # Faults replace objects of a trainer (steps, settings, parameters, environments), never attributes of a class or a module. Each change

@@ -36,7 +36,7 @@ from esper_telemetry.ppo.environments.environment_protocol import (
     layout_of,
 )
 from esper_telemetry.ppo.environments.wrappers import on_host
-from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.networks import RecurrentTrunk
 from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.rollout import Rollout, RolloutRecurrence

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.ppo.action_distributions import Sampler
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Array, ObservationLayout, Task
-from esper_telemetry.ppo.networks.mlp import MLP, Network, as_matrices
-from esper_telemetry.ppo.networks.recurrent import Advance, Core, RecurrentTrunk
+from esper_telemetry.ppo.networks import MLP, Advance, Core, Network, RecurrentTrunk, as_matrices
 from esper_telemetry.ppo.policy import ActorCritic, Tensors, add
 
 Context = Callable[[], AbstractContextManager[Any]]
