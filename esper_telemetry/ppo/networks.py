@@ -1,8 +1,8 @@
 """Networks of a policy: perceptrons, encoders of observations with images, and memory.
 
 Multi-layer perceptrons are fast on a CPU: one autograd node per network, and NumPy for acting on a few rows. Such a small network is
-bound by calls. On an AMD EPYC core `torch.tanh` takes ten times as long as `numpy.tanh`, and the matrix product for the first layer's weight
-gradient four times as long as NumPy's (torch uses MKL, NumPy OpenBLAS).
+bound by calls. On an AMD EPYC core `torch.tanh` takes ten times as long as `numpy.tanh`, and the matrix product for the first layer's
+weight gradient four times as long as NumPy's (torch uses MKL, NumPy OpenBLAS).
 
 Memory is stacked single-layer LSTM or GRU cells between layers without memory. Training runs over whole padded sequences, with one fused
 call per cell. Acting on a few rows uses NumPy, which takes a third of the time. A state is one array [layers, parts, B, H]; the parts are
