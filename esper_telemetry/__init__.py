@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from esper_telemetry.core.reduction import Min as Min
     from esper_telemetry.core.reduction import Moments as Moments
     from esper_telemetry.core.reduction import Sum as Sum
+    from esper_telemetry.delivery.catch_up import doctor as doctor
     from esper_telemetry.delivery.catch_up import replay as replay
-    from esper_telemetry.delivery.delivery_health import doctor as doctor
     from esper_telemetry.equations.clipping import check_clipping as check_clipping
     from esper_telemetry.equations.drawn_actions import check_actions as check_actions
     from esper_telemetry.equations.entropy_loss import check_entropy as check_entropy

@@ -239,7 +239,7 @@ class RunTools:
 
 def explain_metric(key: str) -> Sequence[dict[str, Any]]:
     """Explain a metric, or all whose keys begin with or contain a text: meaning, unit, healthy range, what to try."""
-    from esper_telemetry.cli.metrics import matching_entries
+    from esper_telemetry.cli.show import matching_entries
     from esper_telemetry.views.metrics_page import entry_values
 
     return [entry_values(entry) for entry in matching_entries(key)[:MAX_KEYS]]

@@ -21,8 +21,6 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.metric import Array, Derived, Metric, label, reports, segment
 from esper_telemetry.core.record import Level, judgeable
 from esper_telemetry.history.averages import Ema, LogDrift, Smoothed
-from esper_telemetry.history.correlation import CORRELATION_WINDOW as PAIRS
-from esper_telemetry.history.correlation import lr_response
 from esper_telemetry.history.critic import (
     ENTROPY_WINDOW,
     CriticMoments,
@@ -44,7 +42,8 @@ from esper_telemetry.history.deviations import (
 )
 from esper_telemetry.history.gradient_history import GradientHistory
 from esper_telemetry.history.recent_return import RecentMean, recent_return
-from esper_telemetry.history.trend import KnownPeriod, goertzel, memory, periods, prewhiten, trends
+from esper_telemetry.history.trend import CORRELATION_WINDOW as PAIRS
+from esper_telemetry.history.trend import KnownPeriod, goertzel, lr_response, memory, periods, prewhiten, trends
 
 Cause = Literal["disconnected", "undefined", "ok", "dormant", "saturated", "host_fast", "indeterminate"]
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.averages import FAST, Ema
-from esper_telemetry.history.correlation import CORRELATION_WINDOW, advantage_gradient
 from esper_telemetry.history.deviations import N_MIN, OUTLIER_WINDOW, SCALE_MIN, RobustHistory, decades, spread
+from esper_telemetry.history.trend import CORRELATION_WINDOW, advantage_gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,8 @@ import numpy as np
 
 from esper_telemetry.core.metric import Array
 from esper_telemetry.history.gradient_history import DEFAULT_CLIP_LIMIT, LAYER, NormBaseline
-from esper_telemetry.views.run_parts import ChartView, IncidentView
+from esper_telemetry.views.run_parts import ChartView, HealthyRange, IncidentView, Series, SeriesBuffer, drawable
 from esper_telemetry.views.run_view import RunView
-from esper_telemetry.views.series import HealthyRange, Series, SeriesBuffer, drawable
 
 MAX_COLUMNS: Final = 200
 """Columns of the picture: each is some four pixels wide."""

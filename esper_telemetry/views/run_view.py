@@ -65,17 +65,22 @@ from esper_telemetry.views.panels import (
     view_declarations,
 )
 from esper_telemetry.views.run_parts import (
+    DEFAULT_POINTS,
     MAX_LINES,
     RATE_UPDATES,
     ChartView,
+    HealthyRange,
     IncidentView,
+    Judgement,
     LineView,
     PanelView,
     RunProgress,
+    Series,
+    SeriesBuffer,
     incident_view,
+    judge,
     run_progress,
 )
-from esper_telemetry.views.series import DEFAULT_POINTS, HealthyRange, Judgement, Series, SeriesBuffer, judge
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -26,8 +26,7 @@ from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery import live as waiting
-from esper_telemetry.delivery.catch_up import replay
-from esper_telemetry.delivery.delivery_health import doctor
+from esper_telemetry.delivery.catch_up import doctor, replay
 from esper_telemetry.delivery.live import Deliveries, DeliveryWait
 from esper_telemetry.delivery.status import SinkState, SinkStatus, read_status
 from esper_telemetry.journal.lock import Role, is_held

@@ -26,10 +26,21 @@ from esper_telemetry.lab.morphogenesis.feedback import (
     tensor_health,
     vanishing,
 )
-from esper_telemetry.lab.morphogenesis.growth_actions import ActionOutcome, act, action_masks, advanceable, specs
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthHistory, GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
-from esper_telemetry.lab.morphogenesis.slots import ALIVE, EFFECTIVE, LEARNING, Slots, TransitionGates, among
+from esper_telemetry.lab.morphogenesis.slots import (
+    ALIVE,
+    EFFECTIVE,
+    LEARNING,
+    ActionOutcome,
+    Slots,
+    TransitionGates,
+    act,
+    action_masks,
+    advanceable,
+    among,
+    specs,
+)
 from esper_telemetry.lab.morphogenesis.training import OPTIMIZERS, make_task
 from esper_telemetry.ppo.environments.environment_protocol import TensorStep
 

@@ -18,10 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
-from esper_telemetry.lab.morphogenesis.growth_actions import ActionOutcome
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthHistory, GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
-from esper_telemetry.lab.morphogenesis.slots import CURVES, EFFECTIVE, GATES, LEARNING, Slots, among, look_up, potential
+from esper_telemetry.lab.morphogenesis.slots import (
+    CURVES,
+    EFFECTIVE,
+    GATES,
+    LEARNING,
+    ActionOutcome,
+    Slots,
+    among,
+    look_up,
+    potential,
+)
 from esper_telemetry.lab.morphogenesis.training import MAX_GRADIENT_NORM
 
 EXPLODING_DECADES = (0.0, 2.0)
