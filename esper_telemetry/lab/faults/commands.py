@@ -17,6 +17,7 @@ from rich.table import Table
 
 from esper_telemetry.cli.arguments import wrong_use
 from esper_telemetry.core.record import Level, RunStatus
+from esper_telemetry.lab.faults.fault import NEEDS
 from esper_telemetry.lab.faults.fault_catalogue import FAULTS, find, schedule
 from esper_telemetry.lab.faults.runs import ENVIRONMENTS, FaultRun, find_environment, plan_runs, train_all, worker_pool
 from esper_telemetry.lab.faults.score import THRESHOLD_FACTORS, score_figures, tuning_and_held_out
@@ -49,7 +50,7 @@ def fault_entries() -> list[dict[str, Any]]:
             "what": fault.what,
             "dose": fault.dose,
             "doses": list(fault.doses),
-            "needs": [(need.__doc__ or "").rstrip(".") for need in fault.needs],
+            "needs": [NEEDS[need].text for need in fault.needs],
             "alarms": list(fault.accepts),
             "bound": fault.bound,
         }
