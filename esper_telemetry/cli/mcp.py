@@ -18,7 +18,7 @@ from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
 from esper_telemetry.core.messages import did_you_mean, printable, printable_values
 from esper_telemetry.journal.file import journal_path
 from esper_telemetry.sinks.sink_protocol import require_package
-from esper_telemetry.views.answer import cut_texts, to_text
+from esper_telemetry.views.verdict_text import cut_texts, to_text
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer

@@ -136,9 +136,7 @@ def _comparison_progress() -> Iterator[Callable[[str], object]]:
         yield lambda name: status.update(Text(f"comparing {name}"))
 
 
-def _health_page(
-    run_dir: str, run: catch_up.RunHealth, ending: str, sinks: list[catch_up.SinkCheck]
-) -> str:
+def _health_page(run_dir: str, run: catch_up.RunHealth, ending: str, sinks: list[catch_up.SinkCheck]) -> str:
     if run.status is None:
         state = "continues" if run.under_way else "has not ended"
     else:

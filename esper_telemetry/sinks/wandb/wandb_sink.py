@@ -24,7 +24,7 @@ from esper_telemetry.core.backends import wandb_records
 from esper_telemetry.core.files import parse_json, read_file
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
-from esper_telemetry.core.redaction import masked
+from esper_telemetry.core.redaction import error_line
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
 from esper_telemetry.sinks.layout import (
     TASK_AXIS,
@@ -335,8 +335,7 @@ def _try(what: str, store: Callable[[], object]) -> None:
     except (ConnectionResetError, BrokenPipeError):
         raise
     except Exception as error:  # storing an artifact raises errors of pydantic, requests and W&B
-        line = masked(f"{type(error).__name__}: {error}".splitlines()[0])
-        logger.warning("W&B does not store %s (%s); the run directory has it", what, line)
+        logger.warning("W&B does not store %s (%s); the run directory has it", what, error_line(error))
 
 
 def row_of(record: Record) -> dict[str, Any]:
