@@ -1,7 +1,7 @@
 """Texts about the outcome of a run: the verdict of `diagnose`, and the summary at the end of a training command.
 
-`answer` is the verdict for programs: `diagnose --json`, and the tool `diagnose` of the MCP server. `docs/diagnose.schema.json` describes its
-fields. By default an answer is at most `MAX_BYTES` long: collections are shortened, what is most severe is kept, and `left_out` has the
+`answer` is the verdict for programs: `diagnose --json`, and the tool `diagnose` of the MCP server. `docs/diagnose.schema.json` describes
+its fields. By default an answer is at most `MAX_BYTES` long: collections are shortened, what is most severe is kept, and `left_out` has the
 number of entries that are missing.
 """
 
