@@ -39,6 +39,7 @@ from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCard
 from esper_telemetry.sinks.sink_protocol import (
     OVERVIEW_FAMILY,
     DeadClientError,
+    OpenedSink,
     PermanentSinkError,
     Place,
     Shown,
@@ -61,7 +62,7 @@ NAME_OPTIONS: Final = ("entity", "group", "job_type")
 
 
 @dataclass
-class WandbSink:
+class WandbSink(OpenedSink):
     """Logs the run to Weights & Biases; without an API key the run is kept offline, and no prompt asks for a key.
 
     `WandbSink(run=wandb.run)` writes into a run that is already open in this process: the sink never ends it, and never displaces
@@ -197,36 +198,24 @@ class WandbSink:
 
         return numbers
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Give one row per record to the client, which stores it within a second."""
-        if self._open is None:
-            raise ValueError("WandbSink.write needs open first")
-        with _classified():
-            self._open.write(records)
-
-    def alarm(self, alarm: Alarm) -> None:
-        """Send an alert, at most one in five minutes for each type, and update the run's summary."""
-        if self._open is not None:
-            with _classified():
-                self._open.alarm(alarm)
-
-    def outcome(self, event: JournalEvent) -> None:
-        """Set the outcome so far in the run's summary and notes."""
-        if self._open is not None:
-            with _classified():
-                self._open.outcome(event)
-
-    def recall(self, alarms: Sequence[Alarm]) -> None:
-        """Add the alarms of earlier parts of the run to its table."""
-        if self._open is not None:
-            self._open.incidents.add(*alarms)
-
     def close(self, status: RunStatus) -> None:
         """Add the table of alarms and end the run with the exit code of its status; a joined run stays open."""
         if self._open is not None:
             opened, self._open = self._open, None
-            with _classified():
+            with self._classified():
                 opened.close(status)
+
+    @contextmanager
+    def _classified(self) -> Iterator[None]:
+        """Turn W&B's exceptions for a dead client process, or a run that has ended, into the errors of a sink."""
+        from wandb.errors import UsageError
+
+        try:
+            yield
+        except (ConnectionResetError, BrokenPipeError) as error:
+            raise DeadClientError(f"the W&B client process is gone: {error}") from error
+        except UsageError as error:
+            raise PermanentSinkError(f"the W&B run accepts no more rows: {error}") from error
 
     def _names(self) -> dict[str, str | None]:
         return {"entity": self.entity, "group": self.group, "job_type": self.job_type}
@@ -238,19 +227,6 @@ class WandbSink:
 
     def _budget(self, run: RunInfo, *, quiet: bool = False) -> KeyBudget:
         return KeyBudget(run, "W&B", max_keys=self.max_keys, details=self.details, quiet=quiet)
-
-
-@contextmanager
-def _classified() -> Iterator[None]:
-    """Turn W&B's exceptions for a dead client process, or a run that has ended, into the errors of a sink."""
-    from wandb.errors import UsageError
-
-    try:
-        yield
-    except (ConnectionResetError, BrokenPipeError) as error:
-        raise DeadClientError(f"the W&B client process is gone: {error}") from error
-    except UsageError as error:
-        raise PermanentSinkError(f"the W&B run accepts no more rows: {error}") from error
 
 
 class _OpenRun:
