@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,22 @@ class Reading(TypedDict, total=False):
     level: Level
     cost: Cost
     when_positive: bool
+
+
+class _Factory(Protocol):
+    """Makes metrics of one kind."""
+
+    def __call__(self, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Metric: ...
+
+
+def _factory(kind: str, **fixed: Unpack[Reading]) -> _Factory:
+    """Return a function that returns metrics with these attributes, unless its caller gives others."""
+
+    def factory(key: str, number: int, name: str, **reading: Unpack[Reading]) -> Metric:
+        return Metric(key=key, number=number, name=name, **(fixed | reading))
+
+    factory.__doc__ = f"Return {kind}."
+    return staticmethod(factory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,80 +127,25 @@ class Metric:
     def __post_init__(self) -> None:
         check_key(re.sub(r"\{[a-z_]+\}", "x", self.key))
 
-    @classmethod
-    def quantity(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a metric of the unit that `reading` names."""
-        return cls(key=key, number=number, name=name, **reading)
+    quantity = _factory("a metric of the unit that `reading` names")
+    magnitude = _factory("a metric from 0, of the unit that `reading` names", low=0.0)
+    std = _factory("the standard deviation of the values of a field", low=0.0, of="std")
+    correlation = _factory("a correlation, from -1 to 1", low=-1.0, high=1.0)
+    fraction = _factory("a fraction, from 0 to 1", unit="fraction", low=0.0, high=1.0)
+    count = _factory("a count, from 0", unit="count", low=0.0)
+    ratio = _factory("a ratio of magnitudes, from 0", unit="ratio", low=0.0)
+    nats = _factory("an entropy or a divergence in nats, from 0", unit="nats", low=0.0)
+    steps = _factory("a number of environment steps, from 0", unit="steps", low=0.0)
+    milliseconds = _factory("a duration in milliseconds", unit="ms", low=0.0)
+    gradient_norm = _factory("a norm of gradients, from 0", unit="gradient norm", low=0.0)
+    cosine = _factory("a cosine, from -1 to 1", unit="cosine", low=-1.0, high=1.0)
+    severity = _factory("a severity, from 0 to 1", unit="severity", low=0.0, high=1.0)
+    accuracy = _factory("an accuracy, from 0 to 1", unit="accuracy", low=0.0, high=1.0)
 
-    @classmethod
-    def magnitude(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a metric from 0, of the unit that `reading` names."""
-        return cls(key=key, number=number, name=name, **(Reading(low=0.0) | reading))
-
-    @classmethod
-    def std(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return the standard deviation of the values of a field."""
-        return cls(key=key, number=number, name=name, **(Reading(low=0.0, of="std") | reading))
-
-    @classmethod
-    def correlation(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a correlation, from -1 to 1."""
-        return cls(key=key, number=number, name=name, **(Reading(low=-1.0, high=1.0) | reading))
-
-    @classmethod
-    def fraction(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a fraction, from 0 to 1."""
-        return cls(key=key, number=number, name=name, **(Reading(unit="fraction", low=0.0, high=1.0) | reading))
-
-    @classmethod
-    def count(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a count, from 0."""
-        return cls(key=key, number=number, name=name, **(Reading(unit="count", low=0.0) | reading))
-
-    @classmethod
-    def ratio(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a ratio of magnitudes, from 0."""
-        return cls(key=key, number=number, name=name, **(Reading(unit="ratio", low=0.0) | reading))
-
-    @classmethod
-    def nats(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return an entropy or a divergence in nats, from 0."""
-        return cls(key=key, number=number, name=name, **(Reading(unit="nats", low=0.0) | reading))
-
-    @classmethod
-    def steps(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a number of environment steps, from 0."""
-        return cls(key=key, number=number, name=name, **(Reading(unit="steps", low=0.0) | reading))
-
-    @classmethod
-    def milliseconds(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a duration in milliseconds."""
-        return cls(key=key, number=number, name=name, **(Reading(unit="ms", low=0.0) | reading))
-
-    @classmethod
-    def gradient_norm(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a norm of gradients, from 0."""
-        return cls(key=key, number=number, name=name, **(Reading(unit="gradient norm", low=0.0) | reading))
-
-    @classmethod
-    def cosine(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a cosine, from -1 to 1."""
-        return cls(key=key, number=number, name=name, **(Reading(unit="cosine", low=-1.0, high=1.0) | reading))
-
-    @classmethod
-    def severity(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return a severity, from 0 to 1."""
-        return cls(key=key, number=number, name=name, **(Reading(unit="severity", low=0.0, high=1.0) | reading))
-
-    @classmethod
-    def accuracy(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
-        """Return an accuracy, from 0 to 1."""
-        return cls(key=key, number=number, name=name, **(Reading(unit="accuracy", low=0.0, high=1.0) | reading))
-
-    @classmethod
-    def nonfinite(cls, key: str, number: int, name: str) -> Self:
+    @staticmethod
+    def nonfinite(key: str, number: int, name: str) -> Metric:
         """Return the number of inputs of `<key>` that were NaN or infinite and left out, for a key `<key>_nonfinite`."""
-        metric = cls.count(key, number, name, level=Level.MINIMAL, when_positive=True)
+        metric = Metric.count(key, number, name, level=Level.MINIMAL, when_positive=True)
         return metric.bounds(healthy="absent", critical="> 0").absent("none was")
 
     def asks(self, question: str) -> Self:
