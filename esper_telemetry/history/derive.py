@@ -20,7 +20,6 @@ import numpy as np
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.metric import Array, Derived, Metric, label, reports, segment
 from esper_telemetry.core.record import Level, judgeable
-from esper_telemetry.history.averages import Ema, LogDrift, Smoothed
 from esper_telemetry.history.critic import (
     ENTROPY_WINDOW,
     CriticMoments,
@@ -35,7 +34,10 @@ from esper_telemetry.history.deviations import (
     SCALE_MIN,
     Changes,
     ChangeState,
+    Ema,
+    LogDrift,
     RobustHistory,
+    Smoothed,
     TwoSided,
     decades,
     robust_z,

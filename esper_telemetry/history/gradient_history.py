@@ -17,8 +17,16 @@ import numpy.typing as npt
 
 from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.history.averages import FAST, Ema
-from esper_telemetry.history.deviations import N_MIN, OUTLIER_WINDOW, SCALE_MIN, RobustHistory, decades, spread
+from esper_telemetry.history.deviations import (
+    FAST,
+    N_MIN,
+    OUTLIER_WINDOW,
+    SCALE_MIN,
+    Ema,
+    RobustHistory,
+    decades,
+    spread,
+)
 from esper_telemetry.history.trend import CORRELATION_WINDOW, advantage_gradient
 
 

@@ -206,7 +206,9 @@ class ReportCharts:
                 "updates": [*flow.updates],
                 "names": [layer.layer for layer in flow.layers],
                 # in hundredths, which are as exact as a colour can be
-                "severities": [[_hundredths(value) for value in layer.severity] for layer in flow.layers],
+                "severities": [
+                    [None if math.isnan(x) else round(100 * x) for x in layer.severity] for layer in flow.layers
+                ],
                 "nonfinite": [100 * broken for broken in flow.nonfinite] if any(flow.nonfinite) else None,
                 "norms": [
                     [_short(norm) for norm in (layer.last, layer.smallest, layer.largest)] for layer in flow.layers
@@ -258,10 +260,6 @@ def _differences(numbers: Sequence[int]) -> list[int]:
 def _short(value: float) -> float | int:
     rounded = float(f"{drawable(value):.5g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
-
-
-def _hundredths(value: float) -> int | None:
-    return None if math.isnan(value) else round(100 * value)
 
 
 def y_range(values: Sequence[float], healthy: HealthyRange | None, *, log: bool) -> tuple[float, float]:

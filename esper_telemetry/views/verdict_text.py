@@ -405,7 +405,10 @@ def shortened(values: dict[str, Any]) -> dict[str, Any]:
     it fits.
     """
     values = cut_texts(values)
-    values["incidents"] = sorted(map(_brief, values["incidents"]), key=_urgency)
+    values["incidents"] = sorted(  # lasting ones, critical ones, early ones
+        map(_brief, values["incidents"]),
+        key=lambda one: (None not in one["standing"].values(), one["level"] != "critical", one["incident"]),
+    )
     present = [name for name in SHORTENED if name in values]
     totals = {name: len(values[name]) for name in present}
     while len(to_text(values)) > MAX_BYTES:
@@ -425,11 +428,6 @@ def _brief(incident: Mapping[str, Any]) -> dict[str, Any]:
         {**alarm, "text": "", "evidence": {}} for alarm in incident["alarms"] if alarm["event"] == AlarmEvent.RAISE
     ]
     return {**incident, "alarms": alarms, "evidence": incident["evidence"][:MAX_EVIDENCE]}
-
-
-def _urgency(incident: Mapping[str, Any]) -> tuple[bool, bool, int]:
-    """Return the order in which incidents are kept: lasting ones, critical ones, early ones."""
-    return None not in incident["standing"].values(), incident["level"] != "critical", incident["incident"]
 
 
 def cut_texts(value: Any, most: int = MAX_TEXT_CHARACTERS) -> Any:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from esper_telemetry.core.metric import Array
-from esper_telemetry.history.averages import Ema, LogDrift
 from esper_telemetry.history.derive import PairEvidence, diagnose_pair, pair_intensity
-from esper_telemetry.history.deviations import Cusum, PageHinkley, decades, robust_z
+from esper_telemetry.history.deviations import Cusum, Ema, LogDrift, PageHinkley, decades, robust_z
 from esper_telemetry.history.gradient_history import (
     adaptive_thresholds,
     explode_severity,
