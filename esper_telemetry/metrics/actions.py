@@ -71,7 +71,6 @@ def greedy_agreement(
     action_masks: Mapping[str, Tensor] | None = None,
     *,
     relevant: Mapping[str, Tensor] | None = None,
-    valid: Tensor | None = None,
 ) -> GreedyAgreement:
     """Return the share of rows on which every relevant head prefers the same action before and after.
 
@@ -79,7 +78,6 @@ def greedy_agreement(
         old_logits, logits: per categorical head [.., A], before and after the update, same rows.
         action_masks: per head [.., A] bool; other heads are not masked.
         relevant: per head [..] bool; other heads always take part.
-        valid: [..] bool; None if every row is valid.
     """
     masks, relevant = action_masks or {}, relevant or {}
     same = []
@@ -90,7 +88,7 @@ def greedy_agreement(
         old_best, best = (x.argmax(-1) for x in both)
         agrees = old_best == best
         same.append(agrees | ~relevant[head].bool() if relevant.get(head) is not None else agrees)
-    s = sample(torch.stack(same).all(0), valid)
+    s = sample(torch.stack(same).all(0))
     return GreedyAgreement(s.mean(s.values))
 
 

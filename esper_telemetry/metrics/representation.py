@@ -176,7 +176,6 @@ def capacity_loss(
     *,
     steps: int = STEPS,
     learning_rate: float = LEARNING_RATE,
-    seed: int = SEED,
 ) -> CapacityLoss:
     """Return the mean squared error, in units of the targets' variance, after some steps towards random targets.
 
@@ -186,10 +185,9 @@ def capacity_loss(
         inputs: [n, ...].
         steps: steps of Adam on all inputs at once.
         learning_rate: learning rate of these steps.
-        seed: seed of the targets and of the linear layer that reads the features, for a separate generator.
     """
     with torch.enable_grad():
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(SEED)
         targets = torch.randn(len(inputs), 1, generator=generator).to(inputs.device)
         targets = targets - targets.mean()
         width = network(inputs).shape[-1]
@@ -291,17 +289,15 @@ class FeatureDrift(MetricGroup):
 
 
 @inference_mode
-def feature_drift(old: Tensor, new: Tensor, *, valid: Tensor | None = None) -> FeatureDrift:
-    """Return the mean cosine between features before and after.
+def feature_drift(old: Tensor, new: Tensor) -> FeatureDrift:
+    """Return the mean cosine between features [N, D] of the same states before and after.
 
-    Args:
-        old, new: [N, D], of the same states; rows of zeros do not count, because their direction is undefined.
-        valid: [N] bool; None if every row is valid.
+    Rows of zeros do not count, because their direction is undefined.
     """
     same_shape(old=old, new=new)
     before, after = old.detach().double(), new.detach().double()
     norm = torch.linalg.vector_norm
-    s = sample(torch.linalg.vecdot(before, after) / norm(before, dim=-1) / norm(after, dim=-1), valid)
+    s = sample(torch.linalg.vecdot(before, after) / norm(before, dim=-1) / norm(after, dim=-1))
     return FeatureDrift(s.mean(s.values))
 
 
