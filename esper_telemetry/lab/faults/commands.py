@@ -71,18 +71,6 @@ def fault_table() -> Table:
     return table
 
 
-def fault_markdown() -> str:
-    """Return all faults as a table for the documentation."""
-    rows = [f"| {' | '.join(FAULT_COLUMNS)} |", "|---" * len(FAULT_COLUMNS) + "|"]
-    for entry in fault_entries():
-        low, high = entry["doses"]
-        dose = f"{entry['dose']:g} ({low:g} to {high:g}, as `{entry['family']}`)" if low < high else ""
-        alarms = ", ".join(f"`{alarm}`" for alarm in entry["alarms"])
-        needs = "; ".join(entry["needs"])
-        rows.append(f"| `{entry['name']}` | {entry['what']} | {dose} | {needs} | {alarms} | {entry['bound']} |")
-    return "\n".join(rows) + "\n"
-
-
 def score_tables(figures: Mapping[str, Any], title: str) -> list[Table]:
     """Return a score as tables: by fault if there are broken runs, then the detectors and the baselines."""
     return [*([_per_fault_table(figures)] if figures["per_fault"] else []), _detectors_table(figures, title)]
