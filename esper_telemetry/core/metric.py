@@ -82,6 +82,9 @@ def _factory(kind: str, **fixed: Unpack[Reading]) -> _Factory:
 class Metric:
     """One declared key.
 
+    Its kinds, such as `Metric.fraction(key, number, name)` and `Metric.std(...)`, set unit and range; they take the attributes of `Reading`
+    by keyword.
+
     Attributes:
         key: canonical name; one segment may be a label in braces, such as `policy/head/{head}/kl`.
         number: stable, unique number of the catalogue entry `TELE-<number>`; 0 for metrics of user code.
