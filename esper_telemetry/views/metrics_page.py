@@ -18,9 +18,8 @@ from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.metric_entries import MetricEntry, metric_entries
 from esper_telemetry.alarms.verdict import remarks, return_course, run_outcome
-from esper_telemetry.core.catalogue import families, family_name, groups, since
 from esper_telemetry.core.messages import capitalized
-from esper_telemetry.core.metric import Derived, Metric, declared
+from esper_telemetry.core.metric import Derived, Metric, declared, families, family_name, groups, since
 from esper_telemetry.core.record import Level, RunInfo
 from esper_telemetry.history import recent_return
 from esper_telemetry.history.derive import ALL_SUFFIXES, TEST_EVERY_UPDATES, TEST_SUFFIXES

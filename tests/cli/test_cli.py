@@ -19,7 +19,7 @@ from forked import run_python
 
 from esper_telemetry import PPO, RunStatus, Sink, Telemetry, __version__, make_env, read_run
 from esper_telemetry.cli.main import main
-from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.core.metric import catalogue
 from esper_telemetry.delivery import catch_up
 from esper_telemetry.delivery.catch_up import BackendAudit, audit
 from esper_telemetry.delivery.status import Cursor, Cursors

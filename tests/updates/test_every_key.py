@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run, watch_pair
-from esper_telemetry.core.catalogue import catalogue, groups
-from esper_telemetry.core.metric import declared
+from esper_telemetry.core.metric import catalogue, declared, groups
 from esper_telemetry.core.record import template_of
 from esper_telemetry.testing import MemorySink
 from esper_telemetry.views.metrics_page import emitter

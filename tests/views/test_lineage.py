@@ -13,8 +13,7 @@ from journaled import WrittenRun
 
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.alarms.verdict.run_outcome import OutcomeJudge
-from esper_telemetry.core.catalogue import RELEASES, catalogue, groups, released
-from esper_telemetry.core.metric import Derived, declared
+from esper_telemetry.core.metric import RELEASES, Derived, catalogue, declared, groups, released
 from esper_telemetry.core.record import Axes, Level, Record, template_of
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.lab.morphogenesis.views import VIEWS

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
-from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.messages import one_line, shown
+from esper_telemetry.core.metric import family_name
 from esper_telemetry.core.record import RunInfo, RunStatus
 from esper_telemetry.core.redaction import error_line
 from esper_telemetry.journal.lines import plain
