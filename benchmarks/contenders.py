@@ -172,7 +172,7 @@ def ours(work: Work, *, hooks: Any = None, **settings: Any) -> tuple[Any, deque[
     """Return the bundled trainer with these hooks, if any, and the returns of its latest episodes."""
     from esper_telemetry.events import EpisodeEnd
     from esper_telemetry.ppo import PPO, PPOConfig
-    from esper_telemetry.ppo.environments import make_env
+    from esper_telemetry.ppo.environments.environment_registry import make_env
 
     config = PPOConfig(
         num_steps=work.num_steps,

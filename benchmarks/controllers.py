@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from esper_telemetry import PPO
-from esper_telemetry.lab.morphogenesis import SCRIPTS, Morphogenesis
+from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS
+from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 

@@ -28,7 +28,8 @@ from results import Row, save
 
 from esper_telemetry import Axes, Record, RunInfo, RunStatus, Telemetry
 from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.sinks import as_sink
 
 SINKS = ("tensorboard", "wandb:bench?mode=offline", "mlflow")

@@ -21,7 +21,7 @@ from results import Row, save
 
 from esper_telemetry import Telemetry, attach, read_run
 from esper_telemetry.alarms import Detectors
-from esper_telemetry.journal import Run
+from esper_telemetry.journal.read import Run
 from esper_telemetry.lab.faults.runs import find_environment, train
 
 WARM = 25

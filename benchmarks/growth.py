@@ -25,7 +25,7 @@ from results import Row, save
 
 from esper_telemetry import PPO, Axes, PPOConfig, Record, RunStatus, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel
-from esper_telemetry.journal import (
+from esper_telemetry.journal.lines import (
     JournalEvent,
     encode_alarm,
     encode_end,

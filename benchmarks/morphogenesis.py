@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper_telemetry.lab.morphogenesis import Morphogenesis
 from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS
+from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.kinds import MAX_HIDDEN_UNITS
 from esper_telemetry.lab.morphogenesis.training import MAX_GRADIENT_NORM, LearningTask, minibatches
 

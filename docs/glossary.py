@@ -21,7 +21,8 @@ from metrics_reference import page
 from esper_telemetry.cli import check, run
 from esper_telemetry.cli.arguments import PROGRAM
 from esper_telemetry.cli.main import COMMANDS
-from esper_telemetry.views.equation_table import equation_list
+from esper_telemetry.equations.equation import equations
+from esper_telemetry.views.equation_table import equation_title
 
 PAGE = Path(__file__).with_name("metrics.md")
 COMMANDS_PAGE = Path(__file__).with_name("cli.md")
@@ -63,7 +64,22 @@ EXIT_CODES: Final = {
 
 def equation_page() -> str:
     """Return the page of all equations, with the mistakes and variants of each."""
-    return with_bars(f"{EQUATIONS_HEAD}\n{equation_list()}\n".replace("\n### ", "\n## "))
+    parts = []
+    for equation in sorted(equations().values(), key=lambda equation: equation.rank):
+        title = equation_title(equation)
+        head = f"## {title}\n\n`{equation.equation}` ({equation.source}). Needs {equation.inputs}. Name: `{equation.name}`."
+        rows = ["| the numbers equal | equation | what to change |", "|---|---|---|"]
+        for one in equation.hypotheses:
+            says = f"{one.says} {one.parameter}, which is fitted" if one.fit is not None else one.says.rstrip(";")
+            cells = (
+                f"{says}{f' ({one.citation})' if one.citation else ''}",
+                one.equation and f"`{one.equation}`",
+                "published variant: no alarm" if one.variant else one.advice,
+            )
+            escaped = (cell.replace("|", "\\|") for cell in cells)
+            rows.append(f"| {' | '.join(escaped)} |")
+        parts.append("\n".join([head, "", *rows] if equation.hypotheses else [head]))
+    return with_bars(f"{EQUATIONS_HEAD}\n" + "\n\n".join(parts) + "\n")
 
 
 def command_page() -> str:

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from esper_telemetry.core.reduction import Min as Min
     from esper_telemetry.core.reduction import Moments as Moments
     from esper_telemetry.core.reduction import Sum as Sum
+    from esper_telemetry.delivery.catch_up import doctor as doctor
     from esper_telemetry.delivery.catch_up import replay as replay
-    from esper_telemetry.delivery.delivery_health import doctor as doctor
     from esper_telemetry.equations.clipping import check_clipping as check_clipping
     from esper_telemetry.equations.drawn_actions import check_actions as check_actions
     from esper_telemetry.equations.entropy_loss import check_entropy as check_entropy
@@ -91,54 +91,4 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "esper_telemetry.core.group": ("MetricGroup",),
-        "esper_telemetry.core.metric": ("Metric", "Rows", "label", "reports"),
-        "esper_telemetry.core.record": ("Alarm", "Axes", "Level", "Record", "RunInfo", "RunStatus"),
-        "esper_telemetry.core.reduction": ("Counts", "Ess", "Last", "Max", "Mean", "Min", "Moments", "Sum"),
-        "esper_telemetry.delivery.catch_up": ("replay",),
-        "esper_telemetry.delivery.delivery_health": ("doctor",),
-        "esper_telemetry.events": ("Hooks",),
-        "esper_telemetry.journal.read": ("read_run",),
-        "esper_telemetry.metrics.advantages": ("advantage_stats",),
-        "esper_telemetry.metrics.gradients.gradient_health": ("gradient_health",),
-        "esper_telemetry.equations.drawn_actions": ("check_actions",),
-        "esper_telemetry.equations.gae_advantages": ("check_gae",),
-        "esper_telemetry.equations.replayed_outputs": (
-            "check_replayed_log_probs",
-            "check_values",
-        ),
-        "esper_telemetry.equations.entropy_loss": ("check_entropy",),
-        "esper_telemetry.equations.clipping": ("check_clipping",),
-        "esper_telemetry.equations.gradient": ("check_gradient",),
-        "esper_telemetry.equations.log_probs": ("check_log_probs",),
-        "esper_telemetry.equations.minibatch_rows": ("check_log_ratios", "check_minibatches"),
-        "esper_telemetry.equations.normalization": ("check_normalized_advantages",),
-        "esper_telemetry.equations.optimizer_step": ("check_optimizer_step",),
-        "esper_telemetry.equations.policy_loss": ("check_policy_loss",),
-        "esper_telemetry.equations.returns": ("check_returns",),
-        "esper_telemetry.equations.schedules": ("check_schedule",),
-        "esper_telemetry.equations.total_loss": ("check_total_loss",),
-        "esper_telemetry.equations.transitions": (
-            "check_executed",
-            "check_rewards",
-            "check_transitions",
-        ),
-        "esper_telemetry.equations.value_loss": ("check_value_loss",),
-        "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
-        "esper_telemetry.metrics.values": ("value_fit",),
-        "esper_telemetry.ppo.config": ("PPOConfig",),
-        "esper_telemetry.ppo.environments.environment_registry": ("make_env",),
-        "esper_telemetry.ppo.trainer": ("PPO",),
-        "esper_telemetry.sinks.console": ("ConsoleSink",),
-        "esper_telemetry.sinks.mlflow.mlflow_sink": ("MLflowSink",),
-        "esper_telemetry.sinks.prometheus": ("PrometheusSink",),
-        "esper_telemetry.sinks.sink_protocol": ("PermanentSinkError", "Sink"),
-        "esper_telemetry.sinks.sink_registry": ("register_sink",),
-        "esper_telemetry.sinks.tensorboard.tensorboard_sink": ("TensorBoardSink",),
-        "esper_telemetry.sinks.wandb.wandb_sink": ("WandbSink",),
-        "esper_telemetry.telemetry": ("Telemetry", "attach", "watch_pair"),
-    },
-)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -20,7 +20,7 @@ from esper_telemetry.alarms.metric_entries import MetricEntry, metric_entries
 from esper_telemetry.cli.check import CheckOptions
 from esper_telemetry.cli.main import COMMANDS
 from esper_telemetry.cli.run import ScriptRun
-from esper_telemetry.core.catalogue import released
+from esper_telemetry.core.metric import released
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,

@@ -12,7 +12,8 @@ import pytest
 from healthy_run import run, set_to
 
 from esper_telemetry.core.record import RunInfo, RunStatus
-from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = (ROOT / "tests" / "script" / "scripts" / "categorical.py").read_text(encoding="utf-8")

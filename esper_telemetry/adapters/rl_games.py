@@ -79,9 +79,10 @@ class AlgoListener(Adapter):
         self.listen(algo, "get_values", self._after_last_values)
         self.listen(algo, "prepare_dataset", self._after_dataset, timed=True)
         self.listen(algo.model, "forward", self._after_model)
-        self.listen(algo.scaler, "unscale_", self._before_truncation)
+        # then gradients have their own scale, and are truncated next
+        self.listen(algo.scaler, "unscale_", lambda *_: self.emit_gradients(float(algo.grad_norm)))
         self.listen(algo, "calc_gradients", self._after_gradients)
-        self.listen(algo, "train_epoch", self._after_epoch, timed=True)
+        self.listen(algo, "train_epoch", lambda *_: self.end_learning(), timed=True)
         self.listen(algo, "update_epoch", self._before_epoch, timed=True)
         if algo.writer is not None:
             self.listen(algo.writer, "add_scalar", self._after_scalar)
@@ -206,10 +207,6 @@ class AlgoListener(Adapter):
                 result = {name: x.clone() if isinstance(x, Tensor) else x for name, x in result.items()}
             self._output = result
 
-    def _before_truncation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """The gradients have their own scale, and are truncated next."""
-        self.emit_gradients(float(self._algo.grad_norm))
-
     def before_step(self, optimizer: Any) -> None:
         """Measure gradients that are not truncated, unless the optimizer itself removes their scale."""
         if not self._algo.scaler.is_enabled():
@@ -254,9 +251,6 @@ class AlgoListener(Adapter):
         mean, deviation = _statistics(algo.value_mean_std)
         stored, targets = (column.flatten()[joined.rows] for column in (rollout.values, rollout.returns))
         return joined._replace(values=joined.values * deviation + mean, old_values=stored, returns=targets)
-
-    def _after_epoch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        self.end_learning()
 
     def _before_epoch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """rl_games has logged the last update, and collects the next rollout."""

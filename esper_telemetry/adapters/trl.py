@@ -36,7 +36,7 @@ from esper_telemetry.adapters.completions import (
     minibatch_of,
 )
 from esper_telemetry.core.metric import segment
-from esper_telemetry.core.rates import rate_fields
+from esper_telemetry.core.rate_schedule import rate_fields
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import BackwardEnd, Hooks, UpdateStart
 from esper_telemetry.metrics.language import turns_of

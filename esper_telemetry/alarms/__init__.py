@@ -27,16 +27,4 @@ if TYPE_CHECKING:
     from esper_telemetry.alarms.rules.task_alarms import bad_ending as bad_ending
     from esper_telemetry.alarms.thresholds import Thresholds as Thresholds
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "esper_telemetry.alarms.detectors": ("Detectors", "Verdict"),
-        "esper_telemetry.alarms.diagnosis": ("Diagnosis", "IncidentReport", "diagnose"),
-        "esper_telemetry.alarms.judges": ("AboveBound", "OnRamp"),
-        "esper_telemetry.alarms.rule_registry": ("alarm_rules",),
-        "esper_telemetry.alarms.alarm_bounds": ("Bound", "Ramp"),
-        "esper_telemetry.alarms.rule": ("AlarmRule", "Finding", "View"),
-        "esper_telemetry.alarms.rules.task_alarms": ("Failure", "bad_ending"),
-        "esper_telemetry.alarms.thresholds": ("Thresholds",),
-    },
-)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

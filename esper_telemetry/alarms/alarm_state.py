@@ -353,8 +353,8 @@ class EscalationRemaining(Derived):
     """Updates for which the level stays raised."""
 
     remaining: float | None = reports(
-        Metric.quantity(
-            "telemetry/escalation_remaining", 979, "escalation remaining", unit="updates", low=0.0, level=Level.MINIMAL
+        Metric.magnitude(
+            "telemetry/escalation_remaining", 979, "escalation remaining", unit="updates", level=Level.MINIMAL
         )
         .asks("For how many more updates, including this one, do alarms keep the level at DEBUG?")
         .absent("alarms are switched off")

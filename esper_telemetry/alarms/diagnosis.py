@@ -19,7 +19,7 @@ from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, OUTCOME, OUTCOME_UPDATES, Outcome, OutcomeKind
 from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual, keys_without_bounds
-from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.core.metric import catalogue
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, AlarmLevel, MetricInfo, Record, RunStatus
 
 ACTIVE: Final = "alarm/active"  # key in every record that was judged when it was written

@@ -8,8 +8,7 @@ from functools import lru_cache
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rule_registry import alarms_reading
 from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE
-from esper_telemetry.core.catalogue import catalogue, families, family_name, groups
-from esper_telemetry.core.metric import Derived, Metric, declared
+from esper_telemetry.core.metric import Derived, Metric, catalogue, declared, families, family_name, groups
 from esper_telemetry.core.record import Level, MetricInfo
 from esper_telemetry.history.derive import histories
 

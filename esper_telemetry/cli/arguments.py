@@ -12,10 +12,9 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.core.messages import question
+from esper_telemetry.core.messages import printable, question
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.core.requirements import require_path
-from esper_telemetry.core.terminal import printable
 
 PROGRAM: Final = "esper-telemetry"
 UNKNOWN: Final = "Unrecognized options: "

@@ -17,10 +17,9 @@ from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM, AlarmLevel, Ru
 from esper_telemetry.journal.file import damage_sentence, holds_run, journal_path
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.journal.read import JournalContents, read_contents
-from esper_telemetry.views.answer import answer, to_text
 from esper_telemetry.views.document import print_document
 from esper_telemetry.views.run_view import RunView, judged_again, open_logs, open_verdict, open_view
-from esper_telemetry.views.verdict_text import verdict_document
+from esper_telemetry.views.verdict_text import answer, to_text, verdict_document
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Diagnose

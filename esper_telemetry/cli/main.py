@@ -312,7 +312,7 @@ COMMANDS: Final[dict[str, type]] = {
 }
 MODULES: Final = {
     **dict.fromkeys(("replay", "doctor", "compress", "workspace"), "stored_runs"),
-    **dict.fromkeys(("watch", "report", "compare"), "show"),
+    **dict.fromkeys(("watch", "report", "compare", "metrics"), "show"),
 }
 """Modules of commands that are not named after the command."""
 

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from esper_telemetry import __version__
 from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
-from esper_telemetry.core.messages import did_you_mean
-from esper_telemetry.core.terminal import printable, printable_values
+from esper_telemetry.core.messages import did_you_mean, printable, printable_values
 from esper_telemetry.journal.file import journal_path
 from esper_telemetry.sinks.sink_protocol import require_package
-from esper_telemetry.views.answer import cut_texts, to_text
+from esper_telemetry.views.verdict_text import cut_texts, to_text
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
@@ -240,7 +239,7 @@ class RunTools:
 
 def explain_metric(key: str) -> Sequence[dict[str, Any]]:
     """Explain a metric, or all whose keys begin with or contain a text: meaning, unit, healthy range, what to try."""
-    from esper_telemetry.cli.metrics import matching_entries
+    from esper_telemetry.cli.show import matching_entries
     from esper_telemetry.views.metrics_page import entry_values
 
     return [entry_values(entry) for entry in matching_entries(key)[:MAX_KEYS]]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 from esper_telemetry.alarms.rules.task_alarms import Failure, bad_ending
 from esper_telemetry.cli.arguments import WrongUse, agrees, echo, output_path, without_warnings, wrong_use
 from esper_telemetry.core.files import replace_file, write_output
+from esper_telemetry.core.messages import printable
 from esper_telemetry.core.record import Axes, Record
 from esper_telemetry.core.redaction import masked, redacted
-from esper_telemetry.core.terminal import printable
-from esper_telemetry.delivery import catch_up, delivery_health
-from esper_telemetry.delivery.cursors import Cursors
+from esper_telemetry.delivery import catch_up
+from esper_telemetry.delivery.status import Cursors
 from esper_telemetry.journal import file as journal_file
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import Run, damaged_lines, read_contents, read_run
@@ -86,15 +86,15 @@ def doctor(options: Doctor) -> int:
     with wrong_use(), without_warnings():
         named_sinks = [prepared_sink(uri) for uri in options.sink]
         directory = Path(options.run_dir).absolute()
-        uris = delivery_health.sink_uris(directory)
+        uris = catch_up.sink_uris(directory)
         agreed = {uri for uri in uris.values() if not leads_outside(uri, directory) or _agrees_to_read(uri, options)}
         for uri in agreed:
             with suppress(ValueError, TypeError, ImportError):  # a sink that cannot be made from its name
                 prepared_sink(uri)
         with _comparison_progress() as progress:
             names = {sink_name(sink): sink for sink in named_sinks}
-            run = delivery_health.doctor(options.run_dir, agreed=agreed, without=names, progress=progress)
-        named = [delivery_health.check_backend(directory, sink, name=name, ended=False) for name, sink in names.items()]
+            run = catch_up.doctor(options.run_dir, agreed=agreed, without=names, progress=progress)
+        named = [catch_up.check_backend(directory, sink, name=name, ended=False) for name, sink in names.items()]
     sinks = [*run.sinks, *named]
     is_healthy = not run.lost and all(sink.healthy for sink in sinks)
     event = run.failure
@@ -136,9 +136,7 @@ def _comparison_progress() -> Iterator[Callable[[str], object]]:
         yield lambda name: status.update(Text(f"comparing {name}"))
 
 
-def _health_page(
-    run_dir: str, run: delivery_health.RunHealth, ending: str, sinks: list[delivery_health.SinkCheck]
-) -> str:
+def _health_page(run_dir: str, run: catch_up.RunHealth, ending: str, sinks: list[catch_up.SinkCheck]) -> str:
     if run.status is None:
         state = "continues" if run.under_way else "has not ended"
     else:

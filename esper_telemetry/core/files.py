@@ -12,7 +12,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final
 
-from esper_telemetry.core.terminal import printable_values
+from esper_telemetry.core.messages import printable_values
 
 MAX_JSON_FILE_BYTES: Final = 16 << 20
 """Maximum size of a file whose JSON is read at once, such as `config.json`; its objects may take fifty times as much memory."""

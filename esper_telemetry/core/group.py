@@ -21,47 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.core.metric import Metric, Rows, declared, label, label_field, reports
+from esper_telemetry.core.metric import Declaring, Metric, Rows, declared, label_field
 from esper_telemetry.core.record import Histogram, Level
 from esper_telemetry.core.reduction import (
     Absent,
     Array,
     Counts,
-    Ess,
-    Last,
-    Max,
-    Mean,
-    Min,
-    Moments,
-    OfLargest,
-    PooledMean,
     Reduction,
     Statistic,
-    Sum,
     as_reduction,
 )
-
-__all__ = [
-    "Counts",
-    "Ess",
-    "Last",
-    "Max",
-    "Mean",
-    "Metric",
-    "MetricGroup",
-    "Min",
-    "Moments",
-    "OfLargest",
-    "PooledMean",
-    "Postponed",
-    "Rows",
-    "SlotLayout",
-    "Sum",
-    "Values",
-    "label",
-    "pack",
-    "reports",
-]
 
 Index = npt.NDArray[np.intp]
 
@@ -301,7 +270,7 @@ def _select(rows: Rows, steps: Index, epochs: Index) -> Any:
     return last if rows is Rows.LAST_EPOCH else last & (steps > 0)
 
 
-class MetricGroup:
+class MetricGroup(Declaring):
     """Base of all groups; subclasses are frozen, slotted dataclasses whose fields declare the metrics they report.
 
     Attributes:

@@ -7,9 +7,11 @@ Modules that declare metrics also contain the functions that measure them. torch
 
 from __future__ import annotations
 
+import ast
 import gc
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
@@ -79,19 +81,20 @@ def collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def lazy_names(
-    package: str, modules: Mapping[str, tuple[str, ...]]
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__all__`, `__getattr__` and `__dir__` of a package whose public names are defined in other modules.
+
+    The names are those that the package's source imports under `if TYPE_CHECKING`, so that each is written once.
 
     A sink's process does not need torch and a trainer does not need backends, so a package imports nothing until a name is used. A name
     is stored in the package at its first use: `__getattr__` is called once for each.
 
     Args:
         package: the package's `__name__`.
-        modules: the public names by the module that defines them.
     """
-    module_of = {name: module for module, names in modules.items() for name in names}
+    blocks = [node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    module_of = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def lazy_attribute(name: str) -> Any:
         if name not in module_of:

@@ -18,6 +18,7 @@ from typing import Any, Final, TextIO
 from urllib.parse import quote, quote_plus, unquote
 
 from esper_telemetry.core.interrupts import is_interrupt
+from esper_telemetry.core.messages import printable
 from esper_telemetry.core.secret_rules import (
     NUMBER,
     SHAPE,
@@ -28,7 +29,6 @@ from esper_telemetry.core.secret_rules import (
     is_random,
     suspicion,
 )
-from esper_telemetry.core.terminal import printable
 
 HIDDEN: Final = "***"
 """Replacement of a secret."""

@@ -125,7 +125,7 @@ def suspicion(name: str) -> Suspicion:
     """Return how much the name of a setting suggests a secret."""
     if name in DIRECTORY_VARIABLES:
         return Suspicion.NONE
-    words = QUALIFIER.sub("_", _in_words(name))
+    words = QUALIFIER.sub("_", f"_{'_'.join(WORDS.findall(name)).lower()}_")
     is_password = PASSWORD_NAME.search(words) is not None
     is_sure = is_password or SURE_NAME.search(words) is not None
     if NAME_ABOUT_A_SECRET.search(words):
@@ -137,10 +137,6 @@ def suspicion(name: str) -> Suspicion:
     if LIKELY_NAME.search(words):
         return Suspicion.MIXED
     return Suspicion.RANDOM if KEY_NAME.search(words) else Suspicion.NONE
-
-
-def _in_words(name: str) -> str:
-    return f"_{'_'.join(WORDS.findall(name)).lower()}_"
 
 
 def is_mixed(value: str) -> bool:

@@ -25,12 +25,13 @@ from typing import Any, Final
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import remember
 from esper_telemetry.core.supervisor import READ_BYTES, PauseDetector, WarningCollector, become_helper_process
-from esper_telemetry.delivery.cursors import Cursors, count_records_after
 from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.status import (
     FRESH_PROCESS_STATES,
+    Cursors,
     SinkReport,
     SinkStatus,
+    count_records_after,
     replay_command,
     sink_report,
     write_reports,

@@ -22,9 +22,8 @@ from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.core.supervisor import REPORTED
-from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.delivery.sender import CircuitBreaker, Sender, SinkCalls
-from esper_telemetry.delivery.status import FINAL, SinkState, SinkStatus
+from esper_telemetry.delivery.status import FINAL, Cursor, Cursors, SinkState, SinkStatus
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
 from esper_telemetry.sinks.sink_protocol import (
     DeadClientError,

@@ -24,13 +24,13 @@ from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.supervisor import HAS_HELPERS
 from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
-from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.delivery.delivery import Delivery, SinkReader
 from esper_telemetry.delivery.process import SinkProcess
 from esper_telemetry.delivery.status import (
     FINAL,
     SETTLED,
     CloseReport,
+    Cursors,
     DeliveryStats,
     SinkReport,
     SinkState,

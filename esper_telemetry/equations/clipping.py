@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from esper_telemetry.core.arrays import as_floats
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished
 from esper_telemetry.equations.equation import Equation, mistake
 from esper_telemetry.equations.gradient import fitted, flat64, gradient_scale

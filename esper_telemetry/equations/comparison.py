@@ -39,8 +39,8 @@ class EquationErrors(MetricGroup):
 
     equation: tuple[str, ...] = label()
     error: Max = reports(
-        Metric.quantity(
-            "integrity/equation/{equation}", 809, "error of an equation", unit="relative error", low=0.0, cost="sampled"
+        Metric.magnitude(
+            "integrity/equation/{equation}", 809, "error of an equation", unit="relative error", cost="sampled"
         )
         .asks(
             "Do the trainer's numbers equal their reference equation? The names of an equation and of a mistake: that mistake explains "
@@ -79,12 +79,11 @@ class EquationTolerances(MetricGroup):
 
     equation: tuple[str, ...] = label()
     tolerance: Max = reports(
-        Metric.quantity(
+        Metric.magnitude(
             "integrity/equation_tolerance/{equation}",
             850,
             "tolerance of an equation",
             unit="relative error",
-            low=0.0,
             cost="sampled",
         )
         .asks("Up to which error do the trainer's numbers count as equal to the equation?")

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, by_head, masks_by_head
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations import calibration
 from esper_telemetry.equations.calibration import Z_BOUND, Z_EXPLAINED, ActionInputs
 from esper_telemetry.equations.comparison import EquationCheck, unchecked
@@ -180,12 +180,11 @@ class ActionVariances(MetricGroup):
 
     test: tuple[str, ...] = label()
     variance: Sum = reports(
-        Metric.quantity(
+        Metric.magnitude(
             "integrity/actions_variance/{test}",
             841,
             "variance of a test of the actions",
             unit="terms squared",
-            low=0.0,
             cost="sampled",
         )
         .asks("How much would the excess vary if the actions were drawn from their distributions?")

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor, by_head, masks_by_head
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.minibatch_objective import LossRows
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare
 from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.minibatch_losses import (

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.core.catalogue import declaring_modules
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.metric import declaring_modules
 
 EQUATION_KEY: Final = "integrity/equation/"
 """Prefix of the keys of equations and of the hypotheses that explain a difference."""

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import cache
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_number, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.advantage_fits import (
     ADVANTAGE_TOLERANCE,
     FITTED,

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from esper_telemetry.core.arrays import as_floats
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.minibatch_objective import LossRows
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished
 from esper_telemetry.equations.entropy_loss import ENTROPY_LOSS, EntropyInputs, entropy_loss
 from esper_telemetry.equations.equation import Equation, Hypothesis, mistake, variant

@@ -13,8 +13,8 @@ from itertools import combinations
 from typing import Any
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, by_head, masks_by_head
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
 from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.metrics.statistics import same_shape

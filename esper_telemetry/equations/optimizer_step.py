@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from esper_telemetry.core.arrays import as_floats, shown
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
 from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.gradient import fitted, spread

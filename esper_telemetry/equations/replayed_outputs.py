@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare
 from esper_telemetry.equations.equation import Equation, mistake
 from esper_telemetry.equations.log_probs import shifted

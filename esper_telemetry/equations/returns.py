@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
 from esper_telemetry.equations.equation import TOLERANCES, Equation, mistake, variant
 from esper_telemetry.equations.gae import STD_EPS, is_standard, standard

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.rate_schedule import MIN_TOLERANCE, Array, RateSchedule
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, unchecked
 from esper_telemetry.equations.equation import Equation, Explanation, Hypothesis, mistake, variant
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
 from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.minibatch_losses import LOSS_TOLERANCE, added, informative, rescaled

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.minibatch_objective import LossRows
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare
 from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.minibatch_losses import (

@@ -22,7 +22,7 @@ VARIANCE_FLOOR = 1e-6  # of the average Var(R)
 
 
 @dataclass(frozen=True, slots=True)
-class CriticFit(Derived):
+class CriticFit(Derived, absent="returns do not vary, or by less than a millionth of their average variance"):
     """The critic's errors relative to the returns' spread."""
 
     sources: ClassVar[tuple[str, ...]] = ("value/bias", "value/err/std", "value/std", "value/target/std")
@@ -39,7 +39,6 @@ class CriticFit(Derived):
             source="bounds of esper-lite; noise while returns vary much less than before (baselines#454, ray#10159)",
         )
         .changed("after 0.2.0: bounds hold unless `value/loss_norm` is small")
-        .absent("returns do not vary, or by less than a millionth of their average variance")
     )
     r2: float | None = reports(
         Metric.quantity("value/r2", 442, "R² of the critic", unit="1", high=1.0, level=Level.MINIMAL)
@@ -52,7 +51,6 @@ class CriticFit(Derived):
             critical="< 0 after it was above 0.3",
             source="R² = 1 - MSE / Var(R)",
         )
-        .absent("returns do not vary, or by less than a millionth of their average variance")
     )
     bias_over_std: float | None = reports(
         Metric.quantity("value/bias_over_std", 443, "bias of the critic in standard deviations of returns", unit="σ_R")
@@ -64,18 +62,15 @@ class CriticFit(Derived):
             source="heuristic; noise while returns vary much less than before",
         )
         .changed("after 0.2.0: bounds hold unless `value/loss_norm` is small")
-        .absent("returns do not vary, or by less than a millionth of their average variance")
     )
     corr: float | None = reports(
-        Metric.quantity("value/corr", 446, "correlation of values and returns", unit="Pearson", low=-1.0, high=1.0)
+        Metric.correlation("value/corr", 446, "correlation of values and returns", unit="Pearson")
         .asks("Does the critic rank states as the returns do?")
         .bounds(healthy="> 0.5", source="heuristic")
         .absent("the critic is constant, or returns do not vary, or by less than a millionth of their average variance")
     )
     nrmse: float | None = reports(
-        Metric.quantity(
-            "value/nrmse", 444, "error of the critic in standard deviations of returns", unit="σ_R", low=0.0
-        )
+        Metric.magnitude("value/nrmse", 444, "error of the critic in standard deviations of returns", unit="σ_R")
         .asks("How large is the critic's typical error, in units of the returns' spread?")
         .bounds(
             healthy="< 0.7",
@@ -84,18 +79,16 @@ class CriticFit(Derived):
             source="RMSE / (σ_R + √floor); noise while returns vary much less than before",
         )
         .changed("after 0.2.0: bounds hold unless `value/loss_norm` is small")
-        .absent("returns do not vary, or by less than a millionth of their average variance")
         .advises(
             "Look at `value/explained_variance` and `value/bias`: noise, a lagging critic and a wrong scale look alike here."
         )
     )
     loss_norm: float | None = reports(
-        Metric.quantity(
+        Metric.magnitude(
             "value/loss_norm",
             445,
             "value loss over the variance of returns",
             unit="1 (0.5 MSE / Var R)",
-            low=0.0,
             level=Level.MINIMAL,
         )
         .asks(
@@ -184,13 +177,13 @@ class AdvantageScale(Derived):
 
     sources: ClassVar[tuple[str, ...]] = ("adv/raw/mean", "adv/raw/std", "adv/raw/min", "adv/raw/max")
     absmax_over_std: float | None = reports(
-        Metric.quantity("adv/raw/absmax_over_std", 216, "largest advantage in standard deviations", unit="σ", low=0.0)
+        Metric.magnitude("adv/raw/absmax_over_std", 216, "largest advantage in standard deviations", unit="σ")
         .asks("How far out is the most surprising single step? It alone may decide the update.")
         .bounds(healthy="< 6", warn="> 10", critical="> 20", source="about √(2 ln N) for a Gaussian; heuristic")
         .absent("advantages do not vary")
     )
     std_floored: float | None = reports(
-        Metric.quantity("adv/std_floored", 217, "advantages without spread", unit="flag", low=0.0, high=1.0)
+        Metric.fraction("adv/std_floored", 217, "advantages without spread", unit="flag")
         .asks("Are all advantages equal, so that normalising them amplifies rounding noise? 1 if so.")
         .bounds(healthy="0", warn="1", source="std <= 1e-6 max|A|")
         .absent("no valid advantage")
@@ -243,9 +236,7 @@ class LargestShift(Derived):
 
     sources: ClassVar[tuple[str, ...]] = ("policy/head/{head}/action_shift_js",)
     action_shift_js: float | None = reports(
-        Metric.quantity(
-            "policy/action_shift_js", 128, "shift of the mix of actions", unit="fraction of ln 2", low=0.0, high=1.0
-        )
+        Metric.fraction("policy/action_shift_js", 128, "shift of the mix of actions", unit="fraction of ln 2")
         .asks("How much did the action mix change since the last rollout, in the head that changed most?")
         .bounds(healthy="< 0.02", warn="> 0.10", critical="> 0.25", source="measured on healthy and broken runs")
         .absent("the first rollout, or no categorical head")

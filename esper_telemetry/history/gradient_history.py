@@ -17,20 +17,26 @@ import numpy.typing as npt
 
 from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.history.averages import FAST, Ema
-from esper_telemetry.history.correlation import CORRELATION_WINDOW, advantage_gradient
-from esper_telemetry.history.deviations import N_MIN, OUTLIER_WINDOW, SCALE_MIN, RobustHistory, decades, spread
+from esper_telemetry.history.deviations import (
+    FAST,
+    N_MIN,
+    OUTLIER_WINDOW,
+    SCALE_MIN,
+    Ema,
+    RobustHistory,
+    decades,
+    spread,
+)
+from esper_telemetry.history.trend import CORRELATION_WINDOW, advantage_gradient
 
 
 @dataclass(frozen=True, slots=True)
-class NoiseScale(Derived):
+class NoiseScale(Derived, cost="sampled"):
     """The noise scale and whether noise drowns the gradient."""
 
     sources: ClassVar[tuple[str, ...]] = ("grad/gns/g2", "grad/gns/tr_sigma")
     b_simple: float | None = reports(
-        Metric.quantity(
-            "grad/gns/b_simple", 562, "gradient noise scale", unit="samples (sequences)", low=0.0, cost="sampled"
-        )
+        Metric.magnitude("grad/gns/b_simple", 562, "gradient noise scale", unit="samples (sequences)")
         .asks("How large a batch would the gradient need for its noise to equal its signal?")
         .bounds(
             healthy="0.1 to 10 batch sizes",
@@ -40,9 +46,7 @@ class NoiseScale(Derived):
         .absent("the average estimate of the true gradient is not positive")
     )
     noise_dominated: float | None = reports(
-        Metric.quantity(
-            "grad/gns/noise_dominated", 563, "gradient drowned in noise", unit="flag", low=0.0, high=1.0, cost="sampled"
-        )
+        Metric.fraction("grad/gns/noise_dominated", 563, "gradient drowned in noise", unit="flag")
         .asks("Is this update's gradient indistinguishable from noise?")
         .bounds(source="McCandlish 2018, 1812.06162")
         .absent("the noise was not measured")
@@ -79,7 +83,7 @@ REBASELINE_AFTER = 50
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSeverity(Derived):
+class GroupSeverity(Derived, absent="the gradient of the group is missing"):
     """Severities and their thresholds per group, [groups] each; NaN where undefined."""
 
     sources: ClassVar[tuple[str, ...]] = (
@@ -94,7 +98,6 @@ class GroupSeverity(Derived):
         .bounds(
             healthy="0", warn="> 0.25", critical=">= 0.75", source="ramp of two decades above the adaptive threshold"
         )
-        .absent("the gradient of the group is missing")
     )
     severity_vanish: Array | None = reports(
         Metric.severity("grad/{group}/severity_vanish", 515, "vanishing gradients of a group")
@@ -102,36 +105,27 @@ class GroupSeverity(Derived):
         .bounds(
             healthy="0", warn="> 0.25", critical=">= 0.75", source="ramp of four decades below the adaptive threshold"
         )
-        .absent("the gradient of the group is missing")
     )
     threshold_explode: Array | None = reports(
         Metric.gradient_norm("grad/{group}/threshold_explode", 516, "norm from which a group explodes")
         .asks("Above which norm are this group's gradients considered to explode?")
         .bounds(source="median + 6 robust standard deviations of its log10 norms, 2 to 200 clip limits")
-        .absent("the gradient of the group is missing")
     )
     threshold_vanish: Array | None = reports(
         Metric.gradient_norm("grad/{group}/threshold_vanish", 517, "norm below which a group vanishes")
         .asks("Below which norm are this group's gradients considered to vanish?")
         .bounds(source="median - 6 robust standard deviations of its log10 norms, 1e-8 to 1e-2 clip limits")
-        .absent("the gradient of the group is missing")
     )
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSeverity(Derived):
+class LayerSeverity(Derived, absent="the tensor's gradient is missing", cost="debug", level=Level.DEBUG):
     """Severities per parameter tensor, [layers] each; NaN where undefined."""
 
     sources: ClassVar[tuple[str, ...]] = ("grad/layer/{layer}/norm",)
     layer: tuple[str, ...] = label()
     severity_explode: Array | None = reports(
-        Metric.severity(
-            "grad/layer/{layer}/severity_explode",
-            524,
-            "exploding gradients of a layer",
-            level=Level.DEBUG,
-            cost="debug",
-        )
+        Metric.severity("grad/layer/{layer}/severity_explode", 524, "exploding gradients of a layer")
         .asks("Does this parameter tensor have exploding gradients? 0 no, 1 a hundred times its own threshold.")
         .bounds(
             healthy="0",
@@ -139,16 +133,13 @@ class LayerSeverity(Derived):
             critical=">= 0.75",
             source="as grad/{group}/severity_explode, with a separate history",
         )
-        .absent("the tensor's gradient is missing")
         .advises(
             "Compare with its group's severity; look for dead units (`repr/dormant_frac`), saturated activations or "
             "outliers in its inputs."
         )
     )
     severity_vanish: Array | None = reports(
-        Metric.severity(
-            "grad/layer/{layer}/severity_vanish", 525, "vanishing gradients of a layer", level=Level.DEBUG, cost="debug"
-        )
+        Metric.severity("grad/layer/{layer}/severity_vanish", 525, "vanishing gradients of a layer")
         .asks("Does this parameter tensor have vanishing gradients? 0 no, 1 exactly zero or nearly so.")
         .bounds(
             healthy="0",
@@ -156,7 +147,6 @@ class LayerSeverity(Derived):
             critical=">= 0.75",
             source="as grad/{group}/severity_vanish, with a separate history",
         )
-        .absent("the tensor's gradient is missing")
         .advises(
             "Compare with its group's severity; look for dead units (`repr/dormant_frac`), saturated activations or "
             "outliers in its inputs."

@@ -1,5 +1,7 @@
 """Trends of a series beyond its own memory (T3; Mann 1945, Sen 1968), and oscillations (T4; Fisher 1929).
 
+Two series are compared by their rank correlation, for a monotone relation of any shape (A5, T7; Spearman 1904).
+
 Successive values of a training curve depend on each other, so trend tests find trends in noise: 45 % false
 alarms at an autocorrelation of 0.9. The series is therefore prewhitened first, with a coefficient measured on the
 detrended series.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -18,33 +20,27 @@ from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 
 
 @dataclass(frozen=True, slots=True)
-class Periods(Derived):
+class Periods(Derived, absent="fewer than five values, or all the same", cost="update"):
     """The strongest oscillation of series, [keys] each; NaN where undefined."""
 
     key: tuple[str, ...] = label()
     g: Array | None = reports(
-        Metric.fraction("{key}/period/g", 907, "strength of the strongest oscillation", cost="update")
+        Metric.fraction("{key}/period/g", 907, "strength of the strongest oscillation")
         .asks("What share of this metric's variation is its strongest oscillation?")
         .bounds(source="Fisher 1929")
-        .absent("fewer than five values, or all the same")
     )
     p: Array | None = reports(
-        Metric.quantity(
-            "{key}/period/p", 908, "chance of such an oscillation", unit="probability", low=0.0, high=1.0, cost="update"
-        )
+        Metric.fraction("{key}/period/p", 908, "chance of such an oscillation", unit="probability")
         .asks("How likely is such an oscillation by chance?")
         .bounds(
             warn="< 0.001 on two windows that do not overlap",
             source="Fisher 1929; prewhitened, measured null rate at most 0.3 %",
         )
-        .absent("fewer than five values, or all the same")
     )
     length: Array | None = reports(
         Metric.quantity(
-            "{key}/period/length", 909, "length of the strongest oscillation", unit="updates", low=2.0, cost="update"
-        )
-        .asks("How long is the strongest oscillation? Compare with the environment's horizon.")
-        .absent("fewer than five values, or all the same")
+            "{key}/period/length", 909, "length of the strongest oscillation", unit="updates", low=2.0
+        ).asks("How long is the strongest oscillation? Compare with the environment's horizon.")
     )
 
 
@@ -54,7 +50,7 @@ class PeriodMemory(Derived):
 
     key: tuple[str, ...] = label()
     acf1: Array | None = reports(
-        Metric.quantity("{key}/acf1", 910, "correlation of successive updates", unit="correlation", low=-1.0, high=1.0)
+        Metric.correlation("{key}/acf1", 910, "correlation of successive updates", unit="correlation")
         .asks("Does this metric alternate (below 0) or persist (above 0) from update to update?")
         .bounds(warn="< -0.3: updates undo each other", source="heuristic")
         .absent("fewer than three values, or all the same")
@@ -68,7 +64,7 @@ class KnownPeriod(Derived):
 
     key: tuple[str, ...] = label()
     goertzel: Array | None = reports(
-        Metric.quantity("{key}/period/goertzel", 911, "strength of a known oscillation", unit="power", low=0.0)
+        Metric.magnitude("{key}/period/goertzel", 911, "strength of a known oscillation", unit="power")
         .asks("How strongly does this metric oscillate at a period that is known beforehand?")
         .absent("no values")
     )
@@ -136,18 +132,18 @@ N_MIN = 5  # prewhitening divides by n - 4
 
 
 @dataclass(frozen=True, slots=True)
-class Trends(Derived):
+class Trends(Derived, cost="update"):
     """Slopes of series and how significant they are, [keys] each; NaN where undefined."""
 
     key: tuple[str, ...] = label()
     slope: Array | None = reports(
-        Metric.quantity("{key}/trend/slope", 905, "trend", unit="per update", cost="update")
+        Metric.quantity("{key}/trend/slope", 905, "trend", unit="per update")
         .asks("How fast does this metric rise or fall over the last updates?")
         .bounds(source="Sen 1968")
         .absent("fewer than five values")
     )
     mk_z: Array | None = reports(
-        Metric.quantity("{key}/trend/mk_z", 906, "significance of the trend", unit="Z", cost="update")
+        Metric.quantity("{key}/trend/mk_z", 906, "significance of the trend", unit="Z")
         .asks("Is the trend real? Beyond ±3 it is not chance.")
         .bounds(
             warn="beyond ±3, and half a power of ten over the window",
@@ -246,3 +242,83 @@ def trends(series: list[Array], keys: tuple[str, ...] = ()) -> Trends:
             z = mann_kendall(whitened.y).z if x.max() > x.min() else None
             slopes[k], scores[k] = whitened.slope, math.nan if z is None else z
     return Trends(keys, slope=slopes, mk_z=scores)
+
+
+CORRELATION_WINDOW = 50
+MIN_PAIRS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageGradient(Derived):
+    """Correlation of the scale of the advantages with the actor's gradient."""
+
+    sources: ClassVar[tuple[str, ...]] = ("adv/raw/std", "grad/{group}/norm_preclip")
+    grad_corr: float | None = reports(
+        Metric.correlation("adv/grad_corr", 590, "leak of the advantages' scale into the gradient", unit="Spearman ρ")
+        .asks("Does the scale of the raw advantages leak into the actor's gradient, past normalisation?")
+        .bounds(healthy="-0.6 to 0.6 if advantages are normalised", source="heuristic")
+        .absent("fewer than 20 updates, or either series is constant")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRateResponse(Derived):
+    """Correlation of the optimizer's step size with the learning rate."""
+
+    sources: ClassVar[tuple[str, ...]] = ("opt/lr", "opt/update_to_weight")
+    lr_response: float | None = reports(
+        Metric.correlation(
+            "opt/update_to_weight/lr_response", 914, "response to the learning rate", unit="Spearman ρ", cost="update"
+        )
+        .asks("Do the optimizer's steps shrink as the learning rate is lowered?")
+        .bounds(
+            healthy="> 0.5 while the learning rate decays",
+            warn="<= 0: the schedule does not reach the optimizer",
+            source="heuristic",
+        )
+        .absent("the learning rate or the size of the steps is constant, or fewer than 8 updates have both")
+        .advises("Check that the schedule sets the learning rate of the optimizer's parameter groups.")
+    )
+
+
+def ranks(x: Array) -> Array:
+    """Ranks of x [n] from 1; equal values share the average of theirs."""
+    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return np.asarray((last - (counts - 1) / 2.0)[inverse.reshape(-1)], dtype=np.float64)
+
+
+def spearman(x: Array, y: Array) -> float | None:
+    """Rank correlation of x and y [n], in which pairs with a NaN do not count; None if either is constant."""
+    finite = np.isfinite(x) & np.isfinite(y)
+    a, b = ranks(x[finite]), ranks(y[finite])
+    if len(a) < 2 or a.max() == a.min() or b.max() == b.min():
+        return None
+    a, b = a - a.mean(), b - b.mean()
+    return min(max(float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)), -1.0), 1.0)
+
+
+def advantage_gradient(
+    adv_std: Array, actor_norm: Array, *, window: int = CORRELATION_WINDOW, n_min: int = MIN_PAIRS
+) -> AdvantageGradient:
+    """Return the rank correlation of the advantages' std with the actor's gradient norm over the last updates.
+
+    Args:
+        adv_std: [n], `adv/raw/std` per update, oldest first.
+        actor_norm: [n], `grad/actor/norm_preclip` of the same updates.
+        window: number of latest updates that count.
+        n_min: minimum number of updates with both.
+    """
+    x, y = np.asarray(adv_std)[-window:], np.asarray(actor_norm)[-window:]
+    enough = int((np.isfinite(x) & np.isfinite(y)).sum()) >= n_min
+    return AdvantageGradient(spearman(x, y) if enough else None)
+
+
+def lr_response(lr: Array, update_norm: Array) -> LearningRateResponse:
+    """Return the rank correlation of step sizes with the learning rate over one segment of its schedule.
+
+    Args:
+        lr: [n] learning rates, oldest first.
+        update_norm: [n] step sizes of the same updates, or their logarithms, which have the same ranks.
+    """
+    return LearningRateResponse(spearman(np.asarray(update_norm), np.asarray(lr)))

@@ -9,10 +9,4 @@ if TYPE_CHECKING:
     from esper_telemetry.importers.records import read_foreign as read_foreign
     from esper_telemetry.importers.source import read_source as read_source
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "esper_telemetry.importers.records": ("Foreign", "read_foreign"),
-        "esper_telemetry.importers.source": ("read_source",),
-    },
-)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

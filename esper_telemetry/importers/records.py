@@ -21,7 +21,7 @@ from sys import float_info
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.core.metric import catalogue
 from esper_telemetry.core.record import MAX_COUNT, Axes, Level, Record
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.importers.log_conditions import Remark, adaptive_rate, correct, remarks_on, unused_divergence

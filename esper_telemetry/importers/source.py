@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, client_error, unreachable, wandb_records
 from esper_telemetry.core.files import parse_json, read_file
+from esper_telemetry.core.messages import printable, printable_values
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.core.terminal import printable, printable_values
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, parse_number
 from esper_telemetry.importers.text_logs import RESTART_SHARE, monitor_run, read_text, runs_of
 

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from esper_telemetry.core.files import TOO_DEEP, check_nesting
 from esper_telemetry.core.interrupts import is_interrupt
+from esper_telemetry.core.messages import printable, printable_values
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -33,7 +34,6 @@ from esper_telemetry.core.record import (
     RunStatus,
 )
 from esper_telemetry.core.redaction import error_line, redacted
-from esper_telemetry.core.terminal import printable, printable_values
 from esper_telemetry.journal import schema
 
 try:

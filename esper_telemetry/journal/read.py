@@ -154,23 +154,6 @@ def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[DamagedLine, ...]:
     return damaged
 
 
-class JournalFollower:
-    """Iterates over the entries of a growing journal: each iteration continues where the last one ended."""
-
-    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        self._run_dir = run_dir
-        self._offset = 0
-
-    def __iter__(self) -> Iterator[Entry]:
-        reader = JournalReader(journal_path(self._run_dir), self._offset)
-        try:
-            while chunk := reader.read(CHUNK_LINES):
-                self._offset = reader.offset
-                yield from chunk
-        finally:
-            reader.close()
-
-
 def alarms(run_dir: str | os.PathLike[str]) -> tuple[Alarm, ...]:
     """Return the alarms of a journal in the order of its lines, without parsing its records."""
     reader = JournalReader(journal_path(run_dir))

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.core.files import draft_of, read_file
+from esper_telemetry.core.messages import printable
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
-from esper_telemetry.core.terminal import printable
 from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lines import RECORD_HEAD, End, Entry, JournalEvent, decode_line
 

@@ -31,7 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from esper_telemetry.adapters.trl import TelemetryCallback
 from esper_telemetry.core.record import AlarmEvent
-from esper_telemetry.journal import read_run
+from esper_telemetry.journal.read import read_run
 from esper_telemetry.lab.small_language_model import LETTERS, repeats_letter, save_model
 from esper_telemetry.telemetry import Telemetry
 

@@ -33,32 +33,4 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.values import value_fit as value_fit
     from esper_telemetry.metrics.values import value_movement as value_movement
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "esper_telemetry.metrics.advantages": ("advantage_stats", "normalized_advantage_stats"),
-        "esper_telemetry.metrics.entropy": ("entropy_rows", "entropy_stats", "head_entropy", "policy_entropy"),
-        "esper_telemetry.metrics.episodes": ("episode_stats",),
-        "esper_telemetry.metrics.gradients.directions": ("gradient_zeros",),
-        "esper_telemetry.metrics.gradients.gradient_health": ("gradient_health",),
-        "esper_telemetry.metrics.gradients.actor_critic": (
-            "bonus_gradient",
-            "head_interference",
-            "interference",
-            "layer_interference",
-            "leaf_interference",
-        ),
-        "esper_telemetry.metrics.gradients.norms": ("gradient_norms",),
-        "esper_telemetry.metrics.integrity": (
-            "buffer_age",
-            "gae_identity",
-            "mask_violation",
-            "nonfinite_count",
-            "rows_repeated",
-        ),
-        "esper_telemetry.metrics.losses": ("loss_terms", "ppo_losses"),
-        "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
-        "esper_telemetry.metrics.rollout_stats": ("return_stats", "reward_stats"),
-        "esper_telemetry.metrics.values": ("value_fit", "value_movement"),
-    },
-)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

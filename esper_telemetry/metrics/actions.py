@@ -71,7 +71,6 @@ def greedy_agreement(
     action_masks: Mapping[str, Tensor] | None = None,
     *,
     relevant: Mapping[str, Tensor] | None = None,
-    valid: Tensor | None = None,
 ) -> GreedyAgreement:
     """Return the share of rows on which every relevant head prefers the same action before and after.
 
@@ -79,7 +78,6 @@ def greedy_agreement(
         old_logits, logits: per categorical head [.., A], before and after the update, same rows.
         action_masks: per head [.., A] bool; other heads are not masked.
         relevant: per head [..] bool; other heads always take part.
-        valid: [..] bool; None if every row is valid.
     """
     masks, relevant = action_masks or {}, relevant or {}
     same = []
@@ -90,7 +88,7 @@ def greedy_agreement(
         old_best, best = (x.argmax(-1) for x in both)
         agrees = old_best == best
         same.append(agrees | ~relevant[head].bool() if relevant.get(head) is not None else agrees)
-    s = sample(torch.stack(same).all(0), valid)
+    s = sample(torch.stack(same).all(0))
     return GreedyAgreement(s.mean(s.values))
 
 
@@ -132,13 +130,8 @@ class ActionShift(MetricGroup):
 
     head: str = label()
     shift: HistogramShift = reports(
-        Metric.quantity(
-            "policy/head/{head}/action_shift_js",
-            174,
-            "shift of a head's mix of actions",
-            unit="fraction of ln 2",
-            low=0.0,
-            high=1.0,
+        Metric.fraction(
+            "policy/head/{head}/action_shift_js", 174, "shift of a head's mix of actions", unit="fraction of ln 2"
         )
         .asks("How much did this head's action mix change since the last rollout?")
         .bounds(healthy="< 0.02", warn="> 0.10", critical="> 0.25", source="measured on healthy and broken runs")
@@ -210,7 +203,7 @@ class GaussianShift(MetricGroup):
 
     head: str = label()
     shift: StandardizedShift = reports(
-        Metric.quantity("policy/head/{head}/action_shift", 175, "shift of a head's mean action", unit="σ", low=0.0)
+        Metric.magnitude("policy/head/{head}/action_shift", 175, "shift of a head's mean action", unit="σ")
         .asks("How far did this head's mean action move since the last rollout, in its own standard deviations?")
         .bounds(source="heuristic")
         .absent("the first rollout, or no action taken")
@@ -273,21 +266,19 @@ def _total_action(actions: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class GaussianStats(MetricGroup):
+class GaussianStats(MetricGroup, absent="no valid row"):
     """Standard deviations, saturation and size of one continuous head."""
 
     head: str = label()
     std: Mean | None = reports(
-        Metric.quantity("policy/head/{head}/std/mean", 181, "mean of a head's spread", unit="action units", low=0.0)
+        Metric.magnitude("policy/head/{head}/std/mean", 181, "mean of a head's spread", unit="action units")
         .asks("How widely does this head explore on average?")
         .bounds(source="Andrychowicz 2021")
-        .absent("no valid row")
     )
     smallest: Min | None = reports(
-        Metric.quantity("policy/head/{head}/std/min", 182, "smallest of a head's spread", unit="action units", low=0.0)
+        Metric.magnitude("policy/head/{head}/std/min", 182, "smallest of a head's spread", unit="action units")
         .asks("How narrowly does this head explore in its narrowest dimension or state?")
         .bounds(critical="< 0.05 of its initial value while the return does not improve", source="heuristic")
-        .absent("no valid row")
     )
     bound: Mean | None = reports(
         Metric.fraction("policy/head/{head}/bound_frac", 183, "share of actions at their bounds")

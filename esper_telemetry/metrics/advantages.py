@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
@@ -25,6 +24,7 @@ from esper_telemetry.core.reduction import (
     Statistic,
     Sum,
 )
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import (
     REWARDS,
     Quantiles,
@@ -52,26 +52,16 @@ ADVANTAGES_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class AdvantageStats(MetricGroup):
+class AdvantageStats(MetricGroup, absent="no valid, finite advantage"):
     """Advantages of a rollout before normalisation."""
 
     moments: Moments = reports(
         Metric.quantity("adv/raw/mean", 201, "mean of raw advantages", unit="advantage")
         .asks("Are outcomes on average better or worse than the critic expected? Far from 0: the critic is biased.")
-        .bounds(healthy="|mean| < 0.5 std", source="heuristic")
-        .absent("no valid, finite advantage"),
-        Metric.quantity(
-            "adv/raw/std",
-            202,
-            "standard deviation of raw advantages",
-            unit="advantage",
-            low=0.0,
-            of="std",
-            level=Level.MINIMAL,
-        )
+        .bounds(healthy="|mean| < 0.5 std", source="heuristic"),
+        Metric.std("adv/raw/std", 202, "standard deviation of raw advantages", unit="advantage", level=Level.MINIMAL)
         .asks("How much do outcomes differ from what the critic expected? This is the learning signal.")
-        .bounds(healthy="> 1e-3 of ret/std", source="heuristic")
-        .absent("no valid, finite advantage"),
+        .bounds(healthy="> 1e-3 of ret/std", source="heuristic"),
         Metric.quantity("adv/raw/skew", 203, "skewness of raw advantages", unit="1", of="skew")
         .asks("Is one tail longer: rare large successes (above 0) or rare large failures?")
         .absent("advantages do not vary"),
@@ -84,34 +74,33 @@ class AdvantageStats(MetricGroup):
         .advises("Clip or normalise rewards; use more steps per update."),
     )
     smallest: Min = reports(
-        Metric.quantity("adv/raw/min", 205, "smallest of raw advantages", unit="advantage")
-        .asks("What was the worst surprise?")
-        .absent("no valid, finite advantage")
+        Metric.quantity("adv/raw/min", 205, "smallest of raw advantages", unit="advantage").asks(
+            "What was the worst surprise?"
+        )
     )
     largest: Max = reports(
-        Metric.quantity("adv/raw/max", 206, "largest of raw advantages", unit="advantage")
-        .asks("What was the best surprise?")
-        .absent("no valid, finite advantage")
+        Metric.quantity("adv/raw/max", 206, "largest of raw advantages", unit="advantage").asks(
+            "What was the best surprise?"
+        )
     )
     positive: Mean = reports(
         Metric.fraction("adv/raw/pos_frac", 207, "share above 0 of raw advantages")
         .asks("What share of the actions turned out better than expected?")
         .bounds(healthy="0.3 to 0.7", warn="outside 0.15 to 0.85", source="heuristic")
-        .absent("no valid, finite advantage")
         .advises("The critic is biased: look at `value/bias_over_std`.")
     )
     quantiles: Quantiles = reports(
-        Metric.quantity("adv/raw/p05", 208, "5 % quantile of raw advantages", unit="advantage", of="p05")
-        .asks("How bad were the worst 5 % of the actions?")
-        .absent("no valid, finite advantage"),
-        Metric.quantity("adv/raw/p95", 209, "95 % quantile of raw advantages", unit="advantage", of="p95")
-        .asks("How good were the best 5 % of the actions?")
-        .absent("no valid, finite advantage"),
+        Metric.quantity("adv/raw/p05", 208, "5 % quantile of raw advantages", unit="advantage", of="p05").asks(
+            "How bad were the worst 5 % of the actions?"
+        ),
+        Metric.quantity("adv/raw/p95", 209, "95 % quantile of raw advantages", unit="advantage", of="p95").asks(
+            "How good were the best 5 % of the actions?"
+        ),
     )
     histogram: Counts = reports(
-        Metric.quantity("adv/raw/hist", 225, "histogram of raw advantages", unit="advantage")
-        .asks("How are the advantages distributed?")
-        .absent("no valid, finite advantage")
+        Metric.quantity("adv/raw/hist", 225, "histogram of raw advantages", unit="advantage").asks(
+            "How are the advantages distributed?"
+        )
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("adv/raw/mean_nonfinite", 210, "non-finite inputs of mean of raw advantages").asks(
@@ -169,7 +158,7 @@ class Participation(AdditiveReduction):
 
 
 @dataclass(frozen=True, slots=True)
-class NormalizedAdvantageStats(MetricGroup):
+class NormalizedAdvantageStats(MetricGroup, absent="no valid, finite advantage"):
     """The advantages that multiply the ratio."""
 
     moments: StandardMoments = reports(
@@ -179,28 +168,19 @@ class NormalizedAdvantageStats(MetricGroup):
             healthy="|mean| < 0.01",
             critical="|mean| > 0.05",
             source="identity; stale, double or missing normalisation, or a wrong mask",
-        )
-        .absent("no valid, finite advantage"),
-        Metric.quantity("adv/norm/std", 212, "standard deviation of normalised advantages", unit="σ", low=0.0, of="std")
+        ),
+        Metric.std("adv/norm/std", 212, "standard deviation of normalised advantages", unit="σ")
         .asks("Do the advantages that the update uses have standard deviation 1?")
         .bounds(
             healthy="within 0.02 of 1",
             critical="< 0.01 unless adv/raw/std < 0.01",
             source="identity; SB3 divides by the unbiased std, a factor √((N-1)/N); near 0 the update has no signal",
-        )
-        .absent("no valid, finite advantage"),
-        Metric.quantity(
-            "integrity/adv_norm",
-            802,
-            "normalisation of advantages",
-            unit="σ",
-            low=0.0,
-            of="off_unit",
-            level=Level.MINIMAL,
+        ),
+        Metric.magnitude(
+            "integrity/adv_norm", 802, "normalisation of advantages", unit="σ", of="off_unit", level=Level.MINIMAL
         )
         .asks("Is advantage normalisation intact over the whole update? max(|mean|, |std - 1| / 2).")
-        .bounds(healthy="< 0.01", critical="> 0.05, if normalisation is on", source="identity")
-        .absent("no valid, finite advantage"),
+        .bounds(healthy="< 0.01", critical="> 0.05, if normalisation is on", source="identity"),
     )
     participation: Participation = reports(
         Metric.fraction("adv/participation", 213, "effective share of the batch")
@@ -215,7 +195,6 @@ class NormalizedAdvantageStats(MetricGroup):
             "because normalisation shifted their advantage across 0?"
         )
         .bounds(healthy="< 0.15", warn="> 0.3", source="heuristic")
-        .absent("no valid, finite advantage")
         .advises("The mean advantage is far from 0, so the critic is biased: look at `value/bias_over_std`.")
     )
     nonfinite: Sum = reports(

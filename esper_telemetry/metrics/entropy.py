@@ -13,12 +13,12 @@ from typing import Any, ClassVar, NamedTuple, cast
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, by_head, masks_by_head
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Reduction, Slot, Statistic, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import Sample, keep, rows_of, same_shape, sample
 
 
@@ -219,7 +219,7 @@ def _over_heads(slots: Sequence[float]) -> MarginalEntropy:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyEntropy(MetricGroup):
+class PolicyEntropy(MetricGroup, absent="no valid row, or a continuous head"):
     """Entropy of the whole policy: in each row, the sum over the heads that take part."""
 
     entropy: MeanEntropy = reports(
@@ -229,19 +229,13 @@ class PolicyEntropy(MetricGroup):
         )
         .bounds(healthy="falls slowly, then flattens", source="Jones 2021")
         .absent("no valid, finite row"),
-        Metric.quantity("policy/perplexity", 132, "perplexity", unit="actions", low=1.0, of="perplexity")
-        .asks("Between how many equally likely actions does the policy effectively choose?")
-        .absent("no valid row, or a continuous head"),
+        Metric.quantity("policy/perplexity", 132, "perplexity", unit="actions", low=1.0, of="perplexity").asks(
+            "Between how many equally likely actions does the policy effectively choose?"
+        ),
     )
     normalized: Mean | None = reports(
-        Metric.quantity(
-            "policy/entropy_norm",
-            133,
-            "normalised entropy",
-            unit="fraction of ln n_valid",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
+        Metric.fraction(
+            "policy/entropy_norm", 133, "normalised entropy", unit="fraction of ln n_valid", level=Level.MINIMAL
         )
         .asks("How undecided is the policy, as a share of the maximum? Rows with a single valid action do not count.")
         .bounds(
@@ -253,16 +247,14 @@ class PolicyEntropy(MetricGroup):
         .absent("every row has only one valid action, or the head is continuous")
     )
     marginals: Marginals | None = reports(
-        Metric.nats("policy/entropy_marginal", 134, "entropy of the mix of actions", of="entropy")
-        .asks("How varied are the policy's actions over all states together?")
-        .absent("no valid row, or a continuous head"),
-        Metric.quantity(
+        Metric.nats("policy/entropy_marginal", 134, "entropy of the mix of actions", of="entropy").asks(
+            "How varied are the policy's actions over all states together?"
+        ),
+        Metric.fraction(
             "policy/entropy_marginal_norm",
             135,
             "normalised entropy of the mix of actions",
             unit="fraction of ln n",
-            low=0.0,
-            high=1.0,
             of="normalized",
             level=Level.MINIMAL,
         )
@@ -274,8 +266,7 @@ class PolicyEntropy(MetricGroup):
         .absent("every row has only one valid action, or the head is continuous"),
         Metric.nats("policy/action_mi", 136, "information of the state about the action", of="information")
         .asks("How much does the action depend on the state? Rising: skill. Falling to 0 with low entropy: collapse.")
-        .bounds(source="I(S; A) = H(mean π) - mean H(π)")
-        .absent("no valid row, or a continuous head"),
+        .bounds(source="I(S; A) = H(mean π) - mean H(π)"),
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("policy/entropy_nonfinite", 137, "non-finite inputs of entropy")
@@ -295,13 +286,8 @@ class HeadEntropy(MetricGroup):
         .absent("no valid, finite row")
     )
     normalized: Mean = reports(
-        Metric.quantity(
-            "policy/head/{head}/entropy_norm",
-            139,
-            "normalised entropy of a head",
-            unit="fraction of ln n_valid",
-            low=0.0,
-            high=1.0,
+        Metric.fraction(
+            "policy/head/{head}/entropy_norm", 139, "normalised entropy of a head", unit="fraction of ln n_valid"
         )
         .asks("How undecided is this head, as a share of the maximum, when it has a choice?")
         .bounds(
@@ -327,13 +313,11 @@ class HeadMix(MetricGroup):
 
     head: str = label()
     marginals: Marginals = reports(
-        Metric.quantity(
+        Metric.fraction(
             "policy/head/{head}/entropy_marginal_norm",
             868,
             "normalised entropy of the mix of a head's actions",
             unit="fraction of ln n",
-            low=0.0,
-            high=1.0,
             of="normalized",
         )
         .asks("How varied are this head's actions over all states, as a share of the maximum?")

@@ -10,12 +10,12 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import moments, same_shape, sample
 
 RECENT = 100
@@ -91,36 +91,36 @@ def latest(ends: Sequence[float], values: Sequence[float]) -> Latest:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeStats(MetricGroup):
+class EpisodeStats(MetricGroup, absent="no episode finished"):
     """Episodes that finished in a rollout."""
 
     returns: Moments = reports(
-        Metric.quantity("episode/return_mean", 931, "mean return", unit="return", level=Level.MINIMAL)
-        .asks("How well does the policy do, over the episodes that finished in this update?")
-        .absent("no episode finished"),
-        Metric.quantity("episode/return_std", 932, "spread of returns", unit="return", low=0.0, of="std")
-        .asks("How much do episodes differ in return?")
-        .absent("no episode finished"),
+        Metric.quantity("episode/return_mean", 931, "mean return", unit="return", level=Level.MINIMAL).asks(
+            "How well does the policy do, over the episodes that finished in this update?"
+        ),
+        Metric.std("episode/return_std", 932, "spread of returns", unit="return").asks(
+            "How much do episodes differ in return?"
+        ),
     )
     smallest: Min = reports(
-        Metric.quantity("episode/return_min", 933, "lowest return", unit="return")
-        .asks("How bad was the worst episode of this update?")
-        .absent("no episode finished")
+        Metric.quantity("episode/return_min", 933, "lowest return", unit="return").asks(
+            "How bad was the worst episode of this update?"
+        )
     )
     largest: Max = reports(
-        Metric.quantity("episode/return_max", 934, "highest return", unit="return")
-        .asks("How good was the best episode of this update?")
-        .absent("no episode finished")
+        Metric.quantity("episode/return_max", 934, "highest return", unit="return").asks(
+            "How good was the best episode of this update?"
+        )
     )
     lengths: Mean = reports(
-        Metric.steps("episode/length_mean", 935, "mean length of episodes", level=Level.MINIMAL)
-        .asks("How long do episodes last?")
-        .absent("no episode finished")
+        Metric.steps("episode/length_mean", 935, "mean length of episodes", level=Level.MINIMAL).asks(
+            "How long do episodes last?"
+        )
     )
     count: Sum = reports(
-        Metric.count("episode/count", 936, "finished episodes", level=Level.MINIMAL).asks(
-            "How many episodes finished in this update?"
-        )
+        Metric.count("episode/count", 936, "finished episodes", level=Level.MINIMAL)
+        .asks("How many episodes finished in this update?")
+        .absent("")
     )
     recent: Mean | Latest = reports(
         Metric.quantity(
@@ -192,38 +192,36 @@ def _floats(values: ArrayLike | Iterable[float]) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationStats(MetricGroup):
+class EvaluationStats(MetricGroup, absent="no evaluation since the last record"):
     """Whole episodes without exploration."""
 
     returns: Moments = reports(
-        Metric.quantity("eval/return_mean", 941, "mean return in evaluation", unit="return", level=Level.MINIMAL)
-        .asks(
+        Metric.quantity("eval/return_mean", 941, "mean return in evaluation", unit="return", level=Level.MINIMAL).asks(
             "How much does the policy earn when it takes its most likely actions? Far above the training return: exploration is expensive."
-        )
-        .absent("no evaluation since the last record"),
-        Metric.quantity("eval/return_std", 942, "spread of returns in evaluation", unit="return", low=0.0, of="std")
-        .asks("How much do the returns of evaluation episodes differ?")
-        .absent("no evaluation since the last record"),
+        ),
+        Metric.std("eval/return_std", 942, "spread of returns in evaluation", unit="return").asks(
+            "How much do the returns of evaluation episodes differ?"
+        ),
     )
     smallest: Min = reports(
-        Metric.quantity("eval/return_min", 943, "lowest return in evaluation", unit="return")
-        .asks("What does the worst evaluation episode earn?")
-        .absent("no evaluation since the last record")
+        Metric.quantity("eval/return_min", 943, "lowest return in evaluation", unit="return").asks(
+            "What does the worst evaluation episode earn?"
+        )
     )
     largest: Max = reports(
-        Metric.quantity("eval/return_max", 944, "highest return in evaluation", unit="return")
-        .asks("What does the best evaluation episode earn?")
-        .absent("no evaluation since the last record")
+        Metric.quantity("eval/return_max", 944, "highest return in evaluation", unit="return").asks(
+            "What does the best evaluation episode earn?"
+        )
     )
     length: Mean = reports(
-        Metric.steps("eval/length_mean", 945, "mean length of evaluation episodes", level=Level.MINIMAL)
-        .asks("How long do evaluation episodes last?")
-        .absent("no evaluation since the last record")
+        Metric.steps("eval/length_mean", 945, "mean length of evaluation episodes", level=Level.MINIMAL).asks(
+            "How long do evaluation episodes last?"
+        )
     )
     count: Sum = reports(
-        Metric.count("eval/count", 946, "evaluated episodes", level=Level.MINIMAL)
-        .asks("How many episodes were evaluated?")
-        .absent("no evaluation since the last record")
+        Metric.count("eval/count", 946, "evaluated episodes", level=Level.MINIMAL).asks(
+            "How many episodes were evaluated?"
+        )
     )
 
 
@@ -248,7 +246,7 @@ def evaluation_stats(returns: Sequence[float], lengths: Sequence[int]) -> Evalua
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeEnds(MetricGroup):
+class EpisodeEnds(MetricGroup, absent="no episode was cut off"):
     """Episodes that finished in a rollout, by termination or by a time limit."""
 
     truncated: Mean = reports(
@@ -259,14 +257,14 @@ class EpisodeEnds(MetricGroup):
         .absent("no episode finished")
     )
     shortest_cut: Min | None = reports(
-        Metric.steps("episode/truncated_length_min", 927, "shortest episode that was cut off")
-        .asks("How short was the shortest episode that was cut off? A time limit cannot cut off a shorter one.")
-        .absent("no episode was cut off")
+        Metric.steps("episode/truncated_length_min", 927, "shortest episode that was cut off").asks(
+            "How short was the shortest episode that was cut off? A time limit cannot cut off a shorter one."
+        )
     )
     longest_cut: Max | None = reports(
-        Metric.steps("episode/truncated_length_max", 928, "longest episode that was cut off")
-        .asks("How long was the longest episode that was cut off?")
-        .absent("no episode was cut off")
+        Metric.steps("episode/truncated_length_max", 928, "longest episode that was cut off").asks(
+            "How long was the longest episode that was cut off?"
+        )
     )
     shortest: Min | None = reports(
         Metric.steps("episode/terminated_length_min", 929, "shortest episode that terminated")

@@ -9,12 +9,12 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Array, Max, Mean, Reduction, Slot, Statistic, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import Sample, deviations, keep, rows_of, same_shape, sample, where_any
 
 INTEGRITY_FAMILY = MetricFamily(
@@ -64,12 +64,11 @@ class GaeIdentity(MetricGroup):
     """Agreement of advantages, values and returns."""
 
     error: RelativeError = reports(
-        Metric.quantity(
+        Metric.magnitude(
             "integrity/gae_identity",
             803,
             "advantages plus values against returns",
             unit="relative error",
-            low=0.0,
             level=Level.MINIMAL,
         )
         .asks(
@@ -189,7 +188,7 @@ class BufferAge(MetricGroup):
     """Age of the data in policy updates."""
 
     age: Max = reports(
-        Metric.quantity("buffer/age_updates", 806, "age of the data", unit="updates", low=0.0, level=Level.MINIMAL)
+        Metric.magnitude("buffer/age_updates", 806, "age of the data", unit="updates", level=Level.MINIMAL)
         .asks("How many policy updates ago were the oldest of these data collected?")
         .bounds(
             healthy="0 (on-policy)",
@@ -210,14 +209,8 @@ class RowsRepeated(MetricGroup):
     """Transitions that occur repeatedly in one pass over the rollout."""
 
     share: Mean | None = reports(
-        Metric.quantity(
-            "integrity/rows_repeated",
-            808,
-            "rows that come again in a pass",
-            unit="share",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
+        Metric.fraction(
+            "integrity/rows_repeated", 808, "rows that come again in a pass", unit="share", level=Level.MINIMAL
         )
         .asks(
             "What share of the rows in the first pass over the rollout had already occurred in that pass? Other rows were then left out."

@@ -19,11 +19,11 @@ from esper_telemetry.metrics.statistics import keep, rows_of, same_shape, sample
 
 
 @dataclass(frozen=True, slots=True)
-class ExactKl(MetricGroup):
+class ExactKl(MetricGroup, cost="sampled"):
     """KL(old‖new) of the joint policy."""
 
     kl: Mean = reports(
-        Metric.nats("policy/kl_exact", 161, "KL divergence over all actions", cost="sampled")
+        Metric.nats("policy/kl_exact", 161, "KL divergence over all actions")
         .asks("How far did the update move the policy, over all actions and not only the chosen ones?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
         .absent("no valid, finite row, or the trainer does not keep old distributions")
@@ -35,7 +35,6 @@ class ExactKl(MetricGroup):
             162,
             "non-finite inputs of KL divergence over all actions",
             level=Level.MINIMAL,
-            cost="sampled",
             when_positive=True,
         )
         .asks("In how many valid rows was the exact KL NaN or infinite?")
@@ -72,18 +71,13 @@ class KlAfterUpdate(MetricGroup):
 
 
 @no_grad
-def categorical_kl(old_logits: Tensor, logits: Tensor, action_mask: Tensor | None = None) -> Tensor:
-    """Return Σ_a p_old (ln p_old - ln p_new), [..] nats; an action that was impossible adds 0.
+def categorical_kl(old_logits: Tensor, logits: Tensor) -> Tensor:
+    """Return Σ_a p_old (ln p_old - ln p_new), [..] nats, of logits or log-probabilities [.., A] at collection and now.
 
-    Args:
-        old_logits, logits: [.., A] at collection and now; log-probabilities are accepted too.
-        action_mask: [.., A] bool, True for a valid action; None if all are valid.
+    An action that was impossible adds 0.
     """
-    same_shape(old_logits=old_logits, logits=logits, action_mask=action_mask)
-    both = [x.detach().double() for x in (old_logits, logits)]
-    if action_mask is not None:
-        both = [x.masked_fill(~action_mask.bool(), -torch.inf) for x in both]
-    old, new = (torch.log_softmax(x, -1) for x in both)
+    same_shape(old_logits=old_logits, logits=logits)
+    old, new = (torch.log_softmax(x.detach().double(), -1) for x in (old_logits, logits))
     p = old.exp()
     return torch.where(p > 0, p * (old - new), 0.0).sum(-1)
 
@@ -117,11 +111,9 @@ def exact_kl(
 
 
 @inference_mode
-def kl_after_update(
-    rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None, valid: Tensor | None = None
-) -> KlAfterUpdate:
+def kl_after_update(rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None = None) -> KlAfterUpdate:
     """Return the exact KL of a forward pass after the last optimizer step."""
-    return KlAfterUpdate(_joint(rows, relevant, valid, None)[0])
+    return KlAfterUpdate(joint_kl(rows, relevant))
 
 
 @inference_mode

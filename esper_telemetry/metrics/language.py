@@ -55,7 +55,7 @@ LANGUAGE_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class TokenStats(MetricGroup):
+class TokenStats(MetricGroup, absent="no token is learned from"):
     """The tokens that are learned from, in all minibatches of the update."""
 
     entropy: Moments | None = reports(
@@ -68,20 +68,19 @@ class TokenStats(MetricGroup):
         .absent("the trainer does not compute it")
     )
     log_prob: Mean = reports(
-        Metric.nats("lm/logprob/mean", 1102, "mean log-probability of tokens", low=None)
-        .asks("How likely are the sampled tokens under the model?")
-        .absent("no token is learned from")
+        Metric.nats("lm/logprob/mean", 1102, "mean log-probability of tokens", low=None).asks(
+            "How likely are the sampled tokens under the model?"
+        )
     )
     log_prob_min: Min = reports(
-        Metric.nats("lm/logprob/min", 1103, "smallest log-probability of a token", low=None)
-        .asks("How unlikely is the least likely token that is learned from?")
-        .absent("no token is learned from")
+        Metric.nats("lm/logprob/min", 1103, "smallest log-probability of a token", low=None).asks(
+            "How unlikely is the least likely token that is learned from?"
+        )
     )
     bf16: Mean = reports(
         Metric.fraction("lm/logprob/bf16_frac", 1104, "log-probabilities that bfloat16 can hold")
         .asks("Were the log-probabilities rounded to bfloat16? By chance 1 in 65,536 float32 numbers is representable.")
         .bounds(healthy="about 0", warn="> 0.5", source="arXiv 2510.26788 (precision of training and inference)")
-        .absent("no token is learned from")
     )
     mask_errors: Mean | None = reports(
         Metric.fraction("lm/mask_errors", 1105, "completions with a wrong mask", level=Level.MINIMAL)
@@ -92,7 +91,9 @@ class TokenStats(MetricGroup):
         .absent("end tokens are not known, or the completions hold tokens that others wrote, such as results of tools")
     )
     tokens: Sum = reports(
-        Metric.count("lm/tokens", 1106, "tokens learned from").asks("How many tokens does an update learn from?")
+        Metric.count("lm/tokens", 1106, "tokens learned from")
+        .asks("How many tokens does an update learn from?")
+        .absent("")
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("lm/logprob/mean_nonfinite", 1107, "non-finite log-probabilities of tokens").asks(
@@ -137,7 +138,7 @@ def token_stats(
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration(MetricGroup):
+class Calibration(MetricGroup, absent="the trainer does not compute the entropy"):
     """Surprise of the sampled tokens minus the entropy of their distributions, before the first step of the update.
 
     If tokens are sampled from the distribution that is evaluated, surprise equals entropy on average, token by token: the sum of the
@@ -151,13 +152,11 @@ class Calibration(MetricGroup):
             healthy="within 5 standard errors of 0",
             source="identity: E[-ln p(token)] is the entropy; huggingface/trl#3867",
         )
-        .absent("the trainer does not compute the entropy")
     )
     z: Max = reports(
         Metric.quantity("lm/surprise/z", 1112, "surprise over entropy, in standard errors", unit="sigma")
         .asks("By how many standard errors does the mean surprise differ from the entropy?")
         .bounds(healthy="-4 to 4", warn="beyond 6", source="central limit theorem for martingales")
-        .absent("the trainer does not compute the entropy")
     )
 
 
@@ -171,36 +170,31 @@ def calibration(log_probs: Tensor, entropy: Tensor, mask: Tensor) -> Calibration
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingMismatch(MetricGroup):
+class SamplingMismatch(MetricGroup, absent="the engine does not report log-probabilities"):
     """Ratio of a token's probability under the trainer to its probability under the sampling engine, with equal weights."""
 
     error: Mean = reports(
         Metric.ratio("lm/mismatch/mult_error", 1121, "multiplicative error of the sampling engine")
         .asks("By what factor do engine and trainer disagree about a token's probability? Mean of e^|difference|.")
         .bounds(healthy="1 to 1.02", warn="> 1.05", critical="> 1.2", source=ENGINE)
-        .absent("the engine does not report log-probabilities")
     )
     ratio: Moments = reports(
         Metric.ratio("lm/mismatch/ratio_mean", 1122, "trainer over engine, mean")
         .asks("Is the mean ratio of the trainer's to the engine's probability 1, as it is for tokens of the engine?")
         .bounds(healthy="0.99 to 1.01", warn="outside 0.95 to 1.05", source=ENGINE)
-        .absent("the engine does not report log-probabilities")
     )
     quantiles: Quantiles = reports(
         Metric.ratio("lm/mismatch/ratio_p01", 1123, "trainer over engine, 1 % quantile", of="p01")
         .asks("How much less likely are the engine's worst tokens for the trainer? The low tail destabilises training.")
-        .bounds(healthy="> 0.9", warn="< 0.5", source=ENGINE)
-        .absent("the engine does not report log-probabilities"),
+        .bounds(healthy="> 0.9", warn="< 0.5", source=ENGINE),
         Metric.ratio("lm/mismatch/ratio_p99", 1124, "trainer over engine, 99 % quantile", of="p99")
         .asks("How much more likely is 1 % of the engine's tokens for the trainer?")
-        .bounds(healthy="< 1.1", warn="> 2", source=ENGINE)
-        .absent("the engine does not report log-probabilities"),
+        .bounds(healthy="< 1.1", warn="> 2", source=ENGINE),
     )
     smallest: Min = reports(
         Metric.ratio("lm/mismatch/ratio_min", 1125, "trainer over engine, smallest")
         .asks("How much less likely is the engine's worst token for the trainer?")
         .bounds(healthy="> 0.5", source=ENGINE)
-        .absent("the engine does not report log-probabilities")
     )
     outside: Mean = reports(
         Metric.fraction("lm/mismatch/outside_frac", 1126, "tokens on which engine and trainer disagree")
@@ -208,13 +202,11 @@ class SamplingMismatch(MetricGroup):
             "For what share of the tokens is the ratio of the trainer's to the engine's probability outside 0.9 to 1.1?"
         )
         .bounds(healthy="< 0.02", warn="> 0.1", source=ENGINE)
-        .absent("the engine does not report log-probabilities")
     )
     kl: Mean = reports(
         Metric.nats("lm/mismatch/kl", 1127, "KL divergence of the trainer from the engine")
         .asks("How far is the trainer's policy from the sampling policy? KL(engine‖trainer), estimator k3.")
         .bounds(healthy="< 0.001", warn="> 0.01", source=ENGINE)
-        .absent("the engine does not report log-probabilities")
     )
 
 
@@ -238,7 +230,7 @@ def sampling_mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceKl(MetricGroup):
+class ReferenceKl(MetricGroup, absent="training has no reference model (beta is 0)"):
     """Distance from the reference model."""
 
     kl: Mean = reports(
@@ -253,12 +245,11 @@ class ReferenceKl(MetricGroup):
         .advises(
             "Lower the learning rate, or raise the weight of the penalty (beta); check that the reference is the initial model."
         )
-        .absent("training has no reference model (beta is 0)")
     )
     largest: Max = reports(
-        Metric.nats("lm/kl_reference_max", 1132, "largest KL divergence from the reference model of a token")
-        .asks("How far is the model from the reference at the worst token? One such token can make the loss explode.")
-        .absent("training has no reference model (beta is 0)")
+        Metric.nats("lm/kl_reference_max", 1132, "largest KL divergence from the reference model of a token").asks(
+            "How far is the model from the reference at the worst token? One such token can make the loss explode."
+        )
     )
 
 
@@ -271,29 +262,28 @@ def reference_kl(log_probs: Tensor, reference: Tensor, mask: Tensor) -> Referenc
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceRatio(MetricGroup):
+class SequenceRatio(MetricGroup, absent="no stored log-probabilities, or no earlier step"):
     """Ratio of the probability of whole completions now to their probability at collection."""
 
     log_ratio: Moments = reports(
-        Metric.nats("lm/sequence/logratio_std", 1141, "standard deviation of completions' log-ratios", of="std")
-        .asks("How differently did the probabilities of whole completions change?")
-        .absent("no stored log-probabilities, or no earlier step")
+        Metric.nats("lm/sequence/logratio_std", 1141, "standard deviation of completions' log-ratios", of="std").asks(
+            "How differently did the probabilities of whole completions change?"
+        )
     )
     largest: Max = reports(
-        Metric.nats("lm/sequence/logratio_absmax", 1142, "largest log-ratio of a completion")
-        .asks("What is the largest change in the log-probability of any completion?")
-        .absent("no stored log-probabilities, or no earlier step")
+        Metric.nats("lm/sequence/logratio_absmax", 1142, "largest log-ratio of a completion").asks(
+            "What is the largest change in the log-probability of any completion?"
+        )
     )
     mean_largest: Max = reports(
         Metric.nats("lm/sequence/mean_logratio_absmax", 1143, "largest log-ratio of a completion per token")
         .asks("How far is the worst completion, as GSPO measures it: the mean over its tokens?")
         .bounds(source="GSPO, arXiv 2507.18071, equation 7")
-        .absent("no stored log-probabilities, or no earlier step")
     )
     ess: Ess = reports(
-        Metric.fraction("lm/sequence/ess_frac", 1144, "effective number of completions")
-        .asks("What share of the completions would count if they were weighted by their ratio?")
-        .absent("no stored log-probabilities, or no earlier step")
+        Metric.fraction("lm/sequence/ess_frac", 1144, "effective number of completions").asks(
+            "What share of the completions would count if they were weighted by their ratio?"
+        )
     )
 
 
@@ -328,21 +318,21 @@ class RatioOrigin(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionStats(MetricGroup):
+class CompletionStats(MetricGroup, absent=NO_COMPLETION):
     """The completions of an update."""
 
     length: Moments = reports(
-        Metric.quantity("lm/length/mean", 1151, "length of completions", unit="tokens", low=0.0, level=Level.MINIMAL)
-        .asks("How long are completions? A length that runs away or collapses is the first sign of many faults.")
-        .absent(NO_COMPLETION),
-        Metric.quantity("lm/length/std", 1152, "spread of the length of completions", unit="tokens", of="std", low=0.0)
-        .asks("How much do the lengths of completions vary?")
-        .absent(NO_COMPLETION),
+        Metric.magnitude("lm/length/mean", 1151, "length of completions", unit="tokens", level=Level.MINIMAL).asks(
+            "How long are completions? A length that runs away or collapses is the first sign of many faults."
+        ),
+        Metric.std("lm/length/std", 1152, "spread of the length of completions", unit="tokens").asks(
+            "How much do the lengths of completions vary?"
+        ),
     )
     longest: Max = reports(
-        Metric.quantity("lm/length/max", 1153, "length of the longest completion", unit="tokens", low=0.0)
-        .asks("How long is the longest completion?")
-        .absent(NO_COMPLETION)
+        Metric.magnitude("lm/length/max", 1153, "length of the longest completion", unit="tokens").asks(
+            "How long is the longest completion?"
+        )
     )
     truncated: Mean | None = reports(
         Metric.fraction("lm/truncated_frac", 1154, "completions without an end")
@@ -351,7 +341,9 @@ class CompletionStats(MetricGroup):
         .absent("end tokens are not known")
     )
     completions: Sum = reports(
-        Metric.count("lm/completions", 1155, "completions").asks("How many completions does an update learn from?")
+        Metric.count("lm/completions", 1155, "completions")
+        .asks("How many completions does an update learn from?")
+        .absent("")
     )
     turns: Mean | None = reports(
         Metric.quantity("lm/turns/mean", 1156, "turns of the model", unit="turns", low=0.0)
@@ -390,26 +382,19 @@ def turns_of(mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStats(MetricGroup):
+class GroupStats(MetricGroup, absent=NO_COMPLETION):
     """Rewards and advantages by group: the completions of one prompt."""
 
     reward: Moments = reports(
-        Metric.quantity("lm/reward/mean", 1161, "reward of completions", unit="reward", level=Level.MINIMAL)
-        .asks("Does the reward grow?")
-        .absent(NO_COMPLETION),
-        Metric.quantity("lm/reward/std", 1162, "spread of the reward of completions", unit="reward", of="std", low=0.0)
-        .asks("How much do the rewards of completions vary?")
-        .absent(NO_COMPLETION),
+        Metric.quantity("lm/reward/mean", 1161, "reward of completions", unit="reward", level=Level.MINIMAL).asks(
+            "Does the reward grow?"
+        ),
+        Metric.std("lm/reward/std", 1162, "spread of the reward of completions", unit="reward").asks(
+            "How much do the rewards of completions vary?"
+        ),
     )
     length_correlation: Mean = reports(
-        Metric.quantity(
-            "lm/reward/length_correlation",
-            1163,
-            "correlation of reward and length",
-            unit="correlation",
-            low=-1.0,
-            high=1.0,
-        )
+        Metric.correlation("lm/reward/length_correlation", 1163, "correlation of reward and length", unit="correlation")
         .asks("Are longer completions of the same prompt rewarded more?")
         .bounds(healthy="-0.8 to 0.8", source="arXiv 2503.20783 (length bias of GRPO); heuristic")
         .absent("no group differs in reward and in length")
@@ -418,7 +403,6 @@ class GroupStats(MetricGroup):
         Metric.fraction("lm/groups/zero_advantage", 1164, "groups without advantages")
         .asks("In what share of the groups do all completions have the same reward, so that nothing is learned?")
         .bounds(healthy="< 0.5", warn="> 0.8", critical="1", source=DEAD_GROUPS)
-        .absent(NO_COMPLETION)
     )
     all_best: Mean = reports(
         Metric.fraction("lm/groups/all_best", 1165, "groups that are solved")
@@ -516,29 +500,24 @@ def _by_group(values: Tensor, index: Tensor, groups: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardComponents(MetricGroup):
+class RewardComponents(MetricGroup, absent="it did not score any completion"):
     """Each reward function separately."""
 
     function: tuple[str, ...] = label()
     reward: Moments = reports(
-        Metric.quantity("lm/reward/{function}/mean", 1171, "mean of a reward function", unit="reward")
-        .asks("Which of the reward functions grows?")
-        .absent("it did not score any completion"),
-        Metric.quantity(
-            "lm/reward/{function}/std", 1172, "spread of a reward function", unit="reward", of="std", low=0.0
-        )
+        Metric.quantity("lm/reward/{function}/mean", 1171, "mean of a reward function", unit="reward").asks(
+            "Which of the reward functions grows?"
+        ),
+        Metric.std("lm/reward/{function}/std", 1172, "spread of a reward function", unit="reward")
         .asks("Does this reward function distinguish completions?")
-        .bounds(healthy="> 0", source=DEAD_GROUPS)
-        .absent("it did not score any completion"),
+        .bounds(healthy="> 0", source=DEAD_GROUPS),
     )
     length_correlation: Mean = reports(
-        Metric.quantity(
+        Metric.correlation(
             "lm/reward/{function}/length_correlation",
             1173,
             "correlation of a reward function and length",
             unit="correlation",
-            low=-1.0,
-            high=1.0,
         )
         .asks("Does this reward function favour longer completions?")
         .bounds(healthy="-0.8 to 0.8", source="as lm/reward/length_correlation")

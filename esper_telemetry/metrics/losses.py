@@ -9,12 +9,12 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.ratio import EXP_LIMIT
 from esper_telemetry.metrics.statistics import rows_of, same_shape, sample
 
@@ -30,30 +30,28 @@ LOSSES_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class LossComponents(MetricGroup):
+class LossComponents(MetricGroup, absent="no finite loss"):
     """Losses of the minibatches, weighted by their number of valid rows."""
 
     policy: Mean = reports(
         Metric.quantity("loss/policy", 921, "policy loss", unit="loss")
         .asks("How large is the clipped surrogate loss? Its sign and size say little: judge policy/surrogate_gain.")
         .bounds(source="PPO 1707.06347, eq. 7")
-        .absent("no finite loss")
     )
     value: Mean = reports(
-        Metric.quantity("loss/value", 922, "value loss", unit="loss (0.5 MSE, without coefficient)", low=0.0)
+        Metric.magnitude("loss/value", 922, "value loss", unit="loss (0.5 MSE, without coefficient)")
         .asks("How large is the critic's squared error? It scales with the returns: judge value/loss_norm.")
         .bounds(warn="robust z of log10 above 4", source="0.5 MSE, as CleanRL")
-        .absent("no finite loss")
     )
     entropy: Mean | None = reports(
-        Metric.quantity("loss/entropy", 923, "entropy loss", unit="nats (-entropy)")
-        .asks("How large is the entropy loss? It is the negative of policy/entropy.")
-        .absent("no finite loss")
+        Metric.quantity("loss/entropy", 923, "entropy loss", unit="nats (-entropy)").asks(
+            "How large is the entropy loss? It is the negative of policy/entropy."
+        )
     )
     total: Mean | None = reports(
-        Metric.quantity("loss/total", 924, "total loss", unit="loss", level=Level.MINIMAL)
-        .asks("What does the optimizer minimise: policy loss plus weighted value loss and entropy bonus?")
-        .absent("no finite loss")
+        Metric.quantity("loss/total", 924, "total loss", unit="loss", level=Level.MINIMAL).asks(
+            "What does the optimizer minimise: policy loss plus weighted value loss and entropy bonus?"
+        )
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("loss/policy_nonfinite", 925, "non-finite inputs of policy loss").asks(
@@ -63,19 +61,19 @@ class LossComponents(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
-class LossWeights(MetricGroup):
+class LossWeights(MetricGroup, absent="the weight is a constant of the run, or the trainer does not say"):
     """Weights of the losses in use."""
 
     replicated: ClassVar[bool] = True
     value: float | Tensor | None = reports(
-        Metric.quantity("loss/value_coef", 918, "weight of the value loss", unit="1", low=0.0)
-        .asks("What weight does the value loss have in this update?")
-        .absent("the weight is a constant of the run, or the trainer does not say")
+        Metric.magnitude("loss/value_coef", 918, "weight of the value loss", unit="1").asks(
+            "What weight does the value loss have in this update?"
+        )
     )
     entropy: float | Tensor | None = reports(
-        Metric.quantity("loss/entropy_coef", 919, "weight of the entropy bonus", unit="1")
-        .asks("What weight does the entropy bonus have in this update? Below 0 it punishes exploration.")
-        .absent("the weight is a constant of the run, or the trainer does not say")
+        Metric.quantity("loss/entropy_coef", 919, "weight of the entropy bonus", unit="1").asks(
+            "What weight does the entropy bonus have in this update? Below 0 it punishes exploration."
+        )
     )
 
 

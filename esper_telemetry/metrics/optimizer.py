@@ -199,7 +199,7 @@ class LearningRate(MetricGroup):
 
     replicated: ClassVar[bool] = True
     lr: float | Tensor | None = reports(
-        Metric.quantity("opt/lr", 600, "learning rate", unit="learning rate", low=0.0, level=Level.MINIMAL)
+        Metric.magnitude("opt/lr", 600, "learning rate", unit="learning rate", level=Level.MINIMAL)
         .asks("What is the nominal size of the optimizer's steps?")
         .absent("the optimizer is without parameters")
     )
@@ -212,7 +212,7 @@ class GroupLearningRates(MetricGroup):
     replicated: ClassVar[bool] = True
     group: tuple[str, ...] = label()
     lr: Last | None = reports(
-        Metric.quantity("opt/lr/{group}", 611, "learning rate of a group", unit="learning rate", low=0.0)
+        Metric.magnitude("opt/lr/{group}", 611, "learning rate of a group", unit="learning rate")
         .asks("What is the nominal size of the optimizer's steps for this part of the network?")
         .absent("all parameter groups of all optimizers have the rate `opt/lr`")
     )
@@ -224,7 +224,7 @@ class AdamMemory(MetricGroup):
 
     replicated: ClassVar[bool] = True
     beta2: float | Tensor | None = reports(
-        Metric.quantity("opt/beta2", 610, "reach of Adam's memory of squares", unit="1", low=0.0, high=1.0)
+        Metric.fraction("opt/beta2", 610, "reach of Adam's memory of squares", unit="1")
         .asks(
             "With what weight does Adam keep its average of squared gradients? It reaches back 1 / (1 - beta2) steps."
         )
@@ -234,25 +234,23 @@ class AdamMemory(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
-class AdamStep(MetricGroup):
+class AdamStep(MetricGroup, cost="sampled"):
     """The step that Adam has just taken, over all parameters."""
 
     replicated: ClassVar[bool] = True
     update_to_weight: Mean | None = reports(
-        Metric.ratio("opt/update_to_weight", 601, "step size next to the weights", cost="sampled")
+        Metric.ratio("opt/update_to_weight", 601, "step size next to the weights")
         .asks("How large is an optimizer step relative to the weights? About 0.001 is usual.")
         .bounds(healthy="1e-4 to 1e-2", warn="> 0.03", critical="> 0.1", source="CS231n")
         .absent("the optimizer is not Adam, or has taken no step, or all weights were zero")
     )
     update_rms_over_lr: Mean | None = reports(
-        Metric.quantity("opt/update_rms_over_lr", 602, "use of the learning rate", unit="1", low=0.0, cost="sampled")
+        Metric.magnitude("opt/update_rms_over_lr", 602, "use of the learning rate", unit="1")
         .asks("How much of its learning rate does Adam use? About 1 for consistent gradients, less for noisy ones.")
         .absent("the optimizer is not Adam, or has taken no step, or the learning rate is zero")
     )
     stable_rms: Max | None = reports(
-        Metric.quantity(
-            "opt/stable_rms", 603, "gradient next to Adam's memory of it", unit="1", low=0.0, cost="sampled"
-        )
+        Metric.magnitude("opt/stable_rms", 603, "gradient next to Adam's memory of it", unit="1")
         .asks("Is Adam's second moment out of date for some tensor? Above 1 the gradient has outgrown it.")
         .bounds(
             healthy="< 1.7",
@@ -263,13 +261,13 @@ class AdamStep(MetricGroup):
         .absent("the optimizer is not Adam, or has taken no step, or no parameter has a gradient")
     )
     snr_share: Mean | None = reports(
-        Metric.quantity("opt/snr_share", 604, "share of signal by Adam's state", unit="fraction", cost="sampled")
+        Metric.quantity("opt/snr_share", 604, "share of signal by Adam's state", unit="fraction")
         .asks("What share of the gradient is signal, according to Adam's state? For the trend only: biased under PPO.")
         .bounds(source="derivation and simulation; reads 0.128 for 0 with 4 epochs of 4 minibatches")
         .absent("the optimizer is not Adam, or has taken no step or only one, or its second moment is zero")
     )
     eps_dominated_frac: Mean | None = reports(
-        Metric.fraction("opt/eps_dominated_frac", 605, "share of parameters that epsilon dominates", cost="sampled")
+        Metric.fraction("opt/eps_dominated_frac", 605, "share of parameters that epsilon dominates")
         .asks("For what share of the parameters is Adam only a tiny plain gradient step?")
         .bounds(healthy="< 0.5", warn="> 0.9", source="heuristic")
         .absent("the optimizer is not Adam, or has taken no step")
@@ -278,21 +276,19 @@ class AdamStep(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSteps(MetricGroup):
+class LayerSteps(MetricGroup, cost="sampled"):
     """The step that Adam has just taken, for every parameter tensor, and the tensor's size."""
 
     replicated: ClassVar[bool] = True
     layer: tuple[str, ...] = label()
     update_to_weight: Mean | None = reports(
-        Metric.ratio("opt/update_to_weight/{layer}", 606, "step size next to a layer's weights", cost="sampled")
+        Metric.ratio("opt/update_to_weight/{layer}", 606, "step size next to a layer's weights")
         .asks("How large is an optimizer step relative to this tensor's weights? Exactly 0 for a frozen tensor.")
         .bounds(healthy="1e-4 to 1e-2", warn="> 0.03", critical="> 0.1", source="CS231n")
         .absent("the optimizer is not Adam, or has taken no step, or the tensor was zero")
     )
     weight_norm: Last | None = reports(
-        Metric.quantity(
-            "opt/weight_norm/{layer}", 607, "norm of a layer's weights", unit="weight norm", low=0.0, cost="sampled"
-        )
+        Metric.magnitude("opt/weight_norm/{layer}", 607, "norm of a layer's weights", unit="weight norm")
         .asks("How large are this tensor's weights?")
         .absent("the optimizer state of the tensor is missing")
     )

@@ -51,40 +51,40 @@ TELEMETRY_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class UpdatePerformance(MetricGroup):
+class UpdatePerformance(MetricGroup, absent="the trainer does not time it"):
     """Speed of training and the time of its phases, in one update; the slowest rank's if there are several."""
 
     update: float | None = reports(
-        Metric.quantity("train/update", 950, "updates", unit="index", low=1.0, level=Level.MINIMAL).asks(
-            "How many policy updates have been made?"
-        )
+        Metric.quantity("train/update", 950, "updates", unit="index", low=1.0, level=Level.MINIMAL)
+        .asks("How many policy updates have been made?")
+        .absent("")
     )
     env_steps_per_second: float | None = reports(
-        Metric.quantity(
-            "train/env_steps_per_second", 951, "environment steps per second", unit="1/s", low=0.0, level=Level.MINIMAL
+        Metric.magnitude(
+            "train/env_steps_per_second", 951, "environment steps per second", unit="1/s", level=Level.MINIMAL
         )
         .asks("How fast is training, in environment steps per second of wall time?")
         .absent("the update took no measurable time")
     )
     environment_ms: Max | None = reports(
-        Metric.milliseconds("perf/environment_ms", 952, "time in the environments")
-        .asks("How long did stepping the environments take in this update?")
-        .absent("the trainer does not time it")
+        Metric.milliseconds("perf/environment_ms", 952, "time in the environments").asks(
+            "How long did stepping the environments take in this update?"
+        )
     )
     inference_ms: Max | None = reports(
-        Metric.milliseconds("perf/inference_ms", 953, "time choosing actions")
-        .asks("How long did choosing actions take in this update, including storing the rollout?")
-        .absent("the trainer does not time it")
+        Metric.milliseconds("perf/inference_ms", 953, "time choosing actions").asks(
+            "How long did choosing actions take in this update, including storing the rollout?"
+        )
     )
     update_ms: Max | None = reports(
-        Metric.milliseconds("perf/update_ms", 954, "time learning")
-        .asks("How long did the optimization take in this update: advantages, losses, gradients, steps?")
-        .absent("the trainer does not time it")
+        Metric.milliseconds("perf/update_ms", 954, "time learning").asks(
+            "How long did the optimization take in this update: advantages, losses, gradients, steps?"
+        )
     )
     rollout_cpu_ms: Max | None = reports(
-        Metric.milliseconds("perf/rollout_cpu_ms", 955, "processor time of the rollout")
-        .asks("How much processor time did the rollout take, for all threads of the process?")
-        .absent("the trainer does not time it")
+        Metric.milliseconds("perf/rollout_cpu_ms", 955, "processor time of the rollout").asks(
+            "How much processor time did the rollout take, for all threads of the process?"
+        )
     )
     environment_cpu_ms: Max | None = reports(
         Metric.milliseconds("perf/environment_cpu_ms", 958, "processor time of the environments")
@@ -101,16 +101,14 @@ class UpdatePerformance(MetricGroup):
         .absent("the trainer does not time it, or the rollout is too short")
     )
     update_cpu_ms: Max | None = reports(
-        Metric.milliseconds("perf/update_cpu_ms", 956, "processor time of learning")
-        .asks("How much processor time did the optimization take, for all threads of the process?")
-        .absent("the trainer does not time it")
+        Metric.milliseconds("perf/update_cpu_ms", 956, "processor time of learning").asks(
+            "How much processor time did the optimization take, for all threads of the process?"
+        )
     )
     cpu_frac: float | None = reports(
-        Metric.quantity("perf/cpu_frac", 957, "busy processor cores", unit="cores", low=0.0)
-        .asks(
+        Metric.magnitude("perf/cpu_frac", 957, "busy processor cores", unit="cores").asks(
             "How many processor cores did training keep busy? Well below 1 it waits: for a device, a disk, other programs."
         )
-        .absent("the trainer does not time it")
     )
 
 
@@ -223,23 +221,21 @@ MEMORY_SOURCE = "when memory runs out, a process is killed, or an allocation fai
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessMemory(Derived):
+class ProcessMemory(Derived, absent="training is on the CPU"):
     """Memory of the training process, on rank 0. It is sampled at most once per second, in the process that makes the records."""
 
     process: float | None = reports(
-        Metric.quantity(
-            "perf/memory/process_mib", 981, "memory of the process", unit="MiB", low=0.0, level=Level.MINIMAL
-        )
+        Metric.magnitude("perf/memory/process_mib", 981, "memory of the process", unit="MiB", level=Level.MINIMAL)
         .asks("How much resident memory does the training process have? A steady rise is a leak.")
         .absent("the system lacks /proc")
     )
     children: float | None = reports(
-        Metric.quantity("perf/memory/children_mib", 982, "memory of child processes", unit="MiB", low=0.0)
+        Metric.magnitude("perf/memory/children_mib", 982, "memory of child processes", unit="MiB")
         .asks("How much memory do the child processes take: environments, data loaders, telemetry's worker and sinks?")
         .absent("the system does not list the children of a process")
     )
     process_frac: float | None = reports(
-        Metric.quantity("perf/memory/process_frac", 983, "share of the memory", unit="fraction", low=0.0)
+        Metric.magnitude("perf/memory/process_frac", 983, "share of the memory", unit="fraction")
         .asks("What share of the memory of the machine or its control group do training and its children take?")
         .bounds(healthy="< 0.85", warn="> 0.85", critical="> 0.95", source=MEMORY_SOURCE)
         .absent("neither a limit nor the machine's memory is known")
@@ -248,15 +244,14 @@ class ProcessMemory(Derived):
         )
     )
     device: float | None = reports(
-        Metric.quantity("perf/memory/device_mib", 984, "memory on devices", unit="MiB", low=0.0)
-        .asks("How much memory has the process reserved on its devices?")
-        .absent("training is on the CPU")
+        Metric.magnitude("perf/memory/device_mib", 984, "memory on devices", unit="MiB").asks(
+            "How much memory has the process reserved on its devices?"
+        )
     )
     device_frac: float | None = reports(
         Metric.fraction("perf/memory/device_frac", 985, "share of a device's memory")
         .asks("What share of the fullest device's memory is taken, by any process?")
         .bounds(healthy="< 0.85", warn="> 0.85", critical="> 0.95", source=MEMORY_SOURCE)
-        .absent("training is on the CPU")
         .advises("Use smaller minibatches or rollouts, or a device that other programs do not use.")
     )
 
@@ -273,7 +268,7 @@ class SinkHealth(Derived):
         .advises(BACKEND_BEHIND)
     )
     lag_seconds: Array | None = reports(
-        Metric.quantity("telemetry/{sink}/lag_seconds", 978, "age of what a backend has", unit="s", low=0.0)
+        Metric.magnitude("telemetry/{sink}/lag_seconds", 978, "age of what a backend has", unit="s")
         .asks("How old is the last record that this backend has taken, if others are waiting?")
         .bounds(healthy="a few", warn="growing: the backend is slow or unreachable")
         .advises(BACKEND_BEHIND)

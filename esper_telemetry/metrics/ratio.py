@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, Rows, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Counts, Ess, Max, Mean, Min, Moments, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import (
     LOG_RATIOS,
     Quantiles,
@@ -65,7 +65,7 @@ POLICY_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class RatioDiagnostics(MetricGroup):
+class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
     """The log-ratio family of the joint policy."""
 
     kl: Mean = reports(
@@ -79,8 +79,7 @@ class RatioDiagnostics(MetricGroup):
             warn="> 0.03",
             critical="> 0.1",
             source=f"{SCHULMAN}; stop rules of SB3, Spinning Up, CleanRL, rsl_rl; healthy runs p05-p95 .002-.013",
-        )
-        .absent("no valid, finite row"),
+        ),
         Metric.nats(
             "policy/kl_max",
             102,
@@ -99,12 +98,10 @@ class RatioDiagnostics(MetricGroup):
         .absent("no minibatch follows an optimizer step of this update"),
         Metric.nats("policy/kl_first", 103, "KL divergence before the first step", rows=Rows.FIRST)
         .asks("Do stored and recomputed log-probabilities agree before anything was learned? It must be about 0.")
-        .bounds(healthy="about 0", warn="> 1e-6", source="identity: the policy has not changed yet")
-        .absent("no valid, finite row"),
+        .bounds(healthy="about 0", warn="> 1e-6", source="identity: the policy has not changed yet"),
         Metric.nats("policy/kl_last", 104, "KL divergence in the last epoch", rows=Rows.LAST_EPOCH)
         .asks("How far did the policy move in the end, over the last epoch?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
-        .absent("no valid, finite row")
         .advises(MOVED_TOO_FAR),
         Metric.quantity(
             "policy/kl_epoch_slope", 105, "growth of the KL divergence per epoch", unit="nats/epoch", over="slope"
@@ -120,7 +117,6 @@ class RatioDiagnostics(MetricGroup):
             "means wrong log-probabilities."
         )
         .bounds(healthy="within 4 standard errors of policy/kl", source=f"{SCHULMAN}; CleanRL old_approx_kl")
-        .absent("no valid, finite row")
     )
     kl_k2: Mean = reports(
         Metric.nats("policy/kl_k2", 107, "KL divergence, estimator k2")
@@ -128,7 +124,6 @@ class RatioDiagnostics(MetricGroup):
             "What is the value of the estimator mean(l²/2)? Far from policy/kl, a few ratios are very large or small."
         )
         .bounds(healthy="0.7 to 1.4 times policy/kl", source=SCHULMAN)
-        .absent("no valid, finite row")
     )
     kl_rev: Mean = reports(
         Metric.nats("policy/kl_rev", 108, "reverse KL divergence")
@@ -137,7 +132,6 @@ class RatioDiagnostics(MetricGroup):
             "mass moved to actions that the old policy seldom took."
         )
         .bounds(healthy="close to policy/kl", source=SCHULMAN)
-        .absent("no valid, finite row")
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("policy/kl_nonfinite", 109, "non-finite inputs of KL divergence of the update").asks(
@@ -145,20 +139,18 @@ class RatioDiagnostics(MetricGroup):
         )
     )
     logratio: Moments = reports(
-        Metric.nats("policy/logratio/mean", 110, "mean of log-ratios", low=None)
-        .asks("Did the chosen actions become more (above 0) or less likely?")
-        .absent("no valid, finite row"),
+        Metric.nats("policy/logratio/mean", 110, "mean of log-ratios", low=None).asks(
+            "Did the chosen actions become more (above 0) or less likely?"
+        ),
         Metric.nats("policy/logratio/std", 111, "standard deviation of log-ratios", of="std")
         .asks("How differently did the probabilities of the chosen actions change?")
         .bounds(healthy="< 0.15", warn="> 0.3", critical="> 0.7", source="heuristic")
-        .absent("no valid, finite row")
         .advises(MOVED_TOO_FAR),
     )
     logratio_absmax: Max = reports(
         Metric.nats("policy/logratio/absmax", 112, "largest magnitude of log-ratios")
         .asks("By how much did the probability of any single chosen action change at most?")
         .bounds(healthy="< 1", warn="> 1.6 (a factor of 5)", source="ratio bounds 5 and 0.1 of esper-lite")
-        .absent("no valid, finite row")
         .advises(RARE_ACTIONS),
         Metric.nats(
             "integrity/ratio_init", 801, "log-ratio before the first step", rows=Rows.FIRST, level=Level.MINIMAL
@@ -172,25 +164,21 @@ class RatioDiagnostics(MetricGroup):
             warn="> 1e-5 (fp32), 1e-3 (tf32), 2e-2 (bf16, fp16); for Gaussian heads times max(1, 1/σ_min)",
             critical="> 1e-3 (fp32), 1e-2 (tf32), 5e-2 (bf16, fp16)",
             source="huggingface/trl#454; sb3-contrib#75; Huang 2022",
-        )
-        .absent("no valid, finite row"),
+        ),
     )
     ratio: Moments = reports(
         Metric.ratio("policy/ratio/mean", 113, "mean of probability ratios")
         .asks("Is the mean probability ratio 1, as it must be up to sampling noise?")
-        .bounds(healthy="within 4 std/√N of 1", source="E_old[r] = 1")
-        .absent("no valid, finite row"),
+        .bounds(healthy="within 4 std/√N of 1", source="E_old[r] = 1"),
         Metric.ratio("policy/ratio/std", 114, "standard deviation of probability ratios", of="std")
         .asks("How widely do the probability ratios scatter?")
         .bounds(healthy="< 0.15", warn="> 0.3", critical="> 0.7", source="heuristic")
-        .absent("no valid, finite row")
         .advises(RARE_ACTIONS),
     )
     ratio_min: Min = reports(
         Metric.ratio("policy/ratio/min", 115, "smallest of probability ratios")
         .asks("How much less likely did any chosen action become?")
         .bounds(healthy="> 0.3", warn="< 0.2", critical="< 0.1", source="heuristic")
-        .absent("no valid, finite row")
     )
     ratio_max: Max = reports(
         Metric.ratio("policy/ratio/max", 116, "largest of probability ratios", level=Level.MINIMAL)
@@ -201,22 +189,19 @@ class RatioDiagnostics(MetricGroup):
             critical="> 10 with policy/ess_frac < 0.8",
             source="ratio bounds 5 and 0.1 of esper-lite",
         )
-        .absent("no valid, finite row")
     )
     ratio_quantiles: Quantiles = reports(
         Metric.ratio("policy/ratio/p01", 117, "1 % quantile of probability ratios", of="p01")
         .asks("What is the ratio of the 1 % of actions that lost the most probability, at most?")
-        .bounds(healthy="> 0.5", source="heuristic")
-        .absent("no valid, finite row"),
+        .bounds(healthy="> 0.5", source="heuristic"),
         Metric.ratio("policy/ratio/p99", 118, "99 % quantile of probability ratios", of="p99")
         .asks("What is the ratio of the 1 % of actions that gained the most probability, at least?")
-        .bounds(healthy="< 1.5", source="heuristic")
-        .absent("no valid, finite row"),
+        .bounds(healthy="< 1.5", source="heuristic"),
     )
     histogram: Counts = reports(
-        Metric.nats("policy/logratio/hist", 196, "hist of log-ratios", low=None)
-        .asks("How are the changes in probability of the chosen actions distributed?")
-        .absent("no valid, finite row")
+        Metric.nats("policy/logratio/hist", 196, "hist of log-ratios", low=None).asks(
+            "How are the changes in probability of the chosen actions distributed?"
+        )
     )
     clip_frac: Mean | None = reports(
         Metric.fraction("policy/clip_frac", 119, "clip fraction", rows=Rows.AFTER_STEP, level=Level.MINIMAL)
@@ -257,14 +242,12 @@ class RatioDiagnostics(MetricGroup):
             warn="< 0.8",
             critical="< 0.5",
             source="Kong 1992; healthy runs p05 .94, worst minibatch .69",
-        )
-        .absent("no valid, finite row"),
+        ),
         Metric.fraction(
             "policy/ess_frac_min", 124, "effective sample size of the worst minibatch", over="min", level=Level.MINIMAL
         )
         .asks("What share of the samples still counts in the worst minibatch?")
-        .bounds(healthy="> 0.7", warn="< 0.6", critical="< 0.4", source="as policy/ess_frac")
-        .absent("no valid, finite row"),
+        .bounds(healthy="> 0.7", warn="< 0.6", critical="< 0.4", source="as policy/ess_frac"),
     )
     surrogate_gain: Mean | None = reports(
         Metric.quantity(
@@ -381,7 +364,7 @@ def effective_sample_size(s: Sample) -> Ess:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRatio(MetricGroup):
+class HeadRatio(MetricGroup, absent="no valid row in which the head takes part"):
     """The log-ratio family per head."""
 
     head: tuple[str, ...] = label()
@@ -389,28 +372,24 @@ class HeadRatio(MetricGroup):
         Metric.nats("policy/head/{head}/kl", 151, "KL divergence of a head")
         .asks("How far did the update move this head, in the rows in which it takes part?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
-        .absent("no valid row in which the head takes part")
         .advises(MOVED_TOO_FAR)
     )
     logratio: Moments = reports(
         Metric.nats("policy/head/{head}/logratio/std", 152, "standard deviation of a head's log-ratios", of="std")
         .asks("How differently did the probabilities of this head's actions change?")
         .bounds(healthy="< 0.15", warn="> 0.3", critical="> 0.7", source="heuristic")
-        .absent("no valid row in which the head takes part")
         .advises(MOVED_TOO_FAR)
     )
     ratio_min: Min = reports(
         Metric.ratio("policy/head/{head}/ratio/min", 153, "smallest of a head's probability ratios")
         .asks("How much less likely did any action of this head become?")
         .bounds(healthy="> 0.3", warn="< 0.2", critical="< 0.1", source="heuristic")
-        .absent("no valid row in which the head takes part")
         .advises(RARE_ACTIONS)
     )
     ratio_max: Max = reports(
         Metric.ratio("policy/head/{head}/ratio/max", 154, "largest of a head's probability ratios")
         .asks("How much more likely did any action of this head become?")
         .bounds(healthy="< 2", warn="> 5", critical="> 10", source="as policy/ratio/max")
-        .absent("no valid row in which the head takes part")
     )
     clip_frac: Mean | None = reports(
         Metric.fraction("policy/head/{head}/clip_frac", 155, "clip fraction of a head", rows=Rows.AFTER_STEP)

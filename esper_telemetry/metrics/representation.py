@@ -48,17 +48,17 @@ REPRESENTATION_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class UnitActivity(MetricGroup):
+class UnitActivity(MetricGroup, cost="sampled"):
     """Inactive units of all layers together."""
 
     dormant: Mean = reports(
-        Metric.fraction("repr/dormant_frac", 751, "dormant units", cost="sampled")
+        Metric.fraction("repr/dormant_frac", 751, "dormant units")
         .asks("What share of the units hardly responds to anything any more?")
         .bounds(healthy="< 0.15", warn="> 0.35", critical="> 0.75", source=SOKAR)
         .absent("no valid row, or activations were not sampled")
     )
     dead: Mean | None = reports(
-        Metric.fraction("repr/dead_frac", 753, "dead units", cost="sampled")
+        Metric.fraction("repr/dead_frac", 753, "dead units")
         .asks("What share of the units is dead: a ReLU that is always off, a tanh that is always saturated?")
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.7", source="Moalla 2024, 2405.00662")
         .absent("no valid row, or activations were not sampled, or the nonlinearity is unknown")
@@ -159,9 +159,7 @@ class CapacityLoss(MetricGroup):
     """Remaining error after some steps towards random targets, relative to the initial error."""
 
     loss: Last = reports(
-        Metric.quantity(
-            "repr/capacity_loss", 763, "capacity loss", unit="loss", low=0.0, level=Level.DEBUG, cost="debug"
-        )
+        Metric.magnitude("repr/capacity_loss", 763, "capacity loss", unit="loss", level=Level.DEBUG, cost="debug")
         .asks(
             "How badly does the network fit random targets after a few steps? The error grows as the network loses its "
             "ability to learn; 1 means that nothing was learned."
@@ -178,7 +176,6 @@ def capacity_loss(
     *,
     steps: int = STEPS,
     learning_rate: float = LEARNING_RATE,
-    seed: int = SEED,
 ) -> CapacityLoss:
     """Return the mean squared error, in units of the targets' variance, after some steps towards random targets.
 
@@ -188,10 +185,9 @@ def capacity_loss(
         inputs: [n, ...].
         steps: steps of Adam on all inputs at once.
         learning_rate: learning rate of these steps.
-        seed: seed of the targets and of the linear layer that reads the features, for a separate generator.
     """
     with torch.enable_grad():
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(SEED)
         targets = torch.randn(len(inputs), 1, generator=generator).to(inputs.device)
         targets = targets - targets.mean()
         width = network(inputs).shape[-1]
@@ -261,7 +257,7 @@ class FeatureNorm(MetricGroup):
     """Length of the features."""
 
     norm: Mean = reports(
-        Metric.quantity("repr/feature_norm", 758, "feature norm", unit="feature norm", low=0.0, cost="sampled")
+        Metric.magnitude("repr/feature_norm", 758, "feature norm", unit="feature norm", cost="sampled")
         .asks(
             "How long are the features before the last nonlinearity? The norm grows, then the rank falls, then the policy collapses."
         )
@@ -293,17 +289,15 @@ class FeatureDrift(MetricGroup):
 
 
 @inference_mode
-def feature_drift(old: Tensor, new: Tensor, *, valid: Tensor | None = None) -> FeatureDrift:
-    """Return the mean cosine between features before and after.
+def feature_drift(old: Tensor, new: Tensor) -> FeatureDrift:
+    """Return the mean cosine between features [N, D] of the same states before and after.
 
-    Args:
-        old, new: [N, D], of the same states; rows of zeros do not count, because their direction is undefined.
-        valid: [N] bool; None if every row is valid.
+    Rows of zeros do not count, because their direction is undefined.
     """
     same_shape(old=old, new=new)
     before, after = old.detach().double(), new.detach().double()
     norm = torch.linalg.vector_norm
-    s = sample(torch.linalg.vecdot(before, after) / norm(before, dim=-1) / norm(after, dim=-1), valid)
+    s = sample(torch.linalg.vecdot(before, after) / norm(before, dim=-1) / norm(after, dim=-1))
     return FeatureDrift(s.mean(s.values))
 
 
@@ -314,38 +308,36 @@ VARIANCE = 0.99
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureRank(MetricGroup):
+class FeatureRank(
+    MetricGroup,
+    absent="fewer valid rows than features, features that are not finite, or they were not sampled",
+    cost="sampled",
+):
     """Ranks of the features that the heads read."""
 
     effective_rank: Mean | None = reports(
-        Metric.quantity("repr/effective_rank", 754, "effective rank", unit="dimensions", low=1.0, cost="sampled")
+        Metric.quantity("repr/effective_rank", 754, "effective rank", unit="dimensions", low=1.0)
         .asks("How many dimensions do the features effectively use? A collapse precedes the policy's collapse.")
         .bounds(
             healthy="rising, then level",
             critical="below half of the run's median",
             source="e to the entropy of σ / Σσ: Roy & Vetterli 2007; Moalla 2024, 2405.00662",
         )
-        .absent("fewer valid rows than features, features that are not finite, or they were not sampled")
     )
     srank: Mean | None = reports(
-        Metric.quantity("repr/srank", 755, "stable rank", unit="dimensions", low=1.0, cost="sampled")
+        Metric.quantity("repr/srank", 755, "stable rank", unit="dimensions", low=1.0)
         .asks("How many singular values make up 99 % of their sum?")
         .bounds(source="Kumar 2021, 2010.14498")
-        .absent("fewer valid rows than features, features that are not finite, or they were not sampled")
     )
     pca99: Mean | None = reports(
-        Metric.quantity(
-            "repr/pca99", 756, "directions with 99 % of the length", unit="dimensions", low=1.0, cost="sampled"
-        )
+        Metric.quantity("repr/pca99", 756, "directions with 99 % of the length", unit="dimensions", low=1.0)
         .asks("How many directions carry 99 % of the features' squared length?")
         .bounds(source="Moalla 2024, 2405.00662")
-        .absent("fewer valid rows than features, features that are not finite, or they were not sampled")
     )
     feature_rank: Mean | None = reports(
-        Metric.quantity("repr/feature_rank", 757, "feature rank", unit="dimensions", low=0.0, cost="sampled")
+        Metric.magnitude("repr/feature_rank", 757, "feature rank", unit="dimensions")
         .asks("How many directions of the features are longer than 0.01 for a typical state?")
         .bounds(source="Lyle 2022, 2204.09560")
-        .absent("fewer valid rows than features, features that are not finite, or they were not sampled")
     )
 
 
@@ -385,45 +377,26 @@ LEVELS = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerResponses(MetricGroup):
+class LayerResponses(
+    MetricGroup, absent="no finite response, or they were not sampled", cost="debug", level=Level.DEBUG
+):
     """Quantiles of all responses of a layer."""
 
     layer: tuple[str, ...] = label()
     low: Last | None = reports(
-        Metric.quantity(
-            "repr/response/{layer}/p05",
-            764,
-            "5 % quantile of a layer's responses",
-            unit="response",
-            level=Level.DEBUG,
-            cost="debug",
+        Metric.quantity("repr/response/{layer}/p05", 764, "5 % quantile of a layer's responses", unit="response").asks(
+            "How low do this layer's responses go? Near -1 after a tanh: its units are saturated."
         )
-        .asks("How low do this layer's responses go? Near -1 after a tanh: its units are saturated.")
-        .absent("no finite response, or they were not sampled")
     )
     median: Last | None = reports(
-        Metric.quantity(
-            "repr/response/{layer}/p50",
-            765,
-            "median of a layer's responses",
-            unit="response",
-            level=Level.DEBUG,
-            cost="debug",
+        Metric.quantity("repr/response/{layer}/p50", 765, "median of a layer's responses", unit="response").asks(
+            "What is the median of this layer's responses? Exactly 0 after a ReLU: half of them are silent."
         )
-        .asks("What is the median of this layer's responses? Exactly 0 after a ReLU: half of them are silent.")
-        .absent("no finite response, or they were not sampled")
     )
     high: Last | None = reports(
-        Metric.quantity(
-            "repr/response/{layer}/p95",
-            766,
-            "95 % quantile of a layer's responses",
-            unit="response",
-            level=Level.DEBUG,
-            cost="debug",
+        Metric.quantity("repr/response/{layer}/p95", 766, "95 % quantile of a layer's responses", unit="response").asks(
+            "How high do this layer's responses go? Exactly 0 after a ReLU: the layer is all but dead."
         )
-        .asks("How high do this layer's responses go? Exactly 0 after a ReLU: the layer is all but dead.")
-        .absent("no finite response, or they were not sampled")
     )
 
 

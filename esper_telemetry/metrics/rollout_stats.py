@@ -12,12 +12,12 @@ from functools import partial
 from typing import Protocol
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Counts, Last, Max, Mean, Min, Moments, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import (
     REWARDS,
     Quantiles,
@@ -121,7 +121,7 @@ class NormalizerDrift(MetricGroup):
 
     normalizer: str = label()
     drift: Last = reports(
-        Metric.quantity("norm/{normalizer}/drift", 321, "drift of a normaliser", unit="σ or ln, the larger", low=0.0)
+        Metric.magnitude("norm/{normalizer}/drift", 321, "drift of a normaliser", unit="σ or ln, the larger")
         .asks(
             "How far did the normaliser's mean or scale move over the last 10 updates? The networks see shifted inputs."
         )
@@ -215,33 +215,33 @@ REWARDS_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class RewardStats(MetricGroup):
+class RewardStats(MetricGroup, absent="no valid, finite reward"):
     """Rewards of a rollout before any normaliser."""
 
     moments: Moments = reports(
-        Metric.quantity("reward/mean", 311, "mean of rewards", unit="reward")
-        .asks("How much reward does a step bring on average?")
-        .absent("no valid, finite reward"),
-        Metric.quantity("reward/std", 312, "standard deviation of rewards", unit="reward", low=0.0, of="std")
+        Metric.quantity("reward/mean", 311, "mean of rewards", unit="reward").asks(
+            "How much reward does a step bring on average?"
+        ),
+        Metric.std("reward/std", 312, "standard deviation of rewards", unit="reward")
         .asks("Do rewards vary? Exactly 0 for long means that the reward is not connected, or clipped away.")
-        .bounds(healthy="> 0", critical="exactly 0 over 10 updates", source="heuristic")
-        .absent("no valid, finite reward"),
+        .bounds(healthy="> 0", critical="exactly 0 over 10 updates", source="heuristic"),
     )
     absmax: Max = reports(
-        Metric.quantity("reward/absmax", 313, "largest magnitude of rewards", unit="reward", low=0.0)
-        .asks("What is the largest single reward or penalty? A jump points at the environment.")
-        .absent("no valid, finite reward")
+        Metric.magnitude("reward/absmax", 313, "largest magnitude of rewards", unit="reward").asks(
+            "What is the largest single reward or penalty? A jump points at the environment."
+        )
     )
     zero: Mean = reports(
-        Metric.fraction("reward/zero_frac", 314, "share of steps without reward")
-        .asks("What share of the steps brings no reward? Near 1: rewards are sparse.")
-        .absent("no valid, finite reward")
+        Metric.fraction("reward/zero_frac", 314, "share of steps without reward").asks(
+            "What share of the steps brings no reward? Near 1: rewards are sparse."
+        )
     )
     nonfinite: Sum = reports(
         Metric.count("reward/nonfinite", 315, "rewards that are not finite")
         .asks("How many rewards were NaN or infinite?")
         .bounds(healthy="0", critical="> 0", source="always an error of the environment")
         .advises("Fix the environment or its wrappers: a reward has to be a number.")
+        .absent("")
     )
 
 
@@ -266,48 +266,39 @@ def reward_stats(rewards: ArrayLike, *, valid: ArrayLike | None = None) -> Rewar
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnStats(MetricGroup):
+class ReturnStats(MetricGroup, absent="no valid, finite return"):
     """Returns of a rollout, as the critic is trained on them."""
 
     moments: Moments = reports(
-        Metric.quantity("ret/mean", 301, "mean of returns", unit="return", level=Level.MINIMAL)
-        .asks("What return does the critic have to predict on average?")
-        .absent("no valid, finite return"),
-        Metric.quantity(
-            "ret/std", 302, "standard deviation of returns", unit="return", low=0.0, of="std", level=Level.MINIMAL
-        )
+        Metric.quantity("ret/mean", 301, "mean of returns", unit="return", level=Level.MINIMAL).asks(
+            "What return does the critic have to predict on average?"
+        ),
+        Metric.std("ret/std", 302, "standard deviation of returns", unit="return", level=Level.MINIMAL)
         .asks("How much do returns vary? A jump means that the scale of rewards changed.")
-        .bounds(warn="robust z of log10 above 4", critical="robust z of log10 above 8", source="SB3#2240; cleanrl#441")
-        .absent("no valid, finite return"),
+        .bounds(warn="robust z of log10 above 4", critical="robust z of log10 above 8", source="SB3#2240; cleanrl#441"),
         Metric.quantity("ret/skew", 303, "skewness of returns", unit="1", of="skew")
         .asks("Is one tail of the returns longer: a few very good (above 0) or very bad ones?")
         .absent("returns do not vary"),
     )
     smallest: Min = reports(
-        Metric.quantity("ret/min", 304, "smallest of returns", unit="return")
-        .asks("What is the lowest return?")
-        .absent("no valid, finite return")
+        Metric.quantity("ret/min", 304, "smallest of returns", unit="return").asks("What is the lowest return?")
     )
     largest: Max = reports(
-        Metric.quantity("ret/max", 305, "largest of returns", unit="return")
-        .asks("What is the highest return?")
-        .absent("no valid, finite return")
+        Metric.quantity("ret/max", 305, "largest of returns", unit="return").asks("What is the highest return?")
     )
     quantiles: Quantiles = reports(
-        Metric.quantity("ret/p10", 306, "10 % quantile of returns", unit="return", of="p10")
-        .asks("How low are the lowest 10 % of the returns?")
-        .absent("no valid, finite return"),
-        Metric.quantity("ret/p50", 307, "median of returns", unit="return", of="p50")
-        .asks("What is the median return?")
-        .absent("no valid, finite return"),
-        Metric.quantity("ret/p90", 308, "90 % quantile of returns", unit="return", of="p90")
-        .asks("How high are the highest 10 % of the returns?")
-        .absent("no valid, finite return"),
+        Metric.quantity("ret/p10", 306, "10 % quantile of returns", unit="return", of="p10").asks(
+            "How low are the lowest 10 % of the returns?"
+        ),
+        Metric.quantity("ret/p50", 307, "median of returns", unit="return", of="p50").asks(
+            "What is the median return?"
+        ),
+        Metric.quantity("ret/p90", 308, "90 % quantile of returns", unit="return", of="p90").asks(
+            "How high are the highest 10 % of the returns?"
+        ),
     )
     histogram: Counts = reports(
-        Metric.quantity("ret/hist", 310, "histogram of returns", unit="return")
-        .asks("How are the returns distributed?")
-        .absent("no valid, finite return")
+        Metric.quantity("ret/hist", 310, "histogram of returns", unit="return").asks("How are the returns distributed?")
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("ret/mean_nonfinite", 309, "non-finite inputs of mean of returns").asks(
@@ -438,40 +429,36 @@ def _follow_time(rows: Tensor, ended: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ObservationScale(MetricGroup):
+class ObservationScale(MetricGroup, absent="observations are whole numbers, images or hidden"):
     """Size of the features that the networks receive, after any normaliser. Only rank 0 reports, because sizes do not add up."""
 
     replicated = True
 
     largest: Max = reports(
-        Metric.quantity("obs/rms_max", 862, "size of the largest feature", unit="observation", low=0.0)
+        Metric.magnitude("obs/rms_max", 862, "size of the largest feature", unit="observation")
         .asks(
             "How large is the largest entry of the observation, as a root mean square? About 1 is easy to learn from."
         )
         .bounds(
             healthy="0.1 to 10", warn="> 100: networks saturate", source="37 details of PPO: observations are scaled"
         )
-        .absent("observations are whole numbers, images or hidden")
     )
     typical: Mean = reports(
-        Metric.quantity("obs/rms_median", 863, "size of the middle feature", unit="observation", low=0.0)
+        Metric.magnitude("obs/rms_median", 863, "size of the middle feature", unit="observation")
         .asks("How large is the median of the entries that vary, as a root mean square? About 1 after a normaliser.")
         .bounds(healthy="0.3 to 3 after a normaliser", warn="< 0.01 or > 5 there", source="heuristic")
-        .absent("observations are whole numbers, images or hidden")
     )
     ratio: Max = reports(
         Metric.ratio("obs/rms_ratio", 864, "largest over smallest feature")
         .asks("Among the entries that vary, how many times larger is the largest than the smallest?")
         .bounds(healthy="< 100", warn="> 1000: the small entries are lost", source="heuristic")
-        .absent("observations are whole numbers, images or hidden")
     )
     offset: Max = reports(
-        Metric.quantity("obs/offset", 865, "distance of a feature from 0", unit="σ of the feature", low=0.0)
+        Metric.magnitude("obs/offset", 865, "distance of a feature from 0", unit="σ of the feature")
         .asks(
             "Among entries larger than 10, what is the largest distance of a mean from 0, in standard deviations? 0 without such entries."
         )
         .bounds(healthy="< 10", warn="> 100 if the entry is large, too", source="heuristic")
-        .absent("observations are whole numbers, images or hidden")
     )
 
 

@@ -10,12 +10,12 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Moments, Reduction, Slot, Statistic, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import (
     REWARDS,
     Quantiles,
@@ -53,7 +53,7 @@ CRITIC_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class ValueFit(MetricGroup):
+class ValueFit(MetricGroup, absent="no valid, finite pair of value and return"):
     """The critic's estimates compared with their regression targets; errors are V - R.
 
     Explained variance, R² and the normalised error are functions of `value/err/std`, `value/bias` and `ret/std`.
@@ -67,80 +67,52 @@ class ValueFit(MetricGroup):
             warn="> 0.5 of ret/std",
             critical="> 1 of ret/std",
             source="heuristic; EV(V + c) = EV(V)",
-        )
-        .absent("no valid, finite pair of value and return"),
-        Metric.quantity(
-            "value/err/std",
-            402,
-            "standard deviation of the critic's errors",
-            unit="return",
-            low=0.0,
-            of="std",
-            level=Level.MINIMAL,
+        ),
+        Metric.std(
+            "value/err/std", 402, "standard deviation of the critic's errors", unit="return", level=Level.MINIMAL
         )
         .asks("How widely do the critic's errors scatter around its bias?")
-        .bounds(healthy="well below ret/std")
-        .absent("no valid, finite pair of value and return"),
+        .bounds(healthy="well below ret/std"),
         Metric.quantity("value/err/skew", 403, "skewness of the critic's errors", unit="1", of="skew")
         .asks("Are large errors one-sided: overestimates (above 0) or underestimates?")
         .absent("errors do not vary"),
     )
     estimate: Moments = reports(
-        Metric.quantity(
-            "value/std",
-            404,
-            "standard deviation of the critic's estimates",
-            unit="return",
-            low=0.0,
-            of="std",
-            level=Level.MINIMAL,
-        )
+        Metric.std("value/std", 404, "standard deviation of the critic's estimates", unit="return", level=Level.MINIMAL)
         .asks("How much do the critic's estimates differ between states? Near 0: it predicts the same everywhere.")
         .bounds(healthy="close to value/target/std")
-        .absent("no valid, finite pair of value and return")
     )
     target: Moments = reports(
-        Metric.quantity(
-            "value/target/std",
-            405,
-            "standard deviation of the critic's targets",
-            unit="return",
-            low=0.0,
-            of="std",
-            level=Level.MINIMAL,
-        )
-        .asks("How much do the critic's targets vary?")
-        .absent("no valid, finite pair of value and return")
+        Metric.std(
+            "value/target/std", 405, "standard deviation of the critic's targets", unit="return", level=Level.MINIMAL
+        ).asks("How much do the critic's targets vary?")
     )
     quantiles: Quantiles = reports(
         Metric.quantity("value/err/p05", 406, "5 % quantile of the critic's errors", unit="return", of="p05")
         .asks("How large are the critic's worst 5 % of underestimates?")
-        .bounds(healthy="|p95| / |p05| between 1/3 and 3", source="heuristic")
-        .absent("no valid, finite pair of value and return"),
-        Metric.quantity("value/err/p25", 407, "25 % quantile of the critic's errors", unit="return", of="p25")
-        .asks("Which error do a quarter of the estimates stay below?")
-        .absent("no valid, finite pair of value and return"),
+        .bounds(healthy="|p95| / |p05| between 1/3 and 3", source="heuristic"),
+        Metric.quantity("value/err/p25", 407, "25 % quantile of the critic's errors", unit="return", of="p25").asks(
+            "Which error do a quarter of the estimates stay below?"
+        ),
         Metric.quantity("value/err/p50", 408, "median of the critic's errors", unit="return", of="p50")
         .asks("What is the critic's typical (median) error?")
-        .bounds(healthy="about 0")
-        .absent("no valid, finite pair of value and return"),
-        Metric.quantity("value/err/p75", 409, "75 % quantile of the critic's errors", unit="return", of="p75")
-        .asks("Which error do a quarter of the estimates exceed?")
-        .absent("no valid, finite pair of value and return"),
+        .bounds(healthy="about 0"),
+        Metric.quantity("value/err/p75", 409, "75 % quantile of the critic's errors", unit="return", of="p75").asks(
+            "Which error do a quarter of the estimates exceed?"
+        ),
         Metric.quantity("value/err/p95", 410, "95 % quantile of the critic's errors", unit="return", of="p95")
         .asks("How large are the critic's worst 5 % of overestimates?")
-        .bounds(healthy="|p95| / |p05| between 1/3 and 3", source="heuristic")
-        .absent("no valid, finite pair of value and return"),
+        .bounds(healthy="|p95| / |p05| between 1/3 and 3", source="heuristic"),
     )
     histogram: Counts = reports(
-        Metric.quantity("value/err/hist", 413, "histogram of the critic's errors", unit="return")
-        .asks("How are the critic's errors distributed?")
-        .absent("no valid, finite pair of value and return")
+        Metric.quantity("value/err/hist", 413, "histogram of the critic's errors", unit="return").asks(
+            "How are the critic's errors distributed?"
+        )
     )
     absmax: Max = reports(
-        Metric.quantity("value/err/absmax", 411, "largest magnitude of the critic's errors", unit="return", low=0.0)
-        .asks("What is the critic's largest single error?")
-        .absent("no valid, finite pair of value and return")
+        Metric.magnitude("value/err/absmax", 411, "largest magnitude of the critic's errors", unit="return").asks(
+            "What is the critic's largest single error?"
+        )
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("value/explained_variance_nonfinite", 412, "non-finite inputs of explained variance")
@@ -218,12 +190,11 @@ class ValueMovement(MetricGroup):
         .advises(CRITIC_MOVED)
     )
     move: ScaledMean = reports(
-        Metric.quantity(
+        Metric.magnitude(
             "value/move_over_std",
             422,
             "movement of the critic in standard deviations of returns",
             unit="σ_R",
-            low=0.0,
             cost="sampled",
         )
         .asks("How far did the update move the critic, in units of the returns' spread?")
@@ -272,25 +243,21 @@ def value_movement(
 
 
 @dataclass(frozen=True, slots=True)
-class TdErrors(MetricGroup):
+class TdErrors(MetricGroup, absent="no valid, finite step"):
     """Bellman errors δ = r + γ V(next) - V."""
 
     delta: Moments = reports(
         Metric.quantity("value/td/mean", 431, "mean of one-step surprises", unit="reward")
         .asks("Does the critic's next estimate contradict it on average? Above 0: it promises too little.")
-        .bounds(healthy="about 0")
-        .absent("no valid, finite step"),
-        Metric.quantity(
-            "value/td/std", 432, "standard deviation of one-step surprises", unit="reward", low=0.0, of="std"
-        )
-        .asks("How noisy are the critic's one-step surprises?")
-        .absent("no valid, finite step"),
+        .bounds(healthy="about 0"),
+        Metric.std("value/td/std", 432, "standard deviation of one-step surprises", unit="reward").asks(
+            "How noisy are the critic's one-step surprises?"
+        ),
     )
     magnitude: Mean = reports(
-        Metric.quantity("value/td/absmean", 433, "mean magnitude of one-step surprises", unit="reward", low=0.0)
+        Metric.magnitude("value/td/absmean", 433, "mean magnitude of one-step surprises", unit="reward")
         .asks("How large is the critic's typical one-step surprise?")
         .bounds(healthy="falls, then flattens")
-        .absent("no valid, finite step")
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("value/td/mean_nonfinite", 434, "non-finite inputs of mean of one-step surprises").asks(
@@ -321,7 +288,7 @@ class TerminalError(MetricGroup):
     """Error of the critic at terminal steps."""
 
     error: Mean = reports(
-        Metric.quantity("value/terminal_err", 435, "error at terminal steps", unit="reward", low=0.0)
+        Metric.magnitude("value/terminal_err", 435, "error at terminal steps", unit="reward")
         .asks("Does the critic know the reward of an episode's last step, the easiest thing it can learn?")
         .bounds(healthy="falls to 0 early", source="Jones 2021, terminal correlation")
         .absent("no episode terminated")

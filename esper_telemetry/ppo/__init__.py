@@ -15,12 +15,4 @@ if TYPE_CHECKING:
     from esper_telemetry.ppo.ppo_objective import UpdateSteps as UpdateSteps
     from esper_telemetry.ppo.trainer import PPO as PPO
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "esper_telemetry.ppo.checkpoint": ("Checkpoints",),
-        "esper_telemetry.ppo.config": ("PPOConfig", "Preset", "preset"),
-        "esper_telemetry.ppo.ppo_objective": ("UpdateSteps",),
-        "esper_telemetry.ppo.trainer": ("PPO",),
-    },
-)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

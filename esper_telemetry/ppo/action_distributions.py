@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from esper_telemetry.core.tensors import mask_logits
 from esper_telemetry.ppo.config import LOG_STD_RANGE
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Array
-from esper_telemetry.ppo.networks.mlp import orthogonal
+from esper_telemetry.ppo.networks import orthogonal
 
 LOG_TWO = math.log(2.0)
 

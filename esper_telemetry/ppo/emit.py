@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.event_parts import Shard
 from esper_telemetry.core.minibatch_objective import LossRows, MinibatchForward, MinibatchObjective
-from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
+from esper_telemetry.core.rate_schedule import GroupRate, group_rates, rates_by_name
 from esper_telemetry.events import (
     NONE,
     AfterUpdate,
@@ -43,7 +43,7 @@ from esper_telemetry.events import (
     UpdateEnd,
 )
 from esper_telemetry.ppo.environments.environment_protocol import Environment
-from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.networks import RecurrentTrunk
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.ppo_objective import ObjectiveResult, TrunkOutputs
 from esper_telemetry.ppo.rollout import Batch, Rollout

@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from esper_telemetry.ppo.action_distributions import Categorical, Gaussian, PolicyHead, make_gaussian
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, ObservationLayout
-from esper_telemetry.ppo.networks.encoders import Encoded
-from esper_telemetry.ppo.networks.mlp import MLP, orthogonal
-from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
+from esper_telemetry.ppo.networks import MLP, Core, Encoded, RecurrentTrunk, orthogonal
 from esper_telemetry.ppo.rollout import Grid
 
 Arguments = ParamSpec("Arguments")

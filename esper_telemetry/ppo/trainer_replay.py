@@ -21,8 +21,7 @@ from esper_telemetry.core.event_parts import Activations, CollectionReplay, Copy
 from esper_telemetry.core.tensors import allow_recurrent_gradients, are_rescaled
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.ppo.emit import describe
-from esper_telemetry.ppo.networks.mlp import MLP
-from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
+from esper_telemetry.ppo.networks import MLP, Core, RecurrentTrunk
 from esper_telemetry.ppo.policy import ActorCritic, Tensors, Trunk
 from esper_telemetry.ppo.rollout import Batch, Rollout, columns, flatten, index_on
 

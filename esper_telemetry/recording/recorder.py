@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.rates import rate_fields
+from esper_telemetry.core.rate_schedule import rate_fields
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     BackwardEnd,

@@ -36,29 +36,4 @@ if TYPE_CHECKING:
     from esper_telemetry.sinks.tensorboard.tensorboard_sink import TensorBoardSink as TensorBoardSink
     from esper_telemetry.sinks.wandb.wandb_sink import WandbSink as WandbSink
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "esper_telemetry.sinks.console": ("ConsoleSink",),
-        "esper_telemetry.sinks.mlflow.mlflow_sink": ("MLflowSink",),
-        "esper_telemetry.sinks.prometheus": ("PrometheusSink",),
-        "esper_telemetry.sinks.sink_protocol": (
-            "DeadClientError",
-            "FunctionSink",
-            "PermanentSinkError",
-            "Place",
-            "PoisonRecordError",
-            "Sink",
-        ),
-        "esper_telemetry.sinks.sink_registry": (
-            "SinkLike",
-            "as_sink",
-            "as_sinks",
-            "known_sinks",
-            "register_sink",
-            "sink_from_uri",
-        ),
-        "esper_telemetry.sinks.tensorboard.tensorboard_sink": ("TensorBoardSink",),
-        "esper_telemetry.sinks.wandb.wandb_sink": ("WandbSink",),
-    },
-)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

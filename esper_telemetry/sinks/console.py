@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from esper_telemetry.alarms.verdict.headline import COLOURS as TONE_COLOURS
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
-from esper_telemetry.core.messages import end_text
+from esper_telemetry.core.messages import end_text, printable
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
-from esper_telemetry.core.terminal import printable
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.sink_protocol import Place, check_options

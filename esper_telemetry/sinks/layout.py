@@ -15,9 +15,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE
-from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.messages import capitalized
-from esper_telemetry.core.metric import MetricFamily
+from esper_telemetry.core.metric import MetricFamily, families, family_name
 from esper_telemetry.core.record import Histogram, Level, MetricInfo, Record, RunInfo, template_of
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.sinks.sink_protocol import OVERVIEW_FAMILY, logger

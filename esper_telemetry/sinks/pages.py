@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
-from esper_telemetry.core.catalogue import families, family_name
-from esper_telemetry.core.messages import capitalized, end_text
+from esper_telemetry.core.messages import capitalized, end_text, printable
+from esper_telemetry.core.metric import families, family_name
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunInfo, template_of
-from esper_telemetry.core.terminal import printable
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import described, flattened, overview_keys
 

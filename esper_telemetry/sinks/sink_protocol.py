@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
@@ -243,6 +244,46 @@ def check_options(sink: str, options: Mapping[str, str], names: Sequence[str] = 
         if option not in names:
             choice = f"it knows {', '.join(names)}" if names else "it takes none"
             raise ValueError(f"sink {sink} has no option {option!r}: {choice}{did_you_mean(option, names)}")
+
+
+class OpenedSink:
+    """A sink that passes calls on to the run that `open` has opened, and does nothing about alarms without one."""
+
+    _open: Any
+
+    def _classified(self) -> AbstractContextManager[None]:
+        """Return the context of calls, which may turn a client's exceptions into a sink's."""
+        return nullcontext()
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write the records; raises ValueError before `open`."""
+        if self._open is None:
+            raise ValueError(f"{type(self).__name__}.write needs open first")
+        with self._classified():
+            self._open.write(records)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Add an event of an alarm."""
+        if self._open is not None:
+            with self._classified():
+                self._open.alarm(alarm)
+
+    def outcome(self, event: JournalEvent) -> None:
+        """Show the outcome so far."""
+        if self._open is not None:
+            with self._classified():
+                self._open.outcome(event)
+
+    def recall(self, alarms: Sequence[Alarm]) -> None:
+        """Add the alarms of earlier parts of the run, whose incidents may continue."""
+        if self._open is not None:
+            self._open.incidents.add(*alarms)
+
+    def close(self, status: RunStatus) -> None:
+        """End the run; harmless when repeated."""
+        if self._open is not None:
+            self._open.close(status)
+            self._open = None
 
 
 @dataclass(frozen=True)

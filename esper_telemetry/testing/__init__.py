@@ -36,42 +36,4 @@ if TYPE_CHECKING:
     from esper_telemetry.testing.sinks import record as record
     from esper_telemetry.testing.sinks import run_in as run_in
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "esper_telemetry.testing.equation_asserts": (
-            "assert_actions",
-            "assert_clipping",
-            "assert_entropy",
-            "assert_executed",
-            "assert_gae",
-            "assert_gradient",
-            "assert_log_probs",
-            "assert_log_ratios",
-            "assert_minibatches",
-            "assert_normalized_advantages",
-            "assert_optimizer_step",
-            "assert_policy_loss",
-            "assert_replayed_log_probs",
-            "assert_returns",
-            "assert_rewards",
-            "assert_schedule",
-            "assert_total_loss",
-            "assert_transitions",
-            "assert_value_loss",
-            "assert_values",
-        ),
-        "esper_telemetry.testing.sinks": (
-            "CHECKS",
-            "FailingSink",
-            "MemorySink",
-            "alarm",
-            "check_sink",
-            "delivered",
-            "expect_equal",
-            "journalled",
-            "record",
-            "run_in",
-        ),
-    },
-)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -31,9 +31,9 @@ from esper_telemetry.core.record import (
     RunStatus,
 )
 from esper_telemetry.delivery.catch_up import audit, replay
-from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.live import Deliveries
+from esper_telemetry.delivery.status import Cursors
 from esper_telemetry.journal.file import Journal, JournalReader
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_record, encode_run
 from esper_telemetry.sinks.sink_protocol import (

@@ -19,7 +19,7 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, Record, template_of
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.metrics.gradients.distribution import DECADE_EDGES, decade_counts
+from esper_telemetry.metrics.gradients.directions import DECADE_EDGES, decade_counts
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.updates.extensions import Capture, SupportsAlarmEvidence, SupportsEvents
 from esper_telemetry.updates.update import BackwardGradients, JoinedMinibatches, Update

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.containment import Measurement
-from esper_telemetry.core.rates import group_rates, rates_by_name
+from esper_telemetry.core.rate_schedule import group_rates, rates_by_name
 from esper_telemetry.core.tensors import gradient_norms, stop_at_nonfinite, total_norm
 from esper_telemetry.events import BackwardEnd, Hooks
 from esper_telemetry.metrics.optimizer import LearningRate, group_learning_rates

@@ -47,13 +47,15 @@ from esper_telemetry.metrics.gradients.actor_critic import (
 )
 from esper_telemetry.metrics.gradients.directions import (
     LayerZeros,
+    concentration,
+    gradient_decades,
     gradient_signs,
     gradient_zeros,
+    layer_concentration,
     minibatch_alignment,
     shard_noise,
     successive_alignment,
 )
-from esper_telemetry.metrics.gradients.distribution import concentration, gradient_decades, layer_concentration
 from esper_telemetry.metrics.gradients.norms import (
     LayerGradients,
     coefficients,
@@ -72,8 +74,7 @@ from esper_telemetry.metrics.integrity import (
 from esper_telemetry.metrics.kl import exact_kl, head_exact_kl, kl_rows
 from esper_telemetry.metrics.losses import LossComponents, entropy_gradients, loss_terms, loss_weights
 from esper_telemetry.metrics.lstm.gates import GateGroups, gate_stats, gates_of
-from esper_telemetry.metrics.lstm.sequences import bucket_width, cell_growth
-from esper_telemetry.metrics.lstm.states import reset_stats, state_stats
+from esper_telemetry.metrics.lstm.states import bucket_width, cell_growth, reset_stats, state_stats
 from esper_telemetry.metrics.optimizer import (
     AdamMemory,
     LayerSteps,

@@ -38,8 +38,7 @@ from esper_telemetry.equations.replayed_outputs import (
 from esper_telemetry.events import NONE, BeforeUpdate, RolloutEnd
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.kl import kl_after_update, kl_rows
-from esper_telemetry.metrics.lstm.sequences import bptt_stats, memory_use
-from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness
+from esper_telemetry.metrics.lstm.states import bptt_stats, first_staleness, memory_use, state_staleness
 from esper_telemetry.metrics.representation import (
     capacity_loss,
     feature_drift,

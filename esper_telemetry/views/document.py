@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from esper_telemetry.core.terminal import printable
+from esper_telemetry.core.messages import printable
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.sinks.pages import safe
 

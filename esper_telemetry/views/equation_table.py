@@ -262,7 +262,7 @@ def equation_document(head: str, rows: Sequence[EquationRow]) -> Iterator[Elemen
     for row in checked:
         if row.state == "differs":
             yield h("br")
-            yield h("h3", f"{_title(row.equation)}, since update {row.since}")
+            yield h("h3", f"{equation_title(row.equation)}, since update {row.since}")
             yield items(_details(row))
     for title, reasons, css in (("Not traced:", untraced, "note"), ("Could not be checked:", unchecked, "dim")):
         if reasons:
@@ -306,27 +306,6 @@ def _details(row: EquationRow) -> Iterator[str]:
         yield f"try: {row.advice}"
 
 
-def equation_list() -> str:
-    """Return all declared equations and hypotheses as Markdown."""
-    parts = []
-    for equation in sorted(equations().values(), key=lambda equation: equation.rank):
-        head = f"### {_title(equation)}\n\n`{equation.equation}` ({equation.source}). Needs {equation.inputs}. Name: `{equation.name}`."
-        rows = ["| the numbers equal | equation | what to change |", "|---|---|---|"]
-        for one in equation.hypotheses:
-            says = f"{one.says} {one.parameter}, which is fitted" if one.fit is not None else one.says.rstrip(";")
-            advice = "published variant: no alarm" if one.variant else one.advice
-            cells = [
-                cell.replace("|", "\\|")
-                for cell in (
-                    f"{says}{f' ({one.citation})' if one.citation else ''}",
-                    one.equation and f"`{one.equation}`",
-                    advice,
-                )
-            ]
-            rows.append(f"| {' | '.join(cells)} |")
-        parts.append("\n".join([head, "", *rows] if equation.hypotheses else [head]))
-    return "\n\n".join(parts)
-
-
-def _title(equation: Equation) -> str:
+def equation_title(equation: Equation) -> str:
+    """Return the heading of an equation."""
     return equation.quantity.removeprefix("the ").capitalize()

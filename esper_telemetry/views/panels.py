@@ -25,7 +25,7 @@ from rich.text import Text
 
 from esper_telemetry.alarms.verdict.run_outcome import BAD, OutcomeKind
 from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM
-from esper_telemetry.views.series import Judgement
+from esper_telemetry.views.run_parts import Judgement
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

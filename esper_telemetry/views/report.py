@@ -22,8 +22,14 @@ from esper_telemetry.views.compare.compared_runs import read_compared
 from esper_telemetry.views.compare.comparison_page import comparison_section
 from esper_telemetry.views.document import Element, folded, h, items, table, text_lines, to_html, to_markdown
 from esper_telemetry.views.equation_table import STATE_CLASSES, EquationRow, by_reason
-from esper_telemetry.views.gradient_flow import WARN_SEVERITY, GradientFlow, gradient_flow
-from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
+from esper_telemetry.views.report_charts import (
+    TIMELINE_POINTS,
+    WARN_SEVERITY,
+    GradientFlow,
+    ReportCharts,
+    gradient_flow,
+    html_page,
+)
 from esper_telemetry.views.run_parts import ChartView, IncidentView, duration, number_text
 from esper_telemetry.views.run_view import RunView, open_view
 from esper_telemetry.views.verdict_text import checks, findings, unanswered_by_reason

@@ -64,9 +64,23 @@ from esper_telemetry.views.panels import (
     ViewDeclaration,
     view_declarations,
 )
-from esper_telemetry.views.progress import RATE_UPDATES, RunProgress, run_progress
-from esper_telemetry.views.run_parts import MAX_LINES, ChartView, IncidentView, LineView, PanelView, incident_view
-from esper_telemetry.views.series import DEFAULT_POINTS, HealthyRange, Judgement, Series, SeriesBuffer, judge
+from esper_telemetry.views.run_parts import (
+    DEFAULT_POINTS,
+    MAX_LINES,
+    RATE_UPDATES,
+    ChartView,
+    HealthyRange,
+    IncidentView,
+    Judgement,
+    LineView,
+    PanelView,
+    RunProgress,
+    Series,
+    SeriesBuffer,
+    incident_view,
+    judge,
+    run_progress,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

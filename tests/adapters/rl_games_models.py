@@ -18,7 +18,7 @@ from torch import Tensor
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.rl_games import TelemetryObserver
-from esper_telemetry.journal import Run, read_run
+from esper_telemetry.journal.read import Run, read_run
 
 with warnings.catch_warnings():  # rl_games uses functions of torch that are deprecated
     warnings.simplefilter("ignore")

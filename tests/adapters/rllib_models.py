@@ -21,7 +21,7 @@ from torch import Tensor
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.rllib import attach_config
-from esper_telemetry.journal import Run, read_run
+from esper_telemetry.journal.read import Run, read_run
 
 
 class CartAndPendulum(MultiAgentEnv):  # type: ignore[misc, unused-ignore]  # Ray may be absent

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.rsl_rl import attach_runner
-from esper_telemetry.journal import Run, read_run
+from esper_telemetry.journal.read import Run, read_run
 
 ENVS, STEPS = 8, 16
 

@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
-from esper_telemetry.journal import Run, read_run
+from esper_telemetry.journal.read import Run, read_run
 from esper_telemetry.lab.faults.sb3_models import MaskedArms, WithoutVelocities
 
 ROLLOUT = {"n_steps": 32, "device": "cpu", "seed": 3}

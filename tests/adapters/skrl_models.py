@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.skrl import attach_agent
-from esper_telemetry.journal import Run, read_run
+from esper_telemetry.journal.read import Run, read_run
 
 ENVS, STEPS = 8, 16
 

@@ -31,7 +31,7 @@ from esper_telemetry import (
 )
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import equation_results
-from esper_telemetry.journal import Run
+from esper_telemetry.journal.read import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries emit deprecation warnings
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -22,7 +22,7 @@ from skrl.utils.runner.torch import Runner
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.skrl import attach_agent
-from esper_telemetry.journal import Run, read_run
+from esper_telemetry.journal.read import Run, read_run
 
 pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]  # rl_games and tensorboardX emit warnings
 

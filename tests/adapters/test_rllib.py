@@ -27,7 +27,7 @@ from esper_telemetry.adapters.rllib import attach_config
 from esper_telemetry.alarms import Thresholds
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import equation_results
-from esper_telemetry.journal import Run
+from esper_telemetry.journal.read import Run
 
 pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]  # Ray emits deprecation warnings
 

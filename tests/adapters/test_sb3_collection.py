@@ -29,7 +29,7 @@ from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.core.record import Record
 from esper_telemetry.equations.equation import EQUATION_KEY, equations
-from esper_telemetry.journal import Run, read_run
+from esper_telemetry.journal.read import Run, read_run
 from esper_telemetry.updates.replays import FirstPasses
 
 pytestmark = pytest.mark.sb3

@@ -25,7 +25,7 @@ from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.trl import TelemetryCallback
 from esper_telemetry.importers.records import read_foreign
 from esper_telemetry.importers.source import read_source
-from esper_telemetry.journal import Run
+from esper_telemetry.journal.read import Run
 from esper_telemetry.lab.language_models import FAULTS, HEALTHY, build_trainer, run_fault
 from esper_telemetry.lab.small_language_model import save_model
 

@@ -29,7 +29,7 @@ from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.verl import attach_trainer
 from esper_telemetry.alarms import Thresholds
 from esper_telemetry.core.record import AlarmEvent
-from esper_telemetry.journal import Run
+from esper_telemetry.journal.read import Run
 from esper_telemetry.lab.small_language_model import save_model
 from esper_telemetry.lab.verl_cpu.verl_faults import FAULTS, VerlFault
 from esper_telemetry.lab.verl_cpu.verl_training import CpuTrainer, SamplingManager, cpu_config, local_ray, train

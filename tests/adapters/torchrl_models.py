@@ -25,7 +25,7 @@ with warnings.catch_warnings():
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.torchrl import attach_loss, attach_trainer
-from esper_telemetry.journal import Run, read_run
+from esper_telemetry.journal.read import Run, read_run
 
 ENVS, STEPS, ROWS, EPOCHS = 4, 32, 32, 2
 FRAMES = ENVS * STEPS

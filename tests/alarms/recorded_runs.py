@@ -19,7 +19,7 @@ from typing import Any
 
 from esper_telemetry.alarms import Detectors, Thresholds
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, Axes, Record
-from esper_telemetry.journal import read_run
+from esper_telemetry.journal.read import read_run
 
 HERE = Path(__file__).parent / "recorded"
 ENDINGS = (

@@ -21,7 +21,7 @@ from esper_telemetry.core.record import Alarm, AlarmEvent
 from esper_telemetry.events import Rollback, RolloutEnd, UpdateEnd
 from esper_telemetry.pipeline.in_process import AlarmReport, InProcessPipeline
 from esper_telemetry.pipeline.worker import WorkerPipeline
-from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.testing import MemorySink
 from esper_telemetry.updates.update import Update

@@ -14,7 +14,8 @@ from healthy_run import FACTS, Values, multiplied, run, set_to
 from esper_telemetry.alarms import diagnose
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
-from esper_telemetry.journal import Journal, JournalEvent, encode_end, encode_event, encode_record, encode_run
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_event, encode_record, encode_run
 
 SPOILED = multiplied({"loss/value": 1e4, "grad/global/norm_preclip_max": 1e3})
 

@@ -20,7 +20,7 @@ from esper_telemetry.alarms import Detectors, Thresholds
 from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.lab.faults.data import FixedNormalizer, StepFilter
-from esper_telemetry.lab.faults.fault import replace_observation_normalizer, wrap_environment
+from esper_telemetry.lab.faults.fault import replace_attribute, wrap_environment
 from esper_telemetry.lab.faults.fault_catalogue import schedule
 from esper_telemetry.ppo.environments.environment_protocol import Step
 from esper_telemetry.ppo.ppo_objective import generalized_advantages
@@ -172,7 +172,7 @@ def other_normalizer(trainer: PPO) -> PPO:
     """The trainer with a normaliser whose standard deviation is 10,000 times too small from the first update on."""
     own = trainer.normalizers.observations
     assert own is not None
-    replace_observation_normalizer(trainer, FixedNormalizer(own, 1e-4))
+    replace_attribute(trainer.normalizers, "observations", FixedNormalizer(own, 1e-4))
     return trainer
 
 

@@ -14,8 +14,8 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.alarms import Detectors, diagnose
 from esper_telemetry.core.record import Alarm
 from esper_telemetry.events import UpdateEnd
-from esper_telemetry.journal import Run
-from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.journal.read import Run
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
 
 BREAKS = 24
 

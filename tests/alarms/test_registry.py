@@ -13,7 +13,7 @@ from esper_telemetry.alarms.metric_entries import PRIORITIES, MetricEntry, metri
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rule_registry import alarm_rules, alarms_reading
 from esper_telemetry.cli.main import main
-from esper_telemetry.core.catalogue import catalogue, families
+from esper_telemetry.core.metric import catalogue, families
 from esper_telemetry.core.record import Level, MetricInfo, RunInfo, template_of
 from esper_telemetry.history.derive import key_histories
 from esper_telemetry.sinks.pages import glossary, metric_description

@@ -10,9 +10,8 @@ from typing import Any
 from healthy_run import FACTS, run, set_to
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
-from esper_telemetry.journal import (
-    JOURNAL_NAME,
-    Journal,
+from esper_telemetry.journal.file import JOURNAL_NAME, Journal
+from esper_telemetry.journal.lines import (
     JournalEvent,
     encode_alarm,
     encode_end,

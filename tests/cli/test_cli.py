@@ -19,10 +19,10 @@ from forked import run_python
 
 from esper_telemetry import PPO, RunStatus, Sink, Telemetry, __version__, make_env, read_run
 from esper_telemetry.cli.main import main
-from esper_telemetry.core.catalogue import catalogue
-from esper_telemetry.delivery import delivery_health
+from esper_telemetry.core.metric import catalogue
+from esper_telemetry.delivery import catch_up
 from esper_telemetry.delivery.catch_up import BackendAudit, audit
-from esper_telemetry.delivery.cursors import Cursor, Cursors
+from esper_telemetry.delivery.status import Cursor, Cursors
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -465,7 +465,7 @@ def test_a_server_that_is_not_there_is_one_sentence(
         audits.append(sink)
         return audit(run_dir, sink)
 
-    monkeypatch.setattr(delivery_health, "audit", audited)
+    monkeypatch.setattr(catch_up, "audit", audited)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with Telemetry(run_dir=here / "run") as telemetry:
         telemetry.log({"my/number": 1.0})

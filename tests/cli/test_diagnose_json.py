@@ -15,7 +15,7 @@ from made_runs import KL_SPIKES, journal
 
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.views.answer import MAX_BYTES, shortened, to_text
+from esper_telemetry.views.verdict_text import MAX_BYTES, shortened, to_text
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "docs" / "diagnose.schema.json").read_text(encoding="utf-8"))

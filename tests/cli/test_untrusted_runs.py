@@ -19,8 +19,9 @@ from made_runs import hostile_run
 from esper_telemetry import Telemetry
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import RunInfo, RunStatus
-from esper_telemetry.delivery import doctor
-from esper_telemetry.journal import JOURNAL_NAME, encode_end, encode_record, encode_run, to_json
+from esper_telemetry.delivery.catch_up import doctor
+from esper_telemetry.journal.file import JOURNAL_NAME
+from esper_telemetry.journal.lines import encode_end, encode_record, encode_run, to_json
 from esper_telemetry.pipeline.run_recorder import lease_new_run
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")

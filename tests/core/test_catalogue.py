@@ -12,9 +12,18 @@ from types import ModuleType
 
 import pytest
 
-from esper_telemetry.core.catalogue import ENTRY_POINT_GROUP, catalogue, declaring_modules, families, groups
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, declared, label_field, reports
+from esper_telemetry.core.metric import (
+    ENTRY_POINT_GROUP,
+    Metric,
+    catalogue,
+    declared,
+    declaring_modules,
+    families,
+    groups,
+    label_field,
+    reports,
+)
 from esper_telemetry.core.record import LABELS, WHOLE_KEYS, Level, check_key, template_of
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.history.derive import RunHistory, key_histories
@@ -108,7 +117,7 @@ def test_the_history_of_a_declared_key_is_not_a_layer() -> None:
 
 def test_declarations_need_no_torch() -> None:
     """In a separate process: no import of the catalogue, from this package or from plugins, imports torch."""
-    program = "import sys; from esper_telemetry.core.catalogue import catalogue; assert catalogue(); print('torch' in sys.modules)"
+    program = "import sys; from esper_telemetry.core.metric import catalogue; assert catalogue(); print('torch' in sys.modules)"
 
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
@@ -134,7 +143,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         EntryPoint("broken", "no_such_module_of_metrics", ENTRY_POINT_GROUP),
         EntryPoint("curiosity", module.__name__, ENTRY_POINT_GROUP),
     ]
-    monkeypatch.setattr("esper_telemetry.core.catalogue.entry_points", lambda group: entries)
+    monkeypatch.setattr("esper_telemetry.core.metric.entry_points", lambda group: entries)
     forget()
     yield module
     forget()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_telemetry.core.rates import group_rates, rates_by_name
+from esper_telemetry.core.rate_schedule import group_rates, rates_by_name
 
 PARTS = {"actor": ["pi", "log_std"], "critic": ["vf"], "shared": ["trunk"]}
 

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from esper_telemetry.core.terminal import printable, printable_values
+from esper_telemetry.core.messages import printable, printable_values
 from esper_telemetry.sinks.console import make_console
 
 

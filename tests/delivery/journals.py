@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from esper_telemetry.core.record import Axes, MetricInfo, Record, RunInfo, RunStatus
-from esper_telemetry.journal import Journal, MemoryJournal, encode_end, encode_record, encode_run
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
+from esper_telemetry.journal.memory_journal import MemoryJournal
 
 
 def info() -> RunInfo:

@@ -11,17 +11,13 @@ from journals import add, begun, end, info, record
 from waiting import wait_until
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunStatus
-from esper_telemetry.delivery import Cursors, Delivery, SinkState, replay
+from esper_telemetry.delivery.catch_up import replay
+from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.journal import (
-    Journal,
-    JournalEvent,
-    JournalReader,
-    MemoryJournal,
-    encode_alarm,
-    encode_event,
-    encode_run,
-)
+from esper_telemetry.delivery.status import Cursors, SinkState
+from esper_telemetry.journal.file import Journal, JournalReader
+from esper_telemetry.journal.lines import JournalEvent, encode_alarm, encode_event, encode_run
+from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.testing import FailingSink, MemorySink
 
 

@@ -12,11 +12,13 @@ from journals import add, begun, ended
 from recording import FlakySink, PickySink, calls, seqs, statuses
 
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.delivery import Cursors, Delivery, SinkState, replay
 from esper_telemetry.delivery import delivery as delivery_module
 from esper_telemetry.delivery import sender as breaker
+from esper_telemetry.delivery.catch_up import replay
+from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.sender import CircuitBreaker
-from esper_telemetry.journal import JournalReader
+from esper_telemetry.delivery.status import Cursors, SinkState
+from esper_telemetry.journal.file import JournalReader
 from esper_telemetry.testing import FailingSink
 
 

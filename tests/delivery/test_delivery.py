@@ -13,10 +13,12 @@ from recording import ExitingSink, FlakySink, HopelessSink, RecordingSink, calls
 from waiting import wait_until
 
 from esper_telemetry.core.record import MetricInfo, RunStatus
-from esper_telemetry.delivery import Cursor, Cursors, Delivery, SinkState
 from esper_telemetry.delivery import delivery as delivery_module
 from esper_telemetry.delivery import sender as breaker
-from esper_telemetry.journal import JournalReader, encode_end, encode_metrics, encode_record
+from esper_telemetry.delivery.delivery import Delivery
+from esper_telemetry.delivery.status import Cursor, Cursors, SinkState
+from esper_telemetry.journal.file import JournalReader
+from esper_telemetry.journal.lines import encode_end, encode_metrics, encode_record
 
 
 @pytest.fixture

@@ -27,11 +27,10 @@ from recording import (
 from waiting import wait_until
 
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.delivery import SinkState
 from esper_telemetry.delivery import process as process_module
 from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.delivery.status import read_status
-from esper_telemetry.journal import read_run
+from esper_telemetry.delivery.status import SinkState, read_status
+from esper_telemetry.journal.read import read_run
 
 pytestmark = pytest.mark.system
 
@@ -41,7 +40,7 @@ TRAINER = textwrap.dedent("""
     from journals import add, begun, end
     from recording import RecordingSink, seqs
     from waiting import wait_until
-    from esper_telemetry.delivery import Deliveries
+    from esper_telemetry.delivery.live import Deliveries
 
     tmp_path = Path(sys.argv[1])
     journal = begun(tmp_path / "run")

@@ -10,9 +10,9 @@ import pytest
 from journals import add, begun, end
 from recording import ImportingSink, LateImportingSink, LocalSink, RecordingSink, calls, seqs
 
-from esper_telemetry.delivery import SinkState
 from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.journal import Journal
+from esper_telemetry.delivery.status import SinkState
+from esper_telemetry.journal.file import Journal
 
 
 class LocalImportingSink(ImportingSink, LocalSink):

@@ -12,8 +12,9 @@ from recording import LocalSink, seqs, statuses
 from waiting import wait_until
 
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.delivery import Deliveries
-from esper_telemetry.journal import MemoryJournal, encode_run
+from esper_telemetry.delivery.live import Deliveries
+from esper_telemetry.journal.lines import encode_run
+from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.sinks import ConsoleSink
 from esper_telemetry.sinks.console import make_console
 

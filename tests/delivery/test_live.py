@@ -21,9 +21,11 @@ from recording import (
 from waiting import wait_until
 
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.delivery import SinkState
 from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.journal import Journal, MemoryJournal, encode_run
+from esper_telemetry.delivery.status import SinkState
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import encode_run
+from esper_telemetry.journal.memory_journal import MemoryJournal
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ from journals import begun, end, ended, record
 
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, RunInfo
-from esper_telemetry.delivery import replay
-from esper_telemetry.delivery.cursors import Cursor, Cursors
-from esper_telemetry.delivery.status import read_status, write_uris
-from esper_telemetry.journal import encode_alarm
+from esper_telemetry.delivery.catch_up import replay
+from esper_telemetry.delivery.status import Cursor, Cursors, read_status, write_uris
+from esper_telemetry.journal.lines import encode_alarm
 from esper_telemetry.sinks import register_sink
 from esper_telemetry.sinks import sink_registry as uri
 from esper_telemetry.testing import MemorySink

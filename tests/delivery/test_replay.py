@@ -10,10 +10,11 @@ from journals import add, begun, end, ended
 from recording import FlakySink, HangingSink, RecordingSink, calls, seqs, statuses
 from waiting import wait_until
 
-from esper_telemetry.delivery import SinkState, replay
 from esper_telemetry.delivery import delivery as delivery_module
 from esper_telemetry.delivery import sender as breaker
+from esper_telemetry.delivery.catch_up import replay
 from esper_telemetry.delivery.live import Deliveries
+from esper_telemetry.delivery.status import SinkState
 
 
 def test_a_replay_into_a_new_sink_sends_everything(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ from esper_telemetry import Telemetry
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.delivery import SinkState, SinkStatus, doctor, replay
 from esper_telemetry.delivery import live as waiting
+from esper_telemetry.delivery.catch_up import doctor, replay
 from esper_telemetry.delivery.live import Deliveries, DeliveryWait
-from esper_telemetry.delivery.status import read_status
-from esper_telemetry.journal import Role, is_held
+from esper_telemetry.delivery.status import SinkState, SinkStatus, read_status
+from esper_telemetry.journal.lock import Role, is_held
 from esper_telemetry.pipeline.run_recorder import lease_existing_run
 
 SCRIPT = textwrap.dedent("""
@@ -37,7 +37,7 @@ SCRIPT = textwrap.dedent("""
     from pathlib import Path
     from journals import begun, end
     from recording import GatedSink
-    from esper_telemetry.delivery import Deliveries
+    from esper_telemetry.delivery.live import Deliveries
 
     tmp_path = Path(sys.argv[1])
     journal = begun(tmp_path / "run", 3)

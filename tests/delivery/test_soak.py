@@ -16,7 +16,8 @@ from waiting import wait_until
 
 from esper_telemetry import Axes, Record, RunInfo, RunStatus, doctor
 from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.sinks import as_sink
 
 RECORDS = int(os.environ.get("ESPER_SOAK_RECORDS", "20000"))

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from waiting import wait_until
 
 from esper_telemetry import Record, read_run
-from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.core.metric import catalogue
 from esper_telemetry.core.record import Histogram, template_of
 from esper_telemetry.sinks.layout import OVERVIEW, by_tag
 

@@ -22,7 +22,8 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.alarms import Detectors
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.journal import JournalEvent, Run, entries
+from esper_telemetry.journal.lines import JournalEvent
+from esper_telemetry.journal.read import Run, entries
 
 pytestmark = [pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated"), pytest.mark.system]
 

@@ -33,7 +33,7 @@ from command_line import (
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
-from esper_telemetry.journal import Run
+from esper_telemetry.journal.read import Run
 
 pytestmark = pytest.mark.system
 

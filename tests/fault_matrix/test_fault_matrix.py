@@ -38,8 +38,7 @@ from trained_run import (
 from waiting import wait_until
 
 from esper_telemetry import doctor, read_run
-from esper_telemetry.delivery import Cursors
-from esper_telemetry.delivery.status import read_status
+from esper_telemetry.delivery.status import Cursors, read_status
 
 pytestmark = pytest.mark.fault_matrix
 

@@ -18,9 +18,8 @@ from typing import Any
 from waiting import wait_until
 
 from esper_telemetry import doctor, read_run, replay
-from esper_telemetry.delivery.catch_up import audit
+from esper_telemetry.delivery.catch_up import audit, sink_uris
 from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
-from esper_telemetry.delivery.delivery_health import sink_uris
 from esper_telemetry.sinks import as_sink
 
 HERE = Path(__file__).parent

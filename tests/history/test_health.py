@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper_telemetry.core.record import Level
+from esper_telemetry.history.derive import PairEvidence, diagnose_pair, pair_intensity
 from esper_telemetry.history.gradient_history import (
     DECADES_EXPLODE,
     FACTOR_WEIGHTS,
@@ -21,7 +22,6 @@ from esper_telemetry.history.gradient_history import (
     gradient_condition,
     vanish_severity,
 )
-from esper_telemetry.history.pair_history import PairEvidence, diagnose_pair, pair_intensity
 
 NORMS = st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=6)
 TAU_VANISH, TAU_EXPLODE = 1e-7, 5.0

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from esper_telemetry.history.averages import Ema, LogDrift, n_eff
-from esper_telemetry.history.deviations import RobustHistory, decades, medians, robust_z
+from esper_telemetry.history.deviations import Ema, LogDrift, RobustHistory, decades, medians, n_eff, robust_z
 
 SERIES = arrays(np.float64, st.integers(2, 40), elements=st.floats(-100, 100, allow_subnormal=False))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from esper_telemetry.history.correlation import advantage_gradient, lr_response, ranks, spearman
+from esper_telemetry.history.trend import advantage_gradient, lr_response, ranks, spearman
 
 
 def test_equal_values_share_the_average_rank() -> None:

@@ -11,9 +11,8 @@ import pytest
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.metric import Array
 from esper_telemetry.core.record import Level
-from esper_telemetry.history.averages import LogDrift
 from esper_telemetry.history.derive import ALL_SUFFIXES, HEADLINES, KeyHistories
-from esper_telemetry.history.deviations import ChangeState, Cusum, TwoSided, level_model
+from esper_telemetry.history.deviations import ChangeState, Cusum, LogDrift, TwoSided, level_model
 from esper_telemetry.history.trend import goertzel, theil_sen
 
 FACTS: dict[str, Any] = {"groups": {"actor": [], "head:op": []}, "horizon": 200, "num_steps": 20}

@@ -15,18 +15,10 @@ import pytest
 
 from esper_telemetry.cli.train import _stopped_by_signals
 from esper_telemetry.core.record import Axes, Record, RunInfo, RunStatus
-from esper_telemetry.delivery import replay
-from esper_telemetry.journal import (
-    Journal,
-    JournalEvent,
-    compress,
-    encode_end,
-    encode_record,
-    encode_run,
-    entries,
-    read_run,
-    run_info,
-)
+from esper_telemetry.delivery.catch_up import replay
+from esper_telemetry.journal.file import Journal, compress
+from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_record, encode_run
+from esper_telemetry.journal.read import entries, read_run, run_info
 from esper_telemetry.testing import MemorySink
 
 
@@ -103,7 +95,8 @@ def test_what_a_full_disk_has_cost_stands_where_it_is_missing(tmp_path: Path) ->
     """
     script = textwrap.dedent("""
         import resource, sys
-        from esper_telemetry.journal import Journal, encode_record, encode_run
+        from esper_telemetry.journal.file import Journal
+        from esper_telemetry.journal.lines import encode_record, encode_run
         from esper_telemetry.journal import file
         from esper_telemetry.core.record import Axes, Record, RunInfo
         file.MAX_BACKLOG_BYTES = 400

@@ -27,14 +27,11 @@ from esper_telemetry.core.record import (
     RunInfo,
     RunStatus,
 )
-from esper_telemetry.journal import (
-    JOURNAL_NAME,
+from esper_telemetry.journal import file as journal_file
+from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, end_if_open
+from esper_telemetry.journal.lines import (
     End,
-    Journal,
     JournalEvent,
-    JournalReader,
-    MemoryJournal,
-    damaged_lines,
     decode,
     encode_alarm,
     encode_end,
@@ -42,13 +39,11 @@ from esper_telemetry.journal import (
     encode_metrics,
     encode_record,
     encode_run,
-    end_if_open,
     plain,
-    read_run,
     to_json,
 )
-from esper_telemetry.journal import file as journal_file
-from esper_telemetry.journal.read import read_contents
+from esper_telemetry.journal.memory_journal import MemoryJournal
+from esper_telemetry.journal.read import damaged_lines, read_contents, read_run
 
 KL = MetricInfo("nats", "Is the policy moving?", low=0.0, healthy="< 0.02")
 ALARM = Alarm(
@@ -226,7 +221,8 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
     journal.write(encode_run(info()))
     script = textwrap.dedent("""
         import os, sys
-        from esper_telemetry.journal import Journal, encode_record
+        from esper_telemetry.journal.file import Journal
+        from esper_telemetry.journal.lines import encode_record
         from esper_telemetry.core.record import Axes, Record
         journal = Journal.create(sys.argv[1])
         line = encode_record(Record(1, Axes(1, 8, 4, 2.0), {}))
@@ -248,7 +244,8 @@ def test_a_full_disk_costs_nothing_once_there_is_space_again(tmp_path: Path) -> 
     """The size limit cuts a line in two. After the limit is lifted, the line is completed and the waiting lines follow."""
     script = textwrap.dedent("""
         import resource, signal, sys
-        from esper_telemetry.journal import Journal, encode_record
+        from esper_telemetry.journal.file import Journal
+        from esper_telemetry.journal.lines import encode_record
         from esper_telemetry.core.record import Axes, Record
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         journal = Journal.create(sys.argv[1])

@@ -22,25 +22,20 @@ from esper_telemetry.core.record import (
     RunStatus,
     judgeable,
 )
-from esper_telemetry.journal import (
-    JOURNAL_NAME,
-    Journal,
+from esper_telemetry.journal import file as journal_file
+from esper_telemetry.journal import packed
+from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, end_if_open, journal_path
+from esper_telemetry.journal.lines import (
     JournalEvent,
-    JournalReader,
+    decode_line,
     encode_alarm,
     encode_end,
     encode_event,
     encode_record,
     encode_run,
-    packed,
-    read_run,
-    run_info,
     to_json,
 )
-from esper_telemetry.journal import file as journal_file
-from esper_telemetry.journal.file import end_if_open, journal_path
-from esper_telemetry.journal.lines import decode_line
-from esper_telemetry.journal.read import read_contents
+from esper_telemetry.journal.read import read_contents, read_run, run_info
 
 AXES = Axes(1, 8, 4, 2.0)
 RUN = encode_run(RunInfo("id-1", "walker", None, 1.5, facts={"num_envs": 8, "max_grad_norm": 0.5}))

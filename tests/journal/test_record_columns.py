@@ -13,19 +13,9 @@ import pytest
 
 from esper_telemetry import Axes, Record, RunInfo, RunStatus, read_run
 from esper_telemetry.core.record import Histogram
-from esper_telemetry.journal import (
-    Journal,
-    JournalEvent,
-    JournalReader,
-    compress,
-    encode_end,
-    encode_event,
-    encode_record,
-    encode_run,
-    read,
-    record_columns,
-    to_json,
-)
+from esper_telemetry.journal import read, record_columns
+from esper_telemetry.journal.file import Journal, JournalReader, compress
+from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_event, encode_record, encode_run, to_json
 from esper_telemetry.journal.record_columns import COLUMNS_NAME, RecordTable, segments
 
 

@@ -17,14 +17,15 @@ from esper_telemetry.metrics.gradients.actor_critic import (
     parameter_interference,
 )
 from esper_telemetry.metrics.gradients.directions import (
+    concentration,
     gradient_signs,
     gradient_zeros,
+    layer_concentration,
     minibatch_alignment,
     shard_noise,
     successive_alignment,
     two_batch_noise,
 )
-from esper_telemetry.metrics.gradients.distribution import concentration, layer_concentration
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 
 

@@ -19,9 +19,12 @@ from esper_telemetry.metrics.lstm.gates import (
     lstm_weights,
     timescales,
 )
-from esper_telemetry.metrics.lstm.sequences import bptt_stats, bucket_width, cell_growth, memory_use
 from esper_telemetry.metrics.lstm.states import (
+    bptt_stats,
+    bucket_width,
+    cell_growth,
     first_staleness,
+    memory_use,
     reset_stats,
     state_ages,
     state_size,

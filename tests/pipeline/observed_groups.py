@@ -12,8 +12,7 @@ from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.episodes import episode_ends, evaluation_stats
 from esper_telemetry.metrics.kl import exact_kl, head_exact_kl, kl_after_update
-from esper_telemetry.metrics.lstm.sequences import memory_use
-from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness
+from esper_telemetry.metrics.lstm.states import first_staleness, memory_use, state_staleness
 from esper_telemetry.metrics.representation import excess_ratio, feature_drift, feature_norm
 from esper_telemetry.metrics.rollout_stats import normalizer_clipping, normalizer_drift
 from esper_telemetry.metrics.values import ending_bias, value_movement

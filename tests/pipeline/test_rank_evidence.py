@@ -10,8 +10,7 @@ from two_ranks import run_together
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.telemetry import session_of
-from esper_telemetry.updates import Update
-from esper_telemetry.updates.update import JoinedMinibatches
+from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 EXPLODED = torch.tensor([0.0, 5.0, -0.1, 0.1])
 

@@ -14,8 +14,7 @@ from observed_groups import HALVES, OF_ITS_OWN, WHOLE, observed
 from two_ranks import run_together
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.core.catalogue import catalogue, groups
-from esper_telemetry.core.metric import Derived, declared
+from esper_telemetry.core.metric import Derived, catalogue, declared, groups
 from esper_telemetry.core.record import template_of
 from esper_telemetry.metrics.statistics import Quantiles
 

@@ -25,7 +25,7 @@ from esper_telemetry.events import RolloutEnd, RunStart, UpdateEnd
 from esper_telemetry.pipeline.in_process import InProcessPipeline
 from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.updates.update import JoinedMinibatches, TrainingProgress, Update
 

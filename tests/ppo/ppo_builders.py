@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.rollout import Rollout
 
 SMALL = {"num_steps": 32, "hidden_sizes": (16, 16), "num_epochs": 2}

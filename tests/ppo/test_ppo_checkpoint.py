@@ -13,7 +13,8 @@ from esper_telemetry.events import EpisodeEnd, UpdateEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.checkpoint import Checkpoints, read
 from esper_telemetry.ppo.collectors.collector import TensorCollector
-from esper_telemetry.ppo.environments import CueRecall, make_env
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
+from esper_telemetry.ppo.environments.environment_registry import make_env
 
 SMALL: dict[str, Any] = {"num_steps": 16, "num_minibatches": 2, "hidden_sizes": (8,), "lstm_size": 8}
 SCALED: dict[str, Any] = {"normalize_observations": True, "normalize_rewards": True}

@@ -12,9 +12,9 @@ import pytest
 
 from esper_telemetry import Telemetry, attach
 from esper_telemetry.equations.equation import EQUATION_KEY, equations
-from esper_telemetry.journal import read_run
+from esper_telemetry.journal.read import read_run
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.rollout import Rollout
 
 OWN = ("log_probs", "replayed_log_probs", "values", "actions")

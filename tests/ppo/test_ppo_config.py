@@ -11,7 +11,7 @@ from ppo_builders import EventLog
 
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 
 
 @pytest.mark.parametrize(

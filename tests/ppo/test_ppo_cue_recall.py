@@ -10,7 +10,7 @@ import pytest
 
 from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.ppo import PPO, preset
-from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
 
 pytestmark = pytest.mark.system
 

@@ -20,9 +20,10 @@ from esper_telemetry.events import BackwardEnd, EpisodeEnd, MinibatchEnd, Recurr
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.collectors.collector import TensorCollector
 from esper_telemetry.ppo.collectors.inference import host_policy, torch_network
-from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, TensorStep, make_env
-from esper_telemetry.ppo.environments.environment_protocol import ObservationLayout
-from esper_telemetry.ppo.networks.encoders import Encoded, ImageEncoder
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Image, ObservationLayout, TensorStep
+from esper_telemetry.ppo.environments.environment_registry import make_env
+from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
+from esper_telemetry.ppo.networks import Encoded, ImageEncoder
 from esper_telemetry.ppo.normalizer import VectorNormalizer
 from esper_telemetry.ppo.policy import ActorCritic
 

@@ -12,7 +12,8 @@ from test_ppo_trainer import Forever
 
 from esper_telemetry.events import EvaluationEnd
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import CueRecall, make_env
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
+from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.normalizer import Normalizers
 from esper_telemetry.ppo.trainer import evaluate, first_episode
 

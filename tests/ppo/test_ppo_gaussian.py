@@ -19,7 +19,8 @@ from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd, TrunkB
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.action_distributions import Gaussian, Squash, StateDependentGaussian, make_gaussian
 from esper_telemetry.ppo.collectors.collector import TensorCollector
-from esper_telemetry.ppo.environments import ActionSpec, Step, TensorStep, make_env
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Step, TensorStep
+from esper_telemetry.ppo.environments.environment_registry import make_env
 
 ROWS, D, FEATURES = 64, 3, 5
 SPEC = ActionSpec("continuous", D, low=(-2.0, 0.0, -1.0), high=(2.0, 1.0, 5.0))

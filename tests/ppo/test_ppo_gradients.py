@@ -13,11 +13,11 @@ from ppo_builders import EventLog, cartpole, pendulum
 from torch import Tensor
 
 from esper_telemetry.events import HeadsBackward, TrunkBackward
-from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo import PPO, PPOConfig, networks
 from esper_telemetry.ppo.collectors.inference import in_numpy, in_torch
-from esper_telemetry.ppo.environments import CueRecall, make_env
-from esper_telemetry.ppo.networks import mlp
-from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
+from esper_telemetry.ppo.environments.environment_registry import make_env
+from esper_telemetry.ppo.networks import MLP
 from esper_telemetry.ppo.ppo_objective import TrunkOutputs, backward_losses, backward_trunks
 from esper_telemetry.ppo.rollout import Batch, flatten
 
@@ -166,13 +166,13 @@ def test_separate_networks_share_nothing() -> None:
     assert event.actor.shape == event.critic.shape and event.actor.shape[1] == 16
 
 
-@pytest.mark.parametrize("tile", [mlp.TILE_ROWS, 8, 33])
+@pytest.mark.parametrize("tile", [networks.TILE_ROWS, 8, 33])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 def test_the_written_out_network_equals_plain_operations(
     activation: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its 33 rows are also backed up in five parts."""
-    monkeypatch.setattr(mlp, "TILE_ROWS", tile)
+    monkeypatch.setattr(networks, "TILE_ROWS", tile)
     torch.manual_seed(0)
     network = MLP(5, (16, 8), activation)
     rows = torch.randn(33, 5, requires_grad=True)

@@ -13,7 +13,7 @@ import pytest
 
 from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.ppo import PPO, preset
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 
 SEEDS = range(5)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import ActionSpec, Step
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Step
 from esper_telemetry.ppo.policy import ActorCritic
 
 SPECS = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper_telemetry.events import EpisodeEnd, MinibatchEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.rollout import flatten
 
 NOISY_IMPORT = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")

@@ -7,7 +7,7 @@ import pytest
 from esper_telemetry.cli.main import Train, parse
 from esper_telemetry.ppo import PPOConfig, preset
 from esper_telemetry.ppo.config import PRESETS
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 
 
 def train(*options: str) -> Train:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO
-from esper_telemetry.ppo.networks.mlp import MLP
-from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
+from esper_telemetry.ppo.networks import MLP, Core, RecurrentTrunk
 from esper_telemetry.ppo.rollout import RolloutRecurrence, flatten, pack
 
 KINDS = ("lstm", "gru")

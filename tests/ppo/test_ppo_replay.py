@@ -13,7 +13,7 @@ from torch import Tensor
 from esper_telemetry.core.event_parts import Activations, Copy, Outputs, PolicyReplay, StateGradients
 from esper_telemetry.events import AfterUpdate, BeforeUpdate, MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.trainer_replay import TrainerReplay
 
 POLICIES = [("CartPole-v1", "mlp"), ("CartPole-v1", "lstm"), ("cue-recall", "gru"), ("cue-recall", "lstm")]

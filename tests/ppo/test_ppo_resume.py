@@ -14,7 +14,7 @@ from ppo_builders import EventLog, cartpole, pendulum
 from esper_telemetry.events import RunStart, UpdateEnd
 from esper_telemetry.ppo import PPO, Checkpoints, PPOConfig
 from esper_telemetry.ppo.checkpoint import Checkpointables
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 
 
 class Curriculum:

@@ -12,7 +12,7 @@ from torch import Tensor
 from esper_telemetry.core.event_parts import Shard
 from esper_telemetry.events import BackwardEnd, MinibatchStart
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
 
 
 def flat(parameters: dict[str, Tensor]) -> Tensor:

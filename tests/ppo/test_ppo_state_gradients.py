@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper_telemetry.ppo.networks.mlp import MLP
-from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
+from esper_telemetry.ppo.networks import MLP, Core, RecurrentTrunk
 from esper_telemetry.ppo.trainer_replay import unroll
 
 STEPS, ENVS, SIZE = 6, 3, 5

@@ -13,7 +13,8 @@ from torch import Tensor
 from esper_telemetry.events import MinibatchEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.collectors.collector import Collector, TensorCollector
-from esper_telemetry.ppo.environments import ActionSpec, CueRecall, TensorStep
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, TensorStep
 from esper_telemetry.ppo.environments.wrappers import on_host
 from esper_telemetry.ppo.normalizer import normalizers_for
 from esper_telemetry.ppo.trainer import build_policy

@@ -32,7 +32,8 @@ from esper_telemetry.events import (
     UpdateStart,
 )
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import ActionSpec, CueRecall, Step
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Step
 from esper_telemetry.ppo.ppo_objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.updates.joining import joined_minibatches

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
-from esper_telemetry.journal import Run
+from esper_telemetry.journal.read import Run
 
 pytestmark = pytest.mark.system
 

@@ -16,7 +16,8 @@ from esper_telemetry import RunStatus, Telemetry, read_run
 from esper_telemetry.alarms import Detectors
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo
-from esper_telemetry.journal import Journal, JournalEvent, encode_end, encode_event, encode_record, encode_run
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_event, encode_record, encode_run
 from esper_telemetry.sinks.pages import IncidentCards
 from esper_telemetry.testing import MemorySink
 from esper_telemetry.updates.failure import failure_data

@@ -15,7 +15,7 @@ from forked import run_python
 
 from esper_telemetry import RunStatus, Telemetry, read_run
 from esper_telemetry.core.interrupts import SerialCalls
-from esper_telemetry.journal import Journal
+from esper_telemetry.journal.file import Journal
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 

@@ -12,8 +12,7 @@ from forked import run_python
 
 from esper_telemetry import PPO, PPOConfig, RunStatus, Telemetry, attach, make_env, read_run
 from esper_telemetry.events import MinibatchEnd, UpdateEnd
-from esper_telemetry.journal import Role, TrainerLock, await_release, is_held, lock_for
-from esper_telemetry.journal.lock import HELPER_ROLES
+from esper_telemetry.journal.lock import HELPER_ROLES, Role, TrainerLock, await_release, is_held, lock_for
 from esper_telemetry.journal.read import read_contents
 from esper_telemetry.ppo import Checkpoints
 from esper_telemetry.telemetry import session_of

@@ -11,7 +11,7 @@ from esper_telemetry import read_run
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.core.record import RunInfo
-from esper_telemetry.delivery import replay
+from esper_telemetry.delivery.catch_up import replay
 from esper_telemetry.sinks import TensorBoardSink
 
 HOSTILE = ["../../evil", "/tmp/evil", "a/b", "..", ".hidden", "", "x'y\"*", "two words", "a\nb", "a" * 129]

@@ -11,7 +11,7 @@ import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
 from esper_telemetry.alarms.metric_entries import metric_entries
-from esper_telemetry.core.catalogue import family_name
+from esper_telemetry.core.metric import family_name
 from esper_telemetry.core.record import Histogram, MetricInfo
 from esper_telemetry.delivery.status import replay_command
 from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink

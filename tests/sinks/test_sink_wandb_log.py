@@ -15,8 +15,10 @@ from sink_runs import record, run_info
 
 from esper_telemetry.core.backends import WANDB_BLOCK_BYTES
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.delivery import Cursor, Cursors, Delivery
-from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
+from esper_telemetry.delivery.delivery import Delivery
+from esper_telemetry.delivery.status import Cursor, Cursors
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.sinks import WandbSink
 from esper_telemetry.sinks.wandb import wandb_sink as wandb_sink
 from esper_telemetry.sinks.wandb.wandb_sink import last_update, summary_of

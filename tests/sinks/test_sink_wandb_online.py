@@ -10,9 +10,11 @@ from fake_wandb import KEY, FakeWandb
 from waiting import wait_until
 
 from esper_telemetry.core.record import AlarmEvent, RunStatus
-from esper_telemetry.delivery import SinkState
 from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.journal import Journal, encode_alarm, encode_end, encode_record, encode_run, read_run
+from esper_telemetry.delivery.status import SinkState
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import encode_alarm, encode_end, encode_record, encode_run
+from esper_telemetry.journal.read import read_run
 from esper_telemetry.sinks import Place, WandbSink
 from esper_telemetry.testing import alarm, record, run_in
 

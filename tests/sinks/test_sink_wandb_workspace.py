@@ -20,8 +20,10 @@ from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.cli.stored_runs import keys
 from esper_telemetry.core.record import MetricInfo, RunInfo, RunStatus
-from esper_telemetry.delivery.cursors import Cursor, Cursors
-from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run, read_run
+from esper_telemetry.delivery.status import Cursor, Cursors
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
+from esper_telemetry.journal.read import read_run
 from esper_telemetry.sinks import WandbSink, sink_protocol
 from esper_telemetry.sinks.pages import safe
 from esper_telemetry.sinks.wandb.workspace import specification, workspace

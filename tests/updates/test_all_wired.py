@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run, watch_pair
-from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.core.metric import catalogue
 from esper_telemetry.core.record import Level, template_of
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.testing import MemorySink
 
 FAMILIES = ("grad/", "opt/", "perf/", "telemetry/", "train/", "loss/")

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run, watch_pair
-from esper_telemetry.core.catalogue import catalogue, groups
-from esper_telemetry.core.metric import declared
+from esper_telemetry.core.metric import catalogue, declared, groups
 from esper_telemetry.core.record import template_of
 from esper_telemetry.testing import MemorySink
-from esper_telemetry.views.lineage import emitter
+from esper_telemetry.views.metrics_page import emitter
 
 LATER = "needs 50 updates: tests/history/test_temporal.py"
 ON_A_DEVICE = "needs a policy on a GPU"

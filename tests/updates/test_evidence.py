@@ -16,9 +16,9 @@ from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
-from esper_telemetry.journal import plain
+from esper_telemetry.journal.lines import plain
 from esper_telemetry.metrics.gradients.norms import gradient_norms
-from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.recording import recorder as recorder_module
 from esper_telemetry.updates.evidence import AlarmedUpdate, evidence_of, flight_of, layer_table, stability_report
 from esper_telemetry.updates.groups import nonfinite_in

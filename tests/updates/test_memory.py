@@ -19,7 +19,8 @@ from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm.gates import cell_weights, gates_of
 from esper_telemetry.pipeline.sampling import INITIAL_PERIOD
-from esper_telemetry.ppo.environments import CueRecall, Environment
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
+from esper_telemetry.ppo.environments.environment_protocol import Environment
 from esper_telemetry.updates.groups import measure
 from esper_telemetry.updates.joining import RolloutHistory, joined_minibatches
 from esper_telemetry.updates.update import Update, in_grid

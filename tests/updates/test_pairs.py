@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run, watch_pair
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import Hooks
-from esper_telemetry.history.pair_history import PairHistories
+from esper_telemetry.history.derive import PairHistories
 
 PAIR = {f"grad/pair/head/{n}" for n in ("connected", "intensity", "host_intensity", "upstream", "zero_frac")}
 

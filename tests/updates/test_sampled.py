@@ -23,7 +23,7 @@ from esper_telemetry.events import (
     TrunkBackward,
     UpdateEnd,
 )
-from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.ppo.ppo_objective import TrunkOutputs
 from esper_telemetry.recording import probes
 from esper_telemetry.recording import recorder as recorder_module

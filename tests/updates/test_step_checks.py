@@ -17,7 +17,7 @@ from esper_telemetry.equations.equation import EQUATION_KEY, FITTED_KEY, equatio
 from esper_telemetry.events import BackwardEnd
 from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.ppo_objective import UpdateSteps
 from esper_telemetry.recording import step_probe
 from esper_telemetry.telemetry import attach

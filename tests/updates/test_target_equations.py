@@ -13,7 +13,7 @@ from torch import Tensor
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
 from esper_telemetry.core.record import Record
 from esper_telemetry.equations.equation import EQUATION_KEY
-from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.ppo.ppo_objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
 

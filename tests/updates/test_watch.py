@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry import Record, Telemetry
-from esper_telemetry.journal import read_run
+from esper_telemetry.journal.read import read_run
 
 PRE, POST = "grad/global/norm_preclip", "grad/global/norm_postclip"
 

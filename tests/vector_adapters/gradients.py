@@ -12,15 +12,16 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.history.gradient_history import NoiseAverage
 from esper_telemetry.metrics.gradients.actor_critic import interference, parameter_interference
 from esper_telemetry.metrics.gradients.directions import (
+    concentration,
     gradient_signs,
     gradient_zeros,
+    layer_concentration,
     minibatch_alignment,
     shard_noise,
     successive_alignment,
     two_batch_noise,
     weighted_pair_cosine,
 )
-from esper_telemetry.metrics.gradients.distribution import concentration, layer_concentration
 from esper_telemetry.metrics.gradients.gradient_health import gradient_health
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.metrics.optimizer import (

@@ -12,8 +12,8 @@ from healthy_run import FACTS, Values, multiplied, run
 from esper_telemetry.alarms import Detectors
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo, RunStatus
-from esper_telemetry.journal import (
-    Journal,
+from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.lines import (
     JournalEvent,
     encode_alarm,
     encode_end,

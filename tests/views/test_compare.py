@@ -15,7 +15,8 @@ import pytest
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as command_line
 from esper_telemetry.core.record import Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
-from esper_telemetry.journal import Journal, compress, encode_end, encode_record, encode_run
+from esper_telemetry.journal.file import Journal, compress
+from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.views.compare import Comparison, comparison
 from esper_telemetry.views.compare.compared_runs import find_runs, first_difference, read_compared
 from esper_telemetry.views.compare.comparison_page import comparison_page

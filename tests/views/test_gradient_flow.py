@@ -11,8 +11,8 @@ from journaled import axes, lines_of, write
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Record
-from esper_telemetry.views.gradient_flow import MAX_COLUMNS, MAX_LAYERS, GradientFlow, gradient_flow
 from esper_telemetry.views.report import report_html
+from esper_telemetry.views.report_charts import MAX_COLUMNS, MAX_LAYERS, GradientFlow, gradient_flow
 from esper_telemetry.views.run_view import open_view
 
 LIMIT = 0.5

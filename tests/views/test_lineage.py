@@ -13,13 +13,11 @@ from journaled import WrittenRun
 
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.alarms.verdict.run_outcome import OutcomeJudge
-from esper_telemetry.core.catalogue import RELEASES, catalogue, groups, released
-from esper_telemetry.core.metric import Derived, declared
+from esper_telemetry.core.metric import RELEASES, Derived, catalogue, declared, groups, released
 from esper_telemetry.core.record import Axes, Level, Record, template_of
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.lab.morphogenesis.views import VIEWS
-from esper_telemetry.views.lineage import audience, emitter, moment, readers
-from esper_telemetry.views.metrics_page import entry_text, entry_values
+from esper_telemetry.views.metrics_page import audience, emitter, entry_text, entry_values, moment, readers
 from esper_telemetry.views.panels import STRIP
 from esper_telemetry.views.run_view import open_view
 

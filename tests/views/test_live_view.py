@@ -19,9 +19,8 @@ from waiting import wait_until
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import AlarmEvent, RunStatus
 from esper_telemetry.journal.file import compress
-from esper_telemetry.views.run_parts import duration
+from esper_telemetry.views.run_parts import Series, duration
 from esper_telemetry.views.run_view import open_sample, open_view
-from esper_telemetry.views.series import Series
 from esper_telemetry.views.watch import app as app_module
 from esper_telemetry.views.watch.app import WatchApp
 from esper_telemetry.views.watch.charts import (

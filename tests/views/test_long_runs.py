@@ -18,8 +18,8 @@ from esper_telemetry.core.record import Axes, Record
 from esper_telemetry.journal import record_columns
 from esper_telemetry.journal.lines import encode_record, encode_run, to_json
 from esper_telemetry.views import run_view
+from esper_telemetry.views.run_parts import SeriesBuffer
 from esper_telemetry.views.run_view import RunView, judged_again, open_sample, open_verdict, open_view
-from esper_telemetry.views.series import SeriesBuffer
 
 UPDATES = 120
 HEAD = encode_run(RunInfo("r1", "run", None, 1e9, facts=FACTS))

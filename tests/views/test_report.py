@@ -19,8 +19,8 @@ from esper_telemetry.core.record import Axes, Record, RunStatus
 from esper_telemetry.sinks.pages import REPORT_NAME
 from esper_telemetry.views.report import report_html, report_markdown
 from esper_telemetry.views.report_charts import MAX_POINTS, TIMELINE_POINTS, thinned
+from esper_telemetry.views.run_parts import Series
 from esper_telemetry.views.run_view import open_view
-from esper_telemetry.views.series import Series
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 

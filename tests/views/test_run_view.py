@@ -26,8 +26,8 @@ from esper_telemetry.views.panels import (
     TableDeclaration,
     TableView,
 )
+from esper_telemetry.views.run_parts import MIN_POINTS, HealthyRange, SeriesBuffer, judge
 from esper_telemetry.views.run_view import RunView, open_view
-from esper_telemetry.views.series import MIN_POINTS, HealthyRange, SeriesBuffer, judge
 
 
 @given(st.lists(st.floats(allow_nan=True), max_size=300), st.integers(MIN_POINTS, 40))

@@ -9,4 +9,4 @@ from esper_telemetry.core.lazy import lazy_names as lazy_names
 if TYPE_CHECKING:
     from esper_telemetry.adapters.sb3.callback import TelemetryCallback as TelemetryCallback
 
-__all__, __getattr__, __dir__ = lazy_names(__name__, {"esper_telemetry.adapters.sb3.callback": ("TelemetryCallback",)})
+__all__, __getattr__, __dir__ = lazy_names(__name__)

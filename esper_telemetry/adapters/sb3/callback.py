@@ -21,8 +21,8 @@ except ModuleNotFoundError as missing:
 from torch import Tensor
 
 from esper_telemetry.adapters.columns import episodes_event, numbers_by_key
-from esper_telemetry.adapters.sb3.sb3_distributions import ActionHeads
 from esper_telemetry.adapters.sb3.sb3_facts import (
+    ActionHeads,
     ModelProgress,
     config_of,
     default_updates_per_record,

@@ -23,8 +23,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import LossColumns, loss_columns, normalized_advantages
-from esper_telemetry.adapters.sb3.sb3_distributions import ActionHeads
-from esper_telemetry.adapters.sb3.sb3_facts import groups_of, minibatches_of, schedule_of
+from esper_telemetry.adapters.sb3.sb3_facts import ActionHeads, groups_of, minibatches_of, schedule_of
 from esper_telemetry.adapters.taps import Listener, without_trace
 from esper_telemetry.core.event_parts import FirstMinibatch, Shard
 from esper_telemetry.core.minibatch_objective import LossRows, MinibatchForward, MinibatchObjective

@@ -30,7 +30,7 @@ from esper_telemetry.adapters.columns import (
     join_columns,
     loss_columns,
 )
-from esper_telemetry.adapters.sb3.sb3_distributions import MAX_CAPTURES, ActionHeads
+from esper_telemetry.adapters.sb3.sb3_facts import MAX_CAPTURES, ActionHeads
 from esper_telemetry.adapters.sb3.sb3_gradients import (
     MAX_PADDING,
     TrunkListener,

@@ -18,7 +18,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import Array, LossColumns, policy_loss
-from esper_telemetry.adapters.sb3.sb3_distributions import ActionHeads, last_distribution
+from esper_telemetry.adapters.sb3.sb3_facts import ActionHeads, last_distribution
 from esper_telemetry.adapters.sb3.sb3_gradients import advantages_as_used, clip_of
 from esper_telemetry.adapters.taps import in_mode, listen, without_trace
 from esper_telemetry.core.event_parts import Activations, CollectionReplay, Copy, Outputs, StateGradients

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import Array, FinishedEpisode, HeadColumns, cat, join_columns, next_values
 from esper_telemetry.adapters.sb3.collection import ResetCounter, StepEnds, StepRecorder, ended_rows
-from esper_telemetry.adapters.sb3.sb3_distributions import MAX_CAPTURES, ActionHeads
+from esper_telemetry.adapters.sb3.sb3_facts import MAX_CAPTURES, ActionHeads
 from esper_telemetry.adapters.sb3.sb3_replay import Memory
 from esper_telemetry.adapters.taps import Listener, without_trace
 from esper_telemetry.core.clock import Clock

@@ -57,7 +57,7 @@ from esper_telemetry.adapters.taps import ErrorHandler, reraise
 from esper_telemetry.core.event_parts import RolloutActions
 from esper_telemetry.core.facts import UNCHECKED_FACT, UNTRACED_FACT
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
-from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
+from esper_telemetry.core.rate_schedule import GroupRate, group_rates, rates_by_name
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE
 from esper_telemetry.equations.transitions import checksums
 from esper_telemetry.events import (

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
+from esper_telemetry.core.messages import printable
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.core.terminal import printable
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener

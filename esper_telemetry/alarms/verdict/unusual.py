@@ -19,10 +19,9 @@ from importlib.resources import files
 from typing import Final, NamedTuple
 
 from esper_telemetry.alarms.verdict.bounds import HEAD, RANGE, HealthyRange, Other, distance_beyond
-from esper_telemetry.core.catalogue import catalogue, family_name, groups
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number
-from esper_telemetry.core.metric import Metric, declared
+from esper_telemetry.core.metric import Metric, catalogue, declared, family_name, groups
 from esper_telemetry.core.record import Level, Record, template_of
 from esper_telemetry.equations.equation import EQUATION_KEY, equations
 

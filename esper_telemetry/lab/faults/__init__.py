@@ -20,10 +20,4 @@ if TYPE_CHECKING:
     from esper_telemetry.lab.faults.fault_catalogue import inject as inject
     from esper_telemetry.lab.faults.fault_catalogue import schedule as schedule
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "esper_telemetry.lab.faults.fault_catalogue": ("FAULTS", "find", "inject", "schedule"),
-        "esper_telemetry.lab.faults.fault": ("Fault", "NotApplicableError"),
-    },
-)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from esper_telemetry.cli.arguments import wrong_use
 from esper_telemetry.core.record import Level, RunStatus
+from esper_telemetry.lab.faults.fault import NEEDS
 from esper_telemetry.lab.faults.fault_catalogue import FAULTS, find, schedule
 from esper_telemetry.lab.faults.runs import ENVIRONMENTS, FaultRun, find_environment, plan_runs, train_all, worker_pool
 from esper_telemetry.lab.faults.score import THRESHOLD_FACTORS, score_figures, tuning_and_held_out
@@ -49,7 +50,7 @@ def fault_entries() -> list[dict[str, Any]]:
             "what": fault.what,
             "dose": fault.dose,
             "doses": list(fault.doses),
-            "needs": [(need.__doc__ or "").rstrip(".") for need in fault.needs],
+            "needs": [NEEDS[need].text for need in fault.needs],
             "alarms": list(fault.accepts),
             "bound": fault.bound,
         }
@@ -68,18 +69,6 @@ def fault_table() -> Table:
         needs, alarms = "; ".join(entry["needs"]), ", ".join(entry["alarms"])
         table.add_row(entry["name"], entry["what"], dose, needs, alarms, str(entry["bound"]))
     return table
-
-
-def fault_markdown() -> str:
-    """Return all faults as a table for the documentation."""
-    rows = [f"| {' | '.join(FAULT_COLUMNS)} |", "|---" * len(FAULT_COLUMNS) + "|"]
-    for entry in fault_entries():
-        low, high = entry["doses"]
-        dose = f"{entry['dose']:g} ({low:g} to {high:g}, as `{entry['family']}`)" if low < high else ""
-        alarms = ", ".join(f"`{alarm}`" for alarm in entry["alarms"])
-        needs = "; ".join(entry["needs"])
-        rows.append(f"| `{entry['name']}` | {entry['what']} | {dose} | {needs} | {alarms} | {entry['bound']} |")
-    return "\n".join(rows) + "\n"
 
 
 def score_tables(figures: Mapping[str, Any], title: str) -> list[Table]:

@@ -14,16 +14,8 @@ from torch import Tensor, nn
 from esper_telemetry.lab.faults.fault import (
     Fault,
     Undo,
-    needs_choices,
-    needs_host_environments,
-    needs_memory,
-    needs_normalized_advantages,
-    needs_normalized_observations,
-    needs_numeric_observations,
-    needs_restrictions,
-    needs_several_environments,
+    replace_attribute,
     replace_config,
-    replace_observation_normalizer,
     replace_steps,
     undo_all,
     wrap_environment,
@@ -137,7 +129,7 @@ DATA = (
         family="advantages",
         dose=100,
         doses=(1, 1e6),
-        needs=(needs_normalized_advantages,),
+        needs=("normalized advantages",),
         hypotheses=("normalized_advantages_not_normalized", "gradient_advantages_raw", "advantages_scaled"),
     ),
     Fault(
@@ -173,7 +165,7 @@ DATA = (
         family="observations",
         dose=3,
         doses=(1, 1000),
-        needs=(needs_numeric_observations,),
+        needs=("numeric observations",),
         hypotheses=("replayed_log_probs_other_observations", "replayed_log_probs_other_statistics"),
     ),
     Fault(
@@ -182,7 +174,7 @@ DATA = (
         zero_state,
         (RATIO_INIT,),
         bound=0,
-        needs=(needs_memory,),
+        needs=("memory",),
         hypotheses=("replayed_log_probs_memory_zero",),
     ),
     Fault(
@@ -191,7 +183,7 @@ DATA = (
         no_masks,
         (RATIO_INIT,),
         bound=0,
-        needs=(needs_restrictions,),
+        needs=("restrictions",),
         hypotheses=("replayed_log_probs_mask_missing",),
     ),
     Fault(
@@ -200,7 +192,7 @@ DATA = (
         lambda trainer, _: replace_steps(trainer, resets=lambda ended: ended & False),
         ("lstm/cell_drift", "integrity/ratio_init", "lstm/reset_missing"),
         bound=10,
-        needs=(needs_memory,),
+        needs=("memory",),
         hypotheses=("replayed_log_probs_memory_not_reset", "values_memory_not_reset"),
     ),
 )
@@ -280,7 +272,7 @@ def stuck_normalizer(trainer: PPO, dose: float) -> Undo:
     """Fix the normaliser at `dose` times the standard deviation of the observations."""
     current = trainer.normalizers.observations
     assert current is not None
-    return replace_observation_normalizer(trainer, FixedNormalizer(current, dose))
+    return replace_attribute(trainer.normalizers, "observations", FixedNormalizer(current, dose))
 
 
 BOUNDARY = (
@@ -292,7 +284,7 @@ BOUNDARY = (
         bound=5,
         dose=5,
         doses=(0.01, 1e4),
-        needs=(needs_choices, needs_host_environments),
+        needs=("choices", "host environments"),
     ),
     Fault(
         "constant_observations",
@@ -302,7 +294,7 @@ BOUNDARY = (
         bound=20,
         dose=1,
         doses=(1, 1e6),
-        needs=(needs_host_environments, needs_several_environments),
+        needs=("host environments", "several environments"),
         core=False,
     ),
     Fault(
@@ -311,7 +303,7 @@ BOUNDARY = (
         swapped_ends,
         ("value/bias",),
         bound=20,
-        needs=(needs_host_environments,),
+        needs=("host environments",),
         core=False,
     ),
     Fault(
@@ -322,7 +314,7 @@ BOUNDARY = (
         bound=5,
         dose=0.05,
         doses=(1e-4, 0.9),
-        needs=(needs_normalized_observations,),
+        needs=("normalized observations",),
         core=False,
     ),
 )

@@ -1,28 +1,36 @@
 """A fault: a way to break training on purpose, as plain data and one function.
 
 The module also contains the building blocks of faults. A change of a trainer is made at once and returns the function that undoes it. A
-requirement on a trainer returns the sentence that names what is missing, or None. Changes replace attributes of the trainer's
+requirement on a trainer (`NEEDS`) has the sentence that names what is missing. Changes replace attributes of the trainer's
 objects, never of a class or a module, and undo only themselves, so that several faults may begin and end in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.networks.mlp import MLP
-from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.networks import MLP, RecurrentTrunk
 from esper_telemetry.ppo.trainer import PPO
 
 # Faults replace objects of a trainer (steps, settings, parameters, environments), never attributes of a class or a module. Each change
 # undoes only itself, so several may begin and end in any order.
 Undo: TypeAlias = Callable[[], None]
 Break: TypeAlias = Callable[[PPO, float], Undo]
-Need: TypeAlias = Callable[[PPO], str | None]
+
+
+class Need(NamedTuple):
+    """A requirement on a trainer: its text, what a trainer without it lacks, and the condition."""
+
+    text: str
+    lack: str
+    holds: Callable[[PPO], object]
+
 
 WINDOW_UPDATES = 20
 """Updates after the first broken one in which an alarm still counts."""
@@ -45,7 +53,7 @@ class Fault:
         family: name shared by the doses of one kind of fault, such as `lr`; empty for a single dose.
         dose: default dose.
         doses: smallest and largest dose; equal if it is fixed.
-        needs: requirements on a trainer.
+        needs: requirements on a trainer, keys of `NEEDS`.
         causes: accepted causes of an incident; `accepts` if empty.
         hypotheses: labels of equations and their hypotheses, such as `advantages_sign`, with which `integrity/equation` names it too.
         noisy: whether it raises an exception in training.
@@ -60,7 +68,7 @@ class Fault:
     family: str = ""
     dose: float = 1.0
     doses: tuple[float, float] = (1.0, 1.0)
-    needs: tuple[Need, ...] = ()
+    needs: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
     hypotheses: tuple[str, ...] = ()
     noisy: bool = False
@@ -68,7 +76,7 @@ class Fault:
 
     def missing(self, trainer: PPO) -> str | None:
         """Return the sentence that says why it does not apply to this trainer, or None."""
-        lacks = next((text for need in self.needs if (text := need(trainer))), None)
+        lacks = next((need.lack for need in map(NEEDS.__getitem__, self.needs) if not need.holds(trainer)), None)
         return None if lacks is None else f"{self.name} does not apply to {trainer.env.name}: {lacks}"
 
     def checked(self, dose: float | None) -> float:
@@ -98,24 +106,21 @@ def undo_all(*undos: Undo) -> Undo:
 
 def replace_steps(trainer: PPO, **functions: Callable[..., Any]) -> Undo:
     """Replace steps of the update."""
-    before = {name: getattr(trainer.steps, name) for name in functions}
-    trainer.steps = replace(trainer.steps, **cast("Any", functions))
-
-    def undo() -> None:
-        trainer.steps = replace(trainer.steps, **before)
-
-    return undo
+    return _replace_fields(trainer, "steps", functions)
 
 
 def replace_config(trainer: PPO, **settings: Any) -> Undo:
     """Replace settings of the trainer."""
-    before = {name: getattr(trainer.config, name) for name in settings}
-    trainer.config = replace(trainer.config, **settings)
+    return _replace_fields(trainer, "config", settings)
 
-    def undo() -> None:
-        trainer.config = replace(trainer.config, **before)
 
-    return undo
+def _replace_fields(trainer: Any, name: str, values: Mapping[str, Any]) -> Undo:
+    def put(fields: Mapping[str, Any]) -> None:
+        setattr(trainer, name, replace(getattr(trainer, name), **fields))
+
+    before = {field: getattr(getattr(trainer, name), field) for field in values}
+    put(values)
+    return partial(put, before)
 
 
 def replace_optimizer_settings(trainer: PPO, **settings: Any) -> Undo:
@@ -156,103 +161,16 @@ def freeze(parameters: Iterable[torch.nn.Parameter]) -> Undo:
     return undo
 
 
+def replace_attribute(owner: Any, name: str, value: Any) -> Undo:
+    """Replace an attribute of an object of the trainer."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return partial(setattr, owner, name, before)
+
+
 def wrap_environment(trainer: PPO, wrap: Callable[[Any], Any]) -> Undo:
     """Put a wrapper between the trainer and its environments."""
-    collector: Any = trainer.collector
-    before = collector.env
-    collector.env = wrap(before)
-
-    def undo() -> None:
-        collector.env = before
-
-    return undo
-
-
-def replace_observation_normalizer(trainer: PPO, other: torch.nn.Module) -> Undo:
-    """Replace the normaliser of observations."""
-    normalizers: Any = trainer.normalizers
-    before = normalizers.observations
-    normalizers.observations = other
-
-    def undo() -> None:
-        normalizers.observations = before
-
-    return undo
-
-
-# The docstrings of the requirements are the column "needs" of `list` and of docs/faults.md.
-
-
-def needs_memory(trainer: PPO) -> str | None:
-    """A recurrent policy."""
-    return None if trainer.policy.cores() else "its policy has no memory"
-
-
-def needs_lstm(trainer: PPO) -> str | None:
-    """An LSTM, because a GRU lacks a forget gate."""
-    kinds = {core.kind for core in trainer.policy.cores().values()}
-    return None if "lstm" in kinds else "its policy has no LSTM"
-
-
-def needs_restrictions(trainer: PPO) -> str | None:
-    """Actions that are masked or matter only sometimes."""
-    masked = hasattr(trainer.env, "action_masks")
-    partly = any(spec.relevant_for is not None for spec in trainer.env.action_specs.values())
-    return None if masked or partly else "it has no action masks"
-
-
-def needs_several_heads(trainer: PPO) -> str | None:
-    """An action of several parts."""
-    return None if len(trainer.env.action_specs) > 1 else "its actions have one part"
-
-
-def needs_choices(trainer: PPO) -> str | None:
-    """A categorical part of the action."""
-    kinds = {spec.kind for spec in trainer.env.action_specs.values()}
-    return None if "categorical" in kinds else "its actions are continuous"
-
-
-def needs_relu(trainer: PPO) -> str | None:
-    """Hidden layers with ReLU that read the observation."""
-    layers = first_layers(trainer)
-    return None if layers and trainer.config.activation == "relu" else "no layer with ReLU reads its observations"
-
-
-def needs_normalized_advantages(trainer: PPO) -> str | None:
-    """Advantages that are declared as normalised."""
-    return None if trainer.config.normalize_advantages else "its advantages are not normalised"
-
-
-def needs_normalized_observations(trainer: PPO) -> str | None:
-    """A running normaliser of observations."""
-    return None if trainer.normalizers.observations is not None else "its observations are not normalised"
-
-
-def needs_numeric_observations(trainer: PPO) -> str | None:
-    """Observations that can be scaled."""
-    layout = getattr(trainer.env, "observation_layout", None)
-    return "its observations hold images" if layout is not None and layout.images else None
-
-
-def needs_host_environments(trainer: PPO) -> str | None:
-    """Environments that are stepped as arrays."""
-    env: object = trainer.collector.env
-    return "its environments step on a device" if hasattr(env, "device") else None
-
-
-def needs_several_environments(trainer: PPO) -> str | None:
-    """More than one environment."""
-    return None if trainer.env.num_envs > 1 else "it has only one environment"
-
-
-def needs_scheduled_rate(trainer: PPO) -> str | None:
-    """A learning rate that does not follow the KL."""
-    return None if trainer.config.desired_kl is None else "its learning rate follows the KL"
-
-
-def needs_several_minibatches(trainer: PPO) -> str | None:
-    """More than one minibatch in a pass."""
-    return None if trainer.config.num_minibatches > 1 else "it takes one minibatch per pass"
+    return replace_attribute(trainer.collector, "env", wrap(trainer.collector.env))
 
 
 def first_layers(trainer: PPO) -> list[MLP]:
@@ -260,3 +178,72 @@ def first_layers(trainer: PPO) -> list[MLP]:
     trunks = trainer.policy.named_trunks().values()
     readers = [trunk.encoder if isinstance(trunk, RecurrentTrunk) else trunk for trunk in trunks]
     return [reader for reader in readers if isinstance(reader, MLP) and len(reader.layers)]
+
+
+def _kinds(trainer: PPO) -> set[str]:
+    """Return the kinds of the parts of an action."""
+    return {spec.kind for spec in trainer.env.action_specs.values()}
+
+
+def _restricts(trainer: PPO) -> bool:
+    partly = any(spec.relevant_for is not None for spec in trainer.env.action_specs.values())
+    return partly or hasattr(trainer.env, "action_masks")
+
+
+def _has_images(trainer: PPO) -> bool:
+    layout = getattr(trainer.env, "observation_layout", None)
+    return layout is not None and bool(layout.images)
+
+
+NEEDS = {
+    "memory": Need("A recurrent policy", "its policy has no memory", lambda one: one.policy.cores()),
+    "lstm": Need(
+        "An LSTM, because a GRU lacks a forget gate",
+        "its policy has no LSTM",
+        lambda one: "lstm" in {core.kind for core in one.policy.cores().values()},
+    ),
+    "restrictions": Need("Actions that are masked or matter only sometimes", "it has no action masks", _restricts),
+    "several heads": Need(
+        "An action of several parts", "its actions have one part", lambda one: len(one.env.action_specs) > 1
+    ),
+    "choices": Need(
+        "A categorical part of the action", "its actions are continuous", lambda one: "categorical" in _kinds(one)
+    ),
+    "relu": Need(
+        "Hidden layers with ReLU that read the observation",
+        "no layer with ReLU reads its observations",
+        lambda one: first_layers(one) and one.config.activation == "relu",
+    ),
+    "normalized advantages": Need(
+        "Advantages that are declared as normalised",
+        "its advantages are not normalised",
+        lambda one: one.config.normalize_advantages,
+    ),
+    "normalized observations": Need(
+        "A running normaliser of observations",
+        "its observations are not normalised",
+        lambda one: one.normalizers.observations is not None,
+    ),
+    "numeric observations": Need(
+        "Observations that can be scaled", "its observations hold images", lambda one: not _has_images(one)
+    ),
+    "host environments": Need(
+        "Environments that are stepped as arrays",
+        "its environments step on a device",
+        lambda one: not hasattr(one.collector.env, "device"),
+    ),
+    "several environments": Need(
+        "More than one environment", "it has only one environment", lambda one: one.env.num_envs > 1
+    ),
+    "scheduled rate": Need(
+        "A learning rate that does not follow the KL",
+        "its learning rate follows the KL",
+        lambda one: one.config.desired_kl is None,
+    ),
+    "several minibatches": Need(
+        "More than one minibatch in a pass",
+        "it takes one minibatch per pass",
+        lambda one: one.config.num_minibatches > 1,
+    ),
+}
+"""Requirements on a trainer by name."""

@@ -15,12 +15,6 @@ from esper_telemetry.lab.faults.fault import (
     fill_parameter,
     first_layers,
     freeze,
-    needs_choices,
-    needs_lstm,
-    needs_relu,
-    needs_scheduled_rate,
-    needs_several_heads,
-    needs_several_minibatches,
     replace_config,
     replace_optimizer_settings,
     replace_steps,
@@ -102,7 +96,7 @@ def rounded_log_probs(trainer: PPO, dose: float) -> Undo:
 
 
 KL_SPIKE, TOO_LARGE, SATURATED = "policy/kl_spike", "opt/update_too_large", "policy/clip_saturation"
-RATE = (needs_scheduled_rate,)
+RATE = ("scheduled rate",)
 
 OTHER_RATE = ("optimizer_step_learning_rate", "schedules")
 """Labels that name a learning rate other than the configured one."""
@@ -222,7 +216,7 @@ OPTIMISATION = (
         repeated_minibatches,
         ("integrity/rows_repeated", "integrity/adv_norm"),
         bound=20,  # adv_norm if the trainer does not emit rows: the rows left out change the moments of the advantages
-        needs=(needs_several_minibatches,),
+        needs=("several minibatches",),
         core=False,
         hypotheses=("minibatches_same_rows", "minibatches_same_minibatch"),
     ),
@@ -280,7 +274,7 @@ NETWORK = (
         bound=0,
         dose=-10,
         doses=(-1000, -0.1),
-        needs=(needs_relu,),
+        needs=("relu",),
     ),
     Fault(
         "forget_m10",
@@ -291,7 +285,7 @@ NETWORK = (
         family="forget",
         dose=-10,
         doses=(-100, -0.5),
-        needs=(needs_lstm,),
+        needs=("lstm",),
     ),
     Fault(
         "forget_p10",
@@ -302,7 +296,7 @@ NETWORK = (
         family="forget",
         dose=10,
         doses=(0.5, 100),
-        needs=(needs_lstm,),
+        needs=("lstm",),
     ),
     Fault(
         "frozen_trunk",
@@ -317,7 +311,7 @@ NETWORK = (
         detached_head,
         ("grad/missing_group", "policy/dead_head"),
         bound=0,
-        needs=(needs_several_heads,),
+        needs=("several heads",),
         core=False,
     ),
     Fault(
@@ -328,7 +322,7 @@ NETWORK = (
         bound=5,
         dose=50,
         doses=(1, 1000),
-        needs=(needs_several_heads, needs_choices),
+        needs=("several heads", "choices"),
         core=False,
     ),
 )

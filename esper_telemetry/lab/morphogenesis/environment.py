@@ -11,21 +11,36 @@ from torch import Tensor
 from esper_telemetry.events import Hooks
 from esper_telemetry.lab.morphogenesis import feedback
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
-from esper_telemetry.lab.morphogenesis.feedback import VERSION, HostState, StepReport, feature_names, observe
-from esper_telemetry.lab.morphogenesis.gradient_health import (
+from esper_telemetry.lab.morphogenesis.feedback import (
     INTENSITY_DECAY,
     SUSTAINED_EPOCHS,
+    VERSION,
     CauseHistory,
+    HostState,
+    StepReport,
     diagnose,
     exploding,
+    feature_names,
     intensity_ratio,
+    observe,
     tensor_health,
     vanishing,
 )
-from esper_telemetry.lab.morphogenesis.growth_actions import ActionOutcome, act, action_masks, advanceable, specs
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthHistory, GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
-from esper_telemetry.lab.morphogenesis.slots import ALIVE, EFFECTIVE, LEARNING, Slots, TransitionGates, among
+from esper_telemetry.lab.morphogenesis.slots import (
+    ALIVE,
+    EFFECTIVE,
+    LEARNING,
+    ActionOutcome,
+    Slots,
+    TransitionGates,
+    act,
+    action_masks,
+    advanceable,
+    among,
+    specs,
+)
 from esper_telemetry.lab.morphogenesis.training import OPTIMIZERS, make_task
 from esper_telemetry.ppo.environments.environment_protocol import TensorStep
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.record import Alarm, Level
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, ROLLBACK_ALARM, SEVERE, Op, Stage
-from esper_telemetry.lab.morphogenesis.metrics.environment_metrics import environment_stats
-from esper_telemetry.lab.morphogenesis.metrics.hosts import each_stats, host_stats
+from esper_telemetry.lab.morphogenesis.metrics.environment_metrics import each_stats, environment_stats, host_stats
 from esper_telemetry.lab.morphogenesis.metrics.seeds import gate_stats, seed_stats
 from esper_telemetry.updates.extensions import Capture
 

@@ -26,8 +26,8 @@ from esper_telemetry.views.panels import (
     TableDeclaration,
     TableView,
 )
+from esper_telemetry.views.run_parts import Judgement
 from esper_telemetry.views.run_view import RunView
-from esper_telemetry.views.series import Judgement
 from esper_telemetry.views.watch.charts import bars
 from esper_telemetry.views.watch.screens import STALENESS
 

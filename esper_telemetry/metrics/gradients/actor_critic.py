@@ -13,12 +13,12 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_floats, as_mask, as_tensor, as_tensors, by_head, masks_by_head
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.gradients.gradient_health import tensor_norms
 from esper_telemetry.metrics.gradients.norms import GradientNorms, coefficients
 from esper_telemetry.metrics.losses import entropy_slope
@@ -40,23 +40,15 @@ class PairGradients(MetricGroup):
         .advises("Look for detach(), no_grad or requires_grad=False between the module and the loss.")
     )
     intensity: Mean | None = reports(
-        Metric.quantity(
-            "grad/pair/{pair}/intensity",
-            572,
-            "intensity of a module's gradient",
-            unit="gradient norm/√parameters",
-            low=0.0,
+        Metric.magnitude(
+            "grad/pair/{pair}/intensity", 572, "intensity of a module's gradient", unit="gradient norm/√parameters"
         )
         .asks("How large is a typical entry of this module's gradient?")
         .absent("the module's gradient is missing or not finite")
     )
     host_intensity: Mean | None = reports(
-        Metric.quantity(
-            "grad/pair/{pair}/host_intensity",
-            573,
-            "intensity of the host's gradient",
-            unit="gradient norm/√parameters",
-            low=0.0,
+        Metric.magnitude(
+            "grad/pair/{pair}/host_intensity", 573, "intensity of the host's gradient", unit="gradient norm/√parameters"
         )
         .asks("How large is a typical entry of the gradient of the network that hosts this module?")
         .absent("the host's gradient is missing or not finite")
@@ -219,13 +211,11 @@ class Interference(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterInterference(MetricGroup):
+class ParameterInterference(MetricGroup, cost="sampled"):
     """Agreement of the actor's and the critic's gradients of the shared parameters, on a sampled minibatch."""
 
     cos: Mean | None = reports(
-        Metric.cosine(
-            "grad/interference/cos", 534, "agreement of actor and critic on the shared parameters", cost="sampled"
-        )
+        Metric.cosine("grad/interference/cos", 534, "agreement of actor and critic on the shared parameters")
         .asks("Do actor and critic pull the shared parameters in the same direction? Judge its average only.")
         .bounds(
             healthy="EMA > -0.3",
@@ -236,7 +226,7 @@ class ParameterInterference(MetricGroup):
         .absent("no shared parameters, or either gradient is zero or not finite")
     )
     cancel: Mean | None = reports(
-        Metric.fraction("grad/interference/cancel", 535, "cancellation of actor and critic", cost="sampled")
+        Metric.fraction("grad/interference/cancel", 535, "cancellation of actor and critic")
         .asks("How much of the two gradients cancels out? 0 for parallel gradients, 1 for equal and opposite ones.")
         .bounds(healthy="< 0.8", warn="> 0.8", source="heuristic")
         .absent("no shared parameters, both gradients are zero, or one is not finite")

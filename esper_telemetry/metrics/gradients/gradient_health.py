@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from esper_telemetry.core.arrays import shown
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.core.rates import belongs
+from esper_telemetry.core.rate_schedule import belongs
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.gradients.norms import FrozenGroups, Groups, check_limit, frozen, gradient_norms
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
-from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
-from esper_telemetry.core.rates import belongs
+from esper_telemetry.core.rate_schedule import belongs
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
+from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import defined, same_shape
 
 GRADIENTS_FAMILY = MetricFamily(
@@ -34,7 +34,7 @@ GRADIENTS_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class Clipping(MetricGroup):
+class Clipping(MetricGroup, absent="no limit, or no step with finite gradients"):
     """Clip coefficient, frequency and excess, one value per optimizer step."""
 
     replicated: ClassVar[bool] = True
@@ -45,20 +45,17 @@ class Clipping(MetricGroup):
         .absent("no limit, or a gradient is not finite"),
         Metric.fraction("grad/clip/coef_min", 511, "smallest clip coefficient", over="min", level=Level.MINIMAL)
         .asks("By what factor did clipping shrink the gradient at worst?")
-        .bounds(healthy="> 0.1", warn="< 0.05", critical="< 0.01", source="heuristic")
-        .absent("no limit, or no step with finite gradients"),
+        .bounds(healthy="> 0.1", warn="< 0.05", critical="< 0.01", source="heuristic"),
     )
     freq: Mean | None = reports(
         Metric.fraction("grad/clip/freq", 512, "share of steps that are clipped")
         .asks("In what share of the optimizer steps was the gradient clipped? High alone is normal for PPO.")
         .bounds(healthy="0.05 to 0.95; healthy runs 0.06 to 0.94", source="measured on a recurrent PPO")
-        .absent("no limit, or no step with finite gradients")
     )
     excess_log10: Mean | None = reports(
-        Metric.quantity("grad/clip/excess_log10", 513, "excess over the clip limit", unit="decades", low=0.0)
+        Metric.magnitude("grad/clip/excess_log10", 513, "excess over the clip limit", unit="decades")
         .asks("How many powers of ten is the gradient above the clip limit? 0 is within it.")
         .bounds(healthy="< 0.7", warn="> 1 (ten times the limit)", critical="> 2 (a hundred times)", source="heuristic")
-        .absent("no limit, or no step with finite gradients")
     )
 
 
@@ -102,7 +99,7 @@ def clipping(norms: Tensor, usable: Tensor, coefs: Tensor, *, max_norm: float | 
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalGradient(MetricGroup):
+class GlobalGradient(MetricGroup, absent="no parameter has a gradient, or none is finite"):
     """The gradient of all parameters, one value per optimizer step."""
 
     replicated: ClassVar[bool] = True
@@ -116,24 +113,19 @@ class GlobalGradient(MetricGroup):
             warn="robust z of its log10 > 4",
             critical="robust z of its log10 > 8",
             source="AutoClip 2007.14469; measured null rates",
-        )
-        .absent("no parameter has a gradient, or none is finite"),
+        ),
         Metric.gradient_norm(
             "grad/global/norm_preclip_max",
             501,
             "largest norm before clipping of the whole gradient",
             over="max",
             level=Level.MINIMAL,
-        )
-        .asks("How large was the gradient of the whole network at its worst step?")
-        .absent("no parameter has a gradient, or none is finite"),
+        ).asks("How large was the gradient of the whole network at its worst step?"),
     )
     rms: Mean | None = reports(
-        Metric.quantity(
-            "grad/global/rms", 502, "typical size of the whole gradient", unit="gradient norm/√parameters", low=0.0
-        )
-        .asks("How large is a typical entry of the gradient? Comparable between networks of any size.")
-        .absent("no parameter has a gradient, or none is finite")
+        Metric.magnitude(
+            "grad/global/rms", 502, "typical size of the whole gradient", unit="gradient norm/√parameters"
+        ).asks("How large is a typical entry of the gradient? Comparable between networks of any size.")
     )
     norm_postclip: Mean | None = reports(
         Metric.gradient_norm("grad/global/norm_postclip", 503, "norm after clipping of the whole gradient")
@@ -151,11 +143,12 @@ class GlobalGradient(MetricGroup):
         )
         .asks("How many entries of the gradients, or whole tensors if only norms are known, were not finite?")
         .bounds(healthy="0", critical="> 0")
+        .absent("")
     )
 
 
 @dataclass(frozen=True, slots=True)
-class GroupGradients(MetricGroup):
+class GroupGradients(MetricGroup, absent="no parameter of the group has a gradient, or none is finite"):
     """The gradients of the declared groups that have one."""
 
     replicated: ClassVar[bool] = True
@@ -168,20 +161,15 @@ class GroupGradients(MetricGroup):
             warn="robust z of its log10 > 4",
             critical="robust z of its log10 > 8",
             source="AutoClip 2007.14469; measured null rates",
-        )
-        .absent("no parameter of the group has a gradient, or none is finite"),
+        ),
         Metric.gradient_norm(
             "grad/{group}/norm_preclip_max", 506, "largest norm before clipping of a group's gradient", over="max"
-        )
-        .asks("How large was the gradient of this part of the network at its worst step?")
-        .absent("no parameter of the group has a gradient, or none is finite"),
+        ).asks("How large was the gradient of this part of the network at its worst step?"),
     )
     rms: Mean | None = reports(
-        Metric.quantity(
-            "grad/{group}/rms", 507, "typical size of a group's gradient", unit="gradient norm/√parameters", low=0.0
-        )
-        .asks("How large is a typical entry of this group's gradient? Comparable between groups of any size.")
-        .absent("no parameter of the group has a gradient, or none is finite")
+        Metric.magnitude(
+            "grad/{group}/rms", 507, "typical size of a group's gradient", unit="gradient norm/√parameters"
+        ).asks("How large is a typical entry of this group's gradient? Comparable between groups of any size.")
     )
     norm_postclip: Mean | None = reports(
         Metric.gradient_norm("grad/{group}/norm_postclip", 508, "norm after clipping of a group's gradient")
@@ -197,6 +185,7 @@ class GroupGradients(MetricGroup):
         )
         .asks("In which part of the network are gradients NaN or infinite?")
         .bounds(healthy="0", critical="> 0")
+        .absent("")
     )
 
 

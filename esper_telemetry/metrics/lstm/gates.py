@@ -38,21 +38,17 @@ LONGEST = 2.0**24
 
 
 @dataclass(frozen=True, slots=True)
-class GateStats(MetricGroup):
+class GateStats(MetricGroup, absent="no valid step, or a policy without an LSTM or a GRU", cost="sampled"):
     """Activation of the gates: i, f and o of an LSTM, r and z of a GRU."""
 
     gate: tuple[str, ...] = label()
     mean: Mean = reports(
-        Metric.quantity(
-            "lstm/gate/{gate}/mean", 711, "mean of a gate", unit="activation", low=0.0, high=1.0, cost="sampled"
-        )
-        .asks(
+        Metric.fraction("lstm/gate/{gate}/mean", 711, "mean of a gate", unit="activation").asks(
             "How far is this gate open on average: i writes, f keeps, o reads; z of a GRU keeps, r reads the old state?"
         )
-        .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     sat_lo: Mean = reports(
-        Metric.fraction("lstm/gate/{gate}/sat_lo", 712, "share of time that a gate is shut", cost="sampled")
+        Metric.fraction("lstm/gate/{gate}/sat_lo", 712, "share of time that a gate is shut")
         .asks(
             "How often is this gate closed, below 0.1? A closed f forgets everything, a closed i or o closes the memory."
         )
@@ -63,60 +59,49 @@ class GateStats(MetricGroup):
             source="Karpathy 2015, 1506.02078; i and o of healthy runs below 0.03",
         )
         .changed("after 0.2.0: healthy and critical bounds of i and o; gates of a GRU")
-        .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     sat_hi: Mean = reports(
-        Metric.fraction("lstm/gate/{gate}/sat_hi", 713, "share of time that a gate is wide open", cost="sampled")
+        Metric.fraction("lstm/gate/{gate}/sat_hi", 713, "share of time that a gate is wide open")
         .asks("How often is this gate wide open, above 0.9? An f that is always open never forgets.")
         .bounds(healthy="f: < 0.8", warn="f: > 0.9", source="Karpathy 2015, 1506.02078; healthy runs 0 to 0.53")
-        .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     activations: Counts = reports(
-        Metric.quantity(
-            "lstm/gate/{gate}/hist", 715, "histogram of a gate", unit="activation", low=0.0, high=1.0, cost="sampled"
+        Metric.fraction("lstm/gate/{gate}/hist", 715, "histogram of a gate", unit="activation").asks(
+            "How are this gate's activations distributed, from closed to open?"
         )
-        .asks("How are this gate's activations distributed, from closed to open?")
-        .absent("no valid step, or a policy without an LSTM or a GRU")
     )
 
 
 @dataclass(frozen=True, slots=True)
-class CellStats(MetricGroup):
+class CellStats(MetricGroup, absent="no valid step, or a policy without an LSTM or a GRU", cost="sampled"):
     """Saturation of the candidate and timescales of the cell."""
 
     saturated: Mean = reports(
-        Metric.fraction("lstm/cand/sat", 714, "saturation of the candidate", cost="sampled")
+        Metric.fraction("lstm/cand/sat", 714, "saturation of the candidate")
         .asks("How often is the candidate saturated, |g| above 0.99? Then gradients do not reach the inputs.")
         .bounds(source="not bounded: healthy runs reach 0.25")
-        .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     timescales: Quantiles = reports(
-        Metric.steps("lstm/timescale/median", 721, "median of timescales", low=1.0, of="p50", cost="sampled")
+        Metric.steps("lstm/timescale/median", 721, "median of timescales", low=1.0, of="p50")
         .asks("For how many steps does the median unit remember, 1 / (1 - mean f), z instead of f for a GRU?")
         .bounds(
             healthy="at least half the horizon that the task needs",
             critical="< 1.2",
             source="Tallec & Ollivier 2018, 1804.11188",
-        )
-        .absent("no valid step, or a policy without an LSTM or a GRU"),
-        Metric.steps("lstm/timescale/p90", 722, "90 % quantile of timescales", low=1.0, of="p90", cost="sampled")
+        ),
+        Metric.steps("lstm/timescale/p90", 722, "90 % quantile of timescales", low=1.0, of="p90")
         .asks("For how many steps do the 10 % of units with the longest memory remember?")
-        .bounds(source="Tallec & Ollivier 2018, 1804.11188")
-        .absent("no valid step, or a policy without an LSTM or a GRU"),
+        .bounds(source="Tallec & Ollivier 2018, 1804.11188"),
     )
     beyond: Mean | None = reports(
-        Metric.fraction(
-            "lstm/timescale/frac_beyond_bptt", 723, "share of units that remember beyond the sequence", cost="sampled"
-        )
+        Metric.fraction("lstm/timescale/frac_beyond_bptt", 723, "share of units that remember beyond the sequence")
         .asks("What share of the units remembers longer than the sequences through which gradients flow?")
         .bounds(warn="> 0.5: such memory cannot be trained", source="heuristic")
         .absent("no valid step, or a policy without an LSTM or a GRU, or the length of the sequences is unknown")
         .advises("Train on longer sequences (num_steps), or accept that part of the memory is not trained.")
     )
     log_gain: Mean = reports(
-        Metric.quantity(
-            "lstm/cell_log_gain", 724, "gradient that survives along the cell", unit="nats (ln)", cost="sampled"
-        )
+        Metric.quantity("lstm/cell_log_gain", 724, "gradient that survives along the cell", unit="nats (ln)")
         .asks("How much of the gradient survives along the cell state through a whole sequence?")
         .bounds(
             healthy="> -0.25 per step",

@@ -1,4 +1,7 @@
-"""Recurrent states: their size, the staleness of stored ones, and the resets of memory between episodes."""
+"""Recurrent states: their size, the staleness of stored ones, and the resets of memory between episodes.
+
+Over time: gradients through a sequence, growth of the cell state with its age, and the effect of memory on the policy.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, AdditiveReduction, Max, Mean, Slot, Statistic, Sum
-from esper_telemetry.metrics.statistics import keep, same_shape
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Max, Mean, Slot, Statistic, Sum
+from esper_telemetry.metrics.kl import joint_kl
+from esper_telemetry.metrics.statistics import keep, rows_of, same_shape
 
 PARTS = ("h", "c")
 """Parts of a recurrent state: hidden state and, of an LSTM, cell state."""
@@ -41,12 +47,12 @@ class RootMeanSquare(AdditiveReduction):
 
 
 @dataclass(frozen=True, slots=True)
-class StateStats(MetricGroup):
+class StateStats(MetricGroup, absent="no valid, finite state, or a policy without memory"):
     """Size of the parts of a recurrent state; all layers together."""
 
     part: tuple[str, ...] = label()
     rms: RootMeanSquare = reports(
-        Metric.quantity("lstm/{part}/rms", 701, "typical size of the recurrent state", unit="state", low=0.0)
+        Metric.magnitude("lstm/{part}/rms", 701, "typical size of the recurrent state", unit="state")
         .asks("How large is a typical entry of the recurrent state?")
         .bounds(
             healthy="h: 0.05 to 0.9; c: < 5",
@@ -54,34 +60,24 @@ class StateStats(MetricGroup):
             critical="c > 50, or a robust z of log10 above 12",
             source="heuristic; |h| < 1 by construction; the norm would grow with the number of units",
         )
-        .absent("no valid, finite state, or a policy without memory")
     )
     absmax: Max = reports(
-        Metric.quantity("lstm/{part}/absmax", 702, "largest magnitude of the recurrent state", unit="state", low=0.0)
+        Metric.magnitude("lstm/{part}/absmax", 702, "largest magnitude of the recurrent state", unit="state")
         .asks("How large is the largest entry of the recurrent state?")
         .bounds(critical="c > 50", source="heuristic")
-        .absent("no valid, finite state, or a policy without memory")
     )
     mean: Mean = reports(
         Metric.quantity("lstm/{part}/mean", 703, "mean of the recurrent state", unit="state")
         .asks("Is the recurrent state biased to one side?")
         .bounds(healthy="near 0", warn="above 0.8 times the rms in magnitude", source="heuristic")
-        .absent("no valid, finite state, or a policy without memory")
         .advises("States drift to one side: check resets, and centre the inputs of the memory.")
     )
     env_rms: Max = reports(
-        Metric.quantity(
-            "lstm/{part}/env_rms/max",
-            704,
-            "largest size of the state in an environment",
-            unit="state",
-            low=0.0,
-        )
+        Metric.magnitude("lstm/{part}/env_rms/max", 704, "largest size of the state in an environment", unit="state")
         .asks(
             "How large is the state in the environment with the largest state? Far above the rms: one environment went astray."
         )
         .bounds(healthy="close to the rms", source="heuristic")
-        .absent("no valid, finite state, or a policy without memory")
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("lstm/{part}/rms_nonfinite", 705, "non-finite inputs of typical size of the recurrent state")
@@ -173,9 +169,7 @@ class Staleness(MetricGroup):
     """
 
     distance: RelativeDistance = reports(
-        Metric.quantity(
-            "lstm/staleness", 731, "staleness of stored states", unit="relative error", low=0.0, cost="sampled"
-        )
+        Metric.magnitude("lstm/staleness", 731, "staleness of stored states", unit="relative error", cost="sampled")
         .asks(
             "How far are the stored states from the states that the current weights would have reached, after the last step?"
         )
@@ -189,12 +183,11 @@ class FirstStaleness(MetricGroup):
     """Distance between the states in training and in acting, with the same weights."""
 
     distance: RelativeDistance = reports(
-        Metric.quantity(
+        Metric.magnitude(
             "lstm/staleness_first",
             735,
             "staleness of stored states before the first step",
             unit="relative error",
-            low=0.0,
             cost="sampled",
         )
         .asks(
@@ -231,29 +224,28 @@ def _distance(stored: Tensor, recomputed: Tensor) -> RelativeDistance:
 
 
 @dataclass(frozen=True, slots=True)
-class ResetStats(MetricGroup):
+class ResetStats(MetricGroup, absent="no valid step, or a policy without memory"):
     """Rate of resets and age of the memory."""
 
     rate: Mean = reports(
         Metric.fraction("lstm/reset_rate", 741, "rate of resets", level=Level.MINIMAL)
         .asks("At what share of the steps is memory reset? 0 although episodes end: it leaks across episodes.")
         .bounds(healthy="1 over the mean length of episodes", critical="0 while episodes end", source="identity")
-        .absent("no valid step, or a policy without memory")
     )
     unbroken: Mean = reports(
-        Metric.fraction("lstm/chunk_no_reset_frac", 742, "share of environments without a reset")
-        .asks("In what share of the environments was memory never reset in this rollout?")
-        .absent("no valid step, or a policy without memory")
+        Metric.fraction("lstm/chunk_no_reset_frac", 742, "share of environments without a reset").asks(
+            "In what share of the environments was memory never reset in this rollout?"
+        )
     )
     age: Mean = reports(
-        Metric.steps("lstm/age/mean", 743, "mean of the memory's age")
-        .asks("How many steps does memory reach back on average?")
-        .absent("no valid step, or a policy without memory")
+        Metric.steps("lstm/age/mean", 743, "mean of the memory's age").asks(
+            "How many steps does memory reach back on average?"
+        )
     )
     oldest: Max = reports(
-        Metric.steps("lstm/age/max", 744, "largest of the memory's age")
-        .asks("How many steps does the oldest memory reach back?")
-        .absent("no valid step, or a policy without memory")
+        Metric.steps("lstm/age/max", 744, "largest of the memory's age").asks(
+            "How many steps does the oldest memory reach back?"
+        )
     )
 
 
@@ -292,3 +284,161 @@ def reset_stats(resets: Tensor, ages: Tensor, *, valid: Tensor | None = None) ->
         age=Mean(age.sum(), steps),
         oldest=Max(torch.where(counts, age, -math.inf).amax()),
     )
+
+
+PASCANU = "Pascanu 2013, 1211.5063"
+
+
+@dataclass(frozen=True, slots=True)
+class BpttStats(MetricGroup):
+    """Gradients of the loss at the recurrent state h."""
+
+    first: Mean = reports(
+        Metric.gradient_norm("lstm/bptt/h0_grad_norm", 732, "gradient at the first state of a sequence", cost="sampled")
+        .asks("How much of the loss's gradient reaches the state at the start of a sequence?")
+        .bounds(healthy="1e-4 to 10", critical="> 100: gradients explode through time", source=PASCANU)
+        .absent("no recurrent policy, or every environment was reset")
+        .advises(
+            "Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember."
+        )
+    )
+    profile: Mean = reports(
+        Metric.ratio(
+            "lstm/bptt/profile_ratio",
+            733,
+            "gradient at the beginning of a sequence, divided by the gradient at its end",
+            level=Level.DEBUG,
+            cost="debug",
+        )
+        .asks(
+            "How much larger is the gradient at the beginning of a sequence than at its end? Far above 1 it "
+            "explodes on the way, near 0 it vanishes."
+        )
+        .bounds(source=PASCANU)
+        .absent("no recurrent policy, or every environment was reset, or the gradient of the last step is missing")
+    )
+
+
+@inference_mode
+def bptt_stats(first: Tensor, last: Tensor) -> BpttStats:
+    """Return the norm of the gradient before the first step, and the ratio of its last layer's norm to the norm after the last step.
+
+    Args:
+        first: ∂L/∂h before the first step, [layers, envs, H].
+        last: ∂L/∂h of the last layer after the last step, [envs, H].
+    """
+    norm = torch.linalg.vector_norm
+    end = norm(last.double())
+    ratio = norm(first[-1].double()) / end
+    defined = torch.isfinite(ratio)
+    begin = norm(first.double())
+    return BpttStats(
+        first=Mean(begin.nan_to_num(0.0, 0.0), torch.isfinite(begin)),
+        profile=Mean(torch.where(defined, ratio, 0.0), defined),
+    )
+
+
+BUCKETS = 64
+"""Maximum number of buckets of ages; older states count in the last bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgeProfile(AdditiveReduction):
+    """Size of the cell state by age.
+
+    Attributes:
+        count: [K] number of states in each bucket of ages.
+        age: [K] sum of their ages.
+        size: [K] sum of their sizes.
+    """
+
+    count: Tensor
+    age: Tensor
+    size: Tensor
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {"growth": lambda s: _growth(np.array(s).reshape(3, -1))}
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Return all counts, then all ages, then all sizes."""
+        return (*self.count.unbind(-1), *self.age.unbind(-1), *self.size.unbind(-1))
+
+
+def _growth(profile: Array) -> float:
+    count, *sums = profile[:, profile[0] > 0]
+    if len(count) < 2:
+        return NAN
+    age, size = sums[0] / count, sums[1] / count
+    typical = float(np.median(size))
+    return theil_sen_slope(age, size) * float(age.max()) / typical if typical else NAN
+
+
+def theil_sen_slope(x: Array, y: Array) -> float:
+    """Return the median slope over all pairs of points (Sen 1968); needs at least two points, with distinct x."""
+    i, j = np.triu_indices(len(x), 1)
+    return float(np.median((y[j] - y[i]) / (x[j] - x[i])))
+
+
+@dataclass(frozen=True, slots=True)
+class CellGrowth(MetricGroup):
+    """Dependence of the cell state's size on its age."""
+
+    growth: AgeProfile = reports(
+        Metric.ratio("lstm/c_growth", 745, "growth of the cell state with age", low=None)
+        .asks("By how many times its median does the cell state grow from a fresh memory to the oldest?")
+        .bounds(
+            healthy="< 2",
+            warn="> 2",
+            critical="> 5",
+            source="Theil-Sen slope of mean |c| against age, times the largest age, over the median; heuristic",
+        )
+        .absent("memory of fewer than two ages, or a cell state of zero")
+    )
+
+
+@inference_mode
+def cell_growth(sizes: Tensor, ages: Tensor, *, width: int = 1, valid: Tensor | None = None) -> CellGrowth:
+    """Return the profile of the cell state's size over its age.
+
+    Args:
+        sizes: mean |c| of each state, [T, B] or [N].
+        ages: steps since memory was reset, same shape.
+        width: number of neighbouring ages per bucket.
+        valid: bool, same shape; None if every state counts.
+    """
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}")
+    same_shape(sizes=sizes, ages=ages, valid=valid)
+    s = keep(rows_of(sizes, None).double(), None if valid is None else rows_of(valid, None).bool())
+    age = rows_of(ages, None)
+    bucket = (age.long() // width).clamp(0, BUCKETS - 1)
+    columns = torch.stack([s.weight, age * s.weight, s.values])
+    profile = columns.new_zeros(3, BUCKETS).index_add_(1, bucket, columns)
+    return CellGrowth(AgeProfile(*profile))
+
+
+def bucket_width(steps: int) -> int:
+    """Return the number of ages per bucket so that the buckets cover the last four rollouts of `steps`."""
+    return max(1, -(-4 * steps // BUCKETS))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse(MetricGroup):
+    """Effect of memory on the policy."""
+
+    kl: Mean = reports(
+        Metric.nats("lstm/ablate_kl", 734, "KL divergence without memory", level=Level.DEBUG, cost="debug")
+        .asks("How differently would the policy act if it remembered nothing? Near 0: memory is ignored.")
+        .bounds(healthy="> 1e-3 if the task needs memory", source="KL(π(·|x,h)‖π(·|x,0)); heuristic")
+        .absent("no recurrent policy, or no valid row")
+    )
+
+
+@inference_mode
+def memory_use(rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None) -> MemoryUse:
+    """Return the mean KL between the policy with memory and without.
+
+    Args:
+        rows: per head [n], from `categorical_kl` or `gaussian_kl`, of the same weights with memory and without.
+        relevant: per head [n] bool; other heads always take part.
+    """
+    return MemoryUse(joint_kl(rows, relevant))

@@ -15,9 +15,17 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.tensors import mask_logits
-from esper_telemetry.ppo.collectors.action_sampling import ActionBuffer, action_columns, restrictors
 from esper_telemetry.ppo.collectors.base import Resets, RolloutCollector, at_ends
-from esper_telemetry.ppo.collectors.inference import LimitedEpisodes, StateBuffer, advance_critic, estimate, host_policy
+from esper_telemetry.ppo.collectors.inference import (
+    ActionBuffer,
+    LimitedEpisodes,
+    StateBuffer,
+    action_columns,
+    advance_critic,
+    estimate,
+    host_policy,
+    restrictors,
+)
 from esper_telemetry.ppo.environments.environment_protocol import (
     Array,
     Environment,
@@ -28,7 +36,7 @@ from esper_telemetry.ppo.environments.environment_protocol import (
     layout_of,
 )
 from esper_telemetry.ppo.environments.wrappers import on_host
-from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.networks import RecurrentTrunk
 from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.rollout import Rollout, RolloutRecurrence

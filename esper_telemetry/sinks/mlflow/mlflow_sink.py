@@ -19,9 +19,8 @@ from urllib.parse import unquote, urlencode, urlsplit
 from urllib.request import Request, urlopen
 
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, limit_mlflow_requests
-from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.core.record import RunInfo
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import KeyBudget
 from esper_telemetry.sinks.mlflow.mlflow_run import (
     RUN_TAG,
@@ -35,6 +34,7 @@ from esper_telemetry.sinks.mlflow.mlflow_run import (
     run_filter,
 )
 from esper_telemetry.sinks.sink_protocol import (
+    OpenedSink,
     PermanentSinkError,
     Place,
     Shown,
@@ -75,7 +75,7 @@ BOOLEANS: Final = {"true": True, "false": False}
 
 
 @dataclass
-class MLflowSink:
+class MLflowSink(OpenedSink):
     """Logs the run to MLflow; steps are environment steps.
 
     `MLflowSink(run_id=...)` writes into a run that is already open in this process, and leaves it open.
@@ -202,33 +202,6 @@ class MLflowSink:
         budget = KeyBudget(run, "MLflow", max_keys=self.max_keys, details=self.details, quiet=True)
         names = LegalNames()
         return lambda record: {names[key]: value for key, value in numbers_of(budget.select(record)).items()}
-
-    def write(self, records: Sequence[Record]) -> None:
-        """Send the records in batches; if a batch is repeated, MLflow stores each number once."""
-        if self._open is None:
-            raise ValueError("MLflowSink.write needs open first")
-        self._open.write(records)
-
-    def alarm(self, alarm: Alarm) -> None:
-        """Update the verdict and the run's description; store the incidents when an alarm is raised."""
-        if self._open is not None:
-            self._open.alarm(alarm)
-
-    def outcome(self, event: JournalEvent) -> None:
-        """Update the tag `esper.verdict` and the run's description: the outcome so far, and the first cause if something is wrong."""
-        if self._open is not None:
-            self._open.outcome(event)
-
-    def recall(self, alarms: Sequence[Alarm]) -> None:
-        """Add the alarms of earlier parts of the run to its incidents."""
-        if self._open is not None:
-            self._open.incidents.add(*alarms)
-
-    def close(self, status: RunStatus) -> None:
-        """Set the run's status; a joined run stays open."""
-        if self._open is not None:
-            self._open.close(status)
-            self._open = None
 
     def _store(self, run: RunInfo) -> str | None:
         """Return the tracking URI; None for the process's own."""

@@ -30,6 +30,7 @@ from esper_telemetry.sinks.layout import (
 )
 from esper_telemetry.sinks.pages import IncidentCards, run_readme
 from esper_telemetry.sinks.sink_protocol import (
+    OpenedSink,
     Place,
     Shown,
     StoredMetrics,
@@ -58,7 +59,7 @@ MAX_OUTCOMES: Final = 8
 
 
 @dataclass
-class TensorBoardSink:
+class TensorBoardSink(OpenedSink):
     """Writes the run as TensorBoard event files; x is the environment step.
 
     If the directory holds event files of other writers, the dashboard layout and the table of settings are left as they are.
@@ -126,33 +127,6 @@ class TensorBoardSink:
         """Start a new event file, next to the files of earlier parts of the run."""
         self._open = _EventFile(self._directory(run), run, self._budget(run))
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Append one event per record, which is on disk on return."""
-        if self._open is None:
-            raise ValueError("TensorBoardSink.write needs open first")
-        self._open.write(records)
-
-    def alarm(self, alarm: Alarm) -> None:
-        """Append the verdict so far, among the texts; it is on disk on return."""
-        if self._open is not None:
-            self._open.alarm(alarm)
-
-    def outcome(self, event: JournalEvent) -> None:
-        """Append the verdict so far, among the texts; it is on disk on return."""
-        if self._open is not None and event.axes is not None:
-            self._open.outcome(event.axes, event)
-
-    def recall(self, alarms: Sequence[Alarm]) -> None:
-        """Add the alarms of earlier parts of the run, whose incidents may continue."""
-        if self._open is not None:
-            self._open.incidents.add(*alarms)
-
-    def close(self, status: RunStatus) -> None:
-        """Mark the end and close the file."""
-        if self._open is not None:
-            self._open.close(status)
-            self._open = None
-
     def _directory(self, run: RunInfo) -> Path:
         if self.directory is not None:
             return Path(self.directory)
@@ -193,10 +167,11 @@ class _EventFile:
         self._append_verdict(alarm.axes, IncidentCards([*self.incidents.alarms, alarm], self.incidents.outcome))
         self.incidents.add(alarm)
 
-    def outcome(self, axes: Axes, event: JournalEvent) -> None:
+    def outcome(self, event: JournalEvent) -> None:
         """Append the verdict with the outcome."""
-        self._append_verdict(axes, IncidentCards(self.incidents.alarms, event))
-        self.incidents.outcome = event
+        if event.axes is not None:
+            self._append_verdict(event.axes, IncidentCards(self.incidents.alarms, event))
+            self.incidents.outcome = event
 
     def _append_verdict(self, axes: Axes, cards: IncidentCards) -> None:
         with self._appending():

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
-from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.messages import one_line, shown
+from esper_telemetry.core.metric import family_name
 from esper_telemetry.core.record import RunInfo, RunStatus
+from esper_telemetry.core.redaction import error_line
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.sinks.sink_protocol import logger
 
@@ -88,7 +89,7 @@ def start(run: RunInfo, parent: Path, *, mode: str, settings: Mapping[str, Any])
     except Exception as error:
         if resolved != "online":
             raise
-        logger.warning("W&B cannot be reached (%s); the run is kept offline in %s/wandb", _first_line(error), parent)
+        logger.warning("W&B cannot be reached (%s); the run is kept offline in %s/wandb", error_line(error), parent)
         opened = _init(replace(run, run_id=_free_id(run.run_id)), parent, "offline", settings)
     where = Path(opened.settings.sync_dir)
     if not where.resolve().is_relative_to(parent.resolve()):  # W&B moves to the temporary directory without a warning
@@ -108,7 +109,7 @@ def _resolved(mode: str) -> str:
     try:
         return "online" if wandb.login(prompt=False, verify=False) else "offline"
     except (Error, ValueError) as error:
-        logger.warning("W&B refuses the key that is set (%s); the run is kept offline", _first_line(error))
+        logger.warning("W&B refuses the key that is set (%s); the run is kept offline", error_line(error))
         return "offline"
 
 
@@ -178,10 +179,6 @@ def _is_accepted(what: Literal["name", "tag", "notes"], value: str) -> bool:
         logger.warning("W&B does not accept the %s %s (%s): it is left out there", what, shown(value), one_line(reason))
         return False
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class Owner(Enum):

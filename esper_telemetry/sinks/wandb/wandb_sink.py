@@ -24,7 +24,7 @@ from esper_telemetry.core.backends import wandb_records
 from esper_telemetry.core.files import parse_json, read_file
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
-from esper_telemetry.core.redaction import masked
+from esper_telemetry.core.redaction import error_line
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
 from esper_telemetry.sinks.layout import (
     TASK_AXIS,
@@ -39,6 +39,7 @@ from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCard
 from esper_telemetry.sinks.sink_protocol import (
     OVERVIEW_FAMILY,
     DeadClientError,
+    OpenedSink,
     PermanentSinkError,
     Place,
     Shown,
@@ -61,7 +62,7 @@ NAME_OPTIONS: Final = ("entity", "group", "job_type")
 
 
 @dataclass
-class WandbSink:
+class WandbSink(OpenedSink):
     """Logs the run to Weights & Biases; without an API key the run is kept offline, and no prompt asks for a key.
 
     `WandbSink(run=wandb.run)` writes into a run that is already open in this process: the sink never ends it, and never displaces
@@ -197,36 +198,24 @@ class WandbSink:
 
         return numbers
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Give one row per record to the client, which stores it within a second."""
-        if self._open is None:
-            raise ValueError("WandbSink.write needs open first")
-        with _classified():
-            self._open.write(records)
-
-    def alarm(self, alarm: Alarm) -> None:
-        """Send an alert, at most one in five minutes for each type, and update the run's summary."""
-        if self._open is not None:
-            with _classified():
-                self._open.alarm(alarm)
-
-    def outcome(self, event: JournalEvent) -> None:
-        """Set the outcome so far in the run's summary and notes."""
-        if self._open is not None:
-            with _classified():
-                self._open.outcome(event)
-
-    def recall(self, alarms: Sequence[Alarm]) -> None:
-        """Add the alarms of earlier parts of the run to its table."""
-        if self._open is not None:
-            self._open.incidents.add(*alarms)
-
     def close(self, status: RunStatus) -> None:
         """Add the table of alarms and end the run with the exit code of its status; a joined run stays open."""
         if self._open is not None:
             opened, self._open = self._open, None
-            with _classified():
+            with self._classified():
                 opened.close(status)
+
+    @contextmanager
+    def _classified(self) -> Iterator[None]:
+        """Turn W&B's exceptions for a dead client process, or a run that has ended, into the errors of a sink."""
+        from wandb.errors import UsageError
+
+        try:
+            yield
+        except (ConnectionResetError, BrokenPipeError) as error:
+            raise DeadClientError(f"the W&B client process is gone: {error}") from error
+        except UsageError as error:
+            raise PermanentSinkError(f"the W&B run accepts no more rows: {error}") from error
 
     def _names(self) -> dict[str, str | None]:
         return {"entity": self.entity, "group": self.group, "job_type": self.job_type}
@@ -238,19 +227,6 @@ class WandbSink:
 
     def _budget(self, run: RunInfo, *, quiet: bool = False) -> KeyBudget:
         return KeyBudget(run, "W&B", max_keys=self.max_keys, details=self.details, quiet=quiet)
-
-
-@contextmanager
-def _classified() -> Iterator[None]:
-    """Turn W&B's exceptions for a dead client process, or a run that has ended, into the errors of a sink."""
-    from wandb.errors import UsageError
-
-    try:
-        yield
-    except (ConnectionResetError, BrokenPipeError) as error:
-        raise DeadClientError(f"the W&B client process is gone: {error}") from error
-    except UsageError as error:
-        raise PermanentSinkError(f"the W&B run accepts no more rows: {error}") from error
 
 
 class _OpenRun:
@@ -335,8 +311,7 @@ def _try(what: str, store: Callable[[], object]) -> None:
     except (ConnectionResetError, BrokenPipeError):
         raise
     except Exception as error:  # storing an artifact raises errors of pydantic, requests and W&B
-        line = masked(f"{type(error).__name__}: {error}".splitlines()[0])
-        logger.warning("W&B does not store %s (%s); the run directory has it", what, line)
+        logger.warning("W&B does not store %s (%s); the run directory has it", what, error_line(error))
 
 
 def row_of(record: Record) -> dict[str, Any]:

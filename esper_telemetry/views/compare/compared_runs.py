@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
 from esper_telemetry.alarms.verdict.run_outcome import EVALUATION, OutcomeJudge, OutcomeKind
-from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import did_you_mean
+from esper_telemetry.core.metric import families, family_name
 from esper_telemetry.core.record import AlarmEvent, MetricInfo, Record, RunInfo, RunStatus, judgeable, template_of
 from esper_telemetry.history.derive import ALL_SUFFIXES
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN

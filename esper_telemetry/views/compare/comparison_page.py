@@ -12,7 +12,7 @@ from esper_telemetry.views.compare.compared_runs import FirstDifference
 from esper_telemetry.views.compare.seed_statistics import CONFIDENCE, Divergence
 from esper_telemetry.views.document import Element, folded, h, table, to_html
 from esper_telemetry.views.report_charts import ReportCharts, html_page
-from esper_telemetry.views.series import Series
+from esper_telemetry.views.run_parts import Series
 
 MAX_OPEN_METRICS: Final = 20
 """Metrics of a table that is unfolded at first."""

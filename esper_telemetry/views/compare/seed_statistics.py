@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
-from esper_telemetry.core.catalogue import family_name
+from esper_telemetry.core.metric import family_name
 from esper_telemetry.views.compare.compared_runs import Array, ComparedRun, base_key, is_reproducible, is_sampled
 
 RETURN_LEVEL: Final = 0.02

@@ -22,7 +22,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Input, Static
 
-from esper_telemetry.core.terminal import printable
+from esper_telemetry.core.messages import printable
 from esper_telemetry.journal.file import journal_path
 from esper_telemetry.journal.packed import PACKED_SUFFIX
 from esper_telemetry.views.panels import view_declarations

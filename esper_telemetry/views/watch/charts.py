@@ -14,8 +14,8 @@ from rich.text import Text
 
 from esper_telemetry.core.record import template_of
 from esper_telemetry.views.panels import view_declarations
+from esper_telemetry.views.run_parts import HealthyRange, Series, drawable
 from esper_telemetry.views.run_view import RunView
-from esper_telemetry.views.series import HealthyRange, Series, drawable
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 RUN_MARKS: Final = (

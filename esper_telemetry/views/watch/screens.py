@@ -20,9 +20,8 @@ from esper_telemetry.core.record import AlarmEvent
 from esper_telemetry.sinks.console import ALARM_COLOURS
 from esper_telemetry.views.document import STYLES
 from esper_telemetry.views.panels import TableCell, TableDeclaration, TableView
-from esper_telemetry.views.run_parts import ChartView, IncidentView, duration, number_text
+from esper_telemetry.views.run_parts import ChartView, IncidentView, Judgement, duration, number_text
 from esper_telemetry.views.run_view import RunView
-from esper_telemetry.views.series import Judgement
 from esper_telemetry.views.watch.charts import (
     LEVEL_STYLES,
     RUN_MARKS,

@@ -10,7 +10,7 @@ import torch
 from esper_telemetry.core.record import Record
 from esper_telemetry.lab.faults import Fault, schedule
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.telemetry import Telemetry, attach
 
 MEMORY: dict[str, Any] = {

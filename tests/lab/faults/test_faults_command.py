@@ -14,7 +14,7 @@ from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.lab.faults import FAULTS
 from esper_telemetry.lab.faults.__main__ import run
-from esper_telemetry.lab.faults.commands import fault_markdown
+from esper_telemetry.lab.faults.commands import FAULT_COLUMNS, fault_entries
 
 FIELDS = {"strict_recall", "lenient_recall", "false_alarms_per_100", "median_lag", "root_cause_accuracy", "per_fault"}
 
@@ -90,7 +90,15 @@ def test_every_alarm_that_a_fault_expects_exists() -> None:
 def test_the_documentation_lists_all_faults() -> None:
     page = (Path(__file__).parents[3] / "docs" / "faults.md").read_text(encoding="utf-8")
 
-    assert fault_markdown() in page
+    rows = [f"| {' | '.join(FAULT_COLUMNS)} |", "|---" * len(FAULT_COLUMNS) + "|"]
+    for entry in fault_entries():
+        low, high = entry["doses"]
+        dose = f"{entry['dose']:g} ({low:g} to {high:g}, as `{entry['family']}`)" if low < high else ""
+        alarms = ", ".join(f"`{alarm}`" for alarm in entry["alarms"])
+        needs = "; ".join(entry["needs"])
+        rows.append(f"| `{entry['name']}` | {entry['what']} | {dose} | {needs} | {alarms} | {entry['bound']} |")
+
+    assert "\n".join(rows) + "\n" in page
 
 
 @pytest.mark.parametrize(

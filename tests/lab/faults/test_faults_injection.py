@@ -13,7 +13,7 @@ from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import MinibatchEnd
 from esper_telemetry.lab.faults import FAULTS, NotApplicableError, find, inject, schedule
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 
 Values = Mapping[str, float]
 Effect = Callable[[Values, Values], bool]

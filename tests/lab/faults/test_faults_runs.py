@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from esper_telemetry.journal import read_run
+from esper_telemetry.journal.read import read_run
 from esper_telemetry.lab.faults.__main__ import run
 from esper_telemetry.lab.faults.runs import (
     HEALTHY_KINDS,

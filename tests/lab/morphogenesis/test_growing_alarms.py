@@ -15,9 +15,10 @@ from torch import Tensor
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, read_run
 from esper_telemetry.cli.main import main
 from esper_telemetry.events import UpdateEnd
-from esper_telemetry.journal import alarms
-from esper_telemetry.lab.morphogenesis import Morphogenesis, feedback
+from esper_telemetry.journal.read import alarms
+from esper_telemetry.lab.morphogenesis import feedback
 from esper_telemetry.lab.morphogenesis.controllers import OracleController, ScriptedRun
+from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import Op
 from esper_telemetry.ppo.config import preset

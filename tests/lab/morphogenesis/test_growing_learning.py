@@ -11,8 +11,8 @@ from growing import tiny
 
 from esper_telemetry import PPO, PPOConfig
 from esper_telemetry.events import EpisodeEnd
-from esper_telemetry.lab.morphogenesis import SCRIPTS, Morphogenesis
-from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
+from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS, ScriptedRun
+from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 

@@ -10,10 +10,11 @@ from growing import play, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper_telemetry.lab.morphogenesis import Morphogenesis, feedback
+from esper_telemetry.lab.morphogenesis import feedback
 from esper_telemetry.lab.morphogenesis import training as watchdog
 from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS, RandomController
-from esper_telemetry.lab.morphogenesis.gradient_health import CAUSES, CauseHistory, diagnose, exploding, vanishing
+from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
+from esper_telemetry.lab.morphogenesis.feedback import CAUSES, CauseHistory, diagnose, exploding, vanishing
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
 from esper_telemetry.lab.morphogenesis.slots import CURVES, GATES, TRANSITIONS, Slots, TransitionGates, progress

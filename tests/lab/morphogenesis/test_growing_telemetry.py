@@ -10,8 +10,8 @@ from growing import tiny
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.cli.main import main
-from esper_telemetry.lab.morphogenesis import Morphogenesis
 from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
+from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.metrics.environment_metrics import environment_stats
 from esper_telemetry.lab.morphogenesis.metrics.seeds import gate_stats, seed_stats

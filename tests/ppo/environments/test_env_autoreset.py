@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from esper_telemetry.events import EpisodeEnd, MinibatchEnd, UpdateEnd
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.environments import GymnasiumEnvironment
+from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 
 COLUMNS = ("observations", "log_probs", "rewards", "values", "next_values", "ended", "terminated")
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.environments import ActionSpec, CueRecall, TensorEnvironment, make_env
+from esper_telemetry.ppo.environments.cue_recall import CueRecall
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, TensorEnvironment
+from esper_telemetry.ppo.environments.environment_registry import make_env
 
 
 def act(op: Tensor, arg: Tensor) -> dict[str, Tensor]:

@@ -10,7 +10,9 @@ from counting_env import Counting, counting_vector
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Step, make_env
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Step
+from esper_telemetry.ppo.environments.environment_registry import make_env
+from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 

@@ -14,8 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeing_env import spotlights
 
-from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, Structured, make_env
-from esper_telemetry.ppo.environments.environment_protocol import ObservationLayout, layout_of
+from esper_telemetry.ppo.environments.environment_protocol import (
+    ActionSpec,
+    Image,
+    ObservationLayout,
+    Structured,
+    layout_of,
+)
+from esper_telemetry.ppo.environments.environment_registry import make_env
+from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 from esper_telemetry.ppo.environments.spaces import action_parts, as_image, observation_form
 
 FLOATS = spaces.Box(-1, 1, (2, 3), np.float32)

@@ -14,7 +14,8 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper_telemetry.ppo.environments import GymnasiumEnvironment, make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
+from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 
 Place = namedtuple("Place", "x y")  # as in real environments
 

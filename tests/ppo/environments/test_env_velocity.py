@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.environments.wrappers import VELOCITIES
 
 

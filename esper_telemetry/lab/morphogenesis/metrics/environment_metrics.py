@@ -1,4 +1,7 @@
-"""Metrics of the environments: rewards, operations of the controller, final scores of episodes, roll-backs."""
+"""Metrics of the environments over T steps of B environments: rewards, operations, final scores of episodes, roll-backs, and their hosts.
+
+Those of hosts are accuracy, loss and size; at DEBUG there are metrics of single hosts and seeds.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,187 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import Max, Mean, Moments, Sum
-from esper_telemetry.lab.morphogenesis.metrics.hosts import MAX_SHOWN_ENVIRONMENTS
+from esper_telemetry.core.reduction import Last, Max, Mean, Moments, Sum
 from esper_telemetry.metrics.statistics import sample, spread, where_any
+
+HOSTS_FAMILY = MetricFamily(
+    "host",
+    "Hosts",
+    "Networks that seeds grow into: their accuracy, and how much larger they have become.",
+    place=190,
+    question="How well do the hosts learn?",
+    first=("host/accuracy", "host/growth_ratio"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HostStats(MetricGroup):
+    """Accuracy, loss, gradients and size of hosts, over all epochs of the update."""
+
+    accuracy: Moments = reports(
+        Metric.accuracy("host/accuracy", 1635, "accuracy of hosts", level=Level.MINIMAL).asks(
+            "How well do hosts do on validation data, seeds included, on average over episodes?"
+        ),
+        Metric.accuracy("host/accuracy_std", 1687, "spread of the hosts' accuracy", high=None, of="std").asks(
+            "How much do hosts, and epochs of an episode, differ in accuracy?"
+        ),
+    )
+    best: Max = reports(
+        Metric.accuracy("host/accuracy_best", 1636, "best accuracy of a host").asks(
+            "What is the best accuracy that a host has had?"
+        )
+    )
+    stale: Mean = reports(
+        Metric.magnitude("host/epochs_since_best", 1637, "epochs since hosts were at their best", unit="epochs").asks(
+            "How long is it since hosts were at their best?"
+        )
+    )
+    loss: Mean = reports(
+        Metric.nats("host/loss", 1641, "validation loss of hosts")
+        .asks("What is the loss on validation data?")
+        .absent("no loss was finite")
+    )
+    train_loss: Mean = reports(
+        Metric.nats("host/train_loss", 1688, "training loss of hosts")
+        .asks("What is the loss on training data?")
+        .absent("no loss was finite")
+    )
+    train_accuracy: Mean = reports(
+        Metric.accuracy("host/train_accuracy", 1689, "training accuracy of hosts").asks(
+            "How well do hosts do on training data? Far above `host/accuracy`: they memorise."
+        )
+    )
+    norm: Mean = reports(
+        Metric.gradient_norm("host/grad_norm", 1690, "gradient of hosts")
+        .asks("How large are the hosts' gradients before clipping?")
+        .absent("no gradient was finite")
+    )
+    growth: Mean = reports(
+        Metric.ratio("host/growth_ratio", 1644, "growth of hosts", low=1.0).asks(
+            "How many times more parameters do hosts have with their seeds than without?"
+        )
+    )
+    gain: Mean = reports(
+        Metric.accuracy("host/seeds_gain", 1522, "accuracy that seeds add", low=-1.0).asks(
+            "How much accuracy is lost when all seeds are switched off?"
+        )
+    )
+    synergy: Mean = reports(
+        Metric.accuracy("host/synergy", 1523, "synergy of seeds", low=None, high=None).asks(
+            "How much more do seeds add together than separately? Below 0 they do the same work twice."
+        )
+    )
+
+
+@inference_mode
+def host_stats(hosts: Mapping[str, Tensor]) -> HostStats:
+    """Return the metrics of hosts from columns [T, B], see `telemetry.GrowthStep`."""
+    samples = {name: sample(x) for name, x in hosts.items()}
+    best = samples["best"]
+
+    def mean(name: str) -> Mean:
+        return samples[name].mean(samples[name].values)
+
+    return HostStats(
+        accuracy=spread(samples["val_accuracy"]),
+        best=Max(where_any(best.values.amax(-1), best.count)),
+        stale=mean("stale"),
+        loss=mean("val_loss"),
+        train_loss=mean("train_loss"),
+        train_accuracy=mean("train_accuracy"),
+        norm=mean("norm"),
+        growth=mean("growth"),
+        gain=mean("seeds_gain"),
+        synergy=mean("synergy"),
+    )
+
+
+MAX_SHOWN_ENVIRONMENTS = 64
+"""Maximum number of environments with separate metrics; with more curves the views of backends are unusable."""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleHosts(MetricGroup, absent="it is not known", level=Level.DEBUG):
+    """Single hosts, of the first rank."""
+
+    replicated: ClassVar[bool] = True
+    env: tuple[str, ...] = label()
+    accuracy: Last = reports(
+        Metric.fraction("host/each/{env}/accuracy", 1694, "accuracy of a host").asks(
+            "How accurate is this environment's host at the end of the update?"
+        )
+    )
+    norm: Last = reports(
+        Metric.gradient_norm("host/each/{env}/grad_norm", 1695, "gradient of a host").asks(
+            "How strong is its gradient, before clipping?"
+        )
+    )
+    growth: Last = reports(
+        Metric.ratio("host/each/{env}/growth_ratio", 1696, "growth of a host", low=1.0)
+        .asks("How much larger has it become?")
+        .absent("")
+    )
+    rewards: Sum = reports(
+        Metric.quantity("host/each/{env}/reward", 1697, "reward of a host", unit="reward").asks(
+            "What reward did it bring during the update?"
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SingleSeeds(MetricGroup, level=Level.DEBUG):
+    """Single slots, of the first rank; `0_1` is the second slot of the first environment."""
+
+    replicated: ClassVar[bool] = True
+    place: tuple[str, ...] = label()
+    stage: Last = reports(
+        Metric.quantity("seed/each/{place}/stage", 1500, "stage of a slot", unit="index", low=0.0, high=9.0).asks(
+            "Which stage is this slot in, from 1, dormant, to 6, fossilised; 7 to 9 are on their way back?"
+        )
+    )
+    alpha: Last = reports(
+        Metric.fraction("seed/each/{place}/alpha", 1510, "weight of a seed", unit="weight").asks(
+            "What weight does its seed have?"
+        )
+    )
+    norm: Last = reports(
+        Metric.gradient_norm("seed/each/{place}/grad_norm", 1511, "gradient of a seed")
+        .asks("How strong is its gradient, before clipping?")
+        .absent("the seed does not learn")
+    )
+    contribution: Last = reports(
+        Metric.accuracy("seed/each/{place}/contribution", 1525, "contribution of one seed", low=-1.0)
+        .asks("What accuracy would be lost without it?")
+        .absent("the host is not affected by it")
+    )
+
+
+@inference_mode
+def each_stats(
+    hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], rewards: Mapping[str, Tensor]
+) -> Iterator[MetricGroup]:
+    """Yield the metrics of the first `MAX_SHOWN_ENVIRONMENTS` environments and their slots, at the last of T steps.
+
+    Args:
+        hosts, rewards: [T, B] each, see `telemetry.GrowthStep`.
+        seeds: [T, B, S] each.
+    """
+    envs, slots = min(seeds["stage"].shape[1], MAX_SHOWN_ENVIRONMENTS), seeds["stage"].shape[2]
+    paid = torch.stack(list(rewards.values())).double().sum((0, 1))[:envs]
+    last = {name: hosts[name][-1, :envs].double() for name in ("val_accuracy", "norm", "growth")}
+    yield SingleHosts(
+        tuple(str(env) for env in range(envs)),
+        accuracy=Last(last["val_accuracy"]),
+        norm=Last(last["norm"]),
+        growth=Last(last["growth"]),
+        rewards=Sum(paid),
+    )
+    row = {name: seeds[name][-1, :envs].flatten().double() for name in ("stage", "alpha", "norm", "contribution")}
+    yield SingleSeeds(
+        tuple(f"{env}_{slot}" for env in range(envs) for slot in range(slots)),
+        **{name: Last(values) for name, values in row.items()},
+    )
+
 
 ROLLBACK_REASONS = ("nonfinite", "lobotomy", "divergence")
 """Reasons for a roll-back by the watchdog."""
@@ -30,41 +211,41 @@ GROWTH_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeScores(MetricGroup):
+class EpisodeScores(MetricGroup, absent="no episode ended"):
     """Final scores of the episodes that ended."""
 
     score: Moments = reports(
-        Metric.accuracy("env/score", 1691, "final score of hosts", low=None, high=None, level=Level.MINIMAL)
-        .asks("What are hosts worth in the end: accuracy minus the price of the parameters in their seeds?")
-        .absent("no episode ended"),
-        Metric.accuracy("env/score_std", 1692, "spread of final scores", high=None, of="std")
-        .asks("How much do episodes differ in what their hosts are worth?")
-        .absent("no episode ended"),
+        Metric.accuracy("env/score", 1691, "final score of hosts", low=None, high=None, level=Level.MINIMAL).asks(
+            "What are hosts worth in the end: accuracy minus the price of the parameters in their seeds?"
+        ),
+        Metric.accuracy("env/score_std", 1692, "spread of final scores", high=None, of="std").asks(
+            "How much do episodes differ in what their hosts are worth?"
+        ),
     )
     best: Max = reports(
-        Metric.accuracy("env/score_best", 1626, "best final score", low=None, high=None)
-        .asks("What is the best host worth at the end of its episode?")
-        .absent("no episode ended")
+        Metric.accuracy("env/score_best", 1626, "best final score", low=None, high=None).asks(
+            "What is the best host worth at the end of its episode?"
+        )
     )
     final: Mean = reports(
-        Metric.accuracy("env/final_accuracy", 1621, "final accuracy of hosts")
-        .asks("How accurate are hosts at the end of their episodes?")
-        .absent("no episode ended")
+        Metric.accuracy("env/final_accuracy", 1621, "final accuracy of hosts").asks(
+            "How accurate are hosts at the end of their episodes?"
+        )
     )
     peak: Mean = reports(
-        Metric.accuracy("env/peak_accuracy", 1620, "peak accuracy of hosts")
-        .asks("How accurate were hosts at their best, in the episodes that ended?")
-        .absent("no episode ended")
+        Metric.accuracy("env/peak_accuracy", 1620, "peak accuracy of hosts").asks(
+            "How accurate were hosts at their best, in the episodes that ended?"
+        )
     )
     growth: Mean = reports(
-        Metric.ratio("env/final_growth_ratio", 1623, "final growth of hosts", low=1.0)
-        .asks("How many times larger are hosts with their seeds than alone when episodes end?")
-        .absent("no episode ended")
+        Metric.ratio("env/final_growth_ratio", 1623, "final growth of hosts", low=1.0).asks(
+            "How many times larger are hosts with their seeds than alone when episodes end?"
+        )
     )
     fossilized: Mean = reports(
-        Metric.quantity("env/final_fossilized", 1628, "seeds fossilised in the end", unit="seeds", low=0.0)
-        .asks("How many seeds have become part of their host when an episode ends?")
-        .absent("no episode ended")
+        Metric.magnitude("env/final_fossilized", 1628, "seeds fossilised in the end", unit="seeds").asks(
+            "How many seeds have become part of their host when an episode ends?"
+        )
     )
 
 

@@ -33,9 +33,9 @@ class SeedCounts(MetricGroup):
     """Numbers of seeds: alive, germinated, fossilised, pruned."""
 
     active: Mean = reports(
-        Metric.quantity(
-            "seed/active", 1502, "seeds alive", unit="slots per environment", low=0.0, level=Level.MINIMAL
-        ).asks("How many seeds are alive, on average?")
+        Metric.magnitude("seed/active", 1502, "seeds alive", unit="slots per environment", level=Level.MINIMAL).asks(
+            "How many seeds are alive, on average?"
+        )
     )
     germinated: Sum = reports(
         Metric.count("seed/germinated", 1505, "seeds germinated").asks("How many seeds were germinated?")
@@ -47,17 +47,17 @@ class SeedCounts(MetricGroup):
     )
     pruned: Sum = reports(Metric.count("seed/pruned", 1504, "seeds pruned").asks("How many seeds were given up?"))
     germination_rate: Mean = reports(
-        Metric.quantity(
-            "seed/germination_rate", 1508, "seeds germinated per episode", unit="seeds per episode", low=0.0
-        ).asks("How many seeds does an episode of one environment germinate?")
+        Metric.magnitude("seed/germination_rate", 1508, "seeds germinated per episode", unit="seeds per episode").asks(
+            "How many seeds does an episode of one environment germinate?"
+        )
     )
     fossilize_rate: Mean = reports(
-        Metric.quantity(
-            "seed/fossilize_rate", 1506, "seeds fossilised per episode", unit="seeds per episode", low=0.0
-        ).asks("How many of an episode's seeds does it keep permanently?")
+        Metric.magnitude("seed/fossilize_rate", 1506, "seeds fossilised per episode", unit="seeds per episode").asks(
+            "How many of an episode's seeds does it keep permanently?"
+        )
     )
     prune_rate: Mean = reports(
-        Metric.quantity("seed/prune_rate", 1507, "seeds pruned per episode", unit="seeds per episode", low=0.0).asks(
+        Metric.magnitude("seed/prune_rate", 1507, "seeds pruned per episode", unit="seeds per episode").asks(
             "How many seeds does an episode give up?"
         )
     )
@@ -68,12 +68,12 @@ class SeedCounts(MetricGroup):
         .absent("no seed was fossilised or pruned")
     )
     alpha: Mean = reports(
-        Metric.quantity("seed/alpha", 1551, "weight of seeds", unit="weight", low=0.0, high=1.0)
+        Metric.fraction("seed/alpha", 1551, "weight of seeds", unit="weight")
         .asks("What is the mean weight of the seeds with an effect?")
         .absent("no seed has an effect")
     )
     life: Mean = reports(
-        Metric.quantity("seed/life", 1513, "age of seeds", unit="epochs", low=0.0)
+        Metric.magnitude("seed/life", 1513, "age of seeds", unit="epochs")
         .asks("How old are the seeds that are alive?")
         .absent("no seed is alive")
     )
@@ -85,20 +85,20 @@ class SeedStages(MetricGroup):
 
     stage: tuple[str, ...] = label()
     slots: Mean = reports(
-        Metric.quantity("seed/stage/{stage}", 1501, "slots in a stage", unit="slots per environment", low=0.0).asks(
+        Metric.magnitude("seed/stage/{stage}", 1501, "slots in a stage", unit="slots per environment").asks(
             "How many slots are in this stage, on average?"
         )
     )
 
 
 @dataclass(frozen=True, slots=True)
-class SeedGradients(MetricGroup):
+class SeedGradients(MetricGroup, absent="no seed learns"):
     """Gradients of seeds, before each is clipped separately."""
 
     norm: Mean = reports(
-        Metric.gradient_norm("seed/grad/norm", 1581, "gradient of seeds")
-        .asks("How large is a seed's gradient, on average over minibatches and seeds?")
-        .absent("no seed learns")
+        Metric.gradient_norm("seed/grad/norm", 1581, "gradient of seeds").asks(
+            "How large is a seed's gradient, on average over minibatches and seeds?"
+        )
     )
     exploding: Max = reports(
         Metric.severity("seed/exploding", 1514, "seed has exploding gradients")
@@ -110,7 +110,6 @@ class SeedGradients(MetricGroup):
             source="TELE-514 of esper-lite is a flag from ten clip limits on; here over the whole epoch, before clipping; single "
             "minibatches of healthy runs exceed thirty",
         )
-        .absent("no seed learns")
     )
     sustained: Max = reports(
         Metric.severity("seed/exploding_sustained", 1591, "seed has exploding gradients for three epochs")
@@ -121,12 +120,11 @@ class SeedGradients(MetricGroup):
             critical="≥ 0.75, 32 times the clip limit",
             source="heuristic: gradients of healthy seeds exceed ten clip limits in two epochs in a row at most",
         )
-        .absent("no seed learns")
     )
     exploding_share: Mean = reports(
-        Metric.fraction("seed/exploding_frac", 1582, "share of seeds with exploding gradients")
-        .asks("What share of the seeds that learn has an exploding gradient?")
-        .absent("no seed learns")
+        Metric.fraction("seed/exploding_frac", 1582, "share of seeds with exploding gradients").asks(
+            "What share of the seeds that learn has an exploding gradient?"
+        )
     )
     vanishing: Mean = reports(
         Metric.severity("seed/vanishing", 1515, "seed has vanishing gradients")
@@ -137,12 +135,11 @@ class SeedGradients(MetricGroup):
             source="three to seven decades below the clip limit",
         )
         .changed("after 0.2.0: the smallest of each parameter of a seed, not of the whole seed")
-        .absent("no seed learns")
     )
     ratio: Mean = reports(
-        Metric.ratio("seed/intensity_ratio", 1557, "gradient intensity of seeds over hosts")
-        .asks("How strong is a seed's gradient per parameter, relative to its host's?")
-        .absent("no seed learns")
+        Metric.ratio("seed/intensity_ratio", 1557, "gradient intensity of seeds over hosts").asks(
+            "How strong is a seed's gradient per parameter, relative to its host's?"
+        )
     )
 
 
@@ -159,29 +156,28 @@ class SeedCauses(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
-class SeedWorth(MetricGroup):
+class SeedWorth(MetricGroup, absent="no seed has an effect"):
     """Contributions of seeds to the accuracy, measured by switching them off."""
 
     contribution: Moments = reports(
-        Metric.accuracy("seed/contribution", 1524, "contribution of a seed", low=-1.0)
-        .asks("How much accuracy is lost when one seed is switched off?")
-        .absent("no seed has an effect")
+        Metric.accuracy("seed/contribution", 1524, "contribution of a seed", low=-1.0).asks(
+            "How much accuracy is lost when one seed is switched off?"
+        )
     )
     worst: Min = reports(
-        Metric.accuracy("seed/contribution_min", 1584, "contribution of the worst seed", low=-1.0)
-        .asks("What does the worst seed contribute? Below 0 its host would be better off without it.")
-        .absent("no seed has an effect")
+        Metric.accuracy("seed/contribution_min", 1584, "contribution of the worst seed", low=-1.0).asks(
+            "What does the worst seed contribute? Below 0 its host would be better off without it."
+        )
     )
     shapley: Moments = reports(
         Metric.accuracy("seed/shapley/mean", 1533, "Shapley value of a seed", low=-1.0)
         .asks(
             "What share of the seeds' joint contribution belongs to one seed, averaged over the orders of adding them?"
         )
-        .bounds(source="Shapley 1953, exact over all subsets")
-        .absent("no seed has an effect"),
-        Metric.accuracy("seed/shapley/std", 1534, "spread of Shapley values", high=None, of="std")
-        .asks("How much do seeds differ in what they add?")
-        .absent("no seed has an effect"),
+        .bounds(source="Shapley 1953, exact over all subsets"),
+        Metric.accuracy("seed/shapley/std", 1534, "spread of Shapley values", high=None, of="std").asks(
+            "How much do seeds differ in what they add?"
+        ),
     )
 
 
@@ -251,28 +247,28 @@ def _counts(seeds: Mapping[str, Tensor], steps: float, horizon: int) -> SeedCoun
 
 
 @dataclass(frozen=True, slots=True)
-class LargestSeed(MetricGroup):
+class LargestSeed(MetricGroup, absent="no seed learns"):
     """Place of the seed whose gradient is largest relative to its clip limit."""
 
     environment: OfLargest = reports(
-        Metric.quantity("seed/largest/environment", 1587, "environment of the largest gradient", unit="index", low=0.0)
-        .asks("In which environment, counted within its rank, is the seed with the largest gradient?")
-        .absent("no seed learns")
+        Metric.magnitude("seed/largest/environment", 1587, "environment of the largest gradient", unit="index").asks(
+            "In which environment, counted within its rank, is the seed with the largest gradient?"
+        )
     )
     slot: OfLargest = reports(
-        Metric.quantity("seed/largest/slot", 1588, "slot of the largest gradient", unit="index", low=0.0)
-        .asks("In which slot is it?")
-        .absent("no seed learns")
+        Metric.magnitude("seed/largest/slot", 1588, "slot of the largest gradient", unit="index").asks(
+            "In which slot is it?"
+        )
     )
     stage: OfLargest = reports(
-        Metric.quantity("seed/largest/stage", 1589, "stage of the largest gradient", unit="index", low=0.0)
-        .asks("In which stage is it, as a number of `slots.Stage`?")
-        .absent("no seed learns")
+        Metric.magnitude("seed/largest/stage", 1589, "stage of the largest gradient", unit="index").asks(
+            "In which stage is it, as a number of `slots.Stage`?"
+        )
     )
     blueprint: OfLargest = reports(
-        Metric.quantity("seed/largest/blueprint", 1590, "blueprint of the largest gradient", unit="index", low=0.0)
-        .asks("Which blueprint does it have?")
-        .absent("no seed learns")
+        Metric.magnitude("seed/largest/blueprint", 1590, "blueprint of the largest gradient", unit="index").asks(
+            "Which blueprint does it have?"
+        )
     )
 
 

@@ -1,1 +1,0 @@
-"""Networks of the policy: hidden layers, recurrent cores and encoders of observations."""
