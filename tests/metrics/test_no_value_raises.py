@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import RolloutEnd, UpdateEnd
 from esper_telemetry.history.derive import RunHistory
@@ -227,8 +227,8 @@ def adam_state(x: Numbers, numels: tuple[int, ...]) -> AdamState:
     )
 
 
-def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, ...]:
-    return (found,) if isinstance(found, MetricGroup) else tuple(found)
+def as_tuple(found: MetricGroup | Postponed | Iterable[MetricGroup | Postponed]) -> tuple[MetricGroup | Postponed, ...]:
+    return (found,) if isinstance(found, MetricGroup | Postponed) else tuple(found)
 
 
 def recorded(updates: Iterable[Update]) -> list[dict[str, float]]:

@@ -21,6 +21,7 @@ from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import RolloutEnd
@@ -466,7 +467,7 @@ def first_minibatch(
     update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
     facts = Facts(columns_by_name=True, policy=policy)
     groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
-    keys = {key: value for group in groups for key, value in group.values().items()}
+    keys = {key: value for group in groups if isinstance(group, MetricGroup) for key, value in group.values().items()}
     names = ("values", "replayed_log_probs")
     return {
         key.removeprefix(EQUATION_KEY)
@@ -542,7 +543,12 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
         update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
         facts = Facts(columns_by_name=True, clip=0.2)
         groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
-        return any(key.endswith("policy_loss_log_prob") for group in groups for key in group.values())
+        return any(
+            key.endswith("policy_loss_log_prob")
+            for group in groups
+            if isinstance(group, MetricGroup)
+            for key in group.values()
+        )
 
     assert not differs((8,))
     assert differs((4, 4))

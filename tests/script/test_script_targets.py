@@ -13,6 +13,7 @@ from test_script_runs import SCRIPTS, with_telemetry
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.equation_checks import equation_checks
@@ -112,7 +113,12 @@ def values_of(
         collected = CollectedRows(rollout.advantages.flatten()[minibatches.rows])
     update = Update(rollout=rollout, minibatches=minibatches, collected=collected, context=context, sampled=True)
     groups = [group for check in equation_checks(update, FACTS, held) for group in check()]  # type: ignore[union-attr]  # all return groups
-    return {key.removeprefix(EQUATION_KEY): value for group in groups for key, value in group.values().items()}
+    return {
+        key.removeprefix(EQUATION_KEY): value
+        for group in groups
+        if isinstance(group, MetricGroup)
+        for key, value in group.values().items()
+    }
 
 
 def rollout(
