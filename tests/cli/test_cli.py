@@ -63,15 +63,12 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
     ("arguments", "sentence"),
     [
         (["train", "--env", "CartPol-v1"], "there is no environment 'CartPol-v1'; did you mean CartPole-v1"),
-        (["train", "--env", "nowhere:Thing-v0"], "module of environment 'nowhere:Thing-v0' cannot be imported"),
         (["train", "--env", UNMADE], f"environment '{UNMADE}' cannot be made: No module named 'no_such_simulator'"),
         (["train"], "--env"),
         (
             [*CARTPOLE, "--sink", "grafana"],
             "unknown sink 'grafana'; known sinks are console, mlflow, prometheus, tensorboard, trackio, wandb",
         ),
-        ([*CARTPOLE, "--sink", "console", "--sink", "wandb:p?colour=red"], "sink wandb has no option 'colour'"),
-        ([*CARTPOLE, "--sink", "wandb:p?mode=sometimes"], "mode must be one of auto, online, offline, got 'sometimes'"),
         ([*CARTPOLE, "--level", "loud"], "level must be one of off, minimal, normal, debug, got 'loud'"),
         (
             [*CARTPOLE, "--telemetry-budget", "2"],
@@ -105,20 +102,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         ),
         ([*CARTPOLE, "--sink", "mlflow?experiment="], "experiment must have a name, got ''"),
         ([*CARTPOLE, "--num-envs", "0"], "num_envs must be at least 1, got 0"),
-        ([*CARTPOLE, "--num-steps", "-1"], "num_steps must be at least 1, got -1"),
-        ([*CARTPOLE, "--num-epochs", "0"], "num_epochs must be at least 1, got 0"),
-        ([*CARTPOLE, "--hidden-sizes", "64", "0"], "hidden_sizes must be from 1 to 65,536 each, got (64, 0)"),
-        ([*CARTPOLE, "--learning-rate", "-0.1"], "learning_rate must be positive and at most 1,000,000, got -0.1"),
         ([*CARTPOLE, "--gamma", "1.5"], "gamma must be between 0 and 1, got 1.5"),
-        ([*CARTPOLE, "--precision", "fp8"], "precision must be one of fp32, bf16, got 'fp8'"),
-        (
-            ["train", "--env", "Pendulum-v1", "--state-dependent-std", "--log-std", "3"],
-            "log_std that depends on the state must be between -5.0 and 2.0, got 3.0",
-        ),
-        (
-            ["train", "--env", "MountainCarContinuous-v0", "--squash", "--log-std", "nan"],
-            "log_std must be between -20 and 20, got nan",
-        ),
         (
             ["train", "--env", "seeing_env:Boundless-v0", "--squash"],
             "squash needs finite bounds, but the action part 'action' has low=[-inf]",
@@ -127,11 +111,6 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
             ["train", "--env", "seeing_env:Reading-v0"],
             "the observation space of Reading-v0, part 'mission', must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple",
         ),
-        (
-            ["train", "--env", "seeing_env:Talking-v0"],
-            "the action space of Talking-v0 must be Discrete, MultiDiscrete, MultiBinary, a Box of floats, or a Dict or Tuple",
-        ),
-        ([*CARTPOLE, "--seed", "-1"], "seed must be between 0 and 4294967295, got -1"),
         (
             [*CARTPOLE, "--num-minibatches", "3"],
             "num_minibatches must divide the rollout of 8 x 128 = 1024 rows, got 3; the nearest divisors are 1, 2, 4, 8",
@@ -146,11 +125,6 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         (
             [*CARTPOLE, "--threshold", "kl_spke_high=1"],
             "unknown threshold 'kl_spke_high'; did you mean kl_spike_high",
-        ),
-        ([*CARTPOLE, "--sink", "tensorbord"], "did you mean tensorboard?"),
-        (
-            [*CARTPOLE, "--sink", "mlflow:gopher://x"],
-            "does not support the scheme 'gopher' of a tracking URI, got 'gopher://x'",
         ),
         (["diagnose", "nowhere"], "there is no run directory nowhere"),
         (["diagnose", "--from", "mlflow:gopher://x?run=1"], "does not support the scheme 'gopher' of a tracking URI"),
