@@ -408,6 +408,7 @@ def test_a_call_after_close_is_told_once(tmp_path: Path, caplog: pytest.LogCaptu
 
     assert warned(caplog, f"{call} was called after close") == 1
     assert warned(caplog, "after close") == 1
+    assert read_run(tmp_path / "run").records == ()
 
 
 def test_closing_twice_and_entering_again_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
