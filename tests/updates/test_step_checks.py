@@ -122,17 +122,6 @@ def test_the_event_is_wanted_up_to_the_step_after_the_one_that_is_checked(tmp_pa
     assert wanted[:24] == [True] * 11 + [False] * 13
 
 
-@pytest.mark.parametrize("changes", [{}, {"shared_trunk": True}, {"policy": "lstm"}])
-def test_weights_are_the_same_without_telemetry(changes: dict[str, Any], tmp_path: Path) -> None:
-    observed, alone = trainer(**changes), trainer(**changes)
-
-    records(observed, tmp_path)
-    alone.learn(3 * 128)
-
-    pairs = zip(observed.policy.state_dict().values(), alone.policy.state_dict().values(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-
-
 def test_an_expensive_pass_is_taken_in_one_sample_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample, here every second update, checks steps. Every pass is treated as expensive, so the next pass is two samples later."""
     monkeypatch.setattr(Sampling, "adopt", lambda self, every, *, late: setattr(self, "every", min(every, 2)))
@@ -193,19 +182,3 @@ def test_a_policy_that_cannot_be_copied_passes_the_minibatch_itself(tmp_path: Pa
     source.policy.of_the_script = lambda: None  # type: ignore[assignment]  # modules take any attribute
 
     assert all(set(CHECKED_KEYS) <= values.keys() for values in records(source, tmp_path, offload=True))
-
-
-@pytest.mark.system
-def test_weights_and_random_numbers_are_the_same_with_a_worker(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    observed, alone = trainer(), trainer()
-    before = torch.get_rng_state()
-
-    records(observed, tmp_path, offload=True)
-    after = torch.get_rng_state()
-    torch.set_rng_state(before)
-    alone.learn(3 * 128)
-
-    pairs = zip(observed.policy.state_dict().values(), alone.policy.state_dict().values(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-    assert torch.equal(torch.get_rng_state(), after)
