@@ -5,7 +5,7 @@ Each `*_models` module declares its trainer: `train`, `fingerprint`, `taps_of`, 
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,11 @@ QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
 """Tests share their cores, so only the benchmark judges the cost of telemetry."""
 
 
-def installed_trainers() -> Mapping[str, Any]:
-    modules = {}
-    for name in ("rl_games", "rsl_rl", "skrl", "torchrl"):
-        try:
-            modules[name] = importlib.import_module(f"{name}_models")
-        except ModuleNotFoundError:
-            continue
-    return modules
-
-
-TRAINERS = installed_trainers()
+TRAINERS: Mapping[str, Any] = {
+    name: importlib.import_module(f"{name}_models")
+    for name in ("rl_games", "rsl_rl", "skrl", "torchrl")
+    if importlib.util.find_spec(name) is not None
+}
 
 
 def entries(table: str) -> pytest.MarkDecorator:
