@@ -56,7 +56,7 @@ def test_cartpole(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert capfd.readouterr().out.endswith(f"journal: {here / 'run/journal.jsonl'}\n")
 
 
-def test_custom_alarm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.9 · 0.7^n is below 0.3, the middle of the ramp, from the fifth update on: the third such update in a row raises the alarm."""
     run("custom_alarm", monkeypatch)
 
@@ -64,7 +64,7 @@ def test_custom_alarm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (alarm.type, alarm.since, alarm.axes.update) == ("explore/coverage_lost", 5, 7)
 
 
-def test_custom_alarm_takes_other_bounds(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_alarm_takes_other_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 0.8 and 0.4 the middle is 0.6: 0.9 · 0.7^2 is below it."""
     run("custom_alarm", monkeypatch, "--threshold", "coverage_low=0.8", "coverage_high=0.4")
 
@@ -158,7 +158,7 @@ def test_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list((here / "run/tensorboard").glob("events.*"))) == 2
 
 
-def test_unedited(here: Path) -> None:
+def test_unedited() -> None:
     """Under `run` it prints the same output as on its own, and a journal is written."""
     script = [str(EXAMPLES / "unedited.py"), *TWO_UPDATES]
     alone = run_python(*script)
@@ -233,7 +233,7 @@ def test_runs_of_other_trainers(
 
 
 @pytest.mark.sb3
-def test_verl_runner(here: Path) -> None:
+def test_verl_runner() -> None:
     """The program does not name telemetry: verl's driver, an actor of Ray, loads the plugin of the installed package."""
     pytest.importorskip("transfer_queue", reason="needs esper-telemetry[verl]")
     options = ["--steps", "2", "--workers", "2", "--critic", "--run-dir", "run", "--sinks", "console"]

@@ -120,7 +120,7 @@ def test_a_wrong_argument_is_quoted_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("level", ["debug", "DEBUG", "Debug"])
-def test_a_level_has_any_case(tmp_path: Path, level: str) -> None:
+def test_a_level_has_any_case(level: str) -> None:
     with Telemetry(run_dir=None, level=level) as telemetry:
         assert telemetry.level.name == "DEBUG"
 
@@ -413,7 +413,7 @@ def test_what_follows_the_last_flush_is_no_mistake(tmp_path: Path, caplog: pytes
 
 
 def test_updates_that_pile_up_are_told_while_training_goes_on(
-    tmp_path: Path, telemetry: Telemetry, caplog: pytest.LogCaptureFixture
+    telemetry: Telemetry, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Twelve updates of two epochs each."""
     for _ in range(12):
