@@ -141,6 +141,12 @@ def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
         Telemetry(run_dir=tmp_path / "file")
 
 
+def test_one_directory_holds_one_run(tmp_path: Path, telemetry: Telemetry) -> None:
+    """Its journal is still empty."""
+    with pytest.raises(FileExistsError, match="already holds a run: pass another run directory"):
+        Telemetry(run_dir=tmp_path / "run")
+
+
 @dataclass
 class Settings:
     lr: float = 0.1
