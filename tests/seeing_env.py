@@ -76,7 +76,6 @@ def register() -> None:
         "SpotlightParts-v0": partial(Spotlight, parts=True),
         "Boundless-v0": partial(Useless, action_space=line),
         "Reading-v0": partial(Useless, observation_space=spaces.Dict(mission=text, place=line)),
-        "Talking-v0": partial(Useless, action_space=text),
     }
     for name, maker in makers.items():
         if name not in gymnasium.registry:

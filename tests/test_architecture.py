@@ -114,7 +114,8 @@ def test_the_sinks_process_needs_no_torch(part: str) -> None:
 
 
 def test_importing_telemetry_imports_no_backend() -> None:
-    loaded = _loaded_by("from esper_telemetry import Telemetry, TensorBoardSink, WandbSink, MLflowSink, attach")
+    names = "Telemetry, TensorBoardSink, WandbSink, MLflowSink, attach, delivery, testing"
+    loaded = _loaded_by(f"import esper_telemetry.delivery.child; from esper_telemetry import {names}")
 
     assert loaded.isdisjoint({"wandb", "mlflow", "tensorboard", "gymnasium", "rich", "tyro", "pandas"})
 

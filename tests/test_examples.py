@@ -56,7 +56,7 @@ def test_cartpole(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert capfd.readouterr().out.endswith(f"journal: {here / 'run/journal.jsonl'}\n")
 
 
-def test_custom_alarm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.9 · 0.7^n is below 0.3, the middle of the ramp, from the fifth update on: the third such update in a row raises the alarm."""
     run("custom_alarm", monkeypatch)
 
@@ -64,7 +64,7 @@ def test_custom_alarm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (alarm.type, alarm.since, alarm.axes.update) == ("explore/coverage_lost", 5, 7)
 
 
-def test_custom_alarm_takes_other_bounds(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_alarm_takes_other_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 0.8 and 0.4 the middle is 0.6: 0.9 · 0.7^2 is below it."""
     run("custom_alarm", monkeypatch, "--threshold", "coverage_low=0.8", "coverage_high=0.4")
 
@@ -158,7 +158,7 @@ def test_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list((here / "run/tensorboard").glob("events.*"))) == 2
 
 
-def test_unedited(here: Path) -> None:
+def test_unedited() -> None:
     """Under `run` it prints the same output as on its own, and a journal is written."""
     script = [str(EXAMPLES / "unedited.py"), *TWO_UPDATES]
     alone = run_python(*script)
@@ -200,35 +200,31 @@ def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sb3
-@pytest.mark.parametrize("options", [(), ("--writer",)])
-def test_rsl_rl_runner(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `attach_runner` and through the configuration: a record for each iteration."""
-    pytest.importorskip("rsl_rl", reason="needs rsl-rl-lib")
-    run("rsl_rl_runner", monkeypatch, *options)
-
-    result = read_run("run")
-    assert result.status is RunStatus.FINISHED
-    assert [record.axes.env_step for record in result.records] == [1024, 2048]
-    keys = {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"}
-    assert all(keys <= record.values.keys() for record in result.records)
-
-
-@pytest.mark.sb3
-@pytest.mark.filterwarnings("ignore")  # rl_games, tensorboardX and TorchRL emit deprecation warnings
+@pytest.mark.filterwarnings("ignore")  # rl_games, tensorboardX, TorchRL and Ray emit deprecation warnings
 @pytest.mark.parametrize(
     ("example", "axis", "values", "keys"),
     [
+        ("rsl_rl_runner", "env_step", [1024, 2048], {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"}),
+        (
+            "rsl_rl_runner --writer",
+            "env_step",
+            [1024, 2048],
+            {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"},
+        ),
         ("skrl_agent", "env_step", [1024, 2048], {"policy/kl", "skrl/loss/policy_loss"}),
         ("rl_games_runner", "env_step", [1024, 2048], {"policy/kl", "rl_games/losses/a_loss"}),
         ("torchrl_loop", "gradient_step", [40, 80], {"policy/kl", "adv/raw/std", "episode/return_mean_100"}),
+        ("rllib_runner", "update", [1, 2], {"policy/kl", "rllib/learners/default_policy/vf_loss"}),
     ],
 )
 def test_runs_of_other_trainers(
     example: str, axis: str, values: list[int], keys: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = example.rpartition("_")[0]
+    name, *options = example.split()
+    package = name.rpartition("_")[0].replace("rllib", "ray")
     pytest.importorskip(package, reason=f"needs {package}")
-    run(example, monkeypatch)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token to the home directory
+    run(name, monkeypatch, *options)
 
     result = read_run("run")
     assert result.status is RunStatus.FINISHED
@@ -237,21 +233,7 @@ def test_runs_of_other_trainers(
 
 
 @pytest.mark.sb3
-@pytest.mark.filterwarnings("ignore")  # Ray emits deprecation warnings
-def test_rllib_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="needs ray")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token to the home directory
-    run("rllib_runner", monkeypatch)
-
-    result = read_run("run")
-    assert result.status is RunStatus.FINISHED
-    assert [record.axes.update for record in result.records] == [1, 2]
-    keys = {"policy/kl", "rllib/learners/default_policy/vf_loss"}
-    assert all(keys <= record.values.keys() for record in result.records)
-
-
-@pytest.mark.sb3
-def test_verl_runner(here: Path) -> None:
+def test_verl_runner() -> None:
     """The program does not name telemetry: verl's driver, an actor of Ray, loads the plugin of the installed package."""
     pytest.importorskip("transfer_queue", reason="needs esper-telemetry[verl]")
     options = ["--steps", "2", "--workers", "2", "--critic", "--run-dir", "run", "--sinks", "console"]

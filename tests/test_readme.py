@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -58,14 +57,6 @@ def test_pages_state_the_present(page: Path) -> None:
     )  # texts of alarms
 
     assert [words.group() for words in HISTORY.finditer(text)] == []
-
-
-def test_the_license_is_named_in_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-    assert project["license"] == "MIT"
-    assert project["license-files"] == ["LICENSE"]
-    assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License")
 
 
 @pytest.mark.system

@@ -8,6 +8,7 @@ import io
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.rl_games import TelemetryObserver
+from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.journal.read import Run, read_run
 
 with warnings.catch_warnings():  # rl_games uses functions of torch that are deprecated
@@ -27,6 +29,9 @@ with warnings.catch_warnings():  # rl_games uses functions of torch that are dep
     from rl_games.torch_runner import Runner
 
 ENVS, STEPS = 8, 16
+ROLLOUT = ENVS * STEPS
+FAILING = ("next_values", "joined_minibatches", "AlgoListener._columns")
+IN_BACKENDS = ("discrete", "lstm")
 
 
 class VectorEnv(IVecEnv):  # type: ignore[misc] # the package has no type information
@@ -172,14 +177,29 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "mixed_precision": {"mixed_precision": True, "value_bootstrap": False},
 }
 
+MODELS: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    name: partial(dict, settings) for name, settings in CONFIGURATIONS.items()
+}
+
 LARGE: Mapping[str, Any] = {"env": CARTPOLE, "envs": 16, "steps": 64, "mini_epochs": 4, "learning_rate": 1e-3}
 """Settings with which CartPole is learned."""
 
-BROKEN: Mapping[str, Mapping[str, Any]] = {
-    "learning_rate_x100": {**LARGE, "lr_schedule": "constant", "learning_rate": 0.1},
-    "reward_1e4": {**LARGE, "env": {**CARTPOLE, "reward_scale": 1e4}},
-    "constant_observations": {**LARGE, "env": {**CARTPOLE, "blind": True}},
-    "normalized_observations": {**LARGE, "normalize_input": True},
+HEALTHY: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    f"seed {seed}": partial(dict, LARGE, seed=seed) for seed in (1, 2, 3)
+}
+LEARNING: Mapping[str, Callable[[], Mapping[str, Any]]] = {"large": partial(dict, LARGE)}
+
+BROKEN: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    "learning_rate_x100": partial(dict, LARGE, lr_schedule="constant", learning_rate=0.1),
+    "reward_1e4": partial(dict, LARGE, env={**CARTPOLE, "reward_scale": 1e4}),
+    "constant_observations": partial(dict, LARGE, env={**CARTPOLE, "blind": True}),
+    "normalized_observations": partial(dict, LARGE, normalize_input=True),
+}
+CAUSES = {
+    "learning_rate_x100": {"policy/kl_spike", "opt/update_too_large"},
+    "reward_1e4": {"reward/unscaled"},
+    "constant_observations": {"obs/constant", "opt/stalled_weights"},  # weights whose inputs are 0 do not change
+    "normalized_observations": {"integrity/ratio_init"},
 }
 
 
@@ -226,3 +246,10 @@ def fingerprint(algo: Any) -> dict[str, Tensor]:
         for name, moment in state.items()
     }
     return {**weights, **moments, "generator": torch.get_rng_state(), "rate": torch.tensor(algo.last_lr)}
+
+
+def taps_of(algo: Any) -> list[str]:
+    """Our taps and hooks in the objects of an agent."""
+    owners = [algo, algo.model, algo.scaler, algo.writer]
+    taps = [name for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)]
+    return taps + ["optimizer"] * len(algo.optimizer._optimizer_step_post_hooks)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,14 @@ from torch import Tensor
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.rsl_rl import attach_runner
+from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.journal.read import Run, read_run
 
 ENVS, STEPS = 8, 16
+ROLLOUT = ENVS * STEPS
+FAILING = ("next_values", "evaluated_minibatches")
+IN_BACKENDS = ("cartpole", "lstm")
+LEARNING: Mapping[str, Callable[[], OnPolicyRunner]] = {}
 
 
 class Pendulum(VecEnv):  # type: ignore[misc] # the package has no type information
@@ -115,7 +121,7 @@ def short_pendulum(num_envs: int, seed: int) -> Pendulum:
     return Pendulum(num_envs, seed, steps=20)
 
 
-RUNNERS: Mapping[str, Callable[..., OnPolicyRunner]] = {
+MODELS: Mapping[str, Callable[..., OnPolicyRunner]] = {
     "cartpole": runner,
     "pendulum": lambda **changes: runner(short_pendulum, model_obs_normalization=True, **changes),
     "per_minibatch": lambda **changes: runner(normalize_advantage_per_mini_batch=True, **changes),
@@ -152,6 +158,18 @@ BROKEN: Mapping[str, Callable[[], OnPolicyRunner]] = {
     "constant_observations": lambda: runner(Blind, **LARGE),
     "drifting_normalizer": drifting_normalizer,
 }
+CAUSES = {
+    "learning_rate_x100": {"policy/kl_spike", "opt/update_too_large"},
+    "reward_1e4": {"reward/unscaled"},
+    "constant_observations": {"obs/constant"},
+    "drifting_normalizer": {"integrity/ratio_init"},
+}
+HEALTHY = {
+    "mlp": partial(runner, **LARGE),
+    "rnn": partial(runner, **LARGE, model="RNNModel"),
+    "normalized": partial(runner, **LARGE, model_obs_normalization=True),
+}
+"""The rate follows the KL divergence, and changes by a factor of a hundred within one update."""
 
 
 def learn(model: OnPolicyRunner, iterations: int) -> None:
@@ -160,14 +178,28 @@ def learn(model: OnPolicyRunner, iterations: int) -> None:
         model.learn(iterations)
 
 
-def recorded_run(
-    model: OnPolicyRunner, run_dir: Path, *, iterations: int = 3, sinks: Sequence[str] = (), **settings: Any
-) -> Run:
-    """Return the journal of a runner that has learned with telemetry, in process by default."""
-    with Telemetry(sinks, run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
+def train(model: OnPolicyRunner, updates: int, telemetry: Telemetry | None = None) -> OnPolicyRunner:
+    if telemetry is not None:
         attach_runner(telemetry, model)
-        learn(model, iterations)
+    learn(model, updates)
+    return model
+
+
+def recorded_run(model: OnPolicyRunner, run_dir: Path, *, iterations: int = 3, **settings: Any) -> Run:
+    """Return the journal of a runner that has learned with telemetry, in process by default."""
+    with Telemetry(run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
+        train(model, iterations, telemetry)
     return read_run(run_dir)
+
+
+def taps_of(model: Any) -> list[str]:
+    """Our taps and hooks in the objects of a runner."""
+    alg = model.alg
+    owners = [model, model.logger, alg, alg.storage, *alg.actor.modules(), *alg.critic.modules()]
+    taps = [
+        f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)
+    ]
+    return taps + ["optimizer"] * len(alg.optimizer._optimizer_step_post_hooks)
 
 
 def fingerprint(model: OnPolicyRunner) -> dict[str, Tensor]:

@@ -26,9 +26,13 @@ from torch import Tensor, nn
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.skrl import attach_agent
+from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.journal.read import Run, read_run
 
 ENVS, STEPS = 8, 16
+ROLLOUT = ENVS * STEPS
+FAILING = ("next_values", "joined_minibatches", "SampledMinibatch")
+IN_BACKENDS = ("categorical", "lstm")
 
 
 class SkrlAgent:
@@ -197,7 +201,7 @@ def adaptive(**settings: Any) -> dict[str, Any]:
     }
 
 
-AGENTS: Mapping[str, Callable[[], SkrlAgent]] = {
+MODELS: Mapping[str, Callable[[], SkrlAgent]] = {
     "gaussian": skrl_agent,
     "categorical": lambda: skrl_agent(cartpole_env, "categorical"),
     "shared": lambda: skrl_agent(short_pendulum, "shared", **adaptive()),
@@ -251,16 +255,36 @@ BROKEN: Mapping[str, Callable[[], SkrlAgent]] = {
     "constant_observations": lambda: skrl_agent(partial(cartpole_env, wrappers=[blind]), "categorical", **LARGE),
     "observation_preprocessor": lambda: learning_agent(scalers=("observation",)),
 }
+CAUSES = {
+    "learning_rate_x100": {"policy/kl_spike", "opt/update_too_large"},
+    "reward_1e4": {"reward/unscaled"},
+    "constant_observations": {"obs/constant"},
+    "observation_preprocessor": {"integrity/ratio_init"},
+}
+HEALTHY = {f"default, seed {seed}": partial(default_agent, seed) for seed in (1, 2, 3)}
+LEARNING = {"large": learning_agent}
 
 
-def recorded_run(
-    model: SkrlAgent, run_dir: Path, *, updates: int = 3, sinks: Sequence[str] = (), **settings: Any
-) -> Run:
-    """Return the journal of an agent that has learned with telemetry, in process by default."""
-    with Telemetry(sinks, run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
+def train(model: SkrlAgent, updates: int, telemetry: Telemetry | None = None) -> SkrlAgent:
+    if telemetry is not None:
         attach_agent(telemetry, model.agent)
-        model.learn(updates)
+    model.learn(updates)
+    return model
+
+
+def recorded_run(model: SkrlAgent, run_dir: Path, *, updates: int = 3, **settings: Any) -> Run:
+    """Return the journal of an agent that has learned with telemetry, in process by default."""
+    with Telemetry(run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
+        train(model, updates, telemetry)
     return read_run(run_dir)
+
+
+def taps_of(model: Any) -> list[str]:
+    """Our taps and hooks in the objects of an agent."""
+    agent = model.agent
+    owners = [agent, agent.memory, agent.cfg, agent.policy, agent.value, agent.scheduler]
+    taps = [name for owner in owners if owner is not None for name, x in vars(owner).items() if isinstance(x, Tap)]
+    return taps + ["optimizer"] * len(agent.optimizer._optimizer_step_post_hooks)
 
 
 def fingerprint(model: SkrlAgent) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ with warnings.catch_warnings():
     from torchrl.trainers.algorithms import PPOTrainer
 
 from esper_telemetry import Telemetry
+from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.torchrl import attach_loss, attach_trainer
 from esper_telemetry.journal.read import Run, read_run
 
 ENVS, STEPS, ROWS, EPOCHS = 4, 32, 32, 2
 FRAMES = ENVS * STEPS
 MAX_NORM = 0.5
+ROLLOUT = FRAMES
+FAILING = ("acting_distribution", "columns_of")
+IN_BACKENDS = ("CartPole-v1", "CartPole-v1, PPOTrainer")
 
 
 class Blind(gym.ObservationWrapper[Any, Any, Any]):
@@ -60,6 +65,7 @@ class Program:
         scale: factor on rewards.
         observed: module between observations and the actor.
         learning_rate, loss, estimator: settings of the optimizer, the loss and the estimator.
+        uses_trainer: whether `train` uses `PPOTrainer` instead of the plain loop.
     """
 
     def __init__(
@@ -80,7 +86,9 @@ class Program:
         loss: Mapping[str, Any] | None = None,
         estimator: Mapping[str, Any] | None = None,
         device: str = "cpu",
+        uses_trainer: bool = False,
     ) -> None:
+        self.uses_trainer = uses_trainer
         torch.distributions.Distribution.set_default_validate_args(False)  # as importing TorchRL does
         torch.manual_seed(seed)
         self.epochs, self.minibatches = epochs, envs * steps // rows
@@ -189,24 +197,50 @@ BROKEN: Mapping[str, Callable[[], Program]] = {
     "constant_observations": lambda: Program(blind=True, **LARGE),
     "drifting_normalizer": lambda: Program(observed=DriftingNormalizer(), **LARGE),
 }
+CAUSES = {
+    "learning_rate_x100": {"policy/kl_spike", "opt/update_too_large"},
+    "reward_1e4": {"reward/unscaled"},
+    "constant_observations": {"obs/constant"},
+    "drifting_normalizer": {"integrity/ratio_init"},
+}
+HEALTHY = {"large": lambda: Program(**{**LARGE, "updates": 10})}
+LEARNING: Mapping[str, Callable[[], Program]] = {}
+MODELS = {
+    f"{env}, PPOTrainer" if uses_trainer else env: partial(Program, env, uses_trainer=uses_trainer)
+    for env in ("CartPole-v1", "Pendulum-v1")
+    for uses_trainer in (False, True)
+}
 
 
-def recorded_loop(
-    program: Program, run_dir: Path, *, sinks: Sequence[str] = (), facts: Any = None, **settings: Any
-) -> Run:
-    """Return the journal of a plain loop that has learned with telemetry, in process by default."""
-    with Telemetry(sinks, run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
-        attach_loss(telemetry, program.loss, program.optimizer, program.estimator, facts=facts)
-        program.learn()
-    return read_run(run_dir)
-
-
-def recorded_trainer(program: Program, run_dir: Path, *, sinks: Sequence[str] = (), **settings: Any) -> Run:
-    """Return the journal of a trainer that has learned with telemetry, in process by default."""
-    trainer = program.trainer()
-    with Telemetry(sinks, run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
-        attach_trainer(telemetry, trainer)
+def train(program: Program, updates: int, telemetry: Telemetry | None = None) -> Program:
+    """Run the program, which has its own number of updates."""
+    if program.uses_trainer:
+        trainer = program.trainer()
+        if telemetry is not None:
+            attach_trainer(telemetry, trainer)
         trainer.train()
+        return program
+    if telemetry is not None:
+        attach_loss(telemetry, program.loss, program.optimizer, program.estimator)
+    program.learn()
+    return program
+
+
+def taps_of(program: Program) -> list[str]:
+    """Our taps and hooks in the objects of a program."""
+    owners = [program.loss, program.estimator, *program.loss.modules()]
+    taps = [
+        f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)
+    ]
+    optimizer = program.optimizer
+    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return taps + ["optimizer"] * hooks
+
+
+def recorded_run(program: Program, run_dir: Path, **settings: Any) -> Run:
+    """Return the journal of a program that has learned with telemetry, in process by default."""
+    with Telemetry(run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
+        train(program, 3, telemetry)
     return read_run(run_dir)
 
 

@@ -11,11 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import gymnasium
 import pytest
 from forked import run_python
+from run_cli import run_cli
 
 from esper_telemetry import PPO, RunStatus, Sink, Telemetry, __version__, make_env, read_run
 from esper_telemetry.cli.main import main
@@ -34,19 +34,6 @@ def cursors(run_dir: Path) -> dict[str, dict[str, object]]:
     return dict(json.loads((run_dir / "cursors.json").read_text()))
 
 
-class CommandOutput(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def run_cli(arguments: Sequence[str], capfd: pytest.CaptureFixture[str]) -> CommandOutput:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code is None or isinstance(stop.value.code, int)
-    return CommandOutput(stop.value.code or 0, *capfd.readouterr())
-
-
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     empty = tmp_path / "here"
@@ -63,15 +50,12 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
     ("arguments", "sentence"),
     [
         (["train", "--env", "CartPol-v1"], "there is no environment 'CartPol-v1'; did you mean CartPole-v1"),
-        (["train", "--env", "nowhere:Thing-v0"], "module of environment 'nowhere:Thing-v0' cannot be imported"),
         (["train", "--env", UNMADE], f"environment '{UNMADE}' cannot be made: No module named 'no_such_simulator'"),
         (["train"], "--env"),
         (
             [*CARTPOLE, "--sink", "grafana"],
             "unknown sink 'grafana'; known sinks are console, mlflow, prometheus, tensorboard, trackio, wandb",
         ),
-        ([*CARTPOLE, "--sink", "console", "--sink", "wandb:p?colour=red"], "sink wandb has no option 'colour'"),
-        ([*CARTPOLE, "--sink", "wandb:p?mode=sometimes"], "mode must be one of auto, online, offline, got 'sometimes'"),
         ([*CARTPOLE, "--level", "loud"], "level must be one of off, minimal, normal, debug, got 'loud'"),
         (
             [*CARTPOLE, "--telemetry-budget", "2"],
@@ -105,20 +89,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         ),
         ([*CARTPOLE, "--sink", "mlflow?experiment="], "experiment must have a name, got ''"),
         ([*CARTPOLE, "--num-envs", "0"], "num_envs must be at least 1, got 0"),
-        ([*CARTPOLE, "--num-steps", "-1"], "num_steps must be at least 1, got -1"),
-        ([*CARTPOLE, "--num-epochs", "0"], "num_epochs must be at least 1, got 0"),
-        ([*CARTPOLE, "--hidden-sizes", "64", "0"], "hidden_sizes must be from 1 to 65,536 each, got (64, 0)"),
-        ([*CARTPOLE, "--learning-rate", "-0.1"], "learning_rate must be positive and at most 1,000,000, got -0.1"),
         ([*CARTPOLE, "--gamma", "1.5"], "gamma must be between 0 and 1, got 1.5"),
-        ([*CARTPOLE, "--precision", "fp8"], "precision must be one of fp32, bf16, got 'fp8'"),
-        (
-            ["train", "--env", "Pendulum-v1", "--state-dependent-std", "--log-std", "3"],
-            "log_std that depends on the state must be between -5.0 and 2.0, got 3.0",
-        ),
-        (
-            ["train", "--env", "MountainCarContinuous-v0", "--squash", "--log-std", "nan"],
-            "log_std must be between -20 and 20, got nan",
-        ),
         (
             ["train", "--env", "seeing_env:Boundless-v0", "--squash"],
             "squash needs finite bounds, but the action part 'action' has low=[-inf]",
@@ -128,13 +99,14 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
             "the observation space of Reading-v0, part 'mission', must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple",
         ),
         (
-            ["train", "--env", "seeing_env:Talking-v0"],
-            "the action space of Talking-v0 must be Discrete, MultiDiscrete, MultiBinary, a Box of floats, or a Dict or Tuple",
-        ),
-        ([*CARTPOLE, "--seed", "-1"], "seed must be between 0 and 4294967295, got -1"),
-        (
             [*CARTPOLE, "--num-minibatches", "3"],
             "num_minibatches must divide the rollout of 8 x 128 = 1024 rows, got 3; the nearest divisors are 1, 2, 4, 8",
+        ),
+        ([*CARTPOLE, "--policy", "oracle"], "--policy oracle is for --env morphogenesis, got --env CartPole-v1"),
+        ([*CARTPOLE, "--task", "text"], "--task text is for --env morphogenesis, got --env CartPole-v1"),
+        (
+            ["train", "--env", "morphogenesis", "--policy", "random", "--eval-every", "9"],
+            "--policy random does not learn, so --eval-every cannot be used with it",
         ),
         (["replay", "nowhere", "--to", "tensorboard"], "there is no run directory nowhere"),
         (["replay", ".", "--to", "tensorboard"], ". is not a run directory: it holds no journal.jsonl"),
@@ -146,11 +118,6 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         (
             [*CARTPOLE, "--threshold", "kl_spke_high=1"],
             "unknown threshold 'kl_spke_high'; did you mean kl_spike_high",
-        ),
-        ([*CARTPOLE, "--sink", "tensorbord"], "did you mean tensorboard?"),
-        (
-            [*CARTPOLE, "--sink", "mlflow:gopher://x"],
-            "does not support the scheme 'gopher' of a tracking URI, got 'gopher://x'",
         ),
         (["diagnose", "nowhere"], "there is no run directory nowhere"),
         (["diagnose", "--from", "mlflow:gopher://x?run=1"], "does not support the scheme 'gopher' of a tracking URI"),
@@ -216,6 +183,12 @@ def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
         main(["train", "--env", "Pendulum-v1", *options, "--level", "minimal", "--sink", "tensorboard"])
     assert stop.value.code == 0
     return run_dir
+
+
+@pytest.fixture
+def stopped(half_done: Path, here: Path) -> Path:
+    """A copy of it in the working directory."""
+    return Path(shutil.copytree(half_done, here / "run"))
 
 
 def contents(directory: Path) -> dict[Path, bytes]:
@@ -295,10 +268,9 @@ def begin_by_hand(run_dir: Path) -> None:
     ],
 )
 def test_a_directory_that_cannot_be_resumed_says_why(
-    half_done: Path, spoil: Callable[[Path], None], sentence: str, here: Path, capfd: pytest.CaptureFixture[str]
+    stopped: Path, spoil: Callable[[Path], None], sentence: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(half_done, "run")
-    spoil(here / "run")
+    spoil(stopped)
     before = contents(here)
 
     code, out, err = run_cli(["train", "--resume", "run", "--total-steps", "999"], capfd)
@@ -310,10 +282,9 @@ def test_a_directory_that_cannot_be_resumed_says_why(
 
 
 def test_a_run_of_a_version_without_a_setting_is_resumed_with_its_default(
-    half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
+    stopped: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(half_done, "run")
-    journal = here / "run" / "journal.jsonl"
+    journal = stopped / "journal.jsonl"
     text = journal.read_text()
     assert text.count(',"stop_on_nonfinite":false') == 1
     journal.write_text(text.replace(',"stop_on_nonfinite":false', ""))
@@ -324,10 +295,7 @@ def test_a_run_of_a_version_without_a_setting_is_resumed_with_its_default(
     assert "run continues after update 2" in out
 
 
-def test_a_run_that_is_still_trained_is_not_resumed(
-    half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(half_done, "run")
+def test_a_run_that_is_still_trained_is_not_resumed(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Telemetry(run_dir="run", resume=True):
         code, _, err = run_cli(["train", "--resume", "run", "--total-steps", "999"], capfd)
 
@@ -336,10 +304,9 @@ def test_a_run_that_is_still_trained_is_not_resumed(
 
 
 def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(
-    half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
+    stopped: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """TensorBoard without the console, and the level, as in the first part; the learning rate and the number of steps are new."""
-    shutil.copytree(half_done, "run")
     options = ("--total-steps", "200", "--learning-rate", "0.001", "--no-anneal-learning-rate")
 
     code, out, err = run_cli(["train", "--resume", "run", *options], capfd)
@@ -354,23 +321,16 @@ def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(
     assert {record.values["telemetry/level"] for record in run.records} == {1.0}
 
 
-def test_other_sinks_may_be_named_and_get_the_whole_run(
-    half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(half_done, "run")
-
+def test_other_sinks_may_be_named_and_get_the_whole_run(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, _, _ = run_cli(["train", "--resume", "run", "--total-steps", "200", "--sink", "tensorboard:other"], capfd)
 
     assert code == 0
-    assert cursors(here / "run")["tensorboard:other"]["records"] == 4
-    assert cursors(here / "run")["tensorboard"]["records"] == 2
+    assert cursors(stopped)["tensorboard:other"]["records"] == 4
+    assert cursors(stopped)["tensorboard"]["records"] == 2
 
 
-def test_a_password_is_not_kept_so_the_sink_is_named_again(
-    half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(half_done, "run")
-    journal = here / "run" / "journal.jsonl"
+def test_a_password_is_not_kept_so_the_sink_is_named_again(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    journal = stopped / "journal.jsonl"
     journal.write_text(journal.read_text().replace('"tensorboard"]', '"mlflow:http://me:***@host"]', 1))
 
     code, _, err = run_cli(["train", "--resume", "run", "--total-steps", "200"], capfd)
@@ -379,10 +339,9 @@ def test_a_password_is_not_kept_so_the_sink_is_named_again(
     assert "the password in sink mlflow:http://me:***@host was not stored: name the sinks again with --sink" in err
 
 
-def test_messages_need_their_address_again(half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_messages_need_their_address_again(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The address is a secret, so only its scheme is stored; the resumed run keeps it."""
-    shutil.copytree(half_done, "run")
-    journal = here / "run" / "journal.jsonl"
+    journal = stopped / "journal.jsonl"
     journal.write_text(journal.read_text().replace('"preset":', '"notify":["slack"],"preset":', 1))
 
     code, out, _ = run_cli(["train", "--resume", "run", "--total-steps", "200"], capfd)
@@ -499,9 +458,8 @@ def test_after_ctrl_c_the_command_that_goes_on_is_printed(here: Path) -> None:
     assert out.endswith(f"resume with: esper-telemetry train --resume {here / 'run'}\n")
 
 
-@pytest.mark.parametrize("level", ["debug", "Debug", "DEBUG"])
-def test_levels_may_be_written_in_any_case(level: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run_cli([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run", "--level", level], capfd)
+def test_levels_may_be_written_in_any_case(capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_cli([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run", "--level", "Debug"], capfd)
 
     assert (code, err) == (0, "")
     assert read_run("run").records[0].values["telemetry/level"] == 3
@@ -544,38 +502,36 @@ def test_a_profile_is_a_trace_that_perfetto_and_tensorboard_read(here: Path, cap
     assert sum(event["name"].startswith("aten::") for event in events) > 100
 
 
-def test_a_run_too_short_to_be_profiled_says_so(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_too_short_to_be_profiled_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_cli([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run", "--profile"], capfd)
 
     assert code == 0
     assert "profile: nothing was traced, because the run ended before update 6" in out
 
 
-def test_a_journal_is_packed_once_and_everything_reads_it(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_cli([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run"], capfd)
-
+def test_a_journal_is_packed_once_and_everything_reads_it(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, again = run_cli(["compress", "run"], capfd), run_cli(["compress", "run"], capfd)
 
     assert (first.code, first.out[:7], " MB are " in first.out) == (0, "run: 0.", True)
     assert (again.code, again.out) == (0, "run: is packed already\n")
-    assert not (here / "run" / "journal.jsonl").exists()
+    assert not (stopped / "journal.jsonl").exists()
     assert run_cli(["replay", "run", "--to", "tensorboard:elsewhere"], capfd).code == 0
     assert run_cli(["diagnose", "run"], capfd).code == 0
     assert run_cli(["compress", "nowhere"], capfd)[::2] == (2, "esper-telemetry: there is no run directory nowhere\n")
 
 
-def test_a_run_is_replayed_into_another_backend_once(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_cli([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run"], capfd)
-
+def test_a_run_is_replayed_into_another_backend_once(
+    stopped: Path, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     first = run_cli(["replay", "run", "--to", "tensorboard:elsewhere"], capfd)
     again = run_cli(["replay", "run", "--to", "tensorboard:elsewhere"], capfd)
 
-    assert (first.code, first.out) == (0, "tensorboard:elsewhere: closed, 1 records sent\n")
+    assert (first.code, first.out) == (0, "tensorboard:elsewhere: closed, 2 records sent\n")
     assert (again.code, again.out) == (0, "tensorboard:elsewhere: closed, 0 records sent\n")
     assert len(list((here / "elsewhere").iterdir())) == 1
 
     several = run_cli(["replay", "run", "--to", "tensorboard:b", "--to", "tensorboard:c"], capfd)
-    assert several.out == "tensorboard:b: closed, 1 records sent\ntensorboard:c: closed, 1 records sent\n"
+    assert several.out == "tensorboard:b: closed, 2 records sent\ntensorboard:c: closed, 2 records sent\n"
 
 
 @pytest.mark.parametrize(

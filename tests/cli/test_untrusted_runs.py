@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 from healthy_run import run
 from made_runs import hostile_run
+from run_cli import run_cli
 
 from esper_telemetry import Telemetry
-from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import RunInfo, RunStatus
 from esper_telemetry.delivery.catch_up import doctor
 from esper_telemetry.journal.file import JOURNAL_NAME
@@ -25,12 +24,6 @@ from esper_telemetry.journal.lines import encode_end, encode_record, encode_run,
 from esper_telemetry.pipeline.run_recorder import lease_new_run
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
-
-
-def run_cli(words: Sequence[object], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main([str(word) for word in words])
-    return int(stop.value.code or 0), *capfd.readouterr()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from backends_read import mlflow_run
 from command_line import Finished
+from run_cli import run_cli
 
 from esper_telemetry import read_run
 from esper_telemetry.cli.main import main
@@ -32,11 +33,8 @@ def run_dir(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def examined(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, Any]]]:
     """The exit code, and the report on each backend."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(["doctor", str(run_dir), "--json"])
-    report = json.loads(capfd.readouterr().out)
-    return int(str(stop.value.code)), {sink["name"]: sink for sink in report["sinks"]}
+    code, out, _ = run_cli(["doctor", run_dir, "--json"], capfd)
+    return code, {sink["name"]: sink for sink in json.loads(out)["sinks"]}
 
 
 def carried_out(command: str) -> int:
@@ -161,12 +159,10 @@ def test_a_page_for_people_names_what_is_missing_and_the_command(
     run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     delete_events(run_dir)
-    capfd.readouterr()
-    with pytest.raises(SystemExit):
-        main(["doctor", str(run_dir)])
-
     updates = len(read_run(run_dir).records)
-    head, *lines = capfd.readouterr().out.splitlines()
+
+    head, *lines = run_cli(["doctor", run_dir], capfd).out.splitlines()
+
     assert head == f"{run_dir}: {updates} records, the run ended as finished"
     (line,) = [line for line in lines if line.startswith("tensorboard")]
     assert f"numbers are missing, in updates 1-{updates}; repair it with: " in line

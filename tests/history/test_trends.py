@@ -16,7 +16,6 @@ from esper_telemetry.history.deviations import CUSUM_LEVEL, Cusum, PageHinkley, 
 from esper_telemetry.history.trend import (
     acf,
     fisher_p,
-    goertzel,
     mann_kendall,
     memory,
     periods,
@@ -146,12 +145,6 @@ def test_fisher_probability_lies_in_its_range_even_where_terms_cancel() -> None:
         assert all(0 <= value <= 1 for value in p)
         assert p == sorted(p, reverse=True)
         assert p[0] == 1.0
-
-
-def test_goertzel_is_the_power_of_the_fourier_transform() -> None:
-    x = noise(0.3)[0]
-
-    assert [goertzel(x, k) for k in range(5)] == pytest.approx(np.abs(np.fft.fft(x)[:5]) ** 2)
 
 
 def test_ping_pong_has_negative_memory() -> None:

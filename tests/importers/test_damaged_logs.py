@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
+from run_cli import run_cli
 
-from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
 from esper_telemetry.importers.records import parse_number
 from esper_telemetry.importers.text_logs import read_text
@@ -71,11 +71,9 @@ def test_a_log_that_cannot_be_read_is_a_sentence(
         os.mkfifo(fifo)
     Path(address.partition(":")[2]).write_text(content) if content else None
 
-    with pytest.raises(SystemExit) as stop:
-        main(["diagnose", "--from", address])
+    code, _, error = run_cli(["diagnose", "--from", address], capsys)
 
-    assert stop.value.code == 2
-    assert sentence in capsys.readouterr().err
+    assert code == 2 and sentence in error
 
 
 def test_names_of_tags_are_printable(tmp_path: Path) -> None:

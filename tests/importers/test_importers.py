@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_cli import run_cli
 from trainer_logs import SB3, STEPS, TRAINERS, UPDATES, logged, written
 
-from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, number_of_actions
 
@@ -219,10 +219,9 @@ def test_the_state_that_transformers_saves(tmp_path: Path) -> None:
 
 
 def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as left:
-        main(["diagnose", *arguments])
-    assert left.value.code == 0
-    return capsys.readouterr().out
+    code, out, _ = run_cli(["diagnose", *arguments], capsys)
+    assert code == 0
+    return out
 
 
 def test_what_went_wrong_and_what_nobody_can_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,11 +289,9 @@ def test_what_cannot_be_read(
     Path("empty.log").touch()
     Path("other.csv").write_text("epoch,accuracy\n1,0.5\n")
 
-    with pytest.raises(SystemExit) as left:
-        main(["diagnose", "--from", address])
+    code, _, error_text = run_cli(["diagnose", "--from", address], capsys)
 
-    assert left.value.code == 2
-    error_text = capsys.readouterr().err
+    assert code == 2
     assert error_text.startswith("esper-telemetry: ") and sentence in error_text
     assert error_text.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.csv", "empty.log", "other.csv"]
@@ -325,10 +322,8 @@ def test_the_newest_of_several_runs_is_read(tmp_path: Path) -> None:
 
 def test_a_directory_or_logs_and_not_both(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["runs/a", "--from", "csv:x"]):
-        with pytest.raises(SystemExit) as left:
-            main(["diagnose", *words])
-        assert left.value.code == 2
-        assert "needs either a run directory or --from" in capsys.readouterr().err
+        code, _, error = run_cli(["diagnose", *words], capsys)
+        assert code == 2 and "needs either a run directory or --from" in error
 
 
 def test_a_language_model_that_answers_every_prompt_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_cli import run_cli
 from torch.utils.tensorboard import SummaryWriter
 
 from esper_telemetry.alarms.verdict.run_outcome import outcome_of
-from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
 from esper_telemetry.importers.log_conditions import adaptive_rate
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun
@@ -22,10 +22,9 @@ LOGS = Path(__file__).parent / "logs"
 
 
 def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    with pytest.raises(SystemExit) as left:
-        main(["diagnose", *arguments, "--json"])
-    assert left.value.code == 0
-    verdict: dict[str, Any] = json.loads(capsys.readouterr().out)
+    code, out, _ = run_cli(["diagnose", *arguments, "--json"], capsys)
+    assert code == 0
+    verdict: dict[str, Any] = json.loads(out)
     return verdict
 
 
@@ -98,9 +97,7 @@ def test_columns_of_an_unknown_trainer(
     Path("own log.csv" if "," in table or "\t" in table else "own log.json").write_text(table)
     path = next(iter(tmp_path.iterdir())).name
 
-    with pytest.raises(SystemExit):
-        main(["diagnose", "--from", path])
-    refusal = capsys.readouterr().err
+    refusal = run_cli(["diagnose", "--from", path], capsys).err
     command = shlex.split(refusal[refusal.index("esper-telemetry diagnose") :])[2:]
     if "COLUMN" in refusal:
         command = ["--from", path, "--map", "episode/return_mean=2", "--map", "env_step=1"]
@@ -123,11 +120,9 @@ def test_columns_of_an_unknown_trainer(
     ],
 )
 def test_a_wrong_column_is_a_sentence(words: Sequence[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["diagnose", "--from", str(LOGS / "own_columns.csv"), *words])
+    code, _, error = run_cli(["diagnose", "--from", LOGS / "own_columns.csv", *words], capsys)
 
-    assert left.value.code == 2
-    assert sentence in capsys.readouterr().err
+    assert code == 2 and sentence in error
 
 
 def test_a_column_in_place_of_the_trainer_s(tmp_path: Path) -> None:
@@ -292,12 +287,11 @@ def test_findings_on_a_whole_log_are_alarms(
     rows = [",".join(map(str, cells)) for cells in zip(range(1, 61), *columns.values(), strict=True)]
     path.write_text("\n".join([",".join(["step", *columns]), *rows]))
 
-    with pytest.raises(SystemExit) as left:
-        main(["diagnose", "--from", str(path), "--json", "--fail-on", "warn"])
-    incidents = json.loads(capsys.readouterr().out)["incidents"]
+    code, out, _ = run_cli(["diagnose", "--from", path, "--json", "--fail-on", "warn"], capsys)
+    incidents = json.loads(out)["incidents"]
     alarms = {alarm["type"]: alarm for incident in incidents for alarm in incident["alarms"]}
 
-    assert left.value.code == (0 if kind is None else 3)
+    assert code == (0 if kind is None else 3)
     assert alarms if kind else not alarms
     assert kind is None or (clause in alarms[kind]["text"] and alarms[kind]["level"] == "warn")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 
 from esper_telemetry.metrics.actions import gaussian_stats
-from esper_telemetry.metrics.entropy import entropy_rows, entropy_stats, head_entropy, policy_entropy
+from esper_telemetry.metrics.entropy import entropy_stats
 from esper_telemetry.metrics.gradients.actor_critic import bonus_gradient
 from esper_telemetry.metrics.kl import categorical_kl, exact_kl, gaussian_kl, head_exact_kl
 from esper_telemetry.metrics.losses import entropy_gradient, entropy_gradients
@@ -29,22 +29,6 @@ def random_mask(*shape: int, seed: int = 0) -> Tensor:
     return mask
 
 
-def test_entropy_is_that_of_torch_distributions() -> None:
-    x = logits(100, 5)
-
-    values = entropy_stats({"action": x}).values()
-
-    assert values["policy/entropy"] == pytest.approx(float(Categorical(logits=x).entropy().mean()), rel=1e-12)
-    assert values["policy/perplexity"] == pytest.approx(math.exp(values["policy/entropy"]))
-
-
-def test_masked_entropy_is_that_of_the_allowed_actions_alone() -> None:
-    x, mask = logits(60, 4), random_mask(60, 4)
-    alone = torch.stack([Categorical(logits=row[m]).entropy() for row, m in zip(x, mask, strict=True)])
-
-    assert entropy_rows({"a": x}, {"a": mask})["a"].entropy == pytest.approx(alone.numpy(), rel=1e-9, abs=1e-12)
-
-
 def test_gaussian_entropy_is_that_of_torch_distributions_and_has_no_perplexity() -> None:
     log_std = torch.tensor([-1.0, 0.5], dtype=torch.float64)
     expected = float(Independent(Normal(torch.zeros(2), log_std.exp()), 1).entropy())
@@ -52,28 +36,6 @@ def test_gaussian_entropy_is_that_of_torch_distributions_and_has_no_perplexity()
     values = entropy_stats({}, log_std={"action": log_std}).values()
 
     assert values == {"policy/entropy": pytest.approx(expected, rel=1e-6)}
-
-
-def test_heads_add_up_where_they_take_part() -> None:
-    """Head a (ln 4) is relevant in both rows, head b (ln 2) in one: (ln 4 + ln 4 + ln 2) / 2."""
-    rows = entropy_rows({"a": torch.zeros(2, 4), "b": torch.zeros(2, 2)}, relevant={"b": torch.tensor([True, False])})
-
-    joint, heads = policy_entropy(rows).values(), head_entropy(rows).values()
-
-    assert joint["policy/entropy"] == pytest.approx(math.log(4) + math.log(2) / 2)
-    assert joint["policy/entropy_norm"] == pytest.approx(1.0)
-    assert heads["policy/head/b/entropy"] == pytest.approx(math.log(2))
-    assert heads["policy/head/b/decision_frac"] == 0.5
-
-
-def test_a_confident_policy_differs_from_a_stuck_one() -> None:
-    """Two states with certain but different actions: I(S; A) = ln 2. With the same action: 0."""
-    sure = torch.tensor([[50.0, 0.0], [0.0, 50.0]], dtype=torch.float64)
-    stuck = sure[[0, 0]]
-
-    assert entropy_stats({"a": sure}).values()["policy/action_mi"] == pytest.approx(math.log(2))
-    assert entropy_stats({"a": sure}).values()["policy/entropy_marginal_norm"] == pytest.approx(1.0)
-    assert entropy_stats({"a": stuck}).values()["policy/action_mi"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_minibatches_of_different_size_merge_to_what_all_rows_give() -> None:
@@ -145,17 +107,6 @@ def test_exact_kl_adds_over_heads_that_take_part() -> None:
         "policy/head/a/kl_exact": 2.0,
         "policy/head/b/kl_exact": 2.0,
     }
-
-
-def test_entropy_gradient_is_what_autograd_finds() -> None:
-    x = logits(30, 5).requires_grad_()
-    (0.01 * Categorical(logits=x).entropy().mean()).backward()
-    assert x.grad is not None
-    pull = logits(30, 5, seed=1)
-
-    values = entropy_gradient(x, pull, entropy_coef=0.01).values()
-
-    assert values["policy/entropy_grad_ratio"] == pytest.approx(float(x.grad.norm() / pull.norm()), rel=1e-9)
 
 
 def test_without_a_policy_gradient_the_ratio_is_absent() -> None:

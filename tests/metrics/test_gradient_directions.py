@@ -134,26 +134,6 @@ def test_opposite_parameter_gradients_cancel() -> None:
     assert parameter_interference([], []).values() == {}
 
 
-def test_identical_minibatches_agree_and_opposite_ones_do_not() -> None:
-    same = minibatch_alignment(torch.tensor([[1.0, 2.0]]).expand(3, 2)).values()
-    opposite = minibatch_alignment(torch.tensor([[1.0, 2.0], [-1.0, -2.0]])).values()
-
-    assert same["grad/align/mean_pair_cos"] == pytest.approx(1.0)
-    assert same["grad/sign/agreement"] == 1.0
-    assert opposite["grad/align/mean_pair_cos"] == pytest.approx(-1.0)
-    assert opposite["grad/align/direction_variance"] == pytest.approx(1.0)
-
-
-def test_mean_pair_cosine_is_the_mean_over_pairs() -> None:
-    gradients = torch.randn(5, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    directions = gradients / gradients.norm(dim=1, keepdim=True)
-    cosines = (directions @ directions.T)[torch.triu_indices(5, 5, 1).unbind()]
-
-    result = minibatch_alignment(gradients).values()
-
-    assert result["grad/align/mean_pair_cos"] == pytest.approx(float(cosines.mean()), rel=1e-12)
-
-
 def test_one_minibatch_or_a_zero_gradient_has_no_alignment() -> None:
     assert minibatch_alignment(torch.ones(1, 4)).values() == {}
     assert "grad/align/mean_pair_cos" not in minibatch_alignment(torch.tensor([[1.0], [0.0]])).values()
@@ -214,15 +194,6 @@ def test_noise_estimates_are_unbiased_for_shards_of_any_size() -> None:
 
     error = estimates.std(0) / math.sqrt(len(draws))
     assert (estimates.mean(0) - torch.tensor([4.0, 50.0])).abs().le(3 * error).all()
-
-
-def test_noise_of_equal_shards_follows_the_two_batch_form() -> None:
-    gradients = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    small, big = gradients.square().sum(1).mean(), gradients.mean(0).square().sum()
-
-    assert shard_noise(gradients, [8] * 4).values() == pytest.approx(
-        two_batch_noise(small, big, b_small=8, b_big=32).values()
-    )
 
 
 def test_noise_needs_two_shards_and_fitting_sizes() -> None:

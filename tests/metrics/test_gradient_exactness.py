@@ -98,19 +98,6 @@ def test_the_norm_is_the_one_that_torch_clips_by() -> None:
     )
 
 
-def test_a_weight_that_two_modules_share_counts_once() -> None:
-    """The weight is tied as in language models: both uses add to one gradient, [2, 2], of norm √8."""
-    model = nn.ModuleDict({"encode": nn.Linear(2, 1, bias=False), "decode": nn.Linear(2, 1, bias=False)})
-    model["decode"].weight = model["encode"].weight
-    ones = torch.ones(1, 2)
-    (model["encode"](ones) + model["decode"](ones)).sum().backward()
-
-    result = values(gradient_health(model))
-
-    assert result["grad/global/norm_preclip"] == pytest.approx(math.sqrt(8))
-    assert [key for key in result if key.startswith("grad/layer/")] == ["grad/layer/encode_weight/norm"]
-
-
 def test_sparse_rows_count_like_dense_ones_at_every_scale() -> None:
     for scale in (1e-30, 1.0, 1e30):
         rows, entries = torch.tensor([[1, 1, 4]]), torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 12.0]])

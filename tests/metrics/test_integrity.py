@@ -23,7 +23,7 @@ from esper_telemetry.metrics.episodes import episode_stats, evaluation_stats
 from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count, rows_repeated
 from esper_telemetry.metrics.losses import loss_terms, ppo_losses
 from esper_telemetry.metrics.ratio import RatioDiagnostics
-from esper_telemetry.metrics.rollout_stats import cut_entries, normalizer_clipping, normalizer_drift
+from esper_telemetry.metrics.rollout_stats import cut_entries, normalizer_clipping
 
 
 def test_rows_that_come_again_in_a_pass() -> None:
@@ -196,15 +196,6 @@ def test_processes_that_knew_a_mean_each_shift_from_the_mean_of_both() -> None:
     merged = StandardizedShift.merge(np.stack([[[float(slot) for slot in part.shift.slots()]] for part in parts]))
 
     assert StandardizedShift.statistics["shift"](merged[0]) == pytest.approx(0.4)
-
-
-def test_normalisers_drift_by_the_larger_of_shift_and_scale() -> None:
-    """A mean that moves by half a σ, against a σ that grows by e^0.1."""
-    values = normalizer_drift(
-        "obs", torch.tensor([0.5]), torch.tensor([math.exp(0.1)]), torch.tensor([0.0]), torch.tensor([1.0])
-    ).values()
-
-    assert values == {"norm/obs/drift": pytest.approx(0.5)}
 
 
 def test_what_the_normaliser_cuts_off_lies_beyond_its_limit() -> None:

@@ -28,7 +28,6 @@ from esper_telemetry.metrics.lstm.states import (
     reset_stats,
     state_ages,
     state_size,
-    state_staleness,
     state_stats,
 )
 
@@ -273,11 +272,6 @@ def test_a_cell_that_does_not_change_does_not_grow_and_one_age_says_nothing() ->
 
 def test_buckets_reach_four_rollouts_back() -> None:
     assert [bucket_width(steps) for steps in (1, 16, 17, 128, 2048)] == [1, 1, 2, 8, 128]
-
-
-def test_staleness_is_the_length_of_the_difference_over_that_of_what_was_stored() -> None:
-    """‖(3, 4)‖ = 5; the difference is (0, 0.5)."""
-    assert state_staleness(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])).values() == {"lstm/staleness": 0.1}
 
 
 def test_gradients_through_time_compare_the_beginning_with_the_end() -> None:

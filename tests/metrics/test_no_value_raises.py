@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from hypothesis import given, settings
@@ -257,7 +256,7 @@ def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates:
             assert all(math.isfinite(value) for value in record.values()), record
 
 
-def test_an_update_of_nothing_is_a_record_of_nothing(tmp_path: Path) -> None:
+def test_an_update_of_nothing_is_a_record_of_nothing() -> None:
     """Without distributions, losses or gradients, the rest is still measured."""
     bare = JoinedMinibatches((0,), (2,), torch.zeros(2), torch.ones(2), None, {})
 

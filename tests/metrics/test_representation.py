@@ -10,20 +10,10 @@ import torch
 from esper_telemetry.metrics.representation import (
     capacity_loss,
     excess_ratio,
-    feature_drift,
-    feature_norm,
     feature_rank,
     layer_responses,
     unit_activity,
 )
-
-
-def test_equal_singular_values_use_every_dimension() -> None:
-    """An orthogonal [4, 4] times 2: every definition gives rank 4; σ / √4 = 1."""
-    result = feature_rank(2 * torch.eye(4)).values()
-
-    assert result["repr/effective_rank"] == pytest.approx(4)
-    assert result["repr/srank"] == result["repr/pca99"] == result["repr/feature_rank"] == 4
 
 
 def test_the_definitions_of_rank_differ() -> None:
@@ -71,12 +61,6 @@ def test_rows_that_are_not_valid_wake_no_unit() -> None:
     assert result == {"repr/dormant_frac": 0.5, "repr/dead_frac": 0.5}
 
 
-def test_a_tanh_that_does_not_move_is_dead() -> None:
-    x = torch.tensor([[0.999, 0.1], [0.999, 0.2]])
-
-    assert unit_activity({"trunk": x}, activation="tanh").all.values()["repr/dead_frac"] == 0.5
-
-
 def test_dead_units_of_an_unknown_nonlinearity_are_unknown() -> None:
     assert unit_activity({"trunk": torch.ones(2, 3)}).all.values() == {"repr/dormant_frac": 0}
 
@@ -85,27 +69,6 @@ def test_without_rows_nothing_is_dormant_or_dead() -> None:
     result = unit_activity({"trunk": torch.ones(2, 3)}, activation="relu", valid=torch.zeros(2, dtype=torch.bool))
 
     assert result.all.values() == {} == result.layers.values()
-
-
-def test_the_feature_norm_is_a_mean_of_lengths() -> None:
-    """Lengths 5 and 13."""
-    assert feature_norm(torch.tensor([[3.0, 4.0], [5.0, 12.0]])).values() == {"repr/feature_norm": 9}
-
-
-def test_features_that_only_grow_do_not_drift() -> None:
-    old = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 0.0]])
-
-    assert feature_drift(old, 2 * old).values()["repr/drift_cos"] == pytest.approx(1)
-    assert feature_drift(old, -old).values()["repr/drift_cos"] == pytest.approx(-1)
-
-
-def test_the_excess_counts_from_the_edge_of_the_clip_range() -> None:
-    """Ratios 1.5 and 1.3 are 0.3 and 0.1 above 1.2; 0.6 is 0.2 below 0.8."""
-    log_ratio = torch.tensor([1.5, 1.3, 1.0, 0.6], dtype=torch.float64).log()
-
-    result = excess_ratio(log_ratio, clip=0.2).values()
-
-    assert result == {"repr/excess_ratio/high": pytest.approx(0.2), "repr/excess_ratio/low": pytest.approx(0.2)}
 
 
 def test_without_a_clipped_sample_there_is_no_excess() -> None:

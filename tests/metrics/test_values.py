@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +15,6 @@ from esper_telemetry.metrics.statistics import discounted_sums
 from esper_telemetry.metrics.values import (
     ending_bias,
     monte_carlo_fit,
-    td_errors,
     terminal_error,
     value_fit,
     value_movement,
@@ -35,21 +33,6 @@ def fit(values: Tensor, returns: Tensor) -> CriticFit:
     result = value_fit(values, returns).values()
     keys = ("value/bias", "value/err/std", "value/std", "value/target/std")
     return critic_fit(CriticMoments(*map(result.get, keys)), VarianceAverage())[0]
-
-
-def test_explained_variance_is_that_of_stable_baselines3() -> None:
-    """SB3 2.4, utils.py: 1 - var(y_true - y_pred) / var(y_true)."""
-    values, returns = pairs()
-    expected = 1 - np.var(returns.numpy() - values.numpy()) / np.var(returns.numpy())
-
-    assert fit(values, returns).explained_variance == pytest.approx(expected, rel=1e-12)
-
-
-def test_correlation_is_that_of_numpy() -> None:
-    values, returns = pairs()
-    expected = np.corrcoef(values.numpy().ravel(), returns.numpy().ravel())[0, 1]
-
-    assert fit(values, returns).corr == pytest.approx(expected, rel=1e-12)
 
 
 @given(st.floats(-100, 100))
@@ -162,10 +145,3 @@ def test_a_time_limit_treated_as_an_end_shows_in_the_bias_at_time_limits(bootstr
         "value/bias_truncated"
     }
     assert ending_bias(values, returns, torch.zeros_like(ended), torch.zeros_like(ended)).values() == {}
-
-
-def test_td_errors_compare_with_the_next_step() -> None:
-    """δ = 1 + 0.5 · 4 - 2 = 1 and 0 + 0 - 3 = -3."""
-    values = td_errors(torch.tensor([1.0, 0.0]), torch.tensor([2.0, 3.0]), torch.tensor([4.0, 0.0]), gamma=0.5).values()
-
-    assert (values["value/td/mean"], values["value/td/std"], values["value/td/absmean"]) == (-1.0, 2.0, 2.0)

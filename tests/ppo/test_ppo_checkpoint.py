@@ -28,6 +28,10 @@ def hidden(**changes: Any) -> PPO:
     return PPO(make_env("CartPole-v1", num_envs=3, seed=0, mask_velocity=True), PPOConfig(**{**SMALL, **changes}))
 
 
+def parts(**changes: Any) -> PPO:
+    return PPO(make_env("seeing_env:SpotlightParts-v0", num_envs=3, seed=0), PPOConfig(**{**SMALL, **changes}))
+
+
 def recall(**changes: Any) -> PPO:
     return PPO(CueRecall(4, seed=0), PPOConfig(**{**SMALL, **changes}))
 
@@ -39,7 +43,7 @@ def recall_in_tensors(**changes: Any) -> PPO:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("make", [cartpole, pendulum, acrobot, hidden, recall, recall_in_tensors])
+@pytest.mark.parametrize("make", [cartpole, pendulum, acrobot, hidden, parts, recall, recall_in_tensors])
 @pytest.mark.parametrize("settings", [{}, {"policy": "lstm", "num_minibatches": 2, **SCALED}])
 def test_a_resumed_run_is_bit_identical(make: Any, settings: dict[str, Any], tmp_path: Path) -> None:
     """Saved after the third update; both runs continue to the same end."""

@@ -1,4 +1,4 @@
-"""Equations of collection in the bundled trainer."""
+"""Mistakes in what the bundled trainer collects are named."""
 
 from __future__ import annotations
 
@@ -17,17 +17,12 @@ from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.rollout import Rollout
 
-OWN = ("log_probs", "replayed_log_probs", "values", "actions")
 
-
-def values_of(
-    run_dir: Path, env: str, change: Callable[[Rollout], Rollout] | None = None, **settings: Any
-) -> Mapping[str, float]:
+def values_of(run_dir: Path, env: str, change: Callable[[Rollout], Rollout], **settings: Any) -> Mapping[str, float]:
     """Return the largest value of each equation key in three updates."""
     trainer = PPO(make_env(env, num_envs=4), PPOConfig(seed=2, num_steps=48, **settings))
-    if change is not None:
-        collect = trainer.collector.collect
-        trainer.collector.collect = lambda resets: change(collect(resets))  # type: ignore[method-assign, assignment, misc]  # replaced on the object
+    collect = trainer.collector.collect
+    trainer.collector.collect = lambda resets: change(collect(resets))  # type: ignore[method-assign, assignment, misc]  # replaced on the object
     with Telemetry([], level="debug", run_dir=run_dir, offload=False) as telemetry:
         attach(telemetry, trainer)
         trainer.learn(total_steps=3 * 48 * 4)
@@ -37,24 +32,6 @@ def values_of(
             if key.startswith(EQUATION_KEY):
                 values[key.removeprefix(EQUATION_KEY)] = max(value, values.get(key.removeprefix(EQUATION_KEY), 0.0))
     return values
-
-
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("env", "settings"),
-    [
-        ("CartPole-v1", {}),
-        ("CartPole-v1", {"shared_trunk": True}),
-        ("CartPole-v1", {"policy": "lstm"}),
-        ("CartPole-v1", {"policy": "gru"}),
-        ("Pendulum-v1", {"normalize_observations": True}),
-        ("Pendulum-v1", {"squash": True, "state_dependent_std": True}),
-    ],
-)
-def test_every_equation_holds(env: str, settings: Mapping[str, Any], tmp_path: Path) -> None:
-    values = values_of(tmp_path, env, **settings)
-
-    assert {name: values[name] <= equations()[name].tolerance_at("fp32") for name in OWN} == dict.fromkeys(OWN, True)
 
 
 def late(rollout: Rollout) -> Rollout:

@@ -11,7 +11,7 @@ from ppo_builders import cartpole, equal, weights
 from test_ppo_watchdog import poisoned
 from torch import Tensor
 
-from esper_telemetry import PPOConfig, Telemetry, attach, read_run
+from esper_telemetry import Telemetry, attach, read_run
 from esper_telemetry.events import UpdateEnd
 
 
@@ -67,8 +67,3 @@ def test_healthy_training_is_the_same() -> None:
         trainer.learn(1_000)
 
     assert equal(weights(checked), weights(plain))
-
-
-def test_it_does_not_go_with_the_watchdog() -> None:
-    with pytest.raises(ValueError, match="watchdog repairs what stop_on_nonfinite stops at: choose one of them"):
-        PPOConfig(watchdog=True, stop_on_nonfinite=True)

@@ -136,18 +136,3 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ValueError, match=r"compile needs a C\+\+ compiler on the CPU"):
         cartpole(compile=True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"precision": "fp8"}, "precision must be one of fp32, bf16, got 'fp8'"),
-        (
-            {"state_dependent_std": True, "log_std": 3.0},
-            "log_std that depends on the state must be between -5.0 and 2.0, got 3.0",
-        ),
-    ],
-)
-def test_wrong_settings_are_named(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        PPOConfig(**settings)

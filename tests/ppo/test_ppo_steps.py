@@ -41,29 +41,6 @@ def test_advantages_equal_the_sum_of_discounted_errors(steps: int, gae_lambda: f
     assert torch.allclose(advantages.double(), brute_force(rollout, 0.99, gae_lambda), atol=1e-6)
 
 
-def test_advantages_of_a_truncated_and_a_terminated_episode() -> None:
-    """γ = 0.5, λ = 1, V = 2, r = 1. Termination: 1 - 2 = -1. Truncation: 1 + 0.5 · 2 - 2 = 0. Neither uses t = 1."""
-    ends = torch.tensor([[True, True], [False, False]])
-    terminated = torch.tensor([[True, False], [False, False]])
-    two = torch.full((2, 2), 2.0)
-    rollout = Rollout(
-        observations=two,
-        actions={},
-        log_probs=two,
-        rewards=torch.ones(2, 2),
-        values=two,
-        next_values=two.masked_fill(terminated, 0.0),
-        ended=ends,
-        terminated=terminated,
-        valid=None,
-        transitions=4,
-    )
-
-    advantages = generalized_advantages(rollout, 0.5, 1.0)
-
-    assert advantages.tolist() == [[-1, 0], [0, 0]]
-
-
 def test_invalid_rows_change_no_advantage() -> None:
     rollout = random_rollout(invalid=True)
     assert rollout.valid is not None

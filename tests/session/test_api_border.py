@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import enum
 import gc
 import io
 import json
@@ -121,7 +120,7 @@ def test_a_wrong_argument_is_quoted_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("level", ["debug", "DEBUG", "Debug"])
-def test_a_level_has_any_case(tmp_path: Path, level: str) -> None:
+def test_a_level_has_any_case(level: str) -> None:
     with Telemetry(run_dir=None, level=level) as telemetry:
         assert telemetry.level.name == "DEBUG"
 
@@ -143,12 +142,9 @@ def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
 
 
 def test_one_directory_holds_one_run(tmp_path: Path, telemetry: Telemetry) -> None:
+    """Its journal is still empty."""
     with pytest.raises(FileExistsError, match="already holds a run: pass another run directory"):
         Telemetry(run_dir=tmp_path / "run")
-
-
-class Color(enum.Enum):
-    RED = 1
 
 
 @dataclass
@@ -163,34 +159,7 @@ class Settings:
         (Settings(), {"lr": 0.1, "path": "data"}),
         (argparse.Namespace(lr=0.1), {"lr": 0.1}),
         (None, {}),
-        (
-            {
-                "numpy": np.float32(0.5),
-                "count": np.int64(3),
-                "switch": np.bool_(True),
-                "array": np.arange(2),
-                "tensor": torch.tensor(2),
-                "path": Path("a/b"),
-                "settings": Settings(),
-                "enum": Color.RED,
-                "type": torch.float32,
-                "function": math.sqrt,
-                1: math.nan,
-            },
-            {
-                "numpy": 0.5,
-                "count": 3,
-                "switch": True,
-                "array": [0, 1],
-                "tensor": 2,
-                "path": "a/b",
-                "settings": {"lr": 0.1, "path": "data"},
-                "enum": "RED",
-                "type": "torch.float32",
-                "function": "math.sqrt",
-                "1": "nan",
-            },
-        ),
+        ({"own": Settings(), 1: np.float32(0.5)}, {"own": {"lr": 0.1, "path": "data"}, "1": 0.5}),
     ],
 )
 def test_settings_are_written_as_json(tmp_path: Path, config: object, expected: dict[str, object]) -> None:
@@ -408,6 +377,7 @@ def test_a_call_after_close_is_told_once(tmp_path: Path, caplog: pytest.LogCaptu
 
     assert warned(caplog, f"{call} was called after close") == 1
     assert warned(caplog, "after close") == 1
+    assert read_run(tmp_path / "run").records == ()
 
 
 def test_closing_twice_and_entering_again_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -449,7 +419,7 @@ def test_what_follows_the_last_flush_is_no_mistake(tmp_path: Path, caplog: pytes
 
 
 def test_updates_that_pile_up_are_told_while_training_goes_on(
-    tmp_path: Path, telemetry: Telemetry, caplog: pytest.LogCaptureFixture
+    telemetry: Telemetry, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Twelve updates of two epochs each."""
     for _ in range(12):

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from broken_env import Broken
+from run_cli import run_cli
 from torch import nn
 
 from esper_telemetry import RunStatus, Telemetry, read_run
 from esper_telemetry.alarms import Detectors
-from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_event, encode_record, encode_run
@@ -37,9 +37,7 @@ SENTENCE = (
 
 def output(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Return a command's stdout with lines joined by spaces."""
-    with pytest.raises(SystemExit):
-        main(arguments)
-    return " ".join(capsys.readouterr().out.split())
+    return " ".join(run_cli(arguments, capsys).out.split())
 
 
 def journal(directory: Path, status: RunStatus | None, failure: dict[str, Any] | None = None) -> Path:

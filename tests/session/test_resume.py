@@ -200,11 +200,6 @@ def test_a_trainer_that_was_killed_before_its_first_line_was_whole_has_left_no_r
     assert not run.damaged
 
 
-def test_a_journal_that_another_process_has_just_begun_is_not_taken(tmp_path: Path) -> None:
-    with Telemetry(run_dir=tmp_path), pytest.raises(FileExistsError, match="already holds a run"):
-        Telemetry(run_dir=tmp_path)
-
-
 def trainer(**settings: Any) -> PPO:
     config = PPOConfig(num_steps=32, num_epochs=2, num_minibatches=2, **settings)
     return PPO(make_env("CartPole-v1", num_envs=4), config)

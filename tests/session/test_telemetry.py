@@ -253,31 +253,6 @@ def test_the_status_tells_how_the_block_was_left(tmp_path: Path, error: BaseExce
     assert read_run(tmp_path / "run").status == status
 
 
-def test_a_directory_with_a_journal_is_refused(tmp_path: Path) -> None:
-    Telemetry(run_dir=tmp_path / "run").close()
-
-    with pytest.raises(FileExistsError, match=str(tmp_path / "run")):
-        Telemetry(run_dir=tmp_path / "run")
-
-
-@pytest.mark.parametrize(("argument", "text"), [({"level": "loud"}, "'loud'"), ({"sinks": ["nosuch"]}, "'nosuch'")])
-def test_wrong_arguments_create_nothing(tmp_path: Path, argument: dict[str, object], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Telemetry(run_dir=tmp_path / "run", **argument)  # type: ignore[arg-type]  # the wrong argument is the point
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_closing_twice_and_using_it_afterwards_do_nothing(tmp_path: Path) -> None:
-    telemetry = Telemetry(run_dir=tmp_path / "run")
-    telemetry.close()
-    telemetry.close()
-    telemetry.log({"a/b": 1.0})
-    telemetry.flush(env_step=1)
-
-    assert read_run(tmp_path / "run").records == ()
-
-
 def test_a_failing_and_a_hanging_sink_cost_training_nothing(tmp_path: Path) -> None:
     memory = MemorySink()
     sinks = [FailingSink(fail_in={"write"}), FailingSink(fail_in={"write"}, hang_seconds=60), memory]

@@ -63,17 +63,6 @@ def history(client: Any, run: Any, key: str) -> list[tuple[int, float, int]]:
     return [(point.step, point.value, point.timestamp) for point in points]
 
 
-@pytest.mark.system
-def test_every_number_is_read_back_with_step_and_time(store: Path, client: Any) -> None:
-    sink = opened(run_info(store, run_id="numbers"))
-    sink.write([record(1), record(2)])
-    sink.close(RunStatus.FINISHED)
-
-    run = mlflow_run_of(client, "numbers")
-    assert history(client, run, "policy/kl") == [(1000, 0.01, 1_700_000_001_000), (2000, 0.02, 1_700_000_002_000)]
-    assert [value for _, value, _ in history(client, run, "axis/update")] == [1.0, 2.0]
-
-
 def test_a_request_holds_few_keys_of_many_records(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three records of 400 keys and two axes, as a server gets them: the first request ends within its 334th key."""
     sink = opened(run_info(store, run_id="ordered", metrics={}), MLflowSink(max_keys=400))
@@ -89,16 +78,6 @@ def test_a_request_holds_few_keys_of_many_records(store: Path, monkeypatch: pyte
     assert [len(request) for request in requests] == [1000, 206]
     assert len(set(requests[0])) == 334
     assert [*requests[0], *requests[1]] == sorted([*requests[0], *requests[1]])
-
-
-def test_more_than_a_thousand_numbers_go_in_batches(store: Path, client: Any) -> None:
-    """Four records of 299 keys and two axes: 1204 metrics."""
-    sink = opened(run_info(store, run_id="many", metrics={}))
-    sink.write([record(update, {f"perf/k{n}": float(n) for n in range(299)}) for update in range(1, 5)])
-
-    run = mlflow_run_of(client, "many")
-    assert len(run.data.metrics) == 301
-    assert [step for step, _, _ in history(client, run, "perf/k298")] == [1000, 2000, 3000, 4000]
 
 
 EDGES = [
@@ -181,14 +160,6 @@ def test_a_server_and_an_unknown_table_take_everything_through_the_client(
     assert metric_table(MlflowClient("http://127.0.0.1:9")) is None
     monkeypatch.setattr(mlflow_rows, "METRIC_COLUMNS", {"key", "value"})
     assert metric_table(client) is None
-
-
-def test_sending_the_same_records_again_stores_them_once(store: Path, client: Any) -> None:
-    sink = opened(run_info(store, run_id="again"))
-    for _ in range(2):
-        sink.write([record(1)])
-
-    assert len(history(client, mlflow_run_of(client, "again"), "policy/kl")) == 1
 
 
 def test_a_histogram_becomes_three_quantiles(store: Path, client: Any) -> None:

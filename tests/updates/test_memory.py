@@ -252,15 +252,6 @@ def test_nothing_is_reported_that_is_not_finite(tmp_path: Path, level: str) -> N
     assert all(torch.isfinite(torch.tensor(value)) for value in last.values())
 
 
-def test_being_measured_changes_no_weight(tmp_path: Path) -> None:
-    plain, measured = trainer(cue_recall, policy="lstm"), trainer(cue_recall, policy="lstm")
-
-    records_of(tmp_path, measured)
-    plain.learn(measured.env_steps)
-
-    assert all(torch.equal(a, b) for a, b in zip(plain.policy.parameters(), measured.policy.parameters(), strict=True))
-
-
 def test_states_travel_with_the_rollout() -> None:
     source = trainer(masked_cartpole, policy="lstm")
     rollouts: list[RolloutEnd] = []

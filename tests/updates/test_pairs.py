@@ -116,7 +116,7 @@ def test_a_frozen_module_is_disconnected_and_the_journal_says_so(tmp_path: Path)
     assert events[0].data == {"head": {"cause": "disconnected", "confidence": None}}
 
 
-def test_watching_changes_nothing_and_ends_when_asked(tmp_path: Path) -> None:
+def test_watching_changes_nothing_and_ends_when_asked() -> None:
     bare, observed = trainer(), trainer()
     bare.learn(200)
     with Telemetry(run_dir=None) as telemetry:

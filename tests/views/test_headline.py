@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_cli import run_cli
 
 from esper_telemetry import Telemetry
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.alarms.verdict.run_outcome import OutcomeKind
-from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import AlarmLevel, RunStatus
 from esper_telemetry.journal.read import alarms, last_outcome
 from esper_telemetry.metrics import episode_stats
@@ -96,26 +96,21 @@ def test_only_a_run_that_has_learned_is_green_anywhere(
         ("declining", {"critical": 0, "warn": 3, "flat": 3}),
     ],
 )
-def test_the_exit_code_of_a_run_that_does_not_learn(name: str, codes: dict[str, int], tmp_path: Path) -> None:
+def test_the_exit_code_of_a_run_that_does_not_learn(
+    name: str, codes: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = train(tmp_path / "run", COURSES[name])
 
     for level, code in codes.items():
-        with pytest.raises(SystemExit) as stop:
-            main(["diagnose", str(run_dir), "--fail-on", level])
-        assert (stop.value.code or 0) == code
+        assert run_cli(["diagnose", run_dir, "--fail-on", level], capsys).code == code
 
 
 def test_a_value_beyond_its_critical_bound_is_shown_though_no_alarm_is_about_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     view = open_view(train(tmp_path / "run", COURSES["learning"], explained=-0.2), judged=True)
-    capsys.readouterr()
-
-    with pytest.raises(SystemExit):
-        main(["diagnose", str(view.run_dir)])
-
     assert view.diagnosis.tone is not Tone.GOOD
     assert "critical value: value/explained_variance" in strip([view]).plain
     line = "value/explained_variance: -0.2 (critical: < 0 unless value/loss_norm < 0.1)"
-    assert line in capsys.readouterr().out
+    assert line in run_cli(["diagnose", view.run_dir], capsys).out
     assert "value/explained\\_variance: -0.2" in report_markdown([view])

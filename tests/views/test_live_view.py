@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from journaled import WrittenRun, axes
+from run_cli import run_cli
 from textual.pilot import Pilot
 from waiting import wait_until
 
-from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import AlarmEvent, RunStatus
 from esper_telemetry.journal.file import compress
 from esper_telemetry.views.run_parts import Series, duration
@@ -471,11 +471,9 @@ def test_wrong_use_of_watch_is_one_sentence(
     monkeypatch.chdir(run.run_dir.parent)
     Path("empty").mkdir()
 
-    with pytest.raises(SystemExit) as stop:
-        main(["watch", *arguments])
+    code, _, error = run_cli(["watch", *arguments], capfd)
 
-    error = capfd.readouterr().err
-    assert stop.value.code == 2 and message in error and error.count("\n") == 1
+    assert code == 2 and message in error and error.count("\n") == 1
 
 
 @pytest.fixture

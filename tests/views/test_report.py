@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from journaled import SPOILED, learning, lines_of, write
+from run_cli import run_cli
 from screenshots import CHROMEDRIVER, CHROMIUM, browser, eventually
 
 from esper_telemetry import Telemetry
-from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import Axes, Record, RunStatus
 from esper_telemetry.sinks.pages import REPORT_NAME
 from esper_telemetry.views.report import report_html, report_markdown
@@ -23,13 +22,6 @@ from esper_telemetry.views.run_parts import Series
 from esper_telemetry.views.run_view import open_view
 
 EVIL = "</script><img src=x onerror=alert(1)>"
-
-
-def command(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(list(map(str, arguments)))
-    captured = capsys.readouterr()
-    return int(stop.value.code or 0), captured.out, captured.err
 
 
 def charts_of(page: str) -> dict[str, Any]:
@@ -93,13 +85,13 @@ def test_the_command_writes_one_file_for_one_run_or_several(tmp_path: Path, caps
     runs = [write(tmp_path / name, lines_of(learning(20), name=name)) for name in ("first", "second")]
     both = tmp_path / "both.html"
 
-    code, out, _ = command(["report", runs[0]], capsys)
-    command(["report", *runs, "-o", both], capsys)
+    code, out, _ = run_cli(["report", runs[0]], capsys)
+    run_cli(["report", *runs, "-o", both], capsys)
 
     assert (code, out.split(" ")[0]) == (0, str(runs[0] / REPORT_NAME))
     assert 'href="#run-2"' in both.read_text() and len(charts_of(both.read_text())["charts"][0]["lines"]) == 2
     assert both.stat().st_size < 5e6
-    assert command(["report", runs[0], "--format", "markdown"], capsys)[1].startswith("## ")
+    assert run_cli(["report", runs[0], "--format", "markdown"], capsys)[1].startswith("## ")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +112,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    code, out, error = command(["report", *arguments], capsys)
+    code, out, error = run_cli(["report", *arguments], capsys)
 
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert reason in error
@@ -134,7 +126,7 @@ def test_the_logs_of_another_trainer_have_a_page(
     rows = [f"{256 * n},0.01,{float(n)}" for n in range(1, 41)]
     Path("progress.csv").write_text("\n".join(["time/total_timesteps,train/approx_kl,rollout/ep_rew_mean", *rows]))
 
-    code, _, _ = command(["report", "--from", "csv:progress.csv"], capsys)
+    code, _, _ = run_cli(["report", "--from", "csv:progress.csv"], capsys)
 
     page = Path(REPORT_NAME).read_text()
     assert code == 0
@@ -156,8 +148,8 @@ def test_diagnose_fails_on_an_alarm_of_that_level_and_on_a_failed_run(
 ) -> None:
     path = write(tmp_path / "run", lines_of(learning(30, SPOILED if spoiled else None), status))
 
-    assert command(["diagnose", path, "--fail-on", level], capsys)[0] == code
-    assert command(["diagnose", path], capsys)[0] == 0
+    assert run_cli(["diagnose", path, "--fail-on", level], capsys)[0] == code
+    assert run_cli(["diagnose", path], capsys)[0] == 0
 
 
 def test_telemetry_writes_the_page_when_it_is_closed(tmp_path: Path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from healthy_run import FACTS
@@ -15,17 +14,7 @@ from journaled import SPOILED, learning, lines_of, write
 from esper_telemetry.alarms.diagnosis import diagnose
 from esper_telemetry.core.record import Axes, MetricInfo, Record, RunStatus
 from esper_telemetry.journal.file import JOURNAL_NAME
-from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_event, encode_record, to_json
-from esper_telemetry.views import panels
-from esper_telemetry.views.panels import (
-    ChartDeclaration,
-    PanelDeclaration,
-    StripDeclaration,
-    StripItem,
-    TableCell,
-    TableDeclaration,
-    TableView,
-)
+from esper_telemetry.journal.lines import encode_record, to_json
 from esper_telemetry.views.run_parts import MIN_POINTS, HealthyRange, SeriesBuffer, judge
 from esper_telemetry.views.run_view import RunView, open_view
 
@@ -172,46 +161,3 @@ def test_a_resumed_run_goes_on_and_its_first_record_of_an_update_stands(tmp_path
     view = open_view(path)
 
     assert (view.status, view.updates, view.last["policy/kl"]) == (None, 1, 0.01)
-
-
-class Entry(NamedTuple):
-    name: str
-    value: Any
-
-    def load(self) -> Any:
-        if isinstance(self.value, Exception):
-            raise self.value
-        return self.value
-
-
-def test_a_plugin_adds_panels_tables_and_parts_of_the_strip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def rooms(view: RunView) -> TableView | None:
-        event = view.latest.get("my/rooms")
-        return None if event is None else TableView("rooms", "Rooms", ("room",), ((TableCell(event.data["room"]),),))
-
-    declarations = [
-        PanelDeclaration("curiosity", "Does it pay?", (ChartDeclaration(("my/{room}/bonus",)),), place=5),
-        TableDeclaration("rooms", "Rooms", rooms),
-        StripDeclaration("rooms", lambda view: StripItem("1 room lost", "warn")),
-    ]
-    entries = [Entry("mine", declarations), Entry("broken", ImportError("no such thing")), Entry("wrong", [3])]
-    monkeypatch.setattr(panels, "entry_points", lambda group: entries)
-    panels.view_declarations.cache_clear()
-    record = Record(1, Axes(1, 10, 1, 1e9), {"my/attic/bonus": 1.0, "my/cellar/bonus": 2.0, "policy/kl": 0.01})
-    event = encode_event(JournalEvent("my/rooms", {"room": "attic"}, 1, record.axes))
-    try:
-        with caplog.at_level(logging.WARNING):
-            view = open_view(
-                write(tmp_path / "run", [*lines_of([record], None), event, encode_end(RunStatus.FINISHED)])
-            )
-            first, tables, strip = view.panels()[0], view.tables(), view.strip()
-    finally:
-        panels.view_declarations.cache_clear()
-
-    assert first.question == "Does it pay?"
-    assert [line.key for line in first.charts[0].lines] == ["my/attic/bonus", "my/cellar/bonus"]
-    assert tables[0].rows == ((TableCell("attic"),),)
-    assert strip == [StripItem("1 room lost", "warn")]
-    assert "'broken'" in caplog.text and "'wrong'" in caplog.text

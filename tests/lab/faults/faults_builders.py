@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from esper_telemetry.core.record import Record
 from esper_telemetry.lab.faults import Fault, schedule
 from esper_telemetry.ppo import PPO, PPOConfig
@@ -45,15 +43,6 @@ def pendulum(**settings: Any) -> PPO:
 def learn(trainer: PPO, updates: int) -> None:
     per_update = trainer.config.num_steps * trainer.env.num_envs
     trainer.learn(per_update * (trainer.updates + updates))
-
-
-def weights(trainer: PPO) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.policy.parameters()]
-
-
-def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Return True if all tensors are bit-identical."""
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def recorded(trainer: PPO, fault: str | Fault | None = None, *, at_update: int = 2, updates: int = 3) -> list[Record]:

@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from faults_builders import cartpole, equal, learn, pendulum, recall, recorded, weights
+from faults_builders import cartpole, learn, pendulum, recall, recorded
+from ppo_builders import equal, weights
 
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import MinibatchEnd

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from growing import tiny
+from run_cli import run_cli
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, read_run
-from esper_telemetry.cli.main import main
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.journal.read import alarms
 from esper_telemetry.lab.morphogenesis import feedback
@@ -136,9 +136,8 @@ def test_hosts_that_break_explain_the_run(tmp_path: Path, capsys: pytest.Capture
 
     raised_alarms(tmp_path / "run", tiny(horizon=16), 20, begin)
 
-    with pytest.raises(SystemExit):
-        main(["diagnose", str(tmp_path / "run")])
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    out = run_cli(["diagnose", tmp_path / "run"], capsys).out
+    text = " ".join(out.replace("│", " ").split())
     assert "Declining" in text and "Unexplained" not in text
     assert "in environments 0, 2, 4 and 6" in text and "nonfinite" in text
 

@@ -1,6 +1,7 @@
 """The bridge to Gymnasium: transitions are the same in every autoreset mode, and errors name the wrong use."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from counting_env import Counting, counting_vector
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from seeing_env import spotlights
 
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Step
 from esper_telemetry.ppo.environments.environment_registry import make_env
@@ -22,27 +24,28 @@ def single(action_space: gymnasium.Space[Any]) -> tuple[GymnasiumEnvironment, Co
     return GymnasiumEnvironment(SyncVectorEnv([lambda: inner])), inner
 
 
-def transitions(mode: AutoresetMode, steps: int) -> list[list[tuple[Any, ...]]]:
-    """Return each environment's valid transitions: observation, reward, terminated, truncated, next observation."""
-    env = GymnasiumEnvironment(counting_vector(mode), seed=5)
+def transitions(vector: VectorEnv, steps: int) -> list[list[list[float]]]:
+    """Return each environment's valid transitions in one row: observation, reward, both ends, next observation."""
+    env = GymnasiumEnvironment(vector, seed=5)
     observations = env.reset().copy()
-    transitions_of_envs: list[list[tuple[Any, ...]]] = [[], []]
+    transitions_of_envs: list[list[list[float]]] = [[], []]
     for _ in range(steps):
         step = env.step({"action": np.zeros(2, np.int64)})
         for index in np.flatnonzero(np.ones(2) if step.valid is None else step.valid):
-            over = step.terminated[index] or step.truncated[index]
-            assert not over or step.final_observations is not None
-            following = step.final_observations[index] if over else step.observations[index]  # type: ignore[index]
-            transitions_of_envs[index].append(
-                (*observations[index], step.rewards[index], step.terminated[index], step.truncated[index], *following)
-            )
+            following = step.observations[index]
+            if step.terminated[index] or step.truncated[index]:
+                assert step.final_observations is not None
+                following = step.final_observations[index]
+            outcome = [float(x[index]) for x in (step.rewards, step.terminated, step.truncated)]
+            transitions_of_envs[index].append([*observations[index].ravel(), *outcome, *following.ravel()])
         observations = step.observations.copy()
     return transitions_of_envs
 
 
-def test_every_autoreset_mode_gives_the_same_transitions() -> None:
-    """Two environments with episodes of 3 and 5 steps. NEXT_STEP needs more calls for the same transitions."""
-    next_step, same_step, disabled = (transitions(mode, 40) for mode in MODES)
+@pytest.mark.parametrize("make", [counting_vector, partial(spotlights, parts=False), partial(spotlights, parts=True)])
+def test_every_autoreset_mode_gives_the_same_transitions(make: Any) -> None:
+    """Episodes of 3 and 5 steps with vectors, images and several parts. NEXT_STEP needs more calls for the same transitions."""
+    next_step, same_step, disabled = (transitions(make(mode), 40) for mode in MODES)
 
     assert same_step == disabled
     for index in range(2):

@@ -215,34 +215,6 @@ def test_an_action_that_cannot_be_used_is_named(space: spaces.Space[Any], senten
         action_parts(space, "it")
 
 
-def transitions(mode: AutoresetMode, steps: int, *, parts: bool) -> list[list[list[float]]]:
-    """Return each environment's valid transitions in one row: observation, reward, truncated, next observation."""
-    env = GymnasiumEnvironment(spotlights(mode, parts=parts), seed=5)
-    observations = env.reset().copy()
-    rows_of_envs: list[list[list[float]]] = [[], []]
-    for _ in range(steps):
-        step = env.step({"action": np.zeros(2, np.int64)})
-        for index in np.flatnonzero(np.ones(2) if step.valid is None else step.valid):
-            following = step.observations[index]
-            if step.truncated[index]:
-                assert step.final_observations is not None
-                following = step.final_observations[index]
-            outcome = [step.rewards[index], float(step.truncated[index])]
-            rows_of_envs[index].append([*observations[index].ravel(), *outcome, *following.ravel()])
-        observations = step.observations.copy()
-    return rows_of_envs
-
-
-@pytest.mark.parametrize("parts", [False, True])
-def test_every_autoreset_mode_gives_the_same_transitions(parts: bool) -> None:
-    """Images and rows of several parts, in episodes of 3 and 5 steps. NEXT_STEP needs more calls for them."""
-    next_step, same_step, disabled = (transitions(mode, 24, parts=parts) for mode in AutoresetMode)
-
-    assert same_step == disabled
-    for index in range(2):
-        assert next_step[index] == same_step[index][: len(next_step[index])] and len(next_step[index]) >= 17
-
-
 def test_the_state_of_an_environment_of_parts_can_be_saved() -> None:
     ahead, behind = (GymnasiumEnvironment(spotlights(AutoresetMode.SAME_STEP, parts=True), seed=1) for _ in range(2))
     ahead.reset()
