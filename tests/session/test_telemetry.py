@@ -26,7 +26,7 @@ from esper_telemetry import (
     read_run,
     reports,
 )
-from esper_telemetry.metrics.gradients.gradient_health import gradient_health as health
+from esper_telemetry.metrics.gradients import gradient_health as health
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.testing import FailingSink, MemorySink
