@@ -25,10 +25,16 @@ pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]  # rl_games
 ROLLOUT = rl_games_models.ROLLOUT
 
 
-def test_off_installs_no_tap() -> None:
-    with Telemetry([], run_dir=None, level="off") as telemetry:
-        algo = rl_games_models.train({}, 1, telemetry)
-    assert rl_games_models.taps_of(algo) == []
+@pytest.mark.parametrize(("level", "taps"), [("off", False), ("minimal", True)])
+def test_off_installs_no_tap(level: str, taps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    look = lambda keeper, *_: seen.append(rl_games_models.taps_of(keeper.algo) != [])  # noqa: E731
+    monkeypatch.setattr(rl_games_models.Keeper, "after_print_stats", look, raising=False)
+
+    with Telemetry([], run_dir=None, level=level) as telemetry:
+        rl_games_models.train({}, 1, telemetry)
+
+    assert seen == [taps]
 
 
 @pytest.mark.parametrize("name", ["separate", "normalized_value", "discrete", "central_value"])
