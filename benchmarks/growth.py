@@ -123,7 +123,8 @@ def make_journal(base: Path, run_dir: Path, updates: int, keys: int) -> None:
                 alarm = Alarm(*about, since=update, incident=number, cause="policy/kl_spike", text="The policy moved.")
                 file.write(to_json(encode_alarm(alarm)))
             if outcome is not None and update % OUTCOME_UPDATES == 0:
-                file.write(to_json(encode_event(JournalEvent("outcome", outcome.data, update, axes))))
+                data = {**outcome.data, "updates": update}
+                file.write(to_json(encode_event(JournalEvent("outcome", data, update, axes))))
         file.write(to_json(encode_end(RunStatus.FINISHED, seq=updates + 1)))
 
 
