@@ -28,7 +28,10 @@ ROLLOUT = rl_games_models.ROLLOUT
 @pytest.mark.parametrize(("level", "taps"), [("off", False), ("minimal", True)])
 def test_off_installs_no_tap(level: str, taps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    look = lambda keeper, *_: seen.append(rl_games_models.taps_of(keeper.algo) != [])  # noqa: E731
+
+    def look(keeper: rl_games_models.Keeper, *_: object) -> None:
+        seen.append(rl_games_models.taps_of(keeper.algo) != [])
+
     monkeypatch.setattr(rl_games_models.Keeper, "after_print_stats", look, raising=False)
 
     with Telemetry([], run_dir=None, level=level) as telemetry:
