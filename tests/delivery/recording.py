@@ -113,6 +113,14 @@ class LateImportingSink(RecordingSink):
         import_module("no_such_backend")
 
 
+class AnnouncingSink(RecordingSink):
+    """Logs that a write begins, before its delay."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        self._note("begin")
+        super().write(records)
+
+
 class HangingSink(RecordingSink):
     """Never returns from its first write."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from journals import begun, end
-from recording import RecordingSink, seqs
+from recording import AnnouncingSink, calls, seqs
 from waiting import wait_until
 
 from esper_telemetry.core.supervisor import PauseDetector
@@ -76,9 +76,9 @@ def test_a_client_that_was_stopped_with_its_process_is_not_killed_for_it(
 ) -> None:
     """A call of 8 s, stopped for 6 of them, with a limit of 4."""
     monkeypatch.setattr(process_module, "MAX_CALL_SECONDS", 4.0)
-    journal, sink = begun(tmp_path / "run", 2), RecordingSink(tmp_path / "a", delay=8.0)
+    journal, sink = begun(tmp_path / "run", 2), AnnouncingSink(tmp_path / "a", delay=8.0)
     deliveries = Deliveries(journal, [sink])
-    wait_until(sink.file.exists, "the sink to be opened")
+    wait_until(lambda: any(call["call"] == "begin" for call in calls(sink.file)), "the call to begin")
     child = deliveries.child_pid
     assert child is not None
     os.kill(child, signal.SIGSTOP)
