@@ -61,7 +61,7 @@ def test_a_script_is_checked_as_a_test_and_a_mistake_fails_it_with_the_table(tmp
     (tmp_path / "nothing.py").write_text("print('nothing')\n")
 
     checks = [f"--updates 2 --run-dir runs/{name} {name}.py" for name in ("right", "wrong", "nothing")]
-    result = pytest_in(tmp_path, *(word for check in checks for word in ("--telemetry-check", check)))
+    result = pytest_in(tmp_path, *(word for check in checks for word in ("--esper-check", check)))
 
     assert result.returncode == 1
     assert "2 failed, 1 passed" in result.stdout

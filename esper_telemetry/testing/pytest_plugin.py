@@ -1,4 +1,4 @@
-"""A plugin of pytest: `pytest --telemetry-check SCRIPT` checks the equations of a script, and `assert_healthy_run` judges a run.
+"""A plugin of pytest: `pytest --esper-check SCRIPT` checks the equations of a script, and `assert_healthy_run` judges a run.
 
 Both start the commands `check` and `diagnose` in processes of their own, so that pytest itself loads nothing of this package.
 """
@@ -16,22 +16,22 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--telemetry-check`."""
+    """Add `--esper-check`."""
     parser.getgroup("esper-telemetry").addoption(
-        "--telemetry-check",
+        "--esper-check",
         action="append",
         default=[],
         metavar="SCRIPT",
         help="also compare a PPO script with the equations of PPO; with options and arguments as `esper-telemetry check` takes them: "
-        '--telemetry-check "--updates 5 ppo.py --seed 1" (repeatable)',
+        '--esper-check "--updates 5 ppo.py --seed 1" (repeatable)',
     )
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add a test for each script."""
     items.extend(
-        ScriptCheck.from_parent(session, name=f"telemetry-check {words}", words=shlex.split(words))
-        for words in config.getoption("--telemetry-check")
+        ScriptCheck.from_parent(session, name=f"esper-check {words}", words=shlex.split(words))
+        for words in config.getoption("--esper-check")
     )
 
 
