@@ -5,6 +5,10 @@ two clip calls and clipping by value are measured as well. Hooks are registered 
 compiled modules. A hook that waits for all gradients would make `torch.autograd.grad` on watched parameters fail. Therefore the first
 gradient of a pass queues a callback for the end of the pass. The callback queues itself a second time, because averaging over ranks ends
 there too.
+
+With many tensors the second reading would cost as much as the first, and clip functions mostly multiply all gradients by one factor. The
+first step of an update is read whole; at later ones a sample decides whether one factor explains the change. Once a whole reading has
+contradicted its sample, all steps are read whole.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -38,6 +43,15 @@ Members: TypeAlias = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | st
 
 GROWTH_TOLERANCE = 1.001
 """Factor above which gradients were larger at the step than after backward; rounding stays below."""
+
+MANY_TENSORS = 64
+"""Gradients from which on a sample of them decides whether clipping has multiplied all by one factor."""
+
+SAMPLE = 8
+"""Gradients in that sample: those with the largest entries in the mean square, which clipping by value changes first."""
+
+SAME_FACTOR = 1e-5
+"""Relative difference of factors up to which they are one, rounded."""
 
 MAX_SCALER_DEPTH = 8
 """Calls around an optimizer's step among which a gradient scaler is searched for."""
@@ -103,8 +117,9 @@ class GradientTap:
         self._clock = clock
         self._pid = os.getpid()
         self._steps: list[StepNorms] = []
-        # Of the last pass: the `id` of each parameter, and the norms of their gradients.
-        self._before: tuple[tuple[int, ...], Tensor] | None = None
+        # Of the last pass: the `id` of each parameter, the norms of their gradients, and the marks of these.
+        self._before: tuple[tuple[int, ...], Tensor, list[tuple[int, int]]] | None = None
+        self._samples = True  # until a whole reading contradicts its sample
         # Of the last step: the same, their names and their numbers of entries.
         self._described: tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]] = (), (), ()
         self._stepped = self._missed = self._stops = False
@@ -160,22 +175,20 @@ class GradientTap:
     def _in_backward(self, _: Tensor) -> None:
         """Queue a callback for the end of backward, after earlier ones such as the averaging over ranks."""
         if os.getpid() == self._pid:
-            marks = self._marks()
+            marks = [mark(gradient) for p in self._trained if (gradient := p.grad) is not None]
             queue = torch.autograd.Variable._execution_engine.queue_callback  # as torch's wrappers do
             queue(lambda: queue(lambda: self._after_backward(marks)))
 
-    def _marks(self) -> list[tuple[int, int]]:
-        """Return marks that change with every gradient that is added or set."""
-        return [(id(gradient), gradient._version) for p in self._trained if (gradient := p.grad) is not None]
-
     @torch.no_grad()
     def _after_backward(self, marks: list[tuple[int, int]]) -> None:
-        if marks == self._marks():  # `torch.autograd.grad` adds to nothing
+        now = (mark(gradient) for p in self._trained if (gradient := p.grad) is not None)
+        if all(before == after for before, after in zip_longest(marks, now)):  # `torch.autograd.grad` adds to nothing
             return
         with self._clock, self._contained():
             present = self._present()
             norms = norms_of([gradient for _, gradient in present]) if present else torch.empty(0)
-            self._before = tuple([id(parameter) for parameter, _ in present]), norms
+            own = tuple([id(parameter) for parameter, _ in present])
+            self._before = own, norms, [mark(gradient) for _, gradient in present] if len(own) >= MANY_TENSORS else []
             if norms.is_cpu and self.origin is None and not bool(norms.isfinite().all()):
                 self.origin = nonfinite_local(user_scopes())
 
@@ -190,14 +203,14 @@ class GradientTap:
             if not present:
                 return
             own = tuple([id(parameter) for parameter, _ in present])
-            measured, first = before or ((), torch.empty(0))
+            measured, first, marks = before or ((), torch.empty(0), [])
             if own != measured:
                 places = {parameter: place for place, parameter in enumerate(measured)}
                 if not places.keys() >= set(own):
                     self._missed = True
                     return
-                first = first[[places[parameter] for parameter in own]]
-            step = self._norms(own, present, first)
+                first, marks = first[[places[parameter] for parameter in own]], []
+            step = self._norms(own, present, first, marks)
             self._steps.append(step)
             if self.hooks.wants(BackwardEnd):
                 self._emit(step)
@@ -212,8 +225,18 @@ class GradientTap:
         """Return the names of the optimizer's parameters by `id`; parameters of other models are numbered."""
         return {id(p): self.names.get(id(p), f"parameter_{place}") for place, p in enumerate(self._parameters())}
 
-    def _norms(self, own: tuple[int, ...], present: Sequence[tuple[Tensor, Tensor]], first: Tensor) -> StepNorms:
-        after = norms_of([gradient for _, gradient in present])
+    def _norms(
+        self,
+        own: tuple[int, ...],
+        present: Sequence[tuple[Tensor, Tensor]],
+        first: Tensor,
+        marks: Sequence[tuple[int, int]],
+    ) -> StepNorms:
+        gradients = [gradient for _, gradient in present]
+        scaled = scaled_norms(gradients, first, marks) if self._samples and marks and first.is_cpu else None
+        after = scaled if scaled is not None and self._steps else norms_of(gradients)
+        if scaled is not None and not torch.allclose(after, scaled, rtol=SAME_FACTOR, atol=0.0):
+            self._samples = False
         own_scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
         found_inf = getattr(self.optimizer, "found_inf", None)
         scale = scale_around()
@@ -243,22 +266,48 @@ class GradientTap:
             yield from group["params"]
 
     def _present(self) -> list[tuple[Tensor, Tensor]]:
-        """Return parameters with their gradients, as they are now, dense."""
-        present: list[tuple[Tensor, Tensor]] = []
-        for p in self._parameters():
-            if (dense := p.grad) is not None:
-                if dense.layout is torch.sparse_coo:
-                    dense = dense.coalesce().values()
-                present.append((p, torch.view_as_real(dense) if dense.is_complex() else dense))
-        return present
+        """Return parameters with their gradients, as they are now, dense and real."""
+        present = [(p, gradient) for p in self._parameters() if (gradient := p.grad) is not None]
+        if {g.layout for _, g in present} == {torch.strided} and not any(
+            d.is_complex for d in {g.dtype for _, g in present}
+        ):
+            return present
+        dense = [(p, g.coalesce().values() if g.layout is torch.sparse_coo else g) for p, g in present]
+        return [(p, torch.view_as_real(g) if g.is_complex() else g) for p, g in dense]
 
 
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
-    if len({gradient.dtype for gradient in gradients}) == len({gradient.device for gradient in gradients}) == 1:
+    together = all(g.is_cpu for g in gradients) or len({g.device for g in gradients}) == 1
+    if together and len({g.dtype for g in gradients}) == 1:
         return gradient_norms(gradients)
     device = gradients[0].device
     return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients])
+
+
+def mark(gradient: Tensor) -> tuple[int, int]:
+    """Return what changes when the gradient is set, or changed in place."""
+    return id(gradient), gradient._version
+
+
+def scaled_norms(gradients: Sequence[Tensor], first: Tensor, marks: Sequence[tuple[int, int]]) -> Tensor | None:
+    """Return the norms [K] times the factor by which a sample of the gradients has changed; None unless one factor explains all.
+
+    Args:
+        first: the norms before, [K].
+        marks: the marks of the gradients before.
+    """
+    changes = {
+        gradient._version - version if id(gradient) == name else -1
+        for gradient, (name, version) in zip(gradients, marks, strict=True)
+    }
+    if len(changes) > 1 or -1 in changes:
+        return None
+    numels = torch.tensor([gradient.numel() for gradient in gradients], dtype=first.dtype)
+    places = (first / numels.sqrt()).topk(SAMPLE).indices
+    factors = norms_of([gradients[place] for place in places.tolist()]) / first[places]
+    smallest, largest = factors.aminmax()
+    return first * largest if bool(largest - smallest <= SAME_FACTOR * largest) else None
 
 
 def scale_around() -> Tensor | None:

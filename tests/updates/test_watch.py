@@ -7,8 +7,9 @@ import io
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from esper_telemetry import Record, Telemetry
 from esper_telemetry.journal.read import read_run
+from esper_telemetry.updates import gradient_watcher
+from esper_telemetry.updates.gradient_watcher import GradientTap, norms_of
 
 PRE, POST = "grad/global/norm_preclip", "grad/global/norm_postclip"
 
@@ -438,3 +441,48 @@ def test_actor_and_critic_in_models_of_their_own_keep_their_names_apart(tmp_path
     assert rates == pytest.approx({"opt/lr": 0.1, "opt/lr/actor": 0.1, "opt/lr/critic": 0.05})
     assert values["grad/critic/norm_preclip"] == pytest.approx(3 * 5**0.5)
     assert values["grad/actor/norm_preclip"] == pytest.approx(10**0.5)
+
+
+def halve_one(parameters: list[nn.Parameter]) -> None:
+    assert parameters[3].grad is not None
+    parameters[3].grad.mul_(0.5)
+
+
+def replace_one(parameters: list[nn.Parameter]) -> None:
+    assert parameters[3].grad is not None
+    parameters[3].grad = parameters[3].grad * 0.25
+
+
+CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "one factor": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1e-3),
+    "nothing": lambda parameters: None,
+    "by value": lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-4),
+    "one of them": halve_one,
+    "one is set": replace_one,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_many_tensors_are_read_twice_only_where_one_factor_does_not_explain_their_clipping(change: str) -> None:
+    """96 tensors; the norms at every step are those of the gradients, whether they were read or follow from a sample."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(48) for layer in (nn.Linear(4, 4), nn.Identity())])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    parameters = list(model.parameters())
+    tap, expected = GradientTap(model, optimizer, nullcontext()), []
+    with mock.patch.object(gradient_watcher, "norms_of", side_effect=norms_of) as readings:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().sum().backward()
+            CHANGES[change](parameters)
+            expected.append(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]))
+            optimizer.step()
+    steps = tap.take(whole=True)
+    tap.remove()
+
+    for step, norms in zip(steps, expected, strict=True):
+        torch.testing.assert_close(step.after, norms, rtol=1e-5, atol=0.0)
+    whole_readings = {"one factor": 4, "nothing": 4}.get(
+        change, 6
+    )  # of 96, in three steps: before each, and after the first
+    assert sum(len(call.args[0]) == 96 for call in readings.call_args_list) == whole_readings
