@@ -91,7 +91,7 @@ SETTING_NAMES = {
 """verl's names of settings, for the advice of alarms."""
 
 
-class TrainerListener(Adapter):
+class DriverListener(Adapter):
     """Emits the events of a `PPOTrainer` of verl, from `start` to `stop`."""
 
     prefix = "verl"
@@ -391,5 +391,5 @@ def attach_trainer(telemetry: Telemetry, trainer: Any, *, samples: bool = True) 
             f"attach_trainer takes a Telemetry and verl's PPOTrainer after init(), got {telemetry!r} and {trainer!r}"
         )
     if telemetry.level is not Level.OFF:
-        listener = TrainerListener(telemetry, trainer, samples=samples)
-        session_of(telemetry).attempt(TrainerListener.start, listener)
+        listener = DriverListener(telemetry, trainer, samples=samples)
+        session_of(telemetry).attempt(DriverListener.start, listener)

@@ -272,8 +272,8 @@ def test_the_trainer_is_left_as_it_was_after_training_and_after_an_exception(mod
 @pytest.mark.parametrize(
     "name",
     [
-        "verl.TrainerListener._emit_tokens",
-        "verl.TrainerListener._after_advantage",
+        "verl.DriverListener._emit_tokens",
+        "verl.DriverListener._after_advantage",
         "verl_workers.WorkerListener._after_loss",
     ],
 )

@@ -8,7 +8,7 @@ workers, its FSDP2 engine and its losses. Four parts are replaced, where possibl
 - the attention of the critic, for which verl requires flash-attention, and the pinned memory of the reference model;
 - the data set, by eight prompts (`data.custom_cls`).
 
-Ray is told that each worker has a GPU, because verl asks for one. A program puts `ENVIRONMENT` into its environment before it imports verl:
+Ray counts a GPU for each worker, because verl asks for one. A program puts `ENVIRONMENT` into its environment before it imports verl:
 
     os.environ |= ENVIRONMENT
 """

@@ -95,7 +95,7 @@ class HotTrainer(CpuTrainer):
     worker = HotWorker
 
 
-class ShiftedMask(SamplingManager):
+class ShiftedSamplingMask(SamplingManager):
     """A mask that leaves out the first token."""
 
     def row(self, *args: Any) -> dict[str, Any]:
@@ -157,7 +157,7 @@ FAULTS: Final[tuple[VerlFault, ...]] = (
     VerlFault("advantage_sign", ("lm/advantage_sign",), FlippedSign),
     VerlFault("constant_reward", ("lm/dead_groups",), manager=ConstantReward),
     VerlFault("group_of_one", ("lm/grouping",), settings=ONE_EACH),
-    VerlFault("mask_shift", ("lm/mask",), manager=ShiftedMask),
+    VerlFault("mask_shift", ("lm/mask",), manager=ShiftedSamplingMask),
     VerlFault("stale_old", ("integrity/ratio_init",), StaleTrainer),
     VerlFault("engine_mismatch", ("lm/engine_mismatch",), NoisyTrainer),
     VerlFault("temperature", ("lm/other_distribution", "lm/engine_mismatch"), HotTrainer),
