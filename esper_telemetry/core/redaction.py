@@ -88,6 +88,10 @@ PLACES: Final[tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...]] = 
         bool,
     ),
     ("-", re.compile(r"(?<![\w-])(?:-u|--(?:proxy-)?user)[ =]\s*[\"']?[^\s:\"']{1,80}:([^\s\"']+)"), bool),
+    ("mysql", re.compile(r"\bmysql\w*[ \t][^\n|;]{0,200}?(?<![\w-])-p([^\s\"']+)"), bool),
+    ("mariadb", re.compile(r"\bmariadb[\w-]*[ \t][^\n|;]{0,200}?(?<![\w-])-p([^\s\"']+)"), bool),
+    ("redis", re.compile(r"\bredis-\w+[ \t][^\n|;]{0,200}?(?<![\w-])-a[ \t]+([^\s\"']+)"), bool),
+    ("sshpass", re.compile(r"\bsshpass[ \t]+-p[ \t]*([^\s\"']+)"), bool),
     ("jdbc:", re.compile(r"\bjdbc:[\w:]{1,80}:[\w$]{1,80}/([^\s@]{1,200})@"), bool),
     ("login", re.compile(r"\blogin[ \t]+\S{1,80}\s+(?:account\s+\S{1,80}\s+)?password[ \t]+(\S+)"), bool),
 )

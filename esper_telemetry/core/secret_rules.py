@@ -69,7 +69,9 @@ NAME_ABOUT_A_SECRET: Final = re.compile(
     "expires|expiration|timeout|limit|budget|required|enabled|url|uri|host|hint|prompt|field|header|format|manager|provider|source|class|fn|"
     "scope|scopes|loss|level|prefix|suffix|index|usage|rate|hash|algorithm|attempts|rotation|strength|rules|valid|changed|set)_$"
 )
-PASSWORD_NAME: Final = re.compile("pass(?:word|wd|phrase|code|wort)s?_")
+PASSWORD_NAME: Final = re.compile(
+    "(?:pass(?:word|wd|phrase|code|wort)s?|kennwort|mots?_de_passe|contrasena|contrase_a|senha|parola|haslo|wachtwoord)_"
+)
 """These patterns search in the words of a name, written as `_api_key_`."""
 WORDS: Final = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 DIRECTORY_VARIABLES: Final = ("PWD", "OLDPWD")
