@@ -53,6 +53,11 @@ class GaeInputs:
     alone: bool = False
 
     @property
+    def has_critic(self) -> bool:
+        """Whether the values are a critic's."""
+        return not self.alone
+
+    @property
     def truncated(self) -> Tensor:
         """Steps that a time limit ended."""
         return self.ended & ~self.terminated

@@ -27,7 +27,7 @@ from esper_telemetry.equations.gae import (
     is_standard,
     rows_that_count,
 )
-from esper_telemetry.equations.rewards_to_go import SUMS
+from esper_telemetry.equations.rewards_to_go import SUMS, SUMS_MINUS_VALUES
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
 TINY_DEVIATION = 1e-12
@@ -47,7 +47,7 @@ ADVANTAGES = Equation(
     inputs="rewards, values, ends, and the value after the last step",
     compute=gae,
     tolerance=ADVANTAGE_TOLERANCE,
-    hypotheses=(*MISTAKES, *VARIANTS, *FITTED, *SUMS),
+    hypotheses=(*MISTAKES, *SUMS_MINUS_VALUES, *VARIANTS, *FITTED, *SUMS),
     advice="Recompute one environment's advantages by hand, from the last step to the first.",
 )
 

@@ -156,3 +156,32 @@ SUMS = tuple(
     )
 )
 """Explanations of the advantages of programs without a critic; no others are compared with them."""
+
+
+def _minus_values(one: Hypothesis) -> Hypothesis:
+    """Return the mistake for programs with a critic: their advantages are the normalised sums minus the values.
+
+    GAE with lambda 1 has mistakes of its own for sums that are not normalised, except for their order.
+    """
+    sums = one.compute
+    assert sums is not None
+
+    def compute(inputs: GaeInputs) -> Tensor | None:
+        if one.name != "alone_reversed" and not is_standard(inputs.claimed + inputs.values, inputs.valid):
+            return None
+        none = torch.zeros_like(inputs.values)
+        rewards_alone = replace(inputs, values=none, next_values=none, following=none, gae_lambda=1.0)
+        own = sums(replace(rewards_alone, claimed=inputs.claimed + inputs.values))
+        return None if own is None else own - inputs.values
+
+    equation = f"{one.equation.partition(', ')[0].replace('A_t', 'A_t + V_t', 1)}, perhaps normalised"
+    name, says = one.name.replace("alone", "sums"), f"{one.says}, minus the values"
+    return replace(one, name=name, says=says, needs="has_critic").predicts(equation, compute)
+
+
+SUMS_MINUS_VALUES = tuple(
+    _minus_values(one)
+    for one in SUMS
+    if one.name in {"alone_immediate", "alone_across_ends", "alone_reversed", "alone_past"}
+)
+"""Explanations of the advantages of programs with a critic that sum rewards to the end of each episode."""

@@ -53,11 +53,19 @@ FORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def check(advantages: np.ndarray, ends: np.ndarray = ENDS, rewards: np.ndarray = REWARDS) -> EquationCheck:
-    columns = [torch.tensor(one).unsqueeze(1) for one in (rewards, ends, advantages)]
-    zeros = torch.zeros_like(columns[0])
+def check(
+    advantages: np.ndarray,
+    ends: np.ndarray = ENDS,
+    rewards: np.ndarray = REWARDS,
+    values: np.ndarray | None = None,
+    gae_lambda: float = 1.0,
+) -> EquationCheck:
+    v = np.zeros(STEPS) if values is None else values
+    r, over, own, following, claimed = (
+        torch.tensor(one).unsqueeze(1) for one in (rewards, ends, v, np.where(ends, 0.0, np.roll(v, -1)), advantages)
+    )
     return compare_advantages(
-        GaeInputs(columns[0], zeros, zeros, columns[1], columns[1], zeros, columns[2], GAMMA, 1.0, alone=True)
+        GaeInputs(r, own, following, over, over, following, claimed, GAMMA, gae_lambda, alone=values is None)
     )
 
 
@@ -71,6 +79,17 @@ def test_sums_of_rewards_are_named_as_they_are_and_normalised(name: str, form: s
     expected[("alone_rewards_discounted", "centred")] = []
     assert [one.name for one in result.hypotheses] == expected.get((name, form), [name])
     assert result.holds == (name in ("alone", "alone_whole_episodes", "alone_from_start"))
+
+
+@pytest.mark.parametrize("gae_lambda", [1.0, 0.95])
+@pytest.mark.parametrize("name", ["alone", "alone_immediate", "alone_across_ends", "alone_reversed", "alone_past"])
+def test_normalised_sums_minus_the_values_of_a_critic_are_named(name: str, gae_lambda: float) -> None:
+    values = np.random.default_rng(7).normal(size=STEPS)
+    result = check(FORMS["normalised"](LOOPS[name]) - values, values=values, gae_lambda=gae_lambda)
+
+    expected = "normalized_returns" if name == "alone" else name.replace("alone", "sums")
+    assert [one.name for one in result.hypotheses] == [expected]
+    assert result.holds == (name == "alone")
 
 
 def test_each_hypothesis_of_programs_without_a_critic_has_a_loop() -> None:
