@@ -146,6 +146,25 @@ def test_time_limits_as_terminations_are_a_remark_if_most_episodes_end_by_one() 
     assert "time limits" not in remarks(FACTS, {"episode/truncated_frac": 0.8})
 
 
+def test_episodes_that_end_at_once_after_longer_ones() -> None:
+    """A bandit has no longer ones."""
+    own = {"episode/terminated_length_min": None, "episode/terminated_length_max": None, "episode/count": 20.0}
+    short = {**own, "episode/truncated_frac": 1.0, "episode/truncated_length_max": 1.0}
+
+    def spoil(metrics: Values, update: int) -> None:
+        set_to({**short, "episode/truncated_length_max": 60.0} if update == 1 else short)(metrics, update)
+
+    events = [
+        data for verdict in judged(run(6, spoil, since=1), FACTS) for kind, data in verdict.events if kind == "remark"
+    ]
+
+    (text,) = [data["text"] for data in events if data["name"] == "short episodes"]
+    assert text.startswith(
+        "all episodes of an update have ended after 1 step, and earlier ones after up to 60: check that reset()"
+    )
+    assert "short episodes" not in remarks(FACTS, short)
+
+
 def test_rewards_that_are_missing_tiny_or_equal() -> None:
     """Ten updates of 512 steps are 5,120 steps."""
     none = {"reward/absmax": 0.0, "reward/std": 0.0, "reward/mean": 0.0}

@@ -31,6 +31,7 @@ MOSTLY: Final = 0.5  # share of episodes that time limits end above which their 
 TIME_LIMITS_END: Final = f"{EQUATION_KEY}advantages_time_limits_end"
 MIN_LIMITED_STEPS: Final = 20  # episode length above which the length may be a time limit
 LIMIT_SURPRISE: Final = 0.5  # bound of value/bias_terminated, in standard deviations of the returns
+STUMBLE: Final = 2.0  # length up to which episodes end as soon as they begin
 TINY_REWARD: Final = 1e-3  # largest reward below which the scale of rewards causes a remark
 
 SAME_STD: Final = 0.8
@@ -68,6 +69,8 @@ class RunSoFar:
         episodes: number that ended.
         truncated: number of them that a time limit ended.
         shortest, longest: lengths of terminated episodes.
+        longest_cut: length of episodes that a time limit ended.
+        newest: length of the longest episode of the last record.
         effect_records, effect_steps: records and steps with `policy/action_effect`.
         effect: sum of `policy/action_effect`.
         stepped, most_steps: updates with a known number of optimizer steps, and the largest one.
@@ -81,6 +84,8 @@ class RunSoFar:
     truncated: float = 0.0
     shortest: float = float("inf")
     longest: float = 0.0
+    longest_cut: float = 0.0
+    newest: float = 0.0
     effect_records: int = 0
     effect_steps: int = 0
     effect: float = 0.0
@@ -93,7 +98,9 @@ class RunSoFar:
         self.episodes += count
         self.truncated += count * (view.get("episode/truncated_frac") or 0.0)
         self.shortest = min(self.shortest, view.get("episode/terminated_length_min") or self.shortest)
-        self.longest = max(self.longest, view.get("episode/terminated_length_max") or 0.0)
+        terminated, cut = (view.get(f"episode/{end}_length_max") or 0.0 for end in ("terminated", "truncated"))
+        self.longest, self.longest_cut = max(self.longest, terminated), max(self.longest_cut, cut)
+        self.newest = max(terminated, cut)
 
     def add_rewards(self, view: View) -> bool:
         """Add the rewards of a record; returns True if it has any."""
@@ -144,6 +151,7 @@ class Remarks:
         yield from self._horizon(view)
         yield from self._fixed_length(view)
         yield from self._time_limits(view)
+        yield from self._stumbles()
         if self._run.add_rewards(view):
             yield from self._reward_remarks()
         if self._run.add_effect(view):
@@ -206,6 +214,17 @@ class Remarks:
             "terminations: bootstrap with the value of the last observation if only truncated is set"
         )
         yield "time limits", _data(text, "episode/truncated_frac", share, MOSTLY, quiet=True)
+
+    def _stumbles(self) -> Iterator[Remark]:
+        """Episodes that end as soon as they begin, after longer ones."""
+        ends = self._run
+        longest = max(ends.longest, ends.longest_cut)
+        if ends.episodes >= MIN_EPISODES and 0 < ends.newest <= STUMBLE and longest >= MIN_LIMITED_STEPS:
+            text = (
+                f"all episodes of an update have ended after {number(ends.newest)} step{'s' * (ends.newest > 1)}, and earlier ones after up to "
+                f"{number(longest)}: check that reset() of the environment sets its counter of steps and its flags back"
+            )
+            yield "short episodes", _data(text, "episode/length_mean", ends.newest, STUMBLE, quiet=True)
 
     def _reward_remarks(self) -> Iterator[Remark]:
         rewards = self._run
