@@ -15,6 +15,7 @@ from itertools import product
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.equations.equation import mistake, variant
 from esper_telemetry.equations.gae import (
+    NEAR,
     STD_EPS,
     GaeInputs,
     at,
@@ -67,6 +68,15 @@ def _terminations_ignored(inputs: GaeInputs) -> Tensor | None:
     if not bool(limits.any()) or not bool(inputs.terminated.any()):
         return None
     return gae(inputs, next_values=at(inputs.terminated, inputs.following, inputs.next_values), cut=limits)
+
+
+def _ends_inverted(inputs: GaeInputs) -> Tensor | None:
+    """GAE that continues only at ends; the value of the state after an end may be unknown, so the claimed number stands there."""
+    continued, errors = _with_ends(inputs, ~inputs.ended), inputs.rewards - inputs.values
+    beyond = (inputs.claimed - errors).abs()[inputs.ended]
+    if continued is None or bool(inputs.ended.all()) or float(beyond.max()) <= NEAR * float(inputs.claimed.abs().max()):
+        return continued
+    return closest(inputs, continued, at(inputs.ended, inputs.claimed, errors))
 
 
 def _ends_late(inputs: GaeInputs) -> Tensor | None:
@@ -462,7 +472,8 @@ MISTAKES = (
     .advises("Take the flag that the step itself returned: if `dones[t]` belongs to step t, do not use `dones[t + 1]`.")
     .cites("program: loop-dones_after_step"),
     mistake("ends_inverted", "GAE with inverted flags: it continues only at the ends of episodes")
-    .predicts("A_t = δ_t + γλ end_t A_{t+1}", lambda inputs: _with_ends(inputs, ~inputs.ended))
+    .predicts("A_t = δ_t + γλ end_t A_{t+1}, δ_t = r_t + γ end_t V_{t+1} - V_t", _ends_inverted)
+    .given(unknown_row=True)
     .advises("Multiply by 1 - done, not by done.", source="program: gae_programs"),
     mistake("ends_shared", "GAE in which the end of one environment's episode ends the episodes of all environments")
     .predicts("A_t = δ_t + γλ (1 - max_b end_tb) A_{t+1}", _ends_shared)

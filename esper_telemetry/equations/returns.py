@@ -47,6 +47,9 @@ MAX_MOVED = 2.0
 MIN_CORRELATION = 0.9
 """Correlation above which targets moved with the values of the minibatches: unrelated differences have a correlation of 0."""
 
+MAX_DIFFERING = 0.9
+"""Quantile of the sums, and of their negative, between which they must differ."""
+
 RETURNS_TOLERANCE = 1.0
 """Factor of `TOLERANCES` for returns. Sums in float32 have a relative error of 1e-7."""
 
@@ -149,6 +152,12 @@ def _fitted(inputs: ReturnInputs, *columns: Tensor) -> tuple[Tensor, list[float]
     return torch.stack(terms, -1) @ factors, factors.tolist()
 
 
+def few_differ(numbers: Tensor) -> bool:
+    """Return whether nearly all numbers [R] are equal: a line through two points, such as the rewards and the last one, shows nothing."""
+    low, high = numbers.quantile(1 - MAX_DIFFERING), numbers.quantile(MAX_DIFFERING)
+    return bool((high - low).abs() <= TOLERANCES["fp32"] * numbers.abs().amax())
+
+
 def _in_other_units(inputs: ReturnInputs) -> tuple[Tensor, float, bool] | None:
     """Advantages plus values, shifted and scaled to fit the returns, the scale, and whether the critic's estimates follow the returns.
 
@@ -158,6 +167,8 @@ def _in_other_units(inputs: ReturnInputs) -> tuple[Tensor, float, bool] | None:
     if fit is None or inputs.new_values is None or fit[1][0] <= 0:
         return None
     total, (slope, offset) = fit
+    if few_differ(inputs.counted(total)):
+        return None
     values, estimates = inputs.counted(inputs.values), inputs.counted(inputs.new_values)
     moved, kept = (float((estimates - one).abs().median()) for one in (slope * values + offset, values))
     return total, slope, moved < kept

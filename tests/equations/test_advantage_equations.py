@@ -185,6 +185,18 @@ def test_normalised_returns_to_go_less_values_are_a_variant_unless_they_run_acro
     assert names(result) == {name} and result.holds == variant
 
 
+def test_inverted_flags_are_named_whatever_the_values_after_the_ends_are() -> None:
+    """A program that estimates the state after each step continues with the value of a terminal state."""
+    c = random_rollout(1, 64)
+    after = np.where(c.done, 3.0, 0.0)
+    advantages, trace = np.zeros_like(c.values), np.zeros(c.values.shape[1])
+    for t in reversed(range(len(c.values))):
+        trace = c.rewards[t] + c.gamma * after[t] - c.values[t] + c.gamma * c.lam * c.done[t] * trace
+        advantages[t] = trace
+
+    assert names(check(c, advantages)) == {"ends_inverted"}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_numbers_that_are_noise_have_no_explanation(seed: int) -> None:
     c = random_rollout(seed)

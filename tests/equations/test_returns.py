@@ -106,6 +106,15 @@ def test_targets_of_a_critic_whose_outputs_are_normalised_by_running_statistics_
     assert names(outputs) == {"outputs_rescaled"} and outputs.holds
 
 
+def test_a_line_through_two_points_shows_no_other_units() -> None:
+    """Returns and sums that are constant except in the last row."""
+    sums, returns = np.full((64, 1), 0.01), np.full((64, 1), 0.02)
+    sums[-1], returns[-1] = 0.9, 0.5
+    values = np.random.default_rng(2).normal(size=(64, 1))
+
+    assert not names(check_returns(sums - values, values, returns, new_values=values + 0.01))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rewards_in_place_of_returns_are_named_beside_advantages_that_are_made_of_them(seed: int) -> None:
     c = random_rollout(seed)
