@@ -92,6 +92,19 @@ def test_a_difference_of_a_column_and_a_row_has_their_numbers() -> None:
     torch.testing.assert_close(value.returns, rows.returns)
 
 
+@pytest.mark.parametrize("column_first", [True, False])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
+def test_torch_functions_that_broadcast_have_their_numbers(loss: Callable[..., Tensor], column_first: bool) -> None:
+    rows = Rows()
+    values, returns = (rows.output, rows.returns) if column_first else (rows.values, rows.returns.unsqueeze(1))
+    with pytest.warns(UserWarning, match="target size"):
+        term = rows.read(rows.surrogate() + loss(values, returns)).value
+
+    assert term is not None and term.values is not None and term.returns is not None
+    torch.testing.assert_close(term.values, rows.values.detach())
+    torch.testing.assert_close(term.returns, rows.returns)
+
+
 @pytest.mark.parametrize("form", ["added", "subtracted", "inverted"])
 def test_log_probabilities_may_be_stored_as_negative_ones(form: str) -> None:
     rows = Rows()

@@ -147,7 +147,7 @@ class ScriptListener:
         self.findings: dict[str, None] = {}
         self.updates = 0
         self.lstm_count = 0
-        self.value_loss_alone = ""
+        self.value_loss_alone = self._loss_place = ""
         self.origin: Candidate | None = None
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
@@ -265,6 +265,7 @@ class ScriptListener:
             if reading.policy is None and not self._started and self.environments.steps:
                 self.value_loss_alone = names.calling_place()
             if reading.policy is not None:
+                self._loss_place = names.calling_place()
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))
                 reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
                 if not self.open:
@@ -522,8 +523,8 @@ class ScriptListener:
         facts = self._facts = {
             **facts,
             UNCHECKED_FACT: settings.unchecked_equations(facts, {} if rollout is None else traced),
-            UNTRACED_FACT: settings.untraced_equations(traced, names.calling_place(), has_rollout=rollout is not None),
-            "equation_places": settings.equation_places(places, names.calling_place()),
+            UNTRACED_FACT: settings.untraced_equations(traced, self._loss_place, has_rollout=rollout is not None),
+            "equation_places": settings.equation_places(places, self._loss_place),
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))

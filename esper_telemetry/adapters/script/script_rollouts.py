@@ -291,6 +291,15 @@ class RolloutFinder:
                 )
                 if -best[1] >= MIN_SHARE:
                     columns[role] = way_back(pairs[best[2]][1])
+                    if role == "values":  # a minibatch may have no state without the value of the state before it
+                        held = (
+                            grid
+                            for (_, grid), table in zip(pairs, tables, strict=True)
+                            if _held(numbers, table) >= MIN_SHARE
+                        )
+                        columns[role] = next(
+                            (grid for grid in held if self._follows(columns[role], grid)), columns[role]
+                        )
                     in_order |= {role} if best[0] else set()
                     is_permuted |= not best[0] and column.numel() == self.steps * self.envs
         if is_permuted:  # a minibatch of the whole rollout: arrays in its order are its own

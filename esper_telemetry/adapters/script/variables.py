@@ -266,7 +266,7 @@ class Source(NamedTuple):
 
     Attributes:
         numbers: with a name: by assignments, defaults of arguments and calls.
-        lines: file and line by the name of a variable or member that is assigned there first.
+        lines: file and line by the name of a variable or member that is assigned there first, if possible with arithmetic.
         discounts: numbers in products of the code that may be the discount factor, the likeliest first; with the lambda in pairs.
         sets_rate: the rate of an optimizer is assigned, or a scheduler made.
         words: strings in the code.
@@ -282,7 +282,7 @@ class Source(NamedTuple):
 def read_source() -> Source:
     """Return the settings in the files of the script's frames."""
     named: dict[str, float] = {}
-    lines: dict[str, str] = {}
+    lines: dict[str, tuple[int, str]] = {}
     trees: list[ast.AST] = []
     sets_rate = False
     words = set[str]()
@@ -293,12 +293,26 @@ def read_source() -> Source:
                 named.setdefault(name, number)
             for node in ast.walk(tree):
                 words |= {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
-                if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    name = node.id if isinstance(node, ast.Name) else node.attr
-                    lines.setdefault(name, f"{Path(path).name}:{node.lineno}")
+                for name, rank in _stores(node):
+                    if rank > lines.get(name, (-1, ""))[0]:
+                        lines[name] = rank, f"{Path(path).name}:{node.lineno}"  # type: ignore[attr-defined]
             trees.append(tree)
             sets_rate = sets_rate or any(_sets_rate(node) for node in ast.walk(tree))
-    return Source(named, lines, _discounts(trees, named), sets_rate, frozenset(words))
+    places = {name: place for name, (_, place) in lines.items()}
+    return Source(named, places, _discounts(trees, named), sets_rate, frozenset(words))
+
+
+def _stores(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the names that a node stores, with a rank: 2 where arithmetic is, 1 where an entry is set, 0 elsewhere."""
+    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.id if isinstance(node, ast.Name) else node.attr, 0
+    if not isinstance(node, ast.Assign | ast.AugAssign):
+        return
+    computes = isinstance(node, ast.AugAssign) or isinstance(node.value, ast.BinOp)
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        owner = target.value if isinstance(target, ast.Subscript) else target
+        if isinstance(owner, ast.Name | ast.Attribute) and (computes or owner is not target):
+            yield owner.id if isinstance(owner, ast.Name) else owner.attr, 2 if computes else 1
 
 
 def calling_place() -> str:
