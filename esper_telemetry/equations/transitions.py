@@ -71,6 +71,25 @@ def _final_observations(columns: TransitionInputs) -> Tensor | None:
     return torch.where(ended, columns.finals, columns.outcomes)[:-1] if bool(ended[:-1].any()) else None
 
 
+def _are_last(columns: TransitionInputs) -> bool:
+    """Return whether observations that never change are those that the last steps returned, while the steps returned others."""
+    inputs, outcomes, finals = columns.inputs, columns.outcomes, columns.finals
+    if bool((outcomes == outcomes[:1]).all()):
+        return False
+    ended = ~finals.isnan()
+    of_episodes = bool(ended.any()) and bool((inputs == finals)[ended].all())
+    return of_episodes or any(bool((inputs == last).all()) for last in (outcomes[-1], finals[-1]))
+
+
+def _never_updated(columns: TransitionInputs) -> Tensor | None:
+    return None if _are_last(columns) else columns.inputs[:-1]
+
+
+def _in_place(columns: TransitionInputs) -> Tensor | None:
+    ended = ~columns.finals[:-1].isnan()
+    return torch.where(ended, columns.inputs[1:], columns.inputs[:-1]) if _are_last(columns) else None
+
+
 def _sometimes_updated(columns: TransitionInputs) -> Tensor | None:
     repeated = columns.inputs[1:] == columns.inputs[:-1]
     return None if bool(repeated.all()) else torch.where(repeated, columns.inputs[:-1], columns.outcomes[:-1])
@@ -99,12 +118,18 @@ TRANSITIONS = Equation(
     advice="Compare what `env.step` returns with what is stored and acted on.",
     hypotheses=(
         mistake("never_updated", "the previous step's observations: they are never updated")
-        .predicts("o_{t+1} = o_t", lambda columns: columns.inputs[:-1])
+        .predicts("o_{t+1} = o_t", _never_updated)
         .advises(
             "Assign what `env.step` returns to the observation that is acted on next, and look for wrappers "
             "that return an old observation."
         )
         .cites("program: loop-obs_never_updated"),
+        mistake("in_place", "one array that later steps have changed: all rows are the last observation")
+        .predicts("o_t is the last observation of the episode, or of the rollout", _in_place)
+        .advises(
+            "Store copies: `step` and `reset` return `self.state.copy()`, or the program stores `observation.copy()`."
+        )
+        .cites("program: test_transitions"),
         mistake("sometimes_updated", "the previous step's observations in some steps: they are not always updated")
         .predicts("o_{t+1} = o_t in some steps", _sometimes_updated)
         .advises("Assign what `env.step` returns to the observation that is acted on next, in every step.")
@@ -415,11 +440,12 @@ def compare_transitions(
     ended, valid = ended.to(inputs.device), None if valid is None else valid.to(inputs.device)
     within = ~ended[:-1] if valid is None else ~ended[:-1] & valid[:-1] & valid[1:]
     frozen = bool(((inputs[1:] == inputs[:-1]) | ~within).all()) and int(within.sum()) >= MIN_FROZEN_STEPS
+    none = torch.full_like(inputs, torch.nan)
+    columns = None if outcomes is None else TransitionInputs(inputs, outcomes, none if finals is None else finals)
     if frozen and informative:
-        return explained(TRANSITIONS, "never_updated")
-    if outcomes is None or len(inputs) < 2:
+        return explained(TRANSITIONS, "in_place" if columns is not None and _are_last(columns) else "never_updated")
+    if columns is None or len(inputs) < 2:
         return unchecked(TRANSITIONS, "the observations that the environments returned are missing")
-    columns = TransitionInputs(inputs, outcomes, torch.full_like(inputs, torch.nan) if finals is None else finals)
     return compare(TRANSITIONS, columns, inputs[1:], valid=None if valid is None else valid[1:] & valid[:-1])
 
 

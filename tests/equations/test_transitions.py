@@ -85,6 +85,18 @@ def test_a_mistake_is_named(seed: int, mistake: str) -> None:
     assert names(result) == [mistake]
 
 
+@pytest.mark.parametrize("of_rollout", [True, False])
+def test_an_array_that_later_steps_change_is_named(of_rollout: bool) -> None:
+    """The environment keeps one array, or makes one at each reset."""
+    data = rollout(1)
+    stored = data.returned[-1:].repeat(STEPS, 1, 1)
+    for step in () if of_rollout else reversed(range(STEPS)):
+        kept = stored[step + 1] if step + 1 < STEPS else stored[step]
+        stored[step] = torch.where(data.ended[step].unsqueeze(-1), data.final[step], kept)
+
+    assert names(check(data, stored)) == ["in_place"]
+
+
 def test_observations_that_are_processed_on_their_way_are_unexplained() -> None:
     data = rollout(0)
 
