@@ -278,6 +278,13 @@ def test_updates_that_a_limit_on_the_kl_ends_after_their_first_steps() -> None:
     assert "early end" not in remarks({**FACTS, "num_epochs": 4, "num_minibatches": 4, "target_kl": 0.01})
 
 
+def test_advantages_that_are_all_equal_in_the_loss_are_named_without_those_of_the_rollout() -> None:
+    spoil = set_to({"adv/norm/std": 0.0, "adv/participation": None, "adv/raw/absmax_over_std": None})
+    found = [alarm for alarm in alarms(judged(run(12, spoil, since=1), FACTS)) if alarm.type == "adv/degenerate"]
+
+    assert "have all been equal" in found[0].text and "over one entry each becomes 0" in found[0].text
+
+
 def test_an_actor_without_a_gradient_may_have_decided_by_steps_that_were_too_large() -> None:
     """The actor's gradient vanishes with the entropy, at a learning rate of 0.2 from the start."""
     gone = {"grad/interference/actor_effective": 1e-9, "grad/interference/critic_share": 0.99999, "grad/clip/coef": 1.0}

@@ -683,6 +683,38 @@ def test_values_of_the_next_episode_are_no_values_of_last_states() -> None:
         assert torch.equal(rollout.next_values[limits], finals[limits.squeeze(1)]) is bootstraps
 
 
+def test_values_are_told_from_those_of_the_next_states_where_a_minibatch_has_both() -> None:
+    """The script has computed the values of the next states first; rows of the minibatch are no first states of episodes."""
+    draw = torch.Generator().manual_seed(13)
+    log_probs, advantages, values, finals = (torch.randn(32, generator=draw) for _ in range(4))
+    ends = torch.arange(32).reshape(32, 1) % 16 == 15
+    following = torch.where(ends.squeeze(1), finals, torch.cat([values[1:], finals[:1]]))
+    arrays = {"w": following, "v": values, "a": advantages, "z": log_probs, "q": advantages + values}
+    rows = torch.arange(1, 16)
+
+    reading = reading_of(log_probs[rows], advantages[rows], values[rows])
+    rollout = RolloutFinder(Variables([arrays]), collected(ends), reading=reading).rollout(0.9)
+
+    assert rollout is not None and torch.equal(rollout.values.flatten(), values)
+
+
+def test_returns_are_not_taken_for_advantages_where_values_hardly_vary() -> None:
+    draw = torch.Generator().manual_seed(14)
+    log_probs, raw = (torch.randn(32, generator=draw) for _ in range(2))
+    values = torch.ones(32) + 1e-7 * torch.arange(32)
+    used = (raw - raw.mean()) / raw.std()
+    arrays = {"returns": raw + values, "v": values, "a": used, "z": log_probs}
+
+    reading = reading_of(log_probs, used, values)
+    assert reading.value is not None
+    reading = reading._replace(value=reading.value._replace(returns=raw + values))
+    rollout = RolloutFinder(
+        Variables([arrays]), collected(torch.arange(32).reshape(32, 1) == 31), reading=reading
+    ).rollout(0.9)
+
+    assert rollout is not None and torch.equal(rollout.advantages.flatten(), used)
+
+
 def test_only_choices_and_gaussians_of_independent_dimensions_are_heads() -> None:
     scale = torch.tensor([[1.0, 0.0], [0.5, 1.0]])
     means = torch.zeros(3, 2, requires_grad=True)

@@ -56,6 +56,9 @@ MIN_SAME_ROWS = 0.75
 MIN_DISTINCT = 8
 """Number of distinct numbers above which finding them in an array is not a coincidence."""
 
+NEARLY_CONSTANT = 0.01
+"""Standard deviation of values, relative to that of the returns, up to which returns and advantages differ by an offset."""
+
 SAME_LINE = 1e-5
 """Largest difference of two columns that are the same up to a factor and an offset, next to the largest entry."""
 
@@ -374,7 +377,7 @@ class RolloutFinder:
             raw = [
                 grid for grid in self._free() if not torch.equal(grid, used) and _line_error(grid, used) <= SAME_LINE
             ]
-            columns["advantages"] = raw[0] if len(raw) == 1 else used
+            columns["advantages"] = raw[0] if len(raw) == 1 and not self._are_returns(raw[0]) else used
             return
         known: dict[str, Tensor] = {
             role: columns[role][: self.steps] for role in ("log_probs", "values", "returns") if role in columns
@@ -392,6 +395,13 @@ class RolloutFinder:
                 if grids:
                     columns["advantages"] = grids[0]
                     return
+
+    def _are_returns(self, raw: Tensor) -> bool:
+        """Return True for the targets of a loss whose values hardly vary: its advantages are the targets up to an offset."""
+        targets, values = self._shown.get("returns"), self._columns.get("values")
+        if targets is None or values is None or float(values.std()) > NEARLY_CONSTANT * float(raw.std()):
+            return False
+        return _held(targets.reshape(-1).double(), _sorted(raw)) >= MIN_SHARE
 
     def _advantages_of_loss(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         """Return the advantages of a loss over the whole rollout, if the script keeps none, in the order of its log-probabilities."""

@@ -14,10 +14,24 @@ PARTICIPATION = below("participation", 0.02, "share of the transitions that carr
 ADVANTAGE_OUTLIER = above("advantage_outlier", 40.0, "largest advantage, in standard deviations")
 
 
+USED_STD = "adv/norm/std"
+NO_SPREAD = (
+    "Check the axis over which the advantages are normalised (over one entry each becomes 0), whether something overwrites them, and "
+    "whether rewards differ."
+)
+
+
 def degenerate_advantages(view: View) -> Iterator[Finding]:
     """Advantages that are all equal, or that come from a handful of steps."""
     bound, floored, share = view.limits[PARTICIPATION], view.get("adv/std_floored"), view.get("adv/participation")
     outlier = view.get("adv/raw/absmax_over_std") or 0.0
+    if view.get(USED_STD) == 0:
+        yield (
+            Finding(1.0, USED_STD, 0.0, 0.0)
+            .with_advice(lambda: NO_SPREAD)
+            .says("the advantages in the loss have all been equal, so the policy has had no gradient from them")
+        )
+        return
     if share is None and floored is None:
         return
     few = share is not None and share < bound and outlier > view.limits[ADVANTAGE_OUTLIER]
@@ -232,7 +246,7 @@ def normalizer_drift(view: View, past: NormalizerDrifts) -> Iterator[Finding]:
 
 RULES = (
     alarm("adv/degenerate", rank=170, warmup=3, n_on=5, debug_updates=3)
-    .reads("adv/participation", "adv/raw/absmax_over_std", "adv/std_floored")
+    .reads("adv/participation", "adv/raw/absmax_over_std", "adv/std_floored", USED_STD)
     .needs("adv/participation", "adv/raw/absmax_over_std")
     .says(
         "The learning signal comes from a handful of steps, or all advantages are equal.",
