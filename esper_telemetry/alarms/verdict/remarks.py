@@ -222,8 +222,8 @@ class Remarks:
         if ends.episodes >= MIN_EPISODES and 0 < ends.newest <= STUMBLE and longest >= MIN_LIMITED_STEPS:
             steps = f"{number(ends.newest)} step{'s' * (ends.newest > 1)}"
             text = (
-                f"all episodes of an update have ended after {steps}, and earlier ones after up to {number(longest)}: check that reset() of "
-                "the environment sets its counter of steps and its flags back"
+                f"all episodes of an update have ended after {steps}, and earlier ones after up to {number(longest)}: check that reset() "
+                "of the environment sets its counter of steps and its flags back"
             )
             yield "short episodes", _data(text, "episode/length_mean", ends.newest, STUMBLE, quiet=True)
 
