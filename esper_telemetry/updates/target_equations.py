@@ -37,6 +37,11 @@ Held = Mapping[bool, set[str]]
 
 UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names may mean something else in this script"
 
+ALIKE_VALUES = "the values are nearly equal, so that they do not show which variables of the script hold them"
+
+ALIKE = 1e-3
+"""Range of such values, relative to the largest one."""
+
 MIN_LINE_ROWS = 3
 """Rows of a minibatch from which advantages need not equal others up to a factor and an offset."""
 
@@ -51,6 +56,9 @@ def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Ite
     """Yield the checks of a rollout's targets; `facts` are the run's. `held` also receives the equations that hold in this update."""
     rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
     if rollout is None or not rollout.advantages.numel():
+        return
+    if facts.columns_by_name and facts.has_critic and _alike(rollout.values):
+        yield from (partial(unchecked, equation, ALIKE_VALUES) for equation in (ADVANTAGES, RETURNS))
         return
     gae_lambda, discount = facts.gae_lambda if facts.has_critic else 1.0, facts.gamma
     inputs: GaeInputs | None = None
@@ -83,6 +91,10 @@ def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Ite
         yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts), *missing)
         if NORMALIZED_ADVANTAGES.name not in facts.unchecked_equations and facts.ranks == 1:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
+
+
+def _alike(values: Tensor) -> bool:
+    return bool(values.max() - values.min() <= ALIKE * values.abs().max())
 
 
 def certain(

@@ -19,14 +19,16 @@ def text_of(verdict: Diagnosis) -> str:
 
 
 def test_a_warning_does_not_hide_the_explanation_of_a_flat_run() -> None:
-    """Large observations may be harmless. Advantages without a spread explain a flat return, and no rule reads them here."""
+    """Large observations may be harmless. Advantages with little spread explain a flat return, and no rule reads them here."""
     facts = {**UNSCALED, "normalize_advantages": None}
-    verdict = diagnose(facts, run(60, set_to({"obs/rms_max": 5000.0, "adv/norm/std": 0.0}), since=1))
+    verdict = diagnose(facts, run(60, set_to({"obs/rms_max": 5000.0, "adv/norm/std": 0.001}), since=1))
     text = text_of(verdict)
 
     assert [incident.cause for incident in verdict.incidents] == ["obs/unscaled"]
     assert verdict.unexplained and verdict.unusual[0].key == "adv/norm/std"
-    assert text.index("obs/unscaled") < text.index("Unexplained: the run is flat") < text.rindex("adv/norm/std: 0 (")
+    assert (
+        text.index("obs/unscaled") < text.index("Unexplained: the run is flat") < text.rindex("adv/norm/std: 0.001 (")
+    )
 
 
 def test_values_beyond_critical_bounds_come_first_heads_included() -> None:

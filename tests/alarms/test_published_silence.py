@@ -562,3 +562,14 @@ def test_two_rows_are_normalised_as_well_as_they_can_be() -> None:
     pair = set_to({"integrity/adv_norm": 0.146, "adv/norm/std": 0.707, "adv/minibatch_rows": 2.0})
 
     assert set(raised(judged(run(20, pair, since=1), {**FACTS, "normalize_minibatches": True}))) == {"adv/signs"}
+
+
+@pytest.mark.parametrize(("end", "told"), [(50.0, False), (5.0, True)])
+def test_a_task_that_one_action_solves_is_no_collapse(end: float, told: bool) -> None:
+    """The whole policy takes one action from update 21 on, while the return goes from 5 to `end`, and stays there."""
+    one_action = {"policy/entropy_norm": 0.02, "policy/entropy_marginal_norm": 0.02}
+
+    def decides(metrics: Values, update: int) -> None:
+        metrics.update(one_action if update >= 20 else {})
+
+    assert ("policy/entropy_collapse" in raised(judged(run(60, both(decides, returns(5.0, end)), since=1)))) is told

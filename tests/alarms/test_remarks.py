@@ -248,6 +248,7 @@ def test_a_consequence_joins_the_incident_of_its_cause() -> None:
             metrics.update(
                 {"policy/entropy_norm": 0.0, "policy/entropy_marginal_norm": 0.0, "opt/update_to_weight": 0.5}
             )
+        metrics["episode/return_mean"] = 5.0
         spoiled.append(record(update, metrics))
 
     verdict = diagnose(facts, spoiled)

@@ -55,20 +55,27 @@ SAME = (
 def entropy_collapse(view: View, past: HeadEntropies) -> Iterator[Finding]:
     """The policy, or one of its heads, takes the same action in every state: entropy is low, and so is the entropy over all states.
 
-    A solved task may need only one action of a head. So the warning requires a return that has not risen; for a head, a return that has
-    fallen since the head collapsed also counts.
+    A solved task may need only one action. So the return must not have risen, or must have fallen since the collapse.
     """
     yield from collapsed_heads(view, past)
     key, limits = "policy/entropy_norm", view.limits
     entropy, mix = view.get(key), view.get("policy/entropy_marginal_norm")
     if entropy is None or mix is None:
         return
+    same, course = mix < limits[ENTROPY_MARGINAL], view.course
     lowest = entropy < limits[ENTROPY_COLLAPSE]
-    warns = entropy < limits[ENTROPY_LOW] and view.course.risen is False
+    if not (same and lowest):
+        past.levels.pop("", None)
+    elif course.latest.full:
+        past.levels.setdefault("", course.latest.moments())
+    fallen = "" in past.levels and course.fallen_from(past.levels[""])
+    if course.rises and not fallen:
+        lowest = False  # one action may be right in every state
+    warns = entropy < limits[ENTROPY_LOW] and course.risen is False
     near = entropy < limits[ENTROPY_CLEAR]
     severity = 1.0 if lowest else 0.5 if warns else 0.3 if near else 0.0  # 0.3 neither raises an alarm nor ends it
     bound = limits[ENTROPY_LOW if warns and not lowest else ENTROPY_COLLAPSE]
-    finding = Finding(severity * hard(mix < limits[ENTROPY_MARGINAL]), key, entropy, bound)
+    finding = Finding(severity * hard(same), key, entropy, bound)
     yield finding.with_advice(lambda: explore_advice(view)).says(SAME, "the policy", entropy, mix)
 
 
@@ -341,8 +348,8 @@ RULES = (
     .says(
         "The policy takes the same action in every state: it has stopped exploring before solving the task.",
         "Raise entropy_coef, lower the learning rate, and check whether one action is rewarded by mistake.",
-        "Solved tasks also end at 0.05, but still use all of their actions, so both entropies count. Some tasks need only one action of "
-        "a head: between 0.1 and 0.3 the return must not have risen; for a single head it must not have risen, or have fallen since.",
+        "Solved tasks also end at 0.05, but still use all of their actions, so both entropies count. Some tasks need only one action: the "
+        "return must not have risen, or must have fallen since.",
     )
     .shows(*ENTROPIES, pieces=("transitions",))
     .judged(

@@ -77,6 +77,14 @@ class ReturnCourse:
             self._risen = bool(now - before > max(CLEAR_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(before)))
         return self._risen
 
+    @property
+    def rises(self) -> bool:
+        """Whether the latest returns are above the first ones: clearly, or so far, where there are not enough of both."""
+        if self.risen is None and self.latest.parts:
+            (before, error), (now, error_now) = self.first.moments(), self.latest.moments()
+            return bool(now - before > FALL_ERRORS * (error + error_now) ** 0.5)
+        return bool(self.risen)
+
     def fallen_from(self, before: tuple[float, float]) -> bool:
         """Return whether the latest returns are clearly below an earlier level, given by its `moments`."""
         if not self.latest.full:
