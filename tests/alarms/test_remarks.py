@@ -165,6 +165,28 @@ def test_episodes_that_end_at_once_after_longer_ones() -> None:
     assert "short episodes" not in remarks(FACTS, short)
 
 
+@pytest.mark.parametrize(("factor", "updates", "said"), [(0.38, 20, True), (None, 400, False)])
+def test_a_schedule_that_ends_long_before_the_run_is_remarked(factor: float | None, updates: int, said: bool) -> None:
+    """A factor per update, as of a scheduler that steps with each minibatch; and a rate that falls to 0 in a line."""
+
+    def falls(metrics: Values, update: int) -> None:
+        metrics["opt/lr"] = 3e-4 * (1 - update / updates if factor is None else factor**update)
+
+    events = [
+        data
+        for verdict in judged(run(updates, falls, since=1), FACTS)
+        for kind, data in verdict.events
+        if kind == "remark"
+    ]
+    texts = [data["text"] for data in events if data["name"] == "spent learning rate"]
+
+    assert bool(texts) is said
+    assert all(
+        text.startswith("learning_rate has been below a thousandth of its first value for 3 of 11 updates")
+        for text in texts
+    )
+
+
 def test_rewards_that_are_missing_tiny_or_equal() -> None:
     """Ten updates of 512 steps are 5,120 steps."""
     none = {"reward/absmax": 0.0, "reward/std": 0.0, "reward/mean": 0.0}

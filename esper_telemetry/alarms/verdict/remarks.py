@@ -46,6 +46,9 @@ steps, and the weakest healthy run 1.3 in 500 steps and 1.8 in 2,000."""
 LOGGED_SETTINGS: Final = {"opt/lr": "learning_rate", "loss/entropy_coef": "entropy_coef"}
 """Keys of settings that a schedule may change."""
 
+SPENT_RATE: Final = 1e-3  # share of the first learning rate below which training has ended in effect
+SPENT_UPDATES: Final = 3  # updates at such a rate that cause a remark,
+SPENT_SHARE: Final = 0.2  # if they are this share of all: the end of a schedule is shorter
 FAR_OUTSIDE: Final = 10.0  # multiple of the highest published value beyond which a schedule's value causes a remark
 LATER: Final = " later"  # end of the name of a remark on it
 
@@ -73,6 +76,8 @@ class RunSoFar:
         newest: length of the longest episode of the last record.
         effect_records, effect_steps: records and steps with `policy/action_effect`.
         effect: sum of `policy/action_effect`.
+        first_rate: learning rate of the first update that has one.
+        rated, spent: updates with a learning rate, and those at which it was below `SPENT_RATE` of the first one.
         stepped, most_steps: updates with a known number of optimizer steps, and the largest one.
     """
 
@@ -89,6 +94,9 @@ class RunSoFar:
     effect_records: int = 0
     effect_steps: int = 0
     effect: float = 0.0
+    first_rate: float = 0.0
+    rated: int = 0
+    spent: int = 0
     stepped: int = 0
     most_steps: int = 0
 
@@ -145,6 +153,7 @@ class Remarks:
                 yield name, {"text": text, "key": "", "value": value, "limit": limit, "quiet": False}
             yield from initial_spread(view)
         yield from changed_settings(view)
+        yield from self._spent_rate(view)
         yield from self._early_ends(view)
         self._run.add_ends(view)
         self._episode_length = view.get("episode/length_mean") or self._episode_length
@@ -158,6 +167,21 @@ class Remarks:
             yield from self._effect_remark()
         yield from unequal_features(view)
         yield from features_and_gradients(view)
+
+    def _spent_rate(self, view: View) -> Iterator[Remark]:
+        """A learning rate that a schedule has brought to almost 0 long before the end."""
+        rate, run = view.get("opt/lr"), self._run
+        if rate is None or rate < 0:
+            return
+        run.first_rate = run.first_rate or rate
+        run.rated, run.spent = run.rated + 1, run.spent + (rate < SPENT_RATE * run.first_rate)
+        if run.spent >= max(SPENT_UPDATES, SPENT_SHARE * run.rated):
+            name = view.facts.setting_names.get("learning_rate", "learning_rate")
+            text = (
+                f"{name} has been below a thousandth of its first value for {run.spent:,} of {run.rated:,} updates: it is {number(rate)}, "
+                f"and was {number(run.first_rate)}: step a schedule once per update, not per minibatch or epoch"
+            )
+            yield "spent learning rate", _data(text, "opt/lr", rate, SPENT_RATE * run.first_rate)
 
     def _early_ends(self, view: View) -> Iterator[Remark]:
         """Updates that all end after a small part of their optimizer steps."""
