@@ -204,12 +204,23 @@ class ScriptTelemetry:
                 self.telemetry.__exit__(type(error) if error else None, error, None)
         except Exception as failure:  # the script's own exception or exit code must reach the caller
             self._taps.error = self._taps.error or failure
+        if self.telemetry is None and isinstance(error, Exception):
+            self._report_nonfinite(error)
         if self.telemetry is None and self._early_failures:
             self._report_early_failures()
         if self.last_words:
             self._print_end_block(error)
         if self.last_words or self._taps.error is not None or not self.run_dirs:
             self._report_end(script)
+
+    def _report_nonfinite(self, error: Exception) -> None:
+        """Name the first non-finite tensor of a script that has failed before its first update; no run has begun that could hold it."""
+        try:
+            from esper_telemetry.updates.failure import failure_data
+
+            failure_data(error)
+        except Exception as failure:  # the script's own exception must reach the caller
+            self._taps.error = self._taps.error or failure
 
     def _make_listener(self) -> ScriptListener:
         from esper_telemetry.adapters.script.listener import ScriptListener

@@ -35,6 +35,8 @@ MASK = re.compile(r"(?i)mask|logit|log_?p|prob|score|best|low")
 LIBRARIES = ("torch", "esper_telemetry")
 """Packages whose frames are not the user's."""
 MAX_FRAMES = 8
+MAX_LINES = 4
+"""Assignments to a variable that are named; any of them may have given it its number."""
 MAX_PARTS = 64
 """Entries of a tuple, list or dictionary among local variables that are searched."""
 MAX_MESSAGE_CHARACTERS = 1000
@@ -57,7 +59,7 @@ class Candidate(NamedTuple):
         name: of the tensor.
         tensor: its numbers.
         environments: its dimension of environments, if it has one.
-        place: file and line of a variable's first assignment; empty if they are unknown.
+        place: file and lines of the assignments to a variable; empty if they are unknown.
     """
 
     name: str
@@ -93,7 +95,9 @@ def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
     nonfinite = first_nonfinite(chain.from_iterable(map(_contained, (*sources, last))))
     if nonfinite is None:
         return data
-    logger.warning("training raised %s; first non-finite tensor: %s", data["exception"], nonfinite["first_nonfinite"])
+    _, comma, place = nonfinite["nonfinite"]["tensor"].partition(", ")
+    found = nonfinite["first_nonfinite"] + comma + place
+    logger.warning("training raised %s; first non-finite tensor: %s", data["exception"], found)
     return data | nonfinite
 
 
@@ -169,11 +173,14 @@ def user_scopes() -> list[Mapping[str, Any]]:
 
 
 def place_of(name: str, frames: Iterable[FrameType]) -> str:
-    """Return file and line of the frames' first assignment to a variable or an attribute of that name; empty without one."""
+    """Return the file and the lines of the assignments to a variable or an attribute of that name in the first frame that has any; empty
+    without one.
+    """
     for code in (frame.f_code for frame in frames):
-        for step in dis.get_instructions(code):
-            if step.opname.startswith("STORE_") and step.argval == name and step.positions is not None:
-                return f"{Path(code.co_filename).name}:{step.positions.lineno}"
+        stores = [one for one in dis.get_instructions(code) if one.opname.startswith("STORE_") and one.argval == name]
+        lines = sorted({one.positions.lineno for one in stores if one.positions is not None and one.positions.lineno})
+        if lines:
+            return f"{Path(code.co_filename).name}:{', '.join(map(str, lines[:MAX_LINES]))}"
     return ""
 
 

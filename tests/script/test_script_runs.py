@@ -214,6 +214,22 @@ def test_a_bug_in_the_finder_of_rollouts_costs_only_these(tmp_path: Path) -> Non
     assert "not found: rollouts" in result.stderr
 
 
+def test_a_script_that_fails_before_its_first_update_hears_of_its_first_nonfinite_variable(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import torch\n"
+        "def act(state):\n"
+        "    state = torch.log(state)\n"
+        "    return torch.distributions.Categorical(logits=state)\n"
+        "act(torch.tensor([-1.0, 1.0]))\n"
+    )
+    result = python(tmp_path, "-m", "esper_telemetry", "run", "script.py")
+
+    assert result.code == 1
+    assert (
+        "training raised ValueError; first non-finite tensor: state[0] = nan, assigned in script.py:3" in result.stderr
+    )
+
+
 def test_a_reader_that_never_works_is_reported_at_the_end(tmp_path: Path) -> None:
     result = python(tmp_path, "-c", BROKEN_READER, "0", str(SCRIPTS / "categorical.py"))
 
