@@ -51,6 +51,7 @@ from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.events import Hooks
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.metrics.performance import telemetry_health
+from esper_telemetry.metrics.ratio import RatioDiagnostics
 from esper_telemetry.pipeline.in_process import (
     FAILURE,
     INTERVENTION,
@@ -155,6 +156,7 @@ class TelemetrySession:
         self._take_open_update: Callable[[], Update] = Update
         self._close_callbacks: list[Callable[[], None]] = []
         self._attached = self._closed = self._reports_at_close = self._was_interrupted = False
+        self._precision: str | None = None  # of the first log-ratios that were observed
         self._exchange = "done"  # of this flush with the other ranks: "due", "begun" or "done"
         self._asks_to_stop, self._stop_reasons = False, (False, False)
         self._usage = UsageWarnings(options.budget)
@@ -258,6 +260,9 @@ class TelemetrySession:
             self._flushed_at = time.perf_counter()
             self.facts = Facts.of(plain({**self.facts, **facts}))
         self._config.update(config or {})
+        precision = self.facts.precision or self._precision or self._watched.precision
+        if precision != self.facts.precision:
+            self.facts = Facts.of({**self.facts, "precision": precision})
         if self._recorder is not None and self._recorder.run is None:
             offload = self._attached if self._options.offload is None else self._options.offload
             worker = offload and self._peers is None
@@ -394,6 +399,8 @@ class TelemetrySession:
             epochs = as_epochs(epoch)
             place = None if step is None else as_integer(step, "step")
             for group in list(flattened(groups)):
+                if isinstance(group, RatioDiagnostics):
+                    self._precision = self._precision or group.precision
                 if isinstance(group, Postponed):
                     self._open.window.postpone(group, epochs, place)
                 else:

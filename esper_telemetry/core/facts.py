@@ -28,6 +28,18 @@ A text continues "not traced: ", and is used if no record has the equation and `
 """
 
 
+PRECISIONS: Final[Mapping[str, str]] = {
+    **{name: name for name in ("fp32", "tf32", "bf16", "fp16")},
+    **dict(zip(("float32", "float64", "bfloat16", "float16"), ("fp32", "fp32", "bf16", "fp16"), strict=True)),
+}
+"""The fact `precision` by its own values and by torch's names of types; double precision rounds less than the bounds for fp32 allow."""
+
+
+def precision_of(dtype: object) -> str | None:
+    """Return the fact `precision` for a torch type or its name; None for anything else."""
+    return PRECISIONS.get(str(dtype).removeprefix("torch."))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts(Mapping[str, Any]):
     """Facts of one run as attributes: None, or empty, if a fact is missing or has another form.
@@ -142,7 +154,7 @@ READ: Final[Mapping[str, tuple[tuple[type, ...], Callable[[Any], Any]]]] = {
 def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts that a user gives, with numbers of NumPy and torch as Python numbers; undeclared facts are free.
 
-    Raises TypeError for a fact of another type.
+    Raises TypeError for a fact of another type, ValueError for an unknown precision.
     """
     kinds = {require_text("the name of a fact", name): DECLARED.get(name, "") for name in facts}
     return {
@@ -153,6 +165,12 @@ def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_fact(name: str, kind: str, value: Any) -> Any:
+    if name == "precision":
+        if (precision := precision_of(value)) is None:
+            raise ValueError(
+                f"fact precision must be fp32, tf32, bf16 or fp16, or a float type of torch, got {shown(value)}"
+            )
+        return precision
     if kind in ("int", "float"):
         from esper_telemetry.core.arrays import (
             as_number,

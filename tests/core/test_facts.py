@@ -7,6 +7,7 @@ from math import inf
 
 import numpy as np
 import pytest
+import torch
 
 from esper_telemetry.core.facts import DECLARED, Facts, checked_facts
 from esper_telemetry.journal.schema import FACTS
@@ -49,6 +50,14 @@ def test_facts_of_users_are_checked_by_the_declared_types() -> None:
     for name, wrong in {"clip": "wide", "env": 3, "squashed": "yes", "heads": ["a"], "groups": {"actor": "a"}}.items():
         with pytest.raises(TypeError, match=f"fact {name} must"):
             checked_facts({name: wrong})
+
+
+def test_a_precision_is_one_that_has_bounds() -> None:
+    for given in ("bf16", "bfloat16", torch.bfloat16):
+        assert checked_facts({"precision": given}) == {"precision": "bf16"}
+    for wrong in ("single", "int64", 32):
+        with pytest.raises(ValueError, match=f"fact precision must be fp32, tf32, bf16 or fp16, or .*, got '?{wrong}"):
+            checked_facts({"precision": wrong})
 
 
 def test_every_declared_fact_has_a_form_in_the_journal() -> None:
