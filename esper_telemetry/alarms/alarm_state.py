@@ -240,6 +240,9 @@ class AlarmRateLimit:
         return Counter(kind for _, kind in self._raised)
 
 
+LACKS_FACTS: Final = "the facts of the run lack"
+
+
 class RuleCoverage:
     """The inputs that the rules of a run need, and which of them the run has had."""
 
@@ -263,7 +266,7 @@ class RuleCoverage:
         reasons = {}
         for rule, facts, keys in self._gaps(sampled=sampled):
             if facts:
-                reasons[rule.type] = f"the facts of the run lack {', '.join(facts)}"
+                reasons[rule.type] = f"{LACKS_FACTS} {', '.join(facts)}"
             else:
                 reasons[rule.type] = f"no record has {', '.join(' or '.join(names) for names in keys)}"
         return reasons

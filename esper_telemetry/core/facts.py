@@ -123,6 +123,11 @@ class Facts(Mapping[str, Any]):
         return cls(facts, **values)
 
     @property
+    def own_loop(self) -> bool:
+        """True if no trainer or adapter has described itself: the user's own loop reports what it calls."""
+        return not (self.trainer or self.optimizer)
+
+    @property
     def rate_follows_kl(self) -> bool:
         """True if the learning rate is adapted to the KL divergence."""
         return bool(self.desired_kl or self.adaptive_rate)

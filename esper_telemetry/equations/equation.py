@@ -136,6 +136,7 @@ class Equation:
         hypotheses: most likely first.
         source: paper.
         inputs: what a trainer must show so that the equation can be checked, as a noun phrase.
+        check: public function that checks numbers of the user's own loop; empty if there is none.
         tolerance: factor applied to `TOLERANCES`.
         advice: what to look at if no hypothesis explains a difference.
         multiples: (inputs) -> factors that programs may apply to the prediction of a hypothesis.
@@ -150,6 +151,7 @@ class Equation:
     hypotheses: tuple[Hypothesis, ...]
     source: str
     inputs: str
+    check: str = ""
     tolerance: float = 1.0
     advice: str = ""
     rank: int = 50
