@@ -156,6 +156,7 @@ class TelemetrySession:
         self._take_open_update: Callable[[], Update] = Update
         self._close_callbacks: list[Callable[[], None]] = []
         self._attached = self._closed = self._reports_at_close = self._was_interrupted = False
+        self._checkpoint = self._axes  # from which a resumed run continues
         self._precision: str | None = None  # of the first log-ratios that were observed
         self._exchange = "done"  # of this flush with the other ranks: "due", "begun" or "done"
         self._asks_to_stop, self._stop_reasons = False, (False, False)
@@ -278,13 +279,15 @@ class TelemetrySession:
 
     def _warn_of_repeated_updates(self) -> None:
         """Log which updates a run that continues from an older checkpoint does not record; commands say it themselves."""
+        self._checkpoint = self._axes
         now, recorded = self._axes.update, self._journal_position.axes
         if self.prints_end and recorded is not None and now < recorded.update:
             message = (
                 "esper-telemetry: the run continues after update %d, and its journal has updates up to %d: updates %d to %d are trained"
-                " again and not recorded again. For another course from this checkpoint, pass a new run_dir without resume=True."
+                " again and not recorded again. Their alarms are reported here, and the sinks continue with update %d. For another course"
+                " from this checkpoint, pass a new run_dir without resume=True."
             )
-            _logger.warning(message, now, recorded.update, now + 1, recorded.update)
+            _logger.warning(message, now, recorded.update, now + 1, recorded.update, recorded.update + 1)
 
     def begin_update(self, env_step: int) -> None:
         """Begin an update, with data collected so far; alarms up to now decide its level.
@@ -475,7 +478,7 @@ class TelemetrySession:
             self._start()
             self._response.begin_update(late=self.sampling.is_late)
             self._end_update(self._next_axes(env_step, update, gradient_step), partial=False)
-            self._response.end_update(recorded=self._pending is not None)
+            self._response.end_update()
             if self._pending and (self._peers or not self._pending[1].pending):
                 self._record_pending()  # ranks end their updates together, so the device has finished
             if self._pending and not self._ships:
@@ -643,7 +646,7 @@ class TelemetrySession:
         return Axes(last.update + 1 if update is None else update, env_step, gradient_step, time.time())
 
     def _end_update(self, axes: Axes, *, partial: bool) -> None:
-        """Start the copy of the update's numbers to the host, unless an earlier part of the run has recorded this update."""
+        """Start the copy of the update's numbers to the host."""
         flushed = self._open.flush(axes, self.update_level, partial=partial)
         transfer = self._open.window.send()
         if self._ships:
@@ -657,8 +660,7 @@ class TelemetrySession:
         self._flushes += 1
         if is_new or (earlier.axes is not None and axes.update <= earlier.axes.update):
             self._axes = axes
-        if is_new:
-            self._pending = flushed, transfer
+        self._pending = flushed, transfer
 
     def _record_pending(self) -> None:
         """Hand the last update to the pipeline, if its numbers were still on their way from the device."""
@@ -705,7 +707,11 @@ class TelemetrySession:
             cost = FlushCost(seconds, cpu_seconds, elapsed, self._containment.take())
             backlog = SinkBacklog(stats.queue_depth, stats.errors, stats.lags)
             begun = time.perf_counter()
-            self._recorder.record(flushed._replace(measured=results[-1], cost=cost, backlog=backlog))
+            update = flushed._replace(measured=results[-1], cost=cost, backlog=backlog)
+            if self._journal_position.covers(flushed.axes):
+                self._response.receive(self._recorder.judge(update, self._checkpoint))
+            else:
+                self._recorder.record(update)
             self._usage.add_record(time.perf_counter() - begun, elapsed, can_use_worker=self._can_use_worker)
 
     def _can_use_worker(self) -> bool:
@@ -757,4 +763,5 @@ class TelemetrySession:
     def run_end(self, status: RunStatus, resume: str | None = None) -> RunEnd:
         """Return the summary at the end of the run; `resume` is its line on how to resume an interrupted run."""
         loss = self._loss(self._deliveries.close()) if self._closed and self._deliveries else ""
-        return RunEnd(self.run, self.run_dir, self._sinks if self._recorder else (), status, resume, loss)
+        sinks, repeated = (self._sinks, self._recorder.repeated) if self._recorder else ((), "")
+        return RunEnd(self.run, self.run_dir, sinks, status, resume, loss, repeated)
