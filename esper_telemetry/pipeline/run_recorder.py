@@ -27,7 +27,7 @@ from esper_telemetry.core.metric import declared
 from esper_telemetry.core.record import AlarmEvent, AlarmLevel, Axes, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.core.redaction import HIDDEN, masked, redacted
 from esper_telemetry.core.requirements import require_path
-from esper_telemetry.journal.file import Journal, is_abandoned
+from esper_telemetry.journal.file import HOLDS_RUN, Journal, is_abandoned
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_metrics, encode_run, plain
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
 from esper_telemetry.journal.memory_journal import MemoryJournal
@@ -504,7 +504,7 @@ def _named_journal(run_dir: Path) -> tuple[Journal, TrainerLock | None]:
     try:
         lock = TrainerLock(run_dir)
     except BlockingIOError:
-        raise FileExistsError(f"{run_dir} already holds a run: pass another run directory") from None
+        raise FileExistsError(f"{run_dir} {HOLDS_RUN}") from None
     try:
         return Journal.begin_again(run_dir), lock
     except BaseException:
