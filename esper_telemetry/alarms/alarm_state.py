@@ -248,7 +248,10 @@ class RuleCoverage:
 
     def __init__(self, rules: Iterable[AlarmRule], facts: Facts) -> None:
         self._rules = tuple(rules)
-        self._lacking = {rule.type: [name for name in rule.facts if facts.get(name) is None] for rule in self._rules}
+        self._lacking = {
+            rule.type: [name for name in rule.facts if facts.get(name) is None or getattr(facts, name, 0) is None]
+            for rule in self._rules
+        }
         self._part_families = PART_FAMILIES - ({"lstm"} if facts.policy is not None else set())
         self._facts = facts
         self._seen: set[str] = set()

@@ -40,6 +40,14 @@ def precision_of(dtype: object) -> str | None:
     return PRECISIONS.get(str(dtype).removeprefix("torch."))
 
 
+def require_precision(name: str, value: object) -> str:
+    """Return the fact `precision` for a value that a user gives."""
+    precision = precision_of(value)
+    if precision is None:
+        raise ValueError(f"{name} must be fp32, tf32, bf16 or fp16, or a float type of torch, got {shown(value)}")
+    return precision
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts(Mapping[str, Any]):
     """Facts of one run as attributes: None, or empty, if a fact is missing or has another form.
@@ -120,6 +128,8 @@ class Facts(Mapping[str, Any]):
             with suppress(ValueError, OverflowError):  # a text that is not a number, or a count that is not finite
                 if isinstance(facts.get(name), types):
                     values[name] = read(facts[name])
+        if "precision" in values:
+            values["precision"] = precision_of(values["precision"])
         return cls(facts, **values)
 
     @property
@@ -171,11 +181,7 @@ def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked_fact(name: str, kind: str, value: Any) -> Any:
     if name == "precision":
-        if (precision := precision_of(value)) is None:
-            raise ValueError(
-                f"fact precision must be fp32, tf32, bf16 or fp16, or a float type of torch, got {shown(value)}"
-            )
-        return precision
+        return require_precision("fact precision", value)
     if kind in ("int", "float"):
         from esper_telemetry.core.arrays import (
             as_number,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from esper_telemetry import check_total_loss
 from esper_telemetry.core.facts import DECLARED, Facts, checked_facts
 from esper_telemetry.journal.schema import FACTS
 
@@ -58,6 +59,10 @@ def test_a_precision_is_one_that_has_bounds() -> None:
     for wrong in ("single", "int64", 32):
         with pytest.raises(ValueError, match=f"fact precision must be fp32, tf32, bf16 or fp16, or .*, got '?{wrong}"):
             checked_facts({"precision": wrong})
+    assert Facts.of({"precision": "torch.float16"}).precision == "fp16"  # an adapter's
+    assert Facts.of({"precision": "single"}).precision is None
+    with pytest.raises(ValueError, match=r"precision must be fp32, .*, got 'single'"):
+        check_total_loss(1.0, 1.0, 0.0, value_coef=0.5, precision="single")
 
 
 def test_every_declared_fact_has_a_form_in_the_journal() -> None:
