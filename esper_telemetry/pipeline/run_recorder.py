@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.metric_entries import metric_entries
+from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.files import replace_file
 from esper_telemetry.core.group import SlotLayout
 from esper_telemetry.core.messages import shown
@@ -309,6 +310,9 @@ class RunRecorder:
 
     def end(self, status: RunStatus, timeout: float) -> None:
         """Append the end line; the journal is complete on return, if `timeout` seconds and the disk allow."""
+        if self.repeated and self.earlier is not None and self.earlier.axes is not None:
+            data = {"name": "repeated", "update": self.earlier.axes.update, "text": self.repeated, "quiet": False}
+            self.event(REMARK, self.earlier.axes, data)
         self.pipeline.end(status, self._next_seq(), timeout)
         made = self._records
         missing = made if self.journal.is_deleted else min(made, self.pipeline.missing_records)

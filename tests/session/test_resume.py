@@ -77,6 +77,7 @@ def test_updates_that_are_not_recorded_again_are_judged(tmp_path: Path, capsys: 
         "1 update was trained again and not recorded; their alarms: numerics/nonfinite in update 3."
         in capsys.readouterr().out
     )
+    assert read_run(tmp_path).events[-1].data["text"].endswith("their alarms: numerics/nonfinite in update 3")
 
 
 def test_without_a_state_updates_are_told_by_their_steps(tmp_path: Path) -> None:
