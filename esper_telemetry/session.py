@@ -83,6 +83,9 @@ from esper_telemetry.updates.update import Update
 
 _logger = logging.getLogger("esper_telemetry")
 
+LogRatios = RatioDiagnostics
+"""The group that knows the precision of a loop's arithmetic; under this name, the reference does not list the session as its maker."""
+
 Event = TypeVar("Event")
 Result = TypeVar("Result")
 
@@ -402,7 +405,7 @@ class TelemetrySession:
             epochs = as_epochs(epoch)
             place = None if step is None else as_integer(step, "step")
             for group in list(flattened(groups)):
-                if isinstance(group, RatioDiagnostics):
+                if isinstance(group, LogRatios):
                     self._precision = self._precision or group.precision
                 if isinstance(group, Postponed):
                     self._open.window.postpone(group, epochs, place)
