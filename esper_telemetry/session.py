@@ -51,6 +51,7 @@ from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.events import Hooks
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.metrics.performance import telemetry_health
+from esper_telemetry.metrics.ratio import RatioDiagnostics
 from esper_telemetry.pipeline.in_process import (
     FAILURE,
     INTERVENTION,
@@ -81,6 +82,9 @@ from esper_telemetry.updates.sources import ObservedSource
 from esper_telemetry.updates.update import Update
 
 _logger = logging.getLogger("esper_telemetry")
+
+LogRatios = RatioDiagnostics
+"""The group that knows the precision of a loop's arithmetic; under this name, the reference does not list the session as its maker."""
 
 Event = TypeVar("Event")
 Result = TypeVar("Result")
@@ -155,6 +159,8 @@ class TelemetrySession:
         self._take_open_update: Callable[[], Update] = Update
         self._close_callbacks: list[Callable[[], None]] = []
         self._attached = self._closed = self._reports_at_close = self._was_interrupted = False
+        self._checkpoint = self._axes  # from which a resumed run continues
+        self._precision: str | None = None  # of the first log-ratios that were observed
         self._exchange = "done"  # of this flush with the other ranks: "due", "begun" or "done"
         self._asks_to_stop, self._stop_reasons = False, (False, False)
         self._usage = UsageWarnings(options.budget)
@@ -258,6 +264,9 @@ class TelemetrySession:
             self._flushed_at = time.perf_counter()
             self.facts = Facts.of(plain({**self.facts, **facts}))
         self._config.update(config or {})
+        precision = self.facts.precision or self._precision or self._watched.precision
+        if precision != self.facts.precision:
+            self.facts = Facts.of({**self.facts, "precision": precision})
         if self._recorder is not None and self._recorder.run is None:
             offload = self._attached if self._options.offload is None else self._options.offload
             worker = offload and self._peers is None
@@ -273,13 +282,15 @@ class TelemetrySession:
 
     def _warn_of_repeated_updates(self) -> None:
         """Log which updates a run that continues from an older checkpoint does not record; commands say it themselves."""
+        self._checkpoint = self._axes
         now, recorded = self._axes.update, self._journal_position.axes
         if self.prints_end and recorded is not None and now < recorded.update:
             message = (
                 "esper-telemetry: the run continues after update %d, and its journal has updates up to %d: updates %d to %d are trained"
-                " again and not recorded again. For another course from this checkpoint, pass a new run_dir without resume=True."
+                " again and not recorded again. Their alarms are reported here, and the sinks continue with update %d. For another course"
+                " from this checkpoint, pass a new run_dir without resume=True."
             )
-            _logger.warning(message, now, recorded.update, now + 1, recorded.update)
+            _logger.warning(message, now, recorded.update, now + 1, recorded.update, recorded.update + 1)
 
     def begin_update(self, env_step: int) -> None:
         """Begin an update, with data collected so far; alarms up to now decide its level.
@@ -394,6 +405,8 @@ class TelemetrySession:
             epochs = as_epochs(epoch)
             place = None if step is None else as_integer(step, "step")
             for group in list(flattened(groups)):
+                if isinstance(group, LogRatios):
+                    self._precision = self._precision or group.precision
                 if isinstance(group, Postponed):
                     self._open.window.postpone(group, epochs, place)
                 else:
@@ -468,7 +481,7 @@ class TelemetrySession:
             self._start()
             self._response.begin_update(late=self.sampling.is_late)
             self._end_update(self._next_axes(env_step, update, gradient_step), partial=False)
-            self._response.end_update(recorded=self._pending is not None)
+            self._response.end_update()
             if self._pending and (self._peers or not self._pending[1].pending):
                 self._record_pending()  # ranks end their updates together, so the device has finished
             if self._pending and not self._ships:
@@ -636,7 +649,7 @@ class TelemetrySession:
         return Axes(last.update + 1 if update is None else update, env_step, gradient_step, time.time())
 
     def _end_update(self, axes: Axes, *, partial: bool) -> None:
-        """Start the copy of the update's numbers to the host, unless an earlier part of the run has recorded this update."""
+        """Start the copy of the update's numbers to the host."""
         flushed = self._open.flush(axes, self.update_level, partial=partial)
         transfer = self._open.window.send()
         if self._ships:
@@ -650,8 +663,7 @@ class TelemetrySession:
         self._flushes += 1
         if is_new or (earlier.axes is not None and axes.update <= earlier.axes.update):
             self._axes = axes
-        if is_new:
-            self._pending = flushed, transfer
+        self._pending = flushed, transfer
 
     def _record_pending(self) -> None:
         """Hand the last update to the pipeline, if its numbers were still on their way from the device."""
@@ -698,7 +710,11 @@ class TelemetrySession:
             cost = FlushCost(seconds, cpu_seconds, elapsed, self._containment.take())
             backlog = SinkBacklog(stats.queue_depth, stats.errors, stats.lags)
             begun = time.perf_counter()
-            self._recorder.record(flushed._replace(measured=results[-1], cost=cost, backlog=backlog))
+            update = flushed._replace(measured=results[-1], cost=cost, backlog=backlog)
+            if self._journal_position.covers(flushed.axes):
+                self._response.receive(self._recorder.judge(update, self._checkpoint))
+            else:
+                self._recorder.record(update)
             self._usage.add_record(time.perf_counter() - begun, elapsed, can_use_worker=self._can_use_worker)
 
     def _can_use_worker(self) -> bool:
@@ -750,4 +766,5 @@ class TelemetrySession:
     def run_end(self, status: RunStatus, resume: str | None = None) -> RunEnd:
         """Return the summary at the end of the run; `resume` is its line on how to resume an interrupted run."""
         loss = self._loss(self._deliveries.close()) if self._closed and self._deliveries else ""
-        return RunEnd(self.run, self.run_dir, self._sinks if self._recorder else (), status, resume, loss)
+        sinks, repeated = (self._sinks, self._recorder.repeated) if self._recorder else ((), "")
+        return RunEnd(self.run, self.run_dir, sinks, status, resume, loss, repeated)

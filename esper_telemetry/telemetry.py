@@ -95,8 +95,8 @@ class Telemetry:
             records of your own loop on its thread. True uses the worker for both, False for neither. No worker is used without a run
             directory or a second core, with several ranks, or if CUDA is in use.
         resume: continue the run that `run_dir` holds, also in the backends. Restore telemetry's state with `load_state_dict`, unless an
-            attached trainer loads a checkpoint. Updates that the journal already holds are not recorded again. If several ranks
-            report, each of them must resume.
+            attached trainer loads a checkpoint. Updates that the journal already holds are judged and not recorded again: a warning
+            reports their alarms. If several ranks report, each of them must resume.
         report: whether `close` writes the run as a page, `report.html` in `run_dir`, which MLflow and W&B store. It takes some seconds
             after a long run and needs the extra `views`.
         notify: one or several addresses of Apprise, such as `slack://TOKEN_A/TOKEN_B/TOKEN_C`, that get a message when an incident

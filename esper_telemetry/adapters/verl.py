@@ -37,7 +37,7 @@ from esper_telemetry.adapters.completions import (
     minibatch_of,
 )
 from esper_telemetry.adapters.verl_workers import ACTOR, CRITIC, joined, start_worker, stop_worker, take_steps
-from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT, precision_of
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import BackwardEnd, EpisodeEnd, RolloutEnd
 from esper_telemetry.metrics.language import turns_of
@@ -350,7 +350,7 @@ class DriverListener(Adapter):
             "model": "language",
             "setting_names": SETTING_NAMES,
             "total_steps": int(trainer.total_training_steps) * self._batch_size,
-            "precision": {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}.get(dtype, dtype),
+            "precision": precision_of(dtype),
             "optimizer": str(self._setting(f"{actor}.optim.optimizer", "AdamW")),
             "groups": self._groups,
             "max_grad_norm": self._max_norm_setting,

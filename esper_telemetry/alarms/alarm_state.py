@@ -240,12 +240,18 @@ class AlarmRateLimit:
         return Counter(kind for _, kind in self._raised)
 
 
+LACKS_FACTS: Final = "the facts of the run lack"
+
+
 class RuleCoverage:
     """The inputs that the rules of a run need, and which of them the run has had."""
 
     def __init__(self, rules: Iterable[AlarmRule], facts: Facts) -> None:
         self._rules = tuple(rules)
-        self._lacking = {rule.type: [name for name in rule.facts if facts.get(name) is None] for rule in self._rules}
+        self._lacking = {
+            rule.type: [name for name in rule.facts if facts.get(name) is None or getattr(facts, name, 0) is None]
+            for rule in self._rules
+        }
         self._part_families = PART_FAMILIES - ({"lstm"} if facts.policy is not None else set())
         self._facts = facts
         self._seen: set[str] = set()
@@ -263,7 +269,7 @@ class RuleCoverage:
         reasons = {}
         for rule, facts, keys in self._gaps(sampled=sampled):
             if facts:
-                reasons[rule.type] = f"the facts of the run lack {', '.join(facts)}"
+                reasons[rule.type] = f"{LACKS_FACTS} {', '.join(facts)}"
             else:
                 reasons[rule.type] = f"no record has {', '.join(' or '.join(names) for names in keys)}"
         return reasons

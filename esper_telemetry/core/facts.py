@@ -28,6 +28,26 @@ A text continues "not traced: ", and is used if no record has the equation and `
 """
 
 
+PRECISIONS: Final[Mapping[str, str]] = {
+    **{name: name for name in ("fp32", "tf32", "bf16", "fp16")},
+    **dict(zip(("float32", "float64", "bfloat16", "float16"), ("fp32", "fp32", "bf16", "fp16"), strict=True)),
+}
+"""The fact `precision` by its own values and by torch's names of types; double precision rounds less than the bounds for fp32 allow."""
+
+
+def precision_of(dtype: object) -> str | None:
+    """Return the fact `precision` for a torch type or its name; None for anything else."""
+    return PRECISIONS.get(str(dtype).removeprefix("torch."))
+
+
+def require_precision(name: str, value: object) -> str:
+    """Return the fact `precision` for a value that a user gives."""
+    precision = precision_of(value)
+    if precision is None:
+        raise ValueError(f"{name} must be fp32, tf32, bf16 or fp16, or a float type of torch, got {shown(value)}")
+    return precision
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts(Mapping[str, Any]):
     """Facts of one run as attributes: None, or empty, if a fact is missing or has another form.
@@ -108,7 +128,14 @@ class Facts(Mapping[str, Any]):
             with suppress(ValueError, OverflowError):  # a text that is not a number, or a count that is not finite
                 if isinstance(facts.get(name), types):
                     values[name] = read(facts[name])
+        if "precision" in values:
+            values["precision"] = precision_of(values["precision"])
         return cls(facts, **values)
+
+    @property
+    def own_loop(self) -> bool:
+        """True if no trainer or adapter has described itself: the user's own loop reports what it calls."""
+        return not (self.trainer or self.optimizer)
 
     @property
     def rate_follows_kl(self) -> bool:
@@ -142,7 +169,7 @@ READ: Final[Mapping[str, tuple[tuple[type, ...], Callable[[Any], Any]]]] = {
 def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts that a user gives, with numbers of NumPy and torch as Python numbers; undeclared facts are free.
 
-    Raises TypeError for a fact of another type.
+    Raises TypeError for a fact of another type, ValueError for an unknown precision.
     """
     kinds = {require_text("the name of a fact", name): DECLARED.get(name, "") for name in facts}
     return {
@@ -153,6 +180,8 @@ def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_fact(name: str, kind: str, value: Any) -> Any:
+    if name == "precision":
+        return require_precision("fact precision", value)
     if kind in ("int", "float"):
         from esper_telemetry.core.arrays import (
             as_number,

@@ -70,6 +70,7 @@ CLIPPING = Equation(
     equation="g min(1, c / ‖g‖)",
     source="1211.5063, section 3.2",
     inputs="the gradient after the backward pass and at the optimizer's step",
+    check="check_clipping",
     compute=ClipInputs.clipped,
     tolerance=1.0,  # errors of healthy runs: 5e-7 and below
     advice="Something changes the gradient between the backward pass and the optimizer's step",

@@ -53,6 +53,7 @@ ACTIONS = CalibrationEquation(
     equation="a_t ~ π(· | s_t), independently of everything before, given s_t",
     source="policy gradient theorem (Sutton 1999); scores: Freedman 1975, theorem 1.6",
     inputs="actions, and the distributions that they were drawn from",
+    check="check_actions",
     compute=lambda inputs: calibration.largest(calibration.scores(inputs)),
     advice="Take the actions from the distribution whose parameters are stored, in the same step and environment.",
     hypotheses=(

@@ -112,6 +112,7 @@ ENTROPY_LOSS = Equation(
     equation="L = -mean Σ_heads H(π)",
     source="1602.01783, section 4",
     inputs="entropy losses, and logits or standard deviations of the minibatches",
+    check="check_entropy",
     compute=entropy_loss,
     tolerance=LOSS_TOLERANCE,
     advice="Compare the line that computes the entropy with the entropy of the distribution.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.facts import Facts, require_precision
 from esper_telemetry.core.metric import declaring_modules
 
 EQUATION_KEY: Final = "integrity/equation/"
@@ -136,6 +136,7 @@ class Equation:
         hypotheses: most likely first.
         source: paper.
         inputs: what a trainer must show so that the equation can be checked, as a noun phrase.
+        check: public function that checks numbers of the user's own loop; empty if there is none.
         tolerance: factor applied to `TOLERANCES`.
         advice: what to look at if no hypothesis explains a difference.
         multiples: (inputs) -> factors that programs may apply to the prediction of a hypothesis.
@@ -150,6 +151,7 @@ class Equation:
     hypotheses: tuple[Hypothesis, ...]
     source: str
     inputs: str
+    check: str = ""
     tolerance: float = 1.0
     advice: str = ""
     rank: int = 50
@@ -161,8 +163,8 @@ class Equation:
         return next(one for one in self.hypotheses if one.name == name)
 
     def tolerance_at(self, precision: str | None) -> float:
-        """Return the largest relative error that rounding explains; assume single precision if the precision is unknown."""
-        return self.tolerance * TOLERANCES.get(precision or "fp32", TOLERANCES["fp32"])
+        """Return the largest relative error that rounding explains, in single precision for None; raise ValueError for others."""
+        return self.tolerance * TOLERANCES[require_precision("precision", precision or "fp32")]
 
     def label(self, hypothesis: Hypothesis | None = None) -> str:
         """Return the last segment of the key of this equation, or of one of its hypotheses."""

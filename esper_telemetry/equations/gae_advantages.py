@@ -45,6 +45,7 @@ ADVANTAGES = Equation(
     equation="A_t = δ_t + γλ (1 - end_t) A_{t+1}, δ_t = r_t + γ V(s_{t+1}) - V(s_t)",
     source="1506.02438, eq. 16",
     inputs="rewards, values, ends, and the value after the last step",
+    check="check_gae",
     compute=gae,
     tolerance=ADVANTAGE_TOLERANCE,
     hypotheses=(*MISTAKES, *SUMS_MINUS_VALUES, *VARIANTS, *FITTED, *SUMS),

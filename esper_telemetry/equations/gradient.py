@@ -499,6 +499,7 @@ GRADIENT = Equation(
     equation="∇(L_policy + c_v L_value - c_e H) of the minibatch",
     source="1707.06347, eq. 7 and 9",
     inputs="the live policy at a minibatch, its rows, and the gradient before clipping",
+    check="check_gradient",
     compute=GradientInputs.total,
     tolerance=1.0,  # errors of the bundled trainer and of Stable-Baselines3 on a CPU: 0, because both passes run the same kernels
     advice="Compare the terms of the loss in the update with the equation, one at a time",

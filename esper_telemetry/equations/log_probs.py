@@ -231,6 +231,7 @@ LOG_PROBS = Equation(
     equation="log π(a | s) = Σ over heads and dimensions of log π_i(a_i | s), under the distribution that a was drawn from",
     source="1707.06347, eq. 6; 1801.01290, appendix C, for a tanh",
     inputs="actions, their log-probabilities, and the distributions that they were drawn from",
+    check="check_log_probs",
     compute=log_prob,
     tolerance=LOG_PROB_TOLERANCE,
     advice="Compute the log-probability of the same action that is stored, under the distribution that it was drawn from.",

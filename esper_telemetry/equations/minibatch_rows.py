@@ -152,6 +152,7 @@ MINIBATCHES = Equation(
     equation="a permutation of the rollout, drawn again for each pass",
     source="1707.06347, algorithm 1",
     inputs="the rows of each minibatch",
+    check="check_minibatches",
     compute=each_row_once,
     advice="Draw one permutation per pass and split it into minibatches.",
     hypotheses=(
@@ -316,6 +317,7 @@ LOG_RATIOS = Equation(
     equation="log r = log π(a|s) - log π_old(a|s)",
     source="1707.06347, eq. 6",
     inputs="log-ratios, the distributions of the minibatches, and the actions and log-probabilities of the rollout",
+    check="check_log_ratios",
     compute=lambda x: x.now - x.stored,
     tolerance=RATIO_TOLERANCE,
     rank=48,

@@ -226,6 +226,7 @@ NORMALIZED_ADVANTAGES = Equation(
     equation="(A - mean) / std over the rows that the settings name",
     source="Huang et al. 2022, The 37 implementation details of PPO",
     inputs="advantages before and after normalisation, and the rows of each minibatch",
+    check="check_normalized_advantages",
     compute=normalized_advantages,
     tolerance=NORMALIZED_TOLERANCE,
     advice="Check every line that changes advantages between the rollout and the loss.",

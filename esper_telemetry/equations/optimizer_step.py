@@ -227,6 +227,7 @@ OPTIMIZER_STEP = Equation(
     equation="θ' - θ of the optimizer's update rule, its state and its settings",
     source="1412.6980, algorithm 1 (Adam); 1711.05101 (AdamW); Sutskever et al. 2013 (momentum); Hinton 2012, lecture 6 (RMSprop)",
     inputs="the weights before and after a step, the gradient and the optimizer",
+    check="check_optimizer_step",
     tolerance=10.0,  # errors of healthy runs: 1e-5 to 3.1e-4, most of it rounding of the weights to fp32
     compute=StepInputs.changed,
     advice="Look for code outside the step that changes weights, the learning rate or the optimizer's state",

@@ -186,6 +186,7 @@ POLICY_LOSS = Equation(
     equation="L = -mean min(r A, clip(r, 1 - ε, 1 + ε) A)",
     source="1707.06347, eq. 7",
     inputs="policy losses, log-ratios and advantages of the minibatches",
+    check="check_policy_loss",
     compute=clipped_surrogate,
     tolerance=LOSS_TOLERANCE,
     advice="Compare the line that computes the policy loss with the equation, term by term.",

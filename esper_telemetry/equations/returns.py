@@ -321,6 +321,7 @@ RETURNS = Equation(
     equation="R_t = A_t + V(s_t)",
     source="1506.02438, eq. 16; Huang et al. 2022, The 37 implementation details of PPO",
     inputs="advantages before normalisation, values and returns",
+    check="check_returns",
     compute=lambda inputs: inputs.advantages + inputs.values,
     tolerance=RETURNS_TOLERANCE,
     advice="Check that advantages, values and returns are indexed and masked in the same way.",

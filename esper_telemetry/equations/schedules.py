@@ -398,6 +398,7 @@ SCHEDULES = Equation(
     equation="lr = lr_0 + (lr_1 - lr_0) n / N, environment steps n of N, or another configured function of n / N",
     source=PAPER,
     inputs="settings with a constant learning rate or a schedule",
+    check="check_schedule",
     compute=lambda inputs: inputs.line(),
     rank=65,
     over_run=True,

@@ -46,6 +46,7 @@ TOTAL_LOSS = Equation(
     equation="L = L_policy + c_value L_value + c_entropy L_entropy, L_entropy = -mean H",
     source="1707.06347, eq. 9",
     inputs="the total loss, its terms, and their weights",
+    check="check_total_loss",
     compute=total_loss,
     tolerance=LOSS_TOLERANCE,
     hypotheses=(

@@ -178,6 +178,7 @@ VALUE_LOSS = Equation(
     equation="L = ½ mean (V - R)², or ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²) if values are clipped",
     source="1707.06347, eq. 9",
     inputs="value losses, values and returns of the minibatches, and old values if values are clipped",
+    check="check_value_loss",
     compute=value_loss,
     multiples=ValueLossInputs.multiples,
     tolerance=LOSS_TOLERANCE,

@@ -39,6 +39,10 @@ from esper_telemetry.journal.lines import (
 from esper_telemetry.journal.packed import PACKED_SUFFIX, PackedFile, pack, unpack
 
 JOURNAL_NAME: Final = "journal.jsonl"
+HOLDS_RUN: Final = (
+    "already holds a run: pass another run directory, or continue that run with Telemetry(resume=True) or "
+    "`esper-telemetry train --resume`"
+)
 END_HEAD: Final = b'{"kind":"end"'
 MAX_BACKLOG_BYTES: Final = 8 << 20
 """Maximum bytes that wait in memory while the disk is full before new lines are lost: about 1,500 records of 120 values."""
@@ -101,7 +105,7 @@ class Journal:
         """
         path = Path(run_dir) / JOURNAL_NAME
         if path.exists() or path.with_name(path.name + PACKED_SUFFIX).exists():
-            raise FileExistsError(f"{run_dir} already holds a run: pass another run directory")
+            raise FileExistsError(f"{run_dir} {HOLDS_RUN}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL)
@@ -133,7 +137,7 @@ class Journal:
         Raises FileExistsError if the journal has a run.
         """
         if not is_abandoned(run_dir):
-            raise FileExistsError(f"{run_dir} already holds a run: pass another run directory")
+            raise FileExistsError(f"{run_dir} {HOLDS_RUN}")
         path = Path(run_dir) / JOURNAL_NAME
         return cls(path.parent.absolute(), open_regular(path, os.O_RDWR | os.O_APPEND | os.O_TRUNC))
 

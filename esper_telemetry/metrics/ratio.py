@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.facts import precision_of
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, Rows, label, reports, segment
@@ -39,6 +40,9 @@ from esper_telemetry.metrics.statistics import (
 EXP_LIMIT = 20.0
 """Limit of log-ratios that are passed to exp or expm1."""
 
+MAX_GRAPH_NODES = 64
+"""Operations that are searched for the precision; the last layer of a policy is among the 20 nearest."""
+
 SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
 
 MOVED_TOO_FAR = (
@@ -66,7 +70,11 @@ POLICY_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
-    """The log-ratio family of the joint policy."""
+    """The log-ratio family of the joint policy.
+
+    Attributes:
+        precision: of the arithmetic that made the log-ratios, as the fact of that name; None if unknown.
+    """
 
     kl: Mean = reports(
         Metric.nats("policy/kl", 101, "KL divergence of the update", level=Level.MINIMAL)
@@ -274,6 +282,7 @@ class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
             "How many valid advantages in the minibatches were NaN or infinite?"
         )
     )
+    precision: str | None = None
 
 
 @checked_arguments(clip=0)
@@ -298,6 +307,7 @@ def ratio_diagnostics(
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
     """
     log_ratio = as_tensor(log_ratio)
+    precision = arithmetic_precision(log_ratio)
     advantages = None if advantages is None else as_tensor(advantages, log_ratio)
     valid = as_mask(valid, log_ratio)
     same_shape(log_ratio=log_ratio, advantages=advantages, valid=valid)
@@ -337,7 +347,31 @@ def ratio_diagnostics(
         ess=effective_sample_size(s),
         surrogate_gain=None if a is None or gain is None else Mean(gain.sum(-1), a.count),
         advantages_nonfinite=None if a is None else Sum(a.nonfinite),
+        precision=precision,
     )
+
+
+def arithmetic_precision(result: Tensor) -> str | None:
+    """Return the lowest precision of a result and of the operations that made it: autocast rounds in them, and may cast the result back."""
+    nodes, dtypes = [result.grad_fn], {result.dtype}
+    for node in nodes:
+        if node is not None and len(nodes) < MAX_GRAPH_NODES:
+            dtypes.update(entry.dtype for entry in getattr(node, "_input_metadata", ()))
+            nodes.extend([source for source, _ in node.next_functions])
+    known = {precision_of(dtype) for dtype in dtypes}
+    if result.is_cuda and _allows_tf32(" ".join([node.name() for node in nodes if node is not None])):
+        known.add("tf32")
+    return next((name for name in ("fp16", "bf16", "tf32", "fp32") if name in known), None)
+
+
+def _allows_tf32(operations: str) -> bool:
+    """Return whether torch may use TF32 on a GPU: in cuDNN's convolutions and recurrent layers it does so by default."""
+    backends = torch.backends
+    try:
+        in_cudnn = backends.cudnn.allow_tf32 and any(name in operations for name in ("Convolution", "Cudnn"))
+        return bool(backends.cuda.matmul.allow_tf32 or in_cudnn)
+    except RuntimeError:  # set for single operations, for which these attributes raise
+        return True
 
 
 def _clip_fractions(

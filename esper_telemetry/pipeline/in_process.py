@@ -301,17 +301,19 @@ class InProcessPipeline:
         self._journal.write(encode_run(replace(info, metrics={})))
         self._journal.write(encode_metrics(info.metrics))
 
-    def resume(self, info: RunInfo, earlier: JournalContents | None = None) -> None:
+    def resume(self, info: RunInfo, earlier: JournalContents | None = None, *, until: Axes | None = None) -> None:
         """Continue a run whose journal holds this head and earlier records; history and detector read them.
 
-        `earlier` is what the caller knows of the journal's first lines: reading 100,000 of them takes seconds.
+        Args:
+            earlier: what the caller knows of the journal's first lines: reading 100,000 of them takes seconds.
+            until: the last position that is read; by default the journal's end.
         """
         self._begin(info.facts)
         self._keep_snapshots(info.run_dir)
         self._environments = EnvironmentTable(resumed=True)
         if info.run_dir:
             with suppress(OSError):  # if the journal cannot be read, only the history is lost
-                self._read_back(info.run_dir, earlier)
+                self._read_back(info.run_dir, earlier, until)
 
     def learn(self, secrets: Sequence[str]) -> None:
         """Mask these secrets from now on, as the training process does."""
@@ -430,10 +432,10 @@ class InProcessPipeline:
                 state = {"series": self._series, "remaining": self._remaining, **detector.state()}
                 self._snapshots.write(self._contents, RunState(state, detector.references))
 
-    def _read_back(self, run_dir: Path, earlier: JournalContents | None) -> None:
+    def _read_back(self, run_dir: Path, earlier: JournalContents | None, until: Axes | None) -> None:
         """Continue from the snapshot and the records after it; without one, from the last records."""
         saved, detector, self._contents = None, self._detector, earlier
-        if self._snapshots is not None and isinstance(detector, SupportsSnapshot):
+        if self._snapshots is not None and isinstance(detector, SupportsSnapshot) and until is None:
             saved = self._snapshots.read(detector.references)
         if saved is not None and isinstance(detector, SupportsSnapshot):
             self._contents, state = saved
@@ -449,6 +451,8 @@ class InProcessPipeline:
             reader.close()
         for entry in entries(run_dir, offset):
             if isinstance(entry, Record):
+                if until is not None and not entry.axes.within(until):
+                    break
                 derive = partial(self._series.derive, entry.values, self._settings.level)
                 self._containment.attempt(derive, lambda _: None)
                 own = {key: value for key, value in entry.values.items() if not key.startswith(DETECTOR_PREFIXES)}

@@ -100,11 +100,10 @@ class AlarmResponse:
             self.level = min(self.level, Level.NORMAL) if late else self.level
         return self.level
 
-    def end_update(self, *, recorded: bool = True) -> None:
-        """End the update; a recorded update is one of the requested updates."""
+    def end_update(self) -> None:
+        """End the update, which is one of the requested updates."""
         self._begun = False
-        if recorded:
-            self.remaining = max(0, self.remaining - 1)
+        self.remaining = max(0, self.remaining - 1)
 
     def call(self) -> None:
         """Call back with the alarms so far, in order.

@@ -20,14 +20,15 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.metric_entries import metric_entries
+from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.files import replace_file
 from esper_telemetry.core.group import SlotLayout
 from esper_telemetry.core.messages import shown
 from esper_telemetry.core.metric import declared
-from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.core.record import AlarmEvent, AlarmLevel, Axes, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.core.redaction import HIDDEN, masked, redacted
 from esper_telemetry.core.requirements import require_path
-from esper_telemetry.journal.file import Journal, is_abandoned
+from esper_telemetry.journal.file import HOLDS_RUN, Journal, is_abandoned
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_metrics, encode_run, plain
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
 from esper_telemetry.journal.memory_journal import MemoryJournal
@@ -124,6 +125,45 @@ class RecordTotals(NamedTuple):
         return f"{self.missing:,} of {self.made:,} records are not in the journal, because {why}{kept}"
 
 
+class RepeatedUpdates:
+    """Judges the updates of a resumed run that its journal has already, because their numbers differ unless training is deterministic.
+
+    Sinks and views read the journal and do not show these alarms, so warnings do.
+
+    Args:
+        run: the resumed run.
+        settings: settings of its pipeline.
+        checkpoint: position from which it continues: alarms know the records up to it.
+
+    Attributes:
+        alarms: the first update of each type that was raised.
+    """
+
+    def __init__(self, run: RunInfo, settings: PipelineSettings, checkpoint: Axes) -> None:
+        self._pipeline = InProcessPipeline(MemoryJournal(), settings)
+        self._pipeline.resume(run, until=checkpoint)
+        self._count, self.alarms = 0, dict[str, int]()
+
+    def judge(self, update: FlushedUpdate) -> Sequence[AlarmReport]:
+        """Judge an update, and log a warning for each alarm that is raised."""
+        self._pipeline.record(update)
+        self._count += 1
+        reports = self._pipeline.take_reports()
+        for alarm in (alarm for report in reports for alarm in report.alarms):
+            if alarm.event is AlarmEvent.RAISE and alarm.level is not AlarmLevel.INFO:
+                self.alarms.setdefault(alarm.type, alarm.axes.update)
+                message = "esper-telemetry: update %d, which is trained again and not recorded: %s  %s"
+                _logger.warning(message, alarm.axes.update, alarm.type, " ".join(alarm.text.split()))
+        return reports
+
+    @property
+    def sentence(self) -> str:
+        """The number of updates, and their alarms."""
+        alarms = ", ".join(f"{kind} in update {update:,}" for kind, update in self.alarms.items())
+        count = "1 update was" if self._count == 1 else f"{self._count:,} updates were"
+        return f"{count} trained again and not recorded; their alarms: {alarms or 'none'}"
+
+
 class RunRecorder:
     """Writes the journal of a run.
 
@@ -131,7 +171,7 @@ class RunRecorder:
     when the trainer's facts are known. The run then chooses its pipeline, in this process or in a worker.
 
     A resumed run continues its journal after a new `run` line. Backends cannot retract records, so the first record of an update is kept:
-    updates that are trained again, from the checkpoint to the end of the journal, are not recorded again.
+    updates that are trained again, from the checkpoint to the end of the journal, are judged and not recorded again.
 
     Attributes:
         journal: journal of the run, which sinks read.
@@ -160,6 +200,7 @@ class RunRecorder:
         self.settings = settings
         self.pipeline: InProcessPipeline | WorkerPipeline = InProcessPipeline(self.journal, settings)
         self._options = options
+        self._repeated: RepeatedUpdates | None = None
         self._seq = 0 if self.earlier is None else self.earlier.seq
         self._records = self.journal.records
         self._described: set[str] = set()
@@ -242,6 +283,19 @@ class RunRecorder:
         self._records += 1
         self.pipeline.record(update._replace(seq=self._next_seq()))
 
+    def judge(self, update: FlushedUpdate, checkpoint: Axes) -> Sequence[AlarmReport]:
+        """Judge an update that the journal has already, and return its alarms; nothing is appended."""
+        if self._repeated is None:
+            assert self.run is not None
+            self._repeated = RepeatedUpdates(self.run, self.settings, checkpoint)
+        return self._repeated.judge(update)
+
+    @property
+    def repeated(self) -> str:
+        """The sentence on updates that were judged and not recorded; empty if they raised no alarm and recorded updates followed."""
+        has_new = self.earlier is not None and self._records > self.earlier.records
+        return self._repeated.sentence if self._repeated and (self._repeated.alarms or not has_new) else ""
+
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
         """Append an event other than a record."""
         self.pipeline.event(JournalEvent(kind, plain(data), seq=self._next_seq(), axes=axes))
@@ -256,6 +310,9 @@ class RunRecorder:
 
     def end(self, status: RunStatus, timeout: float) -> None:
         """Append the end line; the journal is complete on return, if `timeout` seconds and the disk allow."""
+        if self.repeated and self.earlier is not None and self.earlier.axes is not None:
+            data = {"name": "repeated", "update": self.earlier.axes.update, "text": self.repeated, "quiet": False}
+            self.event(REMARK, self.earlier.axes, data)
         self.pipeline.end(status, self._next_seq(), timeout)
         made = self._records
         missing = made if self.journal.is_deleted else min(made, self.pipeline.missing_records)
@@ -451,7 +508,7 @@ def _named_journal(run_dir: Path) -> tuple[Journal, TrainerLock | None]:
     try:
         lock = TrainerLock(run_dir)
     except BlockingIOError:
-        raise FileExistsError(f"{run_dir} already holds a run: pass another run directory") from None
+        raise FileExistsError(f"{run_dir} {HOLDS_RUN}") from None
     try:
         return Journal.begin_again(run_dir), lock
     except BaseException:

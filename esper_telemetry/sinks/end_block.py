@@ -58,6 +58,7 @@ class RunEnd:
         status: how it ended.
         resume: the line on how to resume an interrupted run; None for the user's own loop, empty for no line.
         loss: the sentence on records that the journal lacks; empty if it is complete.
+        repeated: the sentence on updates that were trained again and not recorded; empty if there are none.
     """
 
     run: RunInfo | None
@@ -66,6 +67,7 @@ class RunEnd:
     status: RunStatus = RunStatus.FINISHED
     resume: str | None = None
     loss: str = ""
+    repeated: str = ""
 
     def verdict(self) -> Iterator[EndBlockLine]:
         """Yield the exception that ended the run, or its outcome, and its first incidents."""
@@ -73,6 +75,10 @@ class RunEnd:
             return
         if self.loss:
             yield EndBlockLine(f"{capitalized(self.loss)}: the following lines describe the other records", "bold red")
+        if self.repeated:
+            yield EndBlockLine(
+                f"{capitalized(self.repeated)}. The following lines describe the recorded updates", "bold"
+            )
         try:
             cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
         except OSError as error:

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.containment import Measurement
+from esper_telemetry.core.facts import precision_of
 from esper_telemetry.core.rate_schedule import group_rates, rates_by_name
 from esper_telemetry.core.tensors import gradient_norms, stop_at_nonfinite, total_norm
 from esper_telemetry.events import BackwardEnd, Hooks
@@ -416,6 +417,12 @@ class WatchedModels:
     def take(self, *, whole: bool) -> Update:
         """Return the gradients of all steps since the last call: a `whole` update, or its steps so far."""
         return Update(gradients=tuple(stacked([tap.take(whole=whole) for tap in self._taps])))
+
+    @property
+    def precision(self) -> str | None:
+        """Precision of the first parameter's type, as the fact of that name; None if nothing is watched."""
+        types = (parameter.dtype for tap in self._taps for parameter in tap.trained().values())
+        return precision_of(next(types, None))
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
         """Yield what was not finite first, then the parameters that optimizers train, as they are, then their gradients."""

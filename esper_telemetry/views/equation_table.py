@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from esper_telemetry.alarms.rules.equation_alarms import ACTIONS, EXCESS_KEYS, RATE_KEY, ActionSum, CalibrationJudge
+from esper_telemetry.alarms.verdict.unusual import OBSERVE
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Record, RunInfo, judgeable
 from esper_telemetry.equations.equation import (
@@ -232,6 +233,9 @@ def _reason(equation: Equation, run: RunInfo) -> str:
     if facts.level == "minimal":
         return "no update is sampled at level minimal"
     reasons = {**facts.untraced_equations, **facts.unchecked_equations}
+    if facts.own_loop and equation.check:
+        call = f"{OBSERVE}(esper_telemetry.{equation.check}(...))"
+        return reasons.get(equation.name) or f"{call} was not called; it needs {equation.inputs}"
     return reasons.get(equation.name) or f"the trainer does not show {equation.inputs}"
 
 

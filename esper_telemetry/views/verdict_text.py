@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
+from esper_telemetry.alarms.alarm_state import LACKS_FACTS
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, described_keys
 from esper_telemetry.alarms.rule import AlarmRule
@@ -24,6 +25,7 @@ from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.alarms.verdict.published_settings import SettingChange, outside_settings, setting_change
 from esper_telemetry.alarms.verdict.remarks import REMARK, is_setting
 from esper_telemetry.alarms.verdict.run_outcome import GOOD, OutcomeKind
+from esper_telemetry.alarms.verdict.unusual import OBSERVE
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import capitalized, end_text, number
 from esper_telemetry.core.record import RUN_FAILED, AlarmEvent, Record, RunInfo, template_of
@@ -86,10 +88,10 @@ def verdict_document(
     if diagnosis.unanswered:
         count = len(diagnosis.unanswered)
         questions = f"{count} question{'' if count == 1 else 's'} could not be answered"
-        groups = unanswered_by_reason(diagnosis).items()
+        groups = unanswered_by_reason(diagnosis)
         lines = (
             f"{', '.join(kinds)}: {reason}" + (f"; supplied by {remedy}" if remedy else "")
-            for (reason, remedy), kinds in groups
+            for (reason, remedy), kinds in groups.items()
         )
         yield h("br")
         yield (
@@ -97,6 +99,9 @@ def verdict_document(
             if list_unanswered
             else h("p", f"{questions}, as values were not reported; --all lists them.")
         )
+        facts = [remedy for reason, remedy in groups if reason.startswith(LACKS_FACTS) and remedy]
+        if facts and not list_unanswered:
+            yield h("p", f"Some of them need only facts that you know: {', '.join(facts)}.")
 
 
 def _remarks(remarks: Iterable[Mapping[str, Any]]) -> Iterator[Element]:
@@ -148,6 +153,10 @@ def _unexplained(diagnosis: Diagnosis) -> Iterator[Element]:
     for remedy, count in suppliers.most_common(MAX_REMEDIES):
         kinds = [kind for kind, supplier in diagnosis.remedies.items() if supplier == remedy]
         lines.append(f"{remedy}: {', '.join(kinds[:3])}" + (f" and {count - 3} more" if count > 3 else ""))
+    if any(remedy.startswith(OBSERVE) for remedy in suppliers):  # the user's own loop
+        lines.append(
+            f"{OBSERVE}(esper_telemetry.check_gae(...)) and others: equations, which `esper-telemetry check RUN` lists"
+        )
     if lines:
         yield folded("Not measured, and how to measure it", items(lines), is_open=is_open)
 

@@ -90,9 +90,10 @@ def test_a_loop_without_returns_says_how_to_report_them(tmp_path: Path, capsys: 
         in text
     )
     assert "questions could not be answered, as values were not reported; --all lists them." in text
+    assert 'Some of them need only facts that you know: Telemetry(facts={"precision": ...}), ' in text
     assert (
-        "reward/constant: no record has reward/std, reward/absmax; supplied by telemetry.observe(reward_stats(...))"
-        in everything
+        "reward/constant: no record has reward/std, reward/absmax; supplied by "
+        "telemetry.observe(esper_telemetry.metrics.reward_stats(...))" in everything
     )
     assert 'the facts of the run lack total_steps; supplied by Telemetry(facts={"total_steps": ...})' in everything
     assert "lstm" not in everything

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
+import esper_telemetry
 from esper_telemetry.alarms.verdict.bounds import beyond_bound, critical_values, distance_beyond
 from esper_telemetry.alarms.verdict.unusual import (
     NORMALIZED_KEYS,
     RunValues,
+    dotted_name,
     fact_remedy,
     healthy_values,
     judge_value,
@@ -159,12 +163,13 @@ def test_the_kind_of_task_comes_from_the_facts(facts: Facts, kind: str) -> None:
 def test_each_missing_value_names_what_supplies_it() -> None:
     own, trainer = Facts(level="normal"), Facts(level="normal", optimizer="Adam")
 
-    assert key_remedy("reward/std", own) == "telemetry.observe(reward_stats(...))"
+    assert key_remedy("reward/std", own) == "telemetry.observe(esper_telemetry.metrics.reward_stats(...))"
     assert key_remedy("grad/global/norm_preclip", own) == "telemetry.watch(agent, optimizer)"
-    assert key_remedy("value/r2", own) == "telemetry.observe(value_fit(...))"
+    assert key_remedy("value/r2", own) == "telemetry.observe(esper_telemetry.metrics.value_fit(...))"
     assert key_remedy("my/number", own) == 'telemetry.log({"my/number": ...})'
     assert key_remedy("reward/std", Facts(level="minimal")) == 'level="normal"'
     assert key_remedy("repr/effective_rank", trainer).startswith("a larger budget=")
+    assert fact_remedy(("groups",)) == "telemetry.watch(agent, optimizer, actor=..., critic=...)"
     assert fact_remedy(("num_envs",)) == 'Telemetry(facts={"num_envs": ...})'
 
 
@@ -172,3 +177,8 @@ def test_functions_that_are_named_exist() -> None:
     """Every function next to a group returns that group, and none is private."""
     assert all(not name.startswith("_") for supplier in suppliers().values() for name in supplier.functions)
     assert "episode_stats" in suppliers()["episode/return_mean"].functions
+    for supplier in suppliers().values():
+        for module, _, name in (dotted_name(function).rpartition(".") for function in supplier.functions):
+            assert callable(getattr(import_module(module), name))
+    for equation in equations().values():
+        assert not equation.check or callable(getattr(esper_telemetry, equation.check))

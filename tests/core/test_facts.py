@@ -7,7 +7,9 @@ from math import inf
 
 import numpy as np
 import pytest
+import torch
 
+from esper_telemetry import check_total_loss
 from esper_telemetry.core.facts import DECLARED, Facts, checked_facts
 from esper_telemetry.journal.schema import FACTS
 
@@ -49,6 +51,18 @@ def test_facts_of_users_are_checked_by_the_declared_types() -> None:
     for name, wrong in {"clip": "wide", "env": 3, "squashed": "yes", "heads": ["a"], "groups": {"actor": "a"}}.items():
         with pytest.raises(TypeError, match=f"fact {name} must"):
             checked_facts({name: wrong})
+
+
+def test_a_precision_is_one_that_has_bounds() -> None:
+    for given in ("bf16", "bfloat16", torch.bfloat16):
+        assert checked_facts({"precision": given}) == {"precision": "bf16"}
+    for wrong in ("single", "int64", 32):
+        with pytest.raises(ValueError, match=f"fact precision must be fp32, tf32, bf16 or fp16, or .*, got '?{wrong}"):
+            checked_facts({"precision": wrong})
+    assert Facts.of({"precision": "torch.float16"}).precision == "fp16"  # an adapter's
+    assert Facts.of({"precision": "single"}).precision is None
+    with pytest.raises(ValueError, match=r"precision must be fp32, .*, got 'single'"):
+        check_total_loss(1.0, 1.0, 0.0, value_coef=0.5, precision="single")
 
 
 def test_every_declared_fact_has_a_form_in_the_journal() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
+from esper_telemetry.adapters.script.program import PrefixFormatter
 from esper_telemetry.journal.read import Run
 
 pytestmark = pytest.mark.system
@@ -522,3 +524,9 @@ def test_other_ranks_run_the_script_and_say_nothing(tmp_path: Path) -> None:
     )
 
     assert (process.returncode, process.stdout, process.stderr) == (0, "trained\n", "")
+
+
+def test_a_message_of_telemetry_has_its_prefix_once() -> None:
+    for message in ("esper-telemetry: the sink is slow", "the sink is slow"):
+        record = logging.LogRecord("esper_telemetry", logging.WARNING, "", 0, message, None, None)
+        assert PrefixFormatter().format(record) == "esper-telemetry: the sink is slow"

@@ -58,6 +58,28 @@ def test_the_first_record_of_an_update_stands(tmp_path: Path, caplog: pytest.Log
     assert "continues after update 2" in warning and "updates 3 to 4 are trained again and not recorded" in warning
 
 
+def test_updates_that_are_not_recorded_again_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The repeated update 3 is not finite, unlike the recorded one: sinks do not show it, so a warning and the end do."""
+    alarms: list[int] = []
+    state = begun(tmp_path)
+    before = (tmp_path / "journal.jsonl").read_text().count('"kind":"alarm"')
+
+    with Telemetry("console", run_dir=tmp_path, resume=True) as telemetry:
+        telemetry.on_alarm(lambda alarm: alarms.append(alarm.axes.update))
+        telemetry.load_state_dict(state)
+        telemetry.log({"loss/value": float("nan")})
+        telemetry.flush(env_step=300)
+        assert alarms == [3] and telemetry.should_stop()
+
+    assert numbers(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert (tmp_path / "journal.jsonl").read_text().count('"kind":"alarm"') == before == 0
+    assert (
+        "1 update was trained again and not recorded; their alarms: numerics/nonfinite in update 3."
+        in capsys.readouterr().out
+    )
+    assert read_run(tmp_path).events[-1].data["text"].endswith("their alarms: numerics/nonfinite in update 3")
+
+
 def test_without_a_state_updates_are_told_by_their_steps(tmp_path: Path) -> None:
     """A loop that restores only its own counters."""
     begun(tmp_path)

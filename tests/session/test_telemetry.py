@@ -23,6 +23,7 @@ from esper_telemetry import (
     RunStatus,
     Telemetry,
     gradient_health,
+    ratio_diagnostics,
     read_run,
     reports,
 )
@@ -340,3 +341,30 @@ def test_a_program_can_ask_whether_to_stop(tmp_path: Path) -> None:
         assert not telemetry.should_stop()
         telemetry.request_stop()
         assert telemetry.should_stop()
+
+
+@pytest.mark.parametrize(
+    ("autocast", "detached", "precision", "raises"),
+    [(False, False, "fp32", True), (False, True, "fp32", True), (True, False, "bf16", False)],
+)
+def test_log_ratios_say_the_precision_that_judges_them(
+    tmp_path: Path, autocast: bool, detached: bool, precision: str, raises: bool
+) -> None:
+    """Ratios before the first step differ from 1 by 0.01 nats: bfloat16 explains it, even if its result was cast to float32."""
+    actor, inputs = torch.nn.Linear(4, 2), torch.randn(8, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        log_probs = torch.distributions.Categorical(logits=actor(inputs)).log_prob(torch.zeros(8))
+    log_ratio = log_probs.float() - log_probs.detach() + 0.01
+    with Telemetry(run_dir=tmp_path) as telemetry:
+        telemetry.observe(ratio_diagnostics(log_ratio.detach() if detached else log_ratio))
+        telemetry.flush(env_step=1)
+        assert telemetry.should_stop() is raises
+    assert read_run(tmp_path).info.facts["precision"] == precision
+
+
+def test_watched_parameters_say_the_precision_of_a_loop_that_has_no_log_ratios_yet(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+    with Telemetry(run_dir=tmp_path) as telemetry:
+        telemetry.watch(model, torch.optim.SGD(model.parameters()))
+        telemetry.flush(env_step=1)
+    assert read_run(tmp_path).info.facts["precision"] == "bf16"

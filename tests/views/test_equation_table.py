@@ -155,6 +155,10 @@ def test_what_could_not_be_checked_has_a_reason() -> None:
 
     assert given["sums"].result == "could not be checked: the trainer keeps its sums to itself"
     assert rows(run(), records({}))["sums"].reason == "the trainer does not show two numbers"
+    call = "telemetry.observe(esper_telemetry.check_schedule(...)) was not called; it needs settings with"
+    assert rows(run(), records({}))["schedules"].reason.startswith(call)
+    theirs = rows(run(trainer="theirs"), records({}))["schedules"].reason
+    assert theirs.startswith("the trainer does not show settings with")
     assert rows(run(level="minimal"), records({}))["sums"].reason == "no update is sampled at level minimal"
 
 

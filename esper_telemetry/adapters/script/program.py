@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from esper_telemetry.core.messages import printable
 from esper_telemetry.core.redaction import masked
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener
+
+PREFIX: Final = "esper-telemetry: "
 
 
 def compiled(script: str) -> CodeType:
@@ -86,13 +88,21 @@ def last_line(
     return f"{name}: {count} update{'' if count == 1 else 's'}; the verdict on them: esper-telemetry diagnose {run_dir}"
 
 
+class PrefixFormatter(logging.Formatter):
+    """Begins each line with the prefix, which most messages have already."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message."""
+        return PREFIX + super().format(record).removeprefix(PREFIX)
+
+
 def log_to_stderr(*, tracebacks: bool) -> None:
     """Send telemetry's log to stderr, with a prefix, separately from the script's own log."""
     logger = logging.getLogger("esper_telemetry")
     if tracebacks:
         logger.setLevel(logging.DEBUG)
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("esper-telemetry: %(message)s"))
+    handler.setFormatter(PrefixFormatter())
     logger.addHandler(handler)
     logger.propagate = False
 
@@ -100,7 +110,7 @@ def log_to_stderr(*, tracebacks: bool) -> None:
 def say(sentence: str) -> None:
     """Write a line on stderr; a closed or missing stream is ignored."""
     try:
-        sys.stderr.write(f"esper-telemetry: {printable(masked(sentence))}\n")
+        sys.stderr.write(f"{PREFIX}{printable(masked(sentence))}\n")
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
         return

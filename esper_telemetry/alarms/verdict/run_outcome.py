@@ -408,7 +408,7 @@ class OutcomeJudge:
         if not key and self._episodes == 0 and REWARD in self._series:
             return self._by_series(REWARD)
         if not key:
-            why = NOT_REPORTED if self._facts.trainer or self._facts.optimizer else NOT_OBSERVED
+            why = NOT_OBSERVED if self._facts.own_loop else NOT_REPORTED
             why = "no episode has ended" if self._counted and not self._episodes else why
             why = why if self._updates else "no update has been recorded"
             return Outcome(text=f"{OutcomeKind.TOO_SHORT}: {why}", updates=self._updates)

@@ -268,6 +268,7 @@ DERIVED_FROM: Final = {
     "policy/action_shift_js": "action_shift",
 }
 """Functions that return the inputs of keys derived in `history`."""
+OBSERVE: Final = "telemetry.observe"
 PART_FAMILIES: Final = frozenset({"lstm"})
 """Families of optional parts of a network: they are not requested from a run that neither names the part nor reports any of its keys."""
 
@@ -302,16 +303,24 @@ def key_remedy(key: str, facts: Facts) -> str:
     level = facts.level or "normal"
     if supplier is not None and level.upper() in Level.__members__ and supplier.metric.level > Level.parse(level):
         return f'level="{supplier.metric.level.name.lower()}"'
-    if facts.trainer or facts.optimizer:  # facts of an adapter, or of the bundled trainer
+    if not facts.own_loop:
         if supplier is not None and supplier.metric.cost in ("sampled", "debug"):
             return 'a larger budget=, or level="debug": it is measured in sampled updates'
         return "not available: this trainer's adapter does not report it"
     if key.startswith(WATCHED):
         return "telemetry.watch(agent, optimizer)"
     function = DERIVED_FROM.get(key) or next(iter(supplier.functions if supplier else ()), "")
-    return f"telemetry.observe({function}(...))" if function else f'telemetry.log({{"{key}": ...}})'
+    return f"{OBSERVE}({dotted_name(function)}(...))" if function else f'telemetry.log({{"{key}": ...}})'
+
+
+def dotted_name(function: str) -> str:
+    """Return the name by which a program imports a metric function, preferably from `esper_telemetry.metrics`."""
+    modules = ("esper_telemetry.metrics", *(group.__module__ for group in groups()))
+    return f"{next(module for module in modules if function in dir(sys.modules[module]))}.{function}"
 
 
 def fact_remedy(names: tuple[str, ...]) -> str:
     """Return the call that declares facts of a run."""
+    if names == ("groups",):
+        return "telemetry.watch(agent, optimizer, actor=..., critic=...)"
     return f"Telemetry(facts={{{', '.join(f'{name!r}: ...' for name in names)}}})".replace("'", '"')
