@@ -216,7 +216,7 @@ def _verl(telemetry: Any) -> Turns:
     from esper_telemetry.lab.verl_cpu import ENVIRONMENT
 
     os.environ |= {**ENVIRONMENT, "RAY_AUTH_MODE": "disabled"}  # otherwise Ray writes a token to the home directory
-    from esper_telemetry.adapters.verl import TrainerListener
+    from esper_telemetry.adapters.verl import DriverListener
     from esper_telemetry.lab.small_language_model import save_model
     from esper_telemetry.lab.verl_cpu.verl_training import SamplingManager, cpu_config, local_ray, new_trainer
 
@@ -226,7 +226,7 @@ def _verl(telemetry: Any) -> Turns:
     config = cpu_config(save_model(Path(tempfile.mkdtemp()), seed=1, width=256, layers=4))
     trainer = new_trainer(config)
     manager = SamplingManager.create(config, trainer.get_llm_client())
-    listener = TrainerListener(telemetry, trainer, samples=True)
+    listener = DriverListener(telemetry, trainer, samples=True)
 
     def fit() -> None:
         trainer.total_training_steps = trainer.global_steps + VERL_UPDATES
