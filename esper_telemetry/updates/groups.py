@@ -268,7 +268,9 @@ def _episodes(update: Update) -> Iterator[Measurement]:
         recent = partial(episode_stats, recent_returns=episodes.recent_returns, recent_ends=episodes.recent_ends)
         yield partial(recent, episodes.returns, episodes.lengths)
         if rollout is not None:
-            yield partial(episode_ends, rollout.ended, rollout.terminated, episodes.lengths, valid=rollout.valid)
+            limits = rollout.time_limits  # of a program that treats them as terminations
+            terminated = rollout.terminated if limits is None else rollout.terminated & ~limits
+            yield partial(episode_ends, rollout.ended, terminated, episodes.lengths, valid=rollout.valid)
 
 
 def _minibatches(
