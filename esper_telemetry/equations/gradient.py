@@ -528,7 +528,7 @@ GRADIENT = Equation(
         )
         .predicts("g = ∇L_K instead of ∇(L_1 + ... + L_K)", last_pass)
         .advises("Call optimizer.zero_grad() once per optimizer step, before its first backward pass")
-        .cites("program: a2c-parts_cleared"),
+        .cites("program: parts-cleared"),
         mistake("zero", "zero")
         .predicts("g = 0", lambda inputs: torch.zeros_like(inputs.claimed))
         .advises("The loss is detached, or the gradient is cleared after the backward pass")
@@ -638,10 +638,13 @@ GRADIENT = Equation(
         mistake("kl_reward", "the gradient of the loss with a penalty of the wrong sign on the KL divergence,")
         .fits("g = ∇(L - β KL)", "-β", partial(fit_kl, sign=-1))
         .advises("Add the divergence to the loss: subtracting it drives the policy away from the policy at collection")
-        .cites("1707.06347, eq. 8"),
+        .cites("program: script-kl_rewarded"),
     ),
 )
 
+
+OTHER_GRADIENTS: Final = ("critic_leaks", "last_pass", "kl_penalty")
+"""Alternatives that are gradients of a part of the trainer's own loss."""
 
 Tensors: TypeAlias = "Mapping[str, Tensor | None] | Sequence[Tensor | None]"
 
@@ -676,7 +679,8 @@ def check_gradient(
             rows: of the minibatch, to recognise a sum instead of a mean.
         max_norm: limit of the global norm.
         alternatives: gradients of other losses by the name of their hypothesis, unweighted: `no_clip`, `ratio_inverted`,
-            `entropy_of_sample` and so on (an unknown name lists all), or `critic_leaks`: the value loss's gradient if it is not stopped.
+            `entropy_of_sample` and so on (an unknown name lists all). Or gradients of parts of the loss: `critic_leaks`, the value loss
+            if it is not stopped; `last_pass`, the last of several backward passes; `kl_penalty`, the divergence that the loss adds.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.
 
@@ -720,7 +724,7 @@ def _check_names(terms: Iterable[str], coefficients: Iterable[str], alternatives
     unweighted = [name for name in terms if name != "policy" and name not in coefficients]
     if unweighted:
         raise ValueError(f"coefficients must have a weight for {', '.join(unweighted)}")
-    known = [*(name for name in LOSSES if name not in TERMS), "critic_leaks"]
+    known = [*(name for name in LOSSES if name not in TERMS), *OTHER_GRADIENTS]
     unknown = sorted(set(alternatives) - set(known))
     if unknown:
         raise ValueError(f"alternatives must be among {', '.join(known)}, got {', '.join(unknown)}")

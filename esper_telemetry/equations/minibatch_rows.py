@@ -351,16 +351,13 @@ LOG_RATIOS = Equation(
         .advises("Take the exponential of the difference.", source="program: test_log_ratios"),
         mistake("mixed_quotient", "the new probability divided by the old log-probability")
         .predicts("r = π / log π_old", lambda x: x.now - x.stored.abs().log())
-        .advises("Take the exponential of both, or of the difference.", source="program: test_log_ratios"),
+        .advises("Take the exponential of both, or of the difference.", source="program: script-pg_ratio_quotient"),
         mistake("no_exponential", "the difference of the log-probabilities without its exponential")
         .predicts("r = log π - log π_old", LogRatioInputs.as_difference)
-        .advises("Take the exponential of the difference.", source="program: test_log_ratios"),
+        .advises("Take the exponential of the difference.", source="program: script-pg_ratio_difference"),
         mistake("linear", "1 plus the difference of the log-probabilities instead of its exponential")
         .predicts("r = 1 + log π - log π_old", lambda x: (1 + x.now - x.stored).abs().log())
-        .advises("Take the exponential of the difference.", source="program: test_log_ratios"),
-        mistake("probabilities", "the difference of the probabilities: the ratio is its exponential")
-        .predicts("log r = π - π_old", lambda x: x.now.exp() - x.stored.exp())
-        .advises("Take the logarithm of both probabilities, or divide them.", source="program: test_log_ratios"),
+        .advises("Take the exponential of the difference.", source="program: script-pg_ratio_linear"),
         mistake(
             "rows_in_order",
             "the new minus the old log-probabilities in the order of the rollout: they are not indexed with the "
