@@ -335,7 +335,7 @@ class ScriptListener:
             optimizers = [one for one in optimizers if one not in own_path]  # those of the critic
         optimizer = optimizers[0] if len(optimizers) == 1 else None  # whose parameters the gradient reaches
         is_part = self._several or (optimizer is not None and self._last_passes.get(optimizer, 1) > 1)
-        if optimizer is None or (policy is None and not (is_part and reading is not None)):
+        if optimizer is None or (policy is None and not is_part):
             return
         self._announced, self._passes, self._last_part = optimizer, 1, advantages
         others = [parameter for one in self._optimizers for parameter in _parameters_of(one)]
