@@ -26,6 +26,8 @@ FILES: Final[Mapping[str, str]] = {
     "trl": "trl_program.py",
     "reinforce": "policy_gradient.py",
     "a2c": "policy_gradient.py",
+    "parts": "policy_gradient.py",
+    "apart": "policy_gradient.py",
 }
 """Correct programs, by the first part of a name."""
 
@@ -122,7 +124,7 @@ class Program:
     def correct(self) -> Program:
         """Return the correct twin of a short run."""
         args = self.args[: self.args.index("--fault")] if "--fault" in self.args else self.args
-        kept = {*CHANGES["continuous"], *CHANGES["own_loop"]}
+        kept = {edit for name in ("continuous", "own_loop", *STYLES) for edit in CHANGES[name]}
         edits = tuple(edit for edit in self.edits if edit in kept)
         return replace(self, name=f"{self.name} (correct)", kind="correct", edits=edits, args=args)
 
@@ -176,7 +178,10 @@ SECTION_ARGS: Final[Mapping[str, tuple[str, ...]]] = {
     "recurrent": ("--kind", "recurrent"),
     "masked": ("--kind", "masked"),
     "a2c": ("--critic",),
+    "apart": ("--critic",),
 }
+STYLES: Final = ("parts", "apart")
+"""Sections whose programs are written in another style: with the change of that name."""
 LIBRARY_BASES: Final[Mapping[str, Mapping[str, Any]]] = {
     "sb3": {"n_envs": 8, "n_steps": 64, "batch_size": 128, "n_epochs": 6, "learning_rate": 1e-3, "gamma": 0.98},
     "bundled": {"num_envs": 8, "num_steps": 64, "learning_rate": 1e-3, "gamma": 0.98, "gae_lambda": 0.9},
@@ -202,7 +207,11 @@ def _program(section: str, key: str, entry: Mapping[str, Any], *quantities: str)
         trainer,
         "library_program.py" if library else FILES[section],
         kind="variant" if section == "variant" else "wrong",
-        edits=(*(CHANGES["continuous"] if continuous else ()), *_edits(entry)),
+        edits=(
+            *(CHANGES["continuous"] if continuous else ()),
+            *(CHANGES[section] if section in STYLES else ()),
+            *_edits(entry),
+        ),
         args=(entry["env"], "--fault", key)
         if "env" in entry
         else (*SECTION_ARGS.get(section, ()), *entry.get("args", ())),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .corpus import BY_NAME, CHANGES, FORCE, Edit, Program
+from .corpus import BY_NAME, CHANGES, FORCE, STYLES, Edit, Program
 
 
 def correct(name: str, base: str, args: tuple[str, ...] = (), edits: tuple[Edit, ...] = ()) -> Program:
@@ -136,6 +136,15 @@ def _programs() -> Iterator[Program]:
     for label, args in {"reinforce": (), "a2c": ("--critic",)}.items():
         for env in ("tasks:Drift-v0", "CartPole-v1", "Acrobot-v1"):
             yield correct(f"{label} {env}", "policy_gradient.py", ("--env-id", env, *args))
+            for style in STYLES[: 2 if args else 1]:
+                yield correct(f"{label} {style} {env}", "policy_gradient.py", ("--env-id", env, *args), CHANGES[style])
+    for label, penalty in {
+        "difference": "-logratio.mean()",
+        "expectation": "(ratio - 1 - logratio).mean()",
+        "square": "logratio.pow(2).mean()",
+    }.items():
+        added = (("loss = pg_loss -", f"loss = pg_loss + 0.3 * {penalty} -"),)
+        yield correct(f"script KL {label}", script, (), added)
     clear, step = "            optimizer.zero_grad()\n", "            nn.utils.clip_grad_norm_"
     accumulated = (
         (clear, f"            if start % (2 * minibatch_size) == 0:\n    {clear}"),

@@ -75,6 +75,8 @@ class MinibatchObjective:
             None if they are not available.
         value_gradient: returns the gradient [N] of the trainer's loss at the values, after its backward pass; None if it is not
             known.
+        passes: backward passes before this one whose gradients the same step applies, as of the parts of a minibatch.
+        cleared: the gradients of those passes, of other rows, have been cleared.
         by_name: whether the numbers come from variables identified by their names: then only a difference that a known mistake explains
             counts, and clipping is known only with a `max_norm`.
     """
@@ -92,3 +94,5 @@ class MinibatchObjective:
     terms: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, float]] | None] | None = None
     value_gradient: Callable[[], Tensor | None] = lambda: None
     by_name: bool = False
+    passes: int = 0
+    cleared: bool = False

@@ -404,6 +404,12 @@ def factor(inputs: GradientInputs, term: str, times: float) -> Tensor | None:
     return inputs.total(**{term: times * inputs.weight(term)}) if inputs.weight(term) else None
 
 
+def last_pass(inputs: GradientInputs) -> Tensor | None:
+    """Return the gradient of the last backward pass of the step; None unless the gradients of the others were cleared."""
+    last = inputs.alternatives("last_pass")
+    return None if last is None else last / inputs.scale
+
+
 def by_norm(inputs: GradientInputs) -> Tensor | None:
     """Return the gradient clipped by its global norm; None if it is below the limit."""
     norm = torch.linalg.vector_norm(inputs.total() * inputs.scale)
@@ -451,10 +457,14 @@ def fit_penalty(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor]
     return None if inputs.weights is None else fitted(inputs.total(), inputs.weights, numbers)
 
 
-def fit_kl(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Fit the weight of the KL estimator that explains the numbers best, with the clipped or the plain surrogate."""
+def fit_kl(inputs: GradientInputs, numbers: Tensor, *, sign: int) -> tuple[float, Tensor] | None:
+    """Fit the weight of the KL estimator that explains the numbers best, with the clipped or the plain surrogate; None for a weight of
+    the other sign.
+    """
     bases = [inputs.total(), inputs.replaced("no_clip")]
-    penalties = [one / inputs.scale for name in KL_ESTIMATES if (one := inputs.alternatives(name)) is not None]
+    penalties = [
+        one / inputs.scale for name in (*KL_ESTIMATES, "kl_penalty") if (one := inputs.alternatives(name)) is not None
+    ]
     fits = [
         fit
         for base in bases
@@ -462,7 +472,8 @@ def fit_kl(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | No
         for penalty in penalties
         if (fit := fitted(base, penalty, numbers)) is not None
     ]
-    return min(fits, key=lambda fit: float((fit[1] - numbers).abs().max()), default=None)
+    best = min(fits, key=lambda fit: float((fit[1] - numbers).abs().max()), default=None)
+    return best if best is not None and best[0] * sign > 0 else None
 
 
 def _of_each_term(
@@ -513,6 +524,12 @@ GRADIENT = Equation(
             "Clear the gradients of all parameters: optimizer.zero_grad() clears only the optimizer's own parameters"
         )
         .cites("torch.optim.Optimizer.zero_grad"),
+        mistake(
+            "last_pass", "the gradient of the last of several backward passes: the others were cleared before the step"
+        )
+        .predicts("g = ∇L_K instead of ∇(L_1 + ... + L_K)", last_pass)
+        .advises("Call optimizer.zero_grad() once per optimizer step, before its first backward pass")
+        .cites("program: parts-cleared"),
         mistake("zero", "zero")
         .predicts("g = 0", lambda inputs: torch.zeros_like(inputs.claimed))
         .advises("The loss is detached, or the gradient is cleared after the backward pass")
@@ -617,11 +634,18 @@ GRADIENT = Equation(
         .advises("Remove the penalty, or use the optimizer's weight_decay instead")
         .cites("program: test_gradients"),
         variant("kl_penalty", "the gradient of the loss with a penalty on the KL divergence,")
-        .fits("g = ∇(L + β KL)", "β", fit_kl)
+        .fits("g = ∇(L + β KL)", "β", partial(fit_kl, sign=1))
         .cites("1707.06347, eq. 8"),
+        mistake("kl_reward", "the gradient of the loss with a penalty of the wrong sign on the KL divergence,")
+        .fits("g = ∇(L - β KL)", "-β", partial(fit_kl, sign=-1))
+        .advises("Add the divergence to the loss: subtracting it drives the policy away from the policy at collection")
+        .cites("program: script-kl_rewarded"),
     ),
 )
 
+
+OTHER_GRADIENTS: Final = ("critic_leaks", "last_pass", "kl_penalty")
+"""Alternatives that are gradients of a part of the trainer's own loss."""
 
 Tensors: TypeAlias = "Mapping[str, Tensor | None] | Sequence[Tensor | None]"
 
@@ -656,7 +680,8 @@ def check_gradient(
             rows: of the minibatch, to recognise a sum instead of a mean.
         max_norm: limit of the global norm.
         alternatives: gradients of other losses by the name of their hypothesis, unweighted: `no_clip`, `ratio_inverted`,
-            `entropy_of_sample` and so on (an unknown name lists all), or `critic_leaks`: the value loss's gradient if it is not stopped.
+            `entropy_of_sample` and so on (an unknown name lists all). Or gradients of parts of the loss: `critic_leaks`, the value loss
+            if it is not stopped; `last_pass`, the last of several backward passes; `kl_penalty`, the divergence that the loss adds.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.
 
@@ -700,7 +725,7 @@ def _check_names(terms: Iterable[str], coefficients: Iterable[str], alternatives
     unweighted = [name for name in terms if name != "policy" and name not in coefficients]
     if unweighted:
         raise ValueError(f"coefficients must have a weight for {', '.join(unweighted)}")
-    known = [*(name for name in LOSSES if name not in TERMS), "critic_leaks"]
+    known = [*(name for name in LOSSES if name not in TERMS), *OTHER_GRADIENTS]
     unknown = sorted(set(alternatives) - set(known))
     if unknown:
         raise ValueError(f"alternatives must be among {', '.join(known)}, got {', '.join(unknown)}")

@@ -295,6 +295,7 @@ class LogRatioInputs:
         in_order: at collection, in the order of the rollout instead of the order of the minibatches.
         swapped: at collection, in the rows that result from swapping steps and environments.
         now_swapped: under the policy of the minibatch, of the actions in the swapped rows.
+        claimed: the program's.
     """
 
     now: Tensor
@@ -302,11 +303,25 @@ class LogRatioInputs:
     in_order: Tensor | None = None
     swapped: Tensor | None = None
     now_swapped: Tensor | None = None
+    claimed: Tensor | None = None
 
     def to(self, stored: Tensor | None) -> Tensor | None:
         """Return the log-ratios to other stored log-probabilities."""
         return None if stored is None else self.now - stored
 
+    def as_difference(self) -> Tensor | None:
+        """Return the logarithms of the differences; the claimed ones of differences that are hardly above their rounding."""
+        difference = (self.now - self.stored).abs()
+        large = difference > MIN_DIFFERENCE
+        return (
+            torch.where(large, difference.log(), self.claimed)
+            if self.claimed is not None and bool(large.any())
+            else None
+        )
+
+
+MIN_DIFFERENCE = 0.01
+"""Smallest difference of log-probabilities whose logarithm is compared."""
 
 MAX_EXPONENT = 87.0
 """Largest log-ratio that counts: in single precision the ratio of a larger one is 0 or infinite, or has lost its digits."""
@@ -334,8 +349,17 @@ LOG_RATIOS = Equation(
         .predicts("log r = log π", lambda x: x.now)
         .advises("Subtract the log-probabilities at collection.", source="program: test_log_ratios"),
         mistake("quotient", "the quotient of the log-probabilities instead of the quotient of the probabilities")
-        .predicts("r = log π / log π_old", lambda x: (x.now / x.stored).log())
+        .predicts("r = log π / log π_old", lambda x: (x.now / x.stored).abs().log())
         .advises("Take the exponential of the difference.", source="program: test_log_ratios"),
+        mistake("mixed_quotient", "the new probability divided by the old log-probability")
+        .predicts("r = π / log π_old", lambda x: x.now - x.stored.abs().log())
+        .advises("Take the exponential of both, or of the difference.", source="program: script-pg_ratio_quotient"),
+        mistake("no_exponential", "the difference of the log-probabilities without its exponential")
+        .predicts("r = log π - log π_old", LogRatioInputs.as_difference)
+        .advises("Take the exponential of the difference.", source="program: script-pg_ratio_difference"),
+        mistake("linear", "1 plus the difference of the log-probabilities instead of its exponential")
+        .predicts("r = 1 + log π - log π_old", lambda x: (1 + x.now - x.stored).abs().log())
+        .advises("Take the exponential of the difference.", source="program: script-pg_ratio_linear"),
         mistake(
             "rows_in_order",
             "the new minus the old log-probabilities in the order of the rollout: they are not indexed with the "
@@ -418,6 +442,7 @@ def check_log_ratios(
         exact.get("in_order"),
         exact.get("swapped"),
         exact.get("now_swapped"),
+        claimed.detach().double(),
     )
     # if an action is certain, both are about 0 and rounded like a probability of 1
     magnitudes = (inputs.now, inputs.stored, torch.ones(1))

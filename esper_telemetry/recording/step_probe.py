@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry.core.minibatch_objective import MinibatchForward, MinibatchObjective
 from esper_telemetry.core.record import Level
+from esper_telemetry.equations.gradient import OTHER_LOSSES
 from esper_telemetry.equations.optimizer_step import settings_of
 from esper_telemetry.events import AfterUpdate, BackwardEnd, OptimizerStep
 from esper_telemetry.recording.probes import TimedListener
@@ -97,10 +98,18 @@ class StepProbe:
         self._uncounted.clear()
 
     def _objective(self, event: MinibatchObjective) -> None:
-        """Begin the check at the chosen step; the next minibatch ends it."""
+        """Begin the check at the chosen step; the next minibatch ends it. Further passes of the step add their terms, or replace the
+        terms of passes whose gradients were cleared.
+        """
         if self._step is not None:
-            self._last_possible = None
-            self._end()
+            terms = None if self._taken or event.terms is None else event.terms()
+            if terms is None or not isinstance(self._step.loss, LossTermGradients):
+                self._last_possible = None
+                self._end()
+                return
+            if event.passes:
+                terms = _added_terms((self._step.loss.terms, self._step.coefficients), terms, cleared=event.cleared)
+            self._step = self._step._replace(loss=LossTermGradients(terms[0]), coefficients=terms[1])
             return
         self._last_seen = event.step
         steps = event.steps or 2
@@ -175,6 +184,9 @@ class StepProbe:
         step, objective = self._step, self._objective_event
         if step is None or objective is None:
             return
+        if event.optimizer is not objective.optimizer:  # another network's step comes first
+            self._listener.once(OptimizerStep, self._optimizer_step)
+            return
         parameters = list(objective.parameters.values())
         missing = tuple([parameter.grad is None for parameter in parameters])
         self._taken, self._step = True, step._replace(applied=_gradient_of(parameters), missing=missing)
@@ -248,6 +260,31 @@ def begun_step(event: MinibatchObjective, parameters: Sequence[Tensor]) -> Check
         max_norm=event.max_norm,
         by_name=event.by_name,
     )
+
+
+Terms = tuple[Mapping[str, Tensor], Mapping[str, float]]
+"""Gradients [d] of the terms of a loss and of alternatives, and the weights of the terms."""
+
+
+def _added_terms(first: Terms, second: Terms, *, cleared: bool) -> Terms:
+    """Return the terms of two passes together, with the sums of their weights. An alternative that a pass lacks is its term there.
+
+    If the gradients of the first pass were cleared, the gradient of the second one is the alternative `last_pass`.
+    """
+    weights = {name: first[1].get(name, 0.0) + second[1].get(name, 0.0) for name in (*first[1], *second[1])}
+    sums: dict[str, Tensor] = {}
+    for gradients, own in (first, second):
+        for name in dict.fromkeys((*first[0], *second[0])):
+            term = OTHER_LOSSES[name].term if name in OTHER_LOSSES else name
+            gradient = gradients.get(name, gradients.get(term))
+            if gradient is not None:
+                sums[name] = own.get(term, 1.0) * gradient + sums.get(name, 0.0)
+    known = {
+        name: one / (weights.get(OTHER_LOSSES[name].term if name in OTHER_LOSSES else name) or 1.0)
+        for name, one in sums.items()
+    }
+    last = torch.stack([weight * second[0][name] for name, weight in second[1].items() if name in second[0]]).sum(0)
+    return {**known, **({"last_pass": last} if cleared else {})}, weights
 
 
 def _only_rate(optimizer: Optimizer) -> float | None:

@@ -126,6 +126,31 @@ def test_a_gradient_that_was_not_cleared_is_the_sum_with_the_one_before(seed: in
     )
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_last_of_several_passes_is_named_if_the_others_were_cleared(seed: int) -> None:
+    of = terms(seed)
+    last = {name: 0.25 * g for name, g in weighted(terms(seed + 100)).items()}
+
+    assert names(check(last, of, alternatives={"last_pass": last})) == ["last_pass"]
+    assert check(weighted(of), of, alternatives={"last_pass": last}).matches
+
+
+@pytest.mark.parametrize(("weight", "name"), [(0.3, "kl_penalty"), (-0.3, "kl_reward")])
+def test_a_penalty_on_the_divergence_is_a_variant_and_a_reward_a_mistake(weight: float, name: str) -> None:
+    of, divergence = terms(0), weighted(terms(100))
+
+    result = check(
+        {key: g + weight * divergence[key] for key, g in weighted(of).items()},
+        of,
+        alternatives={"kl_penalty": divergence},
+    )
+
+    (explanation,) = result.explanations
+    assert explanation.hypothesis.name == name
+    assert explanation.fitted == pytest.approx(weight, rel=1e-3)
+    assert result.holds is (weight > 0)
+
+
 def test_parameters_that_were_not_cleared_are_told_from_the_others() -> None:
     """The optimizer, which clears the gradients, lacks the actor's parameters."""
     of, before = terms(0), weighted(terms(100))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn import functional as F
 
 from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LossReading, read_loss
@@ -227,7 +227,43 @@ def test_log_probabilities_in_place_of_the_entropy_are_its_term_and_beside_it_an
 
     assert sampled.complete and sampled.entropy is not None and sampled.entropy.weight == pytest.approx(0.01)
     assert float(sampled.entropy.loss) == pytest.approx(float(rows.log_probs.detach().mean()))
-    assert not both.complete and both.entropy is not None and both.entropy.weight == pytest.approx(0.01)
+    assert both.complete and both.entropy is not None and both.entropy.weight == pytest.approx(0.01)
+    assert both.penalty is not None and both.penalty.weight == pytest.approx(0.5) and not both.is_whole
+
+
+PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "difference": lambda new, old: old - new,
+    "square": lambda new, old: (new - old) ** 2,
+    "expectation": lambda new, old: (new - old).exp() - 1 - (new - old),
+    "expectation of the ratio": lambda new, old: (new - old).exp() - 1 - (new - old).exp().log(),
+}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_an_estimate_of_the_divergence_is_a_penalty_of_its_sign(name: str, sign: int) -> None:
+    rows = Rows()
+    loss = rows.surrogate() + sign * 0.5 * PENALTIES[name](rows.log_probs, rows.old_log_probs).mean()
+
+    reading = rows.read(loss)
+
+    assert reading.complete and reading.penalty is not None
+    assert reading.penalty.weight * sign > 0
+    slopes = torch.autograd.grad(
+        sign * 0.5 * PENALTIES[name](rows.log_probs, rows.old_log_probs).mean(), rows.log_probs
+    )
+    edges = torch.autograd.grad([*reading.penalty.edges], rows.log_probs, [*reading.penalty.slopes])
+    torch.testing.assert_close(edges, slopes)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_divergence_of_the_distributions_is_a_penalty(backward: bool) -> None:
+    rows, logits, old = Rows(), nn.Linear(3, 2)(torch.randn(ROWS, 3)), torch.randn(ROWS, 2)
+    pair = (Categorical(logits=old), Categorical(logits=logits))[:: -1 if backward else 1]
+
+    reading = rows.read(rows.surrogate() - 0.25 * kl_divergence(*pair).mean())
+
+    assert reading.complete and reading.penalty is not None and reading.penalty.weight < 0
 
 
 @pytest.mark.parametrize("of_sample", [False, True])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mistakes.corpus import CHANGES
 from test_script_runs import python
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "mistakes" / "programs" / "policy_gradient.py"
@@ -63,3 +64,31 @@ def test_a_critic_may_learn_from_the_advantages(tmp_path: Path, edits: tuple[tup
 
     assert rows["value_loss"]["state"] == "matches"
     assert not [name for name, row in rows.items() if row["state"] == "differs"]
+
+
+@pytest.mark.parametrize(("style", "args"), [("parts", ()), ("parts", ("--critic",)), ("apart", ("--critic",))])
+def test_several_backward_passes_of_a_step_are_one_loss(tmp_path: Path, style: str, args: tuple[str, ...]) -> None:
+    rows = checked(tmp_path, *CHANGES[style], args=args)
+
+    assert not [name for name, row in rows.items() if row["state"] == "differs"]
+    assert {rows[name]["state"] for name in ("gradient", "log_ratios", "log_probs", "transitions")} == {"matches"}
+
+
+WRONG = {
+    "sign": ("loss = -(log_probs * returns[part]).mean()", "loss = (log_probs * returns[part]).mean()"),
+    "last_pass": ("        hidden =", "        optimizer.zero_grad()\n        hidden ="),
+    "alone_gamma": ("args.gamma * total", "0.9 * total"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_mistakes_in_parts_of_a_rollout_are_named(tmp_path: Path, mistake: str) -> None:
+    rows = checked(tmp_path, *CHANGES["parts"], WRONG[mistake])
+
+    assert mistake in [name for row in rows.values() if row["state"] == "differs" for name in names(row)]
+
+
+def test_a_policy_loss_that_reaches_the_critic_in_a_pass_of_its_own_is_named(tmp_path: Path) -> None:
+    rows = checked(tmp_path, *CHANGES["apart"], ("advantages.detach()", "advantages"), args=("--critic",))
+
+    assert names(rows["gradient"]) == ["advantages_attached"]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -24,8 +25,16 @@ from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episo
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog
-from esper_telemetry.adapters.script.loss_graph import LossReading, ValueTerm, graph_of, leaves_of, read_loss
-from esper_telemetry.adapters.script.objective import left_out, loss_terms
+from esper_telemetry.adapters.script.loss_graph import (
+    LossReading,
+    ValueTerm,
+    graph_of,
+    joined,
+    leaves_below,
+    leaves_of,
+    read_loss,
+)
+from esper_telemetry.adapters.script.objective import LossTerms, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     Asked,
@@ -111,11 +120,12 @@ class Collected(NamedTuple):
 
 
 class OptimizerCall(NamedTuple):
-    """The current optimizer step, and the losses whose gradients it applies."""
+    """The current optimizer step, the losses whose gradients it applies, and the number of passes since the last step."""
 
     optimizer: Optimizer
     variables: Variables
     readings: list[LossReading]
+    passes: int
 
 
 class ScriptListener:
@@ -163,7 +173,7 @@ class ScriptListener:
         self._readings: list[LossReading] = []
         self._policy_leaves = frozenset[int]()  # of a policy whose critic has separate losses
         self._other_losses = 0
-        self._minibatches, self._passes = MinibatchQueue(), PassFinder()
+        self._minibatches, self._pass_finder = MinibatchQueue(), PassFinder()
         self._pass_key: tuple[int, str] | None = None
         self._first_pass = self._row_count = self._size = 0
         self._collected_at: object = None
@@ -195,6 +205,13 @@ class ScriptListener:
         self._scales: object = None
         self._last_clips: weakref.WeakKeyDictionary[Optimizer, list[ClipCall]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._passes = 1  # backward passes of the announced step so far
+        self._last_part: Tensor | None = None  # advantages of the last pass
+        self._pass_counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._last_passes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._unapplied = 0  # backward passes since the last step
+        self._accumulates = False  # several passes of policy gradients without a ratio came before the last step
+        self._collects_later = False  # the update has begun, and its rollout waits for its first step
 
     @property
     def listens(self) -> bool:
@@ -215,6 +232,7 @@ class ScriptListener:
     def before_step(self, optimizer: Optimizer, variables: Variables) -> None:
         """An optimizer is about to take a step with the gradients that are there."""
         readings, self._readings = self._readings, []
+        passes, self._unapplied = self._unapplied, 0
         self._stepping = True
         if not self._started:
             if not any(reading.policy is not None for reading in readings):
@@ -225,11 +243,15 @@ class ScriptListener:
                 self.clips.clear()
                 return
             self._start(optimizer, variables, readings)
-        if not self.open or self._data_of(variables) != self._collected_at:
+        if not self.open or (self._data_of(variables) != self._collected_at and not self._collects_later):
             self.end_update()
             self._begin_update(variables, readings)
-        self._find_rollout(variables, _joined(readings))
-        self._call = OptimizerCall(optimizer, variables, readings)
+        elif self._collects_later:
+            self._collect(variables, joined(readings), announced=True)
+        self._find_rollout(variables, joined(readings))
+        policies = [one.policy for one in readings if one.policy is not None]
+        self._accumulates = len(policies) + passes - len(readings) > 1 and policies[-1].log_ratio is None
+        self._call = OptimizerCall(optimizer, variables, readings, passes)
         if self._step == 0:
             self._rates = {}
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
@@ -239,9 +261,12 @@ class ScriptListener:
         self._epoch = self._pass_of(variables)
         self._optimizers.add(optimizer)
         self._several = self._several or len(self._optimizers) > 1
-        if self._announced is not optimizer and self.hooks.wants(MinibatchObjective):
+        is_read = self._shown or self._passes == self._last_passes.get(optimizer, 1) or self.clips.has_calls
+        if self.hooks.wants(MinibatchObjective) and (
+            self._announced is None or (self._announced is optimizer and not is_read)
+        ):  # the script may have clipped the gradients of an unexpected number of passes itself: this ends the check
             self._emit_objective(optimizer, variables)
-        if self._shown:
+        if self._shown and self._announced in (None, optimizer):
             self.clips.clear()
         else:
             self._emit_gradients(optimizer)
@@ -251,6 +276,10 @@ class ScriptListener:
         if self._stepping or (not self._started and self._other_losses > MAX_OTHER_LOSSES):
             return
         self.acting.before_backward()
+        self._readings = [one for one in self._readings if not one.is_cleared]
+        leaves = leaves_of(loss)
+        for optimizer in self._reached(leaves):
+            self._pass_counts[optimizer] = self._pass_counts.get(optimizer, 0) + 1
         variables = names.calling_variables()
         outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
         self._seek_origin(loss)
@@ -269,39 +298,65 @@ class ScriptListener:
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))
                 reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
                 if not self.open:
-                    self._policy_leaves = frozenset(map(id, leaves_of(loss)) if reading.value is None else ())
-            self._readings.append(without_graph(reading))
+                    self._policy_leaves = frozenset(map(id, leaves) if reading.value is None else ())
+            self._readings.append(without_graph(reading)._replace(leaves=leaves))
+            self._unapplied += 1
         elif not self._started:
             self._other_losses += 1
         if self._started and reading is not None and self._data_of(variables) != self._collected_at:
-            self.end_update()
-            self._begin_update(variables, self._readings)
+            if self._unapplied == 1 or not self._collects_later:
+                self.end_update()
+                self._begin_update(variables, self._readings, waits=self._accumulates)
+            self._collected_at = self._data_of(variables)
         if reading is not None and reading.policy is not None:
-            self._find_rollout(variables, _joined(self._readings))
+            self._find_rollout(variables, joined(self._readings))
         if self.open and self.hooks.wants(MinibatchObjective):
-            self._announce(loss, reading, variables)
+            self._announce(loss, reading, variables, self._reached(leaves))
 
-    def _announce(self, loss: Tensor, reading: LossReading | None, variables: Variables) -> None:
-        """Show a sample the objective of a minibatch, with gradients of the script's graph."""
-        leaves = {id(leaf) for leaf in leaves_of(loss)}
-        optimizers = [one for one in self._optimizers if not leaves.isdisjoint(map(id, _parameters_of(one)))]
-        optimizer = optimizers[0] if len(optimizers) == 1 else None  # whose parameters the gradient reaches
+    def _announce(
+        self, loss: Tensor, reading: LossReading | None, variables: Variables, optimizers: list[Optimizer]
+    ) -> None:
+        """Show a sample the objective of a minibatch, with gradients of the script's graph, which reach the `optimizers`."""
+        policy = None if reading is None else reading.policy
+        advantages = None if policy is None else policy.advantages
         if self._announced is not None:
-            if optimizer is self._announced or not self._several:
-                # with several passes, no single one has the whole loss: a second announcement ends the check
-                self._emit_objective(self._announced, variables)
+            if self._announced in optimizers or not self._several:
+                own = _parameters_of(self._announced)
+                is_cleared = all(one.grad is None or not bool(one.grad.any()) for one in own)
+                # parts of a minibatch have other rows, unlike a pass that a script repeats or takes only to measure it
+                is_part = self._last_passes.get(self._announced, 1) > 1 and _are_others(advantages, self._last_part)
+                self._passes, self._last_part = 1 if is_cleared and not is_part else self._passes + 1, advantages
+                terms = partial(self._terms_of, self._announced, loss, reading, variables)
+                # if the gradients of earlier passes are read already, an announcement without terms ends the check
+                shown = None if self._shown else terms
+                self._emit_objective(self._announced, variables, terms=shown, cleared=is_cleared)
             return
-        if optimizer is None or ((reading is None or reading.policy is None) and not self._several):
+        if len(optimizers) > 1 and policy is not None and policy.attached is not None:
+            own_path = self._reached(leaves_below(policy.edge.node))
+            optimizers = [one for one in optimizers if one not in own_path]  # those of the critic
+        optimizer = optimizers[0] if len(optimizers) == 1 else None  # whose parameters the gradient reaches
+        is_part = self._several or (optimizer is not None and self._last_passes.get(optimizer, 1) > 1)
+        if optimizer is None or (policy is None and not is_part):
             return
-        self._announced = optimizer
+        self._announced, self._passes, self._last_part = optimizer, 1, advantages
         others = [parameter for one in self._optimizers for parameter in _parameters_of(one)]
         more = left_out(loss, variables, _parameters_of(optimizer), others) if self.updates else {}
-        parameters = list(self._named_parameters(optimizer).values())
         if reading is not None and self.updates:
             reading = self._with_left_out(reading)
-        terms = partial(loss_terms, loss, reading, variables, parameters, self._weights())
+        terms = partial(self._terms_of, optimizer, loss, reading, variables)
         self._emit_objective(optimizer, variables, terms=None if more else terms, more=more)
         self._scales = variables.find_instance(GradScaler)
+
+    def _terms_of(
+        self, optimizer: Optimizer, loss: Tensor, reading: LossReading | None, variables: Variables
+    ) -> LossTerms | None:
+        parameters, passes = list(self._named_parameters(optimizer).values()), self._last_passes.get(optimizer, 1)
+        return loss_terms(loss, reading, variables, parameters, self._weights(), in_parts=passes > 1)
+
+    def _reached(self, leaves: Sequence[Tensor]) -> list[Optimizer]:
+        """Return the optimizers that have some of these leaves."""
+        own = set(map(id, leaves))
+        return [one for one in self._optimizers if not own.isdisjoint(map(id, _parameters_of(one)))]
 
     def _with_left_out(self, reading: LossReading) -> LossReading:
         """Return a reading with the critic's term that its loss leaves out, unless the critic has separate losses.
@@ -333,7 +388,9 @@ class ScriptListener:
         later.
         """
         announced = self._announced
-        if announced is not None and not self._shown and not self._last_clips.get(announced) and self._scales is None:
+        if announced is None or self._shown or self._last_clips.get(announced) or self._scales is not None:
+            return
+        if self._passes == self._last_passes.get(announced, 1):
             self._emit_gradients(announced)
 
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
@@ -343,7 +400,13 @@ class ScriptListener:
             self._emit_gradients(self._announced)
 
     def _emit_objective(
-        self, optimizer: Optimizer, variables: Variables, terms: Any = None, more: Mapping[str, Tensor] = {}
+        self,
+        optimizer: Optimizer,
+        variables: Variables,
+        terms: Any = None,
+        more: Mapping[str, Tensor] = {},
+        *,
+        cleared: bool = False,
     ) -> None:
         self.hooks.emit(
             MinibatchObjective(
@@ -359,6 +422,8 @@ class ScriptListener:
                 gradient_step=self._steps_of[id(_parameters_of(optimizer)[0])],
                 terms=terms,
                 by_name=True,
+                passes=max(0, self._passes - 1),
+                cleared=cleared,
             )
         )
 
@@ -403,7 +468,7 @@ class ScriptListener:
         parameters = self._named_parameters(optimizer)
         gradients = self.clips.take(parameters)
         if gradients is not None:
-            self._shown = True
+            self._shown = self._shown or self._announced in (None, optimizer)
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
             self._seek_origin(gradients.norms)
             self._trained |= parameters  # an update's passes may belong to several optimizers
@@ -412,11 +477,15 @@ class ScriptListener:
     def after_step(self, optimizer: Optimizer) -> None:
         """It has taken the step."""
         call, self._call = self._call, None
-        self._announced, self._shown, self._stepping = None, False, False
+        if self._announced in (None, optimizer):
+            self._announced, self._passes, self._shown = None, 1, False
+        self._stepping = False
         parameters = _parameters_of(optimizer)
         self._steps_of[id(parameters[0])] += 1
         own = set(map(id, parameters))
         self._last_clips[optimizer] = self.clips.take_calls(parameters)
+        # passes are not counted by optimizer before the first step
+        self._last_passes[optimizer] = self._pass_counts.pop(optimizer, 1 if call is None else max(1, call.passes))
         if call is None or call.optimizer is not optimizer:
             return
         self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._named_parameters(optimizer)))
@@ -435,7 +504,7 @@ class ScriptListener:
         if self._collected is not None:  # an update of the critic only
             self._find_rollout(self._collected.variables, None, waits=False)
         self._emit_minibatches(all_of_them=True)
-        self.open = False
+        self.open = self._collects_later = False
         self.updates += 1
         self._last_steps = self._step
         rates = [rate for own in self._rates.values() for rate in own]
@@ -471,6 +540,11 @@ class ScriptListener:
                 owners = own.keys() & {"actor", "critic"}
             self._owners[optimizer] = owners.pop() if len(owners) == 1 else ""
         return [rates[0]._replace(name=rates[0].name or self._owners[optimizer])]
+
+    def before_env_step(self) -> None:
+        """The environments continue: end the update, unless passes over several rollouts come before its step."""
+        if not self._collects_later:
+            self.end_update()
 
     def after_env_step(
         self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False
@@ -533,7 +607,8 @@ class ScriptListener:
         """Identify the training data of updates without environment steps between them: by the steps, else the script's counter."""
         return self.environments.steps or variables.find(names.GLOBAL_STEP, names.as_integer)
 
-    def _begin_update(self, variables: Variables, readings: Sequence[LossReading]) -> None:
+    def _begin_update(self, variables: Variables, readings: Sequence[LossReading], *, waits: bool = False) -> None:
+        """Begin an update, perhaps one whose rollout `waits` for all losses of its optimizer step."""
         self.open, self._step, self._row_count = True, 0, 0
         self._minibatches.begin()
         early, self._early_values = self._early_values, []
@@ -545,7 +620,17 @@ class ScriptListener:
         weights = settings.find_coefficients(variables)
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
         self._coefficients = {} if constant else weights
-        steps, first = self.environments.collected(), _joined(readings)
+        first = joined(readings)
+        announced = (first is None or waits) and self.updates > 0
+        self._collects_later = announced and waits
+        if announced:  # the critic is trained first, or parts of the rollout: other losses show the columns
+            self.hooks.emit(UpdateStart(self.updates + 1, max(self._env_step, self.environments.steps)))
+        if not self._collects_later:
+            self._collect(variables, first, announced=announced)
+
+    def _collect(self, variables: Variables, first: LossReading | None, *, announced: bool) -> None:
+        """Take what was recorded since the last update began, and find the rollout if the first loss of the policy is known."""
+        self._collects_later, steps = False, self.environments.collected()
         size = (0, 0) if steps is None else (steps.steps, steps.envs)
         self._collected = Collected(
             steps,
@@ -554,11 +639,9 @@ class ScriptListener:
             estimates=self.estimates.take(),
             last_estimates=self.estimates.take_last(),
             variables=variables,
-            announced=first is None and self.updates > 0,
+            announced=announced,
         )
-        if self._collected.announced:  # the critic is trained first: the policy's loss shows the columns
-            self.hooks.emit(UpdateStart(self.updates + 1, max(self._env_step, self.environments.steps)))
-        else:
+        if first is not None or not announced:
             self._find_rollout(variables, first, waits=False)
 
     def _find_rollout(self, variables: Variables, first: LossReading | None, *, waits: bool = True) -> None:
@@ -570,10 +653,11 @@ class ScriptListener:
         collected, acted, heads = collection.steps, collection.acted, collection.heads
         steps, envs = (0, 0) if collected is None else (collected.steps, collected.envs)
         logits = self.estimates.take_logits(None if first is None else first.source, steps, envs)
+        known = next(iter(heads.logits.values()), None) if logits is None and len(heads.logits) == 1 else logits
         if (
-            logits is not None and collected is not None and not acted
+            known is not None and collected is not None and not acted
         ):  # in the order of time; the script may store another
-            acted = [Asked(row, None) for row in collected.log_probs(logits) or ()]
+            acted = [Asked(row, None) for row in collected.log_probs(known) or ()]
         if logits is not None and first is not None and not (heads.logits or heads.means):
             name = head_names(1)[0]
             spreads = {head: std[0].expand_as(logits).clone() for head, std in first.heads.log_std.items()}
@@ -745,7 +829,7 @@ class ScriptListener:
             self._other_clip = {"clip": policy.clip}
         count = len(policy.advantages)
         if not self.updates:
-            self._passes.add(variables.integers(), count)
+            self._pass_finder.add(variables.integers(), count)
         self._row_count += count
         self.distributions.after_optimizer_step()
         heads = reading.heads
@@ -757,7 +841,7 @@ class ScriptListener:
         inputs, indices = reading.inputs, [*self.indices.take(count), *variables.indices(count)]
         if inputs is not None:
             inputs = checksums(inputs.reshape(1, count, -1).float())[0] if len(inputs) == count else None
-        reading = reading._replace(heads=heads, inputs=None, logits=None)
+        reading = reading._replace(heads=heads, inputs=None, logits=None, leaves=())
         self._minibatches.add(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs))
 
     def _emit_minibatches(self, *, all_of_them: bool = False) -> None:
@@ -821,10 +905,10 @@ class ScriptListener:
 
     def _count_passes(self) -> None:
         """Find the passes of the first update's minibatches."""
-        self._pass_key = self._passes.find(self._size)
+        self._pass_key = self._pass_finder.find(self._size)
         waiting = self._minibatches.minibatches
         if self._pass_key is not None:
-            numbers = self._passes.passes(self._pass_key)
+            numbers = self._pass_finder.passes(self._pass_key)
             self._minibatches.minibatches = [
                 one._replace(epoch=number) for one, number in zip(waiting, numbers, strict=True)
             ]
@@ -838,6 +922,10 @@ class ScriptListener:
         }
 
 
+def _are_others(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and (one.shape != other.shape or not torch.equal(one, other))
+
+
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -845,10 +933,3 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def _rows_of(heads: HeadColumns, rows: Tensor) -> HeadColumns:
     """Heads [N, ...] in these rows of a rollout's [T, B, ...]."""
     return heads.map(lambda column: column.flatten(0, 1)[rows])
-
-
-def _joined(readings: Sequence[LossReading]) -> LossReading | None:
-    """The losses of the first step of an update as one reading."""
-    policy = next((one for one in readings if one.policy is not None), None)
-    value = next((one.value for one in readings if one.value is not None), None)
-    return None if policy is None else policy._replace(value=value)

@@ -50,7 +50,7 @@ VIEWS = {*RESHAPES, "ExpandBackward0", "TransposeBackward0", "PermuteBackward0"}
 SUMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "MeanBackward0", "MeanBackward1"}
 JOINTS = {"StackBackward0", "CatBackward0"}
 SUMS |= {"SumBackward0", "SumBackward1", "IndexBackward0", "SelectBackward0", *JOINTS, *VIEWS}
-SUMS |= {"MaskedFillBackward0", "MaskedSelectBackward0"}
+SUMS |= {"MaskedFillBackward0", "MaskedSelectBackward0", "IndexPutBackward0"}
 """Operations that are linear in all their inputs with a graph."""
 
 EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}
@@ -101,6 +101,7 @@ class PolicyTerm(NamedTuple):
         attached: edge at which gradients of the advantages continue, of their negatives if `negated`; None if they are detached,
             as they should be.
         reshaped: this term or a related one multiplies a function of the ratio other than a clip: the loss is not PPO's.
+        stored: [N], log-probabilities at collection, if the ratio is not their exponential difference.
         log_ratios: [N, D], if each action dimension has its own ratio; `log_ratio` and `log_probs` are the sums.
         by_row: the loss adds a term of each row; `edge` is of the first one.
     """
@@ -119,6 +120,7 @@ class PolicyTerm(NamedTuple):
     reshaped: bool = False
     log_ratios: Tensor | None = None
     by_row: bool = False
+    stored: Tensor | None = None
 
     def preferred(self, other: PolicyTerm) -> PolicyTerm:
         """Return the term that has a ratio and is not reshaped, or the first if they are equal.
@@ -130,8 +132,10 @@ class PolicyTerm(NamedTuple):
 
     @property
     def old_log_probs(self) -> Tensor | None:
-        """[N], of the actions at collection."""
-        return None if self.log_probs is None or self.log_ratio is None else self.log_probs - self.log_ratio
+        """[N], of the actions at collection. Without a ratio, a rollout is used once, before the policy changes."""
+        if self.log_ratio is None or self.log_probs is None:
+            return self.log_probs if self.log_ratio is None else None
+        return self.log_probs - self.log_ratio if self.stored is None else self.stored
 
 
 class ValueTerm(NamedTuple):
@@ -183,6 +187,30 @@ class EntropyTerm(NamedTuple):
         return self._replace(entropies=self.entropies + other.entropies, loss=self.loss + other.loss, edge=None)
 
 
+class PenaltyTerm(NamedTuple):
+    """A divergence of the policy from the policy at collection, or an estimate of it, in a loss.
+
+    Attributes:
+        edges: of its parts, which are not linear in the outputs of the network.
+        slopes: of the loss at these edges.
+        weight: of the divergence; negative if the loss rewards it.
+    """
+
+    edges: Sequence[GradientEdge]
+    slopes: Sequence[Tensor]
+    weight: float
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[GradientEdge, Tensor, float | None]]) -> PenaltyTerm | None:
+        """Return the penalty of some parts. The weight is of a part that is a divergence, if there is one, and of a log-ratio otherwise."""
+        if not parts:
+            return None
+        edges, slopes, weights = zip(*parts, strict=True)
+        known = [weight for weight in weights if weight is not None]
+        weight = known[0] if known else -sum(float(slope.sum()) for slope in slopes)
+        return cls(edges, slopes, weight) if weight else None
+
+
 class LayerOutputs(NamedTuple):
     """Outputs `start` to `stop` of the layer whose weight has this `id`."""
 
@@ -204,6 +232,8 @@ class LossReading(NamedTuple):
         source: of the logits.
         climbed: the optimizer maximises the loss; the terms belong to its negative.
         heads: distributions of its rows, if the script has used any for the log-probabilities.
+        leaves: parameters that it depends on.
+        penalty: on the divergence from the policy at collection, if any.
     """
 
     policy: PolicyTerm | None
@@ -218,11 +248,20 @@ class LossReading(NamedTuple):
     left_out: ValueTerm | None = None
     climbed: bool = False
     heads: HeadColumns = HeadColumns()
+    leaves: Sequence[Tensor] = ()
+    penalty: PenaltyTerm | None = None
+
+    @property
+    def is_cleared(self) -> bool:
+        """True if the script has cleared the gradients of its backward pass: no optimizer step can apply them."""
+        can_be_zero = self.policy is not None and not bool(self.policy.advantages.any())
+        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        return not (can_be_zero or any(bool(gradient.any()) for gradient in gradients))
 
     @property
     def is_whole(self) -> bool:
-        """True if the loss includes the policy's and the critic's terms, or leaves the critic out."""
-        return self.complete and (self.value or self.left_out) is not None
+        """True if the loss includes the policy's and the critic's terms, or leaves the critic out, and no other ones."""
+        return self.complete and self.penalty is None and (self.value or self.left_out) is not None
 
 
 class _Product(NamedTuple):
@@ -264,6 +303,33 @@ def read_loss(
     return _LossReader(loss, held, outputs, values).read(climbed=climbed)
 
 
+def joined(readings: Sequence[LossReading]) -> LossReading | None:
+    """Return the losses of an optimizer step as one reading; None without one of a policy.
+
+    Policy gradients without a ratio are joined row by row: their passes may divide the rows of a rollout. Other losses show the rows
+    of the first pass.
+    """
+    policies = [one for one in readings if one.policy is not None]
+    terms = [one.policy for one in policies if one.policy is not None]
+    values = [one.value for one in readings if one.value is not None]
+    if not terms:
+        return None
+    first = policies[0]._replace(value=values[0] if values else None)
+    advantages = _joined_rows([one.advantages for one in terms])
+    if len(terms) < 2 or advantages is None or any(one.log_ratio is not None for one in terms):
+        return first
+    log_probs = _joined_rows([one.log_probs for one in terms])
+    if len(values) == len(terms):
+        estimates, returns = _joined_rows([one.values for one in values]), _joined_rows([one.returns for one in values])
+        first = first._replace(value=values[0]._replace(values=estimates, returns=returns))
+    return first._replace(
+        policy=terms[0]._replace(advantages=advantages, log_probs=log_probs, valid=None),
+        inputs=_joined_rows([one.inputs for one in policies]),
+        actions=_joined_rows([one.actions for one in policies]),
+        logits=_joined_rows([one.logits for one in policies]),
+    )
+
+
 def exponents(dtype: torch.dtype) -> tuple[float, float]:
     """Return the smallest and the largest number whose exponential is neither 0 nor infinite in this precision."""
     kind = torch.finfo(dtype)
@@ -277,7 +343,12 @@ def graph_of(output: Tensor) -> Collection[Node]:
 
 def leaves_of(output: Tensor) -> list[Tensor]:
     """Return the leaves of an output's graph, to which its backward pass adds gradients."""
-    return [node.variable for node in _below(output.grad_fn) if hasattr(node, "variable")]
+    return leaves_below(output.grad_fn)
+
+
+def leaves_below(node: Node) -> list[Tensor]:
+    """Return the leaves at and below a node."""
+    return [one.variable for one in _below(node) if hasattr(one, "variable")]
 
 
 class _LossReader:
@@ -290,6 +361,7 @@ class _LossReader:
             for place, child in enumerate(_children(node)):
                 if child in self.consumers:
                     self.consumers[child].append((node, place))
+        self.linear = set[Node]()  # between the loss and its terms
         self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
         self.tensors = [one for one in held if one.grad_fn is not None]
         self.columns = [one for one in held if one.numel() > 1]
@@ -313,10 +385,17 @@ class _LossReader:
             *(errors if value is not None else ()),
             *(bonuses if entropy is not None else ()),
         }
-        others = 0
+        others, parts = 0, list[tuple[GradientEdge, Tensor, float | None]]()
         bonus = any(node in self.entropies or self._is_plogp(node) for node, _ in terms)
         for place, ((node, _), gradient) in enumerate(zip(terms, gradients, strict=True)):
             if gradient is None or node in by_row:
+                continue
+            divergence = self._divergence(node)
+            if divergence is not None:
+                own = self._own_gradient(place, edges, gradients)
+                choices = own.shape[-1] if _kind(node) == "MulBackward0" else 1  # whose products are summed
+                weight = divergence * float(own.sum()) / choices
+                parts += [(edges[place], own, weight if divergence else None)] if bool(own.any()) else []
                 continue
             if node in self.log_probs or hasattr(node, "variable"):  # the policy's term depends on them too
                 gradient = self._own_gradient(place, edges, gradients)
@@ -368,6 +447,7 @@ class _LossReader:
             source=source,
             heads=heads,
             left_out=left_out,
+            penalty=PenaltyTerm.of(parts),
         )
 
     def _unused_values(self, count: int) -> ValueTerm | None:
@@ -401,8 +481,8 @@ class _LossReader:
 
     def _own_gradient(self, place: int, edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> Tensor:
         """Gradient of the loss with respect to a term, without paths through the other terms, which may be above it."""
-        others = [
-            (edge, gradient)
+        others = [  # with slopes that leave out the paths through terms above them, which would count twice
+            (edge, self._own_gradient(other, edges, gradients))
             for other, (edge, gradient) in enumerate(zip(edges, gradients, strict=True))
             if other != place and gradient is not None and edges[place].node in _below(edge.node)
         ]
@@ -419,12 +499,12 @@ class _LossReader:
 
     def _terms(self, node: Node, number: int = 0) -> Iterator[tuple[Node, int]]:
         """Yield the first operations below that are not linear, with the number of their output."""
-        waiting, visited = [(node, number)], set[Node]()
+        waiting = [(node, number)]
         while waiting:
             node, number = waiting.pop()
-            if node in visited:
+            if node in self.linear:
                 continue
-            visited.add(node)
+            self.linear.add(node)
             joined = self._joined_entropies(node) if _kind(node) in JOINTS else None
             self.entropies |= {} if joined is None else {node: joined}
             output = node in self.entropies or node in self.log_probs
@@ -456,6 +536,8 @@ class _LossReader:
         if not products:
             return None
         plain = min(products, key=lambda one: (one.reshaped, one.clip is not None))
+        # what is clipped around 1 is a ratio, however the script computes it
+        plain = plain._replace(is_ratio=any(one.is_ratio and one.node is plain.node for one in products))
         clip = next((one.clip for one in products if one.clip is not None), None)
         factor = plain.factor
         number = self.value(plain.node)
@@ -473,8 +555,10 @@ class _LossReader:
         reshaped = any(one.reshaped for one in products)
         loss = None if rows is None or not weight or reshaped else (rows * gradient).sum() / weight
         flat = number.reshape(-1)
-        log_ratio = flat.log().clamp(*exponents(flat.dtype)) if plain.is_ratio else None
+        # a ratio that is not a quotient of probabilities may be negative
+        log_ratio = flat.abs().log().clamp(*exponents(flat.dtype)) if plain.is_ratio else None
         own, inverted = self._log_probs(plain.node) if plain.is_ratio else (flat, False)
+        stored = self._stored(plain.node, own, flat) if plain.is_ratio else None
         log_ratios = None
         if per_dimension and log_ratio is not None:
             log_ratios = log_ratio.reshape(number.shape) * (-1 if inverted else 1)
@@ -497,6 +581,7 @@ class _LossReader:
             negated=negated,
             reshaped=reshaped,
             log_ratios=log_ratios,
+            stored=stored,
         )
 
     def _is_per_dimension(self, ratio: Node, factor: Tensor) -> bool:
@@ -513,8 +598,13 @@ class _LossReader:
         for sign in (False, True):
             own = -factor.reshape(-1) if sign else factor.reshape(-1)
             # products with a ratio of 1 are not advantages
-            columns = (one for one in self.columns if one.numel() == len(own) and not (is_ratio and one.requires_grad))
-            if any(torch.equal(own, one.reshape(-1)) for one in columns):
+            columns = [one for one in self.columns if not (is_ratio and one.requires_grad)]
+            if any(one.numel() == len(own) and torch.equal(own, one.reshape(-1)) for one in columns):
+                return sign
+        for sign in (False, True):  # perhaps of the rows of a larger array
+            own = (-factor if sign else factor).detach().reshape(-1)
+            larger = (one for one in columns if one.numel() > len(own) and one.dtype is own.dtype)
+            if any(bool(torch.isin(own, one).all()) for one in larger):
                 return sign
         if _kind(node) in EXTREMES:
             return _kind(node) == "MaximumBackward0"
@@ -547,7 +637,7 @@ class _LossReader:
             if _kind(child) == "NegBackward0":
                 child, factor = self._through_views(_children(child)[0]), -factor
             inner, clip = self._unclipped(child)
-            is_quotient = _kind(inner) == "DivBackward0" and _children(inner)[1] is None
+            is_quotient = _kind(inner) == "DivBackward0" and None in _children(inner) and not _is_scaling(inner)
             is_ratio = clip is not None or is_quotient or _kind(inner) == "ExpBackward0"
             if other is not None and (other in _below(inner) if is_ratio else EXPONENTIALS & _kinds(other)):
                 continue  # both have a graph: an entropy, unless the advantages are not detached
@@ -586,11 +676,16 @@ class _LossReader:
 
     def _log_probs(self, ratio: Node) -> tuple[Tensor | None, bool]:
         """Log-probabilities now [N], below a ratio, and True if they are subtracted in the difference that it is the exponential of."""
+        if _kind(ratio) == "DivBackward0":
+            place = 0 if _children(ratio)[0] is not None else 1
+            number = self.value(_children(ratio)[place])
+            return _as_log_probs(number), place == 1
+        if _kind(ratio) != "ExpBackward0":
+            node = self._summand(ratio)
+            number = None if node is ratio else self.value(node)
+            return (None if number is None else number.reshape(-1)), False
         below = self._through_views(_children(ratio)[0])
-        if _kind(ratio) == "DivBackward0":  # of two probabilities
-            number = self.value(below)
-            return (None if number is None else number.reshape(-1).log()), False
-        if _kind(ratio) != "ExpBackward0" or _kind(below) not in ("SubBackward0", "AddBackward0"):
+        if _kind(below) not in ("SubBackward0", "AddBackward0"):
             return None, False
         first, second = _children(below)[:2]
         if _kind(below) == "AddBackward0" and None not in (first, second):
@@ -599,6 +694,22 @@ class _LossReader:
         number, has_two = self.value(node), None not in (first, second)
         is_subtracted = is_negative != (first is None and _kind(below) == "SubBackward0")
         return (None if number is None else number.reshape(-1)), is_subtracted and not has_two
+
+    def _summand(self, node: Node) -> Node:
+        """Return what numbers without a graph are added to, or subtracted from; the node itself without any."""
+        while _kind(node) in ("SubBackward0", "AddBackward0") and _children(node)[:2].count(None) == 1:
+            node = self._through_views(next(child for child in _children(node) if child is not None))
+        return node
+
+    def _stored(self, ratio: Node, own: Tensor | None, number: Tensor) -> Tensor | None:
+        """Log-probabilities at collection [N] of a ratio that is a quotient, or a difference near 0 or 1; None of an exponential."""
+        if _kind(ratio) == "DivBackward0":
+            other = ratio._saved_other if _children(ratio)[0] is not None else ratio._saved_self
+            return None if other is None or other.numel() != number.numel() else _as_log_probs(other)
+        if _kind(ratio) == "ExpBackward0" or own is None or len(own) != len(number):
+            return None
+        offset = 1 if float((number - 1).abs().mean()) < float(number.abs().mean()) else 0
+        return own - number + offset
 
     # terms of single rows, which a script adds one by one
 
@@ -669,8 +780,9 @@ class _LossReader:
 
     def _entropy_of_rows(self, nodes: Sequence[Node], slopes: Mapping[Node, Tensor]) -> EntropyTerm | None:
         """The entropy's term of the products of single rows."""
-        numbers = torch.stack([-(node._saved_self * node._saved_other).detach().reshape(-1) for node in nodes])
-        slope = -torch.stack([slopes[node].reshape(-1) for node in nodes])
+        products = torch.stack([self._plogp(node).reshape(-1) for node in nodes])  # type: ignore[union-attr]  # they are such
+        numbers, sign = -products, 1 if self._is_negative(nodes[0], products[0]) else -1
+        slope = sign * torch.stack([slopes[node].reshape(-1) for node in nodes])
         weight = -float(slope.sum())
         return EntropyTerm(numbers, (numbers * slope).sum() / weight, weight, None) if weight else None
 
@@ -756,6 +868,60 @@ class _LossReader:
                 elif _kind(consumer) in INDEXING:
                     return True
         return False
+
+    # a penalty on the divergence from the policy at collection
+
+    def _divergence(self, node: Node) -> int | None:
+        """Return the sign with which a term increases a divergence, 0 for log-ratios, whose sign other parts decide; None for other terms.
+
+        Estimates are of log-ratios r: -r, r² and exp(r) - 1 - r (http://joschu.net/blog/kl-approx.html). A divergence has the products
+        of probabilities at collection p, or now q, and the difference of their logarithms.
+        """
+        kind, children = _kind(node), _children(node)
+        if any(consumer in self.linear and self._is_log_ratio(consumer) for consumer, _ in self.consumers[node]):
+            return 0 if self._is_log_prob(node) else None
+        if kind == "LogBackward0" and self._is_exponential(self._through_views(children[0])):
+            return 0
+        if self._is_exponential(node):
+            return 1
+        if kind == "PowBackward0" and node._saved_exponent == 2:
+            return 1 if self._is_log_ratio(self._through_views(children[0])) else None
+        if kind != "MulBackward0":
+            return None
+        for place, (factor, child) in enumerate(zip((node._saved_other, node._saved_self), children, strict=False)):
+            other = children[1 - place]
+            below = None if child is None else self._through_views(child)
+            if below is None or factor is None or not _are_probabilities(factor):
+                continue
+            is_difference = self._is_log_ratio(below)
+            if other is None and (is_difference or self._is_log_prob(below)):
+                first = _kind(below) == "SubBackward0" and _children(below)[0] is None
+                return 1 if is_difference and first else -1
+            if other is not None and is_difference and EXPONENTIALS & _kinds(other):
+                return 1
+        return None
+
+    def _is_log_prob(self, node: Node) -> bool:
+        """Return True for log-probabilities, of the chosen actions or of all."""
+        node = self._without_sign(node)[0]
+        while _kind(node) in ("GatherBackward0", "IndexBackward0"):
+            node = self._through_views(_children(node)[0])
+        return node in self.log_probs or (
+            _kind(node) in ("LogSoftmaxBackward0", "LogBackward0", "SubBackward0") and bool(EXPONENTIALS & _kinds(node))
+        )
+
+    def _is_log_ratio(self, node: Node) -> bool:
+        """Return True for the difference of log-probabilities and as many numbers without a graph."""
+        children = _children(node)[:2]
+        if _kind(node) not in ("SubBackward0", "AddBackward0") or children.count(None) != 1:
+            return False
+        return self._is_log_prob(next(child for child in children if child is not None))
+
+    def _is_exponential(self, node: Node) -> bool:
+        """Return True for the ratio of probabilities now and at collection, or its inverse."""
+        if _kind(node) == "DivBackward0":
+            return None in _children(node) and not _is_scaling(node) and bool(EXPONENTIALS & _kinds(node))
+        return _kind(node) == "ExpBackward0" and self._is_log_ratio(self._without_sign(_children(node)[0])[0])
 
     # the critic
 
@@ -856,14 +1022,15 @@ class _LossReader:
 
     def _entropy(self, node: Node, gradient: Tensor, *, sampled: bool) -> EntropyTerm | None:
         """The entropy's term; with `sampled` log-probabilities are taken for one."""
-        entropies = self.entropies.get(node)
+        entropies, negated = self.entropies.get(node), False
         if entropies is not None:
             numbers, slopes = entropies, gradient
         elif sampled and node in self.log_probs:  # of the actions taken, instead of the entropy
-            numbers, slopes = -self.log_probs[node], -gradient
-        elif self._is_plogp(node):
+            numbers, slopes, negated = -self.log_probs[node], -gradient, True
+        elif (products := self._plogp(node)) is not None:
             used = gradient != 0  # perhaps only of the chosen actions
-            numbers, slopes = -(node._saved_self * node._saved_other).detach(), -gradient
+            negated = not self._is_negative(node, products)
+            numbers, slopes = -products, -gradient if negated else gradient
             if not bool(used.all()):
                 numbers, slopes = numbers[used], slopes[used]
         elif any(_kind(one) == "ExpBackward0" for one, _ in self.consumers.get(node, ())) and hasattr(node, "variable"):
@@ -876,7 +1043,7 @@ class _LossReader:
         weight = -float(slopes.sum())
         contribution = (numbers * slopes).sum()
         loss = contribution / weight if weight else -numbers.mean()
-        return EntropyTerm(numbers, loss, weight, GradientEdge(node, 0), negated=entropies is None)
+        return EntropyTerm(numbers, loss, weight, GradientEdge(node, 0), negated=negated)
 
     def _joined_entropies(self, node: Node) -> Tensor | None:
         """Entropies of the distributions of several steps, concatenated in the script's shape."""
@@ -894,8 +1061,9 @@ class _LossReader:
             negative ^= _kind(node) == "NegBackward0"
             summed = summed or _kind(node) == "SumBackward1"
             node = _children(node)[0]
-        if negative and summed and self._is_plogp(node):
-            numbers = -(node._saved_self * node._saved_other).detach()
+        products = self._plogp(node) if negative and summed else None
+        if products is not None and not self._is_negative(node, products):
+            numbers = -products
         else:
             logs = [child for child in _children(node) if child is not None and _kind(child) == "LogBackward0"]
             if negative or _kind(node) != "AddBackward0" or len(logs) != 1:
@@ -905,15 +1073,26 @@ class _LossReader:
 
     def _is_plogp(self, node: Node) -> bool:
         """Return True for probabilities times their logarithms, of all actions or of the chosen ones."""
+        return self._plogp(node) is not None
+
+    def _is_negative(self, node: Node, products: Tensor) -> bool:
+        """Return True for a node with -p log p."""
+        own = (node._saved_self * node._saved_other).detach()
+        return float((own * products.reshape(own.shape)).sum()) < 0
+
+    def _plogp(self, node: Node) -> Tensor | None:
+        """Return the products p log p of probabilities and their logarithms, whose negatives a node may have; None for other numbers."""
         if _kind(node) != "MulBackward0":
-            return False
-        pair = [node._saved_self, node._saved_other]
-        if any(one is None or one.dim() < 1 for one in pair) or pair[0].shape != pair[1].shape:
-            return False
-        return any(
-            torch.allclose(probs, logs.exp(), atol=1e-5)
-            for probs, logs in (pair, pair[::-1])  # one is the logarithm
-        )
+            return None
+        one: Tensor | None = node._saved_self
+        other: Tensor | None = node._saved_other
+        if one is None or other is None or one.dim() < 1 or one.shape != other.shape:
+            return None
+        one, other = one.detach(), other.detach()
+        for probs, logs in ((one, other), (other, one)):
+            if torch.allclose(probs.abs(), logs.exp(), atol=1e-5):
+                return probs.abs() * logs
+        return None
 
     # numbers of nodes
 
@@ -1100,6 +1279,20 @@ def _joined_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
     known = [part for part in parts if part is not None]
     same = len(known) == len(parts) and len({part.shape[1:] for part in known}) == 1
     return torch.cat(known) if same else None
+
+
+def _are_probabilities(numbers: Tensor) -> bool:
+    """Return True for the probabilities of all choices [..., A] of each row."""
+    whole = numbers.dim() > 1 and numbers.shape[-1] > 1 and numbers.is_floating_point()
+    return whole and bool((numbers >= 0).all()) and bool(((numbers.sum(-1) - 1).abs() < 1e-4).all())
+
+
+def _as_log_probs(numbers: Tensor | None) -> Tensor | None:
+    """Probabilities [N], or densities, as their logarithms; numbers of which some are not positive are logarithms already."""
+    if numbers is None:
+        return None
+    flat = numbers.detach().reshape(-1)
+    return flat.log() if bool((flat > 0).all()) else flat
 
 
 def _flat(column: Tensor | None) -> Tensor | None:

@@ -22,6 +22,9 @@ from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.equations.gradient import TERMS, flat64
 
+NO_CLIP = 1e9
+"""Range of a ratio that is not clipped."""
+
 
 class LossTerms(NamedTuple):
     """Gradients [d] of the terms of a minibatch's loss and of alternatives to them, float64, and the weights of the terms."""
@@ -36,6 +39,8 @@ def loss_terms(
     variables: Variables,
     parameters: Sequence[Tensor],
     settings: Mapping[str, float] = {},
+    *,
+    in_parts: bool = False,
 ) -> LossTerms | None:
     """Return the terms of a backward pass's loss; the whole loss as `policy` if some terms are not known.
 
@@ -44,6 +49,7 @@ def loss_terms(
         reading: of the loss; None if it could not be read.
         parameters: that the gradients belong to.
         settings: weights of the losses `value` and `entropy`.
+        in_parts: other passes of the step have the rest of the loss: a common factor of the terms is their share.
 
     Returns None if listeners in the network, or several processes, would notice the pass.
     """
@@ -52,7 +58,7 @@ def loss_terms(
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if hooked or several or any(parameter._backward_hooks for parameter in parameters) or not loss.requires_grad:
         return None
-    terms = None if reading is None else _terms(loss, reading, parameters, settings)
+    terms = None if reading is None else _terms(loss, reading, parameters, settings, in_parts=in_parts)
     if terms is not None:
         return terms
     whole = _gradient(loss.sum(), parameters)
@@ -110,63 +116,83 @@ def left_out(
 
 
 def _terms(
-    loss: Tensor, reading: LossReading, parameters: Sequence[Tensor], settings: Mapping[str, float]
+    loss: Tensor,
+    reading: LossReading,
+    parameters: Sequence[Tensor],
+    settings: Mapping[str, float],
+    *,
+    in_parts: bool,
 ) -> LossTerms | None:
     """The terms of a loss whose parts are all known, with omitted terms at the weights of the settings; None for other losses."""
     policy, value, entropy = reading.policy, reading.value, reading.entropy
-    clipless = policy is None or (policy.log_ratio is not None and policy.clip is None)
-    if policy is None or clipless or policy.by_row or policy.valid is not None or not reading.complete:
+    clipless = policy is not None and policy.log_ratio is not None and policy.clip is None and reading.penalty is None
+    if not reading.complete or clipless or (policy is not None and (policy.by_row or policy.valid is not None)):
         return None
-    if value is not None and (value.values is None or value.returns is None or value.kind != "squared"):
+    is_squared = value is not None and value.kind == "squared"
+    if value is not None and is_squared and (value.values is None or value.returns is None):
         return None
     if entropy is not None and entropy.edge is None and entropy.weight:
         return None
     # a policy gradient without a ratio may be the sum over an episode
-    scale = 1.0 if policy.log_ratio is None else common_factor(policy, value, entropy, settings)
-    count = len(policy.advantages)
-    rows, weights = partial(_rows, policy, value), {"policy": policy.weight / scale}
-    source, policy_loss = policy.log_probs, lambda leaf: TERMS["policy"].of(rows(log_probs=leaf))
-    if policy.log_ratio is not None:
-        sign = -1 if policy.inverted else 1
-        source, policy_loss = (
-            (sign * policy.log_ratio).exp(),
-            lambda leaf: TERMS["policy"].of(rows(log_ratio=sign * leaf.log())),
-        )
-    sources: dict[str, tuple[GradientEdge, Tensor | None, Callable[[Tensor], Tensor]]] = {
-        "policy": (policy.edge, source, policy_loss)
-    }
+    is_plain = in_parts or policy is None or policy.log_ratio is None
+    scale = 1.0 if policy is None or is_plain else common_factor(policy, value, entropy, settings)
+    rows, weights = partial(_rows, policy, value), dict[str, float]()
+    sources: dict[str, tuple[GradientEdge, Tensor | None, Callable[[Tensor], Tensor]]] = {}
+    if policy is not None:
+        source, policy_loss = policy.log_probs, lambda leaf: TERMS["policy"].of(rows(log_probs=leaf))
+        if policy.log_ratio is not None:
+            sign = -1 if policy.inverted else 1
+            source, policy_loss = (
+                (sign * policy.log_ratio).exp(),
+                lambda leaf: TERMS["policy"].of(rows(log_ratio=sign * leaf.log())),
+            )
+        sources["policy"], weights["policy"] = (policy.edge, source, policy_loss), policy.weight / scale
+    known: dict[str, Tensor] = {}
     if value is not None:
-        sources["value"] = value.edge, value.values, lambda leaf: TERMS["value"].of(rows(values=leaf))
+        if is_squared:
+            sources["value"] = value.edge, value.values, lambda leaf: TERMS["value"].of(rows(values=leaf))
+        else:  # another function of the error: the script's own
+            (slopes,) = torch.autograd.grad(loss, [value.edge], retain_graph=True)
+            sign = -1 if reading.climbed else 1
+            known["value"] = _gradient(value.edge, parameters, slopes) * sign / (value.weight or 1.0)
         weights["value"] = value.weight / scale or settings.get("value", 1.0)
     if entropy is not None and entropy.edge is not None and (entropy.weight or settings.get("entropy")):
         # mean over rows of the sum over the choices of a row; the script's own mean if it has taken one
+        count = len(policy.advantages) if policy is not None else 1
         divisor = (count if entropy.entropies.numel() >= count else 1) * (-1 if entropy.negated else 1)
         sources["entropy"] = entropy.edge, entropy.entropies, lambda leaf: -leaf.sum() / divisor
         weights["entropy"] = abs(entropy.weight / scale) or settings["entropy"]  # the bonus is subtracted
-    known: dict[str, Tensor] = {}
     for name, (edge, numbers, term) in sources.items():
         gradient = _through(loss, edge, numbers, term, parameters)
         if gradient is None:
             return None
         known[name] = gradient
-    own = _of_advantages(loss, policy, rows, parameters)
+    if reading.penalty is not None:
+        penalty = reading.penalty
+        known["kl_penalty"] = _gradient([*penalty.edges], parameters, [*penalty.slopes]) / penalty.weight
+    own = None if policy is None else _of_advantages(loss, policy, rows, parameters)
     known |= {} if own is None else {"advantages_attached": known["policy"] + own}
     return LossTerms({name: -one if reading.climbed else one for name, one in known.items()}, weights)
 
 
-def _rows(policy: PolicyTerm, value: ValueTerm | None, **changes: Tensor) -> LossRows:
+def _rows(policy: PolicyTerm | None, value: ValueTerm | None, **changes: Tensor) -> LossRows:
     """The rows of a minibatch, with some columns replaced by leaves."""
-    zeros = torch.zeros_like(policy.advantages)
+    column = policy.advantages if policy is not None else next(iter(changes.values()))
+    zeros = torch.zeros_like(column)
     values = zeros if value is None or value.values is None else value.values
     columns: dict[str, Any] = {
-        "log_ratio": zeros if policy.log_ratio is None else policy.log_ratio,
-        "log_probs": zeros if policy.log_probs is None else policy.log_probs,
+        "log_ratio": zeros if policy is None or policy.log_ratio is None else policy.log_ratio,
+        "log_probs": zeros if policy is None or policy.log_probs is None else policy.log_probs,
         "values": values,
         "entropy": zeros,
-        "advantages": policy.advantages,
+        "advantages": zeros if policy is None else policy.advantages,
         "old_values": values if value is None or value.old_values is None else value.old_values,
         "returns": zeros if value is None or value.returns is None else value.returns,
-        "clip": policy.clip,
+        "clip": None
+        if policy is None
+        else NO_CLIP
+        if policy.clip is None and policy.log_ratio is not None
+        else policy.clip,
         "clip_value": None if value is None else value.clip,
     }
     return LossRows(**{**columns, **changes})
@@ -190,11 +216,12 @@ def _through(
     return _gradient(edge, parameters, slope.reshape(shape))
 
 
-def _gradient(output: Any, parameters: Sequence[Tensor], slope: Tensor | None = None) -> Tensor:
-    """Gradient [d] of an output, float64; 0 for parameters that it does not depend on."""
+def _gradient(output: Any, parameters: Sequence[Tensor], slope: Any = None) -> Tensor:
+    """Gradient [d] of an output, or of several with as many slopes, float64; 0 for parameters that it does not depend on."""
+    outputs, slopes = (output, slope) if isinstance(output, list) else ([output], [slope])
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients: Any = dict.fromkeys(map(id, parameters))
     if trained:
-        outputs = torch.autograd.grad([output], trained, [slope], retain_graph=True, allow_unused=True)
-        gradients |= zip(map(id, trained), outputs, strict=True)
+        own = torch.autograd.grad(outputs, trained, slopes, retain_graph=True, allow_unused=True)
+        gradients |= zip(map(id, trained), own, strict=True)
     return flat64([torch.zeros_like(p) if gradients[id(p)] is None else gradients[id(p)] for p in parameters])

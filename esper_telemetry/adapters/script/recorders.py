@@ -459,6 +459,11 @@ class ClipLog:
         self._norms: dict[int, Tensor] = {}
         self._calls: list[ClipCall] = []
 
+    @property
+    def has_calls(self) -> bool:
+        """True if gradients have been clipped since the last step of their optimizer."""
+        return bool(self._calls)
+
     @torch.no_grad()
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         """Record gradients that are about to be clipped together. Gradients that were already clipped in this step keep their norms."""

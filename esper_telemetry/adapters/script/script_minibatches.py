@@ -78,7 +78,8 @@ def without_graph(reading: LossReading) -> LossReading:
         return None if term is None else term._replace(**dict.fromkeys(edges))
 
     terms = {name: plain(getattr(reading, name)) for name in ("policy", "value", "entropy", "left_out")}
-    return reading._replace(**terms)
+    penalty = None if reading.penalty is None else reading.penalty._replace(edges=(), slopes=())
+    return reading._replace(**terms, penalty=penalty)
 
 
 class PassFinder:
@@ -182,7 +183,9 @@ def losses_of(reading: LossReading, value: ValueTerm | None, weights: Mapping[st
     policy, entropy, losses = reading.policy, reading.entropy, dict[str, Tensor]()
     assert policy is not None
     scale = common_factor(policy, value, entropy, weights)
-    if policy.loss is not None:
+    if policy.loss is not None and (
+        reading.penalty is None or policy.clip is not None
+    ):  # a penalty may replace the clip
         losses["policy"] = policy.loss
     if value is not None and value.loss is not None:
         losses["value"] = value.loss * _excess(value.weight / scale, weights.get("value"), HALF_SQUARE)

@@ -305,6 +305,8 @@ class RolloutFinder:
                         )
                     in_order |= {role} if best[0] else set()
                     is_permuted |= not best[0] and column.numel() == self.steps * self.envs
+        in_time = "log_probs" in in_order and self._acted is not None and _is_same(self._acted, columns["log_probs"])
+        is_permuted = is_permuted and not in_time  # else only this column has the order of others
         if is_permuted:  # a minibatch of the whole rollout: arrays in its order are its own
             for role in in_order:
                 del columns[role]
@@ -703,11 +705,10 @@ def name_of(column: Tensor, size: int, variables: Variables) -> str:
 
 
 def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:
-    """The columns of a first minibatch that its rollout has too. A policy gradient without a ratio uses the columns of acting."""
+    """The columns of a first minibatch that its rollout has too."""
     policy, value = reading.policy, reading.value or reading.left_out
-    log_probs = None if policy is None else policy.log_probs if policy.log_ratio is None else policy.old_log_probs
     return {
-        "log_probs": log_probs,
+        "log_probs": None if policy is None else policy.old_log_probs,
         "returns": None if value is None else value.returns,
         "values": None if value is None else value.values,
         "advantages": None if policy is None else policy.advantages,
@@ -808,8 +809,14 @@ class RowFinder:
         by_env = (index % steps * envs + index.div(steps, rounding_mode="floor") for index in indices)
         candidates = [rows for pair in zip(indices, by_env, strict=True) for rows in pair]
         best = max(candidates, key=lambda rows: self._agreement(rows, own), default=None)
-        if best is not None and self._agreement(best, own):
+        agreement = 0 if best is None else self._agreement(best, own)
+        if agreement > 1 or (agreement and len(own) < 3):
             return best
+        by_numbers = self._rows_by_numbers(own)  # the rows of a single column may be the mistake
+        return best if by_numbers is None and agreement else by_numbers
+
+    def _rows_by_numbers(self, own: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the transitions [N] with the numbers of a minibatch's columns; None if they are not certain."""
         enough = self._shape.numel() // 2
         matches: list[tuple[Tensor, dict[int, Tensor]]] = []
         for name in COLUMNS:  # that distinguish most transitions

@@ -408,7 +408,7 @@ class Taps:
             if script is None or script.environments.busy:
                 return step(env, *args, **options)
             if script.open:
-                self.call(lambda script: script.end_update() if script.environments.includes(env) else None)
+                self.call(lambda script: script.before_env_step() if script.environments.includes(env) else None)
             before, began = script.environments.steps, time.perf_counter()
             result = step(env, *args, **options)
             if script.environments.steps == before:
@@ -451,7 +451,7 @@ class Taps:
     def _end_update(self) -> None:
         """End the update that is open: the script collects again."""
         if self.script is not None and self.script.open:
-            self.call(lambda script: script.end_update())
+            self.call(lambda script: script.before_env_step())
 
     def _reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
         """Record resets by the script. Steps that an environment takes to reset itself are not the script's."""
