@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn import functional as F
 
-from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LossReading, read_loss
+from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LossReading, read_loss, takes_softmax_twice
 from esper_telemetry.adapters.script.script_minibatches import PassFinder, common_factor
 
 ROWS, CLIP = 16, 0.2
@@ -349,6 +349,27 @@ def test_what_a_loss_leaves_out_is_known() -> None:
     assert reading.left_out is not None and reading.left_out.values is not None
     torch.testing.assert_close(reading.left_out.values, rows.values.detach())
     assert reading.entropy is not None and reading.entropy.weight == 0
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "twice"),
+    [
+        (lambda logits: Categorical(logits=logits).log_prob(torch.zeros(ROWS)), False),
+        (lambda logits: Categorical(probs=logits.softmax(-1)).log_prob(torch.zeros(ROWS)), False),
+        (lambda logits: Categorical(logits=logits.log_softmax(-1)).log_prob(torch.zeros(ROWS)), False),
+        (lambda logits: logits.softmax(-1)[:, 0].log(), False),
+        (lambda logits: Categorical(logits=logits.softmax(-1)).log_prob(torch.zeros(ROWS)), True),
+        (lambda logits: logits.softmax(-1).view(ROWS, 2).log_softmax(-1)[:, 0], True),
+        (
+            lambda logits: -F.cross_entropy(logits.softmax(-1), torch.zeros(ROWS, dtype=torch.long), reduction="none"),
+            True,
+        ),
+    ],
+)
+def test_a_softmax_of_a_softmax_is_seen(log_probs: Callable[[Tensor], Tensor], twice: bool) -> None:
+    loss = -(log_probs(nn.Linear(3, 2)(torch.randn(ROWS, 3))) * torch.randn(ROWS)).mean()
+
+    assert takes_softmax_twice(loss) is twice
 
 
 def test_a_graph_in_which_the_script_listens_is_left_alone() -> None:

@@ -33,6 +33,7 @@ from esper_telemetry.adapters.script.loss_graph import (
     leaves_below,
     leaves_of,
     read_loss,
+    takes_softmax_twice,
 )
 from esper_telemetry.adapters.script.objective import LossTerms, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
@@ -158,6 +159,7 @@ class ScriptListener:
         self.updates = 0
         self.lstm_count = 0
         self.value_loss_alone = self._loss_place = ""
+        self._softmax_twice = False
         self.origin: Candidate | None = None
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
@@ -294,6 +296,7 @@ class ScriptListener:
             if reading.policy is None and not self._started and self.environments.steps:
                 self.value_loss_alone = names.calling_place()
             if reading.policy is not None:
+                self._softmax_twice = takes_softmax_twice(loss) if not self._loss_place else self._softmax_twice
                 self._loss_place = names.calling_place()
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))
                 reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
@@ -599,6 +602,7 @@ class ScriptListener:
             UNCHECKED_FACT: settings.unchecked_equations(facts, {} if rollout is None else traced),
             UNTRACED_FACT: settings.untraced_equations(traced, self._loss_place, has_rollout=rollout is not None),
             "equation_places": settings.equation_places(places, self._loss_place),
+            "softmax_twice": self._softmax_twice,
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))

@@ -59,6 +59,9 @@ EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "Logs
 SOFTMAXES = {"LogSoftmaxBackward0", "SoftmaxBackward0"}
 """Operations from whose results scripts choose probabilities of actions, or logarithms of them."""
 
+NORMALISERS = {*SOFTMAXES, "LogsumexpBackward0"}
+"""Operations that normalise logits; `Categorical` subtracts their logsumexp."""
+
 LOG_PROBABILITIES = {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0", "PowBackward0"}
 """Operations below log-probabilities: chosen from logarithms, or of a Gaussian."""
 
@@ -339,6 +342,17 @@ def exponents(dtype: torch.dtype) -> tuple[float, float]:
 def graph_of(output: Tensor) -> Collection[Node]:
     """Return the nodes of the graph of an output."""
     return _below(output.grad_fn)
+
+
+def takes_softmax_twice(loss: Tensor) -> bool:
+    """Return whether a softmax in the graph of a loss is taken of the outputs of another one: probabilities were passed as logits."""
+    for node in graph_of(loss):
+        child = _children(node)[0] if _kind(node) in NORMALISERS else None
+        while child is not None and _kind(child) in VIEWS:
+            child = _children(child)[0]
+        if child is not None and _kind(child) == "SoftmaxBackward0":
+            return True
+    return False
 
 
 def leaves_of(output: Tensor) -> list[Tensor]:

@@ -152,6 +152,7 @@ class Remarks:
             for name, value, limit, text in outside_settings(with_logged_rate(view.facts, view.get("opt/lr"))):
                 yield name, {"text": text, "key": "", "value": value, "limit": limit, "quiet": False}
             yield from initial_spread(view)
+            yield from softmax_of_softmax(view)
         yield from changed_settings(view)
         yield from self._spent_rate(view)
         yield from self._early_ends(view)
@@ -330,6 +331,17 @@ def initial_spread(view: View) -> Iterator[Remark]:
         if constant and is_outside(INITIAL_STD, value):
             limit = INITIAL_STD.lowest if value < INITIAL_STD.lowest else INITIAL_STD.highest
             yield f"{INITIAL_SPREAD} {head}", _data(spread_sentence(value), key, value, limit)
+
+
+def softmax_of_softmax(view: View) -> Iterator[Remark]:
+    """Probabilities that were passed as logits."""
+    if view.facts.softmax_twice:
+        place = view.facts.equation_places.get("policy_loss", "")
+        text = (
+            f"the policy{place and f' ({place})'} takes a softmax of the outputs of another softmax, so one action is at most e times as "
+            "likely as another one: pass the outputs of the last layer as `logits`, or the softmax as `probs`"
+        )
+        yield "softmax twice", _data(text, "", 1.0, 0.0)
 
 
 def unequal_features(view: View) -> Iterator[Remark]:

@@ -102,4 +102,5 @@ class ReturnCourse:
         before, now = self.first.moments()[0], self.latest.moments()[0]
         if risen:
             return f"By update {update} the return has risen from {number(before)} to {number(now)}."
-        return f"By update {update} the return has not risen: it is {number(now)}, and was {number(before)} at first."
+        clearly = " clearly" * (now > before)
+        return f"By update {update} the return has not{clearly} risen: it is {number(now)}, and was {number(before)} at first."
