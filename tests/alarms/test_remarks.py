@@ -187,6 +187,20 @@ def test_a_schedule_that_ends_long_before_the_run_is_remarked(factor: float | No
     )
 
 
+def test_equal_rewards_in_episodes_of_one_length_show_nothing_to_learn_from() -> None:
+    lengths = {
+        "episode/truncated_length_min": 50.0,
+        "episode/truncated_length_max": 50.0,
+        "episode/truncated_frac": 1.0,
+    }
+    none = {"episode/terminated_length_min": None, "episode/terminated_length_max": None}
+    text = remarks(FACTS, {"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": -1.0, **lengths, **none})[
+        "equal rewards"
+    ]
+
+    assert "have lasted 50 steps, and none has terminated, so all returns are equal" in text
+
+
 def test_a_softmax_of_a_softmax_is_said_at_once_with_its_place() -> None:
     facts = {**FACTS, "softmax_twice": True, "equation_places": {"policy_loss": "ppo.py:63"}}
 
@@ -200,7 +214,7 @@ def test_rewards_that_are_missing_tiny_or_equal() -> None:
     """Ten updates of 512 steps are 5,120 steps."""
     none = {"reward/absmax": 0.0, "reward/std": 0.0, "reward/mean": 0.0}
     tiny = {"reward/absmax": 1e-5, "reward/std": 1e-6, "reward/mean": 1e-6}
-    equal = {"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": 1.0}
+    equal = {"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": 1.0, "episode/terminated_length_min": 8.0}
 
     assert "the first 5,120 steps have all had a reward of 0" in remarks(FACTS, none)["no reward"]
     assert "scale rewards to about 1" in remarks(FACTS, tiny)["tiny rewards"]

@@ -72,7 +72,7 @@ class RunSoFar:
         episodes: number that ended.
         truncated: number of them that a time limit ended.
         shortest, longest: lengths of terminated episodes.
-        longest_cut: length of episodes that a time limit ended.
+        shortest_cut, longest_cut: lengths of episodes that a time limit ended.
         newest: length of the longest episode of the last record.
         effect_records, effect_steps: records and steps with `policy/action_effect`.
         effect: sum of `policy/action_effect`.
@@ -89,6 +89,7 @@ class RunSoFar:
     truncated: float = 0.0
     shortest: float = float("inf")
     longest: float = 0.0
+    shortest_cut: float = float("inf")
     longest_cut: float = 0.0
     newest: float = 0.0
     effect_records: int = 0
@@ -108,6 +109,7 @@ class RunSoFar:
         self.shortest = min(self.shortest, view.get("episode/terminated_length_min") or self.shortest)
         terminated, cut = (view.get(f"episode/{end}_length_max") or 0.0 for end in ("terminated", "truncated"))
         self.longest, self.longest_cut = max(self.longest, terminated), max(self.longest_cut, cut)
+        self.shortest_cut = min(self.shortest_cut, view.get("episode/truncated_length_min") or self.shortest_cut)
         self.newest = max(terminated, cut)
 
     def add_rewards(self, view: View) -> bool:
@@ -264,11 +266,18 @@ class Remarks:
             yield "tiny rewards", _data(text, "reward/absmax", rewards.largest, TINY_REWARD)
         elif rewards.spread == 0 and len(rewards.values) == 1:
             (value,) = rewards.values
-            text = (
-                f"the first {rewards.reward_steps:,} steps have all had the same reward, {number(value)}: "
-                "only the length of an episode matters"
-            )
-            yield "equal rewards", _data(text, "reward/std", 0.0, 0.0, quiet=True)
+            text = f"the first {rewards.reward_steps:,} steps have all had the same reward, {number(value)}: "
+            length = max(rewards.longest, rewards.longest_cut)
+            fixed = rewards.episodes >= MIN_EPISODES and min(rewards.shortest, rewards.shortest_cut) == length
+            if fixed:
+                never = "" if rewards.longest else ", and none has terminated"
+                text += (
+                    f"all {number(rewards.episodes)} episodes have lasted {number(length)} steps{never}, so all returns are equal and show "
+                    "nothing to learn from: check the condition in `step` that ends an episode or pays a reward"
+                )
+            else:
+                text += "only the length of an episode matters"
+            yield "equal rewards", {**_data(text, "reward/std", 0.0, 0.0, quiet=True), "unlikely": not fixed}
 
     def _effect_remark(self) -> Iterator[Remark]:
         """Observations that do not depend on the actions."""
