@@ -54,7 +54,7 @@ EXIT_CODES: Final = {
     "train": "1: training failed; 130 and 143 after a checkpoint was saved, from which `--resume` continues.",
     "run": "the exit code of the script.",
     "check": "0: every equation that was checked matches or is a published variant; 1: one differs, or the script failed; "
-    "2: wrong use, or nothing could be checked.",
+    "2: wrong use, nothing could be checked, or a measurement failed.",
     "replay": "1: records are missing in the backend.",
     "doctor": "1: a backend lacks records, or the journal is damaged.",
     "diagnose": "3: the run meets the condition of `--fail-on`.",

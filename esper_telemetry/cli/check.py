@@ -40,7 +40,7 @@ RUN is the directory of a run with telemetry; its table is read from the journal
 Example: esper-telemetry check --seconds 60 ppo.py --env-id CartPole-v1
 """
 EPILOG: Final = """exit codes: 0 every equation that was checked matches or is a published variant,
-1 an equation differs or the script failed, 2 wrong use, or nothing could be checked
+1 an equation differs or the script failed, 2 wrong use, nothing could be checked, or a measurement failed
 """
 
 
@@ -63,6 +63,9 @@ class CheckOptions:
     updates: int | None = None
     run_dir: str | None = None
     json: bool = False
+
+
+METRIC_ERRORS: Final = "telemetry/metric_errors"
 
 
 class TimeIsUp(KeyboardInterrupt):
@@ -127,12 +130,13 @@ def show(run_dirs: Sequence[Path], *, as_json: bool) -> int:
         from esper_telemetry.views.document import print_document
         from esper_telemetry.views.equation_table import as_dict, equation_document, equation_rows
     states: set[str] = set()
-    tables = []
+    tables, failed = [], 0
     for run_dir in run_dirs:
         with wrong_use(), without_warnings():
             run = read_run(run_dir)
         rows = equation_rows(run.info, run.records)
         states.update(row.state for row in rows)
+        failed += int(sum(record.values.get(METRIC_ERRORS, 0.0) for record in run.records))
         head = f"{run.info.name}: {len(run.records)} updates, {run.status or 'not ended'}"
         if as_json:
             tables.append(as_dict({"run": run.info.name, "run_dir": str(run_dir), "updates": len(run.records)}, rows))
@@ -140,9 +144,14 @@ def show(run_dirs: Sequence[Path], *, as_json: bool) -> int:
             print_document(equation_document(head, rows))
     if as_json:
         print(json.dumps(tables[0] if len(tables) == 1 else {"runs": tables}, indent=1))
+    if failed:
+        sys.stderr.write(
+            f"esper-telemetry: {failed} measurement{'s' * (failed > 1)} failed with an error of telemetry's own, so equations without a "
+            "result may differ; the warnings of the run name the error\n"
+        )
     if "differs" in states:
         return DIFFERS
-    return 0 if states & {"matches", "variant"} else NOTHING_CHECKED
+    return 0 if not failed and states & {"matches", "variant"} else NOTHING_CHECKED
 
 
 class Limit:

@@ -215,6 +215,9 @@ def test_a_bug_in_the_finder_of_rollouts_costs_only_these(tmp_path: Path) -> Non
     assert all({"policy/kl", "loss/policy", "episode/return_mean_100"} <= one.keys() for one in values[1:])
     assert "not found: rollouts" in result.stderr
 
+    checked = python(tmp_path, "-m", "esper_telemetry", "check", "run")
+    assert checked.code == 2 and "4 measurements failed with an error of telemetry's own" in checked.stderr
+
 
 def test_a_script_that_fails_before_its_first_update_hears_of_its_first_nonfinite_variable(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
