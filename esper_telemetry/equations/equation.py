@@ -164,6 +164,14 @@ class Equation:
         """Return the largest relative error that rounding explains; assume single precision if the precision is unknown."""
         return self.tolerance * TOLERANCES.get(precision or "fp32", TOLERANCES["fp32"])
 
+    def healthy(self, precision: str | None) -> str:
+        """Return the errors that rounding explains, in words."""
+        return f"<= {self.tolerance_at(precision):.2g}"
+
+    def size(self, error: float) -> str:
+        """Return an error as a table of errors shows it."""
+        return f"{error:.1e}"
+
     def label(self, hypothesis: Hypothesis | None = None) -> str:
         """Return the last segment of the key of this equation, or of one of its hypotheses."""
         return self.name if hypothesis is None else f"{self.name}_{hypothesis.name}"

@@ -225,6 +225,8 @@ def _moments(values: list[float]) -> tuple[float, float]:
     return mean, sum((value - mean) ** 2 for value in values) / len(values)
 
 
+FIRST_ALARM: Final = "Look for the alarm that came first; "  # which is left out if there is none
+
 RULES = (
     alarm("task/no_episodes", COUNT, "episode/length_mean", rank=CAUSE_LAST_RANK, hard=True, n_off=1, debug_updates=2)
     .says(
@@ -238,7 +240,7 @@ RULES = (
     .reads(RETURN, EPISODE_RETURN)
     .says(
         "The return has fallen well below its best.",
-        "Look for the alarm that came first; return to the best checkpoint with a lower learning rate.",
+        f"{FIRST_ALARM}return to the best checkpoint with a lower learning rate.",
         "Returns differ in sign and size, so the share of the improvement counts; unstable runs lose a third of it and recover.",
     )
     .shows("episode/*", "policy/kl", "policy/entropy_norm", "value/r2")
