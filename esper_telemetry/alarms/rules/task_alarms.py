@@ -212,8 +212,8 @@ class TaskEvents:
             "" if high <= low else f", {percent((new - low) / (high - low))} of the way from its lowest to its highest"
         )
         words = {
-            "improvement": f"the return has risen from {number(old)} to {number(new)}",
-            "degradation": f"the return has fallen from {number(old)} to {number(new)}",
+            "improvement": f"the mean return of {updates} updates has risen from {number(old)} to {number(new)}",
+            "degradation": f"the mean return of {updates} updates has fallen from {number(old)} to {number(new)}",
             "plateau": f"the return has stayed at {number(new)} for about {updates} updates{place}",
         }
         return {"update": update, "return": new, "before": old, "updates": updates, "text": words[state]}
