@@ -21,6 +21,7 @@ from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, described_keys
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rule_registry import alarm_rules
+from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS
 from esper_telemetry.alarms.verdict.published_settings import (
     SettingChange,
     outside_settings,
@@ -124,8 +125,9 @@ def findings(diagnosis: Diagnosis) -> Iterator[Element]:
         for key, value in diagnosis.critical.items():
             info = described.get(template_of(key, described))
             lines.append(f"{key}: {number(value)}" + (f" (critical: {info.critical})" if info else ""))
-        bounds = "its critical bound" if count == 1 else "their critical bounds"
-        yield folded(f"Beyond {bounds} lately ({count} value{'s'[: count > 1]})", items(lines), is_open=True)
+        bounds, s = "its critical bound" if count == 1 else "their critical bounds", "s"[: count > 1]
+        title = f"Beyond {bounds} ({count} value{s}, median{s} of the last {LATEST_RECORDS} updates)"
+        yield folded(title, items(lines), is_open=True)
     if diagnosis.shows_remarks:
         yield from _unexplained(diagnosis)
 

@@ -29,6 +29,7 @@ def test_a_warning_does_not_hide_the_explanation_of_a_flat_run() -> None:
 
     assert [incident.cause for incident in verdict.incidents] == ["obs/unscaled"]
     assert verdict.unexplained and verdict.unusual[0].key == "adv/norm/std"
+    assert "(1 value, median of the last 10 updates)" in text
     assert text.index("obs/unscaled") < text.index("Unexplained: the run is flat") < text.rindex("adv/norm/std: 0 (")
 
 
