@@ -135,3 +135,19 @@ def test_a_drop_without_another_alarm_does_not_point_to_an_earlier_one() -> None
 
     assert text(set_to(dropped)).endswith("Try: Return to the best checkpoint with a lower learning rate.")
     assert "Look for the alarm that came first; return to" in text(set_to(dropped | collapsed))
+
+
+def test_a_return_that_was_higher_is_not_explained_by_a_task_that_is_too_hard() -> None:
+    """A flat and a falling run without an alarm, a remark or an unusual value."""
+
+    def text(slope: float) -> str:
+        records = run(60)
+        for update, record in enumerate(records):
+            level = 5.0 - slope * update + 0.01 * (update % 3)
+            records[update] = replace(record, values={**record.values, "episode/return_mean": level})
+        return text_of(replace(diagnose(FACTS, records), unusual=()))
+
+    flat, falling = text(0.0), text(0.06)
+
+    assert "Flat: " in flat and "the task may be too hard for this policy" in flat
+    assert "Declining: " in falling and "too hard" not in falling
