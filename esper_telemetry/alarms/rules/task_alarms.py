@@ -225,7 +225,7 @@ def _moments(values: list[float]) -> tuple[float, float]:
     return mean, sum((value - mean) ** 2 for value in values) / len(values)
 
 
-FIRST_ALARM: Final = "Look for the alarm that came first; "  # which is left out if there is none
+FIRST_ALARM: Final = "Look for the alarm that came first; "  # left out of the advice if no other alarm was raised
 
 RULES = (
     alarm("task/no_episodes", COUNT, "episode/length_mean", rank=CAUSE_LAST_RANK, hard=True, n_off=1, debug_updates=2)

@@ -90,8 +90,8 @@ class ReturnCourse:
     def sentence(self, update: int) -> str:
         """Return the course up to this update, `By update 7 the return has risen to 41.3.`; empty before there are enough episodes.
 
-        The number is the one that the outcome and the console have. The level of the first rollouts is left out: the outcome gives it, and
-        averages more episodes of a longer run.
+        The outcome and the console have the same number. The outcome also has the level of the first rollouts, which averages more episodes
+        of a longer run, so it is not repeated here.
         """
         if self.risen is None:
             return ""
