@@ -31,7 +31,7 @@ def journal(path: Path, kl: float) -> None:
 
 def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "COLUMNS": "200"}
     return subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -54,7 +54,7 @@ def test_a_run_is_judged_in_a_test_of_the_project(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_script_is_checked_as_a_test_and_a_mistake_fails_it_with_the_table(tmp_path: Path) -> None:
+def test_a_script_is_checked_as_a_test_and_a_mistake_fails_it_and_is_named_in_the_summary(tmp_path: Path) -> None:
     assert RIGHT in SCRIPT
     (tmp_path / "right.py").write_text(SCRIPT)
     (tmp_path / "wrong.py").write_text(SCRIPT.replace(RIGHT, "args.gamma * args.gae_lambda * lastgaelam"))
@@ -65,7 +65,9 @@ def test_a_script_is_checked_as_a_test_and_a_mistake_fails_it_with_the_table(tmp
 
     assert result.returncode == 1
     assert "2 failed, 1 passed" in result.stdout
-    assert "GAE that continues over the ends of episodes" in " ".join(result.stdout.split())
+    (summary,) = re.findall(r"^FAILED .*wrong\.py - (.*)", result.stdout, re.MULTILINE)
+    assert summary.startswith("the advantages equal GAE that continues over the ends of episodes")
+    assert "  reference: A_t = " in result.stdout and "  try: Multiply the trace" in result.stdout
     assert "nothing to measure" in result.stdout
 
 

@@ -31,7 +31,14 @@ from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, LARGE_STEP_UPDATES, AlarmRule, Finding, Judge, View, checked
 from esper_telemetry.alarms.rule_registry import alarm_rules, is_foreign, with_alarms
 from esper_telemetry.alarms.rules.equation_alarms import EQUATION, EquationJudge, sensible_advice
-from esper_telemetry.alarms.rules.task_alarms import Event, TaskEvents, bad_ending, failure_findings, failure_sentence
+from esper_telemetry.alarms.rules.task_alarms import (
+    FIRST_ALARM,
+    Event,
+    TaskEvents,
+    bad_ending,
+    failure_findings,
+    failure_sentence,
+)
 from esper_telemetry.alarms.rules.telemetry_alarms import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.rules.trust_region_alarms import KL_SUDDEN, action_dimensions
 from esper_telemetry.alarms.thresholds import Thresholds
@@ -40,7 +47,7 @@ from esper_telemetry.alarms.verdict.remarks import Remarks
 from esper_telemetry.alarms.verdict.run_outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.containment import Containment, call_note
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.messages import number
+from esper_telemetry.core.messages import capitalized, number
 from esper_telemetry.core.record import (
     CRITICAL_FROM,
     RUN_FAILED,
@@ -403,7 +410,11 @@ class Detectors:
         sentences: list[str] = []
         judge = self._judges.get(EQUATION)
         holding = judge.holding if isinstance(judge, EquationJudge) else frozenset[str]()
-        worded = partial(alarm_text, state, event=event, view=self._view, explained=self._explained, holding=holding)
+        incident = state.incident
+        alone = incident is not None and incident.number == 1 and incident.raised.keys() <= {state.rule.type}
+        worded = partial(
+            alarm_text, state, event=event, view=self._view, explained=self._explained, holding=holding, alone=alone
+        )
         self._containment.attempt(
             partial(worded, finding), sentences.append, name=f"the text of alarm {state.rule.type}"
         )
@@ -458,10 +469,12 @@ def alarm_text(
     *,
     explained: bool = True,
     holding: Set[str] = frozenset(),
+    alone: bool = False,
 ) -> str:
     """Return the text of an alarm: a large step before it, what happened, since when, the course of the return, and what to try.
 
-    Without advice if `explained` is False and the alarm is only a symptom, and without advice that the equations `holding` refute.
+    Without advice if `explained` is False and the alarm is only a symptom, and without advice that the equations `holding` refute, or that
+    is about an earlier alarm if this one is `alone`.
     """
     rule, update = state.rule, max(view.update, 1)
     clause = finding.text() if finding.text else rule.meaning.rstrip(".")
@@ -469,6 +482,7 @@ def alarm_text(
     if event is AlarmEvent.CLEAR:
         return f"Ended at update {update}, after {update - since} update{'s'[: update - since != 1]}: {rule.meaning}"
     advice = sensible_advice(finding.advice() if finding.advice else rule.action, holding)
+    advice = capitalized(advice.removeprefix(FIRST_ALARM)) if alone else advice
     advice = in_trainers_names(advice, view.facts)
     if rule.type == RUN_FAILED:  # its sentence already names the update
         return f"{clause}. Try: {advice}"
@@ -504,7 +518,8 @@ def large_step_before(rule: AlarmRule, view: View, since: int) -> str:
 def record_evidence(state: AlarmState, finding: Finding, view: View) -> dict[str, Any]:
     """Return the values of the record that show an alarm, their usual ranges, and the worst heads, groups or layers; limited in size."""
     keys: dict[str, None] = {}
-    for pattern in (finding.key, *state.rule.evidence):
+    rate = ("opt/lr",) if "learning_rate" in state.rule.settings else ()  # first, so that a limit of size leaves it
+    for pattern in (finding.key, *rate, *state.rule.evidence):
         if pattern in view.values:
             keys[pattern] = None
         elif "*" in pattern:

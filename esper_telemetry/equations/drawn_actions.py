@@ -38,6 +38,14 @@ class CalibrationEquation(Equation):
         """Return 1, the score at which chance is ruled out."""
         return 1.0
 
+    def healthy(self, precision: str | None) -> str:
+        """Return the scores that chance explains, in words."""
+        return f"<= 1: the largest standard score over {Z_BOUND:g}, which chance does not exceed"
+
+    def size(self, error: float) -> str:
+        """Return the score and its bound: it is not an error, and grows with no rounding."""
+        return f"score {Z_BOUND * error:.1f} (<= {Z_BOUND:g})"
+
     def sentence(self, error: float, explanations: Sequence[str] = ()) -> str:
         """Return a difference in one clause."""
         size = f"by {Z_BOUND * error:.3g} standard errors in one rollout (chance explains {Z_BOUND:.3g})"

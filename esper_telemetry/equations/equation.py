@@ -166,6 +166,14 @@ class Equation:
         """Return the largest relative error that rounding explains, in single precision for None; raise ValueError for others."""
         return self.tolerance * TOLERANCES[require_precision("precision", precision or "fp32")]
 
+    def healthy(self, precision: str | None) -> str:
+        """Return the errors that rounding explains, in words."""
+        return f"<= {self.tolerance_at(precision):.2g}"
+
+    def size(self, error: float) -> str:
+        """Return an error as a table of errors shows it."""
+        return f"{error:.1e}"
+
     def label(self, hypothesis: Hypothesis | None = None) -> str:
         """Return the last segment of the key of this equation, or of one of its hypotheses."""
         return self.name if hypothesis is None else f"{self.name}_{hypothesis.name}"

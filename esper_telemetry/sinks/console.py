@@ -237,7 +237,7 @@ class ProgressBar:
     def __init__(self, console: Any, total_steps: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._console = console
+        self._console, self._total = console, total_steps
         self._bar_width = WIDE_BAR_COLUMNS if console.width >= WIDE_TERMINAL_COLUMNS else NARROW_BAR_COLUMNS
         self._steps_width = len(f"{total_steps:,}/{total_steps:,} steps")
         columns = (
@@ -254,7 +254,9 @@ class ProgressBar:
         """Move the bar to the record's step and write as many numbers next to it as fit."""
         space = self._console.width - self._bar_width - self._steps_width - TIME_COLUMNS - 3
         description = (" " * NUMBER_GAP_COLUMNS).join(fitting(numbers, space + NUMBER_GAP_COLUMNS))
-        self._progress.update(self._task, completed=record.axes.env_step, description=description, refresh=True)
+        step = record.axes.env_step
+        total = max(self._total, step)  # the last rollout may go beyond the steps that were asked for
+        self._progress.update(self._task, total=total, completed=step, description=description, refresh=True)
 
     def end(self) -> None:
         """Leave the bar as it is."""
@@ -270,7 +272,8 @@ def total_steps(run: RunInfo) -> int | None:
 def line(record: Record, total: int | None = None, width: int | None = None) -> str:
     """Return one line, in rich's markup, with the progress of the run and the available numbers that fit into the width."""
     step = record.axes.env_step
-    far = f"step {step:,}" + (f"/{total:,} ({min(1.0, step / total):.0%})" if total else "")
+    total = total and max(total, step)
+    far = f"step {step:,}" + (f"/{total:,} ({step / total:.0%})" if total else "")
     head = f"[bold]update {record.axes.update:,}[/bold]  [dim]{far}[/dim]"
     return "  ".join([head, *fitting(numbers(record), None if width is None else width - plain_length(head))])
 

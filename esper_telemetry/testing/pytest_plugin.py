@@ -5,11 +5,12 @@ Both start the commands `check` and `diagnose` in processes of their own, so tha
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import pytest
@@ -36,7 +37,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 class ScriptDiffers(Exception):  # noqa: N818 - it is the result of a check
-    """What `esper-telemetry check` has printed."""
+    """The equations that differ, and what the script has printed."""
 
 
 class ScriptCheck(pytest.Item):
@@ -48,17 +49,35 @@ class ScriptCheck(pytest.Item):
 
     def runtest(self) -> None:
         """Run the command; raises ScriptDiffers if an equation differs, the script fails, or nothing could be checked."""
-        finished = command("check", *self._words)
+        finished = command("check", "--json", *self._words)
         if finished.returncode:
-            raise ScriptDiffers(f"{finished.stderr}\n{finished.stdout}".strip())
+            printed = finished.stderr.strip()
+            found, lines = [*mistakes(finished.stdout)], printed.splitlines()
+            found = found or (lines[-1:] if len(lines) > 1 else [])  # the last line of a traceback
+            raise ScriptDiffers("\n".join([*found, "", printed]).strip())
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
-        """Return what the command has printed."""
+        """Return the equations that differ, the first one in the first line, which pytest's summary shows."""
         return str(excinfo.value)
 
     def reportinfo(self) -> tuple[str, None, str]:
         """Return the name of the test."""
         return self.config.rootpath.name, None, self.name
+
+
+def mistakes(tables: str) -> Iterator[str]:
+    """Yield lines on each equation that differs in the JSON of `check`, then on each one that was not traced."""
+    values = json.loads(tables) if tables.strip() else {}
+    rows = [row for run in values.get("runs", [values]) for row in run.get("equations", ())]
+    for row in (row for row in rows if row["state"] == "differs"):
+        differs = "differ from their reference equation, and no known mistake explains it"
+        differs = f"have been {row['over_run']}" if row["over_run"] else differs
+        equal = " or ".join(one["text"] for one in row["explanations"])
+        yield f"{row['quantity']} {f'equal {equal}' if equal else differs}"
+        yield f"  reference: {row['reference']}"
+        yield from [f"  computed in {row['place']}"] if row["place"] else []
+        yield from [f"  try: {row['advice']}"] if row["advice"] else []
+    yield from (f"{row['quantity']} were not traced: {row['reason']}" for row in rows if row["state"] == "untraced")
 
 
 AssertHealthyRun = Callable[..., None]

@@ -257,7 +257,7 @@ def equation_document(head: str, rows: Sequence[EquationRow]) -> Iterator[Elemen
             row.equation.quantity.removeprefix("the "),
             h("span", row.result, css=STATE_CLASSES[row.state]),
             str(row.updates),
-            "" if row.error is None else f"{row.error:.1e}",
+            "" if row.error is None else row.equation.size(row.error),
         )
         for row in checked
     ]

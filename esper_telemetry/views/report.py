@@ -339,7 +339,7 @@ def _equations(rows: Sequence[EquationRow]) -> Iterator[Element]:
         quantity = (capitalized(equation.quantity), h("br"), h("code", equation.equation, css="dim"))
         advice = (h("br"), row.advice) if row.state == "differs" else None
         since = f", differs since update {row.since:,}" if row.since else ""
-        error = "" if row.error is None else number_text(row.error)
+        error = "" if row.error is None else row.equation.size(row.error)
         result = (h("span", row.result, css=STATE_CLASSES[row.state]), advice)
         cells.append((quantity, result, error, f"{row.updates:,}{since}"))
     if cells:

@@ -377,7 +377,7 @@ class RunProgress:
 
     Attributes:
         update, env_step: of the last record.
-        total_steps: environment steps that were asked for.
+        total_steps: environment steps that were asked for, or those so far if they are more: the last rollout may go beyond.
         fraction: share that is done.
         eta_seconds: time that remains at the present speed; None for a run that has ended, or has stopped.
         steps_per_second: environment steps per second of wall time, the median of the latest updates.
@@ -420,6 +420,7 @@ def run_progress(
     """
     total = max(0, Facts.of(info.facts).total_steps or 0) or None
     update, steps, since = (axes.update, axes.env_step, axes.wall_time) if axes else (0, 0, info.started)
+    total = total and max(total, steps)
     # medians: an interruption does not count
     spans = [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairwise(clock)]
     typical = median(span for _, span in spans) if spans else 0.0
@@ -439,8 +440,8 @@ def run_progress(
         update=update,
         env_step=steps,
         total_steps=total,
-        fraction=None if total is None else min(1.0, steps / total),
-        eta_seconds=max(0.0, (total - steps) / speed) if total and speed and staleness in ("ok", "warn") else None,
+        fraction=None if total is None else steps / total,
+        eta_seconds=(total - steps) / speed if total and speed and staleness in ("ok", "warn") else None,
         steps_per_second=speed,
         update_seconds=seconds,
         time_split=_time_split(last, seconds),

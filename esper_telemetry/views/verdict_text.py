@@ -22,13 +22,20 @@ from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, described_keys
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rule_registry import alarm_rules
-from esper_telemetry.alarms.verdict.published_settings import SettingChange, outside_settings, setting_change
-from esper_telemetry.alarms.verdict.remarks import REMARK, is_setting
+from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS
+from esper_telemetry.alarms.verdict.published_settings import (
+    SettingChange,
+    outside_settings,
+    setting_change,
+    with_logged_rate,
+)
+from esper_telemetry.alarms.verdict.remarks import LATER, REMARK, is_setting
 from esper_telemetry.alarms.verdict.run_outcome import GOOD, OutcomeKind
 from esper_telemetry.alarms.verdict.unusual import OBSERVE
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import capitalized, end_text, number
 from esper_telemetry.core.record import RUN_FAILED, AlarmEvent, Record, RunInfo, template_of
+from esper_telemetry.equations.equation import EQUATION_KEY, equations
 from esper_telemetry.history.recent_return import RECENT_RETURN
 from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.sinks.console import make_console
@@ -123,8 +130,9 @@ def findings(diagnosis: Diagnosis) -> Iterator[Element]:
         for key, value in diagnosis.critical.items():
             info = described.get(template_of(key, described))
             lines.append(f"{key}: {number(value)}" + (f" (critical: {info.critical})" if info else ""))
-        bounds = "its critical bound" if count == 1 else "their critical bounds"
-        yield folded(f"Beyond {bounds} lately ({count} value{'s'[: count > 1]})", items(lines), is_open=True)
+        bounds, s = "its critical bound" if count == 1 else "their critical bounds", "s"[: count > 1]
+        title = f"Beyond {bounds} ({count} value{s}, median{s} of the last {LATEST_RECORDS} updates)"
+        yield folded(title, items(lines), is_open=True)
     if diagnosis.shows_remarks:
         yield from _unexplained(diagnosis)
 
@@ -148,7 +156,8 @@ def _unexplained(diagnosis: Diagnosis) -> Iterator[Element]:
         yield folded(title, items(values), is_open=is_open)
     if diagnosis.unexplained and not diagnosis.remarks and not any(entry.is_far for entry in diagnosis.unusual):
         known = "Each of these values occurs in some healthy runs" if diagnosis.unusual else NOTHING_UNUSUAL
-        yield h("p", f"{known}: the task may be too hard for this policy, or it may need more steps.")
+        reason = ": the task may be too hard for this policy, or it may need more steps"
+        yield h("p", f"{known}{reason if diagnosis.outcome.kind is OutcomeKind.FLAT else ''}.")
     suppliers, lines = Counter(diagnosis.remedies.values()), []
     for remedy, count in suppliers.most_common(MAX_REMEDIES):
         kinds = [kind for kind, supplier in diagnosis.remedies.items() if supplier == remedy]
@@ -233,6 +242,7 @@ MAX_TEXT_CHARACTERS: Final = 600
 MAX_EVIDENCE: Final = 5
 """Values that show an incident in such an answer."""
 RATE: Final = "opt/lr"
+RATE_REMARKS: Final = ("learning_rate", f"learning_rate{LATER}")
 SHORTENED: Final = {
     **dict.fromkeys(("read", "unread", "notes", "remedies", "unanswered", "damaged_lines", "events"), 4),
     **dict.fromkeys(("remarks", "unusual", "critical_values"), 2),
@@ -265,7 +275,7 @@ def answer(
     rules, facts = {rule.type: rule for rule in alarm_rules()}, Facts.of(run.facts)
     incidents = [_incident(one, diagnosis, run, rules.get(one.cause)) for one in diagnosis.incidents]
     rows = [_equation(row) for row in equations if everything or row.state in ("differs", "untraced")]
-    advice = list(_advice(rows, incidents, facts))
+    advice = list(_advice(rows, incidents, facts, _logged_rate(diagnosis)))
     values = {
         "schema": SCHEMA,
         **head,
@@ -322,7 +332,7 @@ def _incident(incident: IncidentReport, diagnosis: Diagnosis, run: RunInfo, rule
                 "key": key,
                 "value": value,
                 "usual": usual.get(key) if isinstance(usual, Mapping) else None,
-                "healthy": info.healthy if (info := run.describe(key)) else "",
+                "healthy": _healthy(key, run),
             }
             for key, value in evidence.items()
             if value is not None
@@ -330,6 +340,15 @@ def _incident(incident: IncidentReport, diagnosis: Diagnosis, run: RunInfo, rule
         "standing": incident.ends(),
         "alarms": [encode_alarm(alarm) for alarm in incident.alarms],
     }
+
+
+def _healthy(key: str, run: RunInfo) -> str:
+    """Return the healthy values of a key in words; empty if they are not known."""
+    equation = equations().get(key.removeprefix(EQUATION_KEY)) if key.startswith(EQUATION_KEY) else None
+    if equation is not None:
+        return equation.healthy(Facts.of(run.facts).precision)
+    info = run.describe(key)
+    return info.healthy if info else ""
 
 
 def _wrapper(call: str) -> str:
@@ -358,8 +377,12 @@ def _advice(
     equations: Sequence[Mapping[str, Any]],
     incidents: Sequence[Mapping[str, Any]],
     facts: Facts,
+    rate: float | None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the changes of settings, the most certain one first: equations that differ, incidents, settings outside published ranges."""
+    """Yield the changes of settings, the most certain one first: equations that differ, incidents, settings outside published ranges.
+
+    `rate` is a logged learning rate outside these ranges.
+    """
     changes: dict[str, dict[str, Any]] = {}
     for row in equations:
         if row["state"] == "differs":
@@ -373,10 +396,16 @@ def _advice(
             changes.setdefault(
                 advice["setting"], {**advice, "because": f"incident {incident['incident']}", "place": ""}
             )
-    for name, _, _, text in outside_settings(facts):
-        if (change := setting_change((name,), (), facts)) is not None:
+    for name, _, _, text in outside_settings(with_logged_rate(facts, rate)):
+        if (change := setting_change((name,), (), facts, rate)) is not None:
             changes.setdefault(change.setting, {**_change(text, change), "because": "published settings", "place": ""})
     yield from changes.values()
+
+
+def _logged_rate(diagnosis: Diagnosis) -> float | None:
+    """Return the largest learning rate outside all published values that was logged; None without one."""
+    remarks = [data for kind, data in diagnosis.events if kind == REMARK]
+    return max((data["value"] for data in remarks if data.get("name") in RATE_REMARKS), default=None)
 
 
 def _next_command(

@@ -7,12 +7,17 @@ import io
 from pathlib import Path
 from typing import Any, ClassVar
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import sb3_models
 import torch
+from gymnasium.wrappers import RecordEpisodeStatistics, RescaleAction
 from stable_baselines3 import PPO, SAC
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecNormalize
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper_telemetry import RunStatus, Telemetry, read_run
@@ -20,6 +25,7 @@ from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.adapters.taps import Tap, listen
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.testing import MemorySink
+from esper_telemetry.views.compare.compared_runs import read_compared
 
 pytestmark = pytest.mark.sb3
 
@@ -74,6 +80,30 @@ def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> Non
     assert all("telemetry/metric_errors" not in record.values for record in run.records)
     assert all(record.values["integrity/ratio_init"] <= 1e-6 for record in run.records)
     assert taps_of(model) == []
+
+
+@pytest.mark.parametrize("in_processes", [False, True])
+def test_changes_of_the_environment_are_settings(in_processes: bool, tmp_path: Path) -> None:
+    """Pendulum's torques of up to 2 are rescaled, and its gravity is changed; recording wrappers do not count."""
+
+    def facts(name: str, make: Any) -> dict[str, str]:
+        env = make_vec_env(make, 1, vec_env_cls=SubprocVecEnv if in_processes else None)
+        sb3_models.recorded_run(PPO("MlpPolicy", VecNormalize(env), **sb3_models.MINIBATCHES), tmp_path / name)
+        env.close()
+        return dict(read_compared(str(tmp_path / name)).settings)
+
+    plain = facts("plain", lambda: RecordEpisodeStatistics(gym.make("Pendulum-v1", render_mode="rgb_array")))
+    changed = facts("changed", lambda: RescaleAction(gym.make("Pendulum-v1", g=5.0), np.int64(-1), np.int64(1)))
+
+    differing = {name: plain.get(name) for name in {**plain, **changed} if plain.get(name) != changed.get(name)}
+    assert differing == {
+        "env_arguments": None,
+        "env_wrappers": '"VecNormalize"',
+        "action_space": '"Box(-2.0, 2.0, (1,), float32)"',
+    }
+    assert changed["env"] == plain["env"] == '"Pendulum-v1"'
+    assert changed["env_wrappers"] == '"RescaleAction(min_action=-1, max_action=1), VecNormalize"'
+    assert changed["env_arguments"] == '"g=5.0"'
 
 
 def test_off_installs_no_tap() -> None:

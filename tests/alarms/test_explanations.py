@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import recorded_runs
 from healthy_run import FACTS, Values, alarms, judged, run, set_to
@@ -26,6 +29,7 @@ def test_a_warning_does_not_hide_the_explanation_of_a_flat_run() -> None:
 
     assert [incident.cause for incident in verdict.incidents] == ["obs/unscaled"]
     assert verdict.unexplained and verdict.unusual[0].key == "adv/norm/std"
+    assert "(1 value, median of the last 10 updates)" in text
     assert (
         text.index("obs/unscaled") < text.index("Unexplained: the run is flat") < text.rindex("adv/norm/std: 0.001 (")
     )
@@ -104,3 +108,48 @@ def test_advice_leaves_out_what_the_equations_have_found_right() -> None:
         sensible_advice(advice, {"policy_loss"}) == "Lower the learning rate. The policy losses match their equation."
     )
     assert sensible_advice(advice, {"value_loss"}) == advice
+
+
+def test_a_biased_critic_is_not_sent_to_targets_that_are_right() -> None:
+    """The values are off by half of the returns from update 30 on; the last alarm has equations that were checked."""
+    off = {"value/bias": 6.0, "value/bias_over_std": 3.0}
+    right = {"integrity/equation/advantages": 0.0, "integrity/equation/returns": 0.0}
+    unchecked, checked = (alarms(judged(run(45, set_to(one))))[0].text for one in (off, off | right))
+
+    assert "how returns are bootstrapped at time limits" in unchecked
+    assert checked.endswith(
+        "Try: Train the critic for more epochs. The advantages and the returns match their equations."
+    )
+
+
+def test_a_drop_without_another_alarm_does_not_point_to_an_earlier_one() -> None:
+    """The return rises to 3 and falls to -4; the second time the entropy has collapsed before."""
+
+    def text(spoil: Callable[[Values, int], None]) -> str:
+        records = run(60, spoil, since=30)
+        for update in range(29):
+            values = {**records[update].values, "episode/return_mean_100": 0.1 * update}
+            records[update] = replace(records[update], values=values)
+        return next(one.text for one in alarms(judged(records)) if one.type == "task/return_drop")
+
+    dropped, collapsed = {"episode/return_mean_100": -4.0}, {"policy/entropy_norm": 0.03}
+    collapsed["policy/entropy_marginal_norm"] = 0.05
+
+    assert text(set_to(dropped)).endswith("Try: Return to the best checkpoint with a lower learning rate.")
+    assert "Look for the alarm that came first; return to" in text(set_to(dropped | collapsed))
+
+
+def test_a_return_that_was_higher_is_not_explained_by_a_task_that_is_too_hard() -> None:
+    """A flat and a falling run without an alarm, a remark or an unusual value."""
+
+    def text(slope: float) -> str:
+        records = run(60)
+        for update, record in enumerate(records):
+            level = 5.0 - slope * update + 0.01 * (update % 3)
+            records[update] = replace(record, values={**record.values, "episode/return_mean": level})
+        return text_of(replace(diagnose(FACTS, records), unusual=()))
+
+    flat, falling = text(0.0), text(0.06)
+
+    assert "Flat: " in flat and "the task may be too hard for this policy" in flat
+    assert "Declining: " in falling and "too hard" not in falling

@@ -116,9 +116,21 @@ def test_a_log_without_settings_tells_its_learning_rate_by_what_it_logged() -> N
 
 
 def test_an_initial_standard_deviation_of_50_is_remarked() -> None:
-    assert "50" in remarks(FACTS, {"policy/head/op/std/mean": 50.0}, 1)["initial std op"]
+    wide = {"policy/head/op/std/mean": 50.0, "policy/head/op/std_of_range": 50.0}
+    assert "50" in remarks(FACTS, wide, 1)["initial std op"]
     by_state = {"policy/head/op/std/mean": 3.9, "policy/head/op/std/min": 1.0}
     assert "initial std op" not in remarks(FACTS, by_state, 1)
+
+
+@pytest.mark.parametrize(
+    ("std", "of_range", "remarked"), [(33.0, 0.33, False), (33.0, 3.3, True), (0.01, 0.1, False), (1.0, 0.01, False)]
+)
+def test_an_initial_standard_deviation_is_judged_by_the_range_of_actions(
+    std: float, of_range: float, remarked: bool
+) -> None:
+    """33 for bounds of +-100 is a third of half the range; 1 is usual, whatever the bounds."""
+    values = {"policy/head/op/std/mean": std, "policy/head/op/std_of_range": of_range}
+    assert ("initial std op" in remarks(FACTS, values, 1)) is remarked
 
 
 def test_a_discount_that_sees_a_hundredth_of_an_episode() -> None:
@@ -272,14 +284,14 @@ def test_an_alarm_says_what_the_return_does() -> None:
     """The return rises from 5 to 50 within thirty updates, or does not change."""
 
     def rising(metrics: Values, update: int) -> None:
-        metrics["episode/return_mean"] = 5.0 + 1.5 * update
+        metrics |= {"episode/return_mean": 5.0 + 1.5 * update, "episode/return_mean_100": float(update)}
         if update >= 29:
             metrics["policy/kl"] = 5.0
 
     (risen,) = alarms(judged(run(31, rising, since=1)))
     flat = alarms(judged(run(31, set_to({"policy/kl": 5.0}))))[0]
 
-    assert " the return has risen from 6.5 to 47." in risen.text
+    assert " the return has risen to 29." in risen.text  # the mean of a hundred episodes, as in the outcome
     assert " the return has not clearly risen" in flat.text
 
 

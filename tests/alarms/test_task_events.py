@@ -38,7 +38,7 @@ def test_a_return_that_falls() -> None:
     found = told(returns(lambda update: 50.0 if update < 100 else 10.0))
 
     assert [name for name, _ in found] == ["task/plateau", "task/degradation", "task/plateau"]
-    assert found[1][1]["text"] == "the return has fallen from 46 to 10"
+    assert found[1][1]["text"] == "the mean return of 10 updates has fallen from 46 to 10"
 
 
 def test_nothing_in_the_first_tenth_of_a_run() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,28 @@ def test_a_usual_setting_is_changed_by_the_rules_factor_in_the_words_of_the_trai
     changes = diagnose(path)["advice"]
 
     assert [(one["setting"], one["value"], one["now"]) for one in changes] == [("lr", 0.001, 0.003)]
+
+
+@pytest.mark.parametrize(("spikes", "because"), [(KL_SPIKES, "incident 1"), (set_to({}), "published settings")])
+def test_a_rate_that_only_the_optimizer_has_is_named_like_there(
+    spikes: Any, because: str, tmp_path: Path, diagnose: Diagnose
+) -> None:
+    records = run(60, spikes)
+    for place, record in enumerate(records):
+        records[place] = replace(record, values={**record.values, "opt/lr": 0.3})
+
+    (change,) = diagnose(journal(tmp_path / "run", records, learning_rate=None))["advice"]
+
+    assert change.items() >= {"setting": "lr", "value": 5.4e-4, "now": 0.3, "because": because}.items()
+
+
+def test_the_score_of_the_actions_has_the_bound_of_scores(tmp_path: Path, diagnose: Diagnose) -> None:
+    wrong = {"integrity/equation/actions": 3.0, "integrity/equation/returns": 0.5}
+    (incident,) = diagnose(journal(tmp_path / "run", run(60, set_to(wrong))), "--all")["incidents"]
+
+    healthy = {one["key"]: one["healthy"] for one in incident["evidence"]}
+    assert healthy["integrity/equation/actions"].startswith("<= 1: the largest standard score over 7")
+    assert healthy["integrity/equation/returns"] == "<= 0.0001"
 
 
 def test_actions_at_their_bounds_name_the_wrapper_of_the_environment(tmp_path: Path, diagnose: Diagnose) -> None:

@@ -272,6 +272,8 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
         assert values["integrity/ratio_init"] <= 1e-6
         assert values["integrity/gae_identity"] <= 1e-6
     assert run.info.facts["groups"].keys() == {"actor", "critic"}
+    assert run.info.facts["env"] == "CartPole-v1"
+    assert run.info.facts["action_space"] == "Discrete(2)"
     assert run.info.config["seed"] == 4
     assert run.info.name.endswith("/run")
     first, *_, last = telemetry_lines(result)

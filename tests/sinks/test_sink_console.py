@@ -7,7 +7,7 @@ from sink_runs import record, run_info
 
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import ConsoleSink
-from esper_telemetry.sinks.console import fitting
+from esper_telemetry.sinks.console import fitting, line
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -88,3 +88,4 @@ def test_a_line_says_how_much_of_the_run_is_done(capsys: pytest.CaptureFixture[s
     sink.write([record(1, {"policy/kl": 0.01})])
 
     assert printed(capsys) == ["update 1  step 1,000/4,000 (25%)  kl 0.01"]
+    assert "step 5,000/5,000 (100%)" in line(record(5, {}), total=4000)  # the last rollout goes beyond

@@ -14,6 +14,7 @@ import pytest
 
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as command_line
+from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.core.record import Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.journal.file import Journal, compress
 from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
@@ -50,6 +51,7 @@ def write_run(
     config: Mapping[str, Any] | None = None,
     status: RunStatus | None = RunStatus.FINISHED,
     versions: Mapping[str, str] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> str:
     """Write a journal with one record per 100 environment steps, and return its directory."""
     settings = {"learning_rate": 0.1, "log_dir": str(run_dir), **(config or {})}
@@ -61,6 +63,7 @@ def write_run(
         config=settings if seed is None else {**settings, "seed": seed},
         metrics=dict(METRICS),
         versions=versions or {},
+        facts=facts or {},
     )
     journal = Journal.create(run_dir)
     journal.write(encode_run(info))
@@ -253,6 +256,46 @@ def test_names_and_paths_are_no_settings_unless_they_are_asked_for(tmp_path: Pat
     with pytest.raises(ValueError, match="no run has a setting 'num_epoch'; did you mean num_epochs"):
         sizes(ignore=["num_epoch"])
     assert command_line(["compare", str(tmp_path), "--by", "exp_name", "--ignore", "num_epochs"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "count"),
+    [
+        ({"resume": None, "steps": 4_000}, {"resume": "ck/a-30.pt", "steps": 2_000}, 1),
+        ({"total_timesteps": 50}, {"total_timesteps": 60}, 1),
+        (
+            {"load_checkpoint": None, "train": {"num_updates": 40}},
+            {"load_checkpoint": "x", "train": {"num_updates": 7}},
+            1,
+        ),
+        ({"steps": 50}, {"steps": 100}, 2),
+        ({"num_steps": 2_000}, {"num_steps": 3_000}, 2),
+        ({"env_wrappers": "RescaleAction"}, {}, 2),
+    ],
+)
+def test_lengths_and_resumed_checkpoints_are_no_settings(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], count: int
+) -> None:
+    """An update has 100 steps, so `steps` of at most 100 are of a rollout. The run that does not count is named."""
+    places = [write_run(tmp_path / name, 1, learning(1), config=own) for name, own in (("a", first), ("b", second))]
+
+    result = compared(*places)
+
+    assert len(result.groups) == count
+    assert any(f"without {places[1]}" in note for note in result.notes) is (count == 1)
+
+
+def test_a_length_is_a_setting_of_a_learning_rate_that_follows_it(tmp_path: Path) -> None:
+    def groups_of(final: float) -> int:
+        places = []
+        for steps in (4_000, 8_000):
+            schedule = RateSchedule(initial=0.1, final=final, total_steps=steps, final_is_set=True)
+            config, facts = {"total_steps": steps}, {SCHEDULE_FACT: schedule.fact()}
+            places.append(write_run(tmp_path / f"{final}-{steps}", 1, learning(1), config=config, facts=facts))
+        return len(compared(*places).groups)
+
+    assert groups_of(final=0.0) == 2
+    assert groups_of(final=0.1) == 1
 
 
 def test_an_effect_that_cannot_be_told_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.core.record import Axes, MetricInfo, Record, RunInfo
 from esper_telemetry.equations import equation as declarations
+from esper_telemetry.equations.drawn_actions import ACTIONS
 from esper_telemetry.equations.equation import Equation, Hypothesis
 from esper_telemetry.views.document import print_document
 from esper_telemetry.views.equation_table import EquationRow, equation_document, equation_rows
@@ -195,3 +196,10 @@ def test_the_page_has_the_formulas_and_the_advice_of_what_differs(capsys: pytest
     assert "  equal to: s = a - b (differences; a schoolbook)\n" in text
     assert "  try: Add.\n" in text
     assert text.endswith("\n1 matches, 1 differs, 1 could not be checked.\n")
+
+
+def test_a_test_of_the_actions_shows_its_score_and_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    """The journal has the score over its bound, which is 7."""
+    print_document(equation_document("head", [EquationRow(ACTIONS, "matches", 1, error=0.29)]))
+
+    assert "score 2.0 (<= 7)" in capsys.readouterr().out

@@ -152,6 +152,11 @@ def test_progress_is_that_of_the_latest_updates(tmp_path: Path) -> None:
     assert progress.time_split == {"environment": 0.25, "update": 0.5, "other": 0.25}
     assert [view.progress(now=2e9 + 1000 + age).staleness for age in (4, 30, 90)] == ["ok", "warn", "bad"]
 
+    beyond = open_view(write(tmp_path / "beyond", lines_of(records, None, {"total_steps": 390}))).progress(
+        now=2e9 + 1003
+    )
+    assert (beyond.total_steps, beyond.fraction, beyond.eta_seconds) == (400, 1.0, 0.0)
+
 
 def test_a_resumed_run_goes_on_and_its_first_record_of_an_update_stands(tmp_path: Path) -> None:
     first, second = ({"policy/kl": kl} for kl in (0.01, 0.02))

@@ -27,6 +27,7 @@ from esper_telemetry.adapters.columns import (
     head_names,
     join_columns,
 )
+from esper_telemetry.adapters.environment_facts import environment_facts
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.updates.failure import Candidate
@@ -237,7 +238,8 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "trainer": f"stable-baselines3 {type(model).__name__}",
         "setting_names": SETTING_NAMES,
         "value_coef_scale": 0.5,  # their value loss is the mean squared error, ours half of it
-        "env": "" if spec is None else str(spec.id),
+        "env": "",
+        **environment_facts(model.get_env()),
         "total_steps": model._total_timesteps,
         "num_envs": model.n_envs,
         "ranks": 1,

@@ -570,7 +570,7 @@ class ScriptListener:
         self._source = names.read_source()
         variables = variables.with_constants(self._source.numbers)
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
-        facts = settings.find_facts(variables, self.clips.max_norm, readings)
+        facts = {**self.environments.facts(), **settings.find_facts(variables, self.clips.max_norm, readings)}
         facts["optimizer"] = type(optimizer).__name__
         parts = [part for one in variables.values() if isinstance(one, nn.Module) for part in one.modules()]
         is_recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts)

@@ -26,6 +26,7 @@ from esper_telemetry.adapters.columns import (
     head_names,
     join_columns,
 )
+from esper_telemetry.adapters.environment_facts import environment_facts
 from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LayerOutputs
 from esper_telemetry.core.event_parts import Transitions
 from esper_telemetry.core.metric import segment
@@ -815,6 +816,11 @@ class EpisodeLog:
             lengths = {length for running in self._running.values() for length in running.lengths.tolist()}
             observed.cut |= lengths == self._cut_lengths and len(lengths) == 1
         return observed
+
+    def facts(self) -> dict[str, str]:
+        """Return the facts of the environment that the script stepped first."""
+        first = next(iter(self._running.values()), None)
+        return {} if first is None else environment_facts(first.env())
 
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""

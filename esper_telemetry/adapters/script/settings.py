@@ -290,4 +290,8 @@ def find_schedule(
 def find_config(variables: Variables) -> dict[str, Any]:
     """Return the script's settings that are plain values."""
     settings = variables.find(SETTINGS, lambda value: settings_of(value) or None) or {}
-    return {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool | None)}
+    return {
+        key: value
+        for key, value in settings.items()
+        if isinstance(value, str | int | float | bool | None) and not key.startswith("_")
+    }

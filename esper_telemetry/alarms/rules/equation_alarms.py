@@ -100,6 +100,8 @@ REFUTED_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "the shape of the ratios": ("policy_loss",),
     "the sign and the targets of the critic's loss": ("value_loss",),
     "the order in which returns are computed": ("returns",),
+    "how returns are bootstrapped": ("advantages", "returns"),
+    "that the log-probabilities require gradients": ("gradient",),
 }
 """Checks that advice recommends, and the equations that make each of them pointless if all of them hold."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from math import log
 
 from esper_telemetry.alarms.alarm_bounds import above, below, count, hard
 from esper_telemetry.alarms.judges import Before, StateJudge, Total, reading
@@ -145,7 +146,8 @@ def actions_cut_text(head: str, share: float, spread: float | None) -> str:
 
 
 RANGE_USED = below("range_used", 0.03, "standard deviation of the actions over half their range, in the first updates")
-RESCALE = "Rescale actions to [-1, 1]: `gymnasium.wrappers.RescaleAction(env, -1, 1)`. If the bounds are right, raise log_std_init."
+RESCALE = "Rescale actions to [-1, 1]: `gymnasium.wrappers.RescaleAction(env, -1, 1)`. If the bounds are right, raise log_std_init"
+WIDE_ENOUGH = 0.5  # standard deviation over half the range that the advice aims at
 
 
 def action_range(view: View, from_start: dict[str, bool]) -> Iterator[Finding]:
@@ -161,11 +163,23 @@ def action_range(view: View, from_start: dict[str, bool]) -> Iterator[Finding]:
         used = view.get(used_key)
         if share == 0 and used is not None:
             small = from_start[head] = from_start.get(head, view.update <= EARLY_UPDATES) and used < bound
-            finding = Finding(hard(small), used_key, used, bound, instance=head).with_advice(lambda: RESCALE)
+            finding = Finding(hard(small), used_key, used, bound, instance=head).with_advice(
+                partial(rescale_advice, view, head)
+            )
             words = (
                 f"the policy uses {{:%}} of the range of its actions{of_head}, so it takes very long to reach the rest"
             )
         yield finding.says(words, share if share else used or 0.0)
+
+
+def rescale_advice(view: View, head: str) -> str:
+    """What to do about actions in a small part of their range, with a standard deviation of a quarter of it."""
+    std, share = (view.get(f"policy/head/{head}/{name}") for name in ("std/mean", "std_of_range"))
+    if not std or not share:
+        return f"{RESCALE}."
+    return (
+        f"{RESCALE} to {log(WIDE_ENOUGH * std / share):.1f}, which is a standard deviation of a quarter of the range."
+    )
 
 
 LEAST_DISCOUNT = below("least_discount", 0.5, "discount factor that looks at most two steps ahead")

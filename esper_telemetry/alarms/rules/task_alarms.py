@@ -212,8 +212,8 @@ class TaskEvents:
             "" if high <= low else f", {percent((new - low) / (high - low))} of the way from its lowest to its highest"
         )
         words = {
-            "improvement": f"the return has risen from {number(old)} to {number(new)}",
-            "degradation": f"the return has fallen from {number(old)} to {number(new)}",
+            "improvement": f"the mean return of {updates} updates has risen from {number(old)} to {number(new)}",
+            "degradation": f"the mean return of {updates} updates has fallen from {number(old)} to {number(new)}",
             "plateau": f"the return has stayed at {number(new)} for about {updates} updates{place}",
         }
         return {"update": update, "return": new, "before": old, "updates": updates, "text": words[state]}
@@ -224,6 +224,8 @@ def _moments(values: list[float]) -> tuple[float, float]:
     mean = sum(values) / len(values)
     return mean, sum((value - mean) ** 2 for value in values) / len(values)
 
+
+FIRST_ALARM: Final = "Look for the alarm that came first; "  # left out of the advice if no other alarm was raised
 
 RULES = (
     alarm("task/no_episodes", COUNT, "episode/length_mean", rank=CAUSE_LAST_RANK, hard=True, n_off=1, debug_updates=2)
@@ -238,7 +240,7 @@ RULES = (
     .reads(RETURN, EPISODE_RETURN)
     .says(
         "The return has fallen well below its best.",
-        "Look for the alarm that came first; return to the best checkpoint with a lower learning rate.",
+        f"{FIRST_ALARM}return to the best checkpoint with a lower learning rate.",
         "Returns differ in sign and size, so the share of the improvement counts; unstable runs lose a third of it and recover.",
     )
     .shows("episode/*", "policy/kl", "policy/entropy_norm", "value/r2")

@@ -254,6 +254,9 @@ CUT_AT, CUT_BEFORE, OVER_AT, OVER_BEFORE = "cut at", "cut before", "over at", "o
 TERMINAL_ERROR, TRUNCATED = "value/terminal_err", "episode/truncated_frac"
 SETTLE_UPDATES = 5  # updates with ends after which the usual ends of a task are known
 MIN_AT_LIMIT = 2  # updates with episodes that reach the limit, after which their usual end there is known
+REPORT_ENDS = (
+    "Report time limits as truncated and other ends as terminated; add the critic's estimate after truncations only."
+)
 MIN_STRANGE = 2  # updates with contradictory ends that raise the alarm
 FORGET_UPDATES = 5  # updates in a row without such an end, after which an earlier one is forgotten
 
@@ -295,7 +298,8 @@ class TimeLimitEnds:
                 self.counts[end] = self.counts.get(end, 0) + 1
         error, wrong = view.get(TERMINAL_ERROR), hard(self.strange_updates >= MIN_STRANGE)
         shown = (TRUNCATED, cut) if error is None else (TERMINAL_ERROR, error)
-        yield Finding(wrong, *shown, instance="ends").with_text(partial(confusion_text, self.strange, limit, error))
+        finding = Finding(wrong, *shown, instance="ends").with_advice(lambda: REPORT_ENDS)
+        yield finding.with_text(partial(confusion_text, self.strange, limit, error))
 
     def contradiction(self, ends: set[str]) -> str | None:
         """The end that contradicts the earlier ends of the task, if any.

@@ -184,6 +184,8 @@ def setting_change(
 def _named(name: str, value: float, now: float, facts: Facts) -> SettingChange:
     """Return a change with the name and in the units of the run's trainer; sizes without a name are counts of steps and minibatches."""
     theirs, rollout = facts.setting_names.get(name), (facts.num_steps or 1) * (facts.num_envs or 1)
+    if name == "learning_rate" and facts.learning_rate is None:  # it was read from the optimizer
+        theirs = theirs or "lr"
     if theirs is None and name == "minibatch_size":
         theirs, value, now = "num_minibatches", rollout / value, rollout / now
     elif name == "rollout_size":

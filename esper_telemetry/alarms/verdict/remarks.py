@@ -332,13 +332,16 @@ def changed_settings(view: View) -> Iterator[Remark]:
 
 
 def initial_spread(view: View) -> Iterator[Remark]:
-    """Initial standard deviations that no published configuration has."""
+    """Initial standard deviations that no published configuration has, neither themselves nor relative to half the range of actions."""
     for head, key, value in view.labelled("policy/head/", "/std/mean"):
         constant = (
             view.values.get(f"policy/head/{head}/std/min", value) > SAME_STD * value
         )  # otherwise it depends on the state
-        if constant and is_outside(INITIAL_STD, value):
-            limit = INITIAL_STD.lowest if value < INITIAL_STD.lowest else INITIAL_STD.highest
+        is_low = value < INITIAL_STD.lowest
+        relative = view.values.get(f"policy/head/{head}/std_of_range", value)
+        nearest = max(value, relative) if is_low else min(value, relative)
+        if constant and is_outside(INITIAL_STD, value) and is_outside(INITIAL_STD, nearest):
+            limit = INITIAL_STD.lowest if is_low else INITIAL_STD.highest
             yield f"{INITIAL_SPREAD} {head}", _data(spread_sentence(value), key, value, limit)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from esper_telemetry.core.messages import number
+from esper_telemetry.history.recent_return import RECENT_RETURN
 
 MEAN, STD, COUNT = "episode/return_mean", "episode/return_std", "episode/count"
 MIN_EPISODES = 20  # episodes in the mean of a level; fewer if updates have less than one
@@ -45,10 +46,12 @@ class ReturnCourse:
 
     Attributes:
         first, latest: both levels.
+        recent: mean over the last hundred episodes, if records have it.
     """
 
     first: ReturnLevel = field(default_factory=ReturnLevel)
     latest: ReturnLevel = field(default_factory=ReturnLevel)
+    recent: float | None = None
     _risen: bool | None = None
     """Cached value of `risen`."""
 
@@ -57,7 +60,7 @@ class ReturnCourse:
         mean, spread, count = values.get(MEAN), values.get(STD, 0.0), values.get(COUNT, 1.0)
         if mean is None or count <= 0 or not isfinite(mean * mean + spread * spread):
             return
-        self._risen = None
+        self._risen, self.recent = None, values.get(RECENT_RETURN)
         part = (mean, spread * spread, count)
         if not self.first.full:
             self.first.parts.append(part)
@@ -93,14 +96,14 @@ class ReturnCourse:
         return bool(level - now > max(FALL_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(level)))
 
     def sentence(self, update: int) -> str:
-        """Return the course up to this update, `By update 7 the return has risen from 20.9 to 41.3.`; empty before there are enough
-        episodes.
+        """Return the course up to this update, `By update 7 the return has risen to 41.3.`; empty before there are enough episodes.
+
+        The outcome and the console have the same number. The outcome also has the level of the first rollouts, which averages more episodes
+        of a longer run, so it is not repeated here.
         """
-        risen = self.risen
-        if risen is None:
+        if self.risen is None:
             return ""
-        before, now = self.first.moments()[0], self.latest.moments()[0]
-        if risen:
-            return f"By update {update} the return has risen from {number(before)} to {number(now)}."
-        clearly = " clearly" * (now > before)
-        return f"By update {update} the return has not{clearly} risen: it is {number(now)}, and was {number(before)} at first."
+        latest, first = self.latest.moments()[0], self.first.moments()[0]
+        now = number(latest if self.recent is None else self.recent)
+        not_risen = f"not {'clearly ' * (latest > first)}risen: it is {now}"
+        return f"By update {update} the return has {f'risen to {now}' if self.risen else not_risen}."

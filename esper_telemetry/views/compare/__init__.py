@@ -42,6 +42,7 @@ from esper_telemetry.views.compare.seed_statistics import (
 
 MAX_LABEL_SETTINGS: Final = 3
 """Settings that name a group."""
+MAX_NAMED_RUNS: Final = 5
 MIN_REACH_SHARE: Final = 0.9
 """Share of the longest run's steps that all runs reach if they are of one length."""
 
@@ -380,10 +381,17 @@ def _notes(
             yield f"{name} has numbers that are not finite since update {run.updates[since[0]]:,}; they are left out of its metrics."
     if not return_key:
         yield "No run has returns: only metrics are compared."
-    repeated = sum(
-        sum(1 for run in group if len(run.updates)) - len(kept) for group, kept in zip(groups, independent, strict=True)
-    )
+    repeated = [
+        run.place
+        for group, kept in zip(groups, independent, strict=True)
+        for run in group
+        if len(run.updates) and not any(run is one for one in kept)
+    ]
     if repeated:
-        yield f"{repeated} of the runs repeat{'s' if repeated == 1 else ''} a seed of the group: the longest run of each seed counts."
+        places = ", ".join(repeated[:MAX_NAMED_RUNS]) + ", ..." * (len(repeated) > MAX_NAMED_RUNS)
+        yield (
+            f"{len(repeated)} of the runs repeat{'s' if len(repeated) == 1 else ''} a seed of the group: the longest run of each seed"
+            f" counts, without {places}."
+        )
     if any(not run.seed for run in runs) and len(runs) > 1:
         yield "Some runs record no seed: each is treated as a different seed."

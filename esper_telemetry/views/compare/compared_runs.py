@@ -36,11 +36,19 @@ SEED: Final = re.compile(r"(.*[_.])?seed")
 """Settings that two runs of one configuration may differ in: `seed`, `train.seed`, `env_seed`."""
 OUTPUT_SETTING: Final = re.compile(
     r"(.*\.)?((run|exp|experiment|job|trial|group|wandb|project)_?(name|id|entity|project\w*)|(.*[_-])?(log|out|work)?(dir|directory|path|folder|file)s?"
-    r"|out(put)?|tensorboard_log|sinks?|notify|track|verbose|capture_video|save_model|checkpoint_every|eval_every|eval_episodes|timestamp|start_time|host_?name)"
+    r"|out(put)?|tensorboard_log|sinks?|notify|track|verbose|capture_video|save_model|checkpoint_every|eval_every|eval_episodes|timestamp|start_time|host_?name"
+    r"|(resume|restore|load)(_?from)?(_?(checkpoint|ckpt))?|checkpoint|ckpt)"
     r"|name"
 )
-"""Settings of where a run writes and what it reports, which do not change its training."""
-PATH: Final = re.compile(r'"(/|~|\.\.?/|runs/|[A-Za-z]:\\\\|[\w.+:-]+://).*"')
+"""Settings of where a run writes and what it reports, which do not change its training, and of the checkpoint from which it continues."""
+TOTAL_LENGTH: Final = re.compile(
+    r"(.*\.)?((?P<total>total|(max_)?train(ing)?)_(env_)?(time)?(steps|frames|updates|iterations|episodes)"
+    r"|(num|n|max)_(env_steps|timesteps|frames|updates|iterations)|(time)?steps|frames|updates|iterations)"
+)
+"""Settings of how long a run trains: runs are compared up to the step that all have reached."""
+PATH: Final = re.compile(
+    r'"((/|~|\.\.?/|runs/|[A-Za-z]:\\\\|[\w.+:-]+://).*|.*[\\/].*\.(ckpt|npz|onnx|pkl|pth?|safetensors|zip))"'
+)
 """Values of settings, as JSON, that are paths or addresses."""
 TIME_UNITS: Final = frozenset({"ms", "s", "1/s", "seconds", "bytes", "MB", "GB", "MiB", "GiB"})
 """Units of time and memory, which differ between runs that are equal."""
@@ -101,6 +109,18 @@ class ComparedRun:
         column: Array = self.values[:, self.keys.index(key)]
         return column
 
+    def is_length(self, name: str, value: str) -> bool:
+        """Return True for the setting of a total length, unless the learning rate follows it.
+
+        Steps that are not called total, or of training, may be of one rollout: they are a length if an update has fewer.
+        """
+        match = TOTAL_LENGTH.fullmatch(name)
+        schedule = Facts.of(self.info.facts).learning_rate_schedule or {}
+        if match is None or schedule.get("initial") != schedule.get("final"):
+            return False
+        one_update = self.env_steps[0] if name.endswith(("steps", "frames")) and not match["total"] else 0
+        return not (value.isdigit() and int(value) <= one_update)
+
     def final_return(self, key: str, reach: float) -> float:
         """Return the mean over the last hundred episodes before `reach` environment steps; NaN without any."""
         rows = np.flatnonzero(self.env_steps <= reach)
@@ -125,12 +145,13 @@ def configurations(
             ends = [name.rpartition(".")[2] for name in names]
             raise ValueError(f"no run has a setting {key!r}{did_you_mean(key, [*names, *ends])}")
 
-    def counts(name: str, value: str) -> bool:
+    def counts(run: ComparedRun, name: str, value: str) -> bool:
         if by:
             return _is_named(name, by)
-        return not (_is_named(name, ignore) or OUTPUT_SETTING.fullmatch(name) or PATH.fullmatch(value))
+        is_neutral = OUTPUT_SETTING.fullmatch(name) or PATH.fullmatch(value) or run.is_length(name, value)
+        return not (is_neutral or _is_named(name, ignore))
 
-    return [{name: value for name, value in run.settings.items() if counts(name, value)} for run in runs]
+    return [{name: value for name, value in run.settings.items() if counts(run, name, value)} for run in runs]
 
 
 def _is_named(name: str, keys: Collection[str]) -> bool:
@@ -210,8 +231,8 @@ def _flat(run: Run) -> dict[str, str]:
                 flat[f"{prefix}{name}"] = json.dumps(value, sort_keys=True)
 
     add(plain(run.info.config))
-    names = {name.rpartition(".")[2] for name in flat}
-    facts = plain(run.info.facts)
+    names, facts = {name.rpartition(".")[2] for name in flat}, plain(run.info.facts)
+    names |= {ours for ours, theirs in Facts.of(facts).setting_names.items() if theirs in names}
     names |= {"level", "thresholds", "escalation"}  # of telemetry
     add({name: value for name, value in facts.items() if name not in names and not isinstance(value, dict | list)})
     return flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from esper_telemetry.alarms.verdict.run_outcome import NAMES
 from esper_telemetry.core.messages import capitalized, number
@@ -178,12 +178,18 @@ def repeat_text(repeat: FirstDifference) -> str:
     others = len(repeat.keys) - 1
     more = f" and {others} more key{'' if others == 1 else 's'}" if others else ""
     values = " and ".join(
-        "absent" if value is None else "other counts or edges" if isinstance(value, tuple) else repr(value)
-        for value in repeat.values
+        "absent" if value is None else "other counts or edges" if isinstance(value, tuple) else text
+        for value, text in zip(repeat.values, _distinct(*repeat.values), strict=True)
     )
     return (
         f"{head} differ first at update {repeat.update:,} (step {repeat.env_step:,}) in {repeat.key}{more}: {values}."
     )
+
+
+def _distinct(*values: Any) -> tuple[str, ...]:
+    """Return numbers with as few digits as tell them apart; all digits if only the last ones do."""
+    texts = tuple(number(value) if isinstance(value, float) else repr(value) for value in values)
+    return texts if len(set(texts)) > 1 else tuple(map(repr, values))
 
 
 def _figure(comparison: Comparison, charts: ReportCharts) -> Element | None:
