@@ -18,7 +18,7 @@ from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_value
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, OUTCOME, OUTCOME_UPDATES, Outcome, OutcomeKind
-from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual, keys_without_bounds
+from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual, keys_without_bounds, notable
 from esper_telemetry.core.metric import catalogue
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, AlarmLevel, MetricInfo, Record, RunStatus
 
@@ -305,7 +305,7 @@ class RunJudge:
             effects=frozenset(rule.type for rule in detectors.rules if rule.effect),
             certain=frozenset(rule.type for rule in detectors.rules if rule.claim or rule.hard) - {NONFINITE_KEY},
             killed=status is RunStatus.KILLED,
-            critical=critical_values(self._latest, described_keys(), aside),
+            critical=notable(critical_values(self._latest, described_keys(), aside), detectors.facts, outcome.kind),
         )
         unusual = self._values.unusual(detectors.facts, aside=aside) if diagnosis.shows_remarks else ()
         return replace(diagnosis, unusual=unusual)

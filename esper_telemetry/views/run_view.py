@@ -34,7 +34,7 @@ from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_value
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.run_outcome import NOT_OBSERVED, OUTCOME, Outcome, OutcomeJudge, OutcomeKind
-from esper_telemetry.alarms.verdict.unusual import keys_without_bounds
+from esper_telemetry.alarms.verdict.unusual import keys_without_bounds, notable
 from esper_telemetry.core.backends import limit_mlflow_requests
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import capitalized
@@ -500,7 +500,7 @@ class RunView:
             dict(unanswered.data.get("questions", {})) if unanswered else {},
             remarks=tuple(self._remarks),
             outcome=outcome,
-            critical=self._critical(self._latest),
+            critical=self._critical(self._latest, outcome.kind),
         )
 
     @property
@@ -511,10 +511,11 @@ class RunView:
     @property
     def critical_now(self) -> Mapping[str, float]:
         """Values of the last record that are beyond the critical bounds of their metrics, by key."""
-        return self._critical([*self._latest][-1:])
+        return self._critical([*self._latest][-1:], self.outcome.kind)
 
-    def _critical(self, records: Iterable[Mapping[str, float]]) -> dict[str, float]:
-        return critical_values(records, self.info.metrics, keys_without_bounds(self.facts, self._latest))
+    def _critical(self, records: Iterable[Mapping[str, float]], outcome: OutcomeKind) -> dict[str, float]:
+        aside = keys_without_bounds(self.facts, self._latest)
+        return notable(critical_values(records, self.info.metrics, aside), self.facts, outcome)
 
     @property
     def ending(self) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
+from healthy_run import FACTS
 
 import esper_telemetry
 from esper_telemetry.alarms.verdict.bounds import beyond_bound, critical_values, distance_beyond
+from esper_telemetry.alarms.verdict.run_outcome import OutcomeKind
 from esper_telemetry.alarms.verdict.unusual import (
     NORMALIZED_KEYS,
     RunValues,
@@ -18,6 +20,7 @@ from esper_telemetry.alarms.verdict.unusual import (
     key_remedy,
     keys_without_bounds,
     kind_of_task,
+    notable,
     quantiles_of,
     scale_free,
     suppliers,
@@ -182,3 +185,13 @@ def test_functions_that_are_named_exist() -> None:
             assert callable(getattr(import_module(module), name))
     for equation in equations().values():
         assert not equation.check or callable(getattr(esper_telemetry, equation.check))
+
+
+def test_critical_values_of_a_run_that_learns_are_those_that_healthy_runs_do_not_have() -> None:
+    """The bound of `grad/clip/coef_min` is 0.01, and healthy runs of this kind go down to 0.002."""
+    critical = {"grad/clip/coef_min": 0.005, "policy/kl": 3.0, "policy/head/op/kl": 3.0}
+
+    facts = Facts.of({**FACTS, "policy": "mlp"})
+
+    assert notable(critical, facts, OutcomeKind.LEARNING) == {"policy/kl": 3.0, "policy/head/op/kl": 3.0}
+    assert notable(critical, facts, OutcomeKind.FLAT) == critical

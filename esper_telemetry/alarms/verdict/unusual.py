@@ -19,6 +19,7 @@ from importlib.resources import files
 from typing import Final, NamedTuple
 
 from esper_telemetry.alarms.verdict.bounds import HEAD, RANGE, HealthyRange, Other, distance_beyond
+from esper_telemetry.alarms.verdict.run_outcome import GOOD, OutcomeKind
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number
 from esper_telemetry.core.metric import Metric, catalogue, declared, family_name, groups
@@ -181,6 +182,16 @@ def healthy_values() -> Mapping[str, Mapping[str, list[float]]]:
     text = files("esper_telemetry.alarms").joinpath("healthy_values.json").read_text(encoding="utf-8")
     kinds: dict[str, dict[str, list[float]]] = json.loads(text)["kinds"]
     return kinds
+
+
+def notable(critical: Mapping[str, float], facts: Facts, outcome: OutcomeKind) -> dict[str, float]:
+    """Return values beyond their critical bounds without those that healthy runs have too, if the run does well."""
+    table = healthy_values().get(kind_of_task(facts), {}) if outcome in GOOD else {}
+    return {
+        key: value
+        for key, value in critical.items()
+        if key not in table or not table[key][0] <= value <= table[key][-1]
+    }
 
 
 def kind_of_task(facts: Facts) -> str:
