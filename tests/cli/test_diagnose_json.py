@@ -173,7 +173,7 @@ def test_an_equation_that_differs_names_the_line_of_the_script(tmp_path: Path, d
     script.write_text(text.replace(right, "args.gamma * args.gae_lambda * lastgaelam"), encoding="utf-8")
     command = (sys.executable, "-m", "esper_telemetry", "check", "--updates", "2", "--run-dir", "run", script.name)
     subprocess.run(command, cwd=tmp_path, check=False, capture_output=True)
-    line = next(number for number, one in enumerate(text.splitlines(), 1) if "advantages = " in one)
+    line = next(number for number, one in enumerate(text.splitlines(), 1) if right in one)
 
     values = diagnose(tmp_path / "run")
 
