@@ -733,6 +733,17 @@ def test_only_choices_and_gaussians_of_independent_dimensions_are_heads() -> Non
         assert bool(heads.means or heads.logits) is shown
 
 
+def test_log_probabilities_without_dimensions_that_were_acted_on_with_a_graph_are_of_one_row() -> None:
+    """The loss has 64 of them, of 64 steps of one environment."""
+    log = DistributionLog()
+    distribution = Categorical(logits=torch.zeros(2, requires_grad=True) + 0)
+    log_probs = distribution.log_prob(torch.tensor(1))
+    log.add(distribution, log_probs)
+
+    assert not log.take_minibatch(64, [log_probs.grad_fn]).logits
+    assert len(log.take_graphs().log_probs) == 1
+
+
 def test_what_a_distribution_asks_its_parts_is_no_question_of_the_script() -> None:
     listener = ScriptListener(lambda _: None, lambda _: None)
     taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)

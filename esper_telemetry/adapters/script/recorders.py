@@ -166,9 +166,9 @@ class DistributionLog:
         taken = [one for one in self._recent if one.log_probs.requires_grad and one.log_probs.grad_fn in nodes]
         heads = [_as_rows(one.columns, rows) for one in taken if one.columns is not None]
         heads = [head for head in heads if _rows(head) == rows]
-        if (
-            heads or not taken or len(taken[0].log_probs) == rows
-        ):  # else a loss of steps that were acted on with a graph
+        asked = None if heads or not taken else taken[0].log_probs
+        # else it is a loss of steps that were acted on with a graph
+        if asked is None or (len(asked) if asked.dim() else 1) == rows:
             left = [one for one in self._recent if all(one is not other for other in taken)]
             self._recent = deque(left, maxlen=MAX_DISTRIBUTIONS)
         return _merge(heads)
