@@ -429,7 +429,7 @@ def _follow_time(rows: Tensor, ended: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ObservationScale(MetricGroup, absent="observations are whole numbers, images or hidden"):
+class ObservationScale(MetricGroup, absent="observations are whole numbers up to 255, images or hidden"):
     """Size of the features that the networks receive, after any normaliser. Only rank 0 reports, because sizes do not add up."""
 
     replicated = True
@@ -462,9 +462,13 @@ class ObservationScale(MetricGroup, absent="observations are whole numbers, imag
     )
 
 
+LARGEST_CODE = 255
+"""Largest whole number of pixels and categories; larger ones are quantities."""
+
+
 @inference_mode
 def observation_scale(window: Tensor, *, valid: Tensor | None = None) -> ObservationScale:
-    """Return sizes of the features of vectors; absent for whole numbers (one-hot, pixels, categories) and long observations.
+    """Return sizes of the features of vectors; absent for whole numbers up to 255 (one-hot, pixels, categories) and long observations.
 
     Args:
         window: [t, B, d], see `observation_window`.
@@ -482,7 +486,8 @@ def observation_scale(window: Tensor, *, valid: Tensor | None = None) -> Observa
     std = (torch.where(counted, rows - mean, 0.0).square().sum(0) / count).sqrt()
     rms = rows.square().sum(0).div(count).sqrt()
     varies = (std > MIN_RELATIVE_STD * rms) & rms.isfinite()
-    present = varies.any() & ~(rows == rows.round()).all()
+    is_code = (rows == rows.round()).all() & (rows.abs().amax() <= LARGEST_CODE)
+    present = varies.any() & ~is_code
     varying = torch.where(varies, rms, math.nan)
     far = torch.where(varies & (rms > LARGE_FEATURE), mean.abs() / std, 0.0).amax()
     largest = torch.where(varies, rms, -math.inf).amax()

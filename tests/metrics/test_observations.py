@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -89,6 +91,12 @@ def test_rows_that_do_not_count_have_no_scale() -> None:
     valid = torch.tensor([True, True, False]).reshape(3, 1)
 
     assert observation_scale(window, valid=valid).values()["obs/rms_max"] == pytest.approx(0.5)
+
+
+def test_large_whole_numbers_are_quantities() -> None:
+    window = torch.tensor([[[1000.0, 0.0]], [[3000.0, 1.0]]])
+
+    assert observation_scale(window).values()["obs/rms_max"] == pytest.approx(math.sqrt(5e6))
 
 
 def test_a_window_of_images_has_two_steps_at_least_and_fits() -> None:
