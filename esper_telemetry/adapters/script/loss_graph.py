@@ -376,6 +376,7 @@ class _LossReader:
                 if child in self.consumers:
                     self.consumers[child].append((node, place))
         self.linear = set[Node]()  # between the loss and its terms
+        self._under: dict[Node, Collection[Node]] = {}
         self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
         self.tensors = [one for one in held if one.grad_fn is not None]
         self.columns = [one for one in held if one.numel() > 1]
@@ -493,12 +494,18 @@ class _LossReader:
         entropies = unused[0].detach()
         return EntropyTerm(entropies, -entropies.sum() / count, 0.0, _edge(unused[0]))
 
+    def _is_below(self, node: Node, top: Node) -> bool:
+        """Return whether a node is below another one, whose nodes are kept: a loss of many steps has as many terms."""
+        if top not in self._under:
+            self._under[top] = _below(top)
+        return node in self._under[top]
+
     def _own_gradient(self, place: int, edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> Tensor:
         """Gradient of the loss with respect to a term, without paths through the other terms, which may be above it."""
         others = [  # with slopes that leave out the paths through terms above them, which would count twice
             (edge, self._own_gradient(other, edges, gradients))
             for other, (edge, gradient) in enumerate(zip(edges, gradients, strict=True))
-            if other != place and gradient is not None and edges[place].node in _below(edge.node)
+            if other != place and gradient is not None and self._is_below(edges[place].node, edge.node)
         ]
         own = gradients[place]
         assert own is not None
