@@ -573,3 +573,14 @@ def test_a_task_that_one_action_solves_is_no_collapse(end: float, told: bool) ->
         metrics.update(one_action if update >= 20 else {})
 
     assert ("policy/entropy_collapse" in raised(judged(run(60, both(decides, returns(5.0, end)), since=1)))) is told
+
+
+@pytest.mark.parametrize(("off", "end", "told"), [(-6.0, 50.0, False), (6.0, 50.0, True), (-6.0, 5.0, True)])
+def test_a_critic_that_follows_rising_returns_is_behind_them(off: float, end: float, told: bool) -> None:
+    """It underestimates or overestimates returns of which the size is 4, while the return goes from 5 to `end`."""
+
+    def behind(metrics: Values, update: int) -> None:
+        if update >= 20:
+            metrics.update({"value/bias": off, "value/bias_over_std": off / 2})
+
+    assert ("value/bias" in raised(judged(run(60, both(behind, returns(5.0, end)), since=1)))) is told

@@ -362,6 +362,8 @@ def bias(view: View, past: Bias) -> Iterator[Finding]:
     size = abs(mean) + spread
     share = abs(off) / size if size > 0 else 0.0
     severity = min(limits.severity(BIAS, abs(value)), ramp(share, 0.0, 2 * limits[BIAS_SHARE]))
+    if off < 0 and view.course.rises:  # a critic follows returns that rise
+        severity = 0.0
     last = past.severities.add(severity if best < limits.low(BIAS) else 0.0)
     yield Finding(min(last) if past.severities.full else 0.0, key, value, limits.middle(BIAS)).says(
         "the critic has been {}estimating returns by {} on average, {:%} of their size, which explained variance does not show",
