@@ -20,6 +20,9 @@ EXPECTED_FIT = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
 
 BEST_FIT_UPDATES = 20  # latest R² values from which the best one is taken
 RECENT_UPDATES = 5  # latest losses that a jump is compared with
+FOLLOWS = (
+    0.5  # rise of the returns within these updates, relative to the critic's error, that explains an error below 0
+)
 BIAS_UPDATES = 10  # updates for which a critic must be wrong in one direction
 MIN_LOSS_GROWTH = 0.5  # decades by which the loss must have grown too: the fit also falls when returns vary less
 UNKNOWN_EARLY_UPDATES = 25  # updates that count as early in a run of unknown length
@@ -342,11 +345,12 @@ BIAS_SHARE = above("bias_share", 0.3, "critic's mean error relative to the size 
 
 @dataclass(slots=True)
 class Bias:
-    """Ends of episodes, smallest mean error in standard deviations of the returns, and the latest severities."""
+    """Ends of episodes, smallest mean error in standard deviations of the returns, and the latest severities and mean returns."""
 
     ends: TimeLimitEnds = field(default_factory=TimeLimitEnds)
     best: float | None = None
     severities: Recent = field(default_factory=partial(Recent, BIAS_UPDATES))
+    means: Recent = field(default_factory=partial(Recent, BIAS_UPDATES))
 
 
 def bias(view: View, past: Bias) -> Iterator[Finding]:
@@ -362,7 +366,8 @@ def bias(view: View, past: Bias) -> Iterator[Finding]:
     size = abs(mean) + spread
     share = abs(off) / size if size > 0 else 0.0
     severity = min(limits.severity(BIAS, abs(value)), ramp(share, 0.0, 2 * limits[BIAS_SHARE]))
-    if off < 0 and view.course.rises:  # a critic follows returns that rise
+    risen = mean - past.means.add(mean)[0]
+    if off < 0 and risen > FOLLOWS * -off:  # a critic is behind returns that rise
         severity = 0.0
     last = past.severities.add(severity if best < limits.low(BIAS) else 0.0)
     yield Finding(min(last) if past.severities.full else 0.0, key, value, limits.middle(BIAS)).says(
