@@ -222,8 +222,8 @@ class _Output:
 
     def _write_lines(self) -> None:
         if self._lines and takes_output(self._console):
-            self._console.print("\n".join(self._lines))
-            self._lines.clear()
+            lines, self._lines = self._lines, []  # first: an interrupt after the output would repeat it
+            self._console.print("\n".join(lines))
 
 
 class ProgressBar:

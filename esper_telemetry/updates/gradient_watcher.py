@@ -134,7 +134,7 @@ class GradientTap:
         self._removers: list[Callable[[], None]] = [optimizer.register_step_pre_hook(self._before_step).remove]
         if self._trained:
             self._removers.append(register_multi_grad_hook(self._trained, self._in_backward, mode="any").remove)
-        if averaged_by_hand(model):
+        if averaged_by_hand(model) and torch.distributed.get_rank() == 0:
             self.warn(BY_HAND)
 
     def remove(self) -> None:
@@ -171,7 +171,7 @@ class GradientTap:
         """Log a warning once."""
         if sentence not in self._warned:
             self._warned.add(sentence)
-            logger.warning("%s", sentence)
+            logger.warning("esper-telemetry: %s", sentence)
 
     def _in_backward(self, _: Tensor) -> None:
         """Queue a callback for the end of backward, after earlier ones such as the averaging over ranks."""
