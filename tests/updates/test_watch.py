@@ -343,7 +343,7 @@ def test_gradients_that_cannot_be_measured_cost_a_warning(caplog: pytest.LogCapt
         own.record()
 
     assert PRE not in by_hand
-    assert [message.partition(":")[0][:40] for message in caplog.messages] == [
+    assert [message.removeprefix("esper-telemetry: ").partition(":")[0][:40] for message in caplog.messages] == [
         "the optimizer took a step without a backward pass"[:40],
         "the gradients at the optimizer's step were larger"[:40],
         "no step of the watched optimizer was seen in this update"[:40],
