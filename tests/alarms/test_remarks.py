@@ -190,7 +190,7 @@ def test_a_schedule_that_ends_long_before_the_run_is_remarked(factor: float | No
         for kind, data in verdict.events
         if kind == "remark"
     ]
-    texts = [data["text"] for data in events if data["name"] == "spent learning rate"]
+    texts = [data["text"] for data in events if data["name"] == "low learning rate"]
 
     assert bool(texts) is said
     assert all(

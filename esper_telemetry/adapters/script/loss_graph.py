@@ -972,7 +972,9 @@ class _LossReader:
             return plain._replace(values=values, returns=returns, old_values=clipped.old_values, clip=clipped.clip)
         if kind in ERRORS:
             place = 0 if children[0] is not None else 1
-            values, targets = map(_once, (node._saved_self, node._saved_target)[:: 1 if place == 0 else -1])
+            values, targets = map(
+                _without_broadcast, (node._saved_self, node._saved_target)[:: 1 if place == 0 else -1]
+            )
             return self._clipped_error(children[place], values, targets, ERRORS[kind])
         square = kind == "PowBackward0" and node._saved_exponent == 2
         product = kind == "MulBackward0" and children[0] is not None and self._same_difference(*children)
@@ -1166,7 +1168,7 @@ class _LossReader:
         return None
 
 
-def _once(column: Tensor) -> Tensor:
+def _without_broadcast(column: Tensor) -> Tensor:
     """Return the entries of a column from before it was broadcast against another one."""
     repeated = [size > 1 and stride == 0 for size, stride in zip(column.shape, column.stride(), strict=True)]
     return column.detach()[tuple([slice(1) if one else slice(None) for one in repeated])]

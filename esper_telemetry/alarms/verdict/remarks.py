@@ -31,7 +31,7 @@ MOSTLY: Final = 0.5  # share of episodes that time limits end above which their 
 TIME_LIMITS_END: Final = f"{EQUATION_KEY}advantages_time_limits_end"
 MIN_LIMITED_STEPS: Final = 20  # episode length above which the length may be a time limit
 LIMIT_SURPRISE: Final = 0.5  # bound of value/bias_terminated, in standard deviations of the returns
-STUMBLE: Final = 2.0  # length up to which episodes end as soon as they begin
+SHORT_EPISODE: Final = 2.0  # length up to which episodes end as soon as they begin
 TINY_REWARD: Final = 1e-3  # largest reward below which the scale of rewards causes a remark
 
 SAME_STD: Final = 0.8
@@ -46,9 +46,9 @@ steps, and the weakest healthy run 1.3 in 500 steps and 1.8 in 2,000."""
 LOGGED_SETTINGS: Final = {"opt/lr": "learning_rate", "loss/entropy_coef": "entropy_coef"}
 """Keys of settings that a schedule may change."""
 
-SPENT_RATE: Final = 1e-3  # share of the first learning rate below which training has ended in effect
-SPENT_UPDATES: Final = 3  # updates at such a rate that cause a remark,
-SPENT_SHARE: Final = 0.2  # if they are this share of all: the end of a schedule is shorter
+LOW_RATE: Final = 1e-3  # share of the first learning rate below which updates hardly change the policy
+LOW_RATE_UPDATES: Final = 3  # updates at such a rate that cause a remark,
+LOW_RATE_SHARE: Final = 0.2  # if they are this share of all: the end of a schedule is shorter
 FAR_OUTSIDE: Final = 10.0  # multiple of the highest published value beyond which a schedule's value causes a remark
 LATER: Final = " later"  # end of the name of a remark on it
 
@@ -77,7 +77,7 @@ class RunSoFar:
         effect_records, effect_steps: records and steps with `policy/action_effect`.
         effect: sum of `policy/action_effect`.
         first_rate: learning rate of the first update that has one.
-        rated, spent: updates with a learning rate, and those at which it was below `SPENT_RATE` of the first one.
+        rated, low_rated: updates with a learning rate, and those at which it was below `LOW_RATE` of the first one.
         stepped, most_steps: updates with a known number of optimizer steps, and the largest one.
     """
 
@@ -97,7 +97,7 @@ class RunSoFar:
     effect: float = 0.0
     first_rate: float = 0.0
     rated: int = 0
-    spent: int = 0
+    low_rated: int = 0
     stepped: int = 0
     most_steps: int = 0
 
@@ -156,14 +156,14 @@ class Remarks:
             yield from initial_spread(view)
             yield from softmax_of_softmax(view)
         yield from changed_settings(view)
-        yield from self._spent_rate(view)
+        yield from self._low_rate(view)
         yield from self._early_ends(view)
         self._run.add_ends(view)
         self._episode_length = view.get("episode/length_mean") or self._episode_length
         yield from self._horizon(view)
         yield from self._fixed_length(view)
         yield from self._time_limits(view)
-        yield from self._stumbles()
+        yield from self._short_episodes()
         if self._run.add_rewards(view):
             yield from self._reward_remarks()
         if self._run.add_effect(view):
@@ -171,20 +171,20 @@ class Remarks:
         yield from unequal_features(view)
         yield from features_and_gradients(view)
 
-    def _spent_rate(self, view: View) -> Iterator[Remark]:
+    def _low_rate(self, view: View) -> Iterator[Remark]:
         """A learning rate that a schedule has brought to almost 0 long before the end."""
         rate, run = view.get("opt/lr"), self._run
         if rate is None or rate < 0:
             return
         run.first_rate = run.first_rate or rate
-        run.rated, run.spent = run.rated + 1, run.spent + (rate < SPENT_RATE * run.first_rate)
-        if run.spent >= max(SPENT_UPDATES, SPENT_SHARE * run.rated):
+        run.rated, run.low_rated = run.rated + 1, run.low_rated + (rate < LOW_RATE * run.first_rate)
+        if run.low_rated >= max(LOW_RATE_UPDATES, LOW_RATE_SHARE * run.rated):
             name = view.facts.setting_names.get("learning_rate", "learning_rate")
             text = (
-                f"{name} has been below a thousandth of its first value for {run.spent:,} of {run.rated:,} updates: it is {number(rate)}, "
+                f"{name} has been below a thousandth of its first value for {run.low_rated:,} of {run.rated:,} updates: it is {number(rate)}, "
                 f"and was {number(run.first_rate)}: step a schedule once per update, not per minibatch or epoch"
             )
-            yield "spent learning rate", _data(text, "opt/lr", rate, SPENT_RATE * run.first_rate)
+            yield "low learning rate", _data(text, "opt/lr", rate, LOW_RATE * run.first_rate)
 
     def _early_ends(self, view: View) -> Iterator[Remark]:
         """Updates that all end after a small part of their optimizer steps."""
@@ -242,17 +242,17 @@ class Remarks:
         )
         yield "time limits", _data(text, "episode/truncated_frac", share, MOSTLY, quiet=True)
 
-    def _stumbles(self) -> Iterator[Remark]:
+    def _short_episodes(self) -> Iterator[Remark]:
         """Episodes that end as soon as they begin, after longer ones."""
         ends = self._run
         longest = max(ends.longest, ends.longest_cut)
-        if ends.episodes >= MIN_EPISODES and 0 < ends.newest <= STUMBLE and longest >= MIN_LIMITED_STEPS:
+        if ends.episodes >= MIN_EPISODES and 0 < ends.newest <= SHORT_EPISODE and longest >= MIN_LIMITED_STEPS:
             steps = f"{number(ends.newest)} step{'s' * (ends.newest > 1)}"
             text = (
                 f"all episodes of an update have ended after {steps}, and earlier ones after up to {number(longest)}: check that reset() "
-                "of the environment sets its counter of steps and its flags back"
+                "of the environment resets its step counter and its flags"
             )
-            yield "short episodes", _data(text, "episode/length_mean", ends.newest, STUMBLE, quiet=True)
+            yield "short episodes", _data(text, "episode/length_mean", ends.newest, SHORT_EPISODE, quiet=True)
 
     def _reward_remarks(self) -> Iterator[Remark]:
         rewards = self._run
