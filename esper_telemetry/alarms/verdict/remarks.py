@@ -181,8 +181,8 @@ class Remarks:
         if run.low_rated >= max(LOW_RATE_UPDATES, LOW_RATE_SHARE * run.rated):
             name = view.facts.setting_names.get("learning_rate", "learning_rate")
             text = (
-                f"{name} has been below a thousandth of its first value for {run.low_rated:,} of {run.rated:,} updates: it is {number(rate)}, "
-                f"and was {number(run.first_rate)}: step a schedule once per update, not per minibatch or epoch"
+                f"{name} has been below a thousandth of its first value for {run.low_rated:,} of {run.rated:,} updates: it is "
+                f"{number(rate)}, and was {number(run.first_rate)}: step a schedule once per update, not per minibatch or epoch"
             )
             yield "low learning rate", _data(text, "opt/lr", rate, LOW_RATE * run.first_rate)
 
