@@ -93,6 +93,11 @@ def _mean_of_entries(x: EntropyInputs) -> Tensor | None:
     return -x.summed({head: rows / sizes[head] for head, rows in x.entropies.items()}) if several else None
 
 
+def _sum_of_rows(x: EntropyInputs) -> Tensor | None:
+    means = _mean_of_entries(x)
+    return None if means is None else means * x.minibatches.counts
+
+
 def _over_relevant_rows(x: EntropyInputs) -> Tensor:
     batches = x.minibatches
     relevant = {head: batches.valid & x.relevance.get(head, batches.valid) for head in x.entropies}
@@ -145,6 +150,12 @@ ENTROPY_LOSS = Equation(
         mistake("sum", "the sum of the entropies over the rows instead of the mean")
         .predicts("L = -Σ H", lambda x: entropy_loss(x) * x.minibatches.counts)
         .advises("Take the mean, so that the bonus does not grow with the minibatch.")
+        .cites("program: test_entropy_and_total"),
+        mistake(
+            "sum_of_rows", "the sum of the entropies over the rows, averaged over the actions: the axes are swapped"
+        )
+        .predicts("L = mean_actions Σ_rows p log p", _sum_of_rows)
+        .advises("Sum -p log p over the actions of each row (the last axis), and take the mean over the rows.")
         .cites("program: test_entropy_and_total"),
         mistake("unmasked", "the negative entropy over all choices, including masked choices")
         .predicts("L = -mean H(π without its mask)", lambda x: -x.summed(x.unmasked))

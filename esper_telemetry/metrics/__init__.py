@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.losses import loss_terms as loss_terms
     from esper_telemetry.metrics.losses import ppo_losses as ppo_losses
     from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
+    from esper_telemetry.metrics.rollout_stats import observation_scale as observation_scale
     from esper_telemetry.metrics.rollout_stats import return_stats as return_stats
     from esper_telemetry.metrics.rollout_stats import reward_stats as reward_stats
     from esper_telemetry.metrics.values import value_fit as value_fit

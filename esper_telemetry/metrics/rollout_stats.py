@@ -28,6 +28,7 @@ from esper_telemetry.metrics.statistics import (
     moments,
     quantiles,
     rows_of,
+    same_shape,
     sample,
     spread,
     where_any,
@@ -440,7 +441,9 @@ class ObservationScale(MetricGroup, absent="observations are whole numbers up to
             "How large is the largest entry of the observation, as a root mean square? About 1 is easy to learn from."
         )
         .bounds(
-            healthy="0.1 to 10", warn="> 100: networks saturate", source="37 details of PPO: observations are scaled"
+            healthy="0.1 to 10",
+            warn="> 100: networks saturate; < 0.05: networks hardly react",
+            source="37 details of PPO: observations are scaled",
         )
     )
     typical: Mean = reports(
@@ -466,20 +469,28 @@ LARGEST_CODE = 255
 """Largest whole number of pixels and categories; larger ones are quantities."""
 
 
+@checked_arguments()
 @inference_mode
-def observation_scale(window: Tensor, *, valid: Tensor | None = None) -> ObservationScale:
+def observation_scale(observations: ArrayLike, *, valid: ArrayLike | None = None) -> ObservationScale:
     """Return sizes of the features of vectors; absent for whole numbers up to 255 (one-hot, pixels, categories) and long observations.
 
     Args:
-        window: [t, B, d], see `observation_window`.
-        valid: [T, B] bool; None if every entry is valid.
+        observations: as the networks receive them, [T, B, d] or [N, d].
+        valid: [T, B] or [N] bool; None if every entry is valid.
+
+    Raises:
+        ValueError: shapes do not fit.
     """
-    if not window.is_floating_point() or window.shape[-1] > MAX_VECTOR_ENTRIES:
+    entries, counts = as_tensor(observations), as_mask(valid)
+    if entries.dim() < 2:
+        raise ValueError(f"observations must be [T, B, d] or [N, d], got {[*entries.shape]}")
+    same_shape(observations=entries[..., :1].squeeze(-1), valid=counts)
+    if not (entries.is_floating_point() and entries.numel() and entries.shape[-1] <= MAX_VECTOR_ENTRIES):
         return ObservationScale(Max(-math.inf), Mean(0.0, 0.0), Max(-math.inf), Max(-math.inf))
-    rows = window.flatten(0, 1).double()
+    rows = entries.flatten(0, -2).double()
     counted = torch.ones_like(rows[:, :1], dtype=torch.bool)
-    if valid is not None:
-        counted = valid[: len(window)].bool().reshape(-1, 1)
+    if counts is not None:
+        counted = counts.reshape(-1, 1)
     rows = torch.where(counted, rows, 0.0)
     count = counted.sum()
     mean = rows.sum(0) / count
@@ -521,6 +532,6 @@ def observation_measurements(
         window = observation_window(observations)
     if window is None:
         return
-    yield partial(observation_scale, window, valid=rollout.valid)
+    yield partial(observation_scale, window, valid=None if rollout.valid is None else rollout.valid[: len(window)])
     if len(window) > 1:
         yield partial(observation_change, window, rollout.ended, valid=rollout.valid)

@@ -248,6 +248,11 @@ def test_features_and_gradients_that_explain_a_flat_return() -> None:
     assert not {"low rank", "dominant critic"} & remarks(FACTS).keys()
 
 
+def test_small_observations_that_explain_a_flat_return() -> None:
+    assert "is about 0.03: scale observations to about 1" in remarks(FACTS, {"obs/rms_max": 0.03})["small features"]
+    assert "small features" not in remarks(FACTS, {"obs/rms_max": 0.1})
+
+
 def test_a_remark_that_holds_of_many_correct_runs_is_not_listed_without_need() -> None:
     equal = set_to({"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": 1.0})
     verdict = diagnose(FACTS, run(12, equal, since=1))

@@ -52,6 +52,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "mask_violation": (({"a": CHOSEN}, {"a": ~MASK}), {"relevant": {"a": VALID}, "valid": VALID}),
     "nonfinite_count": (([A / 0, B],), {"valid": VALID}),
     "normalized_advantage_stats": ((A, B), {"valid": VALID}),
+    "observation_scale": ((LOGITS,), {"valid": VALID}),
     "ppo_losses": ((A, B, C, D, E), {"clip": 0.2, "value_coef": 0.5, "entropy_coef": 0.01, "valid": VALID}),
     "ratio_diagnostics": ((A, B), {"clip": 0.2, "valid": VALID}),
     "return_stats": ((A,), {"valid": VALID}),

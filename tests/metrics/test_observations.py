@@ -93,6 +93,12 @@ def test_rows_that_do_not_count_have_no_scale() -> None:
     assert observation_scale(window, valid=valid).values()["obs/rms_max"] == pytest.approx(0.5)
 
 
+def test_rows_without_environments_have_a_scale() -> None:
+    window = torch.tensor([[0.5, 3.0], [-0.5, 4.0]])
+
+    assert observation_scale(window).values() == observation_scale(window.unsqueeze(1)).values()
+
+
 def test_large_whole_numbers_are_quantities() -> None:
     window = torch.tensor([[[1000.0, 0.0]], [[3000.0, 1.0]]])
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn import functional as F
 
-from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LossReading, read_loss, takes_softmax_twice
+from esper_telemetry.adapters.script.autograd_graph import DistributionGraphs, takes_softmax_twice
+from esper_telemetry.adapters.script.loss_graph import read_loss
+from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.script_minibatches import PassFinder, common_factor
 
 ROWS, CLIP = 16, 0.2
@@ -25,7 +27,7 @@ class Rows:
     def __init__(self) -> None:
         torch.manual_seed(0)
         states = torch.randn(ROWS, 3)
-        distribution = Categorical(logits=nn.Linear(3, 2)(states))
+        distribution = self.distribution = Categorical(logits=nn.Linear(3, 2)(states))
         self.log_probs, self.entropy = distribution.log_prob(torch.arange(ROWS) % 2), distribution.entropy()
         self.output = nn.Linear(3, 1)(states)
         self.values = self.output.view(-1)
@@ -215,6 +217,29 @@ def test_weights_of_a_mixture_are_no_logits_of_actions(mixture: bool) -> None:
     reading = rows.read(-(rows.advantages * (log_probs - log_probs.detach()).exp()).mean())
 
     assert (reading.logits is None) is mixture
+
+
+@pytest.mark.parametrize(
+    ("bonus", "weight", "times"),
+    [
+        (lambda rows, plogp: 0.25 * plogp.sum(0).mean(), 0.25, ROWS / 2),
+        (lambda rows, plogp: -(rows.entropy * 0.25).sum(), 0.25, ROWS),
+        (lambda rows, plogp: 0.25 * plogp.sum() / ROWS, 0.25, 1),
+        (lambda rows, plogp: 0.25 * plogp.sum(-1).mean(), 0.25, 1),
+        (lambda rows, plogp: -(0.05 / ROWS) * rows.entropy.sum(), 0.05, 1),
+    ],
+    ids=["axes swapped", "sum", "divided sum", "mean", "tuned sum"],
+)
+def test_a_bonus_summed_over_the_rows_keeps_the_weight_that_the_script_has(
+    bonus: Callable[[Rows, Tensor], Tensor], weight: float, times: float
+) -> None:
+    """`times` is the size of its loss, in negative mean entropies. Weights that make the sum a plausible mean are taken for a mean's."""
+    rows = Rows()
+    distribution = rows.distribution
+    entropy = rows.read(rows.surrogate() + bonus(rows, distribution.probs * distribution.logits)).entropy
+
+    assert entropy is not None and entropy.weight == pytest.approx(weight)
+    assert float(entropy.loss) == pytest.approx(-times * float(rows.entropy.detach().mean()))
 
 
 def test_log_probabilities_in_place_of_the_entropy_are_its_term_and_beside_it_another_one() -> None:

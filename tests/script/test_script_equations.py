@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
 
 from esper_telemetry import read_run
+from esper_telemetry.adapters.script.autograd_graph import leaves_of
 from esper_telemetry.adapters.script.listener import ScriptListener
-from esper_telemetry.adapters.script.loss_graph import LossReading, leaves_of, read_loss
+from esper_telemetry.adapters.script.loss_graph import read_loss
+from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, distributions, nn
 from torch.distributions import Categorical
 
+from esper_telemetry.adapters.script.autograd_graph import LayerOutputs, graph_of
 from esper_telemetry.adapters.script.listener import ScriptListener
-from esper_telemetry.adapters.script.loss_graph import LayerOutputs, LossReading, graph_of, read_loss
+from esper_telemetry.adapters.script.loss_graph import read_loss
+from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.recorders import (
     Asked,
     DistributionLog,

@@ -25,16 +25,9 @@ from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episo
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog
-from esper_telemetry.adapters.script.loss_graph import (
-    LossReading,
-    ValueTerm,
-    graph_of,
-    joined,
-    leaves_below,
-    leaves_of,
-    read_loss,
-    takes_softmax_twice,
-)
+from esper_telemetry.adapters.script.autograd_graph import graph_of, leaves_below, leaves_of, takes_softmax_twice
+from esper_telemetry.adapters.script.loss_graph import joined, read_loss
+from esper_telemetry.adapters.script.loss_reading import LossReading, ValueTerm
 from esper_telemetry.adapters.script.objective import LossTerms, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,

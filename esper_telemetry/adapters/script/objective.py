@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from esper_telemetry.adapters.script.loss_graph import LossReading, PolicyTerm, ValueTerm, leaves_of
+from esper_telemetry.adapters.script.autograd_graph import leaves_of
+from esper_telemetry.adapters.script.loss_reading import LossReading, PolicyTerm, ValueTerm
 from esper_telemetry.adapters.script.script_minibatches import common_factor
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.minibatch_objective import LossRows

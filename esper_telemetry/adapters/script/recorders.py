@@ -27,7 +27,7 @@ from esper_telemetry.adapters.columns import (
     join_columns,
 )
 from esper_telemetry.adapters.environment_facts import environment_facts
-from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LayerOutputs
+from esper_telemetry.adapters.script.autograd_graph import DistributionGraphs, LayerOutputs
 from esper_telemetry.core.event_parts import Transitions
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.tensors import gradient_norms

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.adapters.columns import HeadColumns
-from esper_telemetry.adapters.script.loss_graph import EntropyTerm, LossReading, PolicyTerm, ValueTerm
+from esper_telemetry.adapters.script.loss_reading import EntropyTerm, LossReading, PolicyTerm, ValueTerm
 from esper_telemetry.equations.entropy_loss import GAUSSIAN_ENTROPY
 
 SAME_WEIGHT = 0.02

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.adapters.columns import next_values
-from esper_telemetry.adapters.script.loss_graph import LossReading
+from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.recorders import Asked, LastEstimate, ObservedSteps
 from esper_telemetry.adapters.script.variables import Variables, as_number, stacked
 

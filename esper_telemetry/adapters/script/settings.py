@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.optim.lr_scheduler import LinearLR
 
-from esper_telemetry.adapters.script.loss_graph import LossReading
+from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.script_rollouts import SAME_LINE, ScriptRollout
 from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_flag, as_number, settings_of
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule

@@ -38,6 +38,7 @@ SAME_STD: Final = 0.8
 """Smallest over mean standard deviation above which a head has the same one in all states, as the setting says."""
 
 UNEQUAL_FEATURES: Final = 1000.0  # largest over smallest feature of an observation
+SMALL_FEATURES: Final = 0.05  # size of the largest feature, half of the least in healthy runs
 
 NO_ACTION_EFFECT: Final = ((2000, 1.4), (1000, 1.0), (600, 0.9))
 """Steps with a measured effect, and means of `policy/action_effect` below which actions have none: chance gives about 0.9 for any number of
@@ -168,7 +169,7 @@ class Remarks:
             yield from self._reward_remarks()
         if self._run.add_effect(view):
             yield from self._effect_remark()
-        yield from unequal_features(view)
+        yield from feature_sizes(view)
         yield from features_and_gradients(view)
 
     def _low_rate(self, view: View) -> Iterator[Remark]:
@@ -356,9 +357,12 @@ def softmax_of_softmax(view: View) -> Iterator[Remark]:
         yield "softmax twice", _data(text, "", 1.0, 0.0)
 
 
-def unequal_features(view: View) -> Iterator[Remark]:
-    """Observations with some features far smaller than others."""
-    ratio = view.get("obs/rms_ratio")
+def feature_sizes(view: View) -> Iterator[Remark]:
+    """Observations with some features far smaller than others, or with small features only."""
+    ratio, largest = view.get("obs/rms_ratio"), view.get("obs/rms_max")
     if ratio is not None and ratio > UNEQUAL_FEATURES and not view.facts.normalize_observations:
         text = f"one entry of the observations is {number(ratio)} times as large as another one: normalise observations"
         yield "unequal features", _data(text, "obs/rms_ratio", ratio, UNEQUAL_FEATURES, quiet=True)
+    if largest is not None and largest < SMALL_FEATURES:
+        text = f"the largest entry of the observations is about {number(largest)}: scale observations to about 1"
+        yield "small features", _data(text, "obs/rms_max", largest, SMALL_FEATURES, quiet=True)

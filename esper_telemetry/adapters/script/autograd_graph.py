@@ -1,0 +1,337 @@
+"""Graphs of losses: nodes, what their operations computed, and which tensors of the script they are of.
+
+Shapes: N rows of the minibatch, A actions, D action dimensions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+Node = Any
+"""A node of torch's graph; the attributes that it has depend on its operation."""
+
+Operands = Callable[[int], Tensor]
+"""Returns the numbers of an operand of a node; raises LookupError if they are not known."""
+
+MAX_NODES = 20_000
+"""Largest number of nodes of a graph that are read: a policy with memory has thousands."""
+
+MAX_VALUE_DEPTH = 16
+"""Depth of operations for recomputing a number that the graph does not keep."""
+
+ROUNDING = 1e-6
+"""Largest relative difference between equal numbers in single precision."""
+
+RESHAPES = {
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1"),
+    *("SqueezeBackward2", "UnsqueezeBackward0", "CloneBackward0", "AliasBackward0", "ToCopyBackward0"),
+}
+
+VIEWS = {*RESHAPES, "ExpandBackward0", "TransposeBackward0", "PermuteBackward0"}
+"""Operations that change only the shape of their input, not its entries; after `RESHAPES` the entries are in the same order."""
+
+JOINTS = {"StackBackward0", "CatBackward0"}
+
+SUMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "MeanBackward0", "MeanBackward1"}
+SUMS |= {"SumBackward0", "SumBackward1", "IndexBackward0", "SelectBackward0", *JOINTS, *VIEWS}
+SUMS |= {"MaskedFillBackward0", "MaskedSelectBackward0", "IndexPutBackward0"}
+"""Operations that are linear in all their inputs with a graph."""
+
+EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}
+"""Operations that probabilities come from."""
+
+SOFTMAXES = {"LogSoftmaxBackward0", "SoftmaxBackward0"}
+"""Operations from whose results scripts choose probabilities of actions, or logarithms of them."""
+
+NORMALISERS = {*SOFTMAXES, "LogsumexpBackward0"}
+"""Operations that normalise logits; `Categorical` subtracts their logsumexp."""
+
+ERRORS = {"MseLossBackward0": "squared", "SmoothL1LossBackward0": "Huber", "HuberLossBackward0": "Huber"}
+
+EXTREMES = {"MinimumBackward0", "MaximumBackward0"}
+
+PRODUCTS = {"MulBackward0", "DivBackward0"}
+
+PROJECTIONS = {"AddmmBackward0", "MmBackward0", "AddmvBackward0", "MvBackward0", "TBackward0", "AddBackward0"}
+"""Operations between the outputs of a linear layer and its weight."""
+
+
+class DistributionGraphs(NamedTuple):
+    """Log-probabilities and entropies that distributions have returned, with graphs."""
+
+    log_probs: Sequence[Tensor]
+    entropies: Sequence[Tensor]
+
+
+NO_OUTPUTS = DistributionGraphs((), ())
+
+
+class LayerOutputs(NamedTuple):
+    """Outputs `start` to `stop` of the layer whose weight has this `id`."""
+
+    weight: int
+    start: int
+    stop: int
+
+
+class LossGraph:
+    """The graph of a loss, and the tensors with graphs that a script holds.
+
+    Attributes:
+        consumers: of each node, the nodes that take its result, and which operand it is of theirs.
+        linear: nodes between the loss and its terms.
+        held: results of nodes that the script holds.
+        tensors, columns: what it holds; columns have more than one entry.
+        entropies, log_probs: of its distributions.
+        values: the critic's estimates.
+    """
+
+    def __init__(
+        self, loss: Tensor, held: Sequence[Tensor], outputs: DistributionGraphs, values: Sequence[Tensor]
+    ) -> None:
+        self.loss, self.outputs, self.values = loss, outputs, values
+        self.consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes_below(loss.grad_fn)}
+        for node in self.consumers:
+            for place, child in enumerate(children_of(node)):
+                if child in self.consumers:
+                    self.consumers[child].append((node, place))
+        self.linear = set[Node]()
+        self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
+        self.tensors = [one for one in held if one.grad_fn is not None]
+        self.columns = [one for one in held if one.numel() > 1]
+        self.entropies = {one.grad_fn: one.detach() for one in outputs.entropies if one.grad_fn in self.consumers}
+        self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
+
+    def value(self, node: Node, depth: int = MAX_VALUE_DEPTH) -> Tensor | None:
+        """Return the result of an operation from the numbers that the script or the graph keeps."""
+        held = self.held.get(node)
+        if held is not None or not depth:
+            return held
+
+        def operand(place: int) -> Tensor:
+            child = children_of(node)[place]
+            number = None if child is None else self.value(child, depth - 1)
+            if number is None and kind_of(node) in PRODUCTS:
+                number = (node._saved_self, node._saved_other)[place]
+            if number is None:
+                raise LookupError
+            return number
+
+        try:
+            return FORWARD[kind_of(node)](node, operand).detach()
+        except LookupError:  # another operation, or a number that is not kept
+            result = getattr(node, "_saved_result", None)
+            return result.detach() if isinstance(result, Tensor) else self._kept_by_consumers(node)
+
+    def _kept_by_consumers(self, node: Node) -> Tensor | None:
+        for consumer, place in self.consumers[node]:
+            names = ("_saved_self", "_saved_other")
+            if kind_of(consumer) in {"PowBackward0", "ClampBackward1", *PRODUCTS, *EXTREMES}:
+                number = getattr(consumer, names[place], None) if place < 2 else None
+                if isinstance(number, Tensor):
+                    return number.detach()
+        return None
+
+    def through_views(self, node: Node) -> Node:
+        """Return the first node that changes more than the shape, at or below a node."""
+        while kind_of(node) in VIEWS:
+            node = children_of(node)[0]
+        return node
+
+    def without_sign(self, node: Node) -> tuple[Node, bool]:
+        """Return the node below negations and views, and whether the number of negations is odd."""
+        negative, node = False, self.through_views(node)
+        while kind_of(node) == "NegBackward0":
+            negative, node = not negative, self.through_views(children_of(node)[0])
+        return node, negative
+
+    def inputs(self, node: Node) -> Tensor | None:
+        """Inputs [N, ...] of the first layer below a node."""
+        for one in nodes_below(node):
+            children = children_of(one)
+            if kind_of(one) == "AddmmBackward0" and children[1] is None:
+                rows = one._saved_mat1
+            elif kind_of(one) in ("ConvolutionBackward0", "MmBackward0") and children[0] is None:
+                rows = one._saved_input if kind_of(one) == "ConvolutionBackward0" else one._saved_self
+            else:
+                continue
+            return None if rows is None else rows.detach()
+        return None
+
+    def layer_of(self, log_softmax: Node) -> LayerOutputs | None:
+        """The outputs of a linear layer below a softmax."""
+        return self.layer_at(children_of(log_softmax)[0], shape_of(log_softmax)[-1])
+
+    def layer_at(self, node: Node, count: int) -> LayerOutputs | None:
+        """The outputs of a linear layer at a node, perhaps only some of the outputs."""
+        node, start = self.through_views(node), 0
+        while kind_of(node) == "SliceBackward0":
+            start += axis_of(node._saved_start) if axis_of(node._saved_dim) in (-1, len(shape_of(node)) - 1) else 0
+            node = self.through_views(children_of(node)[0])
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and leaf.dim() == 2:
+                return LayerOutputs(id(leaf), start, start + count)
+            if kind_of(node) in VIEWS | PROJECTIONS:  # the weight is the last factor
+                waiting += [child for child in children_of(node) if child is not None]
+        return None
+
+    def in_order(self, nodes: Iterable[Node]) -> list[Node]:
+        """Return the nodes in the order in which the script computed their results."""
+        return sorted(nodes, key=lambda node: int(node._sequence_nr()))
+
+
+def graph_of(output: Tensor) -> Collection[Node]:
+    """Return the nodes of the graph of an output."""
+    return nodes_below(output.grad_fn)
+
+
+def takes_softmax_twice(loss: Tensor) -> bool:
+    """Return whether a softmax in the graph of a loss is taken of the outputs of another one: probabilities were passed as logits."""
+    for node in graph_of(loss):
+        child = children_of(node)[0] if kind_of(node) in NORMALISERS else None
+        while child is not None and kind_of(child) in VIEWS:
+            child = children_of(child)[0]
+        if child is not None and kind_of(child) == "SoftmaxBackward0":
+            return True
+    return False
+
+
+def leaves_of(output: Tensor) -> list[Tensor]:
+    """Return the leaves of an output's graph, to which its backward pass adds gradients."""
+    return leaves_below(output.grad_fn)
+
+
+def leaves_below(node: Node) -> list[Tensor]:
+    """Return the leaves at and below a node."""
+    return [one.variable for one in nodes_below(node) if hasattr(one, "variable")]
+
+
+def _errors(node: Node, _: Operands) -> Tensor:
+    """The result of `F.mse_loss` and related functions."""
+    reduction = ("none", "mean", "sum")[node._saved_reduction]
+    own, target, loss = node._saved_self, node._saved_target, torch.nn.functional
+    if kind_of(node) == "MseLossBackward0":
+        return loss.mse_loss(own, target, reduction=reduction)
+    if kind_of(node) == "SmoothL1LossBackward0":
+        return loss.smooth_l1_loss(own, target, reduction=reduction, beta=node._saved_beta)
+    return loss.huber_loss(own, target, reduction=reduction, delta=node._saved_delta)
+
+
+def _all(node: Node, operand: Operands) -> list[Tensor]:
+    return [operand(place) for place in range(len(children_of(node)))]
+
+
+def _layer_output(node: Node, _: Operands) -> Tensor:
+    """The result of a linear layer, from its inputs and its parameters."""
+    bias, inputs, turned = children_of(node)
+    leaf, weight = (
+        getattr(bias, "variable", None),
+        getattr(children_of(turned)[0], "variable", None) if turned else None,
+    )
+    if (inputs is not None and node._saved_mat1 is None) or leaf is None or weight is None:
+        raise LookupError
+    return torch.nn.functional.linear(node._saved_mat1, weight, leaf)
+
+
+FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
+    "AddmmBackward0": _layer_output,
+    "MinimumBackward0": lambda node, _: torch.minimum(node._saved_self, node._saved_other),
+    "MaximumBackward0": lambda node, _: torch.maximum(node._saved_self, node._saved_other),
+    "PowBackward0": lambda node, _: node._saved_self.pow(node._saved_exponent),
+    "LogBackward0": lambda node, _: node._saved_self.log(),
+    "GatherBackward0": lambda node, _: node._saved_self.gather(axis_of(node._saved_dim), node._saved_index),
+    "ClampBackward1": lambda node, _: node._saved_self.clamp(number_of(node._saved_min), number_of(node._saved_max)),
+    "StackBackward0": lambda node, operand: torch.stack(_all(node, operand), axis_of(node._saved_dim)),
+    "CatBackward0": lambda node, operand: torch.cat(_all(node, operand), axis_of(node._saved_dim)),
+    "NegBackward0": lambda _, operand: -operand(0),
+    "AbsBackward0": lambda _, operand: operand(0).abs(),
+    "SumBackward1": lambda node, operand: operand(0).sum([*map(axis_of, node._saved_dim)], node._saved_keepdim),
+    "SelectBackward0": lambda node, operand: operand(0).select(axis_of(node._saved_dim), axis_of(node._saved_index)),
+    "IndexBackward0": lambda node, operand: operand(0)[
+        tuple(slice(None) if index is None else index for index in node._saved_indices)
+    ],
+    "WhereBackward0": lambda node, operand: torch.where(node._saved_condition, operand(0), operand(1)),
+    "MulBackward0": lambda _, operand: operand(0) * operand(1),
+    "DivBackward0": lambda _, operand: operand(0) / operand(1),
+    **dict.fromkeys(ERRORS, _errors),
+    **dict.fromkeys(RESHAPES, lambda node, operand: operand(0).reshape(shape_of(node))),
+}
+"""The results of operations, from the tensors that their nodes keep and from their operands; LookupError if one is not known."""
+
+
+def edge_of(output: Any) -> GradientEdge:
+    """The edge of the graph that a tensor is at."""
+    return GradientEdge(output.grad_fn, output.output_nr)
+
+
+def nodes_below(node: Node) -> dict[Node, None]:
+    """A node and all nodes below it, the nearest first."""
+    found: dict[Node, None] = {node: None}
+    waiting = deque([node])
+    while waiting and len(found) < MAX_NODES:
+        for child in children_of(waiting.popleft()):
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return found
+
+
+def kinds_below(node: Node) -> set[str]:
+    """Return the names of the operations at and below a node."""
+    return {kind_of(one) for one in nodes_below(node)}
+
+
+def kind_of(node: Node) -> str:
+    """Return the name of a node's operation."""
+    return str(node.name())
+
+
+def shape_of(node: Node, number: int = 0) -> torch.Size:
+    """The shape of an operation's result."""
+    return torch.Size(node._input_metadata[number].shape)
+
+
+def children_of(node: Node) -> list[Node]:
+    """Return the nodes of an operation's inputs; None for numbers without a graph."""
+    return [child for child, _ in node.next_functions]
+
+
+def is_scaling(node: Node) -> bool:
+    """Return True for a product with a number, or a division by one."""
+    if kind_of(node) not in ("MulBackward0", "DivBackward0"):
+        return False
+    children = children_of(node)
+    if kind_of(node) == "DivBackward0" and children[0] is None:
+        return False
+    if None not in children[:2] and len(children) > 1:
+        return False
+    factor = node._saved_other if children[0] is not None else node._saved_self
+    return factor is None or factor.numel() == 1
+
+
+def axis_of(dim: int) -> int:
+    """An axis as torch's graph keeps it: negative ones are counted from 2^64."""
+    return dim - (1 << 64) if dim >= 1 << 63 else dim
+
+
+def number_of(bound: object) -> float | None:
+    """A bound of a clamp, a number or a tensor with one entry."""
+    if isinstance(bound, Tensor):
+        return float(bound) if bound.numel() == 1 else None
+    return float(bound) if isinstance(bound, int | float) else None
+
+
+def joined_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The rows of several columns as one column; None if one is missing."""
+    known = [part for part in parts if part is not None]
+    same = len(known) == len(parts) and len({part.shape[1:] for part in known}) == 1
+    return torch.cat(known) if same else None
