@@ -454,6 +454,16 @@ def test_a_schedule_lowers_what_a_policy_may_be_expected_to_move() -> None:
     assert "policy/kl_stall" in raised(judged(run(40, set_to({"policy/kl_max": 4e-8}))))
 
 
+def test_a_policy_that_does_not_move_is_explained_by_small_observations() -> None:
+    verdicts = judged(run(40, set_to({"policy/kl_max": 4e-8, "obs/rms_max": 0.02})))
+    alarm = next(alarm for alarm in alarms(verdicts) if alarm.type == "policy/kl_stall")
+
+    assert (
+        "the largest entry of the observations is about 0.02" in alarm.text
+        and "Scale observations to about 1" in alarm.text
+    )
+
+
 @pytest.mark.parametrize(("end", "entropy", "told"), [(50.0, 0.01, False), (50.0, 0.6, True), (5.0, 0.01, True)])
 def test_a_policy_that_has_decided_stands_still(end: float, entropy: float, told: bool) -> None:
     """FrozenLake, solved: entropy is almost 0, and only the best action is sampled."""

@@ -21,7 +21,7 @@ from typing import Final
 from esper_telemetry.alarms.alarm_bounds import SMALLEST_DIVISOR, Ramp, above, below, count, hard
 from esper_telemetry.alarms.judges import AnnealedRate, Recent, StateJudge, reading
 from esper_telemetry.alarms.rule import WARNING, Finding, View, alarm
-from esper_telemetry.alarms.verdict.published_settings import INITIAL_STD, PUBLISHED
+from esper_telemetry.alarms.verdict.published_settings import INITIAL_STD, PUBLISHED, SMALL_FEATURES
 from esper_telemetry.core.messages import number, percent
 
 RATIOS = ("policy/ratio/*", "policy/head/*/blame", "policy/head/*/ratio/*", "policy/logp/min", "policy/kl*", "opt/lr")
@@ -228,18 +228,23 @@ def kl_stall(view: View, past: PolicyMoves) -> Iterator[Finding]:
         yield finding.says(words + "recomputed, so nothing is clipped", value, exact)
         return
     at_rate = "" if rate is None else f", at a learning rate of {number(rate)}"
+    size = view.get("obs/rms_max")
+    if size is not None and size < SMALL_FEATURES:
+        at_rate += f", and the largest entry of the observations is about {number(size)}"
     words = "updates have not changed the policy, so it cannot learn: their KL divergence is at most {} nats{}"
     if slow:
         words = f"{SLOW_UPDATES} updates have hardly moved the policy: their KL divergence is at most {{}} nats (usually 0.002 to 0.02){{}}"
-    yield finding.with_advice(lambda: stall_advice(rate, view.facts.optimizer, slow=slow)).says(
+    yield finding.with_advice(lambda: stall_advice(rate, view.facts.optimizer, size, slow=slow)).says(
         words, middle if slow else value, at_rate
     )
 
 
-def stall_advice(rate: float | None, optimizer: str | None, *, slow: bool) -> str:
-    """Advice for a policy that does not move, by the learning rate and the name of the optimizer."""
+def stall_advice(rate: float | None, optimizer: str | None, features: float | None, *, slow: bool) -> str:
+    """Advice for a policy that does not move, by the learning rate, the name of the optimizer and the size of the observations."""
     if rate == 0:
         return "Set a learning rate above 0, or correct the schedule that lowered it to 0."
+    if features is not None and features < SMALL_FEATURES:
+        return "Scale observations to about 1, because small ones hardly change what networks return."
     published = PUBLISHED["learning_rate"]
     if rate is not None and 0 < rate < published.lowest:
         return f"Raise the learning rate to {number(published.p10)} or more, with Adam."

@@ -37,6 +37,9 @@ class PublishedRange:
     example: str = ""
 
 
+SMALL_FEATURES: Final = 0.05
+"""Size of the largest entry of observations below which networks hardly react to them; it is at least 0.1 in healthy runs."""
+
 ZOO, CAR = "rl-baselines3-zoo", "rl-baselines3-zoo MountainCarContinuous-v0"
 PUBLISHED: Final[Mapping[str, PublishedRange]] = {
     name: PublishedRange(name, low, p10, p50, p90, high, example)

@@ -15,6 +15,7 @@ from esper_telemetry.alarms.verdict.published_settings import (
     INITIAL_STD,
     MIN_SEEN_SHARE,
     PUBLISHED,
+    SMALL_FEATURES,
     is_outside,
     outside_settings,
     range_sentence,
@@ -38,7 +39,6 @@ SAME_STD: Final = 0.8
 """Smallest over mean standard deviation above which a head has the same one in all states, as the setting says."""
 
 UNEQUAL_FEATURES: Final = 1000.0  # largest over smallest feature of an observation
-SMALL_FEATURES: Final = 0.05  # size of the largest feature, half of the least in healthy runs
 
 NO_ACTION_EFFECT: Final = ((2000, 1.4), (1000, 1.0), (600, 0.9))
 """Steps with a measured effect, and means of `policy/action_effect` below which actions have none: chance gives about 0.9 for any number of
