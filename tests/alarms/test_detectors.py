@@ -83,6 +83,22 @@ def test_layers_that_fail_together_are_one_alarm() -> None:
     assert alarm.evidence["where"] == {"encoder_weight": 1.0, "core_weight": 1.0}
 
 
+def test_a_gradient_that_vanishes_with_a_large_step_is_its_effect() -> None:
+    """The step saturates the policy, so that its gradient is 0 from the same update on."""
+
+    def saturated(metrics: Values, ago: int) -> None:
+        metrics |= {
+            "grad/layer/encoder_weight/norm": 0.0,
+            "policy/kl": 17.0 if ago == 0 else 0.0,
+            "policy/kl_max": 29.0,
+        }
+
+    reported = alarms(judged(run(32, saturated)))
+
+    assert {alarm.cause for alarm in reported} == {"policy/kl_spike"}
+    assert [alarm.axes.update for alarm in reported if alarm.type == "grad/vanish"] == [31]
+
+
 def test_alarms_are_numbers_too() -> None:
     """The metric is the severity while the alarm is active, 0 in the update that clears it, and absent afterwards."""
     verdicts = judged(during(range(30, 35), {"policy/kl": 4.0}))
