@@ -29,7 +29,7 @@ from esper_telemetry.adapters.script.recorders import (
     IndexLog,
     step_parts,
 )
-from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout
+from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout, _summands
 from esper_telemetry.adapters.script.script_taps import Taps
 from esper_telemetry.adapters.script.settings import find_discounts
 from esper_telemetry.adapters.script.variables import Variables, calling_variables
@@ -620,6 +620,31 @@ def test_returns_that_a_script_calls_rewards_are_none() -> None:
     rewards = rollout_of(arrays, reading_of(log_probs, returns - values)).rewards
 
     assert rewards is not None and rewards.flatten().tolist() == buffer["rewards"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_rewards_that_a_script_turns_into_returns_in_place_are_those_of_the_environment(scale: float) -> None:
+    """Other arrays with the name are kept, such as rewards that a wrapper normalises by their own course."""
+    draw = torch.Generator().manual_seed(12)
+    paid, ended = torch.randn(32, 2, generator=draw), torch.rand(32, 2, generator=draw) < 0.1
+    sums = scale * paid
+    for step in reversed(range(31)):
+        sums[step] += 0.9 * sums[step + 1] * ~ended[step]
+
+    found = _summands(sums, paid, ended)
+
+    assert found is not None
+    torch.testing.assert_close(found, scale * paid, rtol=1e-4, atol=1e-5)
+    assert _summands(paid / paid.abs().cummax(0).values, paid, ended) is None
+    assert _summands(scale * paid, paid, ended) is None
+
+
+def test_tensors_in_dictionaries_and_objects_are_variables() -> None:
+    batch, holder = {"log_probs": torch.ones(3), "size": 3}, SimpleNamespace(values=torch.zeros(3))
+
+    found = list(Variables([{"batch": batch, "holder": holder, "steps": [torch.ones(1)]}]).tensors())
+
+    assert [id(one) for one in found] == [id(batch["log_probs"]), id(holder.values)]
 
 
 def test_the_value_after_the_last_step_is_not_implied_by_targets_that_are_the_advantages() -> None:

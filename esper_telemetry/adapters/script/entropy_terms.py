@@ -52,6 +52,10 @@ def entropy_term(graph: LossGraph, node: Node, gradient: Tensor, *, sampled: boo
     return EntropyTerm(numbers, loss, weight, GradientEdge(node, 0), negated=negated)
 
 
+LARGE_BONUS = 0.1
+"""Weight of a mean entropy above which a sum is taken for a mistake: published ones are at most 0.01."""
+
+
 def factor_of_sum(graph: LossGraph, node: Node, rows: int) -> float | None:
     """Return the number by which the loss multiplies a sum over so many rows; None if it takes their mean."""
     factor, summed = 1.0, False
@@ -71,7 +75,7 @@ def factor_of_sum(graph: LossGraph, node: Node, rows: int) -> float | None:
         elif kind in ("SubBackward0", "AddBackward0") and place == 1:
             factor *= float(consumer._saved_alpha)
         node = consumer
-    return abs(factor) if summed and abs(factor) * rows > 1 else None
+    return abs(factor) if summed and abs(factor) * rows > LARGE_BONUS else None
 
 
 def joined_entropies(graph: LossGraph, node: Node) -> Tensor | None:

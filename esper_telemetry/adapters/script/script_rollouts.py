@@ -44,6 +44,9 @@ MAX_ARRAYS = 128
 SAME_NUMBER = 4e-6
 """Largest difference between equal numbers that were recomputed from sums in single precision, relative to the largest number."""
 
+MIN_SUMMED, LEAST_DISCOUNT = 8, 0.5
+"""Steps within episodes, and the discount, from which an array of discounted sums is recognised."""
+
 MIN_SHARE = 0.99
 """Share of a minibatch's numbers that its source array must hold."""
 
@@ -457,6 +460,9 @@ class RolloutFinder:
                 named = same[0]
             elif named is None:
                 named = scaled[0] if scaled else paid.float()
+        if named is not None and paid is not None and self.ended is not None:
+            summands = _summands(named, paid, self.ended)
+            named = named if summands is None else summands
         self._columns |= {} if named is None else {"rewards": named}
 
     def _identify_next_values(self) -> None:
@@ -759,6 +765,22 @@ def _held(numbers: Tensor, table: Tensor) -> float:
     right = torch.searchsorted(table, numbers.contiguous()).clamp(max=len(table) - 1)
     near = torch.stack([table[right], table[(right - 1).clamp(min=0)]])
     return float(((near - numbers).abs().amin(0) <= limit).double().mean())
+
+
+def _summands(sums: Tensor, paid: Tensor, ended: Tensor) -> Tensor | None:
+    """Return the rewards [T, B] whose discounted sums an array holds, scaled as the script scales them; None for another array.
+
+    Scripts turn their rewards into returns in place.
+    """
+    inside = ~ended[: len(sums) - 1]
+    if not _varies(sums) or sums.shape != paid.shape or int(inside.sum()) < MIN_SUMMED:
+        return None
+    now, later, own = (column[inside].double() for column in (sums[:-1], sums[1:], paid[:-1]))
+    factors = torch.stack([later, own, torch.ones_like(own)], 1)
+    gamma, scale, offset = solution = torch.linalg.lstsq(factors, now.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    error = (factors @ solution - now).abs().amax() / now.abs().amax()
+    is_sum = LEAST_DISCOUNT < float(gamma) <= 1 + SAME_LINE and float(scale) >= 0 and float(error) <= SAME_LINE
+    return (scale * paid.double() + offset).to(sums) if is_sum else None
 
 
 def _line_errors(rows: Tensor, other: Tensor) -> Tensor:

@@ -170,8 +170,12 @@ class Variables:
         return [torch.as_tensor(one).clone() for one in islice(whole, MAX_INDICES)]
 
     def tensors(self) -> Iterator[Tensor]:
-        """All variables that are tensors."""
-        return (value for value in self.values() if isinstance(value, Tensor))
+        """All variables that are tensors, and those in dictionaries and objects among the variables."""
+        for value in self.values():
+            if isinstance(value, Tensor):
+                yield value
+            elif not isinstance(value, list | deque | str | int | float):
+                yield from (entry for entry in members_of(value).values() if isinstance(entry, Tensor))
 
 
 COUNTERS = frozenset({"epoch", "step", "update", "iteration", "minibatch"})

@@ -43,7 +43,8 @@ FAMILIES_ASIDE: Final = frozenset(
 )
 KEYS_ASIDE: Final = frozenset({"policy/entropy", "policy/entropy_marginal", "loss/entropy", "policy/logp/min"})
 """Families and keys that depend on the machine, the task or the number of actions."""
-NORMALIZED_KEYS: Final = ("adv/norm/mean", "adv/norm/std", "integrity/adv_norm")
+NORMALIZED_MEAN: Final = "adv/norm/mean"
+NORMALIZED_KEYS: Final = (NORMALIZED_MEAN, "adv/norm/std", "integrity/adv_norm")
 NOT_OF_TRAINING: Final = frozenset({"perf", "telemetry", "alarm"})
 """Families that explain no outcome, not even beyond their critical bounds."""
 MIN_SPREADS: Final = {"ratio": 0.1, "dimensions": 0.5, "1 (excess)": 2.0, "relative error": 1e-3, "nats": 0.002}
@@ -72,11 +73,12 @@ class Unusual(NamedTuple):
 
 
 def keys_without_bounds(facts: Facts, records: Iterable[Mapping[str, float]]) -> Collection[str]:
-    """Return the keys whose bounds do not apply to a run: of normalised advantages if it does not normalise them, and of returns that
-    are a published variant by the latest of these records that has the check. Columns that were found by name may be others, so there
-    the bound applies only if a mistake explains the returns.
+    """Return the keys whose bounds do not apply to a run: of normalised advantages if it does not normalise them (their mean if that is
+    not known), and of returns that are a published variant by the latest of these records that has the check. Columns that were found by
+    name may be others, so there the bound applies only if a mistake explains the returns.
     """
-    keys, returns = set(NORMALIZED_KEYS) if facts.normalize_advantages is False else set(), equations()["returns"]
+    normalizes, returns = facts.normalize_advantages, equations()["returns"]
+    keys = set[str]() if normalizes else {NORMALIZED_MEAN} if normalizes is None else set(NORMALIZED_KEYS)
     checked = [values for values in records if EQUATION_KEY + returns.label() in values]
     explanations = returns.explanations(checked[-1]) if checked else ()
     if any(one.variant for one in explanations) or (facts.columns_by_name and not explanations):
