@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn import functional as F
 
-from esper_telemetry.adapters.script.autograd_graph import DistributionGraphs, takes_softmax_twice
+from esper_telemetry.adapters.script.autograd_graph import DistributionGraphs, graph_of, takes_softmax_twice
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.script_minibatches import PassFinder, common_factor
@@ -394,7 +394,7 @@ def test_what_a_loss_leaves_out_is_known() -> None:
 def test_a_softmax_of_a_softmax_is_seen(log_probs: Callable[[Tensor], Tensor], twice: bool) -> None:
     loss = -(log_probs(nn.Linear(3, 2)(torch.randn(ROWS, 3))) * torch.randn(ROWS)).mean()
 
-    assert takes_softmax_twice(loss) is twice
+    assert takes_softmax_twice(graph_of(loss)) is twice
 
 
 def test_a_graph_in_which_the_script_listens_is_left_alone() -> None:

@@ -93,10 +93,15 @@ class LossGraph:
     """
 
     def __init__(
-        self, loss: Tensor, held: Sequence[Tensor], outputs: DistributionGraphs, values: Sequence[Tensor]
+        self,
+        loss: Tensor,
+        nodes: Iterable[Node],
+        held: Sequence[Tensor],
+        outputs: DistributionGraphs,
+        values: Sequence[Tensor],
     ) -> None:
         self.loss, self.outputs, self.values = loss, outputs, values
-        self.consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes_below(loss.grad_fn)}
+        self.consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
         for node in self.consumers:
             for place, child in enumerate(children_of(node)):
                 if child in self.consumers:
@@ -190,13 +195,13 @@ class LossGraph:
 
 
 def graph_of(output: Tensor) -> Collection[Node]:
-    """Return the nodes of the graph of an output."""
-    return nodes_below(output.grad_fn)
+    """Return the nodes of the graph of an output, the nearest first; empty without one."""
+    return {} if output.grad_fn is None else nodes_below(output.grad_fn)
 
 
-def takes_softmax_twice(loss: Tensor) -> bool:
+def takes_softmax_twice(graph: Iterable[Node]) -> bool:
     """Return whether a softmax in the graph of a loss is taken of the outputs of another one: probabilities were passed as logits."""
-    for node in graph_of(loss):
+    for node in graph:
         child = children_of(node)[0] if kind_of(node) in NORMALISERS else None
         while child is not None and kind_of(child) in VIEWS:
             child = children_of(child)[0]
@@ -207,12 +212,12 @@ def takes_softmax_twice(loss: Tensor) -> bool:
 
 def leaves_of(output: Tensor) -> list[Tensor]:
     """Return the leaves of an output's graph, to which its backward pass adds gradients."""
-    return leaves_below(output.grad_fn)
+    return leaves_in(graph_of(output))
 
 
-def leaves_below(node: Node) -> list[Tensor]:
-    """Return the leaves at and below a node."""
-    return [one.variable for one in nodes_below(node) if hasattr(one, "variable")]
+def leaves_in(nodes: Iterable[Node]) -> list[Tensor]:
+    """Return the leaves among nodes of a graph."""
+    return [one.variable for one in nodes if hasattr(one, "variable")]
 
 
 def _errors(node: Node, _: Operands) -> Tensor:

@@ -25,7 +25,13 @@ from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episo
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog
-from esper_telemetry.adapters.script.autograd_graph import graph_of, leaves_below, leaves_of, takes_softmax_twice
+from esper_telemetry.adapters.script.autograd_graph import (
+    graph_of,
+    leaves_in,
+    leaves_of,
+    nodes_below,
+    takes_softmax_twice,
+)
 from esper_telemetry.adapters.script.loss_graph import joined, read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, ValueTerm
 from esper_telemetry.adapters.script.objective import LossTerms, left_out, loss_terms
@@ -272,7 +278,8 @@ class ScriptListener:
             return
         self.acting.before_backward()
         self._readings = [one for one in self._readings if not one.is_cleared]
-        leaves = leaves_of(loss)
+        graph = graph_of(loss)
+        leaves = leaves_in(graph)
         for optimizer in self._reached(leaves):
             self._pass_counts[optimizer] = self._pass_counts.get(optimizer, 0) + 1
         variables = names.calling_variables()
@@ -282,16 +289,17 @@ class ScriptListener:
         if loss.requires_grad:
             climbed = self._climbs(loss, variables)
             try:
-                reading = read_loss(loss, held=variables.tensors(), outputs=outputs, values=values, climbed=climbed)
+                held = variables.tensors()
+                reading = read_loss(loss, held=held, outputs=outputs, values=values, climbed=climbed, graph=graph)
             except Exception as error:  # a graph that the reader was not made for
                 self._on_error(read_loss, error)
         if reading is not None:
             if reading.policy is None and not self._started and self.environments.steps:
                 self.value_loss_alone = names.calling_place()
             if reading.policy is not None:
-                self._softmax_twice = takes_softmax_twice(loss) if not self._loss_place else self._softmax_twice
+                self._softmax_twice = takes_softmax_twice(graph) if not self._loss_place else self._softmax_twice
                 self._loss_place = names.calling_place()
-                heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))
+                heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph)
                 reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
                 if not self.open:
                     self._policy_leaves = frozenset(map(id, leaves) if reading.value is None else ())
@@ -328,7 +336,7 @@ class ScriptListener:
                 self._emit_objective(self._announced, variables, terms=shown, cleared=is_cleared)
             return
         if len(optimizers) > 1 and policy is not None and policy.attached is not None:
-            own_path = self._reached(leaves_below(policy.edge.node))
+            own_path = self._reached(leaves_in(nodes_below(policy.edge.node)))
             optimizers = [one for one in optimizers if one not in own_path]  # those of the critic
         optimizer = optimizers[0] if len(optimizers) == 1 else None  # whose parameters the gradient reaches
         is_part = self._several or (optimizer is not None and self._last_passes.get(optimizer, 1) > 1)

@@ -26,6 +26,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
     LossGraph,
     Node,
     children_of,
+    graph_of,
     is_scaling,
     joined_rows,
     kind_of,
@@ -68,6 +69,7 @@ def read_loss(
     outputs: DistributionGraphs = NO_OUTPUTS,
     values: Sequence[Tensor] = (),
     climbed: bool = False,
+    graph: Iterable[Node] | None = None,
 ) -> LossReading | None:
     """Return the terms of a loss before its backward pass; None if it lacks terms of a policy and a critic.
 
@@ -77,13 +79,15 @@ def read_loss(
         outputs: of its distributions, with graphs.
         values: of layers with one unit, with graphs, the last one at the end.
         climbed: its optimizer maximises it.
+        graph: its `graph_of`, if the caller has it.
     """
     held = [*held, *outputs.log_probs, *outputs.entropies, *values, loss]
     # a hook of the script would see a second backward pass, and `retain_grad` would add its gradients
     listens = any(one.grad_fn is not None and (one._backward_hooks or one.retains_grad) for one in held)
     if loss.grad_fn is None or loss.numel() != 1 or listens:
         return None
-    return _LossReader(LossGraph(loss, held, outputs, values), climbed=climbed).read()
+    nodes = graph_of(loss) if graph is None else graph
+    return _LossReader(LossGraph(loss, nodes, held, outputs, values), climbed=climbed).read()
 
 
 def joined(readings: Sequence[LossReading]) -> LossReading | None:

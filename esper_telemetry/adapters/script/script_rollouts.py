@@ -10,12 +10,13 @@ Shapes: T steps, B environments, R = T B transitions, N rows of a minibatch.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +53,9 @@ MIN_SHARE = 0.99
 
 MAX_SHARED_NUMBERS = 1 << 14
 """Largest number of a minibatch's rows with several possible transitions that are resolved one by one."""
+
+MAX_CANDIDATES = 1 << 20
+"""Largest number of possible transitions that are compared at once."""
 
 MIN_SAME_ROWS = 0.75
 """Share of a minibatch's rows in which two columns must agree if they identify the same transitions."""
@@ -208,7 +212,10 @@ class RolloutFinder:
     def _arrays(self) -> Iterable[tuple[str, Tensor]]:
         """Yield the arrays of a rollout's size with their names, in the script's shapes."""
         size, visited = self.steps * self.envs, set[tuple[int, torch.Size]]()
+        sizes = {count * dims for count in (size, size + self.envs) for dims in (1, self._dimensions)}
         for name, value in chain(self._variables.named_values(), (("", one) for one in self._estimates)):
+            if isinstance(value, list | deque) and _entries(value) not in sizes:
+                continue  # without stacking what a script logs
             array = stacked(value)
             if array is not None and self._dimensions > 1 and array.shape[-1:] == (self._dimensions,):
                 array = array.sum(-1)
@@ -767,6 +774,12 @@ def _held(numbers: Tensor, table: Tensor) -> float:
     return float(((near - numbers).abs().amin(0) <= limit).double().mean())
 
 
+def _entries(rows: list[Any] | deque[Any]) -> int:
+    """Number of entries of a list of rows as large as the first one."""
+    first = rows[0] if rows else 0
+    return len(rows) * (first.numel() if isinstance(first, Tensor) else int(np.size(first)))
+
+
 def _summands(sums: Tensor, paid: Tensor, ended: Tensor) -> Tensor | None:
     """Return the rewards [T, B] whose discounted sums an array holds, scaled as the script scales them; None for another array.
 
@@ -840,7 +853,7 @@ class RowFinder:
     def _rows_by_numbers(self, own: Mapping[str, Tensor]) -> Tensor | None:
         """Return the transitions [N] with the numbers of a minibatch's columns; None if they are not certain."""
         enough = self._shape.numel() // 2
-        matches: list[tuple[Tensor, dict[int, Tensor]]] = []
+        matches: list[tuple[Tensor, dict[int, list[int]]]] = []
         for name in COLUMNS:  # that distinguish most transitions
             match = self._matches(name, own) if name in own and self._apart[name] > enough else None
             if match is not None:
@@ -880,7 +893,7 @@ class RowFinder:
         other = self.rows_of({"advantages": own}) if known is None else known
         return None if other is None or torch.equal(other.to(rows), rows) else other
 
-    def _matches(self, first: str, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[int, Tensor]] | None:
+    def _matches(self, first: str, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[int, list[int]]] | None:
         """Return the transitions with these numbers in one column, and by place all equal transitions.
 
         If several have a number, the nearest in all columns are returned.
@@ -889,24 +902,44 @@ class RowFinder:
         limit = self._limits[first]
         low = torch.searchsorted(table, (own[first] - limit).contiguous())
         high = torch.searchsorted(table, (own[first] + limit).contiguous(), right=True)
-        several = (high - low > 1).nonzero().reshape(-1).tolist()
-        if bool((low == high).any()) or len(several) > MAX_SHARED_NUMBERS:
+        counts = high - low
+        several = (counts > 1).nonzero().reshape(-1)
+        if bool((counts == 0).any()) or len(several) > MAX_SHARED_NUMBERS:
             return None
-        rows, equal = order[low], dict[int, Tensor]()
-        for place in several:
-            candidates = order[low[place] : high[place]]
-            distances = torch.zeros_like(candidates, dtype=torch.float64)
-            for name, column in own.items():
-                apart = (self._columns[name][candidates] - column[place]).abs()
-                # A column counts once, however large the difference: in a permuted column, another row's number may be the nearest.
-                distances += (apart / max(self._limits[name], torch.finfo(apart.dtype).tiny)).clamp(max=1.0)
-            equal[place] = candidates[distances == distances.min()]
-        return rows, equal
+        equal = dict[int, list[int]]()
+        if len(several):
+            for places in several.split(max(1, MAX_CANDIDATES // int(counts.amax()))):
+                self._add_nearest(equal, own, places, low[places], counts[places], order)
+        return order[low], equal
 
-    def _in_turns(self, rows: Tensor, equal: Mapping[int, Tensor]) -> Tensor:
+    def _add_nearest(
+        self,
+        equal: dict[int, list[int]],
+        own: Mapping[str, Tensor],
+        places: Tensor,
+        low: Tensor,
+        counts: Tensor,
+        order: Tensor,
+    ) -> None:
+        """Add the nearest transitions of some places, whose candidates are `counts` entries of `order` from `low` on."""
+        owner = torch.arange(len(places), device=places.device).repeat_interleave(counts)
+        first = counts.cumsum(0) - counts
+        candidates = order[(low - first)[owner] + torch.arange(len(owner), device=owner.device)]
+        distances = torch.zeros_like(candidates, dtype=torch.float64)
+        for name, column in own.items():
+            apart = (self._columns[name][candidates] - column[places][owner]).abs()
+            # A column counts once, however large the difference: in a permuted column, another row's number may be the nearest.
+            distances += (apart / max(self._limits[name], torch.finfo(apart.dtype).tiny)).clamp(max=1.0)
+        nearest = torch.full_like(places, torch.inf, dtype=torch.float64).scatter_reduce(0, owner, distances, "amin")
+        kept = distances == nearest[owner]
+        for place, candidate in zip(places[owner[kept]].tolist(), candidates[kept].tolist(), strict=True):
+            equal.setdefault(place, []).append(candidate)
+
+    def _in_turns(self, rows: Tensor, equal: Mapping[int, list[int]]) -> Tensor:
         """Return the transitions. Equal ones are used in turn, because a pass has each of them once."""
-        for place, candidates in equal.items():
-            key = int(candidates[0])
-            rows[place] = candidates[self._turns[key] % len(candidates)]
-            self._turns[key] += 1
+        used = []
+        for candidates in equal.values():
+            used.append(candidates[self._turns[candidates[0]] % len(candidates)])
+            self._turns[candidates[0]] += 1
+        rows[rows.new_tensor([*equal])] = rows.new_tensor(used)
         return rows

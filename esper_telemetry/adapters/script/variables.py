@@ -492,19 +492,16 @@ def as_number(value: object) -> float | None:
 
 def stacked(value: object) -> Tensor | None:
     """Accept a tensor, an array, or a list of numbers, arrays or tensors of one shape, as a detached floating tensor."""
-    if (
-        isinstance(value, list | deque)
-        and value
-        and isinstance(value[0], int | float | np.generic | np.ndarray | Tensor)
-    ):
-        parts = [as_tensor(one) if isinstance(one, Tensor) else as_tensor(np.asarray(one)) for one in value]
-        shapes = {None if part is None else part.shape for part in parts}
-        return (
-            torch.stack([part for part in parts if part is not None])
-            if len(shapes) == 1 and None not in shapes
-            else None
-        )
-    return as_tensor(value)
+    if not isinstance(value, list | deque) or not value:
+        return as_tensor(value)
+    if isinstance(value[0], Tensor):
+        parts = [as_tensor(one) for one in value]
+        known = [part for part in parts if part is not None]
+        return torch.stack(known) if len(known) == len(parts) and len({part.shape for part in known}) == 1 else None
+    if isinstance(value[0], int | float | np.generic | np.ndarray):
+        with suppress(ValueError, TypeError, RuntimeError):  # of several shapes, or with tensors that have a graph
+            return as_tensor(np.asarray(value))
+    return None
 
 
 def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[int, str]:
