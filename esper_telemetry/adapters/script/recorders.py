@@ -839,11 +839,15 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     """
     if not isinstance(result, tuple | list) or not 3 <= len(result) <= MAX_STEP_PARTS:
         return None
+    if len(result) == 5 and all(isinstance(one, bool | np.bool_) for one in result[2:4]):
+        first, amount, *ends, information = result  # the usual case: one environment of Gymnasium
+        if isinstance(amount, int | float | np.number) and isinstance(information, Mapping):
+            return first, np.asarray([amount]), *(np.asarray([one], dtype=bool) for one in ends), information
     columns = {place: column for place, one in enumerate(result) if place and (column := _numbers(one)) is not None}
     infos = next((one for one in result if _is_information(one)), None)
     # without information, numbers may be an agent's: actions, log-probabilities, values
     kinds = "fiub" if infos is not None else "fb" if len(result) == 3 else "b"
-    binary = [one for one in columns if columns[one].dtype.kind in kinds and bool(np.isin(columns[one], (0, 1)).all())]
+    binary = [one for one in columns if columns[one].dtype.kind in kinds and _is_binary(columns[one])]
     logical = [place for place in binary if columns[place].dtype.kind == "b"]
     flags = [one for one in logical if one > 1] or logical or [one for one in binary if one > 1]
     sizes = {columns[place].size for place in flags}
@@ -861,6 +865,10 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
         *(columns[one].reshape(-1).astype(bool) for one in flags),
         {} if infos is None else infos,
     )
+
+
+def _is_binary(column: np.ndarray[Any, Any]) -> bool:
+    return column.dtype.kind == "b" or bool(((column == 0) | (column == 1)).all())
 
 
 def _is_information(part: Any) -> bool:
