@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
-from esper_telemetry.adapters.script.acting import Acting, ActingLog
+from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
 from esper_telemetry.adapters.script.loss_graph import (
     LossReading,
     ValueTerm,
@@ -145,6 +145,7 @@ class ScriptListener:
         open: an update is under way.
         origin: first variable that was not finite when a loss or a gradient was not; None on an accelerator, which would have to be
             awaited.
+        environment_note: what was seen of an environment that cannot be observed; empty without any.
         value_loss_alone: place of a loss with an error of values before the first one of a policy; empty without any.
     """
 
@@ -161,9 +162,10 @@ class ScriptListener:
         self.value_loss_alone = self._loss_place = ""
         self._softmax_twice = False
         self.origin: Candidate | None = None
+        self.environment_note = ""
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
-        self.estimates, self.acting = EstimateLog(), ActingLog()
+        self.estimates, self.acting, self._trained_rows = EstimateLog(), ActingLog(), TrainedRows()
         self.environments, self.scalars, self.indices = EpisodeLog(), ScalarLog(), IndexLog()
         self.returns = ReturnLog()
         self._begin, self._log, self._on_error = begin, log, on_error
@@ -608,8 +610,9 @@ class ScriptListener:
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
 
     def _data_of(self, variables: Variables) -> object:
-        """Identify the training data of updates without environment steps between them: by the steps, else the script's counter."""
-        return self.environments.steps or variables.find(names.GLOBAL_STEP, names.as_integer)
+        """Identify the training data of updates without environment steps between them: by the steps, the script's counter, or draws."""
+        counted = self.environments.steps or variables.find(names.GLOBAL_STEP, names.as_integer)
+        return counted or self.distributions.draws
 
     def _begin_update(self, variables: Variables, readings: Sequence[LossReading], *, waits: bool = False) -> None:
         """Begin an update, perhaps one whose rollout `waits` for all losses of its optimizer step."""
@@ -687,6 +690,7 @@ class ScriptListener:
                 own["inputs"] = checksums(observations.float()).to(rollout.values.device)
             self._rows = RowFinder(own)
         lstm, acting = self.lstm.take(finder.steps, finder.envs), self.acting.take(finder.steps, finder.envs)
+        self._trained_rows.begin(acting)
         if rollout is None:
             if actions is not None or not collection.announced:
                 self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
@@ -845,8 +849,10 @@ class ScriptListener:
         inputs, indices = reading.inputs, [*self.indices.take(count), *variables.indices(count)]
         if inputs is not None:
             inputs = checksums(inputs.reshape(1, count, -1).float())[0] if len(inputs) == count else None
+        is_first_pass = self._row_count - count <= self._size
+        earlier = self._trained_rows.add(inputs) if inputs is not None and is_first_pass else None
         reading = reading._replace(heads=heads, inputs=None, logits=None, leaves=())
-        self._minibatches.add(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs))
+        self._minibatches.add(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs, earlier))
 
     def _emit_minibatches(self, *, all_of_them: bool = False) -> None:
         """Emit the minibatches of which all losses are known."""
@@ -888,6 +894,7 @@ class ScriptListener:
                     valid=policy.valid,
                     rows=rows,
                     advantage_rows=self._other_rows(minibatch, rows),
+                    earlier=minibatch.earlier,
                     head_log_ratios=dict(zip(head_names(len(parts)), parts, strict=True)),
                     **reading.heads._asdict(),
                 )

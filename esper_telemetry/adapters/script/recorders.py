@@ -9,7 +9,7 @@ import math
 import re
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -107,6 +107,7 @@ class DistributionLog:
 
     Attributes:
         chosen: actions [N, ...] of the last log-probabilities with a graph; None if they are not a tensor.
+        draws: number of draws so far.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class DistributionLog:
         self._drawn: deque[Any] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._drawn_from: list[HeadColumns] = []
         self._acted: list[Asked] = []
-        self._entries = 0
+        self._entries = self.draws = 0
         self.chosen: Tensor | None = None
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
@@ -131,6 +132,7 @@ class DistributionLog:
 
         Draws of a Gaussian may be noise that the script scales itself.
         """
+        self.draws += 1
         if isinstance(distribution, distributions.Categorical):
             self._drawn.append(distribution)
 
@@ -514,7 +516,8 @@ class _Running:
     """
 
     def __init__(self, env: Any, size: int, index: int) -> None:
-        self.env = weakref.ref(env)
+        self.env = _reference(env)
+        self.width = 0  # entries of an observation that are recorded
         self.index = index
         self.last_call: EnvCall | None = None
         self.returns = np.zeros(size)
@@ -679,20 +682,28 @@ class ObservedSteps:
 
 def _rows_of(value: Any, envs: int) -> Any:
     """A copy [B, n] of some entries of each of B rows, float64; None for anything but numbers."""
-    numbers = _numbers(value)
+    numbers = as_numbers(value)
     if numbers is None or numbers.size % envs:
         return None
     rows = numbers.reshape(envs, -1)
     return rows[:, :: -(-rows.shape[1] // MAX_CHECKSUM_ENTRIES)].astype(np.float64)
 
 
-def _numbers(value: Any) -> Any:
+def as_numbers(value: Any) -> Any:
     """Return an array on the host; None for anything but numbers."""
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     except ValueError:  # parts of different shapes
         return None
     return array if array.dtype.kind in "fiub" and array.size else None
+
+
+def _reference(env: Any) -> Callable[[], Any]:
+    """Return a weak reference, or a strong one to an object of a class that allows no other."""
+    try:
+        return weakref.ref(env)
+    except TypeError:
+        return lambda: env
 
 
 def _cast_by(env: Any) -> float:
@@ -770,7 +781,7 @@ class EpisodeLog:
             )
             places = () if rows is None or len(finals) != size else np.flatnonzero(ended)
             last = {int(place): final for place in places if (final := _rows_of(finals[place], 1)) is not None}
-            width = 0 if rows is None else rows.shape[1]
+            width = running.width = 0 if rows is None else rows.shape[1]
             last = {place: final[0] for place, final in last.items() if final.shape[1] == width}
             received = None if rows is None else _rows_of(action, size)
             running.last_call = EnvCall(running.index, flags, paid, rows, received, last, cast=_cast_by(env))
@@ -807,6 +818,26 @@ class EpisodeLog:
             rows = _rows_of(result[0] if isinstance(result, tuple) else result, 1)
             call.reset_to = rows if rows is not None and rows.shape == call.returned.shape else call.reset_to
 
+    def begins(self, env: Any, result: Any, steps: int) -> bool:
+        """Record the result of a method that may be the reset of an environment; return False if it is not one.
+
+        A reset returns an observation. A method that is called again within an episode after a single step only shows the state.
+
+        Args:
+            steps: number of steps when the method was called last.
+        """
+        running = self._of(env)
+        if running is None:  # an environment that does not train
+            return True
+        size = len(running.returns)
+        rows = _rows_of(result[0] if isinstance(result, tuple) and result else result, size)
+        width = 0 if rows is None else rows.shape[1]
+        is_observation = width == running.width or (running.width == 0 and width > 0)
+        if not is_observation or (running.lengths.any() and self.steps - steps <= size):
+            return False
+        self.reset(env, result)
+        return True
+
     def collected(self) -> ObservedSteps | None:
         """Return the steps since the last `take`; None unless all environments took the same number of steps."""
         envs = [running.env() for running in self._running.values()]
@@ -839,7 +870,7 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     """
     if not isinstance(result, tuple | list) or not 3 <= len(result) <= MAX_STEP_PARTS:
         return None
-    columns = {place: column for place, one in enumerate(result) if place and (column := _numbers(one)) is not None}
+    columns = {place: column for place, one in enumerate(result) if place and (column := as_numbers(one)) is not None}
     infos = next((one for one in result if _is_information(one)), None)
     # without information, numbers may be an agent's: actions, log-probabilities, values
     kinds = "fiub" if infos is not None else "fb" if len(result) == 3 else "b"
@@ -850,7 +881,7 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     if len(sizes) != 1 or len(flags) > 2:
         return None
     paid = [place for place, column in columns.items() if place not in flags and column.size in sizes]
-    columns[0] = None if paid else _numbers(result[0])
+    columns[0] = None if paid else as_numbers(result[0])
     if not paid and (columns[0] is None or columns[0].size not in sizes):
         return None
     reward = paid[0] if paid else 0

@@ -444,6 +444,8 @@ class RolloutFinder:
         """
         named, paid = self._variables.find(NAMES["rewards"], self._free_grid), self._paid
         if paid is not None:
+            if named is not None and not _varies(named) and (_varies(paid) or not bool(named.any())):
+                named = None  # a buffer that is empty again, or a mistake, which the advantages show
             free = self._free()
             same = [grid for grid in free if torch.equal(grid.float(), paid.float())]
             scaled = [grid for grid in free if _line_error(grid, paid) <= SAME_LINE]
