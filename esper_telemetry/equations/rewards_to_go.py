@@ -32,8 +32,8 @@ def _summed(sums: Callable[[GaeInputs], Tensor | None]) -> Callable[[GaeInputs],
     @in_each_rollout
     def compute(inputs: GaeInputs) -> Tensor | None:
         own = sums(inputs)
-        if own is None:
-            return None
+        if own is None or not bool(inputs.claimed.any()):  # nothing is left of the rewards: see `alone_zero`
+            return own
         rows = rows_that_count(own, inputs.valid)
         stds = [rows.std(correction=correction) for correction in (0, 1) if len(rows) > correction]
         centred = own - rows.mean()
@@ -117,6 +117,12 @@ SUMS = tuple(
         variant("alone_from_start", "rewards to the end of each episode, discounted from its first step")
         .predicts("A_t = γ^t Σ_k γ^k r_{t+k}", _summed(_discounted_from_the_start))
         .cites("Sutton & Barto 2018, section 13.3"),
+        mistake("alone_zero", "sums of rewards that are all 0")
+        .predicts("A_t = 0", lambda inputs: torch.zeros_like(inputs.claimed) if bool(inputs.rewards.any()) else None)
+        .advises(
+            "Do not subtract the mean of the rewards: nothing is left of equal ones.",
+            source="program: test_rewards_to_go",
+        ),
         mistake("alone_immediate", "rewards of single steps instead of their sums")
         .predicts("A_t = r_t", _summed(lambda inputs: inputs.rewards))
         .advises(

@@ -113,6 +113,7 @@ class Collected(NamedTuple):
     steps: ObservedSteps | None
     acted: list[Asked]
     heads: HeadColumns
+    draws: Tensor | None
     critic: Sequence[Tensor]
     estimates: Sequence[Tensor]
     last_estimates: Sequence[LastEstimate]
@@ -642,6 +643,7 @@ class ScriptListener:
         self._collected = Collected(
             steps,
             *self.distributions.take_rollout(*size),
+            draws=self.distributions.take_draws(*size),
             critic=self.estimates.of_critic(self._policy_leaves, *size) if self._policy_leaves else [],
             estimates=self.estimates.take(),
             last_estimates=self.estimates.take_last(),
@@ -728,7 +730,10 @@ class ScriptListener:
             discounts = self._source.discounts
             rollout = finder.rollout(self._facts.get("gamma", discounts[0][0] if discounts else None))
             observations = finder.observations(None if first is None else first.inputs)
-            return finder, rollout, observations, self._actions_of(finder, heads, collected, chosen, observations)
+            has_ratio = policy is None or policy.log_ratio is not None
+            actions = None if has_ratio or collected is None else _as_drawn(collected, collection.draws)
+            actions = finder.actions(chosen) if actions is None else actions
+            return finder, rollout, observations, self._actions_of(finder, heads, collected, actions, observations)
         except Exception as error:  # arrays that the finder was not made for
             self._on_error(RolloutFinder, error)
             return RolloutFinder(Variables([])), None, None, None
@@ -765,11 +770,11 @@ class ScriptListener:
         finder: RolloutFinder,
         heads: HeadColumns,
         collected: ObservedSteps | None,
-        chosen: Tensor | None,
+        actions: Tensor | None,
         observations: Tensor | None,
     ) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and the environments' results; None without distributions."""
-        actions, log_probs, ended = finder.actions(chosen), finder.log_probs, finder.ended
+        log_probs, ended = finder.log_probs, finder.ended
         if log_probs is None or ended is None:
             return None
         count, by_head = len(heads.logits) + len(heads.means), dict[str, Tensor]()
@@ -931,6 +936,14 @@ class ScriptListener:
             named.get(id(parameter), f"parameter_{len(named) + place}"): parameter
             for place, parameter in enumerate(_parameters_of(optimizer))
         }
+
+
+def _as_drawn(collected: ObservedSteps, draws: Tensor | None) -> Tensor | None:
+    """Return the actions [T, B, 1] that the environments received, if the policy drew them: a loss may have others by mistake."""
+    received = collected.received()
+    if received is None or draws is None or received.shape != draws.shape:
+        return None
+    return draws if torch.equal(received.to(draws), draws) else None
 
 
 def _are_others(one: Tensor | None, other: Tensor | None) -> bool:

@@ -114,6 +114,8 @@ class DistributionLog:
         self._recent: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entropies: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._drawn: deque[Any] = deque(maxlen=MAX_DISTRIBUTIONS)
+        self._last_draw: Tensor | None = None
+        self._draws_by_step: list[Tensor] = []
         self._drawn_from: list[HeadColumns] = []
         self._acted: list[Asked] = []
         self._entries = self.draws = 0
@@ -127,7 +129,7 @@ class DistributionLog:
         self.chosen = chosen if log_probs.requires_grad else self.chosen
         self._recent.append(Asked(log_probs, chosen, _columns_of(distribution)))
 
-    def add_sample(self, distribution: Any) -> None:
+    def add_sample(self, distribution: Any, draw: Tensor) -> None:
         """Record choices that were drawn from a distribution, for a script that asks for no log-probabilities in acting.
 
         Draws of a Gaussian may be noise that the script scales itself.
@@ -135,6 +137,7 @@ class DistributionLog:
         self.draws += 1
         if isinstance(distribution, distributions.Categorical):
             self._drawn.append(distribution)
+            self._last_draw = draw
 
     def add_entropy(self, entropies: Tensor) -> None:
         """Record entropies that a distribution has returned."""
@@ -150,6 +153,9 @@ class DistributionLog:
             is_known = bool(self._acted) and self._acted[-1].columns is not None
             if not is_known and len(self._drawn_from) < MAX_DRAWN_STEPS:
                 self._drawn_from += [one for one in map(_columns_of, self._drawn) if one is not None]
+        if self._last_draw is not None and len(self._draws_by_step) < MAX_DRAWN_STEPS:
+            self._draws_by_step.append(self._last_draw)
+        self._last_draw = None
         self._drawn.clear()
         self._recent.clear()
         self._entropies.clear()
@@ -179,6 +185,12 @@ class DistributionLog:
         """End the minibatch: later results are of another minibatch, or of acting."""
         self._recent.clear()
         self._drawn.clear()
+
+    def take_draws(self, steps: int, envs: int) -> Tensor | None:
+        """Return the choices that were drawn before the steps since the last call, [T, B, 1]; None if they do not fit the rollout."""
+        draws, self._draws_by_step = self._draws_by_step, []
+        whole = bool(draws) and len(draws) == steps and all(one.numel() == envs for one in draws)
+        return torch.stack([one.reshape(envs, 1) for one in draws]) if whole else None
 
     def take_rollout(self, steps: int, envs: int) -> tuple[list[Asked], HeadColumns]:
         """Return the results in acting since the last call, and the heads of the rollout, [T, B, ...] each, if they fit it."""
@@ -638,6 +650,11 @@ class ObservedSteps:
         if int(chosen.min()) < 0 or int(chosen.max()) >= logits.shape[-1]:
             return None
         return list(logits.log_softmax(-1).gather(-1, chosen).squeeze(-1))
+
+    def received(self) -> Tensor | None:
+        """Return the actions that the environments received, [T, B, n] float64; None for anything but numbers."""
+        table = self._grid([call.received for call in self._calls])
+        return None if table is None else torch.from_numpy(table)
 
     def bounds(self, actions: Tensor) -> Tensor | None:
         """Return the bounds [2, D] of the actions; None unless the environments received the stored ones [T, B, D], perhaps cut there."""

@@ -287,7 +287,7 @@ class Taps:
 
         def sample(script: ScriptListener, choice: Any, distribution: Any, *__: Any, **___: Any) -> None:
             self._after_network(choice)
-            script.distributions.add_sample(distribution)
+            script.distributions.add_sample(distribution, choice)
 
         def printed(script: ScriptListener, _: Any, *words: Any, **__: Any) -> None:
             script.returns.add_text(" ".join(map(str, words)))

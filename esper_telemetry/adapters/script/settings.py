@@ -181,9 +181,7 @@ def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}
             "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps"
         )
     if not facts.get("has_critic", True):
-        reasons |= dict.fromkeys(
-            ("values", "returns", "normalized_advantages", "value_loss"), "the program has no critic"
-        )
+        reasons |= dict.fromkeys(("values", "returns", "value_loss"), "the program has no critic")
     missing = [name for name in ("gamma", "gae_lambda") if name not in facts]
     if missing:
         reasons["advantages"] = f"the settings do not say {' and '.join(missing)}"
