@@ -32,8 +32,8 @@ def _summed(sums: Callable[[GaeInputs], Tensor | None]) -> Callable[[GaeInputs],
     @in_each_rollout
     def compute(inputs: GaeInputs) -> Tensor | None:
         own = sums(inputs)
-        if own is None or not bool(inputs.claimed.any()):  # nothing is left of the rewards: see `alone_zero`
-            return own
+        if own is None:
+            return None
         rows = rows_that_count(own, inputs.valid)
         stds = [rows.std(correction=correction) for correction in (0, 1) if len(rows) > correction]
         centred = own - rows.mean()
@@ -61,6 +61,11 @@ def _discounted_from_the_start(inputs: GaeInputs) -> Tensor:
     for t in range(1, len(age)):
         age[t] = torch.where(inputs.ended[t - 1], 0.0, age[t - 1] + 1)
     return sums * inputs.gamma**age
+
+
+def _immediate(inputs: GaeInputs) -> Tensor | None:
+    """Rewards of single steps; None for numbers that are all 0, which equal rewards minus their mean are too."""
+    return inputs.rewards if bool(inputs.claimed.any()) else None
 
 
 def _undiscounted(inputs: GaeInputs) -> Tensor | None:
@@ -124,7 +129,7 @@ SUMS = tuple(
             source="program: test_rewards_to_go",
         ),
         mistake("alone_immediate", "rewards of single steps instead of their sums")
-        .predicts("A_t = r_t", _summed(lambda inputs: inputs.rewards))
+        .predicts("A_t = r_t", _summed(_immediate))
         .advises(
             "Sum the rewards from each step to the end of its episode: append the running sum, not the reward.",
             source="program: reinforce-immediate",
