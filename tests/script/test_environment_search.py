@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]  # it has no types
 import numpy as np
 import pytest
 import torch
@@ -174,6 +175,19 @@ def test_an_environment_that_cannot_be_tapped_is_reported(form: str, name: str) 
 
     assert listener.environments.steps == 0
     assert f"`{name}` (test_environment_search.py:" in listener.environment_note
+
+
+def test_a_tapped_class_that_is_pickled_by_value_does_nothing_elsewhere() -> None:
+    with tapped():
+        act("methods", steps=3)
+        assert hasattr(Senda.paso, "tapped") and hasattr(Senda.reiniciar, "tapped")
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        try:
+            pickled = cloudpickle.dumps(Senda.paso)
+        finally:
+            cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+    assert cloudpickle.loads(pickled)(Senda(), 1) == ([1.5, 1.5], 0.5, False)
 
 
 def test_other_functions_are_no_environments() -> None:

@@ -151,6 +151,10 @@ class EnvironmentSearch:
         self._adopted: tuple[StepCall, int, list[tuple[Any, str]]] | None = None  # with the steps then, and the taps
         self._refused: set[CodeType] = set()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Classes of the program that are pickled by value take their taps with them: in another process these do nothing."""
+        return EnvironmentSearch, (self._taps, type(self._patches)())
+
     def after_network(self, script: ScriptListener, choice: Any = None) -> None:
         """The network has been called, or has made a choice: what was found before is a step."""
         self.end()
@@ -296,7 +300,7 @@ class EnvironmentSearch:
         return stepped
 
     def _tap_resets(self, kind: type, step: str, steps: int) -> list[tuple[Any, str]]:
-        """Tap the methods that may begin an episode: those of the program's classes that need no argument."""
+        """Tap the methods that may begin an episode: methods of the program's classes without a required argument."""
         taps: list[tuple[Any, str]] = []
         for owner in kind.__mro__:
             for name, method in list(vars(owner).items()):

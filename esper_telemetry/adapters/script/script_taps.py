@@ -286,7 +286,8 @@ class Taps:
             script.distributions.add_entropy(result)
 
         def sample(script: ScriptListener, choice: Any, distribution: Any, *__: Any, **___: Any) -> None:
-            self._after_network(choice)
+            if self._search is not None:
+                self._after_network(choice)
             script.distributions.add_sample(distribution, choice)
 
         def printed(script: ScriptListener, _: Any, *words: Any, **__: Any) -> None:
@@ -393,7 +394,8 @@ class Taps:
             if not _compiling():
                 if self._searches:
                     self.call(lambda script: self._search_environments(script))
-                self._after_network()
+                if self._search is not None:
+                    self._after_network()
                 if layer.out_features <= MAX_HEAD_OUTPUTS:
                     self._call_briefly(lambda script: script.estimates.add(layer, output))
                 graph = output.requires_grad
@@ -405,10 +407,9 @@ class Taps:
     def _after_network(self, choice: Any = None) -> None:
         """The network has been called, or has made a `choice`: an environment may be stepped next."""
         search = self._search
-        if search is not None:
-            self.call(lambda script: search.after_network(script, choice))
-            if search.is_over:
-                self._search = None
+        self.call(lambda script: search.after_network(script, choice) if search else None)
+        if search is not None and search.is_over:
+            self._search = None
 
     def _tap_modules(self, script: ScriptListener, *_: Any, **__: Any) -> None:
         """Tap calls of modules from the first LSTM on, so that scripts without one are not slowed down."""
