@@ -386,7 +386,7 @@ def test_an_exception_in_a_tap_ends_only_that_tap(
 
     assert len(calls) == 1 and listener.environments.steps == 3
     (record,) = caplog.records
-    assert "refuse failed and is not called again" in record.getMessage() and "unforeseen" in record.getMessage()
+    assert "printed failed and is not called again" in record.getMessage() and "unforeseen" in record.getMessage()
 
 
 def test_steps_that_a_reset_takes_are_not_the_scripts() -> None:

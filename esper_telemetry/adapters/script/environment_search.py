@@ -36,6 +36,12 @@ MAX_EVENTS, MAX_EVENTS_AT_ONCE = 1 << 18, 1 << 16
 The first call of a network may import modules, which are hundreds of thousands of calls.
 """
 
+NO_STEP = (
+    "no function of the program took an action and returned a reward with a flag, True or False, for the end of the episode. "
+    "Give the environment a method `step(action)` that returns (observation, reward, done), and a method `reset()`"
+)
+"""What is said of a program whose environment was not seen."""
+
 MAX_CHOICES = 8
 """Latest choices of the policy with which arguments are compared."""
 
@@ -162,7 +168,7 @@ class EnvironmentSearch:
         self._began.clear()
         if self._adopted is not None:
             call, steps, taps = self._adopted
-            if script.environments.steps > steps:
+            if script.environments.steps > steps or self._events <= 0:
                 self.is_over = True
             elif found is not None and found.code is call.code:  # its callers have another reference to the function
                 for owner, name in taps:

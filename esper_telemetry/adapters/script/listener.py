@@ -25,6 +25,7 @@ from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episo
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
+from esper_telemetry.adapters.script.environment_search import NO_STEP
 from esper_telemetry.adapters.script.loss_graph import (
     LossReading,
     ValueTerm,
@@ -228,6 +229,11 @@ class ScriptListener:
         """Descriptions of the parts of an update that were searched for but are not measured."""
         wanted = [GRADIENTS, RATIOS, ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, *([MEMORY] if self.lstm_count else [])]
         return [what for what in wanted if not any(finding.startswith(what) for finding in self.findings)]
+
+    @property
+    def unseen(self) -> str:
+        """What is known of an environment that was not seen, and what to add; empty if one was stepped."""
+        return "" if self.environments.steps else f"no environment was seen: {self.environment_note or NO_STEP}"
 
     @property
     def hides_episodes(self) -> bool:
@@ -603,7 +609,7 @@ class ScriptListener:
         facts = self._facts = {
             **facts,
             UNCHECKED_FACT: settings.unchecked_equations(facts, {} if rollout is None else traced),
-            UNTRACED_FACT: settings.untraced_equations(traced, self._loss_place, has_rollout=rollout is not None),
+            UNTRACED_FACT: settings.untraced_equations(traced, self._loss_place, rollout is not None, self.unseen),
             "equation_places": settings.equation_places(places, self._loss_place),
             "softmax_twice": self._softmax_twice,
         }

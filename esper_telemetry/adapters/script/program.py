@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "esper-telemetry: "
 
-NO_STEP: Final = (
-    "no function of the program took an action and returned a reward with a flag, True or False, for the end of the episode. "
-    "Give the environment a method `step(action)` that returns (observation, reward, done), and a method `reset()`"
-)
-"""What is said of a script whose environment was not seen."""
-
 
 def compiled(script: str) -> CodeType:
     """The script's code; raises OSError if it cannot be read. A SyntaxError is left to the caller."""
@@ -72,7 +66,7 @@ def findings_line(script: ScriptListener, name: str, run_dir: Path | None) -> st
     measured = [labels.get(what, what) for what in script.findings]
     missing = [labels.get(what, what) if what != "episodes" else what for what in script.missing]
     lacking = f"; not found: {', '.join(missing)}" if missing else ""
-    unseen = "" if script.environments.steps else f"; no environment was seen: {script.environment_note or NO_STEP}"
+    unseen = script.unseen and f"; {script.unseen}"
     return f"{name}: found {', '.join(measured)}{lacking}{unseen}; journal in {run_dir}"
 
 

@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -230,13 +231,13 @@ class Taps:
         """End a tap that has failed, with a warning: the other taps continue."""
         self._ended.add(tap)
         self.error = self.error or error
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        place = "a tap" if trace is None else trace.tb_frame.f_code.co_qualname
+        frames = [
+            frame.f_code.co_qualname.rpartition("<locals>.")[2] for frame, _ in traceback.walk_tb(error.__traceback__)
+        ]
+        named = (name for name in frames[1:] if not name.endswith("<lambda>"))  # after the caller here
         _logger.warning(
             "esper-telemetry: %s failed and is not called again; the script and other measurements continue: %s",
-            place,
+            next(named, "a tap"),
             error_line(error),
             exc_info=_logger.isEnabledFor(logging.DEBUG),
         )
