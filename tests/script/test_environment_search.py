@@ -105,7 +105,8 @@ def tapped() -> Iterator[ScriptListener]:
 def act(form: str, steps: int, cut: int = LIMIT) -> list[tuple[float, bool]]:
     """Choose actions by a policy; the program begins an episode after an end, and after `cut` steps."""
     torch.manual_seed(1)
-    policy, results, length = nn.Linear(2, 5), list[tuple[float, bool]](), cut
+    policy = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 5))
+    results, length = list[tuple[float, bool]](), cut
     senda, weg, place = Senda(), Weg(), 0
     early = senda.paso
 

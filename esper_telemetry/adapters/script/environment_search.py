@@ -42,6 +42,9 @@ NO_STEP = (
 )
 """What is said of a program whose environment was not seen."""
 
+MAX_LOSSES = 64
+"""Backward passes without an environment after which a program is assumed to have none."""
+
 MAX_CHOICES = 8
 """Latest choices of the policy with which arguments are compared."""
 
@@ -150,7 +153,7 @@ class EnvironmentSearch:
         self._taps, self._patches = taps, patches
         self._profiler = self._profile  # one object, to recognise it
         self._events, self._limit = MAX_EVENTS, 0
-        self._calls = 0
+        self._calls = self._losses = 0
         self._began: dict[FrameType, tuple[int, Mapping[str, Any]]] = {}
         self._choices: deque[Any] = deque(maxlen=MAX_CHOICES)
         self._found: StepCall | None = None
@@ -166,6 +169,7 @@ class EnvironmentSearch:
         self.end()
         found, self._found = self._found, None
         self._began.clear()
+        self._losses = 0 if choice is not None else self._losses
         if self._adopted is not None:
             call, steps, taps = self._adopted
             if script.environments.steps > steps or self._events <= 0:
@@ -175,10 +179,12 @@ class EnvironmentSearch:
                     self._patches.restore(owner, name)
                 script.environments, self._adopted = EpisodeLog(), None
                 self._refuse(script, call)
-        elif script.environments.steps or script.environments.closed or self._events <= 0:
+        elif script.environments.steps or script.environments.closed:
             self.is_over = True
         elif found is not None and found.code not in self._refused:
             self._adopt(script, found)
+        elif self._events <= 0:
+            self.is_over = True
         if choice is not None and (numbers := as_numbers(choice)) is not None:
             self._choices.append(numbers.astype(np.float64))
         if self.is_over:
@@ -191,6 +197,12 @@ class EnvironmentSearch:
         """Stop looking, until the network is called again."""
         if sys.getprofile() is self._profiler:
             sys.setprofile(None)
+
+    def before_backward(self) -> None:
+        """A loss is trained on, so that nothing acts now."""
+        self.end()
+        self._losses += 1
+        self.is_over = self.is_over or self._losses > MAX_LOSSES
 
     def _forget(self) -> None:
         """Drop what the profiler has kept alive: the found calls, and copies of variables in the frames of the program."""

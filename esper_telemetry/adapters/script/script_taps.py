@@ -345,7 +345,7 @@ class Taps:
             if self._passing or self._calling or self.script is None or loss is None or _compiling():
                 return backward(*args, **options)
             if self._search is not None:
-                self._search.end()
+                self._search.before_backward()
             self.call(lambda script: script.before_backward(loss))
             self._passing = True
             try:
@@ -441,6 +441,8 @@ class Taps:
 
     def _search_environments(self, script: ScriptListener, *_: Any, **__: Any) -> None:
         """Tap the classes that can `step` and `reset` but are not of Gymnasium or Gym, until an environment has been stepped."""
+        if self._search is not None:
+            self._search.end()  # it would look at each class here
         self._searches = 0 if script.environments.steps else max(0, self._searches - 1)
         for kind in _subclasses(object) if self._searches else ():
             if _may_be_environment(kind):
