@@ -32,7 +32,7 @@ for _ in range(4):
         torch.stack(one) if torch.is_tensor(one[0]) else torch.tensor(one) for one in zip(*steps)
     )
     over = ends | limits
-    advantages, carried = torch.zeros(256), 0.0
+    advantages, carried = torch.zeros(256), torch.tensor(0.0)
     for t in reversed(range(256)):
         bootstrapped = ~ends[t] if PLACE == "next" else ~over[t]
         delta = rewards[t] + gamma * next_values[t] * bootstrapped - values[t]
