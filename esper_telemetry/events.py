@@ -371,6 +371,7 @@ class MinibatchEnd(NamedTuple):
         means: per Gaussian head [N, D].
         rows: [N], their transitions in the rollout, counted time by time: t B + b; None if the trainer does not provide them.
         advantage_rows: [N], transitions that the advantages are of, if they are known to be others.
+        earlier: [N], bool: rows that an earlier update was trained on, too; None if there are none, or the source does not know.
     """
 
     epoch: int
@@ -390,6 +391,7 @@ class MinibatchEnd(NamedTuple):
     means: Mapping[str, Tensor] = NONE
     rows: Tensor | None = None
     advantage_rows: Tensor | None = None
+    earlier: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

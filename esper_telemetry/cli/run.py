@@ -169,6 +169,7 @@ class ScriptTelemetry:
     telemetry: Telemetry | None = None
     run_dirs: list[Path] = field(default_factory=list)
     _announced: bool = False
+    _failure: BaseException | None = None
     _recorded: Telemetry | None = None
     _pid: int = field(default_factory=os.getpid)
     _is_first_rank: bool = field(default_factory=lambda: os.environ.get("RANK", "0") == "0")
@@ -203,14 +204,14 @@ class ScriptTelemetry:
             if self.telemetry is not None:
                 self.telemetry.__exit__(type(error) if error else None, error, None)
         except Exception as failure:  # the script's own exception or exit code must reach the caller
-            self._taps.error = self._taps.error or failure
+            self._failure = self._failure or failure
         if self.telemetry is None and isinstance(error, Exception):
             self._report_nonfinite(error)
         if self.telemetry is None and self._early_failures:
             self._report_early_failures()
         if self.last_words:
             self._print_end_block(error)
-        if self.last_words or self._taps.error is not None or not self.run_dirs:
+        if self.last_words or self._failure is not None or not self.run_dirs:
             self._report_end(script)
 
     def _report_nonfinite(self, error: Exception) -> None:
@@ -220,7 +221,7 @@ class ScriptTelemetry:
 
             failure_data(error)
         except Exception as failure:  # the script's own exception must reach the caller
-            self._taps.error = self._taps.error or failure
+            self._failure = self._failure or failure
 
     def _make_listener(self) -> ScriptListener:
         from esper_telemetry.adapters.script.listener import ScriptListener
@@ -330,12 +331,12 @@ class ScriptTelemetry:
         """Print what went wrong in telemetry itself, or that no update was found."""
         name, model = Path(self.options.script).name, self._models.last
         if model is not None:
-            say(last_line(None, name, model.telemetry.run_dir, self._taps.error, model.updates))
-        elif self._models.own and self._taps.error is None:
+            say(last_line(None, name, model.telemetry.run_dir, self._failure, model.updates))
+        elif self._models.own and self._failure is None:
             self._say("the script has its own TelemetryCallback; nothing was added")
         else:
             run_dir = None if self.telemetry is None else self.telemetry.run_dir
-            say(last_line(script, name, run_dir, self._taps.error))
+            say(last_line(script, name, run_dir, self._failure))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -206,10 +206,11 @@ def _implied_rewards(inputs: GaeInputs, local: LocalEquation) -> Tensor:
     return local.left + inputs.rewards - inputs.gamma * inputs.next_values - decay * local.ahead
 
 
-def fitted_termination(constant: bool) -> FitFunction:
+def fitted_termination(constant: bool, *, cuts_limits: bool = False) -> FitFunction:
     """Return a fit of the numbers added to the rewards of terminations: a constant, or numbers within the range of the values.
 
-    The rows of terminations determine these numbers; the other rows, most of them before a termination, decide.
+    The rows of terminations determine these numbers; the other rows, most of them before a termination, decide. `cuts_limits`: nothing
+    follows time limits.
     """
 
     def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -219,6 +220,7 @@ def fitted_termination(constant: bool) -> FitFunction:
             return None
         scale = float(claimed.abs().amax())
         spread = float(added.amax() - added.amin())
+        limits_are_cut = bool(inputs.truncated.any()) and not bool((inputs.next_values * inputs.truncated).any())
         if constant:
             value = float(added[::2].mean())
             return value, gae(inputs, rewards=inputs.rewards + value * inputs.terminated)
@@ -227,11 +229,19 @@ def fitted_termination(constant: bool) -> FitFunction:
         bootstrap[rows] = added / max(inputs.gamma, 1e-6)
         outside = (bootstrap[rows] < low - (high - low)) | (bootstrap[rows] > high + (high - low))
         some = (added.abs() > 1e-3 * scale).double().mean() > MIN_BOOTSTRAPPED
-        if spread <= 1e-3 * scale or bool(outside.any()) or not bool(some):
+        if spread <= 1e-3 * scale or bool(outside.any()) or not bool(some) or limits_are_cut != cuts_limits:
             return None
         return float(bootstrap[rows].mean()), gae(inputs, next_values=inputs.next_values + bootstrap)
 
     return fit
+
+
+def fitted_swapped_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the mean of the values that are added to terminations if nothing follows time limits; None without time limits."""
+    if not bool(inputs.truncated.any()):
+        return None
+    cut = replace(inputs, next_values=inputs.next_values * ~inputs.truncated)
+    return fitted_termination(constant=False, cuts_limits=True)(cut, claimed)
 
 
 def fitted_last_value(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -370,6 +380,13 @@ FITTED = (
     )
     .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", fitted_termination(constant=False))
     .advises("Bootstrap only if truncated is set and terminated is not.", source="Pardo et al. 2018, 1712.00378"),
+    mistake(
+        "ends_exchanged",
+        "GAE that adds values after terminations and none after time limits: the two flags are swapped;",
+    )
+    .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations, r_t - V_t at time limits", "mean value", fitted_swapped_ends)
+    .advises("`step` returns (observation, reward, terminated, truncated, info): bootstrap only after truncations.")
+    .cites("https://gymnasium.farama.org/api/env/#gymnasium.Env.step"),
     mistake("other_last_value", "GAE that bootstraps the last step with other values;")
     .fits("δ_T = r_T + γ x - V_T", "their mean", fitted_last_value)
     .given(doubtful_without="values")

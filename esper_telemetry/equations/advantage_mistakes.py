@@ -349,6 +349,16 @@ def _of_stored(inputs: GaeInputs, change: Callable[[Tensor], Tensor]) -> tuple[T
     return change(inputs.rewards), within
 
 
+def _one_reward(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the number that replaces all rewards; None unless the rewards differ from each other."""
+    if _constant(inputs.rewards):
+        return None
+    none = torch.zeros_like(inputs.rewards)
+    base, slope = gae(inputs, rewards=none), gae(inputs, rewards=none + 1, values=none, next_values=none)
+    size = float((slope * (claimed - base)).sum() / slope.square().sum())
+    return size, base + size * slope
+
+
 @in_each_rollout
 def _rewards_swapped(inputs: GaeInputs) -> Tensor | None:
     results = [_of_rewards(reading)(inputs) for reading in _other_readings(inputs)]
@@ -583,6 +593,19 @@ MISTAKES = (
         "If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards."
     )
     .cites("Mnih et al. 2015: rewards of Atari are clipped in the environment"),
+    mistake("rewards_zero", "GAE of rewards that are all 0")
+    .predicts("δ_t = γ V_{t+1} - V_t", _of_rewards(lambda rewards: 0.0 * rewards))
+    .advises(
+        "Do not subtract the mean of the rewards: nothing is left of equal ones. Divide them by a standard deviation, or leave them as "
+        "they are."
+    )
+    .cites("program: test_advantage_equations"),
+    mistake("rewards_constant", "GAE of one number in place of all rewards,")
+    .fits("δ_t = c + γ V_{t+1} - V_t", "c", _one_reward)
+    .advises(
+        "Look for what the program does to the rewards before it sums them: they must differ as they do in the environment."
+    )
+    .cites("program: test_advantage_equations"),
     mistake("raw_rewards", "GAE of the rewards before normalisation")
     .predicts("δ_t = raw r_t + γ V_{t+1} - V_t", lambda inputs: gae(inputs, rewards=inputs.raw_rewards))
     .given(needs="raw_rewards")

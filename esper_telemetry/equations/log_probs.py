@@ -187,6 +187,23 @@ def _permuted_choices(inputs: LogProbInputs) -> Tensor | None:
     return numbers.gather(1, other[chosen].unsqueeze(1)).view_as(inputs.stored)
 
 
+def _other_choices(inputs: LogProbInputs, stored: Tensor) -> tuple[float, Tensor] | None:
+    """Return the share of rows with the log-probability of another choice, and the nearest log-probability of any choice.
+
+    None if the choices are renamed, or are the likeliest ones.
+    """
+    if len(inputs.heads) != 1 or not inputs.logits:
+        return None
+    numbers, chosen = _masked_logits(inputs, inputs.heads[0]).log_softmax(-1), inputs.actions[inputs.heads[0]].long()
+    nearest = (numbers - stored.unsqueeze(-1)).abs().argmin(-1)
+    renamed = _permuted_choices(inputs)
+    predicted = numbers.gather(-1, nearest.unsqueeze(-1)).squeeze(-1)
+    known = renamed is not None and torch.equal(renamed, predicted)
+    if numbers.shape[-1] > MAX_CHOICES or known or torch.equal(nearest, numbers.argmax(-1)):
+        return None
+    return float((nearest != chosen).double().mean()), predicted
+
+
 def _of_likeliest(inputs: LogProbInputs) -> Tensor:
     likeliest = {head: _masked_logits(inputs, head).argmax(-1) for head in inputs.logits}
     return log_prob(replace(inputs, actions={**likeliest, **inputs.means}))
@@ -271,6 +288,10 @@ LOG_PROBS = Equation(
         .predicts("log π(σ(a) | s), σ a permutation of the choices", _permuted_choices)
         .advises("Use one numbering of the choices for the distribution, the environment and the buffer.")
         .cites("program: loop-action_permuted_stored"),
+        mistake("other_choices", "the log-probabilities of other choices than the stored ones, such as of other rows;")
+        .fits("log π(a_j | s_i)", "share of the rows", _other_choices)
+        .advises("Take the states and the actions of the loss from the same rows, with one index for both.")
+        .cites("program: test_log_probs"),
         mistake("heads_left_out", "sums that leave heads out")
         .predicts("Σ over some heads of log π_i(a_i | s)", _of_some_heads)
         .given(doubtful_without="heads")

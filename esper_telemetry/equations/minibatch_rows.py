@@ -210,6 +210,11 @@ MINIBATCHES = Equation(
         .predicts("each row at most once", _where(_left_out))
         .advises("Compare the number of minibatches times their size with the size of the rollout.")
         .cites("program: loop-rows_left_out"),
+        mistake("earlier_rows", "also rows of earlier updates, which are in the loss again;")
+        .given(parameter="rows")
+        .predicts("rows of the rollouts before")
+        .advises("Clear the memory after each update: `memory.clear()`, or new lists before the next rollout.")
+        .cites("program: test_minibatches"),
         mistake("padding", "rows that are padding or resets instead of transitions")
         .predicts("rows that do not count", _where(lambda x: x.outside and not x.repeats and not x.missing))
         .advises("Draw minibatches from the valid rows.", source="program: test_minibatches"),

@@ -63,6 +63,11 @@ def _discounted_from_the_start(inputs: GaeInputs) -> Tensor:
     return sums * inputs.gamma**age
 
 
+def _immediate(inputs: GaeInputs) -> Tensor | None:
+    """Rewards of single steps; None for numbers that are all 0, which equal rewards minus their mean are too."""
+    return inputs.rewards if bool(inputs.claimed.any()) else None
+
+
 def _undiscounted(inputs: GaeInputs) -> Tensor | None:
     return None if inputs.gamma == 1 else gae(inputs, decay=1.0)
 
@@ -117,8 +122,14 @@ SUMS = tuple(
         variant("alone_from_start", "rewards to the end of each episode, discounted from its first step")
         .predicts("A_t = γ^t Σ_k γ^k r_{t+k}", _summed(_discounted_from_the_start))
         .cites("Sutton & Barto 2018, section 13.3"),
+        mistake("alone_zero", "sums of rewards that are all 0")
+        .predicts("A_t = 0", lambda inputs: torch.zeros_like(inputs.claimed) if bool(inputs.rewards.any()) else None)
+        .advises(
+            "Do not subtract the mean of the rewards: nothing is left of equal ones.",
+            source="program: test_rewards_to_go",
+        ),
         mistake("alone_immediate", "rewards of single steps instead of their sums")
-        .predicts("A_t = r_t", _summed(lambda inputs: inputs.rewards))
+        .predicts("A_t = r_t", _summed(_immediate))
         .advises(
             "Sum the rewards from each step to the end of its episode: append the running sum, not the reward.",
             source="program: reinforce-immediate",

@@ -187,7 +187,7 @@ class UpdateRecorder:
         if minibatches is not None and self._sampled:
             self._telemetry.attempt(self._replay_probe.after_minibatches, minibatches)
         collected: CollectedRows | None = None
-        rows = None if minibatches is None or minibatches.values is None else minibatches.rows
+        rows = None if minibatches is None else minibatches.rows
         if self._sampled and rollout is not None and rows is not None:
             collected = collected_rows(rollout, rows)
         compared: list[tuple[RolloutEnd, RolloutContext]] = []

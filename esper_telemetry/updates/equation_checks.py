@@ -399,7 +399,10 @@ def loss_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
             yield partial(certain, facts, partial(check, claims))
     if update.rollout is not None and batches.rows is not None and LOG_RATIOS.name not in unshown:
         yield partial(_log_ratios, claims)
-    if update.rollout is not None and batches.rows is not None and MINIBATCHES.name not in unshown:
+    earlier = None if batches.earlier is None else int(batches.earlier.sum())
+    if earlier and MINIBATCHES.name not in unshown:
+        yield partial(explained, MINIBATCHES, "earlier_rows", fitted=earlier)
+    elif update.rollout is not None and batches.rows is not None and MINIBATCHES.name not in unshown:
         shuffled = update.context.memory is None and facts.policy not in RECURRENT
         # an exception, a limit on the KL divergence, or a rule of the program's own may end an update
         ends_early = update.progress is None or facts.target_kl is not None or facts.num_epochs != 1

@@ -168,16 +168,13 @@ def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> Jo
     """
     fields: Any = MinibatchEnd._make(zip(*rows, strict=True))  # each field of all minibatches
     counts = tuple([ratio.shape[0] for ratio in fields.log_ratio])  # a tensor's `len` takes four times as long
-    spreads, flags = zip(fields.log_std, counts, strict=True), zip(fields.valid, counts, strict=True)
-    example = next((valid for valid in fields.valid if valid is not None), None)
+    spreads = zip(fields.log_std, counts, strict=True)
     minibatches = JoinedMinibatches(
         epochs=fields.epoch,
         counts=counts,
         log_ratio=torch.cat(fields.log_ratio),
         advantages=torch.cat(fields.advantages),
-        valid=None
-        if example is None
-        else torch.cat([example.new_ones(count) if valid is None else valid for valid, count in flags]),
+        valid=joined_flags(fields.valid, counts, default=True),
         losses=joined_heads(fields.losses, torch.stack),
         logits=joined_heads(fields.logits),
         action_masks=joined_heads(fields.action_masks),
@@ -188,6 +185,7 @@ def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> Jo
         relevance=joined_heads(fields.relevance),
         rows=joined_column(fields.rows),
         advantage_rows=joined_column(fields.advantage_rows),
+        earlier=joined_flags(fields.earlier, counts, default=False),
     )
     if not with_critic:
         return minibatches
@@ -222,6 +220,15 @@ def joined_column(columns: Sequence[Tensor | None]) -> Tensor | None:
     """Return a column of all minibatches, [R]; None if one lacks it."""
     present = [column for column in columns if column is not None]
     return torch.cat(present) if len(present) == len(columns) else None
+
+
+def joined_flags(columns: Sequence[Tensor | None], counts: Sequence[int], *, default: bool) -> Tensor | None:
+    """Return flags of all minibatches, [R]: the default in minibatches without them; None if all lack them."""
+    example = next((column for column in columns if column is not None), None)
+    if example is None:
+        return None
+    pairs = zip(columns, counts, strict=True)
+    return torch.cat([example.new_full((count,), default) if own is None else own for own, count in pairs])
 
 
 def joined_heads(

@@ -57,6 +57,7 @@ class JoinedMinibatches(NamedTuple):
     relevance: Mapping[str, Tensor] = NONE
     rows: Tensor | None = None
     advantage_rows: Tensor | None = None
+    earlier: Tensor | None = None
     values: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None

@@ -183,6 +183,12 @@ def termination_bootstrapped(c: Columns) -> Array:
     return with_next(c, np.where(c.done, c.final, c.following))
 
 
+def ends_exchanged(c: Columns) -> Array:
+    """The flags of terminations and of time limits are swapped."""
+    next_values = np.where(c.terminated, c.final, np.where(c.truncated, 0, c.following)).astype(np.float32)
+    return with_next(c, next_values)
+
+
 def terminal_penalty(c: Columns) -> Array:
     return cleanrl_style(c, c.done, stored_rewards(c) - 5.0 * c.terminated)
 
@@ -347,6 +353,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "time_limit_twice": [time_limit_twice],
     "time_limit_current_value": [time_limit_current_value],
     "termination_bootstrapped": [termination_bootstrapped],
+    "ends_exchanged": [ends_exchanged],
     "terminal_reward": [terminal_penalty],
     "no_last_bootstrap": [lambda c: with_last(c, 0.0)],
     "last_row_zero": [last_row_alone, without_last_row],
@@ -380,6 +387,8 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "rewards_negated": [lambda c: with_rewards(c, -c.rewards)],
     "rewards_clipped": [lambda c: with_rewards(c, c.rewards.clip(-1, 1))],
     "reward_signs": [lambda c: with_rewards(c, np.sign(c.rewards))],
+    "rewards_zero": [lambda c: with_rewards(c, 0 * c.rewards)],
+    "rewards_constant": [lambda c: with_rewards(c, np.full_like(c.rewards, 0.7))],
     "reward_clip": [lambda c: with_rewards(c, c.rewards.clip(-0.8, 0.8))],
     "scaled": [lambda c: 100 * right(c), lambda c: 0.1 * right(c)],
     "reward_scale": [lambda c: with_rewards(c, c.rewards * 0.1)],

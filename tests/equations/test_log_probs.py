@@ -203,3 +203,16 @@ def test_wrong_arguments_say_what_is_missing() -> None:
         check_log_probs(policy.actions[:-1], policy.log_probs, means=policy.means, log_std=policy.log_std)
     with pytest.raises(ValueError, match="head 'aim' has a distribution but no actions"):
         check_log_probs({"move": policy.actions}, policy.log_probs, logits={"aim": policy.means})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_choices_of_other_rows_are_named(seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(STEPS, ENVS, CHOICES)
+    drawn = Categorical(logits=logits).sample()
+    others = drawn.flatten()[torch.randperm(drawn.numel())].view_as(drawn)
+
+    (explanation,) = check_log_probs(drawn, Categorical(logits=logits).log_prob(others), logits=logits).explanations
+
+    assert explanation.hypothesis.name == "other_choices"
+    assert explanation.fitted == pytest.approx(float((others != drawn).double().mean()))

@@ -37,6 +37,7 @@ LOOPS: dict[str, np.ndarray] = {
     "alone": each(sums),
     "alone_whole_episodes": each(lambda one: np.full_like(one, one.sum())),
     "alone_from_start": each(lambda one: GAMMA ** np.arange(len(one)) * sums(one)),
+    "alone_zero": np.zeros(STEPS),
     "alone_immediate": REWARDS,
     "alone_across_ends": sums(REWARDS),
     "alone_undiscounted": each(lambda one: sums(one, 1.0)),
@@ -79,6 +80,15 @@ def test_sums_of_rewards_are_named_as_they_are_and_normalised(name: str, form: s
     expected[("alone_rewards_discounted", "centred")] = []
     assert [one.name for one in result.hypotheses] == expected.get((name, form), [name])
     assert result.holds == (name in ("alone", "alone_whole_episodes", "alone_from_start"))
+
+
+def test_equal_rewards_minus_their_mean_are_gone() -> None:
+    assert [one.name for one in check(np.zeros(STEPS), rewards=np.ones(STEPS)).hypotheses] == ["alone_zero"]
+
+
+def test_equal_sums_minus_their_mean_are_no_mistake() -> None:
+    """Every episode has one step, and every step the same reward."""
+    assert check(np.zeros(STEPS), ends=np.ones(STEPS, bool), rewards=np.ones(STEPS)).holds
 
 
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.95])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.script.acting import Acting, ActingLog
+from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
+from esper_telemetry.equations.transitions import checksums
 
 STEPS, ENVS, INPUTS = 8, 4, 3
 
@@ -98,3 +99,31 @@ def test_calls_that_do_not_fit_the_rollout_are_none_of_its_acting() -> None:
     log.after_env_step()
 
     assert log.take(STEPS, ENVS) is None
+
+
+def test_rows_of_earlier_updates_are_those_that_no_later_step_acted_on() -> None:
+    """The second update is trained on two of the first update's rows, the third also on one that was acted on twice."""
+    torch.manual_seed(3)
+    plain, states = network(), torch.randn(3, STEPS, ENVS, INPUTS)
+    states[2, 0, 0] = states[1, 0, 0]
+    rows, numbers = TrainedRows(), [checksums(part).flatten() for part in states]
+    losses = [numbers[0], torch.cat([numbers[1], numbers[0][:2]]), torch.cat([numbers[2], numbers[1][:1]])]
+    found = []
+    for part, loss in zip(states, losses, strict=True):
+        rows.begin(acted(plain, part))
+        found.append(rows.add(loss))
+
+    assert found[0] is None and found[2] is None
+    assert found[1] is not None and found[1].nonzero().flatten().tolist() == [STEPS * ENVS, STEPS * ENVS + 1]
+
+
+def test_rows_of_an_unfinished_episode_may_be_trained_on_later() -> None:
+    """They were acted on before the last update, which left them out."""
+    torch.manual_seed(4)
+    plain, states, rows = network(), torch.randn(2, STEPS, ENVS, INPUTS), TrainedRows()
+    first, second = (checksums(part).flatten() for part in states)
+    rows.begin(acted(plain, states[0]))
+    rows.add(first[:-5])
+    rows.begin(acted(plain, states[1]))
+
+    assert rows.add(torch.cat([first[-5:], second])) is None

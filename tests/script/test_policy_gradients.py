@@ -74,6 +74,56 @@ def test_several_backward_passes_of_a_step_are_one_loss(tmp_path: Path, style: s
     assert {rows[name]["state"] for name in ("gradient", "log_ratios", "log_probs", "transitions")} == {"matches"}
 
 
+MEMORY = "    observations, actions, rewards, ends = [], [], [], []\n"
+NORMALIZED = "    rewards = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards) + 1e-8)\n"
+OTHERS = "torch.randperm(len(chosen))"
+
+
+@pytest.mark.parametrize("args", [(), ("--critic",)])
+def test_rows_of_a_memory_that_is_never_cleared_are_named(tmp_path: Path, args: tuple[str, ...]) -> None:
+    edits = (
+        (MEMORY, "    goal = len(rewards) + args.steps\n"),
+        ("for _update in", MEMORY.lstrip() + "for _update in"),
+        ("< args.steps or", "< goal or"),
+    )
+    rows = checked(tmp_path, *edits, args=args)
+
+    assert names(rows["minibatches"]) == ["earlier_rows"]
+    assert rows["minibatches"]["state"] == "differs"
+
+
+@pytest.mark.parametrize(("args", "name"), [((), "alone_zero"), (("--critic",), "rewards_zero")])
+def test_rewards_that_a_normalisation_has_removed_are_named(tmp_path: Path, args: tuple[str, ...], name: str) -> None:
+    """CartPole pays 1 in every step."""
+    rows = checked(
+        tmp_path, ("    returns, total = [], 0.0\n", NORMALIZED + "    returns, total = [], 0.0\n"), args=args
+    )
+
+    assert names(rows["advantages"]) == [name]
+
+
+@pytest.mark.parametrize("args", [(), ("--critic",)])
+@pytest.mark.parametrize("edit", ["log_prob(chosen)", "chosen = chosen"])
+def test_actions_of_other_rows_are_named(tmp_path: Path, edit: str, args: tuple[str, ...]) -> None:
+    """The actions that the environments received are the ones that the policy has drawn."""
+    edits = [("log_prob(chosen)", f"log_prob(chosen[{OTHERS}])")]
+    if edit != "log_prob(chosen)":
+        edits = [("    optimizer.zero_grad()\n", f"    chosen = chosen[{OTHERS}]\n    optimizer.zero_grad()\n")]
+    rows = checked(tmp_path, *edits, args=args)
+
+    assert names(rows["log_probs"]) == ["other_choices"]
+    assert [name for name, row in rows.items() if row["state"] == "differs"] == ["log_probs"]
+
+
+@pytest.mark.parametrize("style", ["", "parts"])
+def test_weights_of_other_rows_are_named(tmp_path: Path, style: str) -> None:
+    old = "(log_probs * returns[part])" if style else "(log_probs * returns)"
+    edits = [*(CHANGES[style] if style else ()), (old, f"(log_probs * returns[{OTHERS}[:len(log_probs)]])")]
+    rows = checked(tmp_path, *edits)
+
+    assert names(rows["normalized_advantages"]) == ["other_rows"]
+
+
 WRONG = {
     "sign": ("loss = -(log_probs * returns[part]).mean()", "loss = (log_probs * returns[part]).mean()"),
     "last_pass": ("        hidden =", "        optimizer.zero_grad()\n        hidden ="),

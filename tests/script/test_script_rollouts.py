@@ -209,8 +209,8 @@ def test_what_actions_are_drawn_from_counts_where_no_log_probabilities_are_asked
     log, logits = DistributionLog(), torch.randn(3, 2, 4)
     for step in range(3):
         policy = Categorical(logits=logits[step])
-        log.add_sample(policy)
-        log.add_sample(distributions.Normal(torch.zeros(2, 1), 1.0))  # noise
+        log.add_sample(policy, torch.zeros(2))
+        log.add_sample(distributions.Normal(torch.zeros(2, 1), 1.0), torch.zeros(2, 1))  # noise
         if asked:
             log.add(policy, policy.log_prob(policy.sample()))
         log.after_env_step()
@@ -361,6 +361,34 @@ class StepsInReset(gym.Env[Any, Any]):
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         return np.zeros(1, np.float32), 1.0, False, False, {}
+
+
+def test_an_exception_in_a_tap_ends_only_that_tap(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The script sees none of it, and one warning names the function."""
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    calls = []
+
+    def refuse(*words: object) -> None:
+        calls.append(words)
+        raise LookupError("unforeseen")
+
+    monkeypatch.setattr(listener.returns, "add_text", refuse)
+    taps.install()
+    try:
+        for step in range(3):
+            print(step)
+        envs = gym.vector.SyncVectorEnv([StepsInReset] * 3)
+        envs.reset()
+        envs.step(np.zeros(3, int))
+    finally:
+        taps.remove()
+
+    assert len(calls) == 1 and listener.environments.steps == 3
+    (record,) = caplog.records
+    assert "printed failed and is not called again" in record.getMessage() and "unforeseen" in record.getMessage()
 
 
 def test_steps_that_a_reset_takes_are_not_the_scripts() -> None:

@@ -109,6 +109,54 @@ def test_a_mistake_is_named_in_any_style(
     assert [one["hypothesis"] for one in rows[equation]["explanations"]] == [hypothesis]
 
 
+@pytest.mark.parametrize("place", ["next", "reward"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_swapped_flags_of_terminations_and_time_limits_are_named(tmp_path: Path, place: str, swapped: bool) -> None:
+    flags = "3, 2" if swapped else "2, 3"
+    rows = checked(tmp_path, "time_limits.py", '"next", 2, 3', f'"{place}", {flags}')
+
+    assert [one for one, row in rows.items() if row["state"] == "differs"] == ["advantages"] * swapped
+    assert [one["hypothesis"] for one in rows["advantages"]["explanations"]] == ["ends_exchanged"] * swapped
+
+
+@pytest.mark.parametrize(
+    ("step", "reset", "shows"),
+    [("paso", "reiniciar", "vista"), ("schritt", "neu", "bild"), ("advance", "begin", "look")],
+)
+def test_an_environment_may_have_methods_of_any_names(tmp_path: Path, step: str, reset: str, shows: str) -> None:
+    source = (SCRIPTS / "own_environment.py").read_text()
+    for old, new in (("step(", f"{step}("), ("reset(", f"{reset}("), ("seen(", f"{shows}(")):
+        source = (
+            source.replace(f"def {old}", f"def {new}")
+            .replace(f"e.{old}", f"e.{new}")
+            .replace(f"self.{old}", f"self.{new}")
+        )
+    (tmp_path / "script.py").write_text(source)
+    plain = python(tmp_path, "script.py")
+    result = python(tmp_path, "-m", "esper_telemetry", "run", "--run-dir", "run", "script.py")
+
+    assert result.stdout == plain.stdout
+    assert "found episodes, rollouts" in result.stderr and "not found" not in result.stderr
+    run = read_run(tmp_path / "run")
+    assert len(run.records) == 12 and not run.alarms
+    assert run.records[-1].values["episode/return_mean"] > 3
+
+
+def test_a_script_whose_environment_is_not_seen_is_told_what_to_add(tmp_path: Path) -> None:
+    """The ends of its episodes are numbers, so that nothing shows which function is a step."""
+    source = (SCRIPTS / "own_environment.py").read_text()
+    source = source.replace("def step(", "def paso(").replace("e.step(", "e.paso(")
+    source = source.replace(
+        "self.place in (0, 8) or self.steps >= 40", "1.0 * (self.place in (0, 8) or self.steps >= 40)"
+    )
+    (tmp_path / "script.py").write_text(source.replace("~g[i]", "(1 - g[i])"))
+    result = python(tmp_path, "-m", "esper_telemetry", "run", "--run-dir", "run", "script.py")
+
+    assert "no environment was seen: no function of the program took an action" in result.stderr
+    assert "Give the environment a method `step(action)` that returns (observation, reward, done)" in result.stderr
+    assert len(read_run(tmp_path / "run").records) == 12
+
+
 def test_what_is_not_traced_says_what_was_sought_and_what_was_found(tmp_path: Path) -> None:
     """The minibatches have advantages that do not come from an array of the script."""
     rows = checked(tmp_path, "worker_pipes.py", "g = G[b]\n", "g = torch.randn(128)\n")

@@ -6,6 +6,7 @@ Shapes: T steps, B environments, N rows of a minibatch, n inputs of the first la
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+
+from esper_telemetry.equations.transitions import checksums
 
 MAX_INPUT_ENTRIES = 1 << 22
 """Entries of the inputs of one rollout that are copied."""
@@ -37,6 +40,13 @@ DRIFT_STEPS, DRIFT = 8, 1e-3
 
 MIN_SHARE = 0.5
 """Share of rows with different inputs above which a script acts on other observations than it trains on."""
+
+
+MAX_UPDATES, MAX_UPDATE_ROWS = 4, 1 << 15
+"""Earlier updates, and rows of each, whose inputs are compared with the rows of a loss."""
+
+SAME_CHECKSUM = 1e-9
+"""Largest difference between checksums of equal inputs, relative to the largest checksum."""
 
 
 class Acting(NamedTuple):
@@ -161,3 +171,37 @@ class ActingLog:
         self._steps, self._pending, self._entries = [], None, 0
         self._weights.clear()
         return acting
+
+
+class TrainedRows:
+    """Recognises rows of a loss that an earlier update was trained on, and that no later step acted on, by checksums of inputs."""
+
+    def __init__(self) -> None:
+        self._earlier: deque[Tensor] = deque(maxlen=MAX_UPDATES)
+        self._now: list[Tensor] = []
+        self._acted: Tensor | None = None
+
+    def begin(self, acting: Acting | None) -> None:
+        """Begin an update, with what was acted on since the last one."""
+        if self._now:
+            self._earlier.append(torch.cat(self._now)[:MAX_UPDATE_ROWS])
+        self._now = []
+        self._acted = None if acting is None else checksums(acting.inputs.float()).flatten()
+
+    def add(self, inputs: Tensor) -> Tensor | None:
+        """Return which rows [N] of a loss were trained on before, by the checksums of their inputs; None if none is known."""
+        if sum(map(len, self._now)) < MAX_UPDATE_ROWS:
+            self._now.append(inputs)
+        if self._acted is None or not self._earlier:
+            return None
+        earlier = _are_among(inputs, torch.cat([*self._earlier])) & ~_are_among(inputs, self._acted)
+        return earlier if bool(earlier.any()) else None
+
+
+def _are_among(numbers: Tensor, others: Tensor) -> Tensor:
+    """Return which numbers [N] equal one of the others, up to rounding."""
+    table = others.to(numbers.device).sort().values
+    limit = SAME_CHECKSUM * float(table[[0, -1]].abs().max())
+    right = torch.searchsorted(table, numbers.contiguous()).clamp(max=len(table) - 1)
+    near = torch.stack([table[right], table[(right - 1).clamp(min=0)]])
+    return (near - numbers).abs().amin(0) <= limit

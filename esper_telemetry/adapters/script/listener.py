@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
-from esper_telemetry.adapters.script.acting import Acting, ActingLog
+from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
 from esper_telemetry.adapters.script.autograd_graph import (
     graph_of,
     leaves_in,
@@ -32,6 +32,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
     nodes_below,
     takes_softmax_twice,
 )
+from esper_telemetry.adapters.script.environment_search import NO_STEP
 from esper_telemetry.adapters.script.loss_graph import joined, read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, ValueTerm
 from esper_telemetry.adapters.script.objective import LossTerms, left_out, loss_terms
@@ -112,6 +113,7 @@ class Collected(NamedTuple):
     steps: ObservedSteps | None
     acted: list[Asked]
     heads: HeadColumns
+    draws: Tensor | None
     critic: Sequence[Tensor]
     estimates: Sequence[Tensor]
     last_estimates: Sequence[LastEstimate]
@@ -144,6 +146,7 @@ class ScriptListener:
         open: an update is under way.
         origin: first variable that was not finite when a loss or a gradient was not; None on an accelerator, which would have to be
             awaited.
+        environment_note: what was seen of an environment that cannot be observed; empty without any.
         value_loss_alone: place of a loss with an error of values before the first one of a policy; empty without any.
     """
 
@@ -160,9 +163,10 @@ class ScriptListener:
         self.value_loss_alone = self._loss_place = ""
         self._softmax_twice = False
         self.origin: Candidate | None = None
+        self.environment_note = ""
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
-        self.estimates, self.acting = EstimateLog(), ActingLog()
+        self.estimates, self.acting, self._trained_rows = EstimateLog(), ActingLog(), TrainedRows()
         self.environments, self.scalars, self.indices = EpisodeLog(), ScalarLog(), IndexLog()
         self.returns = ReturnLog()
         self._begin, self._log, self._on_error = begin, log, on_error
@@ -224,6 +228,11 @@ class ScriptListener:
         """Descriptions of the parts of an update that were searched for but are not measured."""
         wanted = [GRADIENTS, RATIOS, ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, *([MEMORY] if self.lstm_count else [])]
         return [what for what in wanted if not any(finding.startswith(what) for finding in self.findings)]
+
+    @property
+    def unseen(self) -> str:
+        """What is known of an environment that was not seen, and what to add; empty if one was stepped."""
+        return "" if self.environments.steps else f"no environment was seen: {self.environment_note or NO_STEP}"
 
     @property
     def hides_episodes(self) -> bool:
@@ -601,7 +610,7 @@ class ScriptListener:
         facts = self._facts = {
             **facts,
             UNCHECKED_FACT: settings.unchecked_equations(facts, {} if rollout is None else traced),
-            UNTRACED_FACT: settings.untraced_equations(traced, self._loss_place, has_rollout=rollout is not None),
+            UNTRACED_FACT: settings.untraced_equations(traced, self._loss_place, rollout is not None, self.unseen),
             "equation_places": settings.equation_places(places, self._loss_place),
             "softmax_twice": self._softmax_twice,
         }
@@ -609,8 +618,9 @@ class ScriptListener:
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
 
     def _data_of(self, variables: Variables) -> object:
-        """Identify the training data of updates without environment steps between them: by the steps, else the script's counter."""
-        return self.environments.steps or variables.find(names.GLOBAL_STEP, names.as_integer)
+        """Identify the training data of updates without environment steps between them: by the steps, the script's counter, or draws."""
+        counted = self.environments.steps or variables.find(names.GLOBAL_STEP, names.as_integer)
+        return counted or self.distributions.draws
 
     def _begin_update(self, variables: Variables, readings: Sequence[LossReading], *, waits: bool = False) -> None:
         """Begin an update, perhaps one whose rollout `waits` for all losses of its optimizer step."""
@@ -640,6 +650,7 @@ class ScriptListener:
         self._collected = Collected(
             steps,
             *self.distributions.take_rollout(*size),
+            draws=self.distributions.take_draws(*size),
             critic=self.estimates.of_critic(self._policy_leaves, *size) if self._policy_leaves else [],
             estimates=self.estimates.take(),
             last_estimates=self.estimates.take_last(),
@@ -688,6 +699,7 @@ class ScriptListener:
                 own["inputs"] = checksums(observations.float()).to(rollout.values.device)
             self._rows = RowFinder(own)
         lstm, acting = self.lstm.take(finder.steps, finder.envs), self.acting.take(finder.steps, finder.envs)
+        self._trained_rows.begin(acting)
         if rollout is None:
             if actions is not None or not collection.announced:
                 self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
@@ -725,7 +737,10 @@ class ScriptListener:
             discounts = self._source.discounts
             rollout = finder.rollout(self._facts.get("gamma", discounts[0][0] if discounts else None))
             observations = finder.observations(None if first is None else first.inputs)
-            return finder, rollout, observations, self._actions_of(finder, heads, collected, chosen, observations)
+            has_ratio = policy is None or policy.log_ratio is not None
+            actions = None if has_ratio or collected is None else _as_drawn(collected, collection.draws)
+            actions = finder.actions(chosen) if actions is None else actions
+            return finder, rollout, observations, self._actions_of(finder, heads, collected, actions, observations)
         except Exception as error:  # arrays that the finder was not made for
             self._on_error(RolloutFinder, error)
             return RolloutFinder(Variables([])), None, None, None
@@ -762,11 +777,11 @@ class ScriptListener:
         finder: RolloutFinder,
         heads: HeadColumns,
         collected: ObservedSteps | None,
-        chosen: Tensor | None,
+        actions: Tensor | None,
         observations: Tensor | None,
     ) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and the environments' results; None without distributions."""
-        actions, log_probs, ended = finder.actions(chosen), finder.log_probs, finder.ended
+        log_probs, ended = finder.log_probs, finder.ended
         if log_probs is None or ended is None:
             return None
         count, by_head = len(heads.logits) + len(heads.means), dict[str, Tensor]()
@@ -846,8 +861,10 @@ class ScriptListener:
         inputs, indices = reading.inputs, [*self.indices.take(count), *variables.indices(count)]
         if inputs is not None:
             inputs = checksums(inputs.reshape(1, count, -1).float())[0] if len(inputs) == count else None
+        is_first_pass = self._row_count - count <= self._size
+        earlier = self._trained_rows.add(inputs) if inputs is not None and is_first_pass else None
         reading = reading._replace(heads=heads, inputs=None, logits=None, leaves=())
-        self._minibatches.add(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs))
+        self._minibatches.add(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs, earlier))
 
     def _emit_minibatches(self, *, all_of_them: bool = False) -> None:
         """Emit the minibatches of which all losses are known."""
@@ -889,6 +906,7 @@ class ScriptListener:
                     valid=policy.valid,
                     rows=rows,
                     advantage_rows=self._other_rows(minibatch, rows),
+                    earlier=minibatch.earlier,
                     head_log_ratios=dict(zip(head_names(len(parts)), parts, strict=True)),
                     **reading.heads._asdict(),
                 )
@@ -925,6 +943,14 @@ class ScriptListener:
             named.get(id(parameter), f"parameter_{len(named) + place}"): parameter
             for place, parameter in enumerate(_parameters_of(optimizer))
         }
+
+
+def _as_drawn(collected: ObservedSteps, draws: Tensor | None) -> Tensor | None:
+    """Return the actions [T, B, 1] that the environments received, if the policy drew them: a loss may have others by mistake."""
+    received = collected.received()
+    if received is None or draws is None or received.shape != draws.shape:
+        return None
+    return draws if torch.equal(received.to(draws), draws) else None
 
 
 def _are_others(one: Tensor | None, other: Tensor | None) -> bool:

@@ -66,7 +66,8 @@ def findings_line(script: ScriptListener, name: str, run_dir: Path | None) -> st
     measured = [labels.get(what, what) for what in script.findings]
     missing = [labels.get(what, what) if what != "episodes" else what for what in script.missing]
     lacking = f"; not found: {', '.join(missing)}" if missing else ""
-    return f"{name}: found {', '.join(measured)}{lacking}; journal in {run_dir}"
+    unseen = script.unseen and f"; {script.unseen}"
+    return f"{name}: found {', '.join(measured)}{lacking}{unseen}; journal in {run_dir}"
 
 
 def last_line(

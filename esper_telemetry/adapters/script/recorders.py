@@ -9,7 +9,7 @@ import math
 import re
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -107,15 +107,18 @@ class DistributionLog:
 
     Attributes:
         chosen: actions [N, ...] of the last log-probabilities with a graph; None if they are not a tensor.
+        draws: number of draws so far.
     """
 
     def __init__(self) -> None:
         self._recent: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entropies: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._drawn: deque[Any] = deque(maxlen=MAX_DISTRIBUTIONS)
+        self._last_draw: Tensor | None = None
+        self._draws_by_step: list[Tensor] = []
         self._drawn_from: list[HeadColumns] = []
         self._acted: list[Asked] = []
-        self._entries = 0
+        self._entries = self.draws = 0
         self.chosen: Tensor | None = None
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
@@ -126,13 +129,15 @@ class DistributionLog:
         self.chosen = chosen if log_probs.requires_grad else self.chosen
         self._recent.append(Asked(log_probs, chosen, _columns_of(distribution)))
 
-    def add_sample(self, distribution: Any) -> None:
+    def add_sample(self, distribution: Any, draw: Tensor) -> None:
         """Record choices that were drawn from a distribution, for a script that asks for no log-probabilities in acting.
 
         Draws of a Gaussian may be noise that the script scales itself.
         """
+        self.draws += 1
         if isinstance(distribution, distributions.Categorical):
             self._drawn.append(distribution)
+            self._last_draw = draw
 
     def add_entropy(self, entropies: Tensor) -> None:
         """Record entropies that a distribution has returned."""
@@ -148,6 +153,9 @@ class DistributionLog:
             is_known = bool(self._acted) and self._acted[-1].columns is not None
             if not is_known and len(self._drawn_from) < MAX_DRAWN_STEPS:
                 self._drawn_from += [one for one in map(_columns_of, self._drawn) if one is not None]
+        if self._last_draw is not None and len(self._draws_by_step) < MAX_DRAWN_STEPS:
+            self._draws_by_step.append(self._last_draw)
+        self._last_draw = None
         self._drawn.clear()
         self._recent.clear()
         self._entropies.clear()
@@ -177,6 +185,12 @@ class DistributionLog:
         """End the minibatch: later results are of another minibatch, or of acting."""
         self._recent.clear()
         self._drawn.clear()
+
+    def take_draws(self, steps: int, envs: int) -> Tensor | None:
+        """Return the choices that were drawn before the steps since the last call, [T, B, 1]; None if they do not fit the rollout."""
+        draws, self._draws_by_step = self._draws_by_step, []
+        whole = bool(draws) and len(draws) == steps and all(one.numel() == envs for one in draws)
+        return torch.stack([one.reshape(envs, 1) for one in draws]) if whole else None
 
     def take_rollout(self, steps: int, envs: int) -> tuple[list[Asked], HeadColumns]:
         """Return the results in acting since the last call, and the heads of the rollout, [T, B, ...] each, if they fit it."""
@@ -514,7 +528,8 @@ class _Running:
     """
 
     def __init__(self, env: Any, size: int, index: int) -> None:
-        self.env = weakref.ref(env)
+        self.env = _reference(env)
+        self.width = 0  # entries of an observation that are recorded
         self.index = index
         self.last_call: EnvCall | None = None
         self.returns = np.zeros(size)
@@ -636,6 +651,11 @@ class ObservedSteps:
             return None
         return list(logits.log_softmax(-1).gather(-1, chosen).squeeze(-1))
 
+    def received(self) -> Tensor | None:
+        """Return the actions that the environments received, [T, B, n] float64; None for anything but numbers."""
+        table = self._grid([call.received for call in self._calls])
+        return None if table is None else torch.from_numpy(table)
+
     def bounds(self, actions: Tensor) -> Tensor | None:
         """Return the bounds [2, D] of the actions; None unless the environments received the stored ones [T, B, D], perhaps cut there."""
         if getattr(self._space, "low", None) is None or not np.isfinite([self._space.low, self._space.high]).all():
@@ -679,20 +699,28 @@ class ObservedSteps:
 
 def _rows_of(value: Any, envs: int) -> Any:
     """A copy [B, n] of some entries of each of B rows, float64; None for anything but numbers."""
-    numbers = _numbers(value)
+    numbers = as_numbers(value)
     if numbers is None or numbers.size % envs:
         return None
     rows = numbers.reshape(envs, -1)
     return rows[:, :: -(-rows.shape[1] // MAX_CHECKSUM_ENTRIES)].astype(np.float64)
 
 
-def _numbers(value: Any) -> Any:
+def as_numbers(value: Any) -> Any:
     """Return an array on the host; None for anything but numbers."""
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     except ValueError:  # parts of different shapes
         return None
     return array if array.dtype.kind in "fiub" and array.size else None
+
+
+def _reference(env: Any) -> Callable[[], Any]:
+    """Return a weak reference, or a strong one to an object of a class that allows no other."""
+    try:
+        return weakref.ref(env)
+    except TypeError:
+        return lambda: env
 
 
 def _cast_by(env: Any) -> float:
@@ -770,7 +798,7 @@ class EpisodeLog:
             )
             places = () if rows is None or len(finals) != size else np.flatnonzero(ended)
             last = {int(place): final for place in places if (final := _rows_of(finals[place], 1)) is not None}
-            width = 0 if rows is None else rows.shape[1]
+            width = running.width = 0 if rows is None else rows.shape[1]
             last = {place: final[0] for place, final in last.items() if final.shape[1] == width}
             received = None if rows is None else _rows_of(action, size)
             running.last_call = EnvCall(running.index, flags, paid, rows, received, last, cast=_cast_by(env))
@@ -806,6 +834,26 @@ class EpisodeLog:
         ):
             rows = _rows_of(result[0] if isinstance(result, tuple) else result, 1)
             call.reset_to = rows if rows is not None and rows.shape == call.returned.shape else call.reset_to
+
+    def begins(self, env: Any, result: Any, steps: int) -> bool:
+        """Record the result of a method that may be the reset of an environment; return False if it is not one.
+
+        A reset returns an observation. A method that is called again within an episode after a single step only shows the state.
+
+        Args:
+            steps: number of steps when the method was called last.
+        """
+        running = self._of(env)
+        if running is None:  # an environment that does not train
+            return True
+        size = len(running.returns)
+        rows = _rows_of(result[0] if isinstance(result, tuple) and result else result, size)
+        width = 0 if rows is None else rows.shape[1]
+        is_observation = width == running.width or (running.width == 0 and width > 0)
+        if not is_observation or (running.lengths.any() and self.steps - steps <= size):
+            return False
+        self.reset(env, result)
+        return True
 
     def collected(self) -> ObservedSteps | None:
         """Return the steps since the last `take`; None unless all environments took the same number of steps."""
@@ -843,7 +891,7 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
         first, amount, *ends, information = result  # the usual case: one environment of Gymnasium
         if isinstance(amount, int | float | np.number) and isinstance(information, Mapping):
             return first, np.asarray([amount]), *(np.asarray([one], dtype=bool) for one in ends), information
-    columns = {place: column for place, one in enumerate(result) if place and (column := _numbers(one)) is not None}
+    columns = {place: column for place, one in enumerate(result) if place and (column := as_numbers(one)) is not None}
     infos = next((one for one in result if _is_information(one)), None)
     # without information, numbers may be an agent's: actions, log-probabilities, values
     kinds = "fiub" if infos is not None else "fb" if len(result) == 3 else "b"
@@ -854,7 +902,7 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     if len(sizes) != 1 or len(flags) > 2:
         return None
     paid = [place for place, column in columns.items() if place not in flags and column.size in sizes]
-    columns[0] = None if paid else _numbers(result[0])
+    columns[0] = None if paid else as_numbers(result[0])
     if not paid and (columns[0] is None or columns[0].size not in sizes):
         return None
     reward = paid[0] if paid else 0

@@ -43,6 +43,7 @@ class ScriptMinibatch(NamedTuple):
         reading: of its losses, not `complete` if the terms are separate losses.
         indices: [N] each, whole numbers of the script that may be the transitions of its rows.
         inputs: [N], checksums of the policy's inputs.
+        earlier: [N], bool: rows that an earlier update was trained on; None if none is known.
     """
 
     epoch: int
@@ -51,6 +52,7 @@ class ScriptMinibatch(NamedTuple):
     reading: LossReading
     indices: Sequence[Tensor]
     inputs: Tensor | None = None
+    earlier: Tensor | None = None
 
     @property
     def log_ratio(self) -> Tensor:

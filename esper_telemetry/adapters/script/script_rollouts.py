@@ -454,6 +454,8 @@ class RolloutFinder:
         """
         named, paid = self._variables.find(NAMES["rewards"], self._free_grid), self._paid
         if paid is not None:
+            if named is not None and not _varies(named) and (_varies(paid) or not bool(named.any())):
+                named = None  # a buffer that is empty again, or a mistake, which the advantages show
             free = self._free()
             same = [grid for grid in free if torch.equal(grid.float(), paid.float())]
             scaled = [grid for grid in free if _line_error(grid, paid) <= SAME_LINE]
@@ -486,6 +488,19 @@ class RolloutFinder:
         for grid in self._grids:
             if self._follows(grid, values):
                 self._columns["next_values"] = grid
+        self._separate_bootstraps()
+
+    def _separate_bootstraps(self) -> None:
+        """Take the environments' rewards instead of stored ones that differ by a multiple of the next values, after ends only."""
+        stored, following, paid = self._columns.get("rewards"), self._columns.get("next_values"), self._paid
+        if stored is None or following is None or paid is None or self.ended is None or len(stored) != len(following):
+            return
+        added = stored.double() - paid
+        rows = added.abs() > SAME_NUMBER * added.abs().max()
+        factors = (added / following)[rows]
+        if bool(rows.any()) and not bool((rows & ~self.ended).any()):
+            spread = float(factors.amax() - factors.amin())
+            self._columns["rewards"] = paid.float() if spread <= SAME_LINE * float(factors.abs().amax()) else stored
 
     def _follows(self, grid: Tensor, values: Tensor) -> bool:
         """Return True for another array [T, B] that has the values of the next step within episodes."""
@@ -688,9 +703,10 @@ class RolloutFinder:
         acting = [one for one in sized if one.before is not None and _is_same(values[-1], one.before)]
         fresh = [one for one in sized if one.before is None]
         certain = acting or (fresh if len(fresh) == 1 else [])
-        if certain:
-            return certain[0].output.to(values)
         shown = self._columns.get("next_values")
+        if certain:  # a script may also have asked for the value of the state before the step
+            agreed = (one for one in certain if shown is not None and _is_same(shown[-1], one.output))
+            return next(agreed, certain[0]).output.to(values)
         if shown is not None:
             return torch.where(ended[-1], values[-1], shown[-1].to(values))
         last = self._variables.find(NAMES["last_values"], self._as_last_row)

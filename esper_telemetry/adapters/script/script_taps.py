@@ -1,6 +1,6 @@
 """Taps on the functions of torch, Gymnasium and TensorBoard that a script calls, while it runs.
 
-Every tap calls the replaced function with the script's arguments, and returns its result. An exception in a tap ends all taps.
+Every tap calls the replaced function with the script's arguments, and returns its result. An exception in a tap ends that tap.
 Nothing here imports torch or NumPy before the script does, because the script may set variables that they read.
 """
 
@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -24,11 +25,16 @@ from inspect import getattr_static
 from types import FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from esper_telemetry.core.redaction import error_line
+
 if TYPE_CHECKING:
+    from esper_telemetry.adapters.script.environment_search import EnvironmentSearch
     from esper_telemetry.adapters.script.listener import ScriptListener
     from esper_telemetry.core.clock import Clock
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_logger = logging.getLogger("esper_telemetry")
 
 RETURN_WORD = re.compile("episod.*(return|reward)|return|score", re.IGNORECASE)
 """Part of the tag of a scalar with the return of episodes."""
@@ -114,6 +120,13 @@ class Patches:
         while self._replaced:
             self.undo_last()
 
+    def restore(self, owner: object, name: str) -> None:
+        """Put one function back; nothing happens if it was not replaced."""
+        place = next((at for at, one in enumerate(self._replaced) if one[0] is owner and one[1] == name), None)
+        if place is not None:
+            self._replaced.append(self._replaced.pop(place))
+            self.undo_last()
+
     def undo_last(self) -> None:
         """Put the function back that was replaced last."""
         owner, name, original, own = self._replaced.pop()
@@ -133,7 +146,7 @@ class Taps:
 
     Attributes:
         script: the listener; None before torch is there.
-        error: exception in a tap, after which all taps are off.
+        error: first exception in a tap, which ended that tap; None without one.
         clock: telemetry's, which counts the time of the taps; None before it exists.
     """
 
@@ -145,6 +158,8 @@ class Taps:
         self.clock: Clock | None = None
         self._calls = 0
         self._searches = MAX_SEARCHES
+        self._search: EnvironmentSearch | None = None
+        self._ended: set[object] = set()
         self._asking = self._passing = self._calling = False
         self._make, self._join, self._watch = make, join, watch
         self._patches, self._model_patches = Patches(), Patches()
@@ -176,20 +191,24 @@ class Taps:
 
     def leave_script(self) -> None:
         """Listen only to the `learn` of models: a library trains, not the script."""
+        if self._search is not None:
+            self._search.end()
+        self._search = None
         self._imports.remove()
         self._patches.undo()
         for remove in self._removers:
             remove()
         self._removers, self.script = [], None
 
-    def call(self, function: Callable[[ScriptListener], object], weight: int = 1) -> None:
-        """Call a function with the listener, if it listens. An exception ends all taps and is not raised.
+    def call(self, function: Callable[[ScriptListener], object], weight: int = 1, tap: object = None) -> None:
+        """Call a function with the listener, if it listens. An exception ends the tap and is not raised.
 
         Args:
             weight: how many calls the time of this one counts for; 0 to count none.
+            tap: identifies the tap if several have this function.
         """
-        script, clock = self.script, self.clock
-        if script is None or self.error is not None or not script.listens:
+        script, clock, tap = self.script, self.clock, tap or function.__code__
+        if script is None or tap in self._ended or not script.listens:
             return
         calling, self._calling = self._calling, True
         try:
@@ -199,24 +218,40 @@ class Taps:
                 with clock.weighing(weight):
                     function(script)
         except Exception as error:  # the script continues after any error
-            self.error = error
+            self._end(tap, error)
         finally:
             self._calling = calling
 
-    def _call_briefly(self, function: Callable[[ScriptListener], object]) -> None:
+    def _call_briefly(self, function: Callable[[ScriptListener], object], tap: object = None) -> None:
         """The same for functions that take about as long as reading the clock: one call in several is timed, and counts for all."""
         self._calls += 1
-        self.call(function, 0 if self._calls % TIMED_EVERY else TIMED_EVERY)
+        self.call(function, 0 if self._calls % TIMED_EVERY else TIMED_EVERY, tap)
+
+    def _end(self, tap: object, error: Exception) -> None:
+        """End a tap that has failed, with a warning: the other taps continue."""
+        self._ended.add(tap)
+        self.error = self.error or error
+        frames = [
+            frame.f_code.co_qualname.rpartition("<locals>.")[2] for frame, _ in traceback.walk_tb(error.__traceback__)
+        ]
+        named = (name for name in frames[1:] if not name.endswith("<lambda>"))  # after the caller here
+        _logger.warning(
+            "esper-telemetry: %s failed and is not called again; the script and other measurements continue: %s",
+            next(named, "a tap"),
+            error_line(error),
+            exc_info=_logger.isEnabledFor(logging.DEBUG),
+        )
 
     def _contained(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function without its exceptions, which end all taps: the script continues with any version of a library."""
+        """Return the function without its exceptions, the first of which ends it: the script continues with any version of a library."""
+        tap = getattr(function, "__code__", function)
 
         def contained(*args: Any) -> Any:
-            if self.error is None:
+            if tap not in self._ended:
                 try:
                     return function(*args)
                 except Exception as error:
-                    self.error = error
+                    self._end(tap, error)
             return None
 
         return contained
@@ -228,7 +263,7 @@ class Taps:
         def observed(*args: Any, **options: Any) -> Any:
             result = function(*args, **options)
             if self.script is not None and not _compiling():
-                self._call_briefly(lambda script: record(script, result, *args, **options))
+                self._call_briefly(lambda script: record(script, result, *args, **options), record)
             return result
 
         return observed
@@ -236,6 +271,7 @@ class Taps:
     def _tap_torch(self, torch: Any) -> None:
         from torch.optim import optimizer
 
+        from esper_telemetry.adapters.script.environment_search import EnvironmentSearch
         from esper_telemetry.adapters.script.variables import calling_variables
 
         def before_step(optimizer: Any, *_: Any) -> None:
@@ -250,8 +286,10 @@ class Taps:
         def entropy(script: ScriptListener, result: Any, _: Any) -> None:
             script.distributions.add_entropy(result)
 
-        def sample(script: ScriptListener, _: Any, distribution: Any, *__: Any, **___: Any) -> None:
-            script.distributions.add_sample(distribution)
+        def sample(script: ScriptListener, choice: Any, distribution: Any, *__: Any, **___: Any) -> None:
+            if self._search is not None:
+                self._after_network(choice)
+            script.distributions.add_sample(distribution, choice)
 
         def printed(script: ScriptListener, _: Any, *words: Any, **__: Any) -> None:
             script.returns.add_text(" ".join(map(str, words)))
@@ -260,7 +298,7 @@ class Taps:
             if not record.name.startswith("esper_telemetry"):
                 script.returns.add_text(record.getMessage())
 
-        self.script = self._make()
+        self.script, self._search = self._make(), EnvironmentSearch(self, self._patches)
         self._patches.replace(builtins, "print", lambda print_: self._observed(print_, printed))
         self._patches.replace(logging.Logger, "handle", lambda handle: self._observed(handle, logged))
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -306,6 +344,8 @@ class Taps:
             loss = _loss_of(*args, **options)
             if self._passing or self._calling or self.script is None or loss is None or _compiling():
                 return backward(*args, **options)
+            if self._search is not None:
+                self._search.before_backward()
             self.call(lambda script: script.before_backward(loss))
             self._passing = True
             try:
@@ -343,7 +383,7 @@ class Taps:
                 result = method(*args, **options)
             finally:
                 self._asking = False
-            self._call_briefly(lambda script: record(script, result, *args, **options))
+            self._call_briefly(lambda script: record(script, result, *args, **options), record)
             return result
 
         return tapped
@@ -354,7 +394,9 @@ class Taps:
             output = forward(layer, inputs)
             if not _compiling():
                 if self._searches:
-                    self.call(self._search_environments)
+                    self.call(lambda script: self._search_environments(script))
+                if self._search is not None:
+                    self._after_network()
                 if layer.out_features <= MAX_HEAD_OUTPUTS:
                     self._call_briefly(lambda script: script.estimates.add(layer, output))
                 graph = output.requires_grad
@@ -362,6 +404,13 @@ class Taps:
             return output
 
         return passed
+
+    def _after_network(self, choice: Any = None) -> None:
+        """The network has been called, or has made a `choice`: an environment may be stepped next."""
+        search = self._search
+        self.call(lambda script: search.after_network(script, choice) if search else None)
+        if search is not None and search.is_over:
+            self._search = None
 
     def _tap_modules(self, script: ScriptListener, *_: Any, **__: Any) -> None:
         """Tap calls of modules from the first LSTM on, so that scripts without one are not slowed down."""
@@ -392,6 +441,8 @@ class Taps:
 
     def _search_environments(self, script: ScriptListener, *_: Any, **__: Any) -> None:
         """Tap the classes that can `step` and `reset` but are not of Gymnasium or Gym, until an environment has been stepped."""
+        if self._search is not None:
+            self._search.end()  # it would look at each class here
         self._searches = 0 if script.environments.steps else max(0, self._searches - 1)
         for kind in _subclasses(object) if self._searches else ():
             if _may_be_environment(kind):
@@ -407,17 +458,17 @@ class Taps:
             script = self.script
             if script is None or script.environments.busy:
                 return step(env, *args, **options)
-            if script.open:
-                self.call(lambda script: script.before_env_step() if script.environments.includes(env) else None)
+            self.end_update(env)
             before, began = script.environments.steps, time.perf_counter()
             result = step(env, *args, **options)
             if script.environments.steps == before:
-                self._after_step(env, result, _action(*args, **options), began, foreign=True)
+                self.after_step(env, result, _action(*args, **options), began, foreign=True)
             return result
 
         return stepped
 
-    def _after_step(self, env: Any, result: Any, action: Any, began: float, *, foreign: bool = False) -> None:
+    def after_step(self, env: Any, result: Any, action: Any, began: float, *, foreign: bool = False) -> None:
+        """Record a step that began then, if its result is one of an environment."""
         seconds = time.perf_counter() - began
         self._call_briefly(lambda script: script.after_env_step(env, result, action, seconds, foreign=foreign))
 
@@ -436,22 +487,24 @@ class Taps:
             script = self.script
             if script is None or not script.listens or script.environments.busy:  # a wrapper steps another one
                 return step(env, *args, **options)
-            self._end_update()
+            self.end_update()
             script.environments.inside, began = True, time.perf_counter()
             try:
                 result = step(env, *args, **options)
             finally:
                 script.environments.inside = False
             parts = tuple(result) if isinstance(result, Iterator) else result  # as `zip` returns: it can be read once
-            self._after_step(env, parts, _action(*args, **options), began)
+            self.after_step(env, parts, _action(*args, **options), began)
             return result if parts is result else iter(parts)
 
         return stepped
 
-    def _end_update(self) -> None:
-        """End the update that is open: the script collects again."""
+    def end_update(self, env: Any = None) -> None:
+        """End the update that is open: the script collects again, in an `env` of training if it is given."""
         if self.script is not None and self.script.open:
-            self.call(lambda script: script.before_env_step())
+            self.call(
+                lambda script: script.before_env_step() if env is None or script.environments.includes(env) else None
+            )
 
     def _reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
         """Record resets by the script. Steps that an environment takes to reset itself are not the script's."""
@@ -506,7 +559,7 @@ class Taps:
         result = answer[0] if nested else answer
         parts = step_parts(result)
         if parts is not None and parts[1].size == 1:
-            self._end_update()
+            self.end_update()
             named = isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str)
             action = message[1] if named else message
             self._call_briefly(lambda script: script.after_env_step(connection, result, action))

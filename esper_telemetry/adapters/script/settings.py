@@ -181,9 +181,7 @@ def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}
             "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps"
         )
     if not facts.get("has_critic", True):
-        reasons |= dict.fromkeys(
-            ("values", "returns", "normalized_advantages", "value_loss"), "the program has no critic"
-        )
+        reasons |= dict.fromkeys(("values", "returns", "value_loss"), "the program has no critic")
     missing = [name for name in ("gamma", "gae_lambda") if name not in facts]
     if missing:
         reasons["advantages"] = f"the settings do not say {' and '.join(missing)}"
@@ -215,17 +213,22 @@ TRANSFORMED: Final = {"transitions": "observations", "stored_rewards": "rewards"
 """Equations of columns that scripts transform on purpose, and the column: a difference does not show that it was not traced."""
 COLUMNS: Final = ("rewards", "values", "advantages", "log-probabilities")
 """Columns without which there is no rollout."""
+STEPPED: Final = (*TRANSFORMED, "advantages")
+"""Equations that need what the environments returned."""
 IN_LOSS: Final = ("policy_loss", "value_loss", "entropy_loss", "total_loss", "gradient", "clipping", "optimizer_step")
 """Equations of the loss and of what follows it."""
 
 
-def untraced_equations(traced: Mapping[str, str], loss: str, *, has_rollout: bool = True) -> dict[str, str]:
+def untraced_equations(
+    traced: Mapping[str, str], loss: str, has_rollout: bool = True, unseen: str = ""
+) -> dict[str, str]:
     """Return the missing and found columns of each equation; it is used if the equation is not checked.
 
     Args:
         traced: variables with their places in the source, by role; empty for a role without variables.
         loss: place of the loss.
         has_rollout: the columns make a rollout.
+        unseen: why no environment was seen; empty if one was.
     """
     lacking = [] if has_rollout else [role for role in COLUMNS if role not in traced]
     texts = {}
@@ -238,7 +241,9 @@ def untraced_equations(traced: Mapping[str, str], loss: str, *, has_rollout: boo
             texts[equation] = f"sought {' and '.join(missing)} for the loss in {loss}; {found}"
         else:
             texts[equation] = f"found {', '.join(known)}, which do not fit together; the loss is in {loss}"
-    return texts
+    return {
+        equation: f"{unseen}; {text}" if unseen and equation in STEPPED else text for equation, text in texts.items()
+    }
 
 
 def equation_places(lines: Mapping[str, str], loss: str) -> dict[str, str]:

@@ -259,7 +259,7 @@ def calling_variables() -> Variables:
     """Return the variables of the script's frames that called into torch."""
     scopes: list[Mapping[str, Any]] = []
     for frame in _frames():
-        scopes.append(_locals(frame))
+        scopes.append(locals_of(frame))
         scopes += [vars(owner) for name in ("self", "agent") if hasattr(owner := scopes[-1].get(name), "__dict__")]
     scopes += [values for scope in list(scopes) for name in SETTINGS if (values := settings_of(scope.get(name)))]
     return Variables(scopes)
@@ -442,7 +442,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _locals(frame: FrameType) -> Mapping[str, Any]:
+def locals_of(frame: FrameType) -> Mapping[str, Any]:
     """A copy of a frame's variables.
 
     Python 3.11 and 3.12 keep a dictionary of a function's variables with its frame after they have been read. Tensors are removed

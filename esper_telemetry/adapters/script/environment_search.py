@@ -1,0 +1,411 @@
+"""Search for an environment whose functions have other names than `step` and `reset`, by the flow of data.
+
+Until an environment has been stepped, Python's profiler shows the functions of the program that begin after a call of the network and
+return before its next call. A function that returns a reward and flags of ends is the step of an environment, surely so if it received
+the choice that the policy has just drawn. From then on it is tapped like other environments, and the profiler is off.
+Forms that are found: methods, functions of a module, and generators. Functions within functions are only reported, because
+nothing can replace them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from inspect import CO_GENERATOR, unwrap
+from pathlib import Path
+from sysconfig import get_paths
+from types import CodeType, FrameType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from esper_telemetry.adapters.script.recorders import EpisodeLog, as_numbers, step_parts
+from esper_telemetry.adapters.script.variables import locals_of
+
+if TYPE_CHECKING:
+    from esper_telemetry.adapters.script.listener import ScriptListener
+    from esper_telemetry.adapters.script.script_taps import Patches, Taps
+
+MAX_EVENTS, MAX_EVENTS_AT_ONCE = 1 << 18, 1 << 16
+"""Calls and returns that are looked at, in all (about a tenth of a second) and between two calls of the network.
+
+The first call of a network may import modules, which are hundreds of thousands of calls.
+"""
+
+NO_STEP = (
+    "no function of the program took an action and returned a reward with a flag, True or False, for the end of the episode. "
+    "Give the environment a method `step(action)` that returns (observation, reward, done), and a method `reset()`"
+)
+"""What is said of a program whose environment was not seen."""
+
+MAX_LOSSES = 64
+"""Backward passes without an environment after which a program is assumed to have none."""
+
+MAX_CHOICES = 8
+"""Latest choices of the policy with which arguments are compared."""
+
+LIBRARY_PATHS = (*get_paths().values(), str(Path(__file__).parents[2]), "<")
+"""Beginnings of the paths of code that is not the program's."""
+
+LIBRARY_FOLDERS = ("site-packages", "dist-packages")
+
+NUMBERS = (bool, int, float, list, tuple, np.generic, np.ndarray, Tensor)
+"""Types of actions, and of parts of a result: nothing else is read, because reading an object may change it."""
+
+
+class StepCall(NamedTuple):
+    """A call of a function that may be the step of an environment.
+
+    Attributes:
+        frame, caller: of the function, which has returned `result`, and of its caller.
+        began: number of the call, in the order in which calls began.
+        action: name of the argument with the policy's choice; empty if none has it.
+        arguments: by name.
+    """
+
+    frame: FrameType
+    caller: FrameType | None
+    began: int
+    action: str
+    arguments: Mapping[str, Any]
+    result: tuple[Any, ...]
+
+    @property
+    def code(self) -> CodeType:
+        """Code of the function."""
+        return self.frame.f_code
+
+    @property
+    def place(self) -> str:
+        """Name of the function, with its file and line."""
+        return f"`{self.code.co_name}` ({Path(self.code.co_filename).name}:{self.code.co_firstlineno})"
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """How well it fits: methods can be tapped best, nested functions not at all; the choice is the surest sign."""
+        return 2 if self.method_of() else bool(self.functions()), bool(self.action)
+
+    def encloses(self, other: StepCall) -> bool:
+        """Return True if this call began before another one that has returned earlier."""
+        return self.began < other.began
+
+    def method_of(self) -> tuple[Any, type] | None:
+        """Return the object and the class whose method this is; None for other functions."""
+        owner = next(iter(self.arguments.values()), None) if self.code.co_argcount else None
+        for kind in type(owner).__mro__ if owner is not None else ():
+            if is_function(vars(kind).get(self.code.co_name), self.code):
+                return owner, kind
+        return None
+
+    def functions(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        """Return the modules that hold the function, its name there, and the function."""
+        held: list[tuple[Any, str, Callable[..., Any]]] = []
+        scopes, frame = [self.frame.f_globals], self.caller
+        while frame is not None:
+            scopes.append(frame.f_globals)
+            frame = frame.f_back
+        for scope in scopes:
+            module = sys.modules.get(str(scope.get("__name__")))
+            if module is not None and vars(module) is scope and all(module is not one for one, *_ in held):
+                own = [(name, one) for name, one in vars(module).items() if is_function(one, self.code)]
+                held += [(module, name, one) for name, one in own]
+        return held
+
+
+def is_function(value: object, code: CodeType) -> bool:
+    """Return True for the function with that code, perhaps decorated."""
+    return isinstance(value, FunctionType) and getattr(unwrap(value), "__code__", None) is code
+
+
+def step_result(result: object) -> tuple[Any, ...] | None:
+    """Return the result of a step, also as a dictionary, or as a reward and a flag, in the form that `step_parts` reads; None of others."""
+    if isinstance(result, Mapping):
+        result = tuple(result.values())
+    if isinstance(result, tuple | list) and len(result) == 2:
+        result = (None, *result, {})
+    if not isinstance(result, tuple | list) or not any(map(_is_flag, result)):
+        return None
+    return tuple(result) if step_parts(result) is not None else None
+
+
+def _is_flag(part: object) -> bool:
+    """Return True for a logical part, not only a number that is 0 or 1."""
+    return isinstance(part, bool | np.bool_) or str(getattr(part, "dtype", "")) in ("bool", "torch.bool")
+
+
+class EnvironmentSearch:
+    """Searches for an environment of the program by the flow of its data.
+
+    Args:
+        taps: receive the steps.
+        patches: hold the functions that are replaced.
+
+    Attributes:
+        is_over: an environment is known, or none will be.
+    """
+
+    def __init__(self, taps: Taps, patches: Patches) -> None:
+        self.is_over = False
+        self._taps, self._patches = taps, patches
+        self._profiler = self._profile  # one object, to recognise it
+        self._events, self._limit = MAX_EVENTS, 0
+        self._calls = self._losses = 0
+        self._began: dict[FrameType, tuple[int, Mapping[str, Any]]] = {}
+        self._choices: deque[Any] = deque(maxlen=MAX_CHOICES)
+        self._found: StepCall | None = None
+        self._adopted: tuple[StepCall, int, list[tuple[Any, str]]] | None = None  # with the steps then, and the taps
+        self._refused: set[CodeType] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Classes of the program that are pickled by value take their taps with them: in another process these do nothing."""
+        return EnvironmentSearch, (self._taps, type(self._patches)())
+
+    def after_network(self, script: ScriptListener, choice: Any = None) -> None:
+        """The network has been called, or has made a choice: what was found before is a step."""
+        self.end()
+        found, self._found = self._found, None
+        self._began.clear()
+        self._losses = 0 if choice is not None else self._losses
+        if self._adopted is not None:
+            call, steps, taps = self._adopted
+            if script.environments.steps > steps or self._events <= 0:
+                self.is_over = True
+            elif found is not None and found.code is call.code:  # its callers have another reference to the function
+                for owner, name in taps:
+                    self._patches.restore(owner, name)
+                script.environments, self._adopted = EpisodeLog(), None
+                self._refuse(script, call)
+        elif script.environments.steps or script.environments.closed:
+            self.is_over = True
+        elif found is not None and found.code not in self._refused:
+            self._adopt(script, found)
+        elif self._events <= 0:
+            self.is_over = True
+        if choice is not None and (numbers := as_numbers(choice)) is not None:
+            self._choices.append(numbers.astype(np.float64))
+        if self.is_over:
+            self._forget()
+        elif sys.getprofile() is None:
+            self._limit = max(0, self._events - MAX_EVENTS_AT_ONCE)
+            sys.setprofile(self._profiler)
+
+    def end(self) -> None:
+        """Stop looking, until the network is called again."""
+        if sys.getprofile() is self._profiler:
+            sys.setprofile(None)
+
+    def before_backward(self) -> None:
+        """A loss is trained on, so that nothing acts now."""
+        self.end()
+        self._losses += 1
+        self.is_over = self.is_over or self._losses > MAX_LOSSES
+
+    def _forget(self) -> None:
+        """Drop what the profiler has kept alive: the found calls, and copies of variables in the frames of the program."""
+        self._found = self._adopted = None
+        self._began.clear()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            locals_of(frame)
+            frame = frame.f_back
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        try:
+            self._events -= 1
+            if self._events <= self._limit:
+                self.end()
+            elif event == "call" and is_own(frame.f_code.co_filename):
+                code = frame.f_code
+                names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+                own = frame.f_locals  # Python copies it back into the variables: it must not be changed here
+                self._calls += 1
+                self._began[frame] = self._calls, {name: own.get(name) for name in names}
+            elif event == "return" and frame in self._began:
+                self._consider(frame, *self._began.pop(frame), argument)
+        except Exception:  # such as of an object that refuses to be an array: the program continues
+            self._events = 0
+            self.end()
+
+    def _consider(self, frame: FrameType, began: int, arguments: Mapping[str, Any], returned: object) -> None:
+        result = step_result(returned)
+        if result is None or frame.f_code in self._refused:
+            return
+        is_generator = bool(frame.f_code.co_flags & CO_GENERATOR)
+        values = frame.f_locals if is_generator else arguments
+        held = [name for name, value in values.items() if self._holds_choice(value)]
+        action = held[-1] if held else ""
+        call = StepCall(frame, frame.f_back, began, action, arguments, result)
+        size = len(returned) if isinstance(returned, tuple | list) else 0
+        if isinstance(next(iter(arguments.values()), None), nn.Module):
+            return
+        if not action and (size < 3 or not arguments):
+            return
+        known = self._found
+        if known is None or (*call.rank, call.encloses(known)) > (*known.rank, False):
+            self._found = call
+
+    def _holds_choice(self, value: object) -> bool:
+        """Return True for numbers that are all among those of one of the latest choices."""
+        if not isinstance(value, NUMBERS) or not self._choices:
+            return False
+        numbers = as_numbers(value)
+        if numbers is None or numbers.size > max(one.size for one in self._choices):
+            return False
+        return any(bool(np.isin(numbers.astype(np.float64), one).all()) for one in self._choices)
+
+    def _refuse(self, script: ScriptListener, call: StepCall) -> None:
+        self._refused.add(call.code)
+        script.environment_note = (
+            f"{call.place} returns a reward and a flag like the step of an environment, but cannot be observed: make it "
+            "a method of a class, and call it as `env.step(action)`"
+        )
+
+    def _adopt(self, script: ScriptListener, call: StepCall) -> None:
+        """Tap the function as the step of an environment, and record the call that was found."""
+        method, functions = call.method_of(), call.functions()
+        taps: list[tuple[Any, str]] = []
+        env: Any
+        if method is not None:
+            env, kind = method
+            taps = [
+                (kind, call.code.co_name),
+                *self._tap_resets(kind, call.code.co_name, script.environments.steps + 1),
+            ]
+            self._patches.replace(*taps[0], functools.partial(self._step, action=call.action, code=call.code))
+        elif functions:
+            env = unwrap(functions[0][2])
+            taps = [(module, name) for module, name, _ in functions]
+            is_generator = bool(call.code.co_flags & CO_GENERATOR)
+            wrap = (
+                self._generator if is_generator else functools.partial(self._step, action=call.action, code=call.code)
+            )
+            for owner, name in taps:
+                self._patches.replace(owner, name, functools.partial(wrap, env=env))
+            if is_generator and not self._replace_generator(call, env):
+                return  # the next one that the function makes is tapped
+        else:
+            self._refuse(script, call)
+            return
+        self._adopted = call, script.environments.steps + 1, taps
+        action = call.arguments.get(call.action, locals_of(call.frame).get(call.action))
+        script.after_env_step(env, call.result, action, foreign=True)
+
+    def _step(self, step: Callable[..., Any], action: str, code: CodeType, env: Any = None) -> Callable[..., Any]:
+        """Record the steps of an environment; `env` is a function that is one, else it is the first argument."""
+        names = code.co_varnames[: code.co_argcount]
+        place = names.index(action) if action in names else len(names) - 1
+
+        @functools.wraps(step)
+        def stepped(*args: Any, **options: Any) -> Any:
+            script = self._taps.script
+            if script is None or not script.listens or script.environments.busy:
+                return step(*args, **options)
+            log, own = script.environments, args[0] if env is None else env
+            self._taps.end_update(own)
+            log.inside, began = True, time.perf_counter()
+            try:
+                result = step(*args, **options)
+            finally:
+                log.inside = False
+            chosen = options.get(action, args[place] if place < len(args) else None)
+            self._taps.after_step(own, step_result(result), chosen, began, foreign=True)
+            return result
+
+        return stepped
+
+    def _tap_resets(self, kind: type, step: str, steps: int) -> list[tuple[Any, str]]:
+        """Tap the methods that may begin an episode: methods of the program's classes without a required argument."""
+        taps: list[tuple[Any, str]] = []
+        for owner in kind.__mro__:
+            for name, method in list(vars(owner).items()):
+                code = method.__code__ if isinstance(method, FunctionType) else None
+                if code is None or name == step or name.startswith("__") or not is_own(code.co_filename):
+                    continue
+                if code.co_argcount - len(method.__defaults__ or ()) <= 1:
+                    self._patches.replace(owner, name, functools.partial(self._perhaps_reset, owner, name, steps))
+                    taps.append((owner, name))
+        return taps
+
+    def _perhaps_reset(self, owner: type, name: str, steps: int, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def called(env: Any, *args: Any, **options: Any) -> Any:
+            nonlocal steps
+            script = self._taps.script
+            if script is None or not script.listens or script.environments.busy:
+                self._patches.restore(owner, name)  # a part of another method
+                return method(env, *args, **options)
+            log = script.environments
+            log.resetting = True
+            try:
+                result = method(env, *args, **options)
+            finally:
+                log.resetting = False
+            before, steps = steps, log.steps
+            self._taps.call(lambda _: None if log.begins(env, result, before) else self._patches.restore(owner, name))
+            return result
+
+        return called
+
+    def _generator(self, function: Callable[..., Any], env: Any) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def made(*args: Any, **options: Any) -> Any:
+            return ObservedGenerator(function(*args, **options), self._taps, env)
+
+        return made
+
+    def _replace_generator(self, call: StepCall, env: Any) -> bool:
+        """Replace the generator that has just made a step, if a variable of a module or a member of an object holds it."""
+        frame, is_replaced = call.caller, False
+        while frame is not None:
+            owners = [*locals_of(frame).values(), *frame.f_globals.values()]
+            members = [vars(one) for one in owners if is_own_object(one)]
+            for scope in (frame.f_globals, *members):
+                for name, value in list(scope.items()):
+                    if getattr(value, "gi_frame", None) is call.frame:
+                        scope[name] = ObservedGenerator(value, self._taps, env)
+                        is_replaced = True
+            frame = frame.f_back
+        return is_replaced
+
+
+class ObservedGenerator(Generator[Any, Any, Any]):
+    """A generator that is an environment: it receives actions, and yields results of steps. A new one begins an episode."""
+
+    def __init__(self, generator: Generator[Any, Any, Any], taps: Taps, env: Any) -> None:
+        self._generator, self._taps, self._env = generator, taps, env
+
+    def send(self, value: Any) -> Any:
+        """Return what the generator yields next."""
+        began, is_first = time.perf_counter(), value is None
+        if not is_first:
+            self._taps.end_update(self._env)
+        result = self._generator.send(value)
+        if is_first:
+            self._taps.call(lambda script: script.environments.reset(self._env, result))
+        else:
+            self._taps.after_step(self._env, step_result(result), value, began, foreign=True)
+        return result
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an exception in the generator."""
+        return self._generator.throw(*error)
+
+    def close(self) -> None:
+        """Close the generator."""
+        self._generator.close()
+
+
+def is_own_object(value: object) -> bool:
+    """Return True for an object with members of one of the program's classes."""
+    module = sys.modules.get(type(value).__module__)
+    return isinstance(getattr(value, "__dict__", None), dict) and is_own(getattr(module, "__file__", None) or "<")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_own(path: str) -> bool:
+    """Return True for a file of the program, neither of Python nor of an installed package."""
+    return not path.startswith(LIBRARY_PATHS) and not any(folder in path for folder in LIBRARY_FOLDERS)

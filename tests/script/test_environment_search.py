@@ -1,0 +1,237 @@
+"""Environments whose functions have other names are found by what flows through them: a choice goes in, a reward and an end come out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]  # it has no types
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+from esper_telemetry.adapters.script.environment_search import step_result
+from esper_telemetry.adapters.script.listener import ScriptListener
+from esper_telemetry.adapters.script.script_taps import Taps
+
+LIMIT = 4
+"""Steps of an episode."""
+
+
+class Senda:
+    """An environment with Spanish names; `vista` shows the state, and `coste` is a part of `paso`."""
+
+    def __init__(self) -> None:
+        self.lugar = 0
+
+    def reiniciar(self) -> list[float]:
+        self.lugar = 0
+        return self.vista()
+
+    def vista(self) -> list[float]:
+        return [self.lugar + 0.5, 1.5]
+
+    def coste(self) -> float:
+        return 0.5 * self.lugar
+
+    def paso(self, accion: int) -> tuple[list[float], float, bool]:
+        self.lugar += 1
+        return self.vista(), accion - self.coste(), self.lugar == LIMIT
+
+
+class Weg:
+    """The same with German names: `schritt` returns a dictionary, and the observation is asked for."""
+
+    __slots__ = ("senda",)
+
+    def __init__(self) -> None:
+        self.senda = Senda()
+
+    def neu(self) -> list[float]:
+        return self.senda.reiniciar()
+
+    def bild(self) -> list[float]:
+        return self.senda.vista()
+
+    def schritt(self, aktion: int) -> dict[str, Any]:
+        _, reward, over = self.senda.paso(aktion)
+        return {"belohnung": reward, "ende": over}
+
+
+def transition(place: int, action: int) -> tuple[tuple[int, float], float, bool]:
+    return (place + 1, 1.5), action - 0.5 * (place + 1), place + 1 == LIMIT
+
+
+def path() -> Generator[tuple[list[float], float, bool], int, None]:
+    place, reward = 0, 0.0
+    while True:
+        action = yield [place + 0.5, 1.5], reward, place == LIMIT
+        place, reward = place + 1, action - 0.5 * place
+
+
+class Holder:
+    """An object that holds a generator."""
+
+    walk: Generator[tuple[list[float], float, bool], int, None]
+
+
+holder = Holder()
+
+
+def bounds(values: list[float], action: int) -> tuple[float, float, int]:
+    return min(values), max(values), action
+
+
+def other(action: int) -> float:
+    return bounds([0.5, 1.0], action)[1]
+
+
+@contextmanager
+def tapped() -> Iterator[ScriptListener]:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.install()
+    try:
+        yield listener
+    finally:
+        taps.remove()
+    assert taps.error is None and sys.getprofile() is None
+
+
+def act(form: str, steps: int, cut: int = LIMIT) -> list[tuple[float, bool]]:
+    """Choose actions by a policy; the program begins an episode after an end, and after `cut` steps."""
+    torch.manual_seed(1)
+    policy = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 5))
+    results, length = list[tuple[float, bool]](), cut
+    senda, weg, place = Senda(), Weg(), 0
+    early = senda.paso
+
+    def advance(action: int) -> tuple[list[float], float, bool]:
+        senda.lugar += 1
+        return senda.vista(), 1.0 * action, senda.lugar == LIMIT
+
+    for _ in range(steps):
+        if length == cut or (results and results[-1][1]):
+            length = place = 0
+            senda.reiniciar()
+            weg.neu()
+            holder.walk = path()
+            next(holder.walk)
+        with torch.no_grad():
+            action = int(Categorical(logits=policy(torch.ones(2))).sample())
+        if form == "methods":
+            _, reward, over = senda.paso(action)
+            senda.vista()
+        elif form == "dictionary":
+            answer = weg.schritt(action)
+            reward, over = answer["belohnung"], answer["ende"]
+            weg.bild()
+        elif form == "function":
+            (place, _), reward, over = transition(place, action)
+        elif form == "generator":
+            _, reward, over = holder.walk.send(action)
+        elif form == "nested":
+            _, reward, over = advance(action)
+        elif form == "early reference":
+            _, reward, over = early(action)
+        else:
+            reward, over = other(action), False
+        results.append((reward, over))
+        length += 1
+    with torch.no_grad():
+        policy(torch.ones(2))
+    return results
+
+
+@pytest.mark.parametrize("form", ["methods", "dictionary", "function", "generator"])
+def test_an_environment_of_any_form_is_found_from_its_first_step_on(form: str) -> None:
+    with tapped() as listener:
+        results = act(form, steps=8)
+
+    observed = listener.environments.collected()
+    assert observed is not None and not listener.environment_note
+    assert observed.rewards.flatten().tolist() == [reward for reward, _ in results]
+    assert observed.ended.flatten().tolist() == [over for _, over in results]
+    assert not hasattr(Senda.paso, "tapped") and not hasattr(transition, "tapped")
+    assert results == act(form, steps=8)
+
+
+@pytest.mark.parametrize("form", ["methods", "dictionary", "generator"])
+def test_episodes_that_the_program_ends_itself_are_counted(form: str) -> None:
+    with tapped() as listener:
+        act(form, steps=11, cut=3)
+
+    assert [one.length for one in listener.environments.take()[0]] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(("form", "name"), [("nested", "advance"), ("early reference", "paso")])
+def test_an_environment_that_cannot_be_tapped_is_reported(form: str, name: str) -> None:
+    """A tap on the class does not change a method that the program has taken from its object before."""
+    with tapped() as listener:
+        act(form, steps=8)
+
+    assert listener.environments.steps == 0
+    assert f"`{name}` (test_environment_search.py:" in listener.environment_note
+
+
+def test_a_tapped_class_that_is_pickled_by_value_does_nothing_elsewhere() -> None:
+    with tapped():
+        act("methods", steps=3)
+        assert hasattr(Senda.paso, "tapped") and hasattr(Senda.reiniciar, "tapped")
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        try:
+            pickled = cloudpickle.dumps(Senda.paso)
+        finally:
+            cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+    assert cloudpickle.loads(pickled)(Senda(), 1) == ([1.5, 1.5], 0.5, False)
+
+
+def test_other_functions_are_no_environments() -> None:
+    """They return numbers and flags, too, but not a reward of a choice."""
+    with tapped() as listener:
+        act("none", steps=8)
+
+    assert listener.environments.steps == 0 and not listener.environment_note
+
+
+def test_a_program_that_sets_a_profiler_keeps_it() -> None:
+    def profiler(*_: object) -> None:
+        return
+
+    with tapped() as listener:
+        sys.setprofile(profiler)
+        try:
+            act("methods", steps=4)
+            assert sys.getprofile() is profiler
+        finally:
+            sys.setprofile(None)
+
+    assert listener.environments.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ({"state": [0.5, 1.0], "reward": 2.0, "done": True}, (2.0, True)),
+        ((2.0, np.bool_(True)), (2.0, True)),
+        (([0.5], torch.tensor([2.0]), torch.tensor([True])), (2.0, True)),
+        ((2.0, 1), None),
+        ((True, "text"), None),
+        ([2.0, 0.5, 1.0], None),
+    ],
+)
+def test_a_result_has_a_reward_and_a_flag(result: object, expected: tuple[float, bool] | None) -> None:
+    parts = step_result(result)
+    if expected is None:
+        assert parts is None
+        return
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    listener.after_env_step(Senda(), parts, 0)
+    observed = listener.environments.collected()
+    assert observed is not None
+    assert (float(observed.rewards), bool(observed.ended)) == expected
