@@ -425,8 +425,10 @@ def _moved_and_scaled(
     return compute
 
 
-def _without_signs(inputs: GaeInputs) -> Tensor:
+def _without_signs(inputs: GaeInputs) -> Tensor | None:
     right = gae(inputs)
+    if not bool(inputs.claimed.any()):
+        return None
     return closest_whole(inputs, right.abs(), right.square(), right.clamp(min=0.0))
 
 
@@ -461,7 +463,12 @@ def _stale(inputs: GaeInputs) -> Tensor | None:
     return closest_whole(inputs, *kept)
 
 
+ZERO_ADVICE = "Look for a normalisation over an axis with one entry, equal rewards less their mean, or a column that is never written."
+
 MISTAKES = (
+    mistake("zero", "0 in every row")
+    .predicts("A_t = 0", lambda inputs: torch.zeros_like(inputs.claimed) if bool(inputs.rewards.any()) else None)
+    .advises(ZERO_ADVICE, source="program: gae_programs"),
     mistake("ends_ignored", "GAE that continues over the ends of episodes")
     .predicts("A_t = r_t + γ V_{t+1} - V_t + γλ A_{t+1}", _ends_ignored)
     .advises("Multiply the trace, and the bootstrap, by 1 - done.")

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.equations.advantage_fits import MAX_PARAMETER, LocalEquation, fitted_gamma
+from esper_telemetry.equations.advantage_mistakes import ZERO_ADVICE
 from esper_telemetry.equations.equation import Hypothesis, mistake, variant
 from esper_telemetry.equations.gae import (
     STD_EPS,
@@ -122,12 +123,9 @@ SUMS = tuple(
         variant("alone_from_start", "rewards to the end of each episode, discounted from its first step")
         .predicts("A_t = γ^t Σ_k γ^k r_{t+k}", _summed(_discounted_from_the_start))
         .cites("Sutton & Barto 2018, section 13.3"),
-        mistake("alone_zero", "sums of rewards that are all 0")
+        mistake("alone_zero", "0 in every row")
         .predicts("A_t = 0", lambda inputs: torch.zeros_like(inputs.claimed) if bool(inputs.rewards.any()) else None)
-        .advises(
-            "Do not subtract the mean of the rewards: nothing is left of equal ones.",
-            source="program: test_rewards_to_go",
-        ),
+        .advises(ZERO_ADVICE, source="program: test_rewards_to_go"),
         mistake("alone_immediate", "rewards of single steps instead of their sums")
         .predicts("A_t = r_t", _summed(_immediate))
         .advises(

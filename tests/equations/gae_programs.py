@@ -344,6 +344,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
         lambda c: backward(c, c.rewards + c.gamma * c.next_values - c.values, c.gamma * c.lam * ~c.done[:, ::-1]),
     ],
     "other_ends": [ends_in_other_steps],
+    "zero": [lambda c: 0 * right(c)],
     "absolute": [lambda c: np.abs(right(c)), lambda c: right(c) ** 2, lambda c: right(c).clip(0)],
     "last_end_ignored": [last_end_ignored],
     "next_episode_bootstrap": [next_episode_bootstrap],

@@ -183,7 +183,9 @@ class ScriptListener:
         self._first_pass = self._row_count = self._size = 0
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
-        self._steps_of: Counter[int] = Counter()  # of the optimizers of a parameter, of which scripts may make new ones
+        self._steps_of: Counter[int] = (
+            Counter()
+        )  # of a parameter with a gradient; scripts may make new optimizers of it
         self._learning_rate = self._seconds = 0.0
         self._rates: dict[int, list[GroupRate]] = {}  # of each optimizer, at its first step in the update
         self._owners: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
@@ -432,7 +434,7 @@ class ScriptListener:
                 optimizer=optimizer,
                 max_norm=self._max_norm(optimizer, variables),
                 learning_rate=self._rate_of_settings(optimizer, variables),
-                gradient_step=self._steps_of[id(_parameters_of(optimizer)[0])],
+                gradient_step=max(self._steps_of[id(one)] for one in _parameters_of(optimizer)),
                 terms=terms,
                 by_name=True,
                 passes=max(0, self._passes - 1),
@@ -494,7 +496,7 @@ class ScriptListener:
             self._announced, self._passes, self._shown = None, 1, False
         self._stepping = False
         parameters = _parameters_of(optimizer)
-        self._steps_of[id(parameters[0])] += 1
+        self._steps_of.update(id(one) for one in parameters if one.grad is not None)
         own = set(map(id, parameters))
         self._last_clips[optimizer] = self.clips.take_calls(parameters)
         # passes are not counted by optimizer before the first step

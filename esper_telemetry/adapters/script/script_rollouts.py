@@ -791,9 +791,11 @@ def _held(numbers: Tensor, table: Tensor) -> float:
 
 
 def _entries(rows: list[Any] | deque[Any]) -> int:
-    """Number of entries of a list of rows as large as the first one."""
-    first = rows[0] if rows else 0
-    return len(rows) * (first.numel() if isinstance(first, Tensor) else int(np.size(first)))
+    """Number of entries of a list of numbers, arrays or tensors as large as the first one; 0 of other lists."""
+    first = rows[0] if rows else None
+    if isinstance(first, Tensor):
+        return len(rows) * first.numel()
+    return len(rows) * int(np.size(first)) if isinstance(first, int | float | np.generic | np.ndarray) else 0
 
 
 def _summands(sums: Tensor, paid: Tensor, ended: Tensor) -> Tensor | None:
