@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from esper_telemetry.sinks.trackio import TrackioSink
 from esper_telemetry.testing import CHECKS, check_sink
 from esper_telemetry.testing.sinks import alarm, record, run_in
 
-pytest.importorskip("trackio")
+pytestmark = pytest.mark.skipif(find_spec("trackio") is None, reason="needs trackio")
 
 
 @pytest.fixture(autouse=True)
