@@ -265,6 +265,7 @@ def test_a_joined_mlflow_run_gets_them_too_and_stays_open(store: Path, client: A
     assert "Incident 1" in artifact(client, run, "incidents.md", tmp_path)
 
 
+@pytest.mark.system
 def test_an_incident_that_is_under_way_is_stored_already(store: Path, client: Any, tmp_path: Path) -> None:
     sink = MLflowSink()
     sink.open(run_info(store, run_id="under-way"))
@@ -273,6 +274,7 @@ def test_an_incident_that_is_under_way_is_stored_already(store: Path, client: An
     assert "policy/kl" in artifact(client, mlflow_run(client, "under-way"), "incidents.md", tmp_path)
 
 
+@pytest.mark.system
 def test_a_store_without_artifacts_costs_a_warning_and_no_number(
     store: Path, client: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

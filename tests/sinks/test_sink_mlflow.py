@@ -519,6 +519,7 @@ def test_a_server_holds_what_was_sent(server: str) -> None:
     assert sink.place(run_info()).pages[0] == ("run", address)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("logged_in")
 def test_the_first_names_on_a_server_repeat_the_headlines_and_the_return_is_the_first(server: str) -> None:
     """MLflow lists and draws metrics in alphabetical order. `doctor` ignores these keys, because they repeat other numbers."""
@@ -574,6 +575,7 @@ def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
     assert [text for text in [*files, output] if PASSWORD.encode() in text or quoted.encode() in text] == []
 
 
+@pytest.mark.system
 @needs_passwords
 def test_nobody_is_let_in_without_the_password_and_nothing_is_tried_again(server: str) -> None:
     for address in (server, server.replace("://", f"://{USER}:guessed@")):
