@@ -131,10 +131,11 @@ def discounted_sums(x: Tensor, factors: Tensor) -> Tensor:
     if x.is_cpu:  # numpy takes a third of the time that torch takes for these small operations
         sums, factors = sums.detach().numpy(), factors.detach().numpy()  # type: ignore[assignment]  # an array has the same operators
     factors, distance = factors[:-1], 1
-    while distance < len(x):
-        sums[:-distance] += factors * sums[distance:]
-        factors = factors[:-distance] * factors[distance:]
-        distance *= 2
+    with np.errstate(all="ignore"):  # as torch
+        while distance < len(x):
+            sums[:-distance] += factors * sums[distance:]
+            factors = factors[:-distance] * factors[distance:]
+            distance *= 2
     return torch.from_numpy(sums) if x.is_cpu else sums
 
 
