@@ -50,6 +50,7 @@ def sentences(text: str) -> Iterator[str]:
             yield " ".join(part.split())
 
 
+@cache
 def constructions(sentence: str) -> list[str]:
     for phrase in PLAIN:
         sentence = sentence.replace(phrase, "X")

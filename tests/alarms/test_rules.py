@@ -233,11 +233,6 @@ def test_a_healthy_run_raises_nothing_and_leaves_no_question_open() -> None:
     assert {verdict.values["alarm/active"] for verdict in verdicts} == {0.0}
 
 
-@pytest.mark.parametrize("rule", alarm_rules(), ids=lambda rule: rule.type)
-def test_every_rule_says_who_says_so(rule: Any) -> None:
-    assert rule.source and rule.inputs
-
-
 @cache
 def is_instance(key: str, template: str) -> bool:
     """Return True if the key instantiates the template or one of its histories: `{key}` is any key, other labels one segment."""

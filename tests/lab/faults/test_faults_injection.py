@@ -101,15 +101,18 @@ def second(trainer: PPO, fault: str | None) -> Values:
     return {**records[1].values, "gradient_steps": steps}
 
 
+@cache
+def broken_values(fault: str) -> Values:
+    return second(make(fault), fault)
+
+
 def test_every_fault_has_its_effect_tested() -> None:
     assert {fault.name for fault in FAULTS} == set(EFFECTS) | BY_EVENTS
 
 
 @pytest.mark.parametrize("fault", EFFECTS)
 def test_a_fault_shows_in_the_first_broken_update(fault: str) -> None:
-    now = second(make(fault), fault)
-
-    assert EFFECTS[fault](now, usual(normalized=fault == "stuck_normalizer"))
+    assert EFFECTS[fault](broken_values(fault), usual(normalized=fault == "stuck_normalizer"))
 
 
 @pytest.mark.parametrize("fault", [fault.name for fault in FAULTS])
@@ -147,9 +150,7 @@ def surroundings(trainer: PPO) -> list[object]:
 
 @pytest.mark.parametrize("fault", ["obs_mismatch", "h0_zero", "mask_bug"])
 def test_other_inputs_in_training_than_in_acting_are_named(fault: str) -> None:
-    values = second(make(fault), fault)
-
-    assert any(EQUATION_KEY + label in values for label in find(fault).hypotheses)
+    assert any(EQUATION_KEY + label in broken_values(fault) for label in find(fault).hypotheses)
 
 
 def test_repeated_minibatches_hold_the_same_rows() -> None:
