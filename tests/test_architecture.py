@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,16 @@ WITHOUT_TORCH = (
 )
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+
+
 def imports() -> Iterator[tuple[str, str, str]]:
     """Yield (file, importing part, imported part) for every import of this package, at any level of a file."""
     for path in PACKAGE.rglob("*.py"):
         place = path.relative_to(PACKAGE)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -102,10 +108,10 @@ def test_parts_import_only_what_lies_below_them() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("part", WITHOUT_TORCH)
-def test_the_sinks_process_needs_no_torch(part: str) -> None:
+def test_the_sinks_process_needs_no_torch() -> None:
     modules = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for part in WITHOUT_TORCH
         for path in [*PACKAGE.glob(f"{part}.py"), *PACKAGE.glob(f"{part}/**/*.py")]
         if "tensorboard" not in path.parts or path.stem == "sink"
     ]
@@ -154,6 +160,7 @@ print(registered, *[name for name in before if before[name] != after[name]])
 """
 
 
+@pytest.mark.system
 def test_importing_changes_nothing_global() -> None:
     """Only modules that are programs may set import finders, variables, signal handlers, hooks, filters or settings of torch."""
     programs = {"__main__", "sb3_models", "language_models"}
@@ -173,19 +180,22 @@ def test_nothing_branches_on_the_name_of_a_mistake_or_a_trainer() -> None:
     names = {one.name for equation in equations().values() for one in equation.hypotheses}
     wrong = []
     for path in PACKAGE.rglob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
+        about_hypotheses = "hypothes" in path.read_text(encoding="utf-8")
+        is_measurement = path.relative_to(PACKAGE).parts[0] in ("equations", "updates")
+        if not about_hypotheses and not is_measurement:
+            continue
+        tree, *nodes = nodes_of(path)
+        assert isinstance(tree, ast.Module)
         texts = {target: _strings(getattr(node, "value", None)) for node in tree.body for target in _targets(node)}
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Compare):
                 sides = [node.left, *node.comparators]
                 of_name = any(isinstance(side, ast.Attribute) and side.attr == "name" for side in sides)
                 compared = {text for side in sides for text in _strings(side) | texts.get(ast.unparse(side), set())}
-                named = of_name and compared & names and "hypothes" in source
+                named = of_name and compared & names and about_hypotheses
                 wrong += [f"{path.name}:{node.lineno}: {ast.unparse(node)}"] if named else []
-            elif isinstance(node, ast.Attribute) and node.attr == "trainer":
-                room = path.relative_to(PACKAGE).parts[0]
-                wrong += [f"{path.name}:{node.lineno}: {ast.unparse(node)}"] if room in ("equations", "updates") else []
+            elif isinstance(node, ast.Attribute) and node.attr == "trainer" and is_measurement:
+                wrong += [f"{path.name}:{node.lineno}: {ast.unparse(node)}"]
 
     assert wrong == []
 

@@ -10,6 +10,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ def sentences(text: str) -> Iterator[str]:
             yield " ".join(part.split())
 
 
+@cache
 def constructions(sentence: str) -> list[str]:
     for phrase in PLAIN:
         sentence = sentence.replace(phrase, "X")
@@ -60,6 +62,7 @@ def prose_of_page(path: Path) -> str:
     return re.sub(r"\]\([^)]*\)", "]", text)
 
 
+@cache
 def texts_of_module(path: Path) -> tuple[list[str], list[str]]:
     """Messages that a user may see, and docstrings and comments. A value in an f-string counts as one word."""
     source = path.read_text(encoding="utf-8")
@@ -77,9 +80,6 @@ def texts_of_module(path: Path) -> tuple[list[str], list[str]]:
     return messages, [*(str(node.value) for node in strings if id(node) in statements), *comments]
 
 
-TEXTS = {path: texts_of_module(path) for path in PACKAGE}
-
-
 def check_rate(texts: Iterable[str], limit: float) -> None:
     words, hard = 0, []
     for sentence in (one for text in texts for one in sentences(text)):
@@ -94,13 +94,13 @@ def test_pages_are_plain_english() -> None:
 
 
 def test_messages_are_plain_english() -> None:
-    check_rate((text for messages, _ in TEXTS.values() for text in messages), MAX_RATE_OF_TEXTS)
+    check_rate((text for path in PACKAGE for text in texts_of_module(path)[0]), MAX_RATE_OF_TEXTS)
 
 
 @pytest.mark.parametrize("part", sorted({path.relative_to(ROOT).parts[1] for path in PACKAGE}))
 def test_every_part_of_the_package_is_plain_english(part: str) -> None:
-    texts = [kind for path, kinds in TEXTS.items() if path.relative_to(ROOT).parts[1] == part for kind in kinds]
-    check_rate((text for kind in texts for text in kind), MAX_RATE_OF_PACKAGE)
+    paths = [path for path in PACKAGE if path.relative_to(ROOT).parts[1] == part]
+    check_rate((text for path in paths for kind in texts_of_module(path) for text in kind), MAX_RATE_OF_PACKAGE)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.system
 def test_every_page_is_in_the_navigation(site: Path) -> None:
     index = (site / "index.html").read_text(encoding="utf-8")
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
@@ -38,12 +39,14 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
     assert not [page for page in sorted(pages) if f'href="{page}/"' not in index]
 
 
+@pytest.mark.system
 def test_the_api_page_describes_every_public_name(site: Path) -> None:
     page = (site / "api" / "index.html").read_text(encoding="utf-8")
 
     assert not [name for name in esper_telemetry.__all__ if f'id="esper_telemetry.{name}"' not in page]
 
 
+@pytest.mark.system
 def test_no_page_asks_another_host(site: Path) -> None:
     assert not [path for path in site.rglob("*.html") if REQUEST.search(path.read_text(encoding="utf-8"))]
 

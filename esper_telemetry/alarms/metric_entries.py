@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -95,6 +96,16 @@ def metric_entries() -> tuple[MetricEntry, ...]:
         alarms, reduction = alarms_reading(metric.key), metric.info(reductions[metric.key]).reduction
         entries.append(MetricEntry(metric, _priority(metric, alarms), reduction, alarms, histories(metric.key)))
     return tuple(entries)
+
+
+@lru_cache(maxsize=1)
+def _descriptions() -> Mapping[str, MetricInfo]:
+    return {entry.metric.key: entry.info() for entry in metric_entries()}
+
+
+def descriptions() -> dict[str, MetricInfo]:
+    """Return the description of every declared metric, by key."""
+    return dict(_descriptions())
 
 
 def _priority(metric: Metric, alarms: tuple[AlarmRule, ...]) -> str:

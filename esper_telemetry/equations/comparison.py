@@ -243,4 +243,5 @@ def distinguished(check: EquationCheck) -> EquationCheck:
 def _largest(values: Tensor, valid: Tensor | None) -> float:
     """Return the largest magnitude of the entries that count; infinity if one is not finite, 0 if none counts."""
     counted = values if valid is None else values[valid.expand_as(values)]
-    return float(counted.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if counted.numel() else 0.0
+    largest = float(counted.abs().max()) if counted.numel() else 0.0
+    return math.inf if math.isnan(largest) else largest

@@ -239,8 +239,9 @@ class Blocks:
             return False
         lasts = [self.last_level, reduce(EpisodeBlock.joined, end)]
         lasts = [last for last in lasts if float(np.max(self.values)) + first.mean > 2 * last.mean]
-        tops = [self._fifth_before(place) for place in range(2, len(self.blocks))] if lasts else []
-        return any(self._is_lost(noise, first, top, last) for last in lasts for top in tops)
+        begin = max((last.begin for last in lasts), default=0)
+        places = (place for place in range(2, len(self.blocks)) if self.blocks[place - 1].end < begin)
+        return any(self._is_lost(noise, first, top, last) for top in map(self._fifth_before, places) for last in lasts)
 
     def _is_lost(self, noise: Noise, first: EpisodeBlock, top: EpisodeBlock, last: EpisodeBlock) -> bool:
         if not (first.end < top.begin and top.end < last.begin and top.mean > first.mean and _differ(first, top)):
@@ -357,13 +358,16 @@ def smoothed(values: Array, width: int) -> Array:
     return means
 
 
-def rise(values: Array, levels: Array, noise: Noise, width: int) -> Rise:
-    """Return the rise of a series from its first `width` values to the highest of its `levels`, and whether it exceeds noise."""
+def rise(values: Array, levels: Array, noise: Noise, width: int, scores: tuple[float, float]) -> Rise:
+    """Return the rise of a series from its first `width` values to the highest of its `levels`, and whether it exceeds noise.
+
+    The `scores` are the trend scores of the values; those of the negated values are the negated scores.
+    """
     top = int(np.argmax(levels))
     height = float(levels[top] - np.mean(values[:width]))
     if height <= 0 or height <= 1e-9 * float(np.max(np.abs(values))):
         return Rise(top, max(height, 0.0), significant=False)
-    straight, course = trend_scores(values)
+    straight, course = scores
     floor = 1e-9 * float(np.max(np.abs(values)))
     in_noise = height / max(noise.scale, floor)
     lasting = height / max(noise.lasting, floor)

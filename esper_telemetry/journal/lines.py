@@ -304,6 +304,12 @@ def decode_line(data: bytes, run_dir: Path | None = None) -> DecodedLine:
     return DecodedLine(entry)
 
 
+CONTROLS: Final = re.compile(
+    rb'\x7f|\xc2[\x80-\x9f]|\xe2(?:\x80[\x8b\x8e\x8f\xa8-\xae]|\x81[\xa0-\xaf])|\xed|\xef\xbb|\xf3\xa0|\\[^"\\/nt]'
+)
+"""DEL, bytes of all other characters that are not printable, and escapes other than those of printable characters."""
+
+
 def _parse(data: bytes) -> Line:
     """Return the JSON of a line, strict except for repeated names, of which the last counts; raises ValueError with the reason."""
     try:
@@ -313,7 +319,8 @@ def _parse(data: bytes) -> Line:
     if line is None:
         line = _parse_slowly(data)
     # In strict JSON a control character is an escape, DEL, or not ASCII. The fields of a record are not nested.
-    may_have_controls = b"\\" in data or b"\x7f" in data or not data.isascii()
+    is_plain = b"\\" not in data and b"\x7f" not in data and data.isascii()
+    may_have_controls = not is_plain and CONTROLS.search(data) is not None
     if may_have_controls or not data.startswith(RECORD_HEAD):
         check_nesting(line)
     if may_have_controls:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
@@ -127,12 +127,16 @@ def discounted_sums(x: Tensor, factors: Tensor) -> Tensor:
 
     It takes log2 T passes over all steps at once: a loop over 2048 steps takes forty times as long.
     """
-    sums, factors, distance = x.clone(), factors[:-1], 1
-    while distance < len(sums):
-        sums[:-distance].add_(factors * sums[distance:])
-        factors = factors[:-distance] * factors[distance:]
-        distance *= 2
-    return sums
+    sums: Any = x.clone()
+    if x.is_cpu:  # numpy takes a third of the time that torch takes for these small operations
+        sums, factors = sums.detach().numpy(), factors.detach().numpy()  # type: ignore[assignment]  # an array has the same operators
+    factors, distance = factors[:-1], 1
+    with np.errstate(all="ignore"):  # as torch
+        while distance < len(x):
+            sums[:-distance] += factors * sums[distance:]
+            factors = factors[:-distance] * factors[distance:]
+            distance *= 2
+    return torch.from_numpy(sums) if x.is_cpu else sums
 
 
 def where_any(x: Tensor, count: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
-from esper_telemetry.alarms.metric_entries import metric_entries
+from esper_telemetry.alarms.metric_entries import descriptions
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.files import replace_file
 from esper_telemetry.core.group import SlotLayout
@@ -224,7 +225,7 @@ class RunRecorder:
         """
         if worker:
             self._use_worker()
-        metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
+        metrics = descriptions()
         self._described.update(metrics)
         options = self._options
         name = options.name or "run"
@@ -238,7 +239,7 @@ class RunRecorder:
             config=plain(config),
             tags=tuple(plain(options.tags)),
             notes=plain(options.notes),
-            versions=_versions(),
+            versions=dict(_versions()),
             facts=plain({"level": self.settings.level.name.lower(), **facts}),
             metrics=metrics,
         )
@@ -368,7 +369,9 @@ def _without_secrets(run: RunInfo) -> RunInfo:
     return replace(run, **{name: shown[name] for name in texts})
 
 
-def _versions() -> dict[str, str]:
+@cache
+def _versions() -> Mapping[str, str]:
+    """Return the versions of the packages of this process; looking them up takes milliseconds."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

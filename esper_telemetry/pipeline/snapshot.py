@@ -44,6 +44,8 @@ STATIC: Final = (
     *(AlarmRule, Ramp),
 )
 """Types of objects that a state refers to and does not contain."""
+PLAIN: Final = frozenset([str, int, float, bool, type(None)])
+"""Types of objects that are never static or references."""
 STATE_MODULES: Final = ("esper_telemetry.alarms.", "esper_telemetry.history.", "esper_telemetry.equations.")
 """Prefixes of modules whose classes a snapshot may name, and whose sources must be unchanged."""
 PACKAGE: Final = Path(__file__).parents[1]
@@ -131,11 +133,17 @@ class SnapshotFile:
         # Not only loaded modules: more are loaded at the end of a run than at its beginning.
         for room in STATE_MODULES:
             files.update((PACKAGE / room.split(".")[1]).rglob("*.py"))
-        checksum = 0
-        for path in sorted(files):
-            checksum = zlib.crc32(path.read_bytes(), checksum)
+        checksum = _source_checksum(frozenset(files))
         types = sorted(item.type for item in self._static if isinstance(item, AlarmRule))
         return f"{platform.python_version()} {np.__version__} {zlib.crc32(' '.join(types).encode(), checksum):08x}"
+
+
+@functools.cache
+def _source_checksum(files: frozenset[Path]) -> int:
+    checksum = 0
+    for path in sorted(files):
+        checksum = zlib.crc32(path.read_bytes(), checksum)
+    return checksum
 
 
 def known_contents(run_dir: Path) -> JournalContents | None:
@@ -195,6 +203,8 @@ class _StatePickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> int | str | None:
         """Return the name of a reference, the position of a function or rule, or -1 for a function that was made for one update."""
+        if type(obj) in PLAIN:
+            return None
         if (name := self._names.get(id(obj))) is not None:
             return name
         if not isinstance(obj, STATIC) or str(getattr(obj, "__module__", "")).startswith("numpy"):

@@ -16,7 +16,7 @@ from inspect import getsource
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.alarms.metric_entries import MetricEntry, metric_entries
+from esper_telemetry.alarms.metric_entries import MetricEntry, descriptions
 from esper_telemetry.alarms.verdict import remarks, return_course, run_outcome
 from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.metric import Derived, Metric, declared, families, family_name, groups, since
@@ -329,7 +329,7 @@ def _live(key: str) -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def _overview() -> frozenset[str]:
-    infos = {entry.metric.key: entry.info() for entry in metric_entries()}
+    infos = descriptions()
     return frozenset(overview_keys(RunInfo("every", "every", None, 0.0, metrics=infos)))
 
 

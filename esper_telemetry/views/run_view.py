@@ -26,7 +26,7 @@ import numpy as np
 
 from esper_telemetry.alarms.detectors import LastingFinding
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge, is_course
-from esper_telemetry.alarms.metric_entries import metric_entries
+from esper_telemetry.alarms.metric_entries import descriptions
 from esper_telemetry.alarms.rule import WARNING, Finding
 from esper_telemetry.alarms.rules.task_alarms import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
@@ -181,7 +181,7 @@ def open_logs(
     if address.startswith("mlflow:"):
         limit_mlflow_requests()
     imported = read_foreign(read_source(address, run), columns)
-    metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
+    metrics = descriptions()
     facts = {"trainer": imported.trainer, **imported.facts}
     info = RunInfo("imported", masked(imported.name), None, 0.0, config=imported.facts, facts=facts, metrics=metrics)
     view = RunView(info, masked(address), max_points=max_points)

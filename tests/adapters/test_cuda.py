@@ -208,9 +208,8 @@ TRAINERS: Mapping[str, Callable[[Telemetry | None], Weights]] = {
 
 PRETENDED = [
     bundled,
-    bundled_lstm,
-    bundled_gru,
     watched,
+    *(pytest.param(program, marks=pytest.mark.system) for program in (bundled_lstm, bundled_gru)),
     *(
         pytest.param(program, marks=pytest.mark.sb3)
         for program in (stable_baselines, stable_baselines_factored, rsl_rl, torchrl)

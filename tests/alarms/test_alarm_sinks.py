@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import wandb
-from mlflow.tracking import MlflowClient
+from backends_read import mlflow_client
 from scripted import an_alarm
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -220,7 +220,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(store: Path) -> Any:
-    return MlflowClient(f"sqlite:///{store}/mlflow.db")
+    return mlflow_client(store)
 
 
 def mlflow_run(client: Any, run_id: str) -> Any:
@@ -265,6 +265,7 @@ def test_a_joined_mlflow_run_gets_them_too_and_stays_open(store: Path, client: A
     assert "Incident 1" in artifact(client, run, "incidents.md", tmp_path)
 
 
+@pytest.mark.system
 def test_an_incident_that_is_under_way_is_stored_already(store: Path, client: Any, tmp_path: Path) -> None:
     sink = MLflowSink()
     sink.open(run_info(store, run_id="under-way"))
@@ -273,6 +274,7 @@ def test_an_incident_that_is_under_way_is_stored_already(store: Path, client: An
     assert "policy/kl" in artifact(client, mlflow_run(client, "under-way"), "incidents.md", tmp_path)
 
 
+@pytest.mark.system
 def test_a_store_without_artifacts_costs_a_warning_and_no_number(
     store: Path, client: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -322,7 +324,7 @@ def test_each_backend_shows_the_outcome(tmp_path: Path, capsys: pytest.CaptureFi
 
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     (page,) = events.Tensors("0_verdict")
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client = mlflow_client(tmp_path)
     (experiment,) = (e for e in client.search_experiments() if e.name == "esper_telemetry")
     (run,) = client.search_runs([experiment.experiment_id])
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -90,9 +91,10 @@ DECLINING: Mapping[str, Draw] = {
 }
 
 
-def outcomes(draw: Draw, updates: int, seeds: int = SEEDS) -> list[OutcomeKind]:
+@cache
+def outcomes(draw: Draw, updates: int) -> list[OutcomeKind]:
     time = np.linspace(0, 1, updates)
-    return [outcome_of(records(draw(np.random.default_rng(seed), time))).kind for seed in range(seeds)]
+    return [outcome_of(records(draw(np.random.default_rng(seed), time))).kind for seed in range(SEEDS)]
 
 
 @pytest.mark.parametrize("updates", [60, 200])

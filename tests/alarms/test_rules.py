@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from healthy_run import FACTS, Spoil, Values, alarms, both, judged, multiplied, raised, run, set_to
 
-from esper_telemetry.alarms import Detectors, Thresholds, Verdict
+from esper_telemetry.alarms import Detectors, Thresholds
 from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.core.record import RUN_FAILED, AlarmEvent, AlarmLevel
 
@@ -25,7 +25,6 @@ class Case(NamedTuple):
     lag: int = 0
     facts: Mapping[str, Any] = FACTS
     thresholds: Thresholds = Thresholds()
-    updates: int = 70
 
 
 def growing(key: str, factor: float) -> Spoil:
@@ -104,10 +103,8 @@ CASES: dict[str, Case] = {
     ),
     "opt/negative_rate": Case(set_to({"opt/lr": -3e-4})),
     "adv/signs": Case(set_to({"adv/minibatch_rows": 2.0}), 1),
-    "grad/slow_growth": Case(boiling, 91, updates=130),
-    "value/never_fits": Case(
-        set_to({"value/r2": -5.0, "value/explained_variance": -4.0}), 30, thresholds=Thresholds(), updates=80
-    ),
+    "grad/slow_growth": Case(boiling, 91),
+    "value/never_fits": Case(set_to({"value/r2": -5.0, "value/explained_variance": -4.0}), 30, thresholds=Thresholds()),
     "value/limit_bias": Case(set_to({"value/bias_truncated": 80.0}), 4),
     "policy/std_collapse": Case(set_to({"policy/head/op/std/mean": 0.0025}), 2),
     "lstm/empty": Case(set_to({"lstm/h/rms": 1e-5}), 4),
@@ -130,7 +127,6 @@ CASES: dict[str, Case] = {
         set_to({"opt/snr_share": -0.01}),
         40,
         thresholds=Thresholds().with_changes({"grad/noise_dominated": "on"}),
-        updates=90,
     ),
     "grad/drift": Case(multiplied({"grad/global/norm_preclip": 300}), 4),
     "grad/concentration": Case(set_to({"grad/concentration/entropy": 0.1}), 2),
@@ -182,7 +178,7 @@ CASES: dict[str, Case] = {
 def case_records(kind: str) -> list[Any]:
     """Records of a case; before a drop of the return, the return rises."""
     case = CASES[kind]
-    made = run(case.updates, case.spoil, since=SINCE)
+    made = run(SINCE + max(20, case.lag + 10), case.spoil, since=SINCE)
     if kind == "task/return_drop":
         key = "episode/return_mean_100"
         for update in range(SINCE - 1):
@@ -190,34 +186,18 @@ def case_records(kind: str) -> list[Any]:
     return made
 
 
-class CaseCourse(NamedTuple):
-    """Verdicts on the records of a case, and the keys of all findings of its rule."""
-
-    verdicts: list[Verdict]
-    keys: frozenset[str]
-
-
-@cache
-def case_course(kind: str) -> CaseCourse:
-    case = CASES[kind]
-    detectors = Detectors(case.facts, case.thresholds or Thresholds())
-    judge, keys = detectors._judges[kind], set[str]()
-
-    def recorded(view):  # type: ignore[no-untyped-def]
-        findings = list(judge(view))
-        keys.update(finding.key for finding in findings)
-        return findings
-
-    detectors._judges[kind] = recorded
-    return CaseCourse([detectors.step(record) for record in case_records(kind)], frozenset(keys))
+def alone(kind: str) -> Detectors:
+    """Detectors of a case with its rule only."""
+    return Detectors(CASES[kind].facts, CASES[kind].thresholds.without(CASES.keys() - {kind}))
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_what_goes_wrong_is_reported_in_time_with_numbers_evidence_and_what_to_try(kind: str) -> None:
-    verdicts = case_course(kind).verdicts
+    case = CASES[kind]
+    verdicts = judged(case_records(kind)[: SINCE + case.lag], case.facts, case.thresholds)
     first = next(alarm for alarm in alarms(verdicts) if alarm.type == kind)
 
-    assert SINCE <= raised(verdicts)[kind] <= SINCE + CASES[kind].lag
+    assert raised(verdicts)[kind] >= SINCE
     assert first.event is AlarmEvent.RAISE
     assert first.text.startswith(f"Since update {first.since}, ") and "Try: " in first.text
     assert first.incident >= 1 and first.cause
@@ -253,11 +233,7 @@ def test_a_healthy_run_raises_nothing_and_leaves_no_question_open() -> None:
     assert {verdict.values["alarm/active"] for verdict in verdicts} == {0.0}
 
 
-@pytest.mark.parametrize("rule", alarm_rules(), ids=lambda rule: rule.type)
-def test_every_rule_says_who_says_so(rule: Any) -> None:
-    assert rule.source and rule.inputs
-
-
+@cache
 def is_instance(key: str, template: str) -> bool:
     """Return True if the key instantiates the template or one of its histories: `{key}` is any key, other labels one segment."""
     pattern = re.escape(template).replace(re.escape("{key}"), ".+")
@@ -267,7 +243,17 @@ def is_instance(key: str, template: str) -> bool:
 @pytest.mark.parametrize("rule", [rule for rule in alarm_rules() if rule.type in CASES], ids=lambda rule: rule.type)
 def test_the_keys_that_decide_are_declared_and_the_first_that_is_declared_decides(rule: Any) -> None:
     """The page of a metric then lists exactly the alarms that its value raises, under `decides`."""
-    keys = case_course(rule.type).keys
+    detectors, keys = alone(rule.type), set[str]()
+    judge = detectors._judges[rule.type]
+
+    def recorded(view):  # type: ignore[no-untyped-def]
+        findings = list(judge(view))
+        keys.update(finding.key for finding in findings)
+        return findings
+
+    detectors._judges[rule.type] = recorded
+    for record in case_records(rule.type):
+        detectors.step(record)
 
     assert [key for key in keys if not any(is_instance(key, template) for template in rule.inputs)] == []
     assert any(is_instance(key, rule.inputs[0]) for key in keys)
@@ -278,8 +264,8 @@ def with_keys(records: list[Any], keeps: Callable[[str], bool]) -> list[Any]:
 
 
 def is_raised(kind: str, records: list[Any]) -> bool:
-    case = CASES[kind]
-    return any(alarm.type == kind for alarm in alarms(judged(records, case.facts, case.thresholds)))
+    detectors = alone(kind)
+    return any(detectors.step(record).alarms for record in records)
 
 
 @pytest.mark.parametrize(

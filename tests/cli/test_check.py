@@ -88,6 +88,7 @@ def test_every_update_is_sampled_and_its_cost_raises_no_alarm(tmp_path: Path) ->
     assert [alarm.type for alarm in read_run(tmp_path / "run").alarms if alarm.type == "telemetry/overhead"] == []
 
 
+@pytest.mark.system
 def test_a_script_is_stopped_when_the_time_is_up(tmp_path: Path) -> None:
     (tmp_path / "spinning.py").write_text(SPINNING, encoding="utf-8")
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from made_runs import ESCAPES, KL_SPIKES, hostile_run, journal
 
 from esper_telemetry.core.record import RunStatus
 
-mcp = pytest.importorskip("mcp")
-pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.system]  # of the client's pipes
+pytestmark = [
+    pytest.mark.skipif(find_spec("mcp") is None, reason="needs mcp"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of the client's pipes
+    pytest.mark.system,
+]
 RUNS = ("broken", "failed", "healthy")
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
@@ -41,6 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(root: Path, calls: Calls) -> list[tuple[bool, Any]]:
     """Call tools in one session; returns for each whether it was refused, and its answer or message."""
     import anyio
+    import mcp
 
     async def session() -> list[tuple[bool, Any]]:
         arguments = ["-m", "esper_telemetry", "mcp", "--root", str(root)]

@@ -318,6 +318,7 @@ def test_time_grows_with_the_length_of_a_text_not_faster() -> None:
         masked(piece * 20_000)
 
 
+@pytest.mark.system
 def test_nothing_in_the_run_directory_holds_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In settings, on the command line, in the error that a client raises in the other process, and in that process's log."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--sink", "mlflow:http://me:hunter2@host"])

@@ -54,6 +54,7 @@ def test_an_import_that_breaks_is_tried_again_in_a_fresh_process(tmp_path: Path,
     assert len({call["pid"] for call in calls(good.file)}) == 1, "a process with a broken import opens nothing"
 
 
+@pytest.mark.system
 def test_a_client_that_cannot_be_imported_is_given_up_and_the_others_go_on(
     tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:

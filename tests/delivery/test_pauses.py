@@ -71,6 +71,7 @@ def test_a_call_that_does_not_come_back_is_called_slow_in_steps_that_double(cloc
     assert calls.slowness == ""
 
 
+@pytest.mark.system
 def test_a_client_that_was_stopped_with_its_process_is_not_killed_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

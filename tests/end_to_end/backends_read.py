@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waiting import wait_until
 
@@ -135,9 +134,16 @@ def _in_order(events: Any) -> list[tuple[int, float, float]]:
     return [(event.step, event.wall_time, event.value) for event in events]
 
 
+def mlflow_client(place: Path | str) -> Any:
+    """A client of the database in a directory, or of a server. The import takes seconds."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(place if isinstance(place, str) else f"sqlite:///{place}/mlflow.db")
+
+
 def mlflow_points(run_dir: Path) -> dict[str, list[Point]]:
     """By key, the whole history of every metric; times in seconds."""
-    client = MlflowClient(f"sqlite:///{run_dir}/mlflow.db")
+    client = mlflow_client(run_dir)
     run_id = mlflow_run(run_dir).info.run_id
     histories = {key: client.get_metric_history(run_id, key) for key in mlflow_run(run_dir).data.metrics}
     points = {key: sorted(Point(m.step, m.timestamp / 1000, m.value) for m in ms) for key, ms in histories.items()}
@@ -146,7 +152,7 @@ def mlflow_points(run_dir: Path) -> dict[str, list[Point]]:
 
 def mlflow_run(run_dir: Path) -> Any:
     """The only run in the run directory's store."""
-    client = MlflowClient(f"sqlite:///{run_dir}/mlflow.db")
+    client = mlflow_client(run_dir)
     (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     return run
 

@@ -11,10 +11,10 @@ from backends_read import (
     BACKEND_SECONDS,
     all_backends_closed,
     assert_the_same_numbers_in_all_four,
+    mlflow_client,
     mlflow_run,
     wandb_entries,
 )
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waiting import wait_until
 
@@ -112,7 +112,7 @@ def test_mlflow_has_its_verdict_and_the_incidents(run_dir: Path, run: Run, first
     begun = next(alarm.since for alarm in run.alarms if alarm.type == cause)
     assert f"**{cause}** (critical, still active): Since update {begun}, " in note
     assert f"{cause} since update {begun}" in in_mlflow.data.tags["esper.verdict"]
-    client = MlflowClient(f"sqlite:///{run_dir}/mlflow.db")
+    client = mlflow_client(run_dir)
     stored = client.download_artifacts(in_mlflow.info.run_id, "incidents.json", str(tmp_path))
     incidents = json.loads(Path(stored).read_text())
     last = [alarm for alarm in run.alarms if alarm.incident == first.incident][-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from esper_telemetry.history.trend import advantage_gradient, lr_response, ranks, spearman
 
@@ -14,6 +13,8 @@ def test_equal_values_share_the_average_rank() -> None:
 
 
 def test_correlation_is_that_of_scipy() -> None:
+    from scipy import stats
+
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 10, (2, 60)).astype(float)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import scipy.stats
 import torch
 from torch import Tensor
 
@@ -21,6 +20,8 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def test_a_large_common_offset_costs_no_precision() -> None:
     """Raw power sums would lose all digits of the skew at mean/std = 1e6."""
+    import scipy.stats
+
     x = numbers(512)
 
     values = advantage_stats(x + 1e6).values()

@@ -109,6 +109,7 @@ def test_discounted_sums_follow_the_recurrence(length: int) -> None:
         expected.insert(0, after)
 
     assert torch.allclose(discounted_sums(x, factors), torch.stack(expected), rtol=1e-12)
+    assert discounted_sums(x * 1e308, factors + 1e308).shape == x.shape  # overflow is no warning
 
 
 def test_only_episodes_that_terminate_count_for_the_monte_carlo_fit() -> None:

@@ -107,6 +107,7 @@ def disagree(rank: int, run_dir: str) -> str:
     return ""
 
 
+@pytest.mark.system
 def test_ranks_that_measure_differently_end_with_a_sentence_on_both(tmp_path: Path) -> None:
     first, second = run_together(disagree, tmp_path, str(tmp_path / "run"))
 
@@ -201,6 +202,7 @@ def without_the_other(rank: int) -> str:
     return "made"
 
 
+@pytest.mark.system
 def test_a_rank_without_telemetry_is_missed_and_named(tmp_path: Path) -> None:
     first, _ = run_together(without_the_other, tmp_path)
 

@@ -41,6 +41,7 @@ def update(rank: int, run_dir: str) -> list[int]:
     return [*found, session_of(telemetry).sampling.every]
 
 
+@pytest.mark.system
 def test_ranks_look_closely_as_often_as_the_first_one_can_afford(tmp_path: Path) -> None:
     assert run_together(update, tmp_path, str(tmp_path / "run")) == [[8, 4], [8, 4]]
 

@@ -118,6 +118,7 @@ def test_two_ranks_report_what_one_process_observes_of_their_rows(tmp_path: Path
     assert {key: ours.values.get(key) for key in expected} == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.system
 def test_whatever_ranks_merge_is_compared_or_says_why_not(together: Path, tmp_path: Path) -> None:
     record_part(tmp_path, WHOLE)
     known = {metric.key: metric for metric in catalogue()}

@@ -156,6 +156,7 @@ def refusal(trainer: PPO, path: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.system
 def test_ranks_go_on_from_one_file_each_with_its_own_episodes(tmp_path: Path) -> None:
     """Eight updates of 128 steps: each rank's state equals, bit for bit, the state without a break."""
     ranks = run_together(gone_on, tmp_path, str(tmp_path))

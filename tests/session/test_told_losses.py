@@ -63,6 +63,7 @@ def test_a_run_directory_that_is_deleted_meanwhile_is_told_of(
     assert "has every number" not in capsys.readouterr().out
 
 
+@pytest.mark.system
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 def test_a_worker_that_cannot_be_ended_costs_the_journal_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -17,9 +17,7 @@ from urllib.parse import quote
 from urllib.request import urlopen
 
 import pytest
-from mlflow.entities import Metric
-from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
+from backends_read import mlflow_client
 from sink_runs import HISTOGRAM, record, run_info
 from waiting import wait_until
 
@@ -43,7 +41,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(store: Path) -> Any:
-    return MlflowClient(f"sqlite:///{store}/mlflow.db")
+    return mlflow_client(store)
 
 
 def opened(run: RunInfo, sink: MLflowSink | None = None) -> MLflowSink:
@@ -126,6 +124,8 @@ def test_only_the_latest_number_of_each_key_goes_through_the_client(
 
 
 def test_nan_and_infinity_are_stored_as_mlflow_stores_them(store: Path, client: Any) -> None:
+    from mlflow.entities import Metric
+
     run_id = opened(run_info(store, run_id="nonfinite"))._open.run_id  # type: ignore[union-attr]
     rows = metric_table(client)
     assert rows is not None
@@ -148,6 +148,9 @@ def test_rows_of_several_transactions_are_all_there(store: Path, client: Any, mo
 
 
 def test_rows_of_no_run_are_refused(client: Any) -> None:
+    from mlflow.entities import Metric
+    from mlflow.exceptions import MlflowException
+
     rows = metric_table(client)
     assert rows is not None
     with pytest.raises(MlflowException, match="FOREIGN KEY"):
@@ -157,7 +160,7 @@ def test_rows_of_no_run_are_refused(client: Any) -> None:
 def test_a_server_and_an_unknown_table_take_everything_through_the_client(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert metric_table(MlflowClient("http://127.0.0.1:9")) is None
+    assert metric_table(mlflow_client("http://127.0.0.1:9")) is None
     monkeypatch.setattr(mlflow_rows, "METRIC_COLUMNS", {"key", "value"})
     assert metric_table(client) is None
 
@@ -390,7 +393,7 @@ def test_a_database_that_was_never_finished_is_made_anew(tmp_path: Path, count: 
     sink.write([record(1)])
     sink.close(RunStatus.FINISHED)
 
-    run = mlflow_run_of(MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"), "again")
+    run = mlflow_run_of(mlflow_client(tmp_path), "again")
     assert run.data.metrics["policy/kl"] == 0.01
     assert sorted(path.name for path in tmp_path.glob("*.db*")) == ["mlflow.db", "mlflow.db.broken"]
 
@@ -414,7 +417,7 @@ def test_a_database_is_made_once_however_many_want_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as makers:
         list(makers.map(ensure_database, [path] * 3))
 
-    MlflowClient(f"sqlite:///{path}").create_experiment("usable")
+    mlflow_client(tmp_path).create_experiment("usable")
     assert [mlflow_run_of.name for mlflow_run_of in tmp_path.iterdir()] == ["mlflow.db"]
 
 
@@ -440,6 +443,8 @@ def free_port() -> int:
 
 
 def test_a_server_that_is_not_there_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.exceptions import MlflowException
+
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
     with pytest.raises(MlflowException):
@@ -506,7 +511,7 @@ def test_a_server_holds_what_was_sent(server: str) -> None:
     sink.write([record(1), record(2)])
     sink.close(RunStatus.FAILED)
 
-    client: Any = MlflowClient(server)
+    client: Any = mlflow_client(server)
     run = mlflow_run_of(client, "abc123", "walker")
     assert run.info.status == "FAILED"
     assert history(client, run, "policy/kl") == [(1000, 0.01, 1_700_000_001_000), (2000, 0.02, 1_700_000_002_000)]
@@ -514,6 +519,7 @@ def test_a_server_holds_what_was_sent(server: str) -> None:
     assert sink.place(run_info()).pages[0] == ("run", address)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("logged_in")
 def test_the_first_names_on_a_server_repeat_the_headlines_and_the_return_is_the_first(server: str) -> None:
     """MLflow lists and draws metrics in alphabetical order. `doctor` ignores these keys, because they repeat other numbers."""
@@ -524,7 +530,7 @@ def test_the_first_names_on_a_server_repeat_the_headlines_and_the_return_is_the_
     sink.write([record(1, values), record(2, {**values, "alarm/active": 2.0})])
     sink.close(RunStatus.FINISHED)
 
-    client: Any = MlflowClient(server)
+    client: Any = mlflow_client(server)
     stored = mlflow_run_of(client, "headlines")
     assert sorted(stored.data.metrics)[:3] == [*("0_overview/01 return", "0_overview/02 alarms", "0_overview/04 KL")]
     repeated = history(client, stored, "0_overview/02 alarms")
@@ -540,7 +546,7 @@ def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
     server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole path: journal, child process, server with artifacts. Then every file of the run is searched for the password."""
-    quoted, client = quote(PASSWORD, safe=""), MlflowClient(server)
+    quoted, client = quote(PASSWORD, safe=""), mlflow_client(server)
     sink = MLflowSink(server.replace("://", f"://{USER}:{quoted}@"), experiment="secret", checkpoints=True)
     with monkeypatch.context() as without_variables:
         for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
@@ -569,6 +575,7 @@ def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
     assert [text for text in [*files, output] if PASSWORD.encode() in text or quoted.encode() in text] == []
 
 
+@pytest.mark.system
 @needs_passwords
 def test_nobody_is_let_in_without_the_password_and_nothing_is_tried_again(server: str) -> None:
     for address in (server, server.replace("://", f"://{USER}:guessed@")):

@@ -123,6 +123,7 @@ def test_a_wrong_address_is_refused_where_it_is_given() -> None:
         Telemetry(run_dir=None, notify="my-channel")
 
 
+@pytest.mark.system
 def test_the_sink_passes_the_kit(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("esper_telemetry.testing.sinks.MANY_RECORDS", 2000)
     slow = ("many records", "sigterm")

@@ -120,7 +120,7 @@ def test_what_takes_another_pass_is_left_to_debug(tmp_path: Path) -> None:
 
 
 def test_capacity_is_measured_in_every_tenth_update(tmp_path: Path) -> None:
-    updates = records(tmp_path, updates=12)
+    updates = records(tmp_path, updates=11)
 
     assert [update for update, values in enumerate(updates, 1) if "repr/capacity_loss" in values] == [1, 11]
 
@@ -165,16 +165,17 @@ def test_an_evaluation_joins_the_record_of_the_update_that_ends_next(tmp_path: P
     assert updates[1]["eval/return_mean"] == pytest.approx(sum(evaluations[0].returns) / 3)
 
 
+@pytest.mark.system
 def test_exact_divergences_are_there_at_normal_in_sampled_updates(tmp_path: Path) -> None:
-    """In the first and ninth of ten updates. The numbers equal the numbers at DEBUG, which samples every update."""
+    """In the first and ninth update. The numbers equal the numbers at DEBUG, which samples every update."""
     keys = {"policy/kl_exact", "policy/head/op/kl_exact", "policy/entropy_grad_ratio", "value/move_over_std"}
     runs = {
-        level: records(tmp_path / level, level=level, updates=10, policy="lstm", entropy_coef=0.01)
+        level: records(tmp_path / level, level=level, updates=9, policy="lstm", entropy_coef=0.01)
         for level in ("normal", "debug")
     }
 
     present = [keys <= set(values) for values in runs["normal"]]
-    assert present == [True, *[False] * 7, True, False]
+    assert present == [True, *[False] * 7, True]
     assert not any(keys & set(values) for values, sampled in zip(runs["normal"], present, strict=True) if not sampled)
     for update in (0, 8):
         exact = {level: {key: values[update][key] for key in keys} for level, values in runs.items()}

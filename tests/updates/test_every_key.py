@@ -98,10 +98,12 @@ def emitted(tmp_path_factory: pytest.TempPathFactory, callers: dict[type, set[st
     return recall | pendulum | grown
 
 
+@pytest.mark.system
 def test_everything_that_is_emitted_is_registered(emitted: set[str]) -> None:
     assert {key for key in emitted if template_of(key, KEYS) not in KEYS} == set()
 
 
+@pytest.mark.system
 def test_everything_that_is_registered_is_emitted_or_has_a_reason(emitted: set[str]) -> None:
     templates = {template_of(key, KEYS) for key in emitted}
     expected = {key for key, metric in KEYS.items() if not metric.when_positive}  # other tests break the data for those
@@ -109,6 +111,7 @@ def test_everything_that_is_registered_is_emitted_or_has_a_reason(emitted: set[s
     assert expected - templates == set(ELSEWHERE) | LANGUAGE
 
 
+@pytest.mark.system
 def test_the_registry_names_the_function_that_makes_a_metric(emitted: set[str], callers: dict[type, set[str]]) -> None:
     """One of the functions that an entry names was on the call stack when the group was created."""
     made = {group: emitter(next(metric.key for _, metric in declared(group))).functions for group in callers}

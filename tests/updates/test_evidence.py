@@ -260,7 +260,10 @@ def pendulum(**settings: Any) -> PPO:
     return PPO(make_env("Pendulum-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, **settings))
 
 
-@pytest.mark.parametrize(("make", "offload"), [(cartpole, False), (recall, False), (pendulum, False), (recall, True)])
+@pytest.mark.parametrize(
+    ("make", "offload"),
+    [(cartpole, False), (recall, False), (pendulum, False), pytest.param(recall, True, marks=pytest.mark.system)],
+)
 def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any, offload: bool) -> None:
     """The evidence is compared with the trainer's own events of the same transitions."""
     source = make()

@@ -92,7 +92,7 @@ def explored(run_dir: Path, **options: Any) -> Explorer:
     return source
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.system)])
 def test_events_of_a_plugin_are_measured_with_the_update(tmp_path: Path, offload: bool) -> None:
     """Means of n and 3n. Episodes are counted because there were steps."""
     explored(tmp_path, offload=offload)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry import PPO, Level, PPOConfig, Record, Telemetry, attach, make_env
 from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup, Postponed
@@ -47,21 +47,29 @@ def trainer(make: Callable[[], Environment], **settings: Any) -> PPO:
     return PPO(make(), config)
 
 
-def records_of(run_dir: Path, source: PPO, *, level: str = "normal", updates: int = 3) -> list[dict[str, float]]:
-    with Telemetry(run_dir=run_dir, offload=False, level=level) as telemetry:
+def recorded(source: PPO, *, level: str = "normal", updates: int = 3) -> list[dict[str, float]]:
+    records: list[Record] = []
+    with Telemetry([records.append], run_dir=None, offload=False, level=level) as telemetry:
         attach(telemetry, source)
         source.learn(updates * 32 * source.env.num_envs)
-    return [dict(record.values) for record in read_run(run_dir).records]
+    return [dict(record.values) for record in records]
+
+
+@cache
+def records_of(
+    make: Callable[[], Environment], *, level: str = "normal", updates: int = 3, **settings: Any
+) -> list[dict[str, float]]:
+    """Values of the records of a run, which several tests read."""
+    return recorded(trainer(make, **settings), level=level, updates=updates)
 
 
 def starting(values: dict[str, float], prefix: str) -> set[str]:
     return {key for key in values if key.startswith(prefix)}
 
 
-@pytest.mark.parametrize("make", [masked_cartpole, cue_recall])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_an_lstm_reports_its_memory(tmp_path: Path, make: Callable[[], Environment], layers: int) -> None:
-    records = records_of(tmp_path, trainer(make, policy="lstm", lstm_layers=layers), updates=1 + INITIAL_PERIOD)
+@pytest.mark.parametrize(("make", "layers"), [(masked_cartpole, 1), (cue_recall, 2)])
+def test_an_lstm_reports_its_memory(make: Callable[[], Environment], layers: int) -> None:
+    records = records_of(make, policy="lstm", lstm_layers=layers, updates=1 + INITIAL_PERIOD)
 
     for values in records[::INITIAL_PERIOD]:
         assert starting(values, "lstm/") - THROUGH_TIME == STATES | RESETS | GATES | CELL | REPLAYED
@@ -74,10 +82,8 @@ def test_an_lstm_reports_its_memory(tmp_path: Path, make: Callable[[], Environme
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_gru_has_one_part_and_two_gates(tmp_path: Path, layers: int) -> None:
-    records = records_of(
-        tmp_path, trainer(masked_cartpole, policy="gru", lstm_layers=layers), updates=1 + INITIAL_PERIOD
-    )
+def test_a_gru_has_one_part_and_two_gates(layers: int) -> None:
+    records = records_of(masked_cartpole, policy="gru", lstm_layers=layers, updates=1 + INITIAL_PERIOD)
 
     states = {key for key in STATES if "/h/" in key} | RESETS - {"lstm/c_growth"}
     gates = {f"lstm/gate/{gate}/{name}" for gate in "rz" for name in ("mean", "sat_lo", "sat_hi")}
@@ -86,24 +92,22 @@ def test_a_gru_has_one_part_and_two_gates(tmp_path: Path, layers: int) -> None:
     assert starting(records[1], "lstm/") == states
 
 
-def test_a_policy_without_memory_reports_none(tmp_path: Path) -> None:
-    assert not starting(records_of(tmp_path, trainer(masked_cartpole))[-1], "lstm/")
+def test_a_policy_without_memory_reports_none() -> None:
+    assert not starting(records_of(masked_cartpole)[-1], "lstm/")
 
 
-def test_minimal_reports_the_reset_rate_and_never_computes_gates(tmp_path: Path) -> None:
-    source = trainer(cue_recall, policy="lstm")
-
-    last = records_of(tmp_path, source, level="minimal")[-1]
+def test_minimal_reports_the_reset_rate_and_never_computes_gates() -> None:
+    last = records_of(cue_recall, policy="lstm", level="minimal")[-1]
 
     assert starting(last, "lstm/") == {"lstm/reset_rate"}
 
 
-def test_the_reset_rate_is_that_of_the_task(tmp_path: Path) -> None:
+def test_the_reset_rate_is_that_of_the_task() -> None:
     """Episodes of ten steps: 32 steps have three beginnings, some four. Memory is at most nine steps old.
 
     The first rollout begins in the middle of episodes, without memory.
     """
-    _, *records = records_of(tmp_path, trainer(cue_recall, policy="lstm"))
+    _, *records = records_of(cue_recall, policy="lstm")
 
     for values in records:
         assert 3 / 32 <= values["lstm/reset_rate"] <= 4 / 32
@@ -111,12 +115,12 @@ def test_the_reset_rate_is_that_of_the_task(tmp_path: Path) -> None:
         assert values["lstm/age/max"] == 9
 
 
-def test_memory_that_is_never_reset_shows_at_once(tmp_path: Path) -> None:
+def test_memory_that_is_never_reset_shows_at_once() -> None:
     """The first rollout begins without memory once in each environment: 1 of 32. Later none resets, and ages grow."""
     source = trainer(cue_recall, policy="lstm")
     source.steps = replace(source.steps, resets=lambda ended: ended & False)
 
-    records = records_of(tmp_path, source)
+    records = recorded(source)
 
     assert [values["lstm/reset_rate"] for values in records] == [1 / 32, 0, 0]
     assert [values["lstm/age/max"] for values in records] == [31, 63, 95]
@@ -141,8 +145,8 @@ def test_gates_are_those_of_the_weights_that_collected(policy: str) -> None:
     assert max(worst) < 1e-5
 
 
-def test_a_factored_policy_reports_its_heads(tmp_path: Path) -> None:
-    first, *_, last = records_of(tmp_path, trainer(cue_recall, policy="lstm"))
+def test_a_factored_policy_reports_its_heads() -> None:
+    first, *_, last = records_of(cue_recall, policy="lstm")
 
     for head in ("op", "arg"):
         for name in ("kl", "logratio/std", "ratio/min", "ratio/max", "clip_frac", "blame", "entropy", "decision_frac"):
@@ -155,13 +159,13 @@ def test_a_factored_policy_reports_its_heads(tmp_path: Path) -> None:
     assert last["policy/action_shift_js"] == max(shifts)
 
 
-def test_one_head_is_not_reported_twice(tmp_path: Path) -> None:
-    assert "policy/head/action/kl" not in records_of(tmp_path, trainer(masked_cartpole))[-1]
+def test_one_head_is_not_reported_twice() -> None:
+    assert "policy/head/action/kl" not in records_of(masked_cartpole)[-1]
 
 
-def test_the_joint_entropy_leaves_out_irrelevant_rows(tmp_path: Path) -> None:
+def test_the_joint_entropy_leaves_out_irrelevant_rows() -> None:
     """A row's entropy is `op`'s, plus `arg`'s if it is relevant, so it is weighted by the share of such rows."""
-    last = records_of(tmp_path, trainer(cue_recall, policy="lstm"))[-1]
+    last = records_of(cue_recall, policy="lstm")[-1]
     op, arg = (last[f"policy/head/{head}/entropy"] for head in ("op", "arg"))
 
     assert last["policy/entropy"] == pytest.approx(op + last["policy/head/arg/decision_frac"] * arg, rel=1e-6)
@@ -194,12 +198,12 @@ def test_forbidden_actions_are_counted_where_they_matter() -> None:
     assert counted is not None and counted.sum() == 16 * 5
 
 
-def test_a_policy_whose_choice_is_free_violates_no_mask(tmp_path: Path) -> None:
-    assert "integrity/mask_violation" not in records_of(tmp_path, trainer(masked_cartpole))[-1]
+def test_a_policy_whose_choice_is_free_violates_no_mask() -> None:
+    assert "integrity/mask_violation" not in records_of(masked_cartpole)[-1]
 
 
-def test_rewards_are_reported_as_the_environment_gives_them(tmp_path: Path) -> None:
-    last = records_of(tmp_path, trainer(masked_cartpole, policy="lstm", normalize_rewards=True))[-1]
+def test_rewards_are_reported_as_the_environment_gives_them() -> None:
+    last = records_of(masked_cartpole, policy="lstm", normalize_rewards=True)[-1]
 
     assert last["reward/mean"] == 1
     assert last["reward/std"] == 0
@@ -246,8 +250,8 @@ def test_minibatches_of_several_sizes_are_padded_in_every_part() -> None:
 
 
 @pytest.mark.parametrize("level", ["minimal", "normal", "debug"])
-def test_nothing_is_reported_that_is_not_finite(tmp_path: Path, level: str) -> None:
-    last = records_of(tmp_path, trainer(cue_recall, policy="lstm"), level=level)[-1]
+def test_nothing_is_reported_that_is_not_finite(level: str) -> None:
+    last = records_of(cue_recall, policy="lstm", level=level)[-1]
 
     assert all(torch.isfinite(torch.tensor(value)) for value in last.values())
 
@@ -271,9 +275,9 @@ RANKS = {f"repr/{name}" for name in ("effective_rank", "srank", "pca99", "featur
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_features_before_the_first_step_are_measured(tmp_path: Path, shared: bool) -> None:
+def test_the_features_before_the_first_step_are_measured(shared: bool) -> None:
     """Eight units: at most eight dimensions, and none dormant in a new tanh layer."""
-    first, second, *_ = records_of(tmp_path, trainer(masked_cartpole, policy="lstm", shared_trunk=shared))
+    first, second, *_ = records_of(masked_cartpole, policy="lstm", shared_trunk=shared)
 
     assert starting(first, "repr/") >= RANKS | {"repr/dormant_frac", "repr/dead_frac"}
     assert all(1 <= first[key] <= 8 for key in RANKS - {"repr/feature_rank"})
@@ -281,19 +285,19 @@ def test_the_features_before_the_first_step_are_measured(tmp_path: Path, shared:
     assert not RANKS & second.keys()
 
 
-def test_a_trunk_of_dead_units_shows_at_once(tmp_path: Path) -> None:
+def test_a_trunk_of_dead_units_shows_at_once() -> None:
     source = trainer(masked_cartpole, activation="relu")
     with torch.no_grad():
         for name, parameter in source.policy.actor.named_parameters():
             parameter.fill_(-10.0) if "bias" in name else parameter.zero_()
 
-    first = records_of(tmp_path, source, updates=1)[0]
+    first = recorded(source, updates=1)[0]
 
     assert first["repr/dormant_frac"] == first["repr/dead_frac"] == 1
 
 
-def test_ratios_that_left_the_clip_range_are_measured(tmp_path: Path) -> None:
-    first = records_of(tmp_path, trainer(masked_cartpole, learning_rate=0.1))[0]
+def test_ratios_that_left_the_clip_range_are_measured() -> None:
+    first = records_of(masked_cartpole, learning_rate=0.1)[0]
 
     assert first["repr/excess_ratio/high"] > 0
     assert 0 < first["repr/excess_ratio/low"] < 0.8

@@ -163,7 +163,7 @@ def test_a_wrong_step_of_the_update_is_named_and_the_others_match(tmp_path: Path
     source = trainer(num_steps=96, num_epochs=6, num_minibatches=4)
     source.steps = replace(source.steps, **MISTAKES[equation, mistake])
 
-    run = recorded(source, tmp_path)
+    run = recorded(source, tmp_path, updates=2)
 
     results = results_of(run)
     assert set.intersection(*explanations(results[equation])) == {mistake}

@@ -162,6 +162,7 @@ def test_accumulated_passes() -> None:
     assert record.axes.gradient_step == 0 or record.axes.gradient_step == 1
 
 
+@pytest.mark.system
 def test_compiled_before_it_is_watched() -> None:
     """Hooks on modules would never fire. Hooks on parameters do, and use the names of the inner module."""
     with loop() as own:

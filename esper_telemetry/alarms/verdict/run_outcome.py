@@ -43,7 +43,7 @@ from esper_telemetry.alarms.verdict.return_course import STD
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number
 from esper_telemetry.core.record import Record, RunStatus, judgeable
-from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed
+from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed, trend_scores
 from esper_telemetry.history.recent_return import (
     COUNT,
     MAX_RETURN,
@@ -504,7 +504,9 @@ def course_of(values: Array, noise: Noise) -> OutcomeKind:
     width, last_width = max(3, math.ceil(count / 10)), max(3, math.ceil(count / 15))
     levels = smoothed(values, width)
     last = float(np.mean(values[-last_width:]))
-    upward, downward = rise(values, levels, noise, width), rise(-values, -levels, noise, width)
+    scores = trend_scores(values)
+    upward = rise(values, levels, noise, width, scores)
+    downward = rise(-values, -levels, noise, width, (-scores[0], -scores[1]))
     best = float(levels[upward.top])
     doubt = 3 * noise.lasting / math.sqrt(last_width)
     if upward.significant and best - last < max(LOST_SHARE * upward.height, doubt):

@@ -87,7 +87,7 @@ def test_rows_of_a_reset_leave_a_recurrent_policy_consistent(mode: AutoresetMode
             largest_log_ratios.append(event.log_ratio.abs().max().item())
 
     trainer.hooks.on(MinibatchEnd, look)
-    trainer.learn(200)
+    trainer.learn(176)
 
     assert len(largest_log_ratios) > 10 and max(largest_log_ratios) < 1e-5
     assert (min(rows) < 8) == (mode is AutoresetMode.NEXT_STEP)
