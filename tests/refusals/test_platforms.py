@@ -89,7 +89,7 @@ def test_a_run_is_recorded_delivered_locked_resumed_and_read(
     """macOS has a worker and a sink process. On Windows the trainer makes the records, and its threads feed the sinks."""
     process = without(names, tmp_path, training)
 
-    told = [line for line in process.stderr.splitlines() if "delivering to" not in line]  # on a busy machine
-    assert (process.returncode, told) == (0, [])
+    warnings = [line for line in process.stderr.splitlines() if "delivering to" not in line]  # on a busy machine
+    assert (process.returncode, warnings) == (0, [])
     assert process.stdout.splitlines()[0] == TRAININGS[training](None, nothing)
     assert {path.name for path in (tmp_path / "run").glob("*.log")} == files

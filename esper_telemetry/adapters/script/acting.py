@@ -194,14 +194,14 @@ class TrainedRows:
             self._now.append(inputs)
         if self._acted is None or not self._earlier:
             return None
-        earlier = _are_among(inputs, torch.cat([*self._earlier])) & ~_are_among(inputs, self._acted)
-        return earlier if bool(earlier.any()) else None
+        earlier, acted = (one.to(inputs.device).sort().values for one in (torch.cat([*self._earlier]), self._acted))
+        repeated = are_among(inputs, earlier, SAME_CHECKSUM) & ~are_among(inputs, acted, SAME_CHECKSUM)
+        return repeated if bool(repeated.any()) else None
 
 
-def _are_among(numbers: Tensor, others: Tensor) -> Tensor:
-    """Return which numbers [N] equal one of the others, up to rounding."""
-    table = others.to(numbers.device).sort().values
-    limit = SAME_CHECKSUM * float(table[[0, -1]].abs().max())
+def are_among(numbers: Tensor, table: Tensor, rounding: float) -> Tensor:
+    """Return which numbers [N] equal one in a sorted table, up to this share of its largest number."""
+    limit = rounding * float(table[[0, -1]].abs().max())
     right = torch.searchsorted(table, numbers.contiguous()).clamp(max=len(table) - 1)
     near = torch.stack([table[right], table[(right - 1).clamp(min=0)]])
     return (near - numbers).abs().amin(0) <= limit

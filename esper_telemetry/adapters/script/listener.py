@@ -183,9 +183,8 @@ class ScriptListener:
         self._first_pass = self._row_count = self._size = 0
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
-        self._steps_of: Counter[int] = (
-            Counter()
-        )  # of a parameter with a gradient; scripts may make new optimizers of it
+        # of each parameter that had a gradient: scripts may make new optimizers of a parameter
+        self._steps_of: Counter[int] = Counter()
         self._learning_rate = self._seconds = 0.0
         self._rates: dict[int, list[GroupRate]] = {}  # of each optimizer, at its first step in the update
         self._owners: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.adapters.columns import next_values
+from esper_telemetry.adapters.script.acting import are_among
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.recorders import Asked, LastEstimate, ObservedSteps
 from esper_telemetry.adapters.script.variables import Variables, as_number, stacked
@@ -784,10 +785,7 @@ def _held(numbers: Tensor, table: Tensor) -> float:
     """Share of these numbers that a sorted table holds, up to rounding; 0 if it is not finite: NaN and infinity come first or last."""
     if not bool(table[[0, -1]].isfinite().all()):
         return 0.0
-    limit = SAME_NUMBER * float(table[[0, -1]].abs().max())
-    right = torch.searchsorted(table, numbers.contiguous()).clamp(max=len(table) - 1)
-    near = torch.stack([table[right], table[(right - 1).clamp(min=0)]])
-    return float(((near - numbers).abs().amin(0) <= limit).double().mean())
+    return float(are_among(numbers, table, SAME_NUMBER).double().mean())
 
 
 def _entries(rows: list[Any] | deque[Any]) -> int:

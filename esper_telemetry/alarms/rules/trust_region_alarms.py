@@ -227,15 +227,15 @@ def kl_stall(view: View, past: PolicyMoves) -> Iterator[Finding]:
         words = "probability ratios have stayed at 1 (KL {}), although the policy has moved by {} nats: the old log-probabilities are "
         yield finding.says(words + "recomputed, so nothing is clipped", value, exact)
         return
-    at_rate = "" if rate is None else f", at a learning rate of {number(rate)}"
+    conditions = "" if rate is None else f", at a learning rate of {number(rate)}"
     size = view.get("obs/rms_max")
     if size is not None and size < SMALL_FEATURES:
-        at_rate += f", and the largest entry of the observations is about {number(size)}"
+        conditions += f", and the largest entry of the observations is about {number(size)}"
     words = "updates have not changed the policy, so it cannot learn: their KL divergence is at most {} nats{}"
     if slow:
         words = f"{SLOW_UPDATES} updates have hardly moved the policy: their KL divergence is at most {{}} nats (usually 0.002 to 0.02){{}}"
     yield finding.with_advice(lambda: stall_advice(rate, view.facts.optimizer, size, slow=slow)).says(
-        words, middle if slow else value, at_rate
+        words, middle if slow else value, conditions
     )
 
 

@@ -20,9 +20,8 @@ EXPECTED_FIT = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
 
 BEST_FIT_UPDATES = 20  # latest R² values from which the best one is taken
 RECENT_UPDATES = 5  # latest losses that a jump is compared with
-FOLLOWS = (
-    0.5  # rise of the returns within these updates, relative to the critic's error, that explains an error below 0
-)
+FOLLOWS = 0.5
+"""Rise of the returns within these updates, relative to the critic's error, that explains an error below 0."""
 BIAS_UPDATES = 10  # updates for which a critic must be wrong in one direction
 MIN_LOSS_GROWTH = 0.5  # decades by which the loss must have grown too: the fit also falls when returns vary less
 UNKNOWN_EARLY_UPDATES = 25  # updates that count as early in a run of unknown length

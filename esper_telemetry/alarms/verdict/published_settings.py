@@ -38,7 +38,7 @@ class PublishedRange:
 
 
 SMALL_FEATURES: Final = 0.05
-"""Size of the largest entry of observations below which networks hardly react to them; it is at least 0.1 in healthy runs."""
+"""Size of the largest entry of observations below which networks hardly react: half of the least healthy `obs/rms_max`."""
 
 ZOO, CAR = "rl-baselines3-zoo", "rl-baselines3-zoo MountainCarContinuous-v0"
 PUBLISHED: Final[Mapping[str, PublishedRange]] = {
