@@ -108,6 +108,7 @@ def test_parts_import_only_what_lies_below_them() -> None:
     assert wrong == []
 
 
+@pytest.mark.system
 def test_the_sinks_process_needs_no_torch() -> None:
     modules = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
@@ -119,6 +120,7 @@ def test_the_sinks_process_needs_no_torch() -> None:
     assert "torch" not in _loaded_by("import " + ", ".join(modules))
 
 
+@pytest.mark.system
 def test_importing_telemetry_imports_no_backend() -> None:
     names = "Telemetry, TensorBoardSink, WandbSink, MLflowSink, attach, delivery, testing"
     loaded = _loaded_by(f"import esper_telemetry.delivery.child; from esper_telemetry import {names}")

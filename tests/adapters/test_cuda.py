@@ -217,6 +217,7 @@ PRETENDED = [
 ]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("level", ["normal", "debug"])
 @pytest.mark.parametrize("train", PRETENDED)
 @pytest.mark.parametrize("offload", [False, pytest.param(None, marks=pytest.mark.system)], ids=["here", "shipped"])

@@ -38,6 +38,7 @@ def trained(run_dir: Path, *, totals: tuple[int, ...] = (640,), **settings: Any)
     return schedules(run_dir)
 
 
+@pytest.mark.system
 def test_a_rate_that_a_hook_sets_is_the_one_that_is_compared(tmp_path: Path) -> None:
     config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), seed=1)
     with Telemetry(run_dir=tmp_path, offload=False) as telemetry:
@@ -54,6 +55,7 @@ def test_a_rate_that_a_hook_sets_is_the_one_that_is_compared(tmp_path: Path) -> 
     assert row.state == "differs" and [one.name for one in row.explanations] == ["negative"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("anneal", [True, False])
 def test_the_bundled_trainer_keeps_its_schedule(anneal: bool, tmp_path: Path) -> None:
     row = trained(tmp_path / "run", anneal_learning_rate=anneal)
@@ -62,10 +64,12 @@ def test_the_bundled_trainer_keeps_its_schedule(anneal: bool, tmp_path: Path) ->
     assert row.updates >= 10
 
 
+@pytest.mark.system
 def test_a_trainer_that_learns_again_begins_another_schedule(tmp_path: Path) -> None:
     assert trained(tmp_path / "run", totals=(640, 1280)).state == "matches"
 
 
+@pytest.mark.system
 def test_a_rate_that_follows_the_kl_has_no_schedule(tmp_path: Path) -> None:
     row = trained(tmp_path / "run", desired_kl=0.01)
 

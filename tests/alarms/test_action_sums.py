@@ -44,6 +44,7 @@ def rollouts(updates: int, sharpness: float, *, uniform: bool) -> Iterator[dict[
         yield record(logits, torch.randint(0, 3, drawn.shape) if uniform else drawn)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("sharpness", [0.3, 1.0, 4.0, 20.0])
 def test_draws_raise_nothing_over_many_updates(sharpness: float) -> None:
     torch.manual_seed(0)

@@ -44,6 +44,7 @@ def test_a_threshold_that_does_not_exist_is_named_and_nothing_is_created(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("one_core")
 def test_a_threshold_raises_what_it_makes_worth_an_alarm(capsys: pytest.CaptureFixture[str]) -> None:
     """Every KL exceeds this bound; the command's last lines report the alarm."""
@@ -54,6 +55,7 @@ def test_a_threshold_raises_what_it_makes_worth_an_alarm(capsys: pytest.CaptureF
     assert "what went wrong" in printed and "$ esper-telemetry diagnose" in printed
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("one_core")
 def test_nothing_is_looked_for_with_no_detect() -> None:
     assert run([*SHORT, "--no-detect"]) == 0

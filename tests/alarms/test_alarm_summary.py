@@ -91,6 +91,7 @@ def loop(run_dir: Path | None, sinks: list[Any], error: type[BaseException] | No
             raise error
 
 
+@pytest.mark.system
 def test_a_loop_of_ones_own_with_the_console_ends_with_the_block(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_loop_without_the_console_prints_nothing(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.system
 def test_a_run_without_a_directory_names_the_backends_that_have_a_place_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

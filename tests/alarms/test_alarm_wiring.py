@@ -79,6 +79,7 @@ def test_an_alarm_stands_behind_its_record_with_its_values_and_events(tmp_path: 
     assert [event.type for event in run.events if event.type.startswith("task")] == ["task/plateau"] * 2
 
 
+@pytest.mark.system
 def test_the_trainer_hears_only_of_records_that_change_something(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def test_the_trainer_hears_only_of_records_that_change_something(
     assert heard == [(1, 3), (0, 2), (1, 1), (0, 0)]
 
 
+@pytest.mark.system
 def test_what_is_journalled_is_what_was_looked_at(tmp_path: Path) -> None:
     """Writing and reading the journal's JSON preserves every digit, so the journal yields the same alarms."""
     detectors: list[Any] = []
@@ -117,6 +119,7 @@ def test_what_is_journalled_is_what_was_looked_at(tmp_path: Path) -> None:
     assert stripped == [dict(record.values) for record in detectors[-1].records]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("level", ["normal", "minimal"])
 def test_a_grave_alarm_makes_the_next_updates_debug_and_then_it_is_over(tmp_path: Path, level: str) -> None:
     """Without a worker, the three updates after update 2 are DEBUG; MINIMAL stays unchanged."""

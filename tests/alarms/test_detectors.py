@@ -294,12 +294,14 @@ def test_warnings_raise_no_level_until_they_are_critical() -> None:
     assert [verdict.remaining for verdict in verdicts[29:35]] == [0, 0, 0, 0, 0, 5]
 
 
+@pytest.mark.system
 def test_the_level_is_never_raised_for_ever() -> None:
     remaining = [verdict.remaining > 0 for verdict in judged(flickering(200))]
 
     assert "".join("1" if on else "0" for on in remaining).find("1" * (CAP + 1)) == -1
 
 
+@pytest.mark.system
 def test_after_an_intervention_what_is_new_becomes_the_rule() -> None:
     """Rewards scaled by a thousand after `intervention` raise no alarm; without it they do."""
     large = multiplied(dict.fromkeys(("reward/absmax", "reward/mean", "ret/std", "loss/value"), 1000.0))
@@ -398,6 +400,7 @@ def test_a_policy_without_memory_is_not_asked_about_it() -> None:
     assert detectors.unanswered() == {}
 
 
+@pytest.mark.system
 def test_evidence_is_bounded() -> None:
     many = {f"grad/layer/layer_{i}/norm": 0.1 for i in range(500)}
     records = [record(update, {**values(update), **many}) for update in range(1, 31)]
@@ -423,6 +426,7 @@ def test_a_usual_value_may_be_the_largest_number_there_is() -> None:
     assert power(2.0) == 100.0
 
 
+@pytest.mark.system
 @given(
     st.lists(
         st.dictionaries(

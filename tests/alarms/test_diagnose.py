@@ -90,6 +90,7 @@ def test_a_flat_run_without_an_alarm_is_unexplained(tmp_path: Path, capsys: pyte
     assert "repr/dead_frac: 0.9 (" in text and "critical: > 0.7" in text
 
 
+@pytest.mark.system
 def test_remarks_come_first_in_what_may_explain_a_flat_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Many correct runs have a constant reward, so the remark appears only if the return does not rise."""
     equal = set_to({"reward/std": 0.0, "reward/mean": -1.0, "reward/absmax": 1.0})

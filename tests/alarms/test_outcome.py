@@ -97,6 +97,7 @@ def outcomes(draw: Draw, updates: int) -> list[OutcomeKind]:
     return [outcome_of(records(draw(np.random.default_rng(seed), time))).kind for seed in range(SEEDS)]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("updates", [60, 200])
 @pytest.mark.parametrize(
     ("courses", "label"),

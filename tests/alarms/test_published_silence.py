@@ -54,6 +54,7 @@ def test_a_small_script_may_spend_its_time_on_telemetry(share: float, millisecon
     assert ("telemetry/overhead" in raised(judged(run(60, cost, since=1)))) is told
 
 
+@pytest.mark.system
 def test_a_share_of_eight_samples_is_judged_over_sixty_four_updates() -> None:
     """Half of 8 samples in every second update is a quarter on average; 0.6 in all updates stays 0.6."""
 
@@ -124,6 +125,7 @@ def test_rollouts_of_a_few_steps_hold_other_parts_of_episodes(shift: float, told
     assert ("policy/action_shift" in raised(judged(records, {**FACTS, "num_envs": 4, "num_steps": 16}))) is told
 
 
+@pytest.mark.system
 def test_a_normaliser_of_few_steps_has_not_settled_yet() -> None:
     """Two hundred updates of 8 steps are only 1,600 steps."""
     moving = set_to({"norm/obs/drift": 2.0})
@@ -193,6 +195,7 @@ def heat(factor: float) -> Any:
     return spoil
 
 
+@pytest.mark.system
 def test_gradients_that_grow_by_4_per_cent_are_named_before_they_are_a_thousand_times_as_large() -> None:
     """They grow by 2.5 decades in 147 updates; a gradient may grow with the returns."""
 

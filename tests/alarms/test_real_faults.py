@@ -277,6 +277,7 @@ def test_a_fault_of_gradients_is_reported_once_it_has_lasted(kind: str, tmp_path
     assert watched(tmp_path / "run", trainer, updates)[kind] >= breaks
 
 
+@pytest.mark.system
 def test_backends_that_fail_for_long_raise_an_alarm() -> None:
     """Retries after one, two and four seconds: the third failure follows after about three seconds."""
     trainer, kinds = cartpole(), set[str]()

@@ -53,6 +53,7 @@ def pole() -> PPO:
     return PPO(make_env("CartPole-v1", num_envs=4, seed=0), PPOConfig(num_steps=32, num_epochs=2, hidden_sizes=(8,)))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("trainer", "open_questions"), [(recall, {"repr/norm_growth"}), (pole, set())], ids=["recall", "pole"]
 )

@@ -72,6 +72,7 @@ WRONG: Mapping[str, tuple[str, str, Change | None, Mapping[str, Any]]] = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_from_the_first_line_is_named_in_the_first_updates(name: str, tmp_path: Path) -> None:
     kind, env, change, settings = WRONG[name]

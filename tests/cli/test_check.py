@@ -161,6 +161,7 @@ def test_the_table_of_an_own_loop(wrong: bool, tmp_path: Path, capsys: pytest.Ca
     assert "could not be checked" in text
 
 
+@pytest.mark.system
 def test_the_table_of_a_run_needs_no_torch(tmp_path: Path) -> None:
     recorded_run(tmp_path / "run", wrong=False)
     code = (

@@ -255,6 +255,7 @@ def begin_by_hand(run_dir: Path) -> None:
     Telemetry(run_dir=run_dir).close()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
@@ -281,6 +282,7 @@ def test_a_directory_that_cannot_be_resumed_says_why(
     assert contents(here) == before
 
 
+@pytest.mark.system
 def test_a_run_of_a_version_without_a_setting_is_resumed_with_its_default(
     stopped: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,6 +305,7 @@ def test_a_run_that_is_still_trained_is_not_resumed(stopped: Path, capfd: pytest
     assert err == "esper-telemetry: run is still being trained: only one process at a time can continue a run\n"
 
 
+@pytest.mark.system
 def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(
     stopped: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,6 +324,7 @@ def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(
     assert {record.values["telemetry/level"] for record in run.records} == {1.0}
 
 
+@pytest.mark.system
 def test_other_sinks_may_be_named_and_get_the_whole_run(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, _, _ = run_cli(["train", "--resume", "run", "--total-steps", "200", "--sink", "tensorboard:other"], capfd)
 
@@ -339,6 +343,7 @@ def test_a_password_is_not_kept_so_the_sink_is_named_again(stopped: Path, capfd:
     assert "the password in sink mlflow:http://me:***@host was not stored: name the sinks again with --sink" in err
 
 
+@pytest.mark.system
 def test_messages_need_their_address_again(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The address is a secret, so only its scheme is stored; the resumed run keeps it."""
     journal = stopped / "journal.jsonl"
@@ -414,6 +419,7 @@ def test_a_directory_of_runs_is_listed_with_status_and_command(here: Path, capfd
     assert [(entry["run_dir"], entry["status"]) for entry in entries][2] == ("runs/empty", "interrupted")
 
 
+@pytest.mark.system
 def test_a_server_that_is_not_there_is_one_sentence(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -534,6 +540,7 @@ def test_a_run_is_replayed_into_another_backend_once(
     assert several.out == "tensorboard:b: closed, 2 records sent\ntensorboard:c: closed, 2 records sent\n"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "options",
     [
@@ -559,6 +566,7 @@ def test_metrics_lists_every_key_with_its_meaning(capfd: pytest.CaptureFixture[s
     assert all(metric.key in out for metric in catalogue())
 
 
+@pytest.mark.system
 def test_metrics_as_json_is_for_programs(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_cli(["metrics", "--json"], capfd)
 

@@ -63,6 +63,7 @@ def test_diagnose_names_each_damaged_line(tmp_path: Path, capfd: pytest.CaptureF
     assert "[/red][link=file:///x]" in out
 
 
+@pytest.mark.system
 def test_a_report_of_hostile_texts_has_no_element_of_theirs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("plotly")
     runs = [hostile_run(tmp_path / name) for name in ("a", "b")]
@@ -120,6 +121,7 @@ def test_other_files_of_the_directory_may_be_anything(
         assert "Traceback" not in err
 
 
+@pytest.mark.system
 def test_links_in_a_prepared_directory_are_replaced_and_not_followed(tmp_path: Path) -> None:
     """A new run there writes its own files, and the links' target stays unchanged."""
     names = ("config.json", "status.json", "cursors.json", "trainer.lock", "sinks.lock", "writer.lock", "sinks.log")

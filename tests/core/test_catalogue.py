@@ -115,6 +115,7 @@ def test_the_history_of_a_declared_key_is_not_a_layer() -> None:
     assert template_of("opt/update_to_weight/trunk", templates) == "opt/update_to_weight/{layer}"
 
 
+@pytest.mark.system
 def test_declarations_need_no_torch() -> None:
     """In a separate process: no import of the catalogue, from this package or from plugins, imports torch."""
     program = "import sys; from esper_telemetry.core.metric import catalogue; assert catalogue(); print('torch' in sys.modules)"

@@ -42,6 +42,7 @@ def test_the_main_thread_imports_all_clients_before_any_sink_is_opened(
     assert sum(call["call"] == "import" for call in import_calls) == 3
 
 
+@pytest.mark.system
 def test_an_import_that_breaks_is_tried_again_in_a_fresh_process(tmp_path: Path, journal: Journal) -> None:
     sink, good = ImportingSink(tmp_path / "a", "broken", failures=1), RecordingSink(tmp_path / "good", "good")
     deliveries = Deliveries(journal, [sink, good])
@@ -77,6 +78,7 @@ def test_a_client_that_cannot_be_imported_is_given_up_and_the_others_go_on(
     assert "sink first is DISABLED for this run: DeadClientError: its client cannot be imported" in caplog.text
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "sink",
     [

@@ -27,6 +27,8 @@ from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import encode_run
 from esper_telemetry.journal.memory_journal import MemoryJournal
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:

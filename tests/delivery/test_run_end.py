@@ -32,6 +32,8 @@ from esper_telemetry.delivery.status import SinkState, SinkStatus, read_status
 from esper_telemetry.journal.lock import Role, is_held
 from esper_telemetry.pipeline.run_recorder import lease_existing_run
 
+pytestmark = pytest.mark.system
+
 SCRIPT = textwrap.dedent("""
     import sys
     from pathlib import Path

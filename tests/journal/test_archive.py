@@ -89,6 +89,7 @@ def test_only_a_run_that_is_over_is_packed(tmp_path: Path) -> None:
     journal.close()
 
 
+@pytest.mark.system
 def test_what_a_full_disk_has_cost_stands_where_it_is_missing(tmp_path: Path) -> None:
     """The memory limit holds two lines while the disk is full. Once there is space, they are written, followed by the number of lost
     lines.

@@ -186,6 +186,7 @@ def packed_run(run_dir: Path, content: bytes) -> Path:
     return run_dir
 
 
+@pytest.mark.system
 def test_a_truncated_packed_journal_is_read_up_to_its_end(tmp_path: Path) -> None:
     """Twenty thousand records; the last third of the file is missing."""
     lines = [

@@ -143,6 +143,7 @@ def build_and_be_killed(run_dir: str) -> None:
     read_run(run_dir)
 
 
+@pytest.mark.system
 def test_a_killed_build_leaves_whole_segments_only(tmp_path: Path) -> None:
     journal_of(tmp_path / "run", range(1, 351))
     process = multiprocessing.get_context("spawn").Process(target=build_and_be_killed, args=(str(tmp_path / "run"),))

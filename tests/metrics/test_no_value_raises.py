@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -247,6 +248,7 @@ def recorded(updates: Iterable[Update]) -> list[dict[str, float]]:
     return result
 
 
+@pytest.mark.system
 @given(st.lists(updates_of_anything(), min_size=1, max_size=3))
 @settings(max_examples=25, deadline=None)
 def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates: list[Update]) -> None:

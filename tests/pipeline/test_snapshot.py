@@ -80,6 +80,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("stops", [(36,), (20, 37, 71)])
 def test_values_and_alarms_are_those_of_a_run_that_was_never_stopped(
     tmp_path: Path, whole: Path, stops: tuple[int, ...]
@@ -91,6 +92,7 @@ def test_values_and_alarms_are_those_of_a_run_that_was_never_stopped(
     assert judged(tmp_path) == judged(whole)
 
 
+@pytest.mark.system
 def test_records_after_the_last_snapshot_are_judged_again(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

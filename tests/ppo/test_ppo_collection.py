@@ -63,6 +63,7 @@ def test_a_memory_that_training_never_resets_differs(tmp_path: Path) -> None:
     assert values["values"] > equations()["values"].tolerance_at("fp32")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("steps", "name"), [(1, "observation_after"), (-1, "observation_before")])
 def test_observations_that_are_stored_in_another_step_are_named(steps: int, name: str, tmp_path: Path) -> None:
     def moved(rollout: Rollout) -> Rollout:

@@ -157,6 +157,7 @@ finite = st.floats(-(2.0**100), 2.0**100, width=32)
 anything = st.floats(width=32, allow_nan=False)
 
 
+@pytest.mark.system
 @settings(max_examples=200, deadline=None)
 @given(arrays.arrays(np.float32, (2, 4), elements=finite), arrays.arrays(np.float32, (5, 4), elements=anything))
 def test_a_squashed_action_never_leaves_its_bounds(ends: np.ndarray[Any, Any], draws: np.ndarray[Any, Any]) -> None:

@@ -85,6 +85,7 @@ def test_both_collectors_find_the_same(make: Any, policy: str, shared_trunk: boo
             assert torch.allclose(host.recurrence.before(), device.recurrence.before(), atol=1e-5)
 
 
+@pytest.mark.system
 def test_training_on_rollouts_of_the_device_keeps_the_identity() -> None:
     env = CueRecall(8, seed=1)
     trainer = PPO(env, PPOConfig(num_steps=16, policy="lstm", hidden_sizes=(8,), lstm_size=8, num_minibatches=2))

@@ -199,6 +199,7 @@ def test_other_functions_are_no_environments() -> None:
     assert listener.environments.steps == 0 and not listener.environment_note
 
 
+@pytest.mark.system
 def test_a_program_that_sets_a_profiler_keeps_it() -> None:
     def profiler(*_: object) -> None:
         return

@@ -556,6 +556,7 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
     assert differs((4, 4))
 
 
+@pytest.mark.system
 def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> None:
     """Not in its first update, when the rate may still change, and not if another setting gives its rate."""
     weights = torch.ones(3, requires_grad=True)

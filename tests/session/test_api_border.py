@@ -60,6 +60,7 @@ def one_record(sinks: Any, run_dir: Path) -> None:
         telemetry.flush(env_step=1)
 
 
+@pytest.mark.system
 def test_a_single_sink_is_a_list_of_one(tmp_path: Path) -> None:
     memory, received = MemorySink(), list[Record]()
     one_record(memory, tmp_path / "object")
@@ -577,6 +578,7 @@ def test_a_spawned_process_is_refused_with_the_same_sentence(tmp_path: Path) -> 
     assert "TypeError: a Telemetry belongs to the process that made it" in ended.stderr
 
 
+@pytest.mark.system
 def test_a_watched_model_is_copied_saved_and_compiled_as_ever(telemetry: Telemetry) -> None:
     agent = Agent()
     optimizer = torch.optim.Adam(agent.parameters())
@@ -665,6 +667,7 @@ def test_a_function_that_returns_has_not_killed_the_run(tmp_path: Path) -> None:
     assert read_run(tmp_path / "run").status is RunStatus.FINISHED
 
 
+@pytest.mark.system
 def test_what_is_closed_is_not_kept(tmp_path: Path) -> None:
     telemetry = Telemetry(run_dir=tmp_path / "run")
     telemetry.close()

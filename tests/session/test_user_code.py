@@ -192,6 +192,7 @@ def test_a_sink_that_raises_anything_in_its_thread_is_tried_again(
     assert all(len(record.getMessage()) < 1000 for record in caplog.records)
 
 
+@pytest.mark.system
 def test_texts_of_any_length_are_written_as_readers_take_them(tmp_path: Path) -> None:
     """Names, notes, settings, alarms and interventions of three million characters each."""
     text = "x" * 3_000_000

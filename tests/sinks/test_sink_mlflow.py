@@ -61,6 +61,7 @@ def history(client: Any, run: Any, key: str) -> list[tuple[int, float, int]]:
     return [(point.step, point.value, point.timestamp) for point in points]
 
 
+@pytest.mark.system
 def test_a_request_holds_few_keys_of_many_records(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three records of 400 keys and two axes, as a server gets them: the first request ends within its 334th key."""
     sink = opened(run_info(store, run_id="ordered", metrics={}), MLflowSink(max_keys=400))
@@ -585,6 +586,7 @@ def test_nobody_is_let_in_without_the_password_and_nothing_is_tried_again(server
         assert "guessed" not in str(refused.value)
 
 
+@pytest.mark.system
 def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, client: Any) -> None:
     """Metrics that MLflow does not list for a run are left out, even if the table has rows for them."""
     run = run_info(store, run_id="bulk")

@@ -72,6 +72,7 @@ def train(run_dir: Path, address: str, *, updates: int = 5) -> None:
             telemetry.flush(env_step=100 * update)
 
 
+@pytest.mark.system
 def test_a_critical_incident_and_the_outcome_are_sent_and_the_password_is_nowhere(
     service: Service, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_an_incident_has_one_message_and_what_is_not_critical_has_none(service: 
     assert [message["type"] for message in service.messages] == ["failure", "failure"]
 
 
+@pytest.mark.system
 def test_a_dead_service_costs_one_warning(
     service: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,6 +215,7 @@ def test_each_alarm_has_a_chart_of_its_own_with_its_name(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.system
 def test_the_response_to_the_learning_rate_is_shown_with_its_own_meaning(tmp_path: Path) -> None:
     """Twenty updates whose learning rate and step size fall together: a rank correlation of 1, which is healthy."""
     with Telemetry(["tensorboard"], run_dir=tmp_path) as telemetry:

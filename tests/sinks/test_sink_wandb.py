@@ -19,6 +19,8 @@ from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import PermanentSinkError, WandbSink
 from esper_telemetry.sinks.wandb.wandb_run import MAX_WAITING_ROWS
 
+pytestmark = pytest.mark.system
+
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 
 

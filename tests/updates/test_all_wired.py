@@ -57,6 +57,7 @@ def declared(level: Level) -> set[str]:
     } - ELSEWHERE
 
 
+@pytest.mark.system
 def test_normal_reports_what_belongs_to_it_and_nothing_else(tmp_path: Path) -> None:
     """Two of nine updates are sampled. Two estimates of the signal may both be negative, and a correlation needs twenty."""
     keys = {key for i, s in enumerate(sources()) for key in keys_of(tmp_path / str(i), s, level="normal", updates=9)}

@@ -48,6 +48,7 @@ def test_the_worker_measures_what_the_trainer_would(tmp_path: Path, settings: di
     assert len(in_process) >= 3
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("method", ["outputs", "activations", "state_gradients"])
 def test_a_bug_in_a_probe_leaves_training_alone(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -109,6 +110,7 @@ def test_a_continuous_policy_is_measured_too(tmp_path: Path) -> None:
     assert "policy/entropy_norm" not in last
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("settings", "offload"),
     [({}, False), ({"squash": True}, False), ({"squash": True}, True), ({"state_dependent_std": True}, False)],

@@ -45,6 +45,7 @@ def records(
     return [dict(record.values) for record in read_run(run_dir).records]
 
 
+@pytest.mark.system
 def test_a_policy_that_hardly_moves_stays_where_it_was(tmp_path: Path) -> None:
     last = records(tmp_path, policy="lstm", learning_rate=1e-9)[-1]
 
@@ -57,6 +58,7 @@ def test_a_policy_that_hardly_moves_stays_where_it_was(tmp_path: Path) -> None:
     assert last["value/move_over_std"] < 1e-5
 
 
+@pytest.mark.system
 def test_a_policy_that_leaps_is_far_away_in_the_end(tmp_path: Path) -> None:
     last = records(tmp_path, policy="lstm", learning_rate=0.1)[-1]
 
@@ -66,6 +68,7 @@ def test_a_policy_that_leaps_is_far_away_in_the_end(tmp_path: Path) -> None:
     assert last["lstm/staleness_first"] < 1e-5
 
 
+@pytest.mark.system
 def test_exact_kl_of_the_heads_adds_up_where_they_matter(tmp_path: Path) -> None:
     """The joint KL counts `arg` only in relevant rows, so it is between the KL of `op` and the sum."""
     last = records(tmp_path, policy="lstm", learning_rate=0.05)[-1]
@@ -74,6 +77,7 @@ def test_exact_kl_of_the_heads_adds_up_where_they_matter(tmp_path: Path) -> None
     assert op <= last["policy/kl_exact"] <= op + arg
 
 
+@pytest.mark.system
 def test_training_from_another_state_than_acting_is_seen_before_the_first_step(tmp_path: Path) -> None:
     def zero(source: PPO) -> None:
         source.steps = replace(
@@ -85,6 +89,7 @@ def test_training_from_another_state_than_acting_is_seen_before_the_first_step(t
     assert last["lstm/staleness_first"] > 1e-4
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("env", ["CartPole-v1", "cue-recall"])
 def test_sign_flips_are_the_same_with_row_numbers_and_by_order(tmp_path: Path, env: str) -> None:
     by_row = records(tmp_path / "debug", env)
@@ -95,6 +100,7 @@ def test_sign_flips_are_the_same_with_row_numbers_and_by_order(tmp_path: Path, e
     assert max(flips) > 0
 
 
+@pytest.mark.system
 def test_minibatches_that_are_normalised_one_by_one_have_flips_at_debug_only(tmp_path: Path) -> None:
     debug = records(tmp_path / "debug", normalize_minibatches=True)[-1]
     normal = records(tmp_path / "normal", level="normal", normalize_minibatches=True)[-1]
@@ -103,6 +109,7 @@ def test_minibatches_that_are_normalised_one_by_one_have_flips_at_debug_only(tmp
     assert "adv/sign_flip_frac" not in normal
 
 
+@pytest.mark.system
 def test_clipped_values_are_judged_at_normal_and_others_not(tmp_path: Path) -> None:
     clipped = records(tmp_path / "clipped", level="normal", clip_value=1e-4, learning_rate=0.05)[-1]
     others = records(tmp_path / "others", level="normal")[-1]
@@ -119,12 +126,14 @@ def test_what_takes_another_pass_is_left_to_debug(tmp_path: Path) -> None:
     assert not passes & values.keys()
 
 
+@pytest.mark.system
 def test_capacity_is_measured_in_every_tenth_update(tmp_path: Path) -> None:
     updates = records(tmp_path, updates=11)
 
     assert [update for update, values in enumerate(updates, 1) if "repr/capacity_loss" in values] == [1, 11]
 
 
+@pytest.mark.system
 def test_a_normaliser_drifts_over_ten_updates_and_never_drifts_where_there_is_none(tmp_path: Path) -> None:
     updates = records(tmp_path / "on", "Pendulum-v1", level="normal", updates=12, normalize_observations=True)
 

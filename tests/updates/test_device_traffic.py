@@ -89,6 +89,7 @@ def copies_of(run_dir: Path) -> list[float]:
     return [record.values["perf/d2h_copies"] for record in read_run(run_dir).records]
 
 
+@pytest.mark.system
 def test_a_loop_of_ones_own_reads_no_single_number(tmp_path: Path) -> None:
     """The first call of a process tries the fused norms, so it is not counted."""
     gradient_norms([torch.ones(1)])
@@ -100,6 +101,7 @@ def test_a_loop_of_ones_own_reads_no_single_number(tmp_path: Path) -> None:
     assert copies_of(tmp_path / "run") == [0.0] * UPDATES
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("settings", [{}, {"policy": "lstm", "lstm_size": 8}], ids=["mlp", "lstm"])
 def test_beside_a_trainer_no_single_number_is_read_that_it_does_not_read_itself(
     tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -112,6 +114,7 @@ def test_beside_a_trainer_no_single_number_is_read_that_it_does_not_read_itself(
     assert single_numbers(on) == single_numbers(off) > 0
 
 
+@pytest.mark.system
 def test_no_measurement_waits_for_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only sampled updates may wait."""
     monkeypatch.setattr(Sampling, "begin", lambda self, *, raised=False: False)

@@ -67,6 +67,7 @@ def starting(values: dict[str, float], prefix: str) -> set[str]:
     return {key for key in values if key.startswith(prefix)}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("make", "layers"), [(masked_cartpole, 1), (cue_recall, 2)])
 def test_an_lstm_reports_its_memory(make: Callable[[], Environment], layers: int) -> None:
     records = records_of(make, policy="lstm", lstm_layers=layers, updates=1 + INITIAL_PERIOD)
@@ -81,6 +82,7 @@ def test_an_lstm_reports_its_memory(make: Callable[[], Environment], layers: int
         assert values["integrity/ratio_init"] < 1e-5
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_gru_has_one_part_and_two_gates(layers: int) -> None:
     records = records_of(masked_cartpole, policy="gru", lstm_layers=layers, updates=1 + INITIAL_PERIOD)

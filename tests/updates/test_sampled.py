@@ -64,6 +64,7 @@ def values_of(run_dir: Path, source: PPO, *, updates: int, **options: Any) -> li
     return [dict(record.values) for record in read_run(run_dir).records]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("make", [trainer, recall])
 def test_normal_samples_one_update_in_eight(tmp_path: Path, make: Any) -> None:
     records = values_of(tmp_path, make(), updates=9)
@@ -220,6 +221,7 @@ def test_every_head_has_a_gradient_and_so_has_the_bonus(tmp_path: Path) -> None:
     assert greedy["grad/value/norm"] > 0 and "grad/entropy/norm" not in greedy
 
 
+@pytest.mark.system
 def test_a_new_optimizer_in_mid_training_is_noticed_at_the_next_sample(tmp_path: Path) -> None:
     source = trainer()
     with Telemetry(run_dir=tmp_path, offload=False, level="debug") as telemetry:
@@ -245,6 +247,7 @@ def test_hooks_of_a_probe_are_gone_as_soon_as_they_have_enough(tmp_path: Path) -
     assert wanted[8:] == [[False, False]] * 16
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("make", [trainer, recall])
 def test_a_sample_too_large_to_travel_is_measured_on_the_spot(
     tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
@@ -267,6 +270,7 @@ def weights_after(source: PPO, telemetry: Telemetry | None) -> list[Tensor]:
     return list(source.policy.state_dict().values())
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("make", [trainer, recall])
 @pytest.mark.parametrize("shared_trunk", [False, True])
 def test_training_does_not_notice(make: Any, shared_trunk: bool) -> None:
@@ -277,6 +281,7 @@ def test_training_does_not_notice(make: Any, shared_trunk: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(bare, watched, strict=True))
 
 
+@pytest.mark.system
 def test_a_baseline_that_starts_anew_is_an_event_in_the_journal(tmp_path: Path) -> None:
     """Thirty norms of about 1, then fifty of 1000: with the fiftieth, the baseline restarts."""
     hooks = Hooks()

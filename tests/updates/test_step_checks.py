@@ -69,6 +69,7 @@ ALIKE = {"gradient_value_missing": {"gradient_target_old_values"}}
 """A critic without a gradient never moves."""
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("trunk", [False, True])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_changed_step_of_the_update_is_named(mistake: str, trunk: bool, tmp_path: Path) -> None:
@@ -98,6 +99,7 @@ def test_the_event_is_wanted_up_to_the_step_after_the_one_that_is_checked(tmp_pa
     assert wanted[:24] == [True] * 11 + [False] * 13
 
 
+@pytest.mark.system
 def test_an_expensive_pass_is_taken_in_one_sample_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample, here every second update, checks steps. Every pass is treated as expensive, so the next pass is two samples later."""
     monkeypatch.setattr(Sampling, "adopt", lambda self, every, *, late: setattr(self, "every", min(every, 2)))

@@ -155,6 +155,7 @@ QUICK = {"no_clip", "sign", "unshuffled"}
 """Mistakes in losses and minibatches that every test run checks; the slow tests train the others."""
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("equation", "mistake"),
     [pytest.param(*one, marks=() if one[0] in TARGETS or one[1] in QUICK else pytest.mark.slow) for one in MISTAKES],
@@ -174,6 +175,7 @@ def test_a_wrong_step_of_the_update_is_named_and_the_others_match(tmp_path: Path
     assert (EQUATION_KEY + equation in alarms) != is_variant
 
 
+@pytest.mark.system
 def test_minibatches_that_are_normalised_though_the_rollout_should_be_are_named(tmp_path: Path) -> None:
     """The trainer normalises the rollout, and another step each minibatch: the result equals normalising minibatches alone."""
     source = trainer(normalize_minibatches=False)
@@ -189,6 +191,7 @@ def test_minibatches_that_are_normalised_though_the_rollout_should_be_are_named(
     assert explanations(results["normalized_advantages"]) == [{"over_minibatch"}] * 3
 
 
+@pytest.mark.system
 def test_advantages_of_the_rollout_before_are_named(tmp_path: Path) -> None:
     kept: list[Tensor] = []
 
@@ -202,6 +205,7 @@ def test_advantages_of_the_rollout_before_are_named(tmp_path: Path) -> None:
     assert explanations(results_of(recorded(source, tmp_path))["advantages"]) == [{"stale"}] * 2
 
 
+@pytest.mark.system
 def test_advantages_that_were_normalised_after_the_returns_raise_nothing(tmp_path: Path) -> None:
     raw: list[Tensor] = []
 

@@ -56,6 +56,7 @@ def test_severities_are_those_of_the_journal(tmp_path: Path) -> None:
     assert flow.worst[0].severity[flow.worst[1]] > 0.25
 
 
+@pytest.mark.system
 def test_a_spike_and_a_gap_of_a_long_run_are_kept(tmp_path: Path) -> None:
     """One of 2,000 updates has a norm of 500, a hundred times the first threshold of 10 clip limits. Two norms are not finite."""
 

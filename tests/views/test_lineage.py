@@ -75,6 +75,7 @@ def derived_values(keys: Collection[str], **added: float) -> dict[str, list[floa
     return {key: [row.get(key) for row in rows] for key in names}
 
 
+@pytest.mark.system
 def test_derived_metrics_are_computed_from_the_keys_they_name() -> None:
     """Their values change if one of these keys is missing, and do not depend on other keys."""
     sources = {key for group in DERIVED.values() for key in group.sources} & set(MEASURED)

@@ -37,6 +37,7 @@ def spoiled(tmp_path: Path) -> Path:
     return write(tmp_path / "run", lines_of(learning(UPDATES, SPOILED)))
 
 
+@pytest.mark.system
 def test_the_verdict_by_a_sample_is_that_by_all_records(spoiled: Path) -> None:
     sampled, again = open_verdict(spoiled), judged_again(spoiled)
 
@@ -47,12 +48,14 @@ def test_the_verdict_by_a_sample_is_that_by_all_records(spoiled: Path) -> None:
     assert (one.unanswered, one.remarks, one.events) == (other.unanswered, other.remarks, other.events)
 
 
+@pytest.mark.system
 def test_the_answer_for_programs_is_that_by_all_records(spoiled: Path) -> None:
     by_sample, again = judge_run(str(spoiled)), judge_run(str(spoiled), again=True)
 
     assert by_sample.view.sampled and by_sample.answer() == again.answer()
 
 
+@pytest.mark.system
 def test_a_key_of_one_record_is_known_to_a_sample(tmp_path: Path) -> None:
     records = learning(UPDATES, SPOILED)
     records[77] = Record(
@@ -63,6 +66,7 @@ def test_a_key_of_one_record_is_known_to_a_sample(tmp_path: Path) -> None:
     assert open_verdict(run_dir).diagnosis.unanswered == judged_again(run_dir).diagnosis.unanswered
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("missing", ["the alarms", "the outcome"])
 def test_a_journal_without_a_verdict_is_judged(tmp_path: Path, missing: str) -> None:
     records = learning(UPDATES, SPOILED)
@@ -78,6 +82,7 @@ def test_a_journal_without_a_verdict_is_judged(tmp_path: Path, missing: str) -> 
     assert view.diagnosis.outcome == judged_again(run_dir).diagnosis.outcome and view.diagnosis.incidents
 
 
+@pytest.mark.system
 def test_a_run_under_way_is_judged_by_its_records_until_its_last_outcome_is_recent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +110,7 @@ def shown(view: RunView) -> tuple[object, ...]:
     return series, view.alarms, [*view.events], view.last, view.axes, view.updates, view.status, view.diagnosis.outcome
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("judged", [True, False])
 def test_columns_show_what_the_lines_show(spoiled: Path, judged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     by_columns = [open_view(str(spoiled), judged=judged) for _ in ("parsed", "from the cache")]

@@ -33,6 +33,7 @@ def charts_of(page: str) -> dict[str, Any]:
     return charts
 
 
+@pytest.mark.system
 def test_the_page_says_what_went_wrong_since_when_and_what_to_try(tmp_path: Path) -> None:
     view = open_view(write(tmp_path / "run", lines_of(learning(40, SPOILED))), judged=True)
     incident = view.incidents[0]
@@ -81,6 +82,7 @@ def test_a_long_line_is_thinned_without_losing_its_peak() -> None:
     assert few.values[few.updates.index(7124)] == 5.0
 
 
+@pytest.mark.system
 def test_the_command_writes_one_file_for_one_run_or_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write(tmp_path / name, lines_of(learning(20), name=name)) for name in ("first", "second")]
     both = tmp_path / "both.html"

@@ -80,6 +80,7 @@ def shown(view: RunView) -> Any:
     return view.status, view.axes, view.diagnosis, view.incidents, view.panels(), view.strip(), view.alarms
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_growing_journal_is_read_on_from_its_last_complete_line(tmp_path: Path, judged: bool) -> None:
     lines = lines_of(learning(40, SPOILED))

@@ -58,6 +58,7 @@ def test_ppo_beats_the_heuristic_which_beats_chance(task: str) -> None:
     assert ppo > heuristic > chance
 
 
+@pytest.mark.system
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """Three uninterrupted updates, compared with two, a checkpoint in the middle of an episode, and one more."""
     config = PPOConfig(

@@ -37,6 +37,7 @@ def test_no_transition_is_illegal_under_random_actions() -> None:
     assert {after for _, after in transitions} == set(Stage) - {Stage.UNKNOWN}
 
 
+@pytest.mark.system
 def test_masks_never_forbid_to_wait_and_always_leave_a_slot() -> None:
     env, choose = tiny(64), RandomController(1)
     for _ in range(64):
@@ -46,6 +47,7 @@ def test_masks_never_forbid_to_wait_and_always_leave_a_slot() -> None:
         env.step(choose(env))
 
 
+@pytest.mark.system
 def test_features_stay_in_range_with_nonfinite_weights() -> None:
     env, choose = tiny(16), RandomController(2)
     for number in range(64):
@@ -331,6 +333,7 @@ def test_a_state_of_another_layout_is_refused() -> None:
         env.load_state_dict({**env.state_dict(), "layout": 0})
 
 
+@pytest.mark.system
 def test_hooks_do_not_change_training() -> None:
     hooked, plain = tiny(4), tiny(4)
     hooked.hooks.on(GrowthStep, lambda event: None)
@@ -356,6 +359,7 @@ def test_scripts_choose_what_is_possible(name: str) -> None:
     assert {Op.WAIT, Op.GERMINATE, Op.ADVANCE} <= ops
 
 
+@pytest.mark.system
 def test_the_oracle_scores_above_hosts_without_seeds() -> None:
     grown, unchanged = (Morphogenesis(16, seed=0) for _ in range(2))
     choose = SCRIPTS["oracle"](0)

@@ -23,6 +23,7 @@ def scripted(policy: str, *, num_steps: int = 16, num_envs: int = 8) -> Scripted
     return ScriptedRun(tiny(num_envs), PPOConfig(policy=policy, num_steps=num_steps))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("policy", ["heuristic", "oracle", "random"])
 def test_scripted_runs_have_records_without_metrics_of_a_policy(policy: str, tmp_path: Path) -> None:
     run = scripted(policy)
@@ -171,6 +172,7 @@ def test_the_environment_is_made_by_name() -> None:
     assert isinstance(env, Morphogenesis) and env.colony.task.name == "text"
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("policy", ["lstm", "heuristic"])
 def test_the_command_line_trains_and_runs_scripts(

@@ -47,6 +47,7 @@ def exploded(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunView, list[Gr
     return open_view(run_dir), steps
 
 
+@pytest.mark.system
 def test_the_event_shows_hosts_and_seeds_after_the_last_step(exploded: tuple[RunView, list[GrowthStep]]) -> None:
     view, steps = exploded
     data, last = view.latest["growth"].data, steps[-1]

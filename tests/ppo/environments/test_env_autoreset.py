@@ -74,6 +74,7 @@ def test_rows_of_a_reset_are_not_counted_as_steps() -> None:
     assert [(event.returns, event.lengths) for event in episodes] == [([6] * 4, [3] * 4)]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_rows_of_a_reset_leave_a_recurrent_policy_consistent(mode: AutoresetMode) -> None:
     """The first minibatch of every update has the probabilities of collection."""
