@@ -612,7 +612,7 @@ class ScriptListener:
             **facts,
             UNCHECKED_FACT: settings.unchecked_equations(facts, {} if rollout is None else traced),
             UNTRACED_FACT: settings.untraced_equations(traced, self._loss_place, rollout is not None, self.unseen),
-            "equation_places": settings.equation_places(places, self._loss_place),
+            "equation_places": settings.equation_places(places, self._loss_place, self._source.clears),
             "softmax_twice": self._softmax_twice,
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
