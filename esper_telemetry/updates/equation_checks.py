@@ -92,7 +92,8 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
         )
         if rollout.rewards is not None:
             raw = rollout.raw_rewards if isinstance(rollout, RolloutEnd) else None
-            yield _explained(check_rewards, rollout.rewards, transitions.rewards, raw_rewards=raw, valid=valid)
+            ends = {name: getattr(rollout, name, None) for name in ("values", "ended", "time_limits")}
+            yield _explained(check_rewards, rollout.rewards, transitions.rewards, raw_rewards=raw, **ends, valid=valid)
         if transitions.sent is not None and transitions.received is not None:
             yield _explained(check_executed, transitions.sent, transitions.received)
     elif rollout.observations is not None:
