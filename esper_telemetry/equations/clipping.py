@@ -85,7 +85,7 @@ CLIPPING = Equation(
         mistake("each_tensor", "gradients with each tensor clipped by its own norm")
         .predicts("g_k min(1, c / ‖g_k‖)", _each_tensor)
         .advises("Clip all parameters in one call, by their global norm", source="program: test_optimizer_step"),
-        mistake("cleared", "zero")
+        mistake("cleared", "zero: they were cleared between the backward pass and the step")
         .predicts("0", lambda inputs: torch.zeros_like(inputs.gradient))
         .advises("Call zero_grad() before the backward pass, not between it and the step")
         .cites("program: test_optimizer_step"),

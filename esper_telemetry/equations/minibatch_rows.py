@@ -301,6 +301,7 @@ class LogRatioInputs:
         swapped: at collection, in the rows that result from swapping steps and environments.
         now_swapped: under the policy of the minibatch, of the actions in the swapped rows.
         claimed: the program's.
+        dimensions: number of parts that the log-probabilities are summed over.
     """
 
     now: Tensor
@@ -309,6 +310,7 @@ class LogRatioInputs:
     swapped: Tensor | None = None
     now_swapped: Tensor | None = None
     claimed: Tensor | None = None
+    dimensions: int = 1
 
     def to(self, stored: Tensor | None) -> Tensor | None:
         """Return the log-ratios to other stored log-probabilities."""
@@ -324,6 +326,17 @@ class LogRatioInputs:
             else None
         )
 
+
+def _clamped(inputs: LogRatioInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
+    """Return the larger bound and the log-ratios between the claimed extremes; None unless several rows are at one of them."""
+    ends = [end for end in (numbers.amin(), numbers.amax()) if int((numbers == end).sum()) >= MIN_CLAMPED_ROWS]
+    if not ends or numbers.amin() == numbers.amax():
+        return None
+    return float(max(end.abs() for end in ends)), (inputs.now - inputs.stored).clamp(numbers.amin(), numbers.amax())
+
+
+MIN_CLAMPED_ROWS = 3
+"""Rows with the largest or the smallest log-ratio that show a bound."""
 
 MIN_DIFFERENCE = 0.01
 """Smallest difference of log-probabilities whose logarithm is compared."""
@@ -362,6 +375,21 @@ LOG_RATIOS = Equation(
         mistake("no_exponential", "the difference of the log-probabilities without its exponential")
         .predicts("r = log π - log π_old", LogRatioInputs.as_difference)
         .advises("Take the exponential of the difference.", source="program: script-pg_ratio_difference"),
+        mistake(
+            "mean_over_dimensions", "means over the action dimensions minus the old log-probabilities, which are sums"
+        )
+        .predicts(
+            "log r = 1/D Σ_i log π(a_i|s) - Σ_i log π_old(a_i|s)",
+            lambda x: x.now / x.dimensions - x.stored if x.dimensions > 1 else None,
+        )
+        .advises("Sum the new log-probabilities over the action dimensions, as at collection.")
+        .cites("program: test_log_ratios"),
+        mistake("clamped", "log-ratios that are clamped before the surrogate,")
+        .fits("log r = clip(log π - log π_old, low, c)", "c", _clamped)
+        .advises(
+            "Clip only the ratio in the second term: a clamped log-ratio has a gradient of 0 on both sides of the minimum."
+        )
+        .cites("program: script-pg_log_ratio_clamped"),
         mistake("linear", "1 plus the difference of the log-probabilities instead of its exponential")
         .predicts("r = 1 + log π - log π_old", lambda x: (1 + x.now - x.stored).abs().log())
         .advises("Take the exponential of the difference.", source="program: script-pg_ratio_linear"),
@@ -395,7 +423,7 @@ LOG_RATIOS = Equation(
 )
 
 
-@checked_arguments(tolerance=0)
+@checked_arguments(dimensions=1, tolerance=0)
 @inference_mode
 def check_log_ratios(
     log_ratio: ArrayLike,
@@ -406,6 +434,7 @@ def check_log_ratios(
     in_order: ArrayLike | None = None,
     swapped: ArrayLike | None = None,
     now_swapped: ArrayLike | None = None,
+    dimensions: int = 1,
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
@@ -419,6 +448,7 @@ def check_log_ratios(
         in_order, swapped: of the same shape: at collection, in the order of the rollout, and in the rows that result from swapping steps
                 and environments, for the mistakes that involve them.
             now_swapped: of the same shape: under the policy of the minibatch, of the actions in the swapped rows.
+        dimensions: number of action dimensions or heads that the log-probabilities are summed over.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
         tolerance: largest relative error; by precision if it is None.
 
@@ -448,6 +478,7 @@ def check_log_ratios(
         exact.get("swapped"),
         exact.get("now_swapped"),
         claimed.detach().double(),
+        dimensions,
     )
     # if an action is certain, both are about 0 and rounded like a probability of 1
     magnitudes = (inputs.now, inputs.stored, torch.ones(1))

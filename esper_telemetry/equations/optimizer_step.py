@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from esper_telemetry.core.arrays import as_floats, shown
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.requirements import checked_arguments
-from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
 from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.gradient import fitted, spread
 
@@ -232,6 +232,10 @@ OPTIMIZER_STEP = Equation(
     compute=StepInputs.changed,
     advice="Look for code outside the step that changes weights, the learning rate or the optimizer's state",
     hypotheses=(
+        mistake("no_gradients", "zero, because none of its parameters has a gradient")
+        .predicts("θ' = θ without g", lambda _: None)  # the rule itself: `compare_step` recognises it by the gradients
+        .advises("Call backward() of the loss of these parameters after zero_grad() and before the step")
+        .cites("program: test_optimizer_step"),
         mistake("no_step", "zero")
         .predicts("θ' = θ", lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale))
         .advises("The optimizer has parameters of another policy, or the weights are restored after the step")
@@ -367,6 +371,8 @@ def compare_step(
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision if it is None.
     """
+    if all(step.gradient is None for step in steps):
+        return explained(OPTIMIZER_STEP, "no_gradients")
     own = [step.settings for step in steps if step.settings is not None]
     if learning_rate is not None and len({one.lr for one in own}) <= 1:
         settings = settings._replace(lr=learning_rate)

@@ -237,6 +237,14 @@ POLICY_LOSS = Equation(
         )
         .given(needs="clip", gradient="probability_difference")
         .advises("Take the exponential of the difference of the log-probabilities.", source="program: test_losses"),
+        mistake("log_ratio_as_clip", "the smaller of the gain and the advantage times the log-ratio clipped to 1 ± ε")
+        .predicts(
+            "L = -mean min(r A, clip(log r, 1 - ε, 1 + ε) A)",
+            lambda x: pessimistic(x, x.log_ratio.clamp(1 - x.width, 1 + x.width)),
+        )
+        .given(needs="clip")
+        .advises("Clip the ratio, which is the exponential of the log-ratio: 1 ± ε are bounds of the ratio.")
+        .cites("program: test_losses"),
         mistake("log_prob", "the policy gradient of the log-probability, without a ratio")
         .predicts("L = -mean log π(a) A", lambda x: x.mean(x.log_probs * x.advantages))
         .given(needs="log_probs", doubtful_without="ratio", gradient="no_ratio")

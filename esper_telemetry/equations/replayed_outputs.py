@@ -173,7 +173,17 @@ REPLAYED_LOG_PROBS = Equation(
     check="check_replayed_log_probs",
     compute=lambda inputs: inputs.replayed,
     tolerance=REPLAY_TOLERANCE,
-    hypotheses=INPUT_HYPOTHESES,
+    hypotheses=(
+        *INPUT_HYPOTHESES,
+        mistake("mean_in_loss", "sums over the action dimensions, while the loss has their means")
+        .predicts("Σ_i log π(a_i | s) instead of 1/D Σ_i log π(a_i | s)", _pass("mean_in_loss"))
+        .advises("Sum the new log-probabilities over the action dimensions, too.")
+        .cites("program: test_log_ratios"),
+        mistake("mean_at_collection", "means over the action dimensions, while the loss has their sums")
+        .predicts("1/D Σ_i log π(a_i | s) instead of Σ_i log π(a_i | s)", _pass("mean_at_collection"))
+        .advises("Sum the stored log-probabilities over the action dimensions, too.")
+        .cites("program: test_log_ratios"),
+    ),
     advice="Look for differences between acting and training: observations, states, masks, modes, and weights of an earlier update.",
 )
 

@@ -229,6 +229,28 @@ MAX_DEPENDENCE = 3.0
 MOVES = (_other_step(-1), _other_step(1), _axes_swapped)
 """Ways to displace rewards; displaced rewards may also be scaled."""
 
+MIN_BOOTSTRAPS = 5
+"""Steps with a bootstrap that tell it from a change of rewards."""
+
+
+def _is_bootstrap(added: Tensor, values: Tensor, places: Tensor) -> bool:
+    """Return True if numbers that resemble the critic's estimates are added at these steps, and nothing elsewhere; a penalty is constant."""
+    own = added[places]
+    if (
+        len(own) < MIN_BOOTSTRAPS
+        or not bool((own != 0).all())
+        or bool((added[~places].abs() > 1e-5 * (1 + added.abs().max())).any())
+    ):
+        return False
+    varies = float(own.std()) > 0.01 * float(own.abs().mean())
+    return varies and float((own - values[places]).abs().median()) < 0.5 * float(own.abs().median())
+
+
+def _lengths(ends: Tensor) -> set[int]:
+    """Return the lengths of the whole episodes in [T, B]."""
+    return {length for column in ends.t() for length in column.nonzero().flatten().diff().tolist()}
+
+
 STORED_REWARDS = Equation(
     name="stored_rewards",
     rank=12,
@@ -260,6 +282,18 @@ STORED_REWARDS = Equation(
         variant("scaled", "the environments' rewards, scaled,")
         .fits("r_t = c r", "factor", _scaled)
         .cites("1708.02596, section 4.2: reward scaling"),
+        mistake(
+            "bootstrapped_terminations",
+            "the environments' rewards, plus a bootstrap at terminations, but not at time limits",
+        )
+        .predicts("r_t + γ V(s_{t+1}) where the episode terminates")
+        .advises(
+            "Bootstrap where `truncated` is set: `obs, reward, terminated, truncated, info = env.step(action)`, in this order."
+        )
+        .cites("program: test_transitions"),
+        variant("bootstrapped_limits", "the environments' rewards, plus a bootstrap at time limits")
+        .predicts("r_t + γ V(s_{t+1}) where a time limit ends the episode")
+        .cites("1712.00378, section 3: bootstrapping at time limits"),
         mistake("raw", "the rewards before normalisation")
         .predicts("r_t is the reward before it is normalised", lambda columns: columns[2] if len(columns) > 2 else None)
         .advises("Store the normalised rewards that the environments return, or do not normalise them.")
@@ -455,7 +489,14 @@ def compare_transitions(
 @checked_arguments()
 @inference_mode
 def check_rewards(
-    rewards: ArrayLike, paid: ArrayLike, *, raw_rewards: ArrayLike | None = None, valid: ArrayLike | None = None
+    rewards: ArrayLike,
+    paid: ArrayLike,
+    *,
+    raw_rewards: ArrayLike | None = None,
+    values: ArrayLike | None = None,
+    ended: ArrayLike | None = None,
+    time_limits: ArrayLike | None = None,
+    valid: ArrayLike | None = None,
 ) -> EquationCheck:
     """Return the comparison of stored rewards [T, B] with the rewards that the environments returned.
 
@@ -463,6 +504,8 @@ def check_rewards(
         rewards: as stored, before anything is added to them.
         paid: rewards that the environments returned, same shape.
         raw_rewards: before normalisation in the environments, same shape; None if the environments do not normalise.
+        values: the critic's estimates, same shape, which show a bootstrap that is added to the rewards.
+        ended, time_limits: bool, same shape: ends of episodes, and those by a time limit.
         valid: same shape, bool; None if every entry counts.
     """
     stored = as_tensor(rewards).detach().double()
@@ -477,6 +520,15 @@ def check_rewards(
     check = compared(stored)
     if check.explained:
         return check
+    if values is not None and ended is not None:
+        ends = as_mask(ended, stored)
+        limits = torch.zeros_like(ends) if time_limits is None else as_mask(time_limits, stored)
+        added, estimates = stored - others[0], as_tensor(values).to(stored).detach()
+        for name, places in (("bootstrapped_terminations", ends & ~limits), ("bootstrapped_limits", ends & limits)):
+            if _is_bootstrap(added, estimates, places):
+                # ends after equal numbers of steps are time limits, which some environments do not report as such
+                is_limit = name == "bootstrapped_limits" or len(_lengths(ends)) < 2
+                return explained(STORED_REWARDS, "bootstrapped_limits" if is_limit else name, error=check.error or 1.0)
     inner = slice(1, -1)  # rewards outside the rollout are not known
     moved = (move((stored, others[0])) for move in MOVES)
     factors = (_scaled((stored[inner], to[inner]), stored[inner]) for to in moved if to is not None)

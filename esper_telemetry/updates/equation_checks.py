@@ -92,7 +92,8 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
         )
         if rollout.rewards is not None:
             raw = rollout.raw_rewards if isinstance(rollout, RolloutEnd) else None
-            yield _explained(check_rewards, rollout.rewards, transitions.rewards, raw_rewards=raw, valid=valid)
+            ends = {name: getattr(rollout, name, None) for name in ("values", "ended", "time_limits")}
+            yield _explained(check_rewards, rollout.rewards, transitions.rewards, raw_rewards=raw, **ends, valid=valid)
         if transitions.sent is not None and transitions.received is not None:
             yield _explained(check_executed, transitions.sent, transitions.received)
     elif rollout.observations is not None:
@@ -143,7 +144,9 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     of_memory = _of_memory(rollout, now, valid, facts)
     if seen is not None and (not of_memory or seen in of_memory or REPLAYED_LOG_PROBS[seen].of != "memory"):
         of_memory = (seen,)
-    known = dict.fromkeys(of_memory, rollout.log_probs.double)
+    known: dict[str, Callable[[], Tensor | None]] = dict.fromkeys(of_memory, rollout.log_probs.double)
+    if (dimensions := _dimensions(minibatches)) > 1:
+        known |= {"mean_in_loss": lambda: now * dimensions, "mean_at_collection": lambda: now / dimensions}
     log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
     moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
     if REPLAYED_LOG_PROBS.name not in facts.unchecked_equations:
@@ -163,7 +166,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
         "observation_before": partial(of_step, -1),
         "observation_after": partial(of_step, 1),
     }
-    alternatives |= dict.fromkeys([name for name in known if name not in alternatives], rollout.values.double)
+    alternatives |= dict.fromkeys([name for name in of_memory if name not in alternatives], rollout.values.double)
     values = check_values(rollout.values, replay, alternatives=alternatives, valid=valid, precision=precision)
     differs = (values.error or 0.0) > FIRST_DIFFERENCE
     if differs and not values.explained and _of_other_output(rollout, minibatches):
@@ -425,6 +428,7 @@ def _log_ratios(claims: LossClaims) -> EquationCheck:
         chosen,
         stored,
         valid=batches.valid,
+        dimensions=_dimensions(batches),
         precision=claims.facts.precision,
     )
     check = compared()
@@ -439,6 +443,11 @@ def _log_ratios(claims: LossClaims) -> EquationCheck:
         swapped=_nearest([rollout.log_probs.flatten()[other] for other in exchanged], chosen - batches.log_ratio),
         now_swapped=_nearest([claims.chosen_log_probs(other) for other in exchanged], batches.log_ratio + stored),
     )
+
+
+def _dimensions(batches: JoinedMinibatches) -> int:
+    """Return the number of action dimensions and heads over which log-probabilities are summed."""
+    return max(1, len(batches.logits) + sum(means.shape[-1] for means in batches.means.values()))
 
 
 def _nearest(columns: Sequence[Tensor | None], claimed: Tensor) -> Tensor | None:

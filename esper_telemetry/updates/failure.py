@@ -60,12 +60,14 @@ class Candidate(NamedTuple):
         tensor: its numbers.
         environments: its dimension of environments, if it has one.
         place: file and lines of the assignments to a variable; empty if they are unknown.
+        made: what it was computed from, if it is the result of an operation.
     """
 
     name: str
     tensor: Tensor
     environments: int | None = None
     place: str = ""
+    made: str = ""
 
 
 Candidates = Callable[[], Iterable[Candidate]]
@@ -114,15 +116,16 @@ def first_nonfinite(candidates: Iterable[Candidate]) -> dict[str, Any] | None:
 
     `first_nonfinite` is its first entry, such as `rewards[3, 2] = nan`.
     """
-    for name, tensor, environments, place in candidates:
+    for name, tensor, environments, place, made in candidates:
         if tensor.is_meta or tensor.layout is not torch.strided or not len(bad := (~torch.isfinite(tensor)).nonzero()):
             continue
         index = bad[0].tolist()
-        named = f"{name}, assigned in {place}" if place else name
+        named = f"{name}, assigned in {place}" if place else f"{name}, {made}" if made else name
         counts: dict[str, Any] = {"tensor": named, "count": len(bad), "size": tensor.numel()}
         if environments is not None:
             counts["environments"] = bad[:, environments].unique().tolist()[:MAX_ENVIRONMENTS]
-        return {"first_nonfinite": f"{name}{index or ''} = {tensor[tuple(index)].item()}", "nonfinite": counts}
+        entry = f" at {index}" if made and index else index or ""
+        return {"first_nonfinite": f"{name}{entry} = {tensor[tuple(index)].item()}", "nonfinite": counts}
     return None
 
 

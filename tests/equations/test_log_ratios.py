@@ -10,6 +10,7 @@ from torch import Tensor
 
 from esper_telemetry.equations.comparison import EquationCheck
 from esper_telemetry.equations.minibatch_rows import check_log_ratios
+from esper_telemetry.equations.replayed_outputs import check_replayed_log_probs
 
 STEPS, ENVS = 16, 4
 
@@ -26,6 +27,8 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "quotient": lambda new, old, rows: (new / old[rows]).log(),
     "mixed_quotient": lambda new, old, rows: (new.exp() / old[rows]).abs().log(),
     "no_exponential": lambda new, old, rows: (new - old[rows]).abs().log(),
+    "mean_over_dimensions": lambda new, old, rows: new / 3 - old[rows],
+    "clamped": lambda new, old, rows: (new - old[rows]).clamp(-0.04, 0.2),
     "linear": lambda new, old, rows: (1 + new - old[rows]).log(),
     "rows_in_order": lambda new, old, rows: new - old,
     "axes_swapped": lambda new, old, rows: new - old.view(STEPS, ENVS).T.flatten()[rows],
@@ -45,7 +48,7 @@ def test_a_mistake_in_the_ratio_is_named_and_no_other(name: str, seed: int) -> N
     def check(log_ratio: Tensor) -> EquationCheck:
         swapped = old.view(STEPS, ENVS).T.flatten()[rows]
         return check_log_ratios(
-            log_ratio, new, old[rows], in_order=old, swapped=swapped, now_swapped=other_actions(new)
+            log_ratio, new, old[rows], in_order=old, swapped=swapped, now_swapped=other_actions(new), dimensions=3
         )
 
     assert {one.hypothesis.name for one in check(PROGRAMS[name](new, old, rows)).explanations} == {name}
@@ -72,3 +75,22 @@ def test_ratios_without_digits_are_left_out() -> None:
     assert check_log_ratios(torch.tensor([0.5, -1.0, -103.0]), new, old).matches
     assert not check_log_ratios(torch.tensor([0.5, 1.0, -103.0]), new, old).matches
     assert "0 or infinite" in check_log_ratios(torch.tensor([-103.0]), new[2:], old[2:]).reason
+
+
+def test_a_clamp_of_log_ratios_is_named_with_its_bound() -> None:
+    new, old = torch.tensor([-1.0, -2.0, -3.0, -1.0, -2.0]), torch.tensor([-1.1, -1.0, -2.0, -2.0, -1.0])
+
+    check = check_log_ratios((new - old).clamp(-0.5, 0.5), new, old)
+
+    assert check.sentence.startswith("the log-ratios equal log-ratios that are clamped before the surrogate, c = 0.5")
+
+
+@pytest.mark.parametrize("name", ["mean_in_loss", "mean_at_collection"])
+def test_means_over_dimensions_on_one_side_are_named(name: str) -> None:
+    total = -torch.rand(8) - 0.5
+    stored, replayed = (total, total / 3) if name == "mean_in_loss" else (total / 3, total)
+    alternatives = {"mean_in_loss": lambda: replayed * 3, "mean_at_collection": lambda: replayed / 3}
+
+    check = check_replayed_log_probs(stored, replayed, alternatives=alternatives)
+
+    assert [one.hypothesis.name for one in check.explanations] == [name]

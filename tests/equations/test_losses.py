@@ -106,6 +106,9 @@ POLICY_PROGRAMS: dict[str, Callable[[Batch], Tensor]] = {
     "no_exponential": lambda b: (
         -torch.min(b.log_ratio * b.advantages, b.log_ratio.clamp(1 - CLIP, 1 + CLIP) * b.advantages).mean()
     ),
+    "log_ratio_as_clip": lambda b: (
+        -torch.min(b.log_ratio.exp() * b.advantages, b.log_ratio.clamp(1 - CLIP, 1 + CLIP) * b.advantages).mean()
+    ),
     "log_prob": lambda b: -(b.log_probs * b.advantages).mean(),
     "clip_around_zero": lambda b: surrogate(b, -CLIP, CLIP),
     "upper_clip_only": lambda b: surrogate(b, -torch.inf, 1 + CLIP),

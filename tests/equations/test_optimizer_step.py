@@ -234,6 +234,16 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     assert case.check().matches
 
 
+def test_a_step_without_any_gradient_is_named() -> None:
+    """A gradient that was cleared, or a loss without a backward pass: the weights stay, as the optimizer's rule says."""
+    case = Steps(OPTIMIZERS["adam"], 0)
+    for place, parameter in enumerate(case.parameters):
+        parameter.grad = case.gradients[place] = None
+    case.optimizer.step()
+
+    assert names(case.check()) == ["no_gradients"]
+
+
 def test_copies_are_in_the_order_of_the_optimizer() -> None:
     case = Steps(OPTIMIZERS["adam"], 0)
     case.optimizer.step()

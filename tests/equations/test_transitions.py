@@ -169,6 +169,25 @@ def test_rewards_of_another_row_are_named(seed: int, mistake: str) -> None:
     assert names(result) == ([mistake] if mistake else [])
 
 
+BOOTSTRAPS = {
+    "terminations": ("bootstrapped_terminations", [3, 9, 12, 20, 24, 29], []),
+    "time limits": ("bootstrapped_limits", [3, 9, 12, 20, 24, 29], [3, 9, 12, 20, 24, 29]),
+    "time limits without a flag of their own": ("bootstrapped_limits", [4, 9, 14, 19, 24, 29], []),
+}
+
+
+@pytest.mark.parametrize("kind", BOOTSTRAPS)
+def test_a_bootstrap_in_the_rewards_belongs_to_time_limits(kind: str) -> None:
+    name, ends, limits = BOOTSTRAPS[kind]
+    paid, values = torch.ones(30, 1), torch.linspace(2.0, 5.0, 30).unsqueeze(1)
+    ended, limited = torch.zeros(30, 1, dtype=torch.bool), torch.zeros(30, 1, dtype=torch.bool)
+    ended[ends], limited[limits] = True, True
+    facts = {"values": values, "ended": ended, "time_limits": limited}
+
+    assert names(check_rewards(paid + 0.9 * values * ended, paid, **facts)) == [name]  # type: ignore[arg-type]
+    assert names(check_rewards(paid - 3.0 * ended, paid, **facts)) == []  # type: ignore[arg-type]  # a penalty
+
+
 def test_rewards_that_a_program_clips_or_scales_are_variants() -> None:
     paid = 2 * torch.randn(STEPS, ENVS)
 

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn import functional as F
 
-from esper_telemetry.adapters.script.autograd_graph import DistributionGraphs, graph_of, takes_softmax_twice
+from esper_telemetry.adapters.script.autograd_graph import (
+    NO_OUTPUTS,
+    DistributionGraphs,
+    LossGraph,
+    graph_of,
+    nonfinite_operation,
+    takes_softmax_twice,
+)
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.script_minibatches import PassFinder, common_factor
@@ -469,3 +476,31 @@ def test_each_dimension_of_a_gaussian_that_is_not_summed_has_its_own_ratio() -> 
     torch.testing.assert_close(policy.log_ratio, (now - old).sum(1).detach())
     torch.testing.assert_close(policy.old_log_probs, old.sum(1))
     assert torch.equal(policy.advantages, advantages[:, 0])
+
+
+def masked_entropy(logits: Tensor, low: float = 0.0) -> Tensor:
+    """Entropy of a choice whose last option is forbidden."""
+    probs = logits.masked_fill(torch.tensor([False, False, True]), -torch.inf).softmax(-1)
+    return -(probs * probs.clamp(min=low).log()).sum(-1).mean()
+
+
+NONFINITE: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
+    "0 log 0": (masked_entropy, "a product of 0 and the logarithm of 0"),
+    "0 log 1e-8": (lambda logits: masked_entropy(logits, 1e-8), None),
+    "log(1 - 1)": (lambda logits: (1 - (50 + logits).tanh() ** 2).log().mean(), "the logarithm of 0"),
+    "root of a negative number": (
+        lambda logits: (-logits.exp()).sqrt().mean(),
+        "the root of -1.10517",
+    ),
+    "NaN from outside": (lambda logits: (torch.tensor(torch.nan) * logits.exp()).mean(), None),
+}
+
+
+@pytest.mark.parametrize("name", NONFINITE)
+def test_the_first_operation_that_is_not_finite_is_named(name: str) -> None:
+    compute, words = NONFINITE[name]
+    loss = compute(torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]], requires_grad=True)) + 1.0
+
+    operation = nonfinite_operation(LossGraph(loss, graph_of(loss), [], NO_OUTPUTS, ()))
+
+    assert (None if operation is None else operation.words) == words

@@ -194,6 +194,89 @@ class LossGraph:
         return sorted(nodes, key=lambda node: int(node._sequence_nr()))
 
 
+class NonfiniteOperation(NamedTuple):
+    """The first operation of a loss that made a NaN or infinite number of numbers that are not NaN.
+
+    Attributes:
+        words: such as "a product of 0 and the logarithm of 0".
+        result: with the number.
+        below, above: nodes that it is computed from and that are computed from it, the nearest first.
+    """
+
+    words: str
+    result: Tensor
+    below: Sequence[Node]
+    above: Sequence[Node]
+
+
+UNBOUNDED: dict[str, tuple[str, Callable[[Node, Sequence[Tensor | None]], Tensor]]] = {
+    "LogBackward0": ("the logarithm of", lambda node, _: node._saved_self.log()),
+    "Log1PBackward0": ("the logarithm of 1 +", lambda node, _: node._saved_self.log1p()),
+    "SqrtBackward0": ("the root of", lambda node, _: node._saved_result),
+    "ExpBackward0": ("the exponential of", lambda node, _: node._saved_result),
+    "PowBackward0": ("a power of", lambda node, _: node._saved_self.pow(node._saved_exponent)),
+    "AtanhBackward0": ("the inverse tanh of", lambda node, _: node._saved_self.atanh()),
+    "SoftmaxBackward0": ("a softmax of", lambda node, _: node._saved_result),
+    "LogSoftmaxBackward0": ("a softmax of", lambda node, _: node._saved_result),
+    "StdBackward0": ("a standard deviation of", lambda node, _: node._saved_result),
+    "MulBackward0": ("a product of", lambda _, both: both[0] * both[1]),  # type: ignore[operator]
+    "DivBackward0": ("a quotient of", lambda _, both: both[0] / both[1]),  # type: ignore[operator, arg-type]
+}
+"""Operations whose results may not be finite although their operands are: words, and the result from the node and its operands."""
+
+
+def nonfinite_operation(graph: LossGraph) -> NonfiniteOperation | None:
+    """Return the first operation with a NaN result, otherwise the first one with an infinite result; None if it is not known."""
+    infinite: tuple[Node, Tensor] | None = None
+    for node in graph.in_order(node for node in graph.consumers if kind_of(node) in UNBOUNDED):
+        operands = _operands(graph, node)
+        try:
+            result = UNBOUNDED[kind_of(node)][1](node, operands).detach()
+        except TypeError:  # an operand is not known
+            continue
+        if any(one is not None and bool(one.isnan().any()) for one in operands):
+            continue
+        if bool(result.isnan().any()):
+            return _described(graph, node, result)
+        is_new = all(one is None or not bool(one.isinf().any()) for one in operands)
+        if infinite is None and is_new and bool(result.isinf().any()):
+            infinite = node, result
+    return None if infinite is None else _described(graph, *infinite)
+
+
+def _operands(graph: LossGraph, node: Node) -> list[Tensor | None]:
+    """Return the numbers of the first two operands of an operation, None for those that are not known."""
+    children = [*children_of(node), None, None]
+    saved = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
+    known = [
+        one if child is None or isinstance(one, Tensor) else graph.value(child)
+        for child, one in zip(children, saved, strict=False)
+    ]
+    return [one.detach() if isinstance(one, Tensor) else None for one in known]
+
+
+def _described(graph: LossGraph, node: Node, result: Tensor) -> NonfiniteOperation:
+    """Return the operation with the operands of its first entry that is NaN, or infinite without any, in words."""
+    wrong = result.isnan() if bool(result.isnan().any()) else result.isinf()
+    parts = []
+    for child, numbers in zip([*children_of(node), None], _operands(graph, node), strict=False):
+        if numbers is None:
+            continue
+        number = float(numbers.expand_as(wrong)[wrong].flatten()[0]) if numbers.dim() <= wrong.dim() else float("nan")
+        below = None if child is None else graph.through_views(child)
+        is_log = below is not None and kind_of(below) == "LogBackward0" and number in (float("inf"), float("-inf"))
+        parts.append("the logarithm of 0" if is_log else f"{number:.6g}")
+    words = f"{UNBOUNDED[kind_of(node)][0]} {' and '.join(parts) or 'numbers without a finite result'}"
+    above = dict[Node, None]()
+    waiting = deque([node])
+    while waiting:
+        for consumer, _ in graph.consumers.get(waiting.popleft(), ()):
+            if consumer not in above:
+                above[consumer] = None
+                waiting.append(consumer)
+    return NonfiniteOperation(words, result, list(nodes_below(node)), list(above))
+
+
 def graph_of(output: Tensor) -> Collection[Node]:
     """Return the nodes of the graph of an output, the nearest first; empty without one."""
     return {} if output.grad_fn is None else nodes_below(output.grad_fn)

@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,10 +26,13 @@ from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
 from esper_telemetry.adapters.script.autograd_graph import (
+    NO_OUTPUTS,
+    LossGraph,
     graph_of,
     leaves_in,
     leaves_of,
     nodes_below,
+    nonfinite_operation,
     takes_softmax_twice,
 )
 from esper_telemetry.adapters.script.environment_search import NO_STEP
@@ -81,7 +84,7 @@ from esper_telemetry.events import (
     UpdateEnd,
     UpdateStart,
 )
-from esper_telemetry.updates.failure import Candidate, nonfinite_local
+from esper_telemetry.updates.failure import Candidate, nonfinite_local, place_of, user_frames
 
 DEFAULT_GAMMA = 0.99
 """Discount factor that is assumed if a script's own factor is unknown."""
@@ -294,7 +297,7 @@ class ScriptListener:
             self._pass_counts[optimizer] = self._pass_counts.get(optimizer, 0) + 1
         variables = names.calling_variables()
         outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
-        self._seek_origin(loss)
+        self._seek_origin(loss, graph)
         reading = None
         if loss.requires_grad:
             climbed = self._climbs(loss, variables)
@@ -473,10 +476,11 @@ class ScriptListener:
         whole = len(calls) == 1 and calls[0].parameters in sets
         return (calls[0].max_norm or positive) if whole else None
 
-    def _seek_origin(self, numbers: Tensor) -> None:
-        """Find the first variable that is not finite if a loss or the norms of gradients are not."""
+    def _seek_origin(self, numbers: Tensor, graph: Collection[Any] = ()) -> None:
+        """Find the first operation or variable that is not finite if a loss, with its graph, or the norms of gradients are not."""
         if self.origin is None and numbers.is_cpu and not bool(numbers.isfinite().all()):
-            self.origin = nonfinite_local(names.calling_variables().from_outside())
+            variables = names.calling_variables()
+            self.origin = nonfinite_result(numbers, graph, variables) or nonfinite_local(variables.from_outside())
 
     def _emit_gradients(self, optimizer: Optimizer) -> None:
         parameters = self._named_parameters(optimizer)
@@ -612,7 +616,7 @@ class ScriptListener:
             **facts,
             UNCHECKED_FACT: settings.unchecked_equations(facts, {} if rollout is None else traced),
             UNTRACED_FACT: settings.untraced_equations(traced, self._loss_place, rollout is not None, self.unseen),
-            "equation_places": settings.equation_places(places, self._loss_place),
+            "equation_places": settings.equation_places(places, self._loss_place, self._source.clears),
             "softmax_twice": self._softmax_twice,
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
@@ -952,6 +956,28 @@ def _as_drawn(collected: ObservedSteps, draws: Tensor | None) -> Tensor | None:
     if received is None or draws is None or received.shape != draws.shape:
         return None
     return draws if torch.equal(received.to(draws), draws) else None
+
+
+def nonfinite_result(loss: Tensor, graph: Collection[Any], variables: Variables) -> Candidate | None:
+    """Return the first result of an operation in the graph of a loss that is not finite, with the variables around it."""
+    operation = (
+        nonfinite_operation(LossGraph(loss, graph, list(variables.tensors()), NO_OUTPUTS, ())) if graph else None
+    )
+    if operation is None:
+        return None
+    own = {
+        value.grad_fn: name
+        for name, value in variables.named_values()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }
+    near = [next((own[node] for node in nodes if node in own), "") for nodes in (operation.below, operation.above)]
+    places = [f" ({place})" if name and (place := place_of(name, user_frames())) else "" for name in near]
+    texts = [
+        f"{word} `{name}`{place}"
+        for word, name, place in zip(("computed from", "for"), near, places, strict=True)
+        if name
+    ]
+    return Candidate(operation.words, operation.result.clone(), made=" ".join(texts))
 
 
 def _are_others(one: Tensor | None, other: Tensor | None) -> bool:

@@ -246,15 +246,16 @@ def untraced_equations(
     }
 
 
-def equation_places(lines: Mapping[str, str], loss: str) -> dict[str, str]:
+def equation_places(lines: Mapping[str, str], loss: str, clears: str) -> dict[str, str]:
     """Return file and line of what each equation computes: of its last column, otherwise of the loss.
 
     Args:
         lines: places by role of a column.
         loss: place of the loss.
+        clears: places where gradients are cleared; empty without any.
     """
     columns = {equation: roles[-1] for equation, roles in ROLES.items()} | dict.fromkeys(IN_LOSS, "")
-    return {equation: lines.get(column, loss) for equation, column in columns.items()}
+    return {equation: lines.get(column, loss) for equation, column in columns.items()} | {"clipping": clears or loss}
 
 
 def find_schedule(

@@ -274,6 +274,7 @@ class Source(NamedTuple):
         discounts: numbers in products of the code that may be the discount factor, the likeliest first; with the lambda in pairs.
         sets_rate: the rate of an optimizer is assigned, or a scheduler made.
         words: strings in the code.
+        clears: file and lines where gradients are cleared; empty without any.
     """
 
     numbers: Mapping[str, float]
@@ -281,6 +282,7 @@ class Source(NamedTuple):
     discounts: tuple[tuple[float, ...], ...] = ()
     sets_rate: bool = False
     words: frozenset[str] = frozenset()
+    clears: str = ""
 
 
 def read_source() -> Source:
@@ -289,7 +291,7 @@ def read_source() -> Source:
     lines: dict[str, tuple[int, str]] = {}
     trees: list[ast.AST] = []
     sets_rate = False
-    words = set[str]()
+    words, clears = set[str](), list[str]()
     for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
         with suppress(OSError, SyntaxError, ValueError):
             tree = ast.parse(Path(path).read_bytes())
@@ -301,9 +303,11 @@ def read_source() -> Source:
                     if rank > lines.get(name, (-1, ""))[0]:
                         lines[name] = rank, f"{Path(path).name}:{node.lineno}"  # type: ignore[attr-defined]
             trees.append(tree)
+            calls = {node.lineno for node in ast.walk(tree) if getattr(node, "attr", "") == "zero_grad"}  # type: ignore[attr-defined]
+            clears += [f"{Path(path).name}:{', '.join(map(str, sorted(calls)))}"] if calls else []
             sets_rate = sets_rate or any(_sets_rate(node) for node in ast.walk(tree))
     places = {name: place for name, (_, place) in lines.items()}
-    return Source(named, places, _discounts(trees, named), sets_rate, frozenset(words))
+    return Source(named, places, _discounts(trees, named), sets_rate, frozenset(words), "; ".join(clears))
 
 
 def _stores(node: ast.AST) -> Iterator[tuple[str, int]]:

@@ -108,7 +108,7 @@ def ratio_init(view: View, value: float, before: Before) -> Iterator[Finding]:
     severity = min(severity, earlier) if remembers and severity < 1 else severity
     yield Finding(severity, "integrity/ratio_init", value, warn).says(
         "log-probabilities computed before the first optimizer step have differed from the stored ones by up to {} nats "
-        f"(rounding in {precision} explains {{}}): training does not use the inputs that the policy acted on",
+        f"(rounding in {precision} explains {{}}): training has other inputs or another formula than the acting policy",
         *(value, warn),
     )
 
@@ -201,8 +201,8 @@ RULES = (
     .says(
         "The stored log-probabilities differ from the log-probabilities that the trainer computes before the first optimizer step.",
         "Store the observation, the mask and the hidden state that the policy acted on; keep the rows of all columns in the same order; "
-        "freeze normalisers and dropout between the rollout and training; check that no operation, such as a softmax over the wrong axis, "
-        "mixes the rows of a batch.",
+        "sum both log-probabilities over the action dimensions; freeze normalisers and dropout between the rollout and training; check "
+        "that no operation, such as a softmax over the wrong axis, mixes the rows of a batch.",
         "bounds by precision, times max(1, 1/σ_min), and wider for actions of tiny probability; trl#454, sb3-contrib#75",
     )
     .shows("policy/kl_first", "policy/head/*/std/min", "policy/head/*/blame", "lstm/staleness_first", "norm/*/drift")
