@@ -78,6 +78,13 @@ def _across_ends(inputs: GaeInputs) -> Tensor | None:
     return gae(inputs, cut=never) if bool(inputs.ended[:-1].any()) else None
 
 
+def _ends_late(inputs: GaeInputs) -> Tensor | None:
+    """Sums that end one step late: the last reward of an episode is part of the next one's sums."""
+    late = inputs.ended.roll(1, 0)
+    late[0] = False
+    return gae(inputs, cut=late) if bool(late.any()) else None
+
+
 def _from_the_start(inputs: GaeInputs) -> Tensor:
     """Sums of the rewards before and in each step."""
     goes_on = inputs.gamma * (~inputs.ended).roll(1, 0).double()
@@ -135,6 +142,9 @@ SUMS = tuple(
         mistake("alone_across_ends", "sums of rewards that continue over the ends of episodes")
         .predicts("A_t = r_t + γ A_{t+1}", _summed(_across_ends))
         .advises("Set the running sum to 0 at the end of each episode.", source="program: reinforce-across_ends"),
+        mistake("alone_ends_late", "sums of rewards with the ends of episodes one step late")
+        .predicts("A_t = r_t + γ (1 - end_{t-1}) A_{t+1}", _summed(_ends_late))
+        .advises("Store the end of a step with its reward, after `env.step`.", source="program: reinforce-ends_late"),
         mistake("alone_undiscounted", "sums of rewards without the discount that the program sets")
         .predicts("A_t = Σ_k r_{t+k}", _summed(_undiscounted))
         .advises("Multiply the running sum by gamma, or remove the setting.", source="program: reinforce-undiscounted"),
@@ -191,6 +201,6 @@ def _minus_values(one: Hypothesis) -> Hypothesis:
 SUMS_MINUS_VALUES = tuple(
     _minus_values(one)
     for one in SUMS
-    if one.name in {"alone_immediate", "alone_across_ends", "alone_reversed", "alone_past"}
+    if one.name in {"alone_immediate", "alone_across_ends", "alone_ends_late", "alone_reversed", "alone_past"}
 )
 """Explanations of the advantages of programs with a critic that sum rewards to the end of each episode."""

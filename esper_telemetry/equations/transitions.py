@@ -234,7 +234,7 @@ MIN_BOOTSTRAPS = 5
 
 
 def _is_bootstrap(added: Tensor, values: Tensor, places: Tensor) -> bool:
-    """Return True if numbers that resemble the critic's estimates are added at these steps, and nothing elsewhere; a penalty is constant."""
+    """Return True if numbers that resemble the estimates are added at these steps, and nothing elsewhere; a penalty is constant."""
     own = added[places]
     if (
         len(own) < MIN_BOOTSTRAPS
@@ -520,9 +520,9 @@ def check_rewards(
     check = compared(stored)
     if check.explained:
         return check
-    if values is not None and ended is not None:
-        ends = as_mask(ended, stored)
-        limits = torch.zeros_like(ends) if time_limits is None else as_mask(time_limits, stored)
+    ends, limits = as_mask(ended, stored), as_mask(time_limits, stored)
+    if values is not None and ends is not None:
+        limits = torch.zeros_like(ends) if limits is None else limits
         added, estimates = stored - others[0], as_tensor(values).to(stored).detach()
         for name, places in (("bootstrapped_terminations", ends & ~limits), ("bootstrapped_limits", ends & limits)):
             if _is_bootstrap(added, estimates, places):

@@ -29,6 +29,15 @@ def sums(rewards: np.ndarray, gamma: float = GAMMA) -> np.ndarray:
     return result
 
 
+def late(rewards: np.ndarray) -> np.ndarray:
+    """Sums that end one step late: the total is set to 0 in the step after the end of an episode."""
+    result, total = np.zeros_like(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        total = rewards[t] + GAMMA * total * (t == 0 or not ENDS[t - 1])
+        result[t] = total
+    return result
+
+
 def each(change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     return np.concatenate([change(one) for one in episodes()])
 
@@ -40,6 +49,7 @@ LOOPS: dict[str, np.ndarray] = {
     "alone_zero": np.zeros(STEPS),
     "alone_immediate": REWARDS,
     "alone_across_ends": sums(REWARDS),
+    "alone_ends_late": late(REWARDS),
     "alone_undiscounted": each(lambda one: sums(one, 1.0)),
     "alone_rewards_discounted": each(lambda one: sums(GAMMA * one, 1.0)),
     "alone_reversed": each(lambda one: sums(one)[::-1]),
@@ -47,6 +57,7 @@ LOOPS: dict[str, np.ndarray] = {
     "alone_sign": -each(sums),
     "alone_gamma": each(lambda one: sums(one, 0.7)),
 }
+SUMMED = ("alone", "alone_immediate", "alone_across_ends", "alone_ends_late", "alone_reversed", "alone_past")
 FORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "raw": lambda x: x,
     "centred": lambda x: x - x.mean(),
@@ -92,7 +103,7 @@ def test_equal_sums_minus_their_mean_are_no_mistake() -> None:
 
 
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.95])
-@pytest.mark.parametrize("name", ["alone", "alone_immediate", "alone_across_ends", "alone_reversed", "alone_past"])
+@pytest.mark.parametrize("name", SUMMED)
 def test_normalised_sums_minus_the_values_of_a_critic_are_named(name: str, gae_lambda: float) -> None:
     values = np.random.default_rng(7).normal(size=STEPS)
     result = check(FORMS["normalised"](LOOPS[name]) - values, values=values, gae_lambda=gae_lambda)
