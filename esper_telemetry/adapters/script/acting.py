@@ -45,6 +45,10 @@ MIN_SHARE = 0.5
 MAX_UPDATES, MAX_UPDATE_ROWS = 4, 1 << 15
 """Earlier updates, and rows of each, whose inputs are compared with the rows of a loss."""
 
+MIN_TRAINED_SHARE = 0.25
+"""Share of the rows of a loss from which a memory has not been cleared: half in the second update, more later. Single rows are equal by
+chance, or because the states of the task are few."""
+
 SAME_CHECKSUM = 1e-9
 """Largest difference between checksums of equal inputs, relative to the largest checksum."""
 
@@ -194,9 +198,13 @@ class TrainedRows:
             self._now.append(inputs)
         if self._acted is None or not self._earlier:
             return None
-        earlier, acted = (one.to(inputs.device).sort().values for one in (torch.cat([*self._earlier]), self._acted))
-        repeated = are_among(inputs, earlier, SAME_CHECKSUM) & ~are_among(inputs, acted, SAME_CHECKSUM)
-        return repeated if bool(repeated.any()) else None
+        earlier, acted = (
+            are_among(inputs, table.to(inputs.device).sort().values, SAME_CHECKSUM)
+            for table in (torch.cat([*self._earlier]), self._acted)
+        )
+        repeated = earlier & ~acted
+        is_share = bool(acted.any()) and float(repeated.float().mean()) >= MIN_TRAINED_SHARE
+        return repeated if is_share else None
 
 
 def are_among(numbers: Tensor, table: Tensor, rounding: float) -> Tensor:
