@@ -102,19 +102,19 @@ def test_calls_that_do_not_fit_the_rollout_are_none_of_its_acting() -> None:
 
 
 def test_rows_of_earlier_updates_are_those_that_no_later_step_acted_on() -> None:
-    """The second update is trained on two of the first update's rows, the third also on one that was acted on twice."""
+    """The second update is trained on the first update's rows, the third only on one of them, and on one that was acted on twice."""
     torch.manual_seed(3)
     plain, states = network(), torch.randn(3, STEPS, ENVS, INPUTS)
     states[2, 0, 0] = states[1, 0, 0]
     rows, numbers = TrainedRows(), [checksums(part).flatten() for part in states]
-    losses = [numbers[0], torch.cat([numbers[1], numbers[0][:2]]), torch.cat([numbers[2], numbers[1][:1]])]
+    losses = [numbers[0], torch.cat([numbers[1], numbers[0]]), torch.cat([numbers[2], numbers[1][:1]])]
     found = []
     for part, loss in zip(states, losses, strict=True):
         rows.begin(acted(plain, part))
         found.append(rows.add(loss))
 
     assert found[0] is None and found[2] is None
-    assert found[1] is not None and found[1].nonzero().flatten().tolist() == [STEPS * ENVS, STEPS * ENVS + 1]
+    assert found[1] is not None and found[1].nonzero().flatten().tolist() == [*range(STEPS * ENVS, 2 * STEPS * ENVS)]
 
 
 def test_rows_of_an_unfinished_episode_may_be_trained_on_later() -> None:
