@@ -42,10 +42,10 @@ demo-fault: install  ## the demo, with a learning rate 100 times too large in it
 	@$(BIN)/python -m esper_telemetry.lab.faults demo --fault lr_x100 $(DEMO_SINKS)
 	@$(ACTIVATE)
 
-test: install  ## lint, check types and run the tests without processes, servers and longer trainings (4 minutes on 2 cores)
+test: install  ## lint, check types and run the quick tests (4 minutes on 2 cores)
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest SELECT='not system and $(SELECT)'
 
-test-all: install  ## the same with the system tests: processes, servers, browsers, longer trainings (12 minutes on 2 cores)
+test-all: install  ## the same with the system tests: processes, servers, browsers, longer trainings (18 minutes on 2 cores)
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 pytest: install

@@ -264,7 +264,7 @@ def _described(graph: LossGraph, node: Node, result: Tensor) -> NonfiniteOperati
             continue
         number = float(numbers.expand_as(wrong)[wrong].flatten()[0]) if numbers.dim() <= wrong.dim() else float("nan")
         below = None if child is None else graph.through_views(child)
-        is_log = below is not None and kind_of(below) == "LogBackward0" and number in (float("inf"), float("-inf"))
+        is_log = below is not None and kind_of(below) == "LogBackward0" and number == float("-inf")
         parts.append("the logarithm of 0" if is_log else f"{number:.6g}")
     words = f"{UNBOUNDED[kind_of(node)][0]} {' and '.join(parts) or 'numbers without a finite result'}"
     above = dict[Node, None]()
