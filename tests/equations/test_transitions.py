@@ -184,8 +184,8 @@ def test_a_bootstrap_in_the_rewards_belongs_to_time_limits(kind: str) -> None:
     ended[ends], limited[limits] = True, True
     facts = {"values": values, "ended": ended, "time_limits": limited}
 
-    assert names(check_rewards(paid + 0.9 * values * ended, paid, **facts)) == [name]  # type: ignore[arg-type]
-    assert names(check_rewards(paid - 3.0 * ended, paid, **facts)) == []  # type: ignore[arg-type]  # a penalty
+    assert names(check_rewards(paid + 0.9 * values * ended, paid, **facts)) == [name]
+    assert names(check_rewards(paid - 3.0 * ended, paid, **facts)) == []  # a penalty
 
 
 def test_rewards_that_a_program_clips_or_scales_are_variants() -> None:
