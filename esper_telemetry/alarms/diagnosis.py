@@ -116,13 +116,14 @@ class Diagnosis:
 
     @property
     def shows_remarks(self) -> bool:
-        """True if views should show all remarks: the run failed, is flat or declines, and no lasting alarm explains it."""
-        return self.updates > 0 and self.outcome.kind in BAD and not self.killed and not self.has_lasting_explanation
+        """True if views should show all remarks: in a bad run that no lasting alarm explains, or that a remark explains certainly."""
+        is_bad = self.updates > 0 and self.outcome.kind in BAD and not self.killed
+        return is_bad and (not self.has_lasting_explanation or any(data.get("certain") for data in self.remarks))
 
     @property
     def shown_remarks(self) -> list[Mapping[str, Any]]:
         """The remarks in the order in which they may explain the outcome."""
-        return sorted(self.remarks, key=lambda data: bool(data.get("unlikely")))
+        return sorted(self.remarks, key=lambda data: (not data.get("certain"), bool(data.get("unlikely"))))
 
     @property
     def has_lasting_explanation(self) -> bool:

@@ -18,6 +18,7 @@ from esper_telemetry.journal.file import damage_sentence, holds_run, journal_pat
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.journal.read import JournalContents, read_contents
 from esper_telemetry.views.document import print_document
+from esper_telemetry.views.equation_table import by_reason
 from esper_telemetry.views.run_view import RunView, judged_again, open_logs, open_verdict, open_view
 from esper_telemetry.views.verdict_text import answer, to_text, verdict_document
 
@@ -53,7 +54,10 @@ def _diagnose_journal(options: Diagnose) -> int:
         print(to_text(judged.answer(everything=options.all)))
     else:
         head = f"{view.info.name}: {verdict.updates} updates, {view.status or 'not ended'}"
-        print_document(verdict_document(head, verdict, view.ending, list_unanswered=options.all))
+        # a sample of the records lacks most results of equations
+        rows = () if view.sampled or not verdict.shows_remarks else view.equations()
+        untraced = by_reason(rows, "untraced")
+        print_document(verdict_document(head, verdict, view.ending, untraced=untraced, list_unanswered=options.all))
         if view.damage:
             echo(f"\n{damage_sentence(journal_path(options.run_dir), view.damage)}.")
     return _exit_code(verdict, view.ending, options.fail_on)

@@ -246,6 +246,16 @@ def _axes_swapped(inputs: GaeInputs) -> Tensor | None:
 
 
 @in_each_rollout
+def _returns_swapped(inputs: GaeInputs) -> Tensor | None:
+    steps, envs = inputs.values.shape
+    if 1 in (steps, envs):
+        return None
+    right = gae(inputs) + inputs.values
+    orders = right.t().reshape(steps, envs), right.reshape(envs, steps).t()
+    return closest_whole(inputs, *(returns - inputs.values for returns in orders))
+
+
+@in_each_rollout
 def _along_environments(inputs: GaeInputs) -> Tensor | None:
     if inputs.values.shape[1] == 1:
         return None
@@ -656,6 +666,10 @@ MISTAKES = (
     .predicts("A[t, b] = GAE.reshape(B, T)[b, t]", _axes_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
     .cites("program: loop-axes_gae"),
+    mistake("returns_swapped", "returns that were reshaped with steps and environments swapped, minus the values")
+    .predicts("A[t, b] = (GAE + V).reshape(B, T)[b, t] - V[t, b]", _returns_swapped)
+    .advises("Flatten returns, observations and values in the same order: `reshape` and `view` do not move entries.")
+    .cites("program: gae_programs"),
     mistake("rewards_swapped", "GAE of rewards that were reshaped with steps and environments swapped")
     .predicts("δ[t, b] = r.reshape(B, T)[b, t] + γ V_{t+1} - V_t", _rewards_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")

@@ -37,6 +37,9 @@ NEAR, STILL_NEAR, MOST_FEATURES = 0.5, 0.75, 0.75
 change of a single process grows with the number of steps."""
 
 
+MIN_OPPOSITE: Final = 0.5
+"""Share of the rewards with the opposite sign, above which wrappers do more than pay a bonus."""
+
 MIN_REWARDS: Final = 256
 """Fewest steps within episodes for a fit of the rewards."""
 
@@ -107,6 +110,13 @@ ENVIRONMENTS = EnvironmentEquation(
             "Seed each environment differently: `env.reset(seed=seed + index)`, or `make_vec_env(..., seed=seed)`."
         )
         .cites("https://gymnasium.farama.org/api/vector/#gymnasium.vector.VectorEnv.reset"),
+        mistake("opposite_rewards", "wrappers turn rewards into others of the opposite sign;")
+        .given(parameter="share of the rewards")
+        .advises(
+            "Divide rewards by their scale, and subtract no mean, as `gymnasium.wrappers.NormalizeReward` does: what is "
+            "subtracted from each reward changes the return of long episodes more than that of short ones."
+        )
+        .cites("program: test_environment_steps"),
         mistake("interleaved", "the rows of one environment belong to several streams in turn;")
         .given(parameter="streams")
         .advises(
@@ -128,6 +138,7 @@ def check_environments(
     observations: Tensor | None = None,
     actions: Tensor | None = None,
     rewards: Tensor | None = None,
+    raw_rewards: Tensor | None = None,
     valid: Tensor | None = None,
     cast: float = 0.0,
 ) -> EquationCheck:
@@ -141,11 +152,15 @@ def check_environments(
         observations: [T, B, D]; None if they are not kept.
         actions: [T, B], choices in whole numbers, or [T, B, D]; None if there are several heads.
         rewards: [T, B], as the environments returned them; None if they are not known.
+        raw_rewards: [T, B], before wrappers changed them; None if they have not, or these are not known.
         valid: [T, B], bool; None if every row is valid.
         cast: largest relative change of an observation by the dtype of its space.
     """
     if cast > CAST_ERROR:
         return explained(ENVIRONMENTS, "cast", fitted=cast)
+    opposite = 0.0 if rewards is None or raw_rewards is None else _opposite_share(rewards, raw_rewards)
+    if opposite > MIN_OPPOSITE:
+        return explained(ENVIRONMENTS, "opposite_rewards", fitted=opposite)
     ended = ended.to(inputs.device).bool()
     if observations is not None and actions is not None and rewards is not None and valid is None:
         behind = _behind(observations, actions, rewards, ~ended[:-1])
@@ -177,12 +192,21 @@ def check_environments(
     return _correct() if streams == 1 else explained(ENVIRONMENTS, "interleaved", fitted=streams)
 
 
+def _opposite_share(rewards: Tensor, raw: Tensor) -> float:
+    """Return the share of rewards whose sign differs from all those before wrappers; 0 if these have both signs themselves."""
+    signs = raw.sign()
+    paid = signs != 0
+    if int(paid.sum()) < MIN_FROZEN_STEPS or bool(signs.min() * signs.max() < 0):
+        return 0.0
+    return float((rewards.to(raw).sign()[paid] == -signs[paid]).double().mean())
+
+
 def _correct() -> EquationCheck:
     return EquationCheck(ENVIRONMENTS, 0.0, ENVIRONMENTS.tolerance_at(None))
 
 
 def _behind(observations: Tensor, actions: Tensor, rewards: Tensor, within: Tensor) -> str:
-    """Return the mistake by which rewards belong to another step than their own; empty without one.
+    """Return the mistake by which rewards belong to another step than their own, in both halves of a rollout; empty without one.
 
     Neither an observation that shows the reward without the action nor equal steps are such a mistake: they fit their own step, too.
     """
@@ -191,8 +215,16 @@ def _behind(observations: Tensor, actions: Tensor, rewards: Tensor, within: Tens
     one_hot = torch.nn.functional.one_hot
     chosen = one_hot(actions.long()) if actions.dim() == 2 else actions
     chosen = chosen.to(seen)
-    count = int(within.sum())
-    if count < MIN_REWARDS or (1 + seen.shape[-1]) * (1 + chosen.shape[-1]) > MAX_TERMS:
+    if (1 + seen.shape[-1]) * (1 + chosen.shape[-1]) > MAX_TERMS:
+        return ""
+    half = len(seen) // 2
+    parts = (slice(half), slice(half, None))
+    found = {_behind_in(seen[part], chosen[part], paid[part], within[part][: len(seen[part]) - 1]) for part in parts}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _behind_in(seen: Tensor, chosen: Tensor, paid: Tensor, within: Tensor) -> str:
+    if int(within.sum()) < MIN_REWARDS // 2:
         return ""
     here, there = slice(None, -1), slice(1, None)
     if _fit(paid[here][within], seen[here][within], chosen[here][within]) > FITS_NOT:

@@ -114,6 +114,7 @@ def _environments(rollout: RolloutEnd | RolloutActions) -> EquationCheck:
         ended=rollout.ended,
         actions=head,
         rewards=rollout.rewards if transitions is None else transitions.rewards,
+        raw_rewards=rollout.raw_rewards if isinstance(rollout, RolloutEnd) else None,
         informative=vectors,
         outcomes=None if transitions is None else transitions.outcomes,
         observations=observations,

@@ -170,7 +170,7 @@ class _RunSections:
             h("p", _outcome(self.view), css=f"outcome {style}"),
             None if first is None else _sentences(first)[first.cause == RUN_FAILED :],  # whose sentence is the outcome
             h("p", f"{more}{checks(diagnosis)}", css="dim"),
-            findings(diagnosis),
+            findings(diagnosis, by_reason(self.view.equations(), "untraced") if diagnosis.shows_remarks else {}),
             css=f"card banner {style}",
         )
         facts = position(self.view).items()

@@ -51,7 +51,12 @@ OUTCOME_VERBS: Final = {OutcomeKind.FLAT: "is flat", OutcomeKind.DECLINING: "dec
 
 
 def verdict_document(
-    head: str, diagnosis: Diagnosis, ending: str = "", *, list_unanswered: bool = False
+    head: str,
+    diagnosis: Diagnosis,
+    ending: str = "",
+    *,
+    untraced: Mapping[str, Sequence[str]] = {},
+    list_unanswered: bool = False,
 ) -> Iterator[Element]:
     """Yield a verdict: the sentence of a bad ending, what the run does, its incidents, and what is open.
 
@@ -61,6 +66,7 @@ def verdict_document(
         head: name and length of the run.
         diagnosis: the verdict.
         ending: the sentence of a bad ending, or nothing.
+        untraced: quantities that were not traced to the program's columns, by reason.
         list_unanswered: also list the questions that could not be answered.
     """
     yield h("p", head)
@@ -88,7 +94,7 @@ def verdict_document(
                 h("p", f"Alarms: {states}", css="dim"),
                 css=incident.main.level,
             )
-    yield from findings(diagnosis)
+    yield from findings(diagnosis, untraced)
     yield from _remarks(
         data for kind, data in diagnosis.events if (kind != REMARK or data in notes) and data not in causes
     )
@@ -120,7 +126,7 @@ def checks(diagnosis: Diagnosis) -> str:
     return capitalized(diagnosis.summary.rpartition("; ")[2])
 
 
-def findings(diagnosis: Diagnosis) -> Iterator[Element]:
+def findings(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]] = {}) -> Iterator[Element]:
     """Yield the values beyond their critical bounds, and possible explanations of a run that no alarm explains."""
     if diagnosis.gradients_alone:
         yield h("p", f"{GRADIENTS_ALONE}.", css="note")
@@ -134,11 +140,13 @@ def findings(diagnosis: Diagnosis) -> Iterator[Element]:
         title = f"Beyond {bounds} ({count} value{s}, median{s} of the last {LATEST_RECORDS} updates)"
         yield folded(title, items(lines), is_open=True)
     if diagnosis.shows_remarks:
-        yield from _unexplained(diagnosis)
+        yield from _unexplained(diagnosis, untraced)
 
 
-def _unexplained(diagnosis: Diagnosis) -> Iterator[Element]:
-    """Yield possible explanations of a run that failed, is flat or declines: remarks, unusual values, and inputs that were not measured."""
+def _unexplained(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]]) -> Iterator[Element]:
+    """Yield possible explanations of a run that failed, is flat or declines: what was not traced, remarks, unusual values, and inputs that
+    were not measured.
+    """
     is_open, verb = diagnosis.unexplained, OUTCOME_VERBS[diagnosis.outcome.kind]
     if diagnosis.unexplained:
         effects = diagnosis.effects & {alarm.type for incident in diagnosis.incidents for alarm in incident.alarms}
@@ -146,15 +154,16 @@ def _unexplained(diagnosis: Diagnosis) -> Iterator[Element]:
         yield h("p", f"Unexplained: the run {verb}, and {alarms}.")
     else:
         yield h("p", f"The run {verb}, and its alarms were over before its end.")
-    if diagnosis.remarks:
-        remarks = (f"update {data['update']}: {data['text']}" for data in diagnosis.shown_remarks)
-        yield folded("What may explain it", items(remarks), is_open=is_open)
+    texts = [f"not traced, and so not checked: {', '.join(names)}: {reason}" for reason, names in untraced.items()]
+    texts += [f"update {data['update']}: {data['text']}" for data in diagnosis.shown_remarks]
+    if texts:
+        yield folded("What may explain it", items(texts), is_open=is_open)
     if diagnosis.unusual:
         values = (f"{entry.key}: {entry.text}" for entry in diagnosis.unusual)
         count = len(diagnosis.unusual)
         title = f"Most unusual ({count} value{'s'[: count > 1]}, medians over the run)"
         yield folded(title, items(values), is_open=is_open)
-    if diagnosis.unexplained and not diagnosis.remarks and not any(entry.is_far for entry in diagnosis.unusual):
+    if diagnosis.unexplained and not texts and not any(entry.is_far for entry in diagnosis.unusual):
         known = "Each of these values occurs in some healthy runs" if diagnosis.unusual else NOTHING_UNUSUAL
         reason = ": the task may be too hard for this policy, or it may need more steps"
         yield h("p", f"{known}{reason if diagnosis.outcome.kind is OutcomeKind.FLAT else ''}.")

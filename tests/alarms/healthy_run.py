@@ -124,6 +124,7 @@ FIXED: Mapping[str, float] = {
     "lstm/reset_rate": 0.1,
     "lstm/c_growth": 0.5,
     "perf/telemetry_frac": 0.01,
+    "perf/telemetry_ms": 1.0,
     "telemetry/errors": 0.0,
     "env/rollbacks": 0.0,
     "telemetry/dropped": 0.0,

@@ -298,14 +298,21 @@ def test_backends_that_fail_for_long_raise_an_alarm() -> None:
 
 @pytest.mark.system
 def test_an_exceeded_budget_raises_an_alarm(tmp_path: Path) -> None:
-    """At NORMAL with every update sampled, telemetry takes longer than such a small update."""
+    """At NORMAL with every update sampled, telemetry takes longer than such a small update; in a run 1000 times as large it matters."""
     with Telemetry(run_dir=tmp_path / "run", budget=1.0, offload=False) as telemetry:
         attach(telemetry, trainer := cartpole())
         trainer.learn(16 * 4 * 45)
     run = read_run(tmp_path / "run")
-    detectors = Detectors(run.info.facts)
+    large = [
+        replace(
+            record, values={key: value * (1000 if key.endswith("_ms") else 1) for key, value in record.values.items()}
+        )
+        for record in run.records
+    ]
 
-    assert "telemetry/overhead" in raised([detectors.step(record) for record in run.records])
+    for records, told in ((run.records, False), (large, True)):
+        detectors = Detectors(run.info.facts)
+        assert ("telemetry/overhead" in raised([detectors.step(record) for record in records])) is told
 
 
 def test_too_many_alarms_of_a_real_run_are_one_alarm() -> None:

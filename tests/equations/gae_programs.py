@@ -402,6 +402,10 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
         lambda c: right(c).T.reshape(c.values.shape),
         lambda c: right(c).reshape(c.values.T.shape).T.copy(),
     ],
+    "returns_swapped": [
+        lambda c: (right(c) + c.values).T.reshape(c.values.shape) - c.values,
+        lambda c: (right(c) + c.values).reshape(c.values.T.shape).T - c.values,
+    ],
     "along_environments": [along_environments],
     "chained": [chained_by_step, chained_by_environment],
     "environment_mean": [lambda c: np.broadcast_to(right(c).mean(1, keepdims=True), c.values.shape).copy()],

@@ -32,6 +32,7 @@ SEVERAL_ENVIRONMENTS = {
         "ends_of_others",
         "axes_swapped",
         "rewards_swapped",
+        "returns_swapped",
         "ends_swapped",
         "along_environments",
         "chained",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ def walks(seed: int = 0, envs: int = ENVS) -> Tensor:
     return (starts + steps.cumsum(1)).flatten(0, 1)
 
 
-def check(stored: Tensor, returned: Tensor | None = None, cast: float = 0.0) -> EquationCheck:
+def check(stored: Tensor, returned: Tensor | None = None, **columns: Any) -> EquationCheck:
     following = stored.roll(-1, 0) if returned is None else returned
     return check_environments(
         checksums(stored),
@@ -30,7 +33,7 @@ def check(stored: Tensor, returned: Tensor | None = None, cast: float = 0.0) -> 
         informative=True,
         outcomes=checksums(following),
         observations=stored,
-        cast=cast,
+        **columns,
     )
 
 
@@ -64,6 +67,20 @@ def test_environments_that_always_begin_alike_have_no_common_seed(step: float) -
     stored[::LENGTH] = torch.tensor([1.0, 2.5, step])
 
     assert check(stored).matches
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "is_wrong"),
+    [(lambda raw: raw - 2.0, True), (lambda raw: raw / 3.0, False), (lambda raw: raw - 0.5 * (raw > 1.4), False)],
+)
+def test_wrappers_do_not_turn_the_signs_of_rewards(wrapped: Callable[[Tensor], Tensor], is_wrong: bool) -> None:
+    raw = 1.0 + 0.5 * (torch.arange(STEPS * ENVS).reshape(STEPS, ENVS) % 2)
+
+    result = check(walks(), rewards=wrapped(raw), raw_rewards=raw)
+    both_signs = check(walks(), rewards=wrapped(raw - 1.25), raw_rewards=raw - 1.25)
+
+    assert names(result) == ["opposite_rewards"] * is_wrong
+    assert both_signs.matches
 
 
 def test_rounding_of_pictures_and_short_rollouts_are_no_fault() -> None:

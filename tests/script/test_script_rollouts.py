@@ -779,7 +779,7 @@ def test_only_choices_and_gaussians_of_independent_dimensions_are_heads() -> Non
         (distributions.MultivariateNormal(means, torch.eye(2)), True),
         (distributions.MultivariateNormal(means, scale_tril=scale), False),
         (distributions.TransformedDistribution(plain, squash), False),
-        (distributions.Bernoulli(logits=means), False),
+        (distributions.Independent(distributions.Bernoulli(logits=means), 1), True),
         (distributions.Beta(means.exp(), 1.0), False),
     ):
         log = DistributionLog()

@@ -42,6 +42,7 @@ def checked(directory: Path, name: str, *edit: str) -> dict[str, dict[str, Any]]
         ("episode_memory.py", ()),
         ("two_networks.py", ("total_loss", "executed_actions")),
         ("own_environment.py", ()),
+        ("tensor_environment.py", ()),
         ("shuffled_columns.py", ("total_loss",)),
     ],
 )
@@ -95,6 +96,13 @@ def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -
             "chosen_term",
         ),
         ("shuffled_columns.py", (".entropy().mean()", ".entropy().sum()"), "entropy_loss", "sum"),
+        ("tensor_environment.py", ("torch.min(ratio", "torch.max(ratio"), "policy_loss", "optimistic"),
+        (
+            "tensor_environment.py",
+            ("l, g + v, v))", "l, (g + v).T.reshape(S, B), v))"),
+            "advantages",
+            "returns_swapped",
+        ),
     ],
 )
 def test_a_mistake_is_named_in_any_style(

@@ -62,6 +62,10 @@ PROJECTIONS = {"AddmmBackward0", "MmBackward0", "AddmvBackward0", "MvBackward0",
 """Operations between the outputs of a linear layer and its weight."""
 
 
+SAME_LINE = 1e-5
+"""Largest difference of two columns that are the same up to a factor and an offset, next to the largest entry."""
+
+
 class DistributionGraphs(NamedTuple):
     """Log-probabilities and entropies that distributions have returned, with graphs."""
 
@@ -423,3 +427,20 @@ def joined_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
     known = [part for part in parts if part is not None]
     same = len(known) == len(parts) and len({part.shape[1:] for part in known}) == 1
     return torch.cat(known) if same else None
+
+
+def line_errors(rows: Tensor, other: Tensor) -> Tensor:
+    """Largest differences [K] of an array from each of `rows` [K, R] times a positive number, plus another one, next to its largest entry.
+
+    Correlations do not distinguish arrays whose difference is small.
+    """
+    first, second = rows.double(), other.double().reshape(-1)
+    first, second = first - first.mean(1, keepdim=True), second - second.mean()
+    slopes = (first @ second) / first.square().sum(1)
+    errors = (second - slopes[:, None] * first).abs().amax(1) / second.abs().max()
+    return torch.where((slopes > 0) & errors.isfinite(), errors, torch.inf)
+
+
+def line_error(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two arrays up to a positive factor and an offset, next to the largest entry of `other`."""
+    return float(line_errors(one.reshape(1, -1), other))

@@ -3,13 +3,13 @@
 Until an environment has been stepped, Python's profiler shows the functions of the program that begin after a call of the network and
 return before its next call. A function that returns a reward and flags of ends is the step of an environment, surely so if it received
 the choice that the policy has just drawn. From then on it is tapped like other environments, and the profiler is off.
-Forms that are found: methods, functions of a module, and generators. Functions within functions are only reported, because
-nothing can replace them.
+Its code is exchanged, so that all references to the function lead to the tap: of modules, classes, objects, and other functions.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import time
 from collections import deque
@@ -17,13 +17,13 @@ from collections.abc import Callable, Generator, Mapping
 from inspect import CO_GENERATOR, unwrap
 from pathlib import Path
 from sysconfig import get_paths
-from types import CodeType, FrameType, FunctionType
+from types import CellType, CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.script.recorders import EpisodeLog, as_numbers, step_parts
+from esper_telemetry.adapters.script.recorders import EpisodeLog, as_numbers, is_flag, named_parts, step_parts
 from esper_telemetry.adapters.script.variables import locals_of
 
 if TYPE_CHECKING:
@@ -80,14 +80,9 @@ class StepCall(NamedTuple):
         return self.frame.f_code
 
     @property
-    def place(self) -> str:
-        """Name of the function, with its file and line."""
-        return f"`{self.code.co_name}` ({Path(self.code.co_filename).name}:{self.code.co_firstlineno})"
-
-    @property
-    def rank(self) -> tuple[int, bool]:
-        """How well it fits: methods can be tapped best, nested functions not at all; the choice is the surest sign."""
-        return 2 if self.method_of() else bool(self.functions()), bool(self.action)
+    def rank(self) -> tuple[bool, bool]:
+        """How well it fits: the choice is the surest sign, and objects distinguish environments."""
+        return bool(self.action), self.method_of() is not None
 
     def encloses(self, other: StepCall) -> bool:
         """Return True if this call began before another one that has returned earlier."""
@@ -101,19 +96,25 @@ class StepCall(NamedTuple):
                 return owner, kind
         return None
 
-    def functions(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        """Return the modules that hold the function, its name there, and the function."""
-        held: list[tuple[Any, str, Callable[..., Any]]] = []
-        scopes, frame = [self.frame.f_globals], self.caller
-        while frame is not None:
-            scopes.append(frame.f_globals)
-            frame = frame.f_back
-        for scope in scopes:
-            module = sys.modules.get(str(scope.get("__name__")))
-            if module is not None and vars(module) is scope and all(module is not one for one, *_ in held):
-                own = [(name, one) for name, one in vars(module).items() if is_function(one, self.code)]
-                held += [(module, name, one) for name, one in own]
-        return held
+    def functions(self) -> list[FunctionType]:
+        """Return the functions with this code, first the called one: a function within another one may have been made several times."""
+        known = [
+            one for one in gc.get_referrers(self.code) if isinstance(one, FunctionType) and one.__code__ is self.code
+        ]
+        return sorted(known, key=lambda one: not self._has_cells_of(one))
+
+    def _has_cells_of(self, function: FunctionType) -> bool:
+        """Return True if the variables of outer functions that it uses are those of the call."""
+        own, cells = self.frame.f_locals, function.__closure__ or ()
+        pairs = zip(self.code.co_freevars, cells, strict=True)
+        return all(own.get(name, cells) is _contents(cell, cells) for name, cell in pairs)
+
+
+def _contents(cell: CellType, default: object) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return default
 
 
 def is_function(value: object, code: CodeType) -> bool:
@@ -122,19 +123,13 @@ def is_function(value: object, code: CodeType) -> bool:
 
 
 def step_result(result: object) -> tuple[Any, ...] | None:
-    """Return the result of a step, also as a dictionary, or as a reward and a flag, in the form that `step_parts` reads; None of others."""
-    if isinstance(result, Mapping):
-        result = tuple(result.values())
+    """Return the result of a step, also with names, or as a reward and a flag, in the form that `step_parts` reads; None of others."""
+    result = result if (named := named_parts(result)) is None else named
     if isinstance(result, tuple | list) and len(result) == 2:
         result = (None, *result, {})
-    if not isinstance(result, tuple | list) or not any(map(_is_flag, result)):
+    if not isinstance(result, tuple | list) or not any(map(is_flag, result)):
         return None
     return tuple(result) if step_parts(result) is not None else None
-
-
-def _is_flag(part: object) -> bool:
-    """Return True for a logical part, not only a number that is 0 or 1."""
-    return isinstance(part, bool | np.bool_) or str(getattr(part, "dtype", "")) in ("bool", "torch.bool")
 
 
 class EnvironmentSearch:
@@ -157,8 +152,9 @@ class EnvironmentSearch:
         self._began: dict[FrameType, tuple[int, Mapping[str, Any]]] = {}
         self._choices: deque[Any] = deque(maxlen=MAX_CHOICES)
         self._found: StepCall | None = None
-        self._adopted: tuple[StepCall, int, list[tuple[Any, str]]] | None = None  # with the steps then, and the taps
-        self._refused: set[CodeType] = set()
+        self._adopted: CodeType | None = None
+        self._adopted_steps = 0  # of the environments when it was adopted
+        self._tapped: list[FunctionType] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Classes of the program that are pickled by value take their taps with them: in another process these do nothing."""
@@ -170,21 +166,10 @@ class EnvironmentSearch:
         found, self._found = self._found, None
         self._began.clear()
         self._losses = 0 if choice is not None else self._losses
-        if self._adopted is not None:
-            call, steps, taps = self._adopted
-            if script.environments.steps > steps or self._events <= 0:
-                self.is_over = True
-            elif found is not None and found.code is call.code:  # its callers have another reference to the function
-                for owner, name in taps:
-                    self._patches.restore(owner, name)
-                script.environments, self._adopted = EpisodeLog(), None
-                self._refuse(script, call)
-        elif script.environments.steps or script.environments.closed:
+        if script.environments.steps > self._adopted_steps or script.environments.closed or self._events <= 0:
             self.is_over = True
-        elif found is not None and found.code not in self._refused:
+        elif found is not None and found.code is not self._adopted:
             self._adopt(script, found)
-        elif self._events <= 0:
-            self.is_over = True
         if choice is not None and (numbers := as_numbers(choice)) is not None:
             self._choices.append(numbers.astype(np.float64))
         if self.is_over:
@@ -206,7 +191,7 @@ class EnvironmentSearch:
 
     def _forget(self) -> None:
         """Drop what the profiler has kept alive: the found calls, and copies of variables in the frames of the program."""
-        self._found = self._adopted = None
+        self._found = None
         self._began.clear()
         frame: FrameType | None = sys._getframe()
         while frame is not None:
@@ -232,7 +217,7 @@ class EnvironmentSearch:
 
     def _consider(self, frame: FrameType, began: int, arguments: Mapping[str, Any], returned: object) -> None:
         result = step_result(returned)
-        if result is None or frame.f_code in self._refused:
+        if result is None:
             return
         is_generator = bool(frame.f_code.co_flags & CO_GENERATOR)
         values = frame.f_locals if is_generator else arguments
@@ -257,40 +242,27 @@ class EnvironmentSearch:
             return False
         return any(bool(np.isin(numbers.astype(np.float64), one).all()) for one in self._choices)
 
-    def _refuse(self, script: ScriptListener, call: StepCall) -> None:
-        self._refused.add(call.code)
-        script.environment_note = (
-            f"{call.place} returns a reward and a flag like the step of an environment, but cannot be observed: make it "
-            "a method of a class, and call it as `env.step(action)`"
-        )
-
     def _adopt(self, script: ScriptListener, call: StepCall) -> None:
-        """Tap the function as the step of an environment, and record the call that was found."""
-        method, functions = call.method_of(), call.functions()
-        taps: list[tuple[Any, str]] = []
-        env: Any
-        if method is not None:
-            env, kind = method
-            taps = [
-                (kind, call.code.co_name),
-                *self._tap_resets(kind, call.code.co_name, script.environments.steps + 1),
-            ]
-            self._patches.replace(*taps[0], functools.partial(self._step, action=call.action, code=call.code))
-        elif functions:
-            env = unwrap(functions[0][2])
-            taps = [(module, name) for module, name, _ in functions]
-            is_generator = bool(call.code.co_flags & CO_GENERATOR)
-            wrap = (
-                self._generator if is_generator else functools.partial(self._step, action=call.action, code=call.code)
-            )
-            for owner, name in taps:
-                self._patches.replace(owner, name, functools.partial(wrap, env=env))
-            if is_generator and not self._replace_generator(call, env):
-                return  # the next one that the function makes is tapped
-        else:
-            self._refuse(script, call)
+        """Tap the function as the step of an environment, instead of one that took no further step, and record the call that was found."""
+        for function in self._tapped:
+            self._patches.restore(function, "__code__")
+        if self._tapped:
+            script.environments = EpisodeLog()
+        method, self._tapped = call.method_of(), call.functions()
+        if not self._tapped:
             return
-        self._adopted = call, script.environments.steps + 1, taps
+        is_generator = bool(call.code.co_flags & CO_GENERATOR)
+        for function in self._tapped:
+            own = None if method is not None else function
+            step = functools.partial(self._step, action=call.action, code=call.code, env=own)
+            self._patches.replace_code(function, functools.partial(self._generator, env=own) if is_generator else step)
+        env = self._tapped[0] if method is None else method[0]
+        if is_generator and not self._replace_generator(call, env):
+            return  # the next one that the function makes is tapped
+        steps = self._adopted_steps = script.environments.steps + 1
+        self._adopted = call.code
+        if method is not None:
+            self._tapped += self._tap_resets(method[1], call.code.co_name, steps)
         action = call.arguments.get(call.action, locals_of(call.frame).get(call.action))
         script.after_env_step(env, call.result, action, foreign=True)
 
@@ -317,26 +289,25 @@ class EnvironmentSearch:
 
         return stepped
 
-    def _tap_resets(self, kind: type, step: str, steps: int) -> list[tuple[Any, str]]:
+    def _tap_resets(self, kind: type, step: str, steps: int) -> list[FunctionType]:
         """Tap the methods that may begin an episode: methods of the program's classes without a required argument."""
-        taps: list[tuple[Any, str]] = []
-        for owner in kind.__mro__:
-            for name, method in list(vars(owner).items()):
-                code = method.__code__ if isinstance(method, FunctionType) else None
-                if code is None or name == step or name.startswith("__") or not is_own(code.co_filename):
-                    continue
-                if code.co_argcount - len(method.__defaults__ or ()) <= 1:
-                    self._patches.replace(owner, name, functools.partial(self._perhaps_reset, owner, name, steps))
-                    taps.append((owner, name))
+        taps: list[FunctionType] = []
+        for name, method in [pair for owner in kind.__mro__ for pair in vars(owner).items()]:
+            code = method.__code__ if isinstance(method, FunctionType) else None
+            if code is None or name == step or name.startswith("__") or not is_own(code.co_filename):
+                continue
+            if code.co_argcount - len(method.__defaults__ or ()) <= 1:
+                self._patches.replace_code(method, functools.partial(self._perhaps_reset, method, steps))
+                taps.append(method)
         return taps
 
-    def _perhaps_reset(self, owner: type, name: str, steps: int, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _perhaps_reset(self, tapped: FunctionType, steps: int, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def called(env: Any, *args: Any, **options: Any) -> Any:
             nonlocal steps
             script = self._taps.script
             if script is None or not script.listens or script.environments.busy:
-                self._patches.restore(owner, name)  # a part of another method
+                self._patches.restore(tapped, "__code__")  # a part of another method
                 return method(env, *args, **options)
             log = script.environments
             log.resetting = True
@@ -345,7 +316,9 @@ class EnvironmentSearch:
             finally:
                 log.resetting = False
             before, steps = steps, log.steps
-            self._taps.call(lambda _: None if log.begins(env, result, before) else self._patches.restore(owner, name))
+            self._taps.call(
+                lambda _: None if log.begins(env, result, before) else self._patches.restore(tapped, "__code__")
+            )
             return result
 
         return called
@@ -353,7 +326,7 @@ class EnvironmentSearch:
     def _generator(self, function: Callable[..., Any], env: Any) -> Callable[..., Any]:
         @functools.wraps(function)
         def made(*args: Any, **options: Any) -> Any:
-            return ObservedGenerator(function(*args, **options), self._taps, env)
+            return ObservedGenerator(function(*args, **options), self._taps, args[0] if env is None else env)
 
         return made
 

@@ -149,7 +149,6 @@ class ScriptListener:
         open: an update is under way.
         origin: first variable that was not finite when a loss or a gradient was not; None on an accelerator, which would have to be
             awaited.
-        environment_note: what was seen of an environment that cannot be observed; empty without any.
         value_loss_alone: place of a loss with an error of values before the first one of a policy; empty without any.
     """
 
@@ -166,7 +165,6 @@ class ScriptListener:
         self.value_loss_alone = self._loss_place = ""
         self._softmax_twice = False
         self.origin: Candidate | None = None
-        self.environment_note = ""
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
         self.estimates, self.acting, self._trained_rows = EstimateLog(), ActingLog(), TrainedRows()
@@ -236,7 +234,7 @@ class ScriptListener:
     @property
     def unseen(self) -> str:
         """What is known of an environment that was not seen, and what to add; empty if one was stepped."""
-        return "" if self.environments.steps else f"no environment was seen: {self.environment_note or NO_STEP}"
+        return "" if self.environments.steps else f"no environment was seen: {NO_STEP}"
 
     @property
     def hides_episodes(self) -> bool:
@@ -712,7 +710,7 @@ class ScriptListener:
             seen = None if first is None else self._seen_difference(finder, first, acting, variables, observations)
             if seen is None and lstm is not None and lstm.trained_from_zero and bool(lstm.states[0].any()):
                 seen = "memory_zero"
-            self._emit_rollout(rollout, actions, lstm, seen)
+            self._emit_rollout(rollout, actions, lstm, seen, None if collected is None else collected.raw_rewards)
 
     def _found(
         self,
@@ -818,6 +816,7 @@ class ScriptListener:
         actions: RolloutActions | None,
         lstm: RecordedLstm | None,
         seen_difference: str | None,
+        raw_rewards: Tensor | None,
     ) -> None:
         assert actions is not None  # a rollout has log-probabilities
         columns = ("actions", "bounds", "observations", "transitions", "logits", "means", "log_std")
@@ -828,6 +827,7 @@ class ScriptListener:
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
                 seen_difference=seen_difference,
+                raw_rewards=None if raw_rewards is None else raw_rewards.to(rollout.rewards),
                 **{**rollout._asdict(), **{name: getattr(actions, name) for name in columns}},
             )
         )

@@ -61,6 +61,9 @@ from esper_telemetry.adapters.script.policy_terms import (
     ratio_below,
 )
 
+MAX_MEAN_WEIGHT = 2.0
+"""Largest weight of a policy's term that is a mean: a sum over rows, perhaps divided by the number of episodes, has a larger one."""
+
 
 def read_loss(
     loss: Tensor,
@@ -278,7 +281,7 @@ class _LossReader:
         choices = max(1, entropy.entropies.numel() // count)
         entropy = entropy._replace(weight=entropy.weight / choices, loss=entropy.loss * choices)
         factor = None if entropy.edge is None else factor_of_sum(self.graph, entropy.edge.node, count)
-        if factor and policy.weight < count / 2:
+        if factor and policy.weight < MAX_MEAN_WEIGHT:
             entropy = entropy._replace(weight=factor, loss=entropy.loss * entropy.weight / factor)
         return reading._replace(entropy=entropy)
 

@@ -19,6 +19,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
     EXPONENTIALS,
     EXTREMES,
     ROUNDING,
+    SAME_LINE,
     SOFTMAXES,
     SUMS,
     VIEWS,
@@ -30,6 +31,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
     joined_rows,
     kind_of,
     kinds_below,
+    line_error,
     nodes_below,
     number_of,
     shape_of,
@@ -145,6 +147,8 @@ def _is_negated(graph: LossGraph, node: Node, factor: Tensor, gradient: Tensor, 
         larger = (one for one in columns if one.numel() > len(own) and one.dtype is own.dtype)
         if any(bool(torch.isin(own, one).all()) for one in larger):
             return sign
+        if any(one.numel() == len(own) and line_error(one.detach(), own) <= SAME_LINE for one in columns):
+            return sign  # the advantages before they are normalised
     if kind_of(node) in EXTREMES:
         return kind_of(node) == "MaximumBackward0"
     return float(gradient.sum()) > 0
@@ -185,10 +189,16 @@ def _product(graph: LossGraph, node: Node) -> _Product | None:
         ratio = None if is_ratio else ratio_below(graph, inner, factor.numel())
         if ratio is not None:
             return _Product(factor.detach(), ratio, None, is_ratio=True, attached=None, reshaped=True)
-        if is_ratio or (factor.numel() > 1 and LOG_PROBABILITIES & kinds_below(inner)):
+        if is_ratio or (factor.numel() > 1 and _has_log_probs(graph, inner)):
             attached = None if other is None else GradientEdge(other, number)
             return _Product(factor.detach(), inner, clip, is_ratio, attached)
     return None
+
+
+def _has_log_probs(graph: LossGraph, node: Node) -> bool:
+    """Return True for a function of log-probabilities that a distribution returned, or that the script computed."""
+    below = nodes_below(node)
+    return any(one in graph.log_probs or kind_of(one) in LOG_PROBABILITIES for one in below)
 
 
 def ratio_below(graph: LossGraph, node: Node, count: int) -> Node | None:

@@ -10,7 +10,7 @@ import re
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -172,7 +172,7 @@ class DistributionLog:
         Other results with a graph may belong to the next loss, of other rows, before the same optimizer step.
         """
         taken = [one for one in self._recent if one.log_probs.requires_grad and one.log_probs.grad_fn in nodes]
-        heads = [_as_rows(one.columns, rows) for one in taken if one.columns is not None]
+        heads = [_as_rows(head, rows) for one in taken for head in _heads_in(one.columns)]
         heads = [head for head in heads if _rows(head) == rows]
         asked = None if heads or not taken else taken[0].log_probs
         # else it is a loss of steps that were acted on with a graph
@@ -199,7 +199,11 @@ class DistributionLog:
         if steps > 1 and len(asked) % steps and not len(asked) % (steps - 1):  # asked after each step, not before
             last = [one.copied() for one in self._recent if one.log_probs.shape == asked[-1].log_probs.shape]
             asked += last[: len(asked) // (steps - 1)]
-        heads = [_as_rows(one, envs) for one in [one.columns for one in asked if one.columns is not None] or drawn]
+        heads = [
+            _as_rows(head, envs)
+            for one in [one.columns for one in asked if one.columns] or drawn
+            for head in _heads_in(one)
+        ]
         at_once = [one.columns for one in self._recent if one.columns is not None and not one.log_probs.requires_grad]
         if complete and at_once and not heads and all(_rows(head) == steps * envs != envs for head in at_once):
             return asked, _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in at_once])
@@ -213,9 +217,14 @@ class DistributionLog:
 
 
 def _columns_of(distribution: Any) -> HeadColumns | None:
-    """Parameters [N, ...] over rows of a choice, or of a Gaussian whose dimensions are independent; None of others."""
+    """Parameters [N, ...] over rows of a choice, several choices between 0 and 1, or a Gaussian whose dimensions are independent;
+    None of others.
+    """
     base = distribution.base_dist if isinstance(distribution, distributions.Independent) else distribution
     is_choice = isinstance(distribution, distributions.Categorical)
+    if isinstance(base, distributions.Bernoulli) and base.logits.dim():
+        odds = base.logits if base is not distribution or base.logits.dim() > 1 else base.logits.unsqueeze(-1)
+        return head_columns({"": odds.reshape(-1, odds.shape[-1])})
     is_joint = isinstance(distribution, distributions.MultivariateNormal)
     if is_joint and bool(distribution.scale_tril.tril(-1).any()):
         return None
@@ -234,6 +243,14 @@ def _as_rows(columns: HeadColumns, rows: int) -> HeadColumns:
     """The same with one number in each of that many rows, if a Gaussian was given them as one row."""
     alone = _rows(columns) == 1 != rows and bool(columns.means) and next(iter(columns.means.values())).shape[1] == rows
     return columns.map(lambda column: column.reshape(rows, 1)) if alone else columns
+
+
+def _heads_in(columns: HeadColumns | None) -> list[HeadColumns]:
+    """Each of several choices [N, K, 2] as columns of its own; other columns as they are."""
+    odds = None if columns is None else next(iter(columns.logits.values()), None)
+    if columns is None or odds is None or odds.dim() < 3:
+        return [] if columns is None else [columns]
+    return [HeadColumns({"": part}) for part in odds.unbind(1)]
 
 
 def _rows(columns: HeadColumns) -> int:
@@ -525,6 +542,7 @@ class _Running:
         env: weak reference to it.
         index: number of the environment, in the order in which they were stepped first.
         last_call: its last step since the rollout began; None without one.
+        inner: `id` of the environments in it, in the order of their rows.
     """
 
     def __init__(self, env: Any, size: int, index: int) -> None:
@@ -532,6 +550,7 @@ class _Running:
         self.width = 0  # entries of an observation that are recorded
         self.index = index
         self.last_call: EnvCall | None = None
+        self.inner: list[int] = []
         self.returns = np.zeros(size)
         self.lengths = np.zeros(size, dtype=int)
         self._over: Any = None  # [size], bool: of the last step, if any was
@@ -573,6 +592,7 @@ class EnvCall:
         reset_to: [1, n], what a single environment returned when it was reset afterwards: the observation to be acted on next.
         cut: the script has ended the episode.
         cast: see `Transitions`.
+        raw: [b], rewards of the environments within, before wrappers changed them; None if they are not known.
     """
 
     env: int
@@ -584,6 +604,7 @@ class EnvCall:
     reset_to: Any = None
     cut: bool = False
     cast: float = 0.0
+    raw: Any = None
 
 
 class ObservedSteps:
@@ -600,6 +621,7 @@ class ObservedSteps:
         time_limits: [T, B], bool: those by truncation.
         reset: [T, B], bool: steps after which the script acted on the first observation of another episode.
         rewards: [T, B], float64.
+        raw_rewards: [T, B], float64, before wrappers changed them; None if they have not, or these are not known.
         cut: the script has ended the episode of the last step, perhaps only the rollout's part of it.
     """
 
@@ -623,6 +645,8 @@ class ObservedSteps:
         for (step, env), call in zip(self._places, calls, strict=True):
             self.reset[step, [env] if call.reset_to is not None else [env + place for place in call.finals]] = True
         self.rewards = torch.from_numpy(self._grid([call.rewards for call in calls]))
+        raw = self._grid([call.raw for call in calls])
+        self.raw_rewards = None if raw is None or (raw == self.rewards.numpy()).all() else torch.from_numpy(raw)
 
     @classmethod
     def of(cls, calls: Sequence[EnvCall], space: Any) -> ObservedSteps | None:
@@ -740,12 +764,18 @@ class EpisodeLog:
         hidden: episodes ended, and the environments report them in a way that scripts for Gymnasium 0.29 do not read.
         closed: no further environments join.
         inside, resetting: a step, or a reset, of an environment is in progress.
+        below: rewards in the current step of the innermost environments within the stepped one, by `id`.
+        inner_steps: of such environments so far.
+        stepped: object of a class of the script whose `step` is in progress: it may reset itself.
         seconds: spent in environments since the rollout began.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.inside = self.resetting = False
+        self.stepped: Any = None
+        self.below: dict[int, float] = {}
+        self.inner_steps = 0
         self.hidden = False
         self.closed = False
         self.seconds = 0.0
@@ -786,6 +816,7 @@ class EpisodeLog:
         if len(running.returns) != size:  # several environments of a class that does not say so
             running = self._running[id(env)] = _Running(env, size, running.index)
         paid = np.array(rewards, dtype=np.float64).reshape(size)
+        raw = self._raw_rewards(running, size)
         if running.last_call is not None and running.last_call.cut:
             running.last_call.flags[1] = True
         if running.goes_on(flags):
@@ -801,16 +832,31 @@ class EpisodeLog:
             width = running.width = 0 if rows is None else rows.shape[1]
             last = {place: final[0] for place, final in last.items() if final.shape[1] == width}
             received = None if rows is None else _rows_of(action, size)
-            running.last_call = EnvCall(running.index, flags, paid, rows, received, last, cast=_cast_by(env))
+            running.last_call = EnvCall(running.index, flags, paid, rows, received, last, cast=_cast_by(env), raw=raw)
             self._calls.append(running.last_call)
         self.steps += size
         self._count += 1
-        counted = running.step(paid, ended)
+        counted = running.step(paid if raw is None else raw, ended)
         reported = _reported_episodes(infos)
         self._reported = self._reported or reported is not None
         self.hidden = self.hidden or (bool(counted) and not foreign and "final_info" not in infos)
         episodes = (reported or []) if self._reported else counted
         self._finished += [FinishedEpisode(*episode, self._count - 1) for episode in episodes]
+
+    def add_inner_step(self, env: Any, result: Any) -> None:
+        """Record the step of an environment within the stepped one, which steps no other one itself."""
+        self.inner_steps += 1
+        reward = result[1] if isinstance(result, tuple) and len(result) > 3 else None
+        if isinstance(reward, int | float | np.number):
+            self.below[id(env)] = self.below.get(id(env), 0.0) + float(reward)
+
+    def _raw_rewards(self, running: _Running, size: int) -> Any:
+        """Return the rewards [size] of the environments in the stepped one; None without any, or if all have been 0 so far."""
+        below, self.below = self.below, {}
+        if len(below) == size and not running.inner and any(below.values()):
+            running.inner = [*below]
+        known = running.inner and below.keys() <= {*running.inner}
+        return np.array([below.get(one, 0.0) for one in running.inner]) if known else None
 
     def reset(self, env: Any, result: Any = None) -> None:
         """Restart all episodes of an environment, which returned that. The script itself has ended the current episode."""
@@ -884,7 +930,10 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     """Return observations, rewards, one or two flags and information of what an environment's `step` returned; None of other results.
 
     Flags are logical, or only zeros and ones. Other numbers are rewards, usually the second part, and what is left are observations.
+    A dictionary or an instance of a dataclass has logical flags.
     """
+    named = named_parts(result)
+    result = result if named is None or not any(map(is_flag, named)) else named
     if not isinstance(result, tuple | list) or not 3 <= len(result) <= MAX_STEP_PARTS:
         return None
     if len(result) == 5 and all(isinstance(one, bool | np.bool_) for one in result[2:4]):
@@ -913,6 +962,20 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
         *(columns[one].reshape(-1).astype(bool) for one in flags),
         {} if infos is None else infos,
     )
+
+
+def named_parts(result: object) -> tuple[Any, ...] | None:
+    """Return the values of a dictionary, or of an instance of a dataclass; None of others."""
+    if isinstance(result, Mapping):
+        return tuple(result.values())
+    if is_dataclass(result) and not isinstance(result, type):
+        return tuple(getattr(result, field.name) for field in fields(result))
+    return None
+
+
+def is_flag(part: object) -> bool:
+    """Return True for a logical part, not only a number that is 0 or 1."""
+    return isinstance(part, bool | np.bool_) or str(getattr(part, "dtype", "")) in ("bool", "torch.bool")
 
 
 def _is_binary(column: np.ndarray[Any, Any]) -> bool:

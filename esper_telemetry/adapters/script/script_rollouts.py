@@ -22,6 +22,7 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.acting import are_among
+from esper_telemetry.adapters.script.autograd_graph import SAME_LINE, line_error
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.recorders import Asked, LastEstimate, ObservedSteps
 from esper_telemetry.adapters.script.variables import Variables, as_number, stacked
@@ -66,9 +67,6 @@ MIN_DISTINCT = 8
 
 NEARLY_CONSTANT = 0.01
 """Standard deviation of values, relative to that of the returns, up to which returns and advantages differ by an offset."""
-
-SAME_LINE = 1e-5
-"""Largest difference of two columns that are the same up to a factor and an offset, next to the largest entry."""
 
 COLUMNS = ("inputs", "log_probs", "values", "returns", "advantages")
 """Columns of a rollout that its minibatches have too; `inputs` are checksums of observations."""
@@ -387,9 +385,7 @@ class RolloutFinder:
         columns, own = self._columns, self._shown.get("advantages")
         used = columns.get("advantages")
         if used is not None:  # normalised before the passes: the array from before may be there too
-            raw = [
-                grid for grid in self._free() if not torch.equal(grid, used) and _line_error(grid, used) <= SAME_LINE
-            ]
+            raw = [grid for grid in self._free() if not torch.equal(grid, used) and line_error(grid, used) <= SAME_LINE]
             columns["advantages"] = raw[0] if len(raw) == 1 and not self._are_returns(raw[0]) else used
             return
         known: dict[str, Tensor] = {
@@ -399,7 +395,7 @@ class RolloutFinder:
         size = self.steps * self.envs
         for taken in (rows, *self._indices):
             if taken is not None and own is not None and len(taken) == own.numel() and int(taken.max()) < size:
-                grids = [grid for grid in self._free() if _line_error(grid.reshape(-1)[taken], own) <= SAME_LINE]
+                grids = [grid for grid in self._free() if line_error(grid.reshape(-1)[taken], own) <= SAME_LINE]
                 targets = self._shown.get("returns")
                 if grids and targets is not None and _is_less_a_number(own, targets):  # their baseline is one number
                     whole = torch.empty_like(own.reshape(-1)).index_copy(0, taken.to(own.device), own.reshape(-1))
@@ -459,7 +455,7 @@ class RolloutFinder:
                 named = None  # a buffer that is empty again, or a mistake, which the advantages show
             free = self._free()
             same = [grid for grid in free if torch.equal(grid.float(), paid.float())]
-            scaled = [grid for grid in free if _line_error(grid, paid) <= SAME_LINE]
+            scaled = [grid for grid in free if line_error(grid, paid) <= SAME_LINE]
             exact = self._variables.find(
                 NAMES["rewards"],
                 lambda value: grid if (grid := self._free_grid(value)) is not None and _is_same(paid, grid) else None,
@@ -617,7 +613,8 @@ class RolloutFinder:
         if self._order is not None and self._entries is not None:
             return self._order[self._entries]
         known = {role: self._columns[role][: self.steps] for role in COLUMNS if role in self._columns}
-        return RowFinder(known).rows_of({role: self._shown.get(role) for role in known}) if known else None
+        shown = {role: self._shown.get(role) for role in known}
+        return RowFinder(known).rows_of(shown, self._indices) if known else None
 
     def _by_step(self, value: object) -> Tensor | None:
         """Accept an array [T, B, ...] or [R, ...]."""
@@ -812,22 +809,6 @@ def _summands(sums: Tensor, paid: Tensor, ended: Tensor) -> Tensor | None:
     return (scale * paid.double() + offset).to(sums) if is_sum else None
 
 
-def _line_errors(rows: Tensor, other: Tensor) -> Tensor:
-    """Largest differences [K] of an array from each of `rows` [K, R] times a positive number, plus another one, next to its largest entry.
-
-    Correlations do not distinguish arrays whose difference is small.
-    """
-    first, second = rows.double(), other.double().reshape(-1)
-    first, second = first - first.mean(1, keepdim=True), second - second.mean()
-    slopes = (first @ second) / first.square().sum(1)
-    errors = (second - slopes[:, None] * first).abs().amax(1) / second.abs().max()
-    return torch.where((slopes > 0) & errors.isfinite(), errors, torch.inf)
-
-
-def _line_error(one: Tensor, other: Tensor) -> float:
-    return float(_line_errors(one.reshape(1, -1), other))
-
-
 class RowFinder:
     """Finds the rollout's transitions for the rows of minibatches, by numbers that both have.
 
@@ -857,6 +838,8 @@ class RowFinder:
         known = {name: column for name, column in columns.items() if column is not None and name in self._columns}
         own = {name: column.reshape(-1).double().to(self._columns[name].device) for name, column in known.items()}
         steps, envs = self._shape
+        if any(len(column) == steps * envs for column in own.values()):  # the whole rollout, perhaps in order
+            indices = [*indices, torch.arange(steps * envs)]
         by_env = (index % steps * envs + index.div(steps, rounding_mode="floor") for index in indices)
         candidates = [rows for pair in zip(indices, by_env, strict=True) for rows in pair]
         best = max(candidates, key=lambda rows: self._agreement(rows, own), default=None)
@@ -902,10 +885,10 @@ class RowFinder:
         """Return the transitions [N] that the advantages in use are of, perhaps normalised, if they are others than `rows`."""
         column = self._columns["advantages"]
         own = used.reshape(-1).double().to(column.device)
-        if _line_error(column[rows.to(column.device)], own) <= SAME_LINE:
+        if line_error(column[rows.to(column.device)], own) <= SAME_LINE:
             return None
         within = (one for one in indices if len(one) == len(own) and int(one.max()) < len(column))
-        known = next((one for one in within if _line_error(column[one.to(column.device)], own) <= SAME_LINE), None)
+        known = next((one for one in within if line_error(column[one.to(column.device)], own) <= SAME_LINE), None)
         other = self.rows_of({"advantages": own}) if known is None else known
         return None if other is None or torch.equal(other.to(rows), rows) else other
 

@@ -22,7 +22,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from inspect import getattr_static
-from types import FunctionType, GeneratorType, ModuleType
+from types import CodeType, FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from esper_telemetry.core.redaction import error_line
@@ -52,6 +52,17 @@ POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 
 AS_SEQUENCE, ITEM, SQ_ITEM = 11, 3, 44
 """Places, in pointers, of `tp_as_sequence` after the header of an object, and of `sq_item` in it; its number in `typeslots.h`."""
+
+
+CALL = """
+def outer({}):
+    def call(*args, **options):
+        function = "function"
+        return function(*args, **options)
+        {}
+    return call
+"""
+"""A function with cells that calls another one, a constant; Python counts the cells that are read after its end, too."""
 
 
 class AfterImport(MetaPathFinder):
@@ -114,6 +125,12 @@ class Patches:
         wrapped.tapped = True  # type: ignore[attr-defined]  # so that nothing is wrapped twice
         self._replaced.append((owner, name, original, own))
         setattr(owner, name, wrapped)
+
+    def replace_code(self, function: FunctionType, wrap: Wrap) -> None:
+        """Wrap a function for everybody who holds it, even a frame or a cell: its code becomes a call of the wrapped function."""
+        code, original = function.__code__, copy_of(function)
+        self._replaced.append((function, "__code__", code, True))
+        function.__code__ = _code_of_call(wrap(original), len(code.co_freevars))
 
     def undo(self) -> None:
         """Put everything back."""
@@ -291,6 +308,12 @@ class Taps:
                 self._after_network(choice)
             script.distributions.add_sample(distribution, choice)
 
+        def drawn(script: ScriptListener, choice: Any, _: Any, count: int = 1, *__: Any, **options: Any) -> None:
+            if options.get("num_samples", count) == 1:  # several are rows, not choices
+                if self._search is not None:
+                    self._after_network(choice)
+                script.distributions.draws += 1
+
         def printed(script: ScriptListener, _: Any, *words: Any, **__: Any) -> None:
             script.returns.add_text(" ".join(map(str, words)))
 
@@ -317,6 +340,8 @@ class Taps:
             for record in (log_prob, entropy, sample):
                 if record.__name__ in vars(kind):
                     self._patches.replace(kind, record.__name__, functools.partial(self._asked, record=record))
+        for owner in (torch, torch.Tensor):
+            self._patches.replace(owner, "multinomial", functools.partial(self._asked, record=drawn))
         self._patches.replace(torch.nn.Linear, "forward", self._linear)
         self._patches.replace(torch.nn.LSTM, "__init__", lambda make: self._observed(make, self._tap_modules))
         before = optimizer.register_optimizer_step_pre_hook(before_step)
@@ -459,9 +484,14 @@ class Taps:
             if script is None or script.environments.busy:
                 return step(env, *args, **options)
             self.end_update(env)
-            before, began = script.environments.steps, time.perf_counter()
-            result = step(env, *args, **options)
-            if script.environments.steps == before:
+            log = script.environments
+            outer, log.stepped = log.stepped, env
+            before, began = log.steps, time.perf_counter()
+            try:
+                result = step(env, *args, **options)
+            finally:
+                log.stepped = outer
+            if log.steps == before:
                 self.after_step(env, result, _action(*args, **options), began, foreign=True)
             return result
 
@@ -485,9 +515,16 @@ class Taps:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if script is None or not script.listens or script.environments.busy:  # a wrapper steps another one
+            if script is None or not script.listens:
                 return step(env, *args, **options)
+            if script.environments.busy:  # a wrapper steps another one
+                count = script.environments.inner_steps
+                result = step(env, *args, **options)
+                if script.environments.inner_steps == count:
+                    script.environments.add_inner_step(env, result)
+                return result
             self.end_update()
+            script.environments.below.clear()
             script.environments.inside, began = True, time.perf_counter()
             try:
                 result = step(env, *args, **options)
@@ -512,7 +549,7 @@ class Taps:
         @functools.wraps(reset)
         def was_reset(env: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if script is None or script.environments.inside:
+            if script is None or script.environments.inside or script.environments.stepped is env:
                 return reset(env, *args, **options)
             before, script.environments.resetting = script.environments.resetting, True
             try:
@@ -601,6 +638,23 @@ class Taps:
                 script.returns.add(label[0], float(scalar_value))
 
         self._patches.replace(module.SummaryWriter, "add_scalar", lambda add: self._observed(add, record))
+
+
+def copy_of(function: FunctionType) -> FunctionType:
+    """Return a function that does the same, whatever becomes of the code of the first one."""
+    parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    copied = FunctionType(function.__code__, *parts)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _code_of_call(function: Callable[..., Any], cells: int) -> CodeType:
+    """Return code that calls a function with all arguments, for a function that has so many cells."""
+    free = "".join(f"c{cell}, " for cell in range(cells))
+    made: dict[str, Any] = {}
+    exec(CALL.format(free, free or "None"), made)
+    code: CodeType = made["outer"](*[None] * cells).__code__
+    return code.replace(co_consts=tuple(function if one == "function" else one for one in code.co_consts))
 
 
 def _may_be_environment(kind: type[Any]) -> bool:

@@ -10,8 +10,9 @@ from typing import Any, Final
 import torch
 from torch.optim.lr_scheduler import LinearLR
 
+from esper_telemetry.adapters.script.autograd_graph import SAME_LINE
 from esper_telemetry.adapters.script.loss_reading import LossReading
-from esper_telemetry.adapters.script.script_rollouts import SAME_LINE, ScriptRollout
+from esper_telemetry.adapters.script.script_rollouts import ScriptRollout
 from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_flag, as_number, settings_of
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 
@@ -84,7 +85,7 @@ def find_coefficients(variables: Variables) -> dict[str, float]:
 
 def stated_numbers(variables: Variables) -> dict[str, float]:
     """Return the settings of `FACTS` that are numbers of variables or their members, by fact."""
-    numbers = {fact: variables.find(names, as_number) for fact, names in FACTS.items() if fact != "env"}
+    numbers = {fact: variables.find(names, partial(_setting, fact)) for fact, names in FACTS.items() if fact != "env"}
     return {fact: number for fact, number in numbers.items() if number is not None}
 
 
@@ -98,7 +99,7 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
         "setting_names": {},
     }
     for fact, names in FACTS.items():
-        name, value = variables.find_named(names, partial(_plain, kinds=(str,) if fact == "env" else (int, float)))
+        name, value = variables.find_named(names, partial(_setting, fact))
         if value is not None:
             facts[fact] = value
             facts["setting_names"][fact] = name
@@ -118,8 +119,12 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
     return facts
 
 
-def _plain(value: object, kinds: tuple[type, ...]) -> Any:
-    return value if isinstance(value, kinds) and not isinstance(value, bool) else None
+def _setting(fact: str, value: object) -> Any:
+    """Return a value that a setting may have: a number, or the name of an environment. A ratio is clipped by less than 1."""
+    if fact == "env":
+        return value if isinstance(value, str) else None
+    number = as_number(value)
+    return None if number is None or (fact == "clip" and number >= 1) else value
 
 
 def _trace_decay(value: object) -> float | None:

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -178,6 +178,9 @@ class Variables:
                 yield from (entry for entry in members_of(value).values() if isinstance(entry, Tensor))
 
 
+MAX_ARRAYS = 12
+"""Most arrays of a tuple or a list that are the columns of a rollout, not its steps."""
+
 COUNTERS = frozenset({"epoch", "step", "update", "iteration", "minibatch"})
 """Names of loop variables, whose plural is the name of a setting."""
 
@@ -209,16 +212,19 @@ def _containers(scopes: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, An
 def members_of(value: object) -> dict[str, Any]:
     """Return the members by name of a dictionary, a record or an object of the script's; empty for anything else.
 
-    A list of records is one of columns: `[Step(reward=1), Step(reward=2)]` has the member `reward` with [1, 2].
+    A list of records is one of columns: `[Step(reward=1), Step(reward=2)]` has the member `reward` with [1, 2]. Arrays in a tuple
+    or a short list are numbered.
     """
     if isinstance(value, Mapping):
         if len(value) > MAX_MEMBERS:
             return {}
         return {key: entry for key, entry in list(value.items()) if isinstance(key, str)}
-    if isinstance(value, list | deque) and len(value) > 1:
-        return _columns(list(value))
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return dict(value._asdict())
+    if isinstance(value, tuple | list) and _are_columns(value):
+        return {f"array_{place}": one for place, one in enumerate(value)}
+    if isinstance(value, list | deque) and len(value) > 1:
+        return _columns(list(value))
     if isinstance(value, type | ModuleType | Tensor | np.ndarray | tuple | str) or (
         callable(value) and not hasattr(value, "__dict__")
     ):
@@ -232,6 +238,10 @@ def members_of(value: object) -> dict[str, Any]:
         return {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if hasattr(value, one.name)}
     own = getattr(value, "__dict__", None)
     return dict(own) if isinstance(own, dict) and len(own) <= MAX_MEMBERS else {}
+
+
+def _are_columns(parts: Sequence[Any]) -> bool:
+    return 1 < len(parts) <= MAX_ARRAYS and all(isinstance(one, Tensor | np.ndarray) and one.ndim for one in parts)
 
 
 def _columns(rows: list[Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ EPISODES_FACTOR = count("episodes_factor", 5, "smallest multiple of the longest 
 
 @dataclass(slots=True)
 class Gaps:
-    """Whether an episode has ended, updates since the last end, and the longest gap between two ends."""
+    """Whether an episode has ended, updates since the last end, and the longest gap before an end."""
 
     ended: bool = False
     gap: int = 0
@@ -34,8 +34,7 @@ class Gaps:
 def no_episodes(view: View, ends: float, gaps: Gaps) -> Iterator[Finding]:
     """Episodes stopped ending, for much longer than an episode takes."""
     if ends > 0:
-        gaps.longest = max(gaps.longest, gaps.gap) if gaps.ended else gaps.longest
-        gaps.ended, gaps.gap = True, 0
+        gaps.ended, gaps.gap, gaps.longest = True, 0, max(gaps.longest, gaps.gap)
     else:
         gaps.gap += 1
     horizon, steps = view.facts.horizon, view.facts.num_steps

@@ -55,10 +55,8 @@ OVERHEAD = above("overhead", 0.1, "telemetry's share of the training time")
 OVERHEAD_UPDATES = 20  # updates over which the share is averaged
 
 MIN_OVERHEAD_SECONDS = 60.0
-"""Time that telemetry must have taken so far, unless its share is very large: in a small script an update takes about as long as reading
-its losses and arrays, which does not matter in a short run."""
-
-LARGE_SHARE = 2 / 3  # share above which telemetry takes too long even in a short run
+"""Time that telemetry must have taken so far: in a small script an update takes about as long as reading its losses and arrays, which
+does not matter in a short run."""
 
 
 @dataclass(slots=True)
@@ -77,7 +75,7 @@ def overhead(view: View, cost: Cost) -> Iterator[Finding]:
     shares = cost.shares.add(value)
     mean = sum(shares) / len(shares)
     cost.seconds += view.values.get("perf/telemetry_cpu_ms", view.values.get("perf/telemetry_ms", 0.0)) / 1000
-    noticed = cost.seconds >= MIN_OVERHEAD_SECONDS or mean > LARGE_SHARE
+    noticed = cost.seconds >= MIN_OVERHEAD_SECONDS
     severity = WARNING * hard(cost.shares.full and mean > bound and noticed)
     words = "telemetry has taken {:%} of the training time, {} s so far, which slows the run down"
     yield Finding(severity, "perf/telemetry_frac", mean, bound).says(words, mean, cost.seconds)
@@ -136,10 +134,11 @@ TOO_MANY: Final = "telemetry/storm"
 RULES = (
     alarm("telemetry/overhead", rank=CAUSE_LAST_RANK, warmup=20, n_on=5, n_off=5)
     .reads("perf/telemetry_frac", "telemetry/sample_every")
+    .needs("perf/telemetry_frac", "perf/telemetry_ms")
     .says(
         "Telemetry takes more of the training time than it should.",
         'Choose a lower level, such as `Telemetry(level="minimal")`, leave a second core free for telemetry, or log fewer values.',
-        "averaged over 20 updates, some of them sampled; at least a minute of the run so far, or two thirds of its time",
+        "averaged over 20 updates, some of them sampled, once telemetry has taken a minute of the run",
     )
     .shows("perf/*", "telemetry/sample_every")
     .judged(StateJudge(overhead, Cost()), OVERHEAD),

@@ -217,7 +217,8 @@ def kl_stall(view: View, past: PolicyMoves) -> Iterator[Finding]:
     entropy = view.values.get("policy/entropy_norm", view.values.get("policy/entropy", 1.0))
     decided = view.course.risen is not False and 0 <= entropy < DECIDED_ENTROPY
     bound = limits[KL_STALL] * lowered
-    stalled = value < bound and not annealed and not decided
+    signal = view.get("adv/norm/std") != 0  # without differences of advantages, the policy has no reason to move
+    stalled = value < bound and not annealed and not decided and signal
     slow_bound = limits[KL_SLOW] * min(1.0, (view.steps or SLOW_STEPS) / SLOW_STEPS) ** 2
     slow = past.largest.full and middle < slow_bound and view.course.risen is False and not annealed and not stalled
     severity = 1.0 if stalled else WARNING if slow else 0.0

@@ -253,7 +253,8 @@ class Remarks:
                 f"all episodes of an update have ended after {steps}, and earlier ones after up to {number(longest)}: check that reset() "
                 "of the environment resets its step counter and its flags"
             )
-            yield "short episodes", _data(text, "episode/length_mean", ends.newest, SHORT_EPISODE, quiet=True)
+            data = _data(text, "episode/length_mean", ends.newest, SHORT_EPISODE, quiet=True)
+            yield "short episodes", {**data, "certain": True}
 
     def _reward_remarks(self) -> Iterator[Remark]:
         rewards = self._run
