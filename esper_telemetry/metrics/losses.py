@@ -75,11 +75,16 @@ class LossWeights(MetricGroup, absent="the weight is a constant of the run, or t
             "What weight does the entropy bonus have in this update? Below 0 it punishes exploration."
         )
     )
+    penalty: float | Tensor | None = reports(
+        Metric.magnitude("loss/penalty_coef", 920, "weight of the KL penalty", unit="1").asks(
+            "What weight does a penalty on the KL divergence have in this update? A very large one holds the policy still."
+        )
+    )
 
 
 def loss_weights(coefficients: Mapping[str, float]) -> LossWeights:
-    """Return the weights of `value` and `entropy` that the trainer reports."""
-    return LossWeights(coefficients.get("value"), coefficients.get("entropy"))
+    """Return the weights of `value`, `entropy` and the KL `penalty` that the trainer reports."""
+    return LossWeights(*(coefficients.get(name) for name in ("value", "entropy", "penalty")))
 
 
 @checked_arguments()

@@ -517,6 +517,16 @@ def test_a_policy_that_moved_before_its_learning_rate_fell_stands_still() -> Non
     assert "cannot learn" in found.text and "although the policy has moved" not in found.text
 
 
+def test_a_policy_that_a_growing_penalty_holds_still_is_told_so() -> None:
+    def held(metrics: Values, ago: int) -> None:
+        metrics["loss/penalty_coef"] = min(1000.0, 2.0**ago)
+        metrics["policy/kl_max"] = 0.01 / 4**ago
+
+    found = next(a for a in alarms(judged(run(40, held, since=1))) if a.type == "policy/kl_stall")
+
+    assert "the weight of the penalty on it has grown from" in found.text and "it must fall" in found.text
+
+
 def test_a_controller_without_gradients_has_no_learning_rate() -> None:
     """A scripted controller reports a learning rate of 0 and no gradient."""
     gradients = {key: None for key in run(1)[0].values if key.startswith(("grad/", "opt/update"))}

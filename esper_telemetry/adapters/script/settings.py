@@ -67,9 +67,9 @@ def is_rate(name: str) -> bool:
 
 
 def read_coefficients(reading: LossReading) -> dict[str, float]:
-    """Return the weights of the losses `value` and `entropy` in a loss, relative to the policy's term."""
+    """Return the weights of the losses `value` and `entropy`, and of a KL `penalty`, in a loss, relative to the policy's term."""
     weight = 0.0 if reading.policy is None else reading.policy.weight
-    terms = {"value": reading.value, "entropy": reading.entropy}
+    terms = {"value": reading.value, "entropy": reading.entropy, "penalty": reading.penalty}
     return {
         name: float(f"{abs(term.weight / weight):.6g}")
         for name, term in terms.items()

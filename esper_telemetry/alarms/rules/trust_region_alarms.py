@@ -192,9 +192,11 @@ class PolicyMoves:
         largest: largest KL of a minibatch in the latest updates, rescaled to the highest learning rate so far.
         exact: KL of the whole distributions in the latest sampled update; 0 after an update whose ratios have moved, which makes it
             outdated.
+        penalty: smallest weight of a penalty on the KL divergence so far.
     """
 
     rates: AnnealedRate = field(default_factory=AnnealedRate)
+    penalty: float = inf
     largest: Recent = field(default_factory=partial(Recent, SLOW_UPDATES))
     exact: float = 0.0
 
@@ -229,15 +231,27 @@ def kl_stall(view: View, past: PolicyMoves) -> Iterator[Finding]:
         yield finding.says(words + "recomputed, so nothing is clipped", value, exact)
         return
     conditions = "" if rate is None else f", at a learning rate of {number(rate)}"
-    size = view.get("obs/rms_max")
+    penalty, size = view.get("loss/penalty_coef"), view.get("obs/rms_max")
+    past.penalty = min(past.penalty, penalty or inf)
+    has_grown = penalty is not None and penalty > PENALTY_GROWTH * past.penalty
+    if penalty is not None and has_grown:
+        conditions += (
+            f", and the weight of the penalty on it has grown from {number(past.penalty)} to {number(penalty)}"
+        )
     if size is not None and size < SMALL_FEATURES:
         conditions += f", and the largest entry of the observations is about {number(size)}"
     words = "updates have not changed the policy, so it cannot learn: their KL divergence is at most {} nats{}"
     if slow:
         words = f"{SLOW_UPDATES} updates have hardly moved the policy: their KL divergence is at most {{}} nats (usually 0.002 to 0.02){{}}"
-    yield finding.with_advice(lambda: stall_advice(rate, view.facts.optimizer, size, slow=slow)).says(
-        words, middle if slow else value, conditions
-    )
+    yield finding.with_advice(
+        lambda: GROWN_PENALTY if has_grown else stall_advice(rate, view.facts.optimizer, size, slow=slow)
+    ).says(words, middle if slow else value, conditions)
+
+
+PENALTY_GROWTH: Final = 10.0
+GROWN_PENALTY: Final = (
+    "Check how the weight of the penalty adapts: it must fall while the KL divergence is below its target."
+)
 
 
 def stall_advice(rate: float | None, optimizer: str | None, features: float | None, *, slow: bool) -> str:
