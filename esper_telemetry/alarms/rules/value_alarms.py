@@ -19,7 +19,7 @@ EXPECTED_FIT = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
 """Explained variance to expect up to that share of the run: an untrained critic explains nothing, a trained one should."""
 
 BEST_FIT_UPDATES = 20  # latest R² values from which the best one is taken
-RECENT_UPDATES = 5  # latest losses that a jump is compared with
+RECENT_UPDATES = 10  # latest losses that a jump is compared with
 FOLLOWS = 0.5
 """Rise of the returns within these updates, relative to the critic's error, that explains an error below 0."""
 BIAS_UPDATES = 10  # updates for which a critic must be wrong in one direction
@@ -70,12 +70,12 @@ def fit_collapse(view: View, loss_norm: float, fits: Recent) -> Iterator[Finding
     )
 
 
-LARGER = "critic's loss over the largest of the last five updates, if rewards are larger than ever"
+LARGER = "critic's loss over the largest of the last ten updates, if rewards are larger than ever"
 LOSS_RECENT = Ramp("loss_recent", 1.5, 6.0, LARGER)
 
 
 def recent_severity(view: View, key: str, last: Recent) -> float:
-    """Severity of a value far above the last five values."""
+    """Severity of a value far above the last ten values."""
     value = view.get(key)
     if value is None:
         return 0.0
@@ -94,7 +94,7 @@ class Losses:
 
 
 def loss_jump(view: View, losses: Losses) -> Iterator[Finding]:
-    """A jump of the critic's error; in a history that spans decades, shown by the last five losses together with larger rewards."""
+    """A jump of the critic's error; in a history that spans decades, shown by the last ten losses together with larger rewards."""
     severity, value = losses.outlier.severity(view, LOSS), view.get(LOSS)
     if value is None:
         return
