@@ -28,9 +28,7 @@ FACTORIES: Final = frozenset(
 )
 """Functions that make tensors where no argument says on which device."""
 
-MIXING: Final = frozenset(
-    {"__getitem__", "__setitem__", "copy_", "to", "cpu", "cuda", "index_put_", "index_put", "type"}
-)
+MIXING: Final = frozenset({"__getitem__", "__setitem__", "copy_", "to", "cpu", "cuda", "index_put_", "index_put", "type"})
 """Functions that take tensors of both devices."""
 
 VIEWS: Final = frozenset(

@@ -21,26 +21,8 @@ from esper_telemetry.cli.check import CheckOptions
 from esper_telemetry.cli.main import COMMANDS
 from esper_telemetry.cli.run import ScriptRun
 from esper_telemetry.core.metric import released
-from esper_telemetry.core.record import (
-    Alarm,
-    AlarmEvent,
-    AlarmLevel,
-    Axes,
-    Histogram,
-    MetricInfo,
-    Record,
-    RunInfo,
-    RunStatus,
-)
-from esper_telemetry.journal.lines import (
-    SCHEMA,
-    JournalEvent,
-    encode_alarm,
-    encode_end,
-    encode_event,
-    encode_record,
-    encode_run,
-)
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
+from esper_telemetry.journal.lines import SCHEMA, JournalEvent, encode_alarm, encode_end, encode_event, encode_record, encode_run
 
 SNAPSHOT = Path(__file__).with_name("public_api.json")
 FORMS = {**COMMANDS, "run": ScriptRun, "check": CheckOptions}

@@ -52,9 +52,7 @@ def test_every_link_leads_to_a_file() -> None:
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 def test_pages_state_the_present(page: Path) -> None:
     """A page of documentation says what is, not what was measured or planned before; the changelog has the changes."""
-    text = re.sub(
-        r"^\| `\w+/\w+` \| Since .*", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE
-    )  # texts of alarms
+    text = re.sub(r"^\| `\w+/\w+` \| Since .*", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)  # texts of alarms
 
     assert [words.group() for words in HISTORY.finditer(text)] == []
 

@@ -22,17 +22,7 @@ from typing import Any, Final, NamedTuple
 from esper_telemetry.core.files import TOO_DEEP, check_nesting
 from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.messages import printable, printable_values
-from esper_telemetry.core.record import (
-    Alarm,
-    AlarmEvent,
-    AlarmLevel,
-    Axes,
-    Histogram,
-    MetricInfo,
-    Record,
-    RunInfo,
-    RunStatus,
-)
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import error_line, redacted
 from esper_telemetry.journal import schema
 
@@ -235,12 +225,7 @@ def encode_end(status: RunStatus, *, seq: int = 0) -> dict[str, Any]:
 
 def encode_axes(axes: Axes) -> dict[str, Any]:
     """Return every axis by name."""
-    return {
-        "update": axes.update,
-        "env_step": axes.env_step,
-        "gradient_step": axes.gradient_step,
-        "wall_time": axes.wall_time,
-    }
+    return {"update": axes.update, "env_step": axes.env_step, "gradient_step": axes.gradient_step, "wall_time": axes.wall_time}
 
 
 _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -274,9 +259,7 @@ class LineEncoder:
                 name = f"{line.get('kind')} {line.get('type', '')}".strip()
                 if name not in self._warned:
                     self._warned.add(name)
-                    _logger.warning(
-                        "esper-telemetry: the line of %s is left out of the journal: %s", name, error_line(error)
-                    )
+                    _logger.warning("esper-telemetry: the line of %s is left out of the journal: %s", name, error_line(error))
         return encoded, refused
 
 
@@ -473,8 +456,7 @@ def _decode_descriptions(line: Any) -> dict[str, MetricInfo]:
     for key, described in line.items():
         schema.check(described, schema.DESCRIPTION, f"the description of {key}", required=("unit", "question"))
     return {
-        key: MetricInfo(**{name: value for name, value in described.items() if name in _DESCRIPTION})
-        for key, described in line.items()
+        key: MetricInfo(**{name: value for name, value in described.items() if name in _DESCRIPTION}) for key, described in line.items()
     }
 
 

@@ -45,9 +45,7 @@ class EnvironmentTable:
         flags = None if constant is None else constant[:count].tolist()
         return {"environments": int(rollout.rewards.shape[1]), **table, "constant": flags}
 
-    def _follow(
-        self, rewards: npt.NDArray[np.float64], ended: npt.NDArray[np.bool_]
-    ) -> dict[str, npt.NDArray[np.float64]]:
+    def _follow(self, rewards: npt.NDArray[np.float64], ended: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.float64]]:
         """Return the columns after a rollout, [T, B] each."""
         steps, count = rewards.shape
         if len(self._columns.get("return", ())) != count:

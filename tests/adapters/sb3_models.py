@@ -151,9 +151,7 @@ MODELS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def recorded_run(
-    model: Any, run_dir: Path, *, steps: int = 384, level: str = "normal", sinks: Sequence[str] = (), **settings: Any
-) -> Run:
+def recorded_run(model: Any, run_dir: Path, *, steps: int = 384, level: str = "normal", sinks: Sequence[str] = (), **settings: Any) -> Run:
     """Return the journal of a model that has learned with telemetry, in process by default."""
     with Telemetry(sinks, run_dir=run_dir, level=level, **{"offload": False, **settings}) as telemetry:
         model.learn(steps, callback=TelemetryCallback(telemetry))

@@ -183,9 +183,7 @@ def run(updates: int, spoil: Spoil | None = None, *, since: int = 30) -> list[Re
     return made
 
 
-def judged(
-    records: Iterable[Record], facts: Mapping[str, Any] = FACTS, thresholds: Thresholds | None = None
-) -> list[Verdict]:
+def judged(records: Iterable[Record], facts: Mapping[str, Any] = FACTS, thresholds: Thresholds | None = None) -> list[Verdict]:
     detectors = Detectors(facts, thresholds or Thresholds())
     return [detectors.step(entry) for entry in records]
 

@@ -54,9 +54,7 @@ def pole() -> PPO:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("trainer", "open_questions"), [(recall, {"repr/norm_growth"}), (pole, set())], ids=["recall", "pole"]
-)
+@pytest.mark.parametrize(("trainer", "open_questions"), [(recall, {"repr/norm_growth"}), (pole, set())], ids=["recall", "pole"])
 def test_a_run_at_normal_answers_every_question(trainer: Any, open_questions: set[str], tmp_path: Path) -> None:
     """Nine updates include two sampled ones. The norm of features is not measured in policies with memory."""
     run = trained(tmp_path / "run", trainer(), 9)
@@ -82,9 +80,7 @@ def test_a_healthy_run_is_silent_and_a_broken_one_is_not(tmp_path: Path) -> None
 
     trainer.hooks.on(UpdateEnd, swap)
     run = trained(tmp_path / "run", trainer, 28)
-    updates = {
-        kind: update for kind, update in raised(judged(run.records, run.info.facts)).items() if "telemetry/" not in kind
-    }
+    updates = {kind: update for kind, update in raised(judged(run.records, run.info.facts)).items() if "telemetry/" not in kind}
 
     assert BREAKS <= updates["policy/wrong_direction"] <= BREAKS + 2
     assert min(updates.values()) >= BREAKS

@@ -111,8 +111,7 @@ def test_a_rank_that_hears_of_no_death_is_told_by_another_thread(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "status", "code"),
-    [(signal.SIGTERM, RunStatus.PREEMPTED, 143), (signal.SIGINT, RunStatus.INTERRUPTED, 130)],
+    ("number", "status", "code"), [(signal.SIGTERM, RunStatus.PREEMPTED, 143), (signal.SIGINT, RunStatus.INTERRUPTED, 130)]
 )
 def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(
     tmp_path: Path, number: signal.Signals, status: RunStatus, code: int

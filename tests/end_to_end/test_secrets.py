@@ -66,15 +66,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_masked(files: dict[str, bytes]) -> None:
     """Check that the files of all backends exist and contain the texts around the secrets."""
-    assert {
-        "journal.jsonl",
-        "config.json",
-        "status.json",
-        "sinks.log",
-        "report.html",
-        "mlflow.db",
-        "metrics.prom",
-    } <= files.keys()
+    assert {"journal.jsonl", "config.json", "status.json", "sinks.log", "report.html", "mlflow.db", "metrics.prom"} <= files.keys()
     assert any(name.endswith(".wandb") for name in files)
     assert any(name.startswith("events.out") for name in files)
     assert b"the store says 401 (Cookie: ***)" in files["journal.jsonl"]

@@ -36,9 +36,7 @@ def trained(env: str, telemetry: Telemetry | None, **settings: Any) -> dict[str,
     while trainer.updates < UPDATES:
         trainer.learn(trainer.env_steps + 1)
     moments = {
-        f"{index}.{name}": moment
-        for index, state in trainer.optimizer.state_dict()["state"].items()
-        for name, moment in state.items()
+        f"{index}.{name}": moment for index, state in trainer.optimizer.state_dict()["state"].items() for name, moment in state.items()
     }
     return {**trainer.policy.state_dict(), **moments, "generator": torch.get_rng_state()}
 

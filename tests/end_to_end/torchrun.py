@@ -22,12 +22,7 @@ PATIENCE_SECONDS = 120.0
 def started(*program: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """`torchrun --nproc-per-node 2` with this program; remaining processes are killed at the end."""
     launcher = subprocess.Popen(
-        [sys.executable, *LAUNCHER, *program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-        env=environment(),
+        [sys.executable, *LAUNCHER, *program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment()
     )
     try:
         yield launcher

@@ -99,14 +99,9 @@ def test_rewards_belong_to_the_observation_and_the_action_of_their_step(kind: st
 @pytest.mark.parametrize("shown", ["outcome", "nothing"])
 def test_rewards_that_are_shown_afterwards_or_drawn_by_chance_are_no_fault(shown: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    rewards, actions = (
-        torch.randn(STEPS, ENVS, generator=generator),
-        torch.randint(3, (STEPS, ENVS), generator=generator),
-    )
+    rewards, actions = (torch.randn(STEPS, ENVS, generator=generator), torch.randint(3, (STEPS, ENVS), generator=generator))
     seen = torch.randn(STEPS, ENVS, 2, generator=generator)
     if shown == "outcome":
         seen[1:, :, 0] = rewards[:-1]
 
-    assert check_environments(
-        checksums(seen), ended=ENDED, informative=True, observations=seen, actions=actions, rewards=rewards
-    ).matches
+    assert check_environments(checksums(seen), ended=ENDED, informative=True, observations=seen, actions=actions, rewards=rewards).matches

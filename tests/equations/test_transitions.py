@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.equations.comparison import EquationCheck
-from esper_telemetry.equations.transitions import (
-    check_executed,
-    check_rewards,
-    check_transitions,
-    checksums,
-)
+from esper_telemetry.equations.transitions import check_executed, check_rewards, check_transitions, checksums
 
 STEPS, ENVS, LENGTH = 96, 4, 12
 SEEDS = range(2)

@@ -95,13 +95,7 @@ def test_returns_may_be_negative_so_they_are_followed_as_they_are() -> None:
 def test_groups_of_parameters_have_levels_and_outliers_only() -> None:
     last = records(wave(100), "grad/head_op/norm_preclip")[-1]
 
-    assert {key.removeprefix("grad/head_op/norm_preclip/") for key in last} == {
-        "ema",
-        "ew_std",
-        "drift",
-        "macd",
-        "robust_z",
-    }
+    assert {key.removeprefix("grad/head_op/norm_preclip/") for key in last} == {"ema", "ew_std", "drift", "macd", "robust_z"}
 
 
 def test_updates_that_follow_the_learning_rate() -> None:

@@ -73,8 +73,5 @@ def test_nan_is_not_constant_and_bytes_are_compared_too() -> None:
 
 
 def test_weights_of_losses_are_reported_where_they_are_given() -> None:
-    assert loss_weights({"policy": 1.0, "value": 0.5, "entropy": 0.01}).values() == {
-        "loss/value_coef": 0.5,
-        "loss/entropy_coef": 0.01,
-    }
+    assert loss_weights({"policy": 1.0, "value": 0.5, "entropy": 0.01}).values() == {"loss/value_coef": 0.5, "loss/entropy_coef": 0.01}
     assert loss_weights({}).values() == {}

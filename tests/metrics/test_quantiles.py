@@ -9,16 +9,7 @@ import pytest
 import torch
 
 from esper_telemetry.core.reduction import Array
-from esper_telemetry.metrics.statistics import (
-    COARSE,
-    FINE,
-    NAMED,
-    Quantiles,
-    as_quantiles,
-    ascending,
-    quantiles,
-    sample,
-)
+from esper_telemetry.metrics.statistics import COARSE, FINE, NAMED, Quantiles, as_quantiles, ascending, quantiles, sample
 
 BIN = 1 / 64
 

@@ -15,17 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper_telemetry.core.record import Axes, Level
-from esper_telemetry.pipeline.channel import (
-    ALIGNMENT,
-    MAX_LAYOUTS,
-    MessagePacker,
-    Ring,
-    Vocabulary,
-    aligned,
-    messages,
-    padded,
-    shared_file,
-)
+from esper_telemetry.pipeline.channel import ALIGNMENT, MAX_LAYOUTS, MessagePacker, Ring, Vocabulary, aligned, messages, padded, shared_file
 from esper_telemetry.pipeline.worker import PAYLOAD
 from esper_telemetry.updates import update as update_module
 

@@ -19,12 +19,7 @@ def jumping(log_ratio: torch.Tensor) -> Update:
     """An update of one minibatch."""
     return Update(
         minibatches=JoinedMinibatches(
-            epochs=(0,),
-            counts=(len(log_ratio),),
-            log_ratio=log_ratio,
-            advantages=torch.ones(len(log_ratio)),
-            valid=None,
-            losses={},
+            epochs=(0,), counts=(len(log_ratio),), log_ratio=log_ratio, advantages=torch.ones(len(log_ratio)), valid=None, losses={}
         )
     )
 

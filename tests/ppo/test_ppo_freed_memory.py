@@ -12,9 +12,7 @@ from esper_telemetry.ppo.trainer import MAX_HEAP_BLOCK_BYTES
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(
-        not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library gives memory back as it likes"
-    ),
+    pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library gives memory back as it likes"),
 ]
 
 FEW = 40_000

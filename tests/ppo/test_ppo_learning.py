@@ -55,8 +55,7 @@ def test_presets_learn_classic_control(env_id: str, total_steps: int, goal: floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env_id", "total_steps", "goal"),
-    [("CartPole-v1", 100_000, 400), ("Acrobot-v1", 120_000, -100), ("Pendulum-v1", 100_000, -400)],
+    ("env_id", "total_steps", "goal"), [("CartPole-v1", 100_000, 400), ("Acrobot-v1", 120_000, -100), ("Pendulum-v1", 100_000, -400)]
 )
 def test_memory_makes_up_for_hidden_velocities(env_id: str, total_steps: int, goal: float) -> None:
     assert median_return(env_id, total_steps, policy="lstm", hidden=True) >= goal

@@ -48,13 +48,10 @@ def poisoned(rollout: Rollout, poison: float) -> Rollout:
         shape = where.shape + (1,) * (column.dim() - where.dim())
         if column.dtype == torch.bool:
             return column & ~where.view(shape)
-        return torch.where(where.view(shape), torch.tensor(poison if column.is_floating_point() else 99), column).to(
-            column.dtype
-        )
+        return torch.where(where.view(shape), torch.tensor(poison if column.is_floating_point() else 99), column).to(column.dtype)
 
     columns: dict[str, Any] = {
-        name: spoil(getattr(rollout, name), lost)
-        for name in ("observations", "log_probs", "rewards", "values", "next_values")
+        name: spoil(getattr(rollout, name), lost) for name in ("observations", "log_probs", "rewards", "values", "next_values")
     }
     idle = {name: lost | ~rollout.relevance[name] if name in rollout.relevance else lost for name in rollout.actions}
     columns["actions"] = {name: spoil(action, idle[name]) for name, action in rollout.actions.items()}

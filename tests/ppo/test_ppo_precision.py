@@ -100,10 +100,7 @@ def again(event: TrunkBackward) -> None:
     [
         pytest.param(cartpole, {"shared_trunk": True, "entropy_coef": 0.01}, id="shared"),
         pytest.param(
-            pendulum,
-            {"squash": True, "state_dependent_std": True, "precision": "bf16"},
-            id="squashed-bf16",
-            marks=pytest.mark.slow,
+            pendulum, {"squash": True, "state_dependent_std": True, "precision": "bf16"}, id="squashed-bf16", marks=pytest.mark.slow
         ),
     ],
 )

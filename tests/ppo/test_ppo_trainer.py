@@ -39,16 +39,7 @@ from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.updates.joining import joined_minibatches
 
 MINIBATCH = (MinibatchStart, TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd)
-EVENTS = (
-    RunStart,
-    RolloutEnd,
-    RecurrentForward,
-    EpisodeEnd,
-    BeforeUpdate,
-    *MINIBATCH,
-    AfterUpdate,
-    UpdateEnd,
-)
+EVENTS = (RunStart, RolloutEnd, RecurrentForward, EpisodeEnd, BeforeUpdate, *MINIBATCH, AfterUpdate, UpdateEnd)
 Make = Callable[..., PPO]
 
 
@@ -132,9 +123,7 @@ def test_joined_minibatches_are_the_minibatches(make: Make) -> None:
     }
     for name in ("logits", "means", "action_masks", "relevance", "head_log_ratios"):
         columns = getattr(joined, name)
-        assert all(
-            torch.equal(columns[head], torch.cat([getattr(part, name)[head] for part in parts])) for head in columns
-        )
+        assert all(torch.equal(columns[head], torch.cat([getattr(part, name)[head] for part in parts])) for head in columns)
     for head, log_std in joined.log_std.items():
         expected = [part.log_std[head].expand(len(part.log_ratio), -1) for part in parts]
         assert torch.equal(log_std, torch.cat(expected))
@@ -330,12 +319,8 @@ def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> 
 
 def test_every_documented_event_is_emitted() -> None:
     """Only other trainers begin an update without a rollout."""
-    classes = {
-        name: value for name, value in vars(events).items() if getattr(value, "__module__", "") == events.__name__
-    }
-    documented = {value for name, value in classes.items() if isinstance(value, type) and name[0] != "_"} - {
-        events.Hooks
-    }
+    classes = {name: value for name, value in vars(events).items() if getattr(value, "__module__", "") == events.__name__}
+    documented = {value for name, value in classes.items() if isinstance(value, type) and name[0] != "_"} - {events.Hooks}
 
     assert len(documented) <= 16
     assert documented - {UpdateStart} == {*EVENTS, EvaluationEnd, HeadsBackward, Rollback}

@@ -131,12 +131,7 @@ class Returning:
 
 
 RULE = AlarmRule(
-    type="my/alarm",
-    inputs=(KEY,),
-    meaning="My number is wrong.",
-    action="Change it.",
-    source="my own",
-    judge=Returning("nothing"),
+    type="my/alarm", inputs=(KEY,), meaning="My number is wrong.", action="Change it.", source="my own", judge=Returning("nothing")
 )
 
 

@@ -60,12 +60,7 @@ def break_second_call(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_training_continues_without_the_update(
-    owner: type,
-    name: str,
-    tmp_path: Path,
-    untouched: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    owner: type, name: str, tmp_path: Path, untouched: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     break_second_call(owner, name, monkeypatch)
 

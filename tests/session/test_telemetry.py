@@ -41,9 +41,7 @@ class Curiosity(MetricGroup):
         Metric(key="curiosity/bonus", unit="reward", question="How much does novelty pay?"),
         Metric(key="curiosity/bonus_max", unit="reward", question="At most?", over="max"),
     )
-    peak: Max | None = reports(
-        Metric(key="curiosity/peak", unit="reward", question="The largest?", level=Level.DEBUG),
-    )
+    peak: Max | None = reports(Metric(key="curiosity/peak", unit="reward", question="The largest?", level=Level.DEBUG))
 
 
 def values_of(run_dir: Path, update: int = -1) -> dict[str, float]:
@@ -244,8 +242,7 @@ def test_an_exception_flushes_what_is_open_and_ends_the_run_as_failed(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
-    [(KeyboardInterrupt(), "interrupted"), (SystemExit(0), "finished"), (SystemExit(3), "failed")],
+    ("error", "status"), [(KeyboardInterrupt(), "interrupted"), (SystemExit(0), "finished"), (SystemExit(3), "failed")]
 )
 def test_the_status_tells_how_the_block_was_left(tmp_path: Path, error: BaseException, status: str) -> None:
     with pytest.raises(type(error)), Telemetry(run_dir=tmp_path / "run"):

@@ -51,9 +51,7 @@ def sources() -> list[PPO]:
 def declared(level: Level) -> set[str]:
     """Return the keys of these families that must be reported: all except counters of events that did not happen."""
     return {
-        metric.key
-        for metric in catalogue()
-        if metric.key.startswith(FAMILIES) and metric.level <= level and not metric.when_positive
+        metric.key for metric in catalogue() if metric.key.startswith(FAMILIES) and metric.level <= level and not metric.when_positive
     } - ELSEWHERE
 
 

@@ -78,9 +78,7 @@ def test_what_cannot_be_copied_is_named() -> None:
     own = policy()
     own.lock = threading.Lock()
 
-    with pytest.raises(
-        TypeError, match=r"^the policy cannot be copied: TypeError: cannot pickle '_thread.lock' object$"
-    ):
+    with pytest.raises(TypeError, match=r"^the policy cannot be copied: TypeError: cannot pickle '_thread.lock' object$"):
         policy_copy(own)
 
 
@@ -88,7 +86,5 @@ def test_a_huge_policy_is_not_copied() -> None:
     own = nn.Embedding(1, 1)
     own.weight = nn.Parameter(torch.zeros(1).expand(1 << 27, 1), requires_grad=False)
 
-    with pytest.raises(
-        TypeError, match=r"^the policy is not copied: it has 134,217,728 numbers, and the limit is 67,108,864$"
-    ):
+    with pytest.raises(TypeError, match=r"^the policy is not copied: it has 134,217,728 numbers, and the limit is 67,108,864$"):
         policy_copy(own)

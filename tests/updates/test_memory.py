@@ -56,9 +56,7 @@ def recorded(source: PPO, *, level: str = "normal", updates: int = 3) -> list[di
 
 
 @cache
-def records_of(
-    make: Callable[[], Environment], *, level: str = "normal", updates: int = 3, **settings: Any
-) -> list[dict[str, float]]:
+def records_of(make: Callable[[], Environment], *, level: str = "normal", updates: int = 3, **settings: Any) -> list[dict[str, float]]:
     """Values of the records of a run, which several tests read."""
     return recorded(trainer(make, **settings), level=level, updates=updates)
 

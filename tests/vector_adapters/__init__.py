@@ -19,12 +19,7 @@ BY_KEY: dict[str, Adapter] = {
     **representation.ADAPTERS,
     **alarms.ADAPTERS,
 }
-BY_FORMULA: dict[str, Adapter] = {
-    **data.FORMULA_ADAPTERS,
-    **series.FORMULA_ADAPTERS,
-    **lstm.FORMULA_ADAPTERS,
-    **alarms.FORMULA_ADAPTERS,
-}
+BY_FORMULA: dict[str, Adapter] = {**data.FORMULA_ADAPTERS, **series.FORMULA_ADAPTERS, **lstm.FORMULA_ADAPTERS, **alarms.FORMULA_ADAPTERS}
 
 
 def adapters_of(case: Mapping[str, Any]) -> list[Adapter]:

@@ -53,9 +53,7 @@ def ratio_init(inputs: Inputs) -> Values:
 
 def heads(inputs: Inputs) -> Values:
     """P5."""
-    group = head_ratio_diagnostics(
-        by_head(inputs, "head_logratio"), relevant=masks(inputs, "head_mask"), clip=inputs["clip_eps"]
-    )
+    group = head_ratio_diagnostics(by_head(inputs, "head_logratio"), relevant=masks(inputs, "head_mask"), clip=inputs["clip_eps"])
     return at_any_step(group)
 
 

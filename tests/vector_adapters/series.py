@@ -11,22 +11,8 @@ import numpy as np
 from esper_telemetry.core.metric import Array
 from esper_telemetry.history.derive import PairEvidence, diagnose_pair, pair_intensity
 from esper_telemetry.history.deviations import Cusum, Ema, LogDrift, PageHinkley, decades, robust_z
-from esper_telemetry.history.gradient_history import (
-    adaptive_thresholds,
-    explode_severity,
-    gradient_condition,
-    vanish_severity,
-)
-from esper_telemetry.history.trend import (
-    acf,
-    advantage_gradient,
-    goertzel,
-    lr_response,
-    mann_kendall,
-    periods,
-    prewhiten,
-    theil_sen,
-)
+from esper_telemetry.history.gradient_history import adaptive_thresholds, explode_severity, gradient_condition, vanish_severity
+from esper_telemetry.history.trend import acf, advantage_gradient, goertzel, lr_response, mann_kendall, periods, prewhiten, theil_sen
 
 Inputs = Mapping[str, Any]
 Values = dict[str, Any]

@@ -9,14 +9,7 @@ import pytest
 
 from esper_telemetry.journal.read import read_run
 from esper_telemetry.lab.faults.__main__ import run
-from esper_telemetry.lab.faults.runs import (
-    HEALTHY_KINDS,
-    FaultRun,
-    plan_runs,
-    read_fault_run,
-    run_healthy,
-    triple_rewards,
-)
+from esper_telemetry.lab.faults.runs import HEALTHY_KINDS, FaultRun, plan_runs, read_fault_run, run_healthy, triple_rewards
 
 
 def test_a_healthy_run_stores_its_announced_updates(tmp_path: Path) -> None:

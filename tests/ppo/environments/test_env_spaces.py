@@ -14,13 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeing_env import spotlights
 
-from esper_telemetry.ppo.environments.environment_protocol import (
-    ActionSpec,
-    Image,
-    ObservationLayout,
-    Structured,
-    layout_of,
-)
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Image, ObservationLayout, Structured, layout_of
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 from esper_telemetry.ppo.environments.spaces import action_parts, as_image, observation_form
@@ -60,9 +54,7 @@ def samples(space: spaces.Space[Any], count: int) -> tuple[list[Any], Any]:
         ),
     ],
 )
-def test_observations_have_a_layout(
-    space: spaces.Space[Any], shape: tuple[int, ...], layout: ObservationLayout
-) -> None:
+def test_observations_have_a_layout(space: spaces.Space[Any], shape: tuple[int, ...], layout: ObservationLayout) -> None:
     form = observation_form(space, "it")
 
     assert (form.shape, form.layout) == (shape, layout)
@@ -76,9 +68,7 @@ def test_vectors_and_single_images_are_passed_on_untouched() -> None:
 
 def test_one_hot_choices_stand_behind_the_vectors() -> None:
     """3 in Discrete(3, start=2) is its second choice. [1, 0] in MultiDiscrete([2, 3]) sets the second and third number."""
-    space = spaces.Dict(
-        a=spaces.Discrete(3, start=2), b=spaces.MultiDiscrete([2, 3]), c=spaces.Box(0, 9, (2,)), d=spaces.MultiBinary(2)
-    )
+    space = spaces.Dict(a=spaces.Discrete(3, start=2), b=spaces.MultiDiscrete([2, 3]), c=spaces.Box(0, 9, (2,)), d=spaces.MultiBinary(2))
     pack = observation_form(space, "it").pack
     assert pack is not None
 
@@ -155,9 +145,7 @@ def test_an_observation_that_cannot_be_used_is_named(space: spaces.Space[Any], s
         ),
     ],
 )
-def test_choices_are_factored(
-    space: spaces.Space[Any], specs: dict[str, int], chosen: dict[str, Any], taken: Any
-) -> None:
+def test_choices_are_factored(space: spaces.Space[Any], specs: dict[str, int], chosen: dict[str, Any], taken: Any) -> None:
     parts = action_parts(space, "it")
 
     joined = parts.join({name: np.array(part) for name, part in chosen.items()})
