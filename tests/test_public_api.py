@@ -151,5 +151,16 @@ def test_breaks_are_told_from_additions(now: Mapping[str, Any], expected: list[s
     assert list(breaks({"f": {"()": ["a", "b=", "*, c="]}}, now)) == expected
 
 
+def layout(value: Any, indent: str = "\n") -> str:
+    """Return JSON with short lists and mappings on one line, so that a change shows as the lines that it concerns."""
+    text = json.dumps(value, sort_keys=True)
+    if len(text) <= 100 or isinstance(value, str):
+        return text
+    inner = indent + " "
+    if isinstance(value, list):
+        return "[" + ",".join(inner + layout(item, inner) for item in value) + indent + "]"
+    return "{" + ",".join(f"{inner}{json.dumps(name)}: {layout(item, inner)}" for name, item in sorted(value.items())) + indent + "}"
+
+
 if __name__ == "__main__":
-    SNAPSHOT.write_text(json.dumps(public_api(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    SNAPSHOT.write_text(layout(public_api()) + "\n", encoding="utf-8")
