@@ -196,12 +196,7 @@ def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
     ("example", "axis", "values", "keys"),
     [
         ("rsl_rl_runner", "env_step", [1024, 2048], {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"}),
-        (
-            "rsl_rl_runner --writer",
-            "env_step",
-            [1024, 2048],
-            {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"},
-        ),
+        ("rsl_rl_runner --writer", "env_step", [1024, 2048], {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"}),
         ("skrl_agent", "env_step", [1024, 2048], {"policy/kl", "skrl/loss/policy_loss"}),
         ("rl_games_runner", "env_step", [1024, 2048], {"policy/kl", "rl_games/losses/a_loss"}),
         ("torchrl_loop", "gradient_step", [40, 80], {"policy/kl", "adv/raw/std", "episode/return_mean_100"}),

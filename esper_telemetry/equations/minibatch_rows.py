@@ -422,13 +422,7 @@ def check_log_ratios(
         ValueError: shapes differ.
     """
     claimed = as_tensor(log_ratio)
-    given = {
-        "log_probs": log_probs,
-        "old_log_probs": old_log_probs,
-        "in_order": in_order,
-        "swapped": swapped,
-        "now_swapped": now_swapped,
-    }
+    given = {"log_probs": log_probs, "old_log_probs": old_log_probs, "in_order": in_order, "swapped": swapped, "now_swapped": now_swapped}
     columns = {name: as_tensor(column, claimed) for name, column in given.items() if column is not None}
     mask = as_mask(valid, claimed)
     same_shape(log_ratio=claimed, valid=mask, **columns)

@@ -432,13 +432,7 @@ def check_returns(
         ValueError: if shapes disagree.
     """
     claimed = as_tensor(returns).detach()
-    given = {
-        "advantages": advantages,
-        "values": values,
-        "rewards": rewards,
-        "next_values": next_values,
-        "new_values": new_values,
-    }
+    given = {"advantages": advantages, "values": values, "rewards": rewards, "next_values": next_values, "new_values": new_values}
     columns = {
         name: as_tensor(column, claimed).detach().to(claimed.device).double() for name, column in given.items() if column is not None
     }

@@ -204,13 +204,7 @@ def encode_alarm(alarm: Alarm) -> dict[str, Any]:
 def encode_event(event: JournalEvent) -> dict[str, Any]:
     """Encode an event, with its data as `plain` JSON."""
     axes = {} if event.axes is None else {"axes": encode_axes(event.axes)}
-    return {
-        "kind": "event",
-        "seq": event.seq,
-        **axes,
-        "type": _shortened(event.type),
-        "data": redacted(plain(event.data)),
-    }
+    return {"kind": "event", "seq": event.seq, **axes, "type": _shortened(event.type), "data": redacted(plain(event.data))}
 
 
 def encode_metrics(metrics: Mapping[str, MetricInfo], *, seq: int = 0) -> dict[str, Any]:

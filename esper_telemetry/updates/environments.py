@@ -51,13 +51,7 @@ class EnvironmentTable:
         if len(self._columns.get("return", ())) != count:
             unknown, none = np.full(count, self._unknown), np.full(count, np.nan)
             zero = np.zeros(count)
-            self._columns = {
-                "return": unknown,
-                "length": unknown,
-                "last_return": none,
-                "last_length": none,
-                "episodes": zero,
-            }
+            self._columns = {"return": unknown, "length": unknown, "last_return": none, "last_length": none, "episodes": zero}
         old, times = self._columns, np.arange(1, steps + 1, dtype=np.float64)[:, None]
         ends = np.where(ended, times, 0.0)
         last = ends.max(0)

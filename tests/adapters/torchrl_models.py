@@ -105,13 +105,7 @@ class Program:
         self.loss = ClipPPOLoss(
             self.actor,
             self.critic,
-            **{
-                "critic_coeff": 0.5,
-                "entropy_coeff": 0.01,
-                "loss_critic_type": "l2",
-                "normalize_advantage": True,
-                **(loss or {}),
-            },
+            **{"critic_coeff": 0.5, "entropy_coeff": 0.01, "loss_critic_type": "l2", "normalize_advantage": True, **(loss or {})},
         )
         self.estimator = GAE(value_network=self.critic, **{"gamma": 0.99, "lmbda": 0.95, **(estimator or {})})
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=learning_rate)

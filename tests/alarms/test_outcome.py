@@ -101,12 +101,7 @@ def outcomes(draw: Draw, updates: int) -> list[OutcomeKind]:
 @pytest.mark.parametrize("updates", [60, 200])
 @pytest.mark.parametrize(
     ("courses", "label"),
-    [
-        (FLAT, OutcomeKind.FLAT),
-        (LEARNING, OutcomeKind.LEARNING),
-        (CONVERGED, OutcomeKind.CONVERGED),
-        (DECLINING, OutcomeKind.DECLINING),
-    ],
+    [(FLAT, OutcomeKind.FLAT), (LEARNING, OutcomeKind.LEARNING), (CONVERGED, OutcomeKind.CONVERGED), (DECLINING, OutcomeKind.DECLINING)],
     ids=lambda value: str(value) if isinstance(value, OutcomeKind) else "",
 )
 def test_outcomes_are_right(courses: Mapping[str, Draw], label: OutcomeKind, updates: int) -> None:

@@ -31,20 +31,8 @@ def trained(run_dir: Path, trainer: PPO, updates: int) -> Run:
 
 def recall(**settings: Any) -> PPO:
     """The memory task, small."""
-    common: dict[str, Any] = {
-        "num_steps": 32,
-        "num_epochs": 4,
-        "num_minibatches": 4,
-        "entropy_coef": 0.01,
-        "gamma": 0.95,
-    }
-    sizes: dict[str, Any] = {
-        "policy": "lstm",
-        "lstm_size": 16,
-        "encoder_sizes": (16,),
-        "hidden_sizes": (),
-        "shared_trunk": True,
-    }
+    common: dict[str, Any] = {"num_steps": 32, "num_epochs": 4, "num_minibatches": 4, "entropy_coef": 0.01, "gamma": 0.95}
+    sizes: dict[str, Any] = {"policy": "lstm", "lstm_size": 16, "encoder_sizes": (16,), "hidden_sizes": (), "shared_trunk": True}
     return PPO(CueRecall(16, seed=0), PPOConfig(**{**common, **sizes, "anneal_learning_rate": False, **settings}))
 
 

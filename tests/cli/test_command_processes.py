@@ -125,13 +125,7 @@ def environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     return {**unchanged, "TERM": "xterm-256color", **(changes or {})}
 
 
-COMMANDS = (
-    ("diagnose", "RUN"),
-    ("doctor", "RUN"),
-    ("metrics", "policy/kl"),
-    ("replay", "RUN", "--to", "tensorboard:else"),
-    ("--help",),
-)
+COMMANDS = (("diagnose", "RUN"), ("doctor", "RUN"), ("metrics", "policy/kl"), ("replay", "RUN", "--to", "tensorboard:else"), ("--help",))
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)

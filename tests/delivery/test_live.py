@@ -37,11 +37,7 @@ def test_sinks_in_the_child_and_in_threads_get_everything_once_and_in_order(tmp_
     report = deliveries.close(20)
 
     assert report.complete
-    assert [(sink.name, sink.sent, sink.pending) for sink in report.sinks] == [
-        ("remote", 300, 0),
-        ("local", 300, 0),
-        ("slow", 300, 0),
-    ]
+    assert [(sink.name, sink.sent, sink.pending) for sink in report.sinks] == [("remote", 300, 0), ("local", 300, 0), ("slow", 300, 0)]
     assert all(seqs(sink.file) == list(range(1, 301)) for sink in (remote, local, slow))
     assert all(statuses(sink.file) == ["finished"] for sink in (remote, local, slow))
     assert calls(local.file)[0]["pid"] == os.getpid() != calls(remote.file)[0]["pid"]

@@ -48,12 +48,7 @@ NOTES = f"log in with {CONFIG['api_key']} or {made_up('notes', 'API_KEY={}')} or
 NAME = made_up("name", "run-ghp_{}")
 COMMAND = (
     *("--wandb-api-key", made_up("command option"), made_up("command assignment", "--token={}")),
-    *(
-        made_up("command variable", "HF_TOKEN={}"),
-        "-p",
-        made_up("command short"),
-        made_up("command address", "mlflow:http://me:{}@host"),
-    ),
+    *(made_up("command variable", "HF_TOKEN={}"), "-p", made_up("command short"), made_up("command address", "mlflow:http://me:{}@host")),
 )
 ENVIRONMENT = {
     "WANDB_API_KEY": sha256(b"environment wandb").hexdigest()[:40],

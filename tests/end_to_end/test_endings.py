@@ -107,11 +107,7 @@ def test_a_reward_that_is_not_a_number_is_named(
     run = read_run(tmp_path / "run")
     assert (run.status, len(run.records)) == (RunStatus.FAILED, 3)
     assert failure(tmp_path / "run")["first_nonfinite"] == "rewards[43, 0] = nan"
-    assert [(record.axes.env_step, record.partial) for record in run.records] == [
-        (1024, False),
-        (2048, False),
-        (3072, True),
-    ]
+    assert [(record.axes.env_step, record.partial) for record in run.records] == [(1024, False), (2048, False), (3072, True)]
     assert run.records[-1].values["reward/nonfinite"] > 0
 
 

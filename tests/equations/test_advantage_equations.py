@@ -54,13 +54,7 @@ def names(result: EquationCheck) -> set[str]:
 
 @pytest.mark.parametrize(
     ("shape", "settings"),
-    [
-        ((40, 4), (0.97, 0.9)),
-        ((1, 1), (1.0, 1.0)),
-        ((2, 3), (0.9, 0.0)),
-        ((16, 16), (0.0, 0.95)),
-        ((2048, 1), (1.0, 0.95)),
-    ],
+    [((40, 4), (0.97, 0.9)), ((1, 1), (1.0, 1.0)), ((2, 3), (0.9, 0.0)), ((16, 16), (0.0, 0.95)), ((2048, 1), (1.0, 0.95))],
 )
 @pytest.mark.parametrize("loop", [right, lambda c: cleanrl_style(c, c.done)])
 def test_a_right_loop_matches(settings: tuple[float, float], shape: tuple[int, int], loop: Callable[..., Array]) -> None:

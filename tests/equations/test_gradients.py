@@ -101,13 +101,7 @@ def test_each_mistake_is_named_alone(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_fitted_weights_are_those_that_were_used(seed: int) -> None:
     of = terms(seed)
-    used = {
-        "value_weight": 0.7,
-        "entropy_weight": 0.001,
-        "policy_weight": 0.3,
-        "scaled": 1 / 3,
-        "clipped_by_value": 20.0,
-    }
+    used = {"value_weight": 0.7, "entropy_weight": 0.001, "policy_weight": 0.3, "scaled": 1 / 3, "clipped_by_value": 20.0}
 
     for name, value in used.items():
         (explanation,) = check(MISTAKES[name](of), of).explanations

@@ -108,11 +108,7 @@ def test_every_hypothesis_but_those_of_other_settings_has_a_program() -> None:
 
 @pytest.mark.parametrize(
     ("updates", "names"),
-    [
-        (8, ["restarting", "ending_early", "negative"]),
-        (12, ["restarting", "ending_early", "negative"]),
-        (24, ["restarting"]),
-    ],
+    [(8, ["restarting", "ending_early", "negative"]), (12, ["restarting", "ending_early", "negative"]), (24, ["restarting"])],
 )
 def test_before_the_end_of_a_line_that_is_too_fast_it_may_restart(updates: int, names: list[str]) -> None:
     rates = PROGRAMS["restarting"](np.arange(60) / 60)[:updates]

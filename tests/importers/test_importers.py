@@ -49,12 +49,7 @@ def test_episodes_belong_to_the_update_that_follows() -> None:
     run = logged(TRAINERS["cleanrl"][1])
     points = {
         **run.points,
-        "charts/episodic_return": [
-            LoggedPoint(10, 1.0),
-            LoggedPoint(20, 2.0),
-            LoggedPoint(256, 6.0),
-            LoggedPoint(600, 11.0),
-        ],
+        "charts/episodic_return": [LoggedPoint(10, 1.0), LoggedPoint(20, 2.0), LoggedPoint(256, 6.0), LoggedPoint(600, 11.0)],
     }
 
     first, second, third = read_foreign(LoggedRun("run", points)).records[:3]
@@ -83,13 +78,7 @@ def test_losses_that_are_not_finite_are_counted_and_an_undefined_fit_is_not() ->
 
 def test_settings_become_facts() -> None:
     """This includes numbers logged as text; other texts are left out."""
-    config = {
-        "learning_rate": "0.0003",
-        "n_steps": 256,
-        "args/total_timesteps": 7680,
-        "clip_range": "<function>",
-        "n_envs": True,
-    }
+    config = {"learning_rate": "0.0003", "n_steps": 256, "args/total_timesteps": 7680, "clip_range": "<function>", "n_envs": True}
 
     assert read_foreign(logged(SB3, config)).facts == {"learning_rate": 0.0003, "num_steps": 256, "total_steps": 7680}
 

@@ -238,11 +238,7 @@ def test_rows_of_tables_do_not_count_as_steps() -> None:
         for kind in (0, 1)
     ]
 
-    assert runs_of("run", rows)[0].points["train/ppo_kl"] == [
-        LoggedPoint(1.0, 0.1),
-        LoggedPoint(2.0, 0.1),
-        LoggedPoint(3.0, 0.1),
-    ]
+    assert runs_of("run", rows)[0].points["train/ppo_kl"] == [LoggedPoint(1.0, 0.1), LoggedPoint(2.0, 0.1), LoggedPoint(3.0, 0.1)]
 
 
 def test_a_divergence_that_is_not_computed_is_left_out() -> None:

@@ -140,13 +140,7 @@ def mean_reward(source: PPO, total_steps: int) -> float:
     return statistics.fmean(returns) / 8
 
 
-LEARNING: dict[str, Any] = {
-    "num_steps": 32,
-    "num_epochs": 4,
-    "learning_rate": 2e-3,
-    "gamma": 0.0,
-    "anneal_learning_rate": False,
-}
+LEARNING: dict[str, Any] = {"num_steps": 32, "num_epochs": 4, "learning_rate": 2e-3, "gamma": 0.0, "anneal_learning_rate": False}
 
 
 @pytest.mark.system

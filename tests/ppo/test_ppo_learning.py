@@ -42,12 +42,7 @@ def median_return(env_id: str, total_steps: int, **view: Any) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("env_id", "total_steps", "goal"),
-    [
-        ("CartPole-v1", 110_000, 475),
-        ("CartPole-v1", 200_000, 475),
-        ("Acrobot-v1", 120_000, -100),
-        ("Pendulum-v1", 100_000, -300),
-    ],
+    [("CartPole-v1", 110_000, 475), ("CartPole-v1", 200_000, 475), ("Acrobot-v1", 120_000, -100), ("Pendulum-v1", 100_000, -300)],
 )
 def test_presets_learn_classic_control(env_id: str, total_steps: int, goal: float) -> None:
     assert median_return(env_id, total_steps) >= goal

@@ -69,14 +69,7 @@ def updated(settings: dict[str, Any], seed: int, poison: float | None) -> list[T
 
 
 @pytest.mark.parametrize(
-    "chosen",
-    [
-        {},
-        {"shared_trunk": True, "normalize_minibatches": True},
-        {"policy": "lstm"},
-        {"policy": "gru", "clip_value": 0.2},
-    ],
-    ids=str,
+    "chosen", [{}, {"shared_trunk": True, "normalize_minibatches": True}, {"policy": "lstm"}, {"policy": "gru", "clip_value": 0.2}], ids=str
 )
 @given(seed=st.integers(0, 1000), poison=POISONS)
 @settings(max_examples=6, deadline=None)

@@ -122,11 +122,7 @@ def policy_and_rows(seed: int = 0) -> tuple[ActorCritic, dict[str, Tensor], dict
     return policy, scores, masks, relevance
 
 
-ACTIONS = {
-    "op": torch.zeros(16, dtype=torch.int64),
-    "arg": torch.zeros(16, dtype=torch.int64),
-    "size": torch.ones(16, 2),
-}
+ACTIONS = {"op": torch.zeros(16, dtype=torch.int64), "arg": torch.zeros(16, dtype=torch.int64), "size": torch.ones(16, 2)}
 
 
 def test_the_joint_entropy_counts_relevant_heads_over_allowed_choices() -> None:

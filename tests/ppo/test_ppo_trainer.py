@@ -299,13 +299,7 @@ def without_bootstrap(rollout: Rollout, gamma: float, gae_lambda: float) -> Tens
 @pytest.mark.parametrize("bootstrap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> None:
     """γ = 0.9: an endless reward of 1 is worth 1 / (1 - γ) = 10. With episodes that end after 4 steps it is at most 3.44."""
-    settings: dict[str, Any] = {
-        "num_steps": 32,
-        "gamma": 0.9,
-        "learning_rate": 0.01,
-        "hidden_sizes": (8,),
-        "gae_lambda": 0.9,
-    }
+    settings: dict[str, Any] = {"num_steps": 32, "gamma": 0.9, "learning_rate": 0.01, "hidden_sizes": (8,), "gae_lambda": 0.9}
     trainer = PPO(Forever(), PPOConfig(**settings, policy=policy, lstm_size=8, num_minibatches=2))
     if not bootstrap:
         trainer.steps = replace(trainer.steps, advantages=without_bootstrap)

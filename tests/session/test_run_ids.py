@@ -42,11 +42,7 @@ def test_a_journal_that_says_so_is_refused_and_nothing_is_made(tmp_path: Path) -
 
     with pytest.raises(ValueError, match="no line that describes the run"):
         read_run(run_dir)
-    for command in (
-        ["workspace", str(run_dir), "--project", "p"],
-        ["diagnose", str(run_dir)],
-        ["doctor", str(run_dir)],
-    ):
+    for command in (["workspace", str(run_dir), "--project", "p"], ["diagnose", str(run_dir)], ["doctor", str(run_dir)]):
         with pytest.raises(WrongUse, match="no line that describes the run"):
             run_command(command)
     with pytest.raises(ValueError, match="no line that describes the run"):

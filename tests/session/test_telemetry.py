@@ -267,11 +267,7 @@ def test_a_failing_and_a_hanging_sink_cost_training_nothing(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [
-        ("", RunStatus.FINISHED),
-        ("raise ValueError('broken')", RunStatus.FAILED),
-        ("raise KeyboardInterrupt", RunStatus.INTERRUPTED),
-    ],
+    [("", RunStatus.FINISHED), ("raise ValueError('broken')", RunStatus.FAILED), ("raise KeyboardInterrupt", RunStatus.INTERRUPTED)],
 )
 def test_a_script_that_closes_nothing_ends_as_it_ended(tmp_path: Path, end: str, status: RunStatus) -> None:
     code = f"from esper_telemetry import Telemetry; t = Telemetry(run_dir='run'); t.flush(env_step=1); {end}"

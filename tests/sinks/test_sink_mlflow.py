@@ -78,11 +78,7 @@ def test_a_request_holds_few_keys_of_many_records(store: Path, monkeypatch: pyte
 
 
 EDGES = [record(update, {"policy/kl": value}) for update, value in enumerate([0.0, -1e-300, 1e308, 3, 0.1 + 0.2], start=1)]
-AGAIN = [
-    record(1, {"policy/kl": 9.0, "perf/once": 1.0}),
-    *[record(update) for update in (2, 3, 3)],
-    record(2, {"perf/late": 5.0}),
-]
+AGAIN = [record(1, {"policy/kl": 9.0, "perf/once": 1.0}), *[record(update) for update in (2, 3, 3)], record(2, {"perf/late": 5.0})]
 
 
 @pytest.mark.parametrize("records", [EDGES, AGAIN, [*AGAIN, *AGAIN]], ids=["edges", "steps-come-again", "twice"])

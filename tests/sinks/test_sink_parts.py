@@ -156,13 +156,7 @@ class Settings:
 
 
 def test_settings_become_plain_values_by_dotted_path() -> None:
-    config: dict[Any, Any] = {
-        "ppo": Settings(0.2, Path("a/b")),
-        "kind": Kind.FAST,
-        "sizes": (64, 64),
-        3: None,
-        "empty": {},
-    }
+    config: dict[Any, Any] = {"ppo": Settings(0.2, Path("a/b")), "kind": Kind.FAST, "sizes": (64, 64), 3: None, "empty": {}}
 
     assert flattened(config) == {
         "ppo.clip": 0.2,

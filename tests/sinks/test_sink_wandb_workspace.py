@@ -34,13 +34,7 @@ pytestmark = [
 ]
 
 EVERY = {entry.metric.key: entry.info() for entry in metric_entries()}
-SEEN = {
-    "policy/kl": 0.01,
-    "policy/kl_max": 0.02,
-    "policy/clip_frac": 0.1,
-    "episode/return_mean_100": 10.0,
-    "alarm/active": 0.0,
-}
+SEEN = {"policy/kl": 0.01, "policy/kl_max": 0.02, "policy/clip_frac": 0.1, "episode/return_mean_100": 10.0, "alarm/active": 0.0}
 
 
 def spec_of(run: RunInfo, keys: set[str], **settings: Any) -> Any:

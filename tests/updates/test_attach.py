@@ -61,13 +61,7 @@ def test_a_bug_in_a_probe_leaves_training_alone(
 
 @pytest.mark.system
 def test_columns_of_sampled_updates_travel_to_the_worker(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "policy": "lstm",
-        "lstm_size": 8,
-        "env": "cue-recall",
-        "level": "debug",
-        "normalize_observations": True,
-    }
+    settings: dict[str, Any] = {"policy": "lstm", "lstm_size": 8, "env": "cue-recall", "level": "debug", "normalize_observations": True}
     in_worker = values_of(tmp_path / "worker", offload=True, **settings)
     in_process = values_of(tmp_path / "process", offload=False, **settings)
 

@@ -54,11 +54,7 @@ def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
 
     worst = flight_of(update, Facts(), rows=3).worst
 
-    assert [(row.log_ratio, row.step, row.advantage) for row in worst] == [
-        (-3.0, 0, 1.0),
-        (0.5, 1, 3.0),
-        (pytest.approx(-0.2), 1, 4.0),
-    ]
+    assert [(row.log_ratio, row.step, row.advantage) for row in worst] == [(-3.0, 0, 1.0), (0.5, 1, 3.0), (pytest.approx(-0.2), 1, 4.0)]
     assert worst[0].time is None and worst[0].heads == {}
 
 

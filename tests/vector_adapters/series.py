@@ -74,13 +74,7 @@ def whitened_trend(inputs: Inputs) -> Values:
 
 def _test(x: Array, slope: float) -> Values:
     test = mann_kendall(x)
-    return {
-        "*/trend/slope": slope,
-        "*/trend/mk_z": test.z,
-        "aux:S": test.s,
-        "aux:var": test.variance,
-        "aux:tau_a": test.tau,
-    }
+    return {"*/trend/slope": slope, "*/trend/mk_z": test.z, "aux:S": test.s, "aux:var": test.variance, "aux:tau_a": test.tau}
 
 
 def period(inputs: Inputs) -> Values:

@@ -253,11 +253,7 @@ def test_names_and_paths_are_no_settings_unless_they_are_asked_for(tmp_path: Pat
     [
         ({"resume": None, "steps": 4_000}, {"resume": "ck/a-30.pt", "steps": 2_000}, 1),
         ({"total_timesteps": 50}, {"total_timesteps": 60}, 1),
-        (
-            {"load_checkpoint": None, "train": {"num_updates": 40}},
-            {"load_checkpoint": "x", "train": {"num_updates": 7}},
-            1,
-        ),
+        ({"load_checkpoint": None, "train": {"num_updates": 40}}, {"load_checkpoint": "x", "train": {"num_updates": 7}}, 1),
         ({"steps": 50}, {"steps": 100}, 2),
         ({"num_steps": 2_000}, {"num_steps": 3_000}, 2),
         ({"env_wrappers": "RescaleAction"}, {}, 2),

@@ -64,11 +64,7 @@ def attended(x: Tensor, own: Parameters, tokens: int) -> tuple[Tensor, Pull]:
         at_attention = _windows(torch.bmm(own["out"].mT, d), tokens)
         at_shares = torch.bmm(at_attention.mT, value)
         at_scores = scale * shares * (at_shares - (at_shares * shares).sum(2, keepdim=True))
-        parts = {
-            "query": torch.bmm(key, at_scores.mT),
-            "key": torch.bmm(query, at_scores),
-            "value": torch.bmm(at_attention, shares),
-        }
+        parts = {"query": torch.bmm(key, at_scores.mT), "key": torch.bmm(query, at_scores), "value": torch.bmm(at_attention, shares)}
         slopes = {name: _rows(part, len(x)) for name, part in parts.items()}
         gradients = {name: torch.bmm(slope, normed.mT) for name, slope in slopes.items()}
         at_normed = sum(torch.bmm(own[name].mT, slope) for name, slope in slopes.items())

@@ -18,14 +18,7 @@ from esper_telemetry.views.run_parts import HealthyRange, Series, drawable
 from esper_telemetry.views.run_view import RunView
 
 BARS: Final = "▁▂▃▄▅▆▇█"
-RUN_MARKS: Final = (
-    ("●", "bright_blue"),
-    ("▲", "yellow"),
-    ("■", "magenta"),
-    ("◆", "cyan"),
-    ("+", "green"),
-    ("×", "red"),
-)
+RUN_MARKS: Final = (("●", "bright_blue"), ("▲", "yellow"), ("■", "magenta"), ("◆", "cyan"), ("+", "green"), ("×", "red"))
 """Mark and colour of each run, which stay apart for colour-blind readers by their shapes."""
 SHORT_UNITS: Final = frozenset({"nats", "steps", "ms", "s", "MiB", "σ", "σ_R", "cores"})
 """Units that follow a number; the page of the metric names all."""

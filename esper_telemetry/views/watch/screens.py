@@ -41,12 +41,7 @@ from esper_telemetry.views.watch.charts import (
 )
 
 LEVEL_MARKS: Final = {"": " ", "outside": "!", "warn": "!", "critical": "‼"}
-STALENESS: Final = {
-    "ok": ("●OK", "green"),
-    "warn": ("◐WARN", "yellow"),
-    "bad": ("○BAD", "bold red"),
-    "ended": ("", "dim"),
-}
+STALENESS: Final = {"ok": ("●OK", "green"), "warn": ("◐WARN", "yellow"), "bad": ("○BAD", "bold red"), "ended": ("", "dim")}
 MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
 NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 17, 16, 10
 WIDE_COLUMNS: Final = 100

@@ -108,11 +108,7 @@ def test_figures_of_four_broken_runs() -> None:
 
 def test_updates_shared_before_a_fault_count_once() -> None:
     """Two faults of one seed share 24 updates with one alarm. With a healthy run of 60 updates, that is 1 + 2 alarms in 84."""
-    runs = [
-        broken("lr_x100", (10, OTHER), (25, KL)),
-        broken("vf_x1000", (10, OTHER), dose=1000),
-        healthy((5, OTHER), (50, KL)),
-    ]
+    runs = [broken("lr_x100", (10, OTHER), (25, KL)), broken("vf_x1000", (10, OTHER), dose=1000), healthy((5, OTHER), (50, KL))]
 
     sound = healthy_updates(runs)
 

@@ -47,11 +47,7 @@ def samples(space: spaces.Space[Any], count: int) -> tuple[list[Any], Any]:
         (spaces.Dict(b=spaces.Discrete(5), a=FLOATS), (11,), ObservationLayout(6, 5)),
         (spaces.Tuple((spaces.Discrete(2), spaces.Tuple((FLOATS, FLOATS)))), (14,), ObservationLayout(12, 2)),
         # 6 + 5 floats of 4 bytes, and 216 pixels
-        (
-            spaces.Dict(x=FLOATS, d=spaces.Discrete(5), p=PIXELS),
-            (260,),
-            ObservationLayout(6, 5, (Image((9, 8, 3), True),)),
-        ),
+        (spaces.Dict(x=FLOATS, d=spaces.Discrete(5), p=PIXELS), (260,), ObservationLayout(6, 5, (Image((9, 8, 3), True),))),
     ],
 )
 def test_observations_have_a_layout(space: spaces.Space[Any], shape: tuple[int, ...], layout: ObservationLayout) -> None:
@@ -131,12 +127,7 @@ def test_an_observation_that_cannot_be_used_is_named(space: spaces.Space[Any], s
 @pytest.mark.parametrize(
     ("space", "specs", "chosen", "taken"),
     [
-        (
-            spaces.MultiBinary(2),
-            {"action_0": 2, "action_1": 2},
-            {"action_0": [1, 0], "action_1": [0, 1]},
-            [[1, 0], [0, 1]],
-        ),
+        (spaces.MultiBinary(2), {"action_0": 2, "action_1": 2}, {"action_0": [1, 0], "action_1": [0, 1]}, [[1, 0], [0, 1]]),
         (
             spaces.MultiDiscrete(np.array([[2, 3]]), start=np.array([[1, 0]])),
             {"action_0": 2, "action_1": 3},
