@@ -3,8 +3,6 @@
 `tests/cli/test_command_processes.py` and `tests/end_to_end` test starting a fresh interpreter.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

@@ -5,8 +5,6 @@ devices raises, and so does `numpy` on a marked tensor. Every operation that rea
 from autograd's hooks are treated as tensors on the device.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small environments with images among their observations, alone or with other parts."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The layout in docs/architecture.md: which part may import which, and what importing the package must not do."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """docs/is_my_ppo_correct.md: Python blocks run as printed. docs/equations.md equals the declared list."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

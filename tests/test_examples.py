@@ -1,7 +1,5 @@
 """Every example runs on its own, as a user would start it, and does what it says."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re

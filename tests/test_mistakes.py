@@ -7,8 +7,6 @@ Three steps of one environment, γ = λ = 0.5, rewards 1, 2, 4, values 2, 4, 6 a
     δ_0 = 1 - 2 = -1              A_0 = -1
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap

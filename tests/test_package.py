@@ -1,7 +1,5 @@
 """Contents of a release: files of the wheel and the source archive, one version everywhere, the licence, and existing extras."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

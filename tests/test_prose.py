@@ -3,8 +3,6 @@
 A construction is counted per 1,000 words. A hit is a place to look at, not always a bad sentence, so the limits are above 0.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

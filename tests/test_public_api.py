@@ -3,8 +3,6 @@
 `public_api.json` holds the interfaces of the last release; `python tests/test_public_api.py` updates it. Additions may be missing there.
 """
 
-from __future__ import annotations
-
 import enum
 import inspect
 import json

@@ -1,7 +1,5 @@
 """README.md: Python blocks run as printed in an empty directory; command lines parse and run in the printed order."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

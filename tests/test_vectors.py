@@ -3,8 +3,6 @@
 `ESPER_VECTORS=FILE pytest tests/test_vectors.py` runs other cases of the same schema.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Two processes joined by `torch.distributed`, for tests."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stable-Baselines3 programs with one mistake each in collecting rollouts, as users make them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models of every algorithm of Stable-Baselines3 that `TelemetryCallback` supports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Columns shared by adapters, with numbers worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 Tests that need at most two devices also run on a simulated GPU.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

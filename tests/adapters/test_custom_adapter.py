@@ -1,7 +1,5 @@
 """The adapter of examples/custom_adapter.py: its numbers equal explicit `observe` calls in the same loop, and training is unchanged."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Mapping, Sequence
 from pathlib import Path

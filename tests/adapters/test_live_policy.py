@@ -1,7 +1,5 @@
 """Checks use copies of the policy: a thread that acts meanwhile sees the unchanged policy, even if a check raises."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`TelemetryCallback` leaves no trace in weights, saved models or loggers, after training and after exceptions."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stable-Baselines3 rollouts that were collected wrongly: live checks name the mistake, and correct programs raise no alarm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluations of Stable-Baselines3 models, in separate environments or in the training environments, which an evaluation resets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

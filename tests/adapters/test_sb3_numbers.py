@@ -1,7 +1,5 @@
 """Numbers of `TelemetryCallback` compared with a second computation from the saved rollout, policy and generators."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path

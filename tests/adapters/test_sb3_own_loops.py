@@ -1,7 +1,5 @@
 """Mistakes in a Stable-Baselines3 training loop are named from one step of a sampled update."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

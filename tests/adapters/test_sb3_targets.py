@@ -1,7 +1,5 @@
 """Advantages and returns of Stable-Baselines3: correct ones match their equations, and mistakes in buffers are named."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable

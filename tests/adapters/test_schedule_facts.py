@@ -1,7 +1,5 @@
 """The learning-rate schedule among the facts of a run, for the bundled trainer, scripts and Stable-Baselines3 models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

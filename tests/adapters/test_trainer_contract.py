@@ -3,8 +3,6 @@
 Each `*_models` module declares its trainer: `train`, `fingerprint`, `taps_of`, and tables of small models by name.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path

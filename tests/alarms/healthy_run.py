@@ -1,7 +1,5 @@
 """Records of a healthy run, and functions that spoil them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ with the first alarm of this type and has only what its text needs: `recorded_ru
 the test that raises this alarm. `recorded_runs.py table` prints the table in docs/alarms.md.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

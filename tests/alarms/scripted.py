@@ -1,7 +1,5 @@
 """Alarms chosen by a test, raised in any process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Sums over a run's actions: a small excess in every update raises an alarm, chance does not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """`train --threshold` and `--no-detect`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Alarms in the console, TensorBoard, W&B and MLflow, each read back from storage."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The summary at the end of a run: what went wrong, where everything is, and the commands that open it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

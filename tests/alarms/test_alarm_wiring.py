@@ -1,7 +1,5 @@
 """The path of an alarm: into the journal after its record, back to the trainer, and its effect on the next updates."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

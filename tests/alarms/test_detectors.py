@@ -1,7 +1,5 @@
 """From findings to alarms: raise, update and clear; incidents; no alarm is reported twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`esper-telemetry diagnose`: the same detectors applied to a journal."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

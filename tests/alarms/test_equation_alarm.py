@@ -1,7 +1,5 @@
 """The alarm `integrity/equation`: its sentence, its severity, and its choice among several equations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

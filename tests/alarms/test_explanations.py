@@ -1,7 +1,5 @@
 """What is shown with a bad outcome, and which advice is given: causes before consequences, and nothing that the equations refute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

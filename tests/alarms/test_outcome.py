@@ -4,8 +4,6 @@ Every course is drawn with many seeds. If a label is right by construction, 95 %
 be labelled as learning.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ the plots before any outcome was computed; a curve with several labels allows ea
 were not read before the rules were final, but its score was seen when a limit was chosen.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

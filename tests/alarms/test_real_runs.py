@@ -1,7 +1,5 @@
 """Real runs: every rule's inputs are measured, healthy training raises no alarm, and a journal yields the live run's alarms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The registry is complete, matches the code and is readable; the page made from it is up to date."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

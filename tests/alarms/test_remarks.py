@@ -1,7 +1,5 @@
 """Remarks on settings outside of all published values, and on data that may be correct."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

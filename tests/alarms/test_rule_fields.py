@@ -1,7 +1,5 @@
 """Wrong declarations of alarms are refused at once, and a judge that raises disables only its own alarm."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Each rule is raised by its own fault, in time, and by no other; a healthy run raises none."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace

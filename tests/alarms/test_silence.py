@@ -1,7 +1,5 @@
 """Healthy courses that look wrong, next to the faults that they resemble, and second signs of faults whose first sign is missing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Programs that are wrong from the start, trained for a few updates together with their correct twins; and each check worked by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path

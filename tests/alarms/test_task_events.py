@@ -1,7 +1,5 @@
 """Task events are reported once, and not too early."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bounds are data: each can be named, changed and scaled; a wrong name is an error."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Unusual values, by comparison with the bounds of metrics and with the packaged table of healthy runs."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

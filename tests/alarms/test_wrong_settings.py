@@ -1,7 +1,5 @@
 """Wrong settings, ends of episodes and observations, detected from the run itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

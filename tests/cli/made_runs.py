@@ -1,7 +1,5 @@
 """Journals of runs that are made up record by record."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`esper-telemetry check`: the table of a script that runs for a limited time, and of a recorded run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

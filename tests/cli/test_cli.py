@@ -1,7 +1,5 @@
 """The command line: its messages about mistakes, after which no files are left."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

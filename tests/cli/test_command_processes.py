@@ -1,7 +1,5 @@
 """Commands as separate processes: their imports, and their output to a terminal and to a pipe."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """`diagnose --json`: what the schema in the docs says, in at most 8 kB, with the setting to change."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

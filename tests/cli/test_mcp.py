@@ -1,7 +1,5 @@
 """`esper-telemetry mcp`, driven by the client of the official SDK over stdio: a healthy, a broken and a failed run, and hostile paths."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Torch backends of the ranks that `torchrun` starts; the end-to-end tests cover the rest."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Run directories from somebody else cannot control the terminal, touch files outside or cause connections."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The catalogue is complete, unique and readable."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

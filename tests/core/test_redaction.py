@@ -3,8 +3,6 @@
 Keys of known forms are assembled from their prefix and `TAIL`, so that no scanner of repositories reports this file.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Untrusted texts cannot control the terminal."""
 
-from __future__ import annotations
-
 import io
 import logging
 

@@ -1,7 +1,5 @@
 """Alarms reach a sink once and in the journal's order, and they never lose or block records permanently."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

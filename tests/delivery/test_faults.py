@@ -1,7 +1,5 @@
 """Real faults: processes are killed, sinks hang, the parent dies."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Clients are imported one after the other, before any delivery has a thread."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

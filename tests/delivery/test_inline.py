@@ -1,7 +1,5 @@
 """Sinks called by the training thread itself: they start no thread, and a terminal that stops output does not block training."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

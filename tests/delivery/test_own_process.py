@@ -1,7 +1,5 @@
 """Clients give up soon on the command line, as in the child process of a run, but keep their settings in the user's process."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

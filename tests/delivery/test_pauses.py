@@ -1,7 +1,5 @@
 """After a process was stopped and continued, its silence does not look like a client that hangs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The end of a run with undelivered records is as safe as the end of a killed trainer."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

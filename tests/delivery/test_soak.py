@@ -3,8 +3,6 @@
 `pytest -q -m slow -rP tests/delivery/test_soak.py` prints the memory of both processes over time.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time

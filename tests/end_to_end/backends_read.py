@@ -1,7 +1,5 @@
 """Contents of a run in the journal and in the three backends, with each backend's own numbers, in the order of writing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

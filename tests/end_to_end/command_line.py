@@ -1,7 +1,5 @@
 """The command line in a separate process, as a terminal starts it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

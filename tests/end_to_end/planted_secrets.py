@@ -3,8 +3,6 @@
 The secrets are generated here, so that no scanner of repositories reports this file.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """`doctor` finds the damage in a real backend, prints the command that repairs it, and then reports no problem."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Runs that do not finish: killed, interrupted, failed. Everything measured is stored everywhere, with the ending."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Backends that raise, hang or die during real training, which continues without waiting and warns once."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """The backends' pages, from real servers in a real browser."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`torchrun` with two ranks: one journal, one set of messages, and one ending for both."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that is killed and resumed equals the run that was never killed: the same weights and numbers, each once in every backend."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

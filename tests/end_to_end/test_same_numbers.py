@@ -1,7 +1,5 @@
 """One real run, read back from everywhere: the same numbers in the journal, TensorBoard, W&B and MLflow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

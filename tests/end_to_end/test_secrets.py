@@ -1,7 +1,5 @@
 """Telemetry never writes, sends or prints a secret: in a run with all backends, in commands on it, and in a script under `run`."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections.abc import Iterator

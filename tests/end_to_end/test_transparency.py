@@ -1,7 +1,5 @@
 """Telemetry changes nothing: weights after training are bit-identical for every level and place of measurement."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

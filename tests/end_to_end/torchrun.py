@@ -1,7 +1,5 @@
 """`torchrun` with two processes, as a terminal starts it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Everything is NumPy in float32, as trainers write it, so that the programs share no code with the package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Advantages compared with GAE: correct loops match, and a loop with one mistake is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

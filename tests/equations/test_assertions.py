@@ -1,7 +1,5 @@
 """Assertions about equations, as a trainer's unit tests use them."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

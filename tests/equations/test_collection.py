@@ -1,7 +1,5 @@
 """Passes of the policy over its rollout: inputs that explain a difference are named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

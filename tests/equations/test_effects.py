@@ -1,7 +1,5 @@
 """Actions that take effect late are detected from the exploration noise alone; systems that respond slowly are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Entropy losses and total losses as programs compute them, correctly and with mistakes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

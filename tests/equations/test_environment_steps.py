@@ -1,7 +1,5 @@
 """What environments do, by the observations that they return; the cases with real environments are in `test_environment_faults`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The comparison of numbers with an equation, and the hypotheses that explain a difference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

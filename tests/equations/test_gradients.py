@@ -1,7 +1,5 @@
 """A gradient compared with the PPO loss's gradient, from gradients of its terms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Log-probabilities at collection: exactly the known mistake is named."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

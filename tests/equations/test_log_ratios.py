@@ -1,7 +1,5 @@
 """Log-ratios as programs compute them, correctly and with mistakes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

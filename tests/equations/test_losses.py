@@ -3,8 +3,6 @@
 Programs are written here as people write them, in single precision; the package recomputes in float64 with its own equations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

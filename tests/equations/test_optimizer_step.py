@@ -1,7 +1,5 @@
 """Weights after a step compared with the optimizer's equation, and clipped gradients compared with unclipped ones."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Returns and normalised advantages: correct code matches, and code with one mistake is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

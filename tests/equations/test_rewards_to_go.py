@@ -1,7 +1,5 @@
 """Advantages of programs without a critic: sums of rewards, as loops of such programs compute them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

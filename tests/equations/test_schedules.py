@@ -1,7 +1,5 @@
 """Learning rates compared with the configured schedule: one program for each hypothesis."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

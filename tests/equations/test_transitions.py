@@ -1,7 +1,5 @@
 """Transitions: observations, rewards and actions arrive in the row, step and environment that they belong to."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

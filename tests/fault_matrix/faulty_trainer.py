@@ -3,8 +3,6 @@
 python faulty_trainer.py RUN_DIR UPDATES [--fork] [--clock] [--hurry] SINK...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

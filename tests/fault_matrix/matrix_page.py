@@ -1,7 +1,5 @@
 """The table of docs/fault_matrix.md, made from measured outcomes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path

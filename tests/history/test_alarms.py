@@ -1,7 +1,5 @@
 """Hysteresis and escalation: properties of every sequence of severities and of raised alarms."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

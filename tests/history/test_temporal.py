@@ -1,7 +1,5 @@
 """Histories of keys in a run: which values they report and when, compared with their single parts."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

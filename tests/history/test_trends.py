@@ -3,8 +3,6 @@
 The rates come from the catalogue's null table, on autoregressive noise x_t = φ x_(t-1) + e_t, 100 points a series.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Damaged or malicious logs: everything readable is read, and the rest is reported in one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

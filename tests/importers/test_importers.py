@@ -1,7 +1,5 @@
 """Other trainers' logs, read through every backend and judged."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

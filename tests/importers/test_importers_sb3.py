@@ -1,7 +1,5 @@
 """Logs written by Stable-Baselines3 itself, of a healthy run and of one with a far too high learning rate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

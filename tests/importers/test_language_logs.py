@@ -1,7 +1,5 @@
 """Logs of TRL, verl, OpenRLHF and NeMo-RL: console output and files in addition to tags, and the faults of the logged runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Public logs: numbers of real training runs, the correct result for each, and columns of unknown trainers."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Logs as other trainers leave them: real files of real backends, with the tags of each trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

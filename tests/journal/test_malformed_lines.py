@@ -1,7 +1,5 @@
 """Malformed journals: each malformed line is reported as one damaged line with a reason, and all other lines are read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

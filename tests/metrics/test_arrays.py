@@ -1,7 +1,5 @@
 """Metric functions accept NumPy arrays and lists instead of tensors and return equal results."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Histograms with fixed edges add up, however the rows are split."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

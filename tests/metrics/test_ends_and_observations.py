@@ -1,7 +1,5 @@
 """Ends of episodes, and observations that never change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

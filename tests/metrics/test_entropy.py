@@ -1,7 +1,5 @@
 """Entropy and divergence against torch.distributions, with masks, heads and minibatches."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradient norms at the limits of number formats and layouts, and groups without gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

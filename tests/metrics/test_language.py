@@ -1,7 +1,5 @@
 """Metrics of language models, on numbers worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory of the training process and its children in the record, and the limit it is compared with."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Copies of environments, observations that stay the same, and the scale of features."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

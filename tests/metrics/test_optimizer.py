@@ -1,7 +1,5 @@
 """The optimizer's steps and state."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

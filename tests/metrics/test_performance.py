@@ -1,7 +1,5 @@
 """Training speed, and telemetry's numbers about itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

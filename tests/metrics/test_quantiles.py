@@ -1,7 +1,5 @@
 """Quantiles of one sample are exact; quantiles of several samples are within one bin of 1/64 of the rows."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The log-ratio family against Stable-Baselines3's formulas, its bounds and its invariances."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

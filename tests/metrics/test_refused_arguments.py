@@ -1,7 +1,5 @@
 """Invalid data and settings are refused in one sentence with the value or the shapes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

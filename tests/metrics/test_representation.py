@@ -1,7 +1,5 @@
 """Features: ranks, activity, drift and excess ratios on numbers worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

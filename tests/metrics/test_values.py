@@ -1,7 +1,5 @@
 """The critic against Stable-Baselines3's explained variance, and the identities between its metrics."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

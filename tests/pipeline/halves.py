@@ -1,7 +1,5 @@
 """Updates of one process, and the parts of them that each of two ranks would have."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Messages to the worker: shared memory is reused only after release, and data that both sides have is not pickled again."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections import deque

@@ -1,7 +1,5 @@
 """What ranks agree on in addition to numbers: sampled updates, and the rank whose transitions are the evidence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

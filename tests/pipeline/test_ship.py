@@ -1,7 +1,5 @@
 """Updates on a GPU are copied to the host asynchronously and measured there like updates on the CPU."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A resumed run continues from the state of its histories and alarms as if it had never stopped, however long it is."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The worker: no data is lost if it dies, if it hangs, or if the trainer dies."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

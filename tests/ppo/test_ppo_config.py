@@ -1,7 +1,5 @@
 """Wrong settings raise one sentence with the offending value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Encoders: images of any size, several parts at once, and their use in a rollout."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Episode statistics, counted once per rollout."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from esper_telemetry.ppo.collectors.base import EpisodeTotals

@@ -1,7 +1,5 @@
 """Memory that a minibatch frees is reused by the next one."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys

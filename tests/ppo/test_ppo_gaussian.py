@@ -1,7 +1,5 @@
 """Continuous heads: their probabilities equal torch.distributions, and their actions stay within bounds."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients: the split backward, the written-out network and the NumPy network against plain torch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The numbers of all seeds are printed; `make test-slow` shows them whether a test passes or not.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from typing import Any

@@ -1,7 +1,5 @@
 """Values in rows without a transition, and in irrelevant parts of actions, do not change an update."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

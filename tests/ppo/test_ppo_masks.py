@@ -1,7 +1,5 @@
 """Masks and relevance: forbidden choices are never made, and masked values do not affect anything, not even if they are NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`stop_on_nonfinite`: training ends at the first gradient that is not finite, in the order of the backward pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The losses are written here as `stable_baselines3.ppo.PPO.train` computes them, 
 clipping and optimizer are Stable-Baselines3's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Precision and compilation change the speed of an update, but its results only by rounding."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

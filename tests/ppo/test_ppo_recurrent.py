@@ -1,7 +1,5 @@
 """Memory is the same in acting, valuing and training, and is cleared at every end of an episode."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

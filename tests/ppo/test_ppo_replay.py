@@ -1,7 +1,5 @@
 """Replay of a rollout: the policy's outputs before and after an update, and no effect on training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

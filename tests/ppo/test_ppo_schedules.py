@@ -1,7 +1,5 @@
 """Schedules over a run and within an update: rates, bonus, early stop, value clipping, normalisation of advantages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

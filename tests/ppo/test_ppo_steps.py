@@ -1,7 +1,5 @@
 """The steps of the update, against loops and numbers worked by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from ppo_builders import random_rollout

@@ -1,7 +1,5 @@
 """Tensor environments: rollouts on the device equal rollouts on the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The trainer as a whole: properties of every run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any

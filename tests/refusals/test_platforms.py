@@ -1,7 +1,5 @@
 """Systems without some of Linux's names, simulated by removing the names in the program and in its child processes."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

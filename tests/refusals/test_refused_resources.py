@@ -23,8 +23,6 @@ Real refusals are process limits (`resource`), which child processes inherit. Th
 the descriptors and files of backends. Readers (`diagnose`, `replay`, `compress`) run without training.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

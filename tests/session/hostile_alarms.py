@@ -1,7 +1,5 @@
 """Users' alarms that misbehave; importable, so that a worker applies them too."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time

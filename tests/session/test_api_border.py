@@ -1,7 +1,5 @@
 """Arguments of the Python API: accepted forms, one-sentence errors, and one warning for lost values."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc

@@ -1,7 +1,5 @@
 """If an exception ended a run, every view begins with the exception and the first tensor that is not finite."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

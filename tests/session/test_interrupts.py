@@ -1,7 +1,5 @@
 """Calls from signal handlers and several threads: none deadlocks, tears a line or ends training."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

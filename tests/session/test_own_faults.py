@@ -1,7 +1,5 @@
 """A fault in telemetry's own code costs its update, with a warning; training, its weights and its exceptions do not change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Resuming a run: the journal holds each update once, derived metrics keep their history, and two processes never train one run."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

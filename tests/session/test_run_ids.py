@@ -1,7 +1,5 @@
 """Run ids are part of file names, so they must not lead out of the run directory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Telemetry: each flush makes one record of the observed groups, even after errors."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """Records that the journal could not store are counted at the end, and no message claims that it is complete."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Every update is recorded and training continues, even if a user's alarm raises, exits or returns invalid values."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

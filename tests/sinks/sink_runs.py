@@ -1,7 +1,5 @@
 """Runs and records for the tests of the sinks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

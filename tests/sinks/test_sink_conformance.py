@@ -1,7 +1,5 @@
 """Every bundled sink passes the plugin test kit, and the kit finds the faults of deliberately broken sinks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

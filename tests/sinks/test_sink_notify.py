@@ -1,7 +1,5 @@
 """Messages through Apprise, to a local HTTP server: critical incidents once, the outcome at the end, no secret anywhere."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Trackio: rows and alerts in its local database."""
 
-from __future__ import annotations
-
 import shutil
 from importlib.util import find_spec
 from pathlib import Path

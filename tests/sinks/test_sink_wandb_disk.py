@@ -1,7 +1,5 @@
 """W&B silently loses rows if the disk is full, so the sink checks the disk first, and W&B's log afterwards."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A W&B client that is killed loses rows that it had accepted, so a resumed run reads what is on disk."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """W&B online: rows, alerts, settings and the exit code reach a server. A server that fails or is gone costs only time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

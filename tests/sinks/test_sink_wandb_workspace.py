@@ -1,7 +1,5 @@
 """The dashboard of a run as a W&B workspace: real objects of `wandb-workspaces`, saved on a fake server."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

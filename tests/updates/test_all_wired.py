@@ -1,7 +1,5 @@
 """A real run reports every declared metric of gradients, optimizer and costs at its level; `test_every_key.py` checks DEBUG."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attaching: the trainer's events become records, wherever they are summarised, until telemetry is detached."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

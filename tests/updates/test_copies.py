@@ -1,7 +1,5 @@
 """Copies of a policy within this process share none of its tensors, even if its classes cannot be pickled."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of an attached run beyond its minibatches: DEBUG, normalisers, evaluations, reused data, and missing columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of single environments: returns and lengths over several rollouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The evidence of a record: the steps and the worst transitions of an update, non-finite tensors, every layer's gradient."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recurrent or factored policy, attached: memory, heads and masks are measured on valid rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """A module next to its host: how strongly it learns, what gradient reaches it, and why it learns little."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

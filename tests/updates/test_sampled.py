@@ -1,7 +1,5 @@
 """Sampled updates: whole gradients, their parts and Adam's state, without an effect on training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One step of each sampled update of the bundled trainer is recomputed: its gradient, its clip and the change of the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

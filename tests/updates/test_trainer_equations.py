@@ -1,7 +1,5 @@
 """Equations of the bundled trainer: they match in every setting, and a wrong step of the update is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Telemetry.watch` against gradients that the test computes itself, with common additions to an optimizer."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,7 +1,5 @@
 """`Telemetry.watch` when ranks average gradients."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One table from metric keys, or the beginnings of formulas for cases without a key, to adapters from inputs to values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compute advantages, returns, rewards, losses, episodes and integrity from the inputs of a reference case."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

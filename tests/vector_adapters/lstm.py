@@ -1,7 +1,5 @@
 """Compute the metrics of memory from the inputs of a reference case."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

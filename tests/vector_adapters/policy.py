@@ -1,7 +1,5 @@
 """Compute the policy's metrics from the inputs of a reference case."""
 
-from __future__ import annotations
-
 import torch
 
 from esper_telemetry.alarms.rules.integrity_alarms import ratio_init_bounds

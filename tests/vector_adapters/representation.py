@@ -1,7 +1,5 @@
 """Compute the metrics of features from the inputs of a reference case."""
 
-from __future__ import annotations
-
 from esper_telemetry.metrics.representation import (
     DORMANT,
     dormant_scores,

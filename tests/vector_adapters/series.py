@@ -1,7 +1,5 @@
 """Compute history metrics from the inputs of a reference case."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Journals of made-up runs, with the alarms and outcomes that such a run writes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

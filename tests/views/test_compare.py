@@ -1,7 +1,5 @@
 """Comparison of runs: statistics worked by hand, and journals with known values."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The table of equations, from a run's facts and records alone."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The chart of single layers' gradients in a report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tone of a run in every view and text: a run that does not learn is never shown as clear."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`watch`: its pages as text, the app by its keys, and the command in a real terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

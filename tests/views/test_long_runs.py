@@ -1,7 +1,5 @@
 """Long journals: the verdict comes from their lines and a sample of their records, charts from columns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The page of a run: its content, that it is escaped, and that a browser draws it without a network."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A run view is the same from a journal at once, line by line, and judged again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

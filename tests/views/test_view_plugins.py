@@ -1,7 +1,5 @@
 """The extension point of views: the example of docs/watch.md as an installed plugin, and plugins that raise."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """The command line `python -m esper_telemetry.lab.faults`. Commands that train run in their own processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

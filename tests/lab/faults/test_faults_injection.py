@@ -1,7 +1,5 @@
 """Every fault breaks training, and restores the trainer afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 

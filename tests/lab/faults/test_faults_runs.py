@@ -1,7 +1,5 @@
 """Runs of the fault benchmark and the demo, read from their journals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """PPO scores above the heuristic, and the heuristic above random actions. A resumed run equals an uninterrupted one."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

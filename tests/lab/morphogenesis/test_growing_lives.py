@@ -1,7 +1,5 @@
 """Lifecycle of seeds: transitions, action masks, weight curves, gates, gradient health, the watchdog, checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

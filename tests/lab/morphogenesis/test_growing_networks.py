@@ -1,7 +1,5 @@
 """Batched networks equal plain single networks, and the optimizers equal torch's optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

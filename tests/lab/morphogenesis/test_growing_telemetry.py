@@ -1,7 +1,5 @@
 """Telemetry of morphogenesis: records and metrics of scripted and learning controllers, and the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Views of morphogenesis: the journal's event, the environments table, details, the status strip, and names of seeds in alarms."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path

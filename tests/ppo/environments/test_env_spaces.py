@@ -1,7 +1,5 @@
 """Gymnasium spaces: how the trainer encodes them, and the errors for unsupported ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

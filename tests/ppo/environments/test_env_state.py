@@ -1,7 +1,5 @@
 """The state of an environment as plain data: supported attributes are restored, and unsupported ones are refused."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
