@@ -102,9 +102,7 @@ def _sb3(make: Callable[[], Any], rollouts: int) -> Callable[[Any], Turns]:
     return turns_of
 
 
-def _rsl_rl(
-    telemetry: Any, envs: int = 64, device: str = "cpu", widths: Sequence[int] = (128, 128), **settings: Any
-) -> Turns:
+def _rsl_rl(telemetry: Any, envs: int = 64, device: str = "cpu", widths: Sequence[int] = (128, 128), **settings: Any) -> Turns:
     """RSL-RL; without telemetry, `learn` is the class's method instead of the adapter's."""
     from rsl_rl.runners import OnPolicyRunner
     from rsl_rl_models import runner
@@ -113,9 +111,7 @@ def _rsl_rl(
     from esper_telemetry.adapters.rsl_rl import attach_runner
 
     env = SignedCartPole if device == "cpu" else DeviceCartPole
-    model = runner(
-        env, envs=envs, device=device, steps=24, num_learning_epochs=5, model_hidden_dims=[*widths], **settings
-    )
+    model = runner(env, envs=envs, device=device, steps=24, num_learning_epochs=5, model_hidden_dims=[*widths], **settings)
     attach_runner(telemetry, model)
 
     def silent(learn: Callable[[int], object]) -> None:
@@ -343,10 +339,7 @@ def train(name: str, count: int, *, backends: bool) -> dict[str, list[turns.Figu
 
     figures: dict[str, list[turns.Figures]] = {"bare": [], "callback": []}
     sinks = [sink for package, sink in SINKS.items() if backends and importlib.util.find_spec(package)]
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
-        Telemetry(sinks, run_dir=f"{directory}/run") as telemetry,
-    ):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory, Telemetry(sinks, run_dir=f"{directory}/run") as telemetry:
         if name == LANGUAGE_MODEL:
             return train_language_model(telemetry, count)
         functions = dict(zip(figures, MODELS[name](telemetry), strict=True))
@@ -375,9 +368,7 @@ def compare(name: str, count: int, *, backends: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help=f"{', '.join(NAMES)}; all but {LANGUAGE_MODEL} by default"
-    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(NAMES)}; all but {LANGUAGE_MODEL} by default")
     parser.add_argument("--turns", type=int, default=40, help="of both")
     parser.add_argument("--no-backends", action="store_true", help="write the journal alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, too")
@@ -401,10 +392,7 @@ def main() -> None:
             continue
         row = compare(name, options.turns, backends=not options.no_backends)
         rows.append(row)
-        print(
-            f"{name:>16} {row['seconds']:7.2f} {row['thread']!s:>22} {row['process']!s:>22} {row['wall']!s:>22}",
-            flush=True,
-        )
+        print(f"{name:>16} {row['seconds']:7.2f} {row['thread']!s:>22} {row['process']!s:>22} {row['wall']!s:>22}", flush=True)
     for table, figure, chosen in (
         ("adapters", "thread", [row for row in rows if "cuda" not in row["model"]]),
         ("adapters_gpu", "wall", [row for row in rows if "cuda" in row["model"]]),

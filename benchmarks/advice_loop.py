@@ -59,9 +59,7 @@ def diagnosis(command: Sequence[str], program: str) -> dict[str, Any]:
         (Path(directory) / "program.py").write_text(program)
         silent: Any = {"cwd": directory, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": True}
         subprocess.run(command, **silent)
-        answer = subprocess.run(
-            [*TELEMETRY, "diagnose", "run", "--json"], cwd=directory, capture_output=True, check=True
-        )
+        answer = subprocess.run([*TELEMETRY, "diagnose", "run", "--json"], cwd=directory, capture_output=True, check=True)
     return dict(json.loads(answer.stdout))
 
 
@@ -77,8 +75,7 @@ def other_env(advice: dict[str, Any]) -> dict[str, Any]:
     """Put the wrapper of the answer around the environment, and train again."""
     assert advice["setting"] == "env", f"{advice['setting']} is no setting of the environment"
     return diagnosis(
-        [sys.executable, "program.py"],
-        ACTIONS.replace("env = Reach()", f"env = {advice['value']}".replace("(env", "(Reach()")),
+        [sys.executable, "program.py"], ACTIONS.replace("env = Reach()", f"env = {advice['value']}".replace("(env", "(Reach()"))
     )
 
 
@@ -106,12 +103,7 @@ def main() -> None:
         advice = before["advice"][0]
         after = change(advice)
         place = f", at `{advice['place']}`" if advice["place"] else ""
-        cells = (
-            before["outcome"]["text"],
-            f"`{advice['setting']}`{place}",
-            f"`{advice['value']}`",
-            after["outcome"]["text"],
-        )
+        cells = (before["outcome"]["text"], f"`{advice['setting']}`{place}", f"`{advice['value']}`", after["outcome"]["text"])
         print("|", " | ".join((name, *cells)), "|", flush=True)
 
 

@@ -68,11 +68,7 @@ def run(script: str, options: dict[str, object], *, native: bool) -> Environment
     sys.argv = [path, *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
     sys.argv += ["--no-anneal-lr", "--no-cuda"]
     log = EnvironmentLog()
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        redirect_stdout(sys.stderr),
-        logged_environments(log, native=native),
-    ):
+    with tempfile.TemporaryDirectory() as directory, redirect_stdout(sys.stderr), logged_environments(log, native=native):
         os.chdir(directory)
         runpy.run_path(path, run_name="__main__")
     return log

@@ -294,10 +294,7 @@ def purejaxrl(work: Work, *, count_compilation: bool = False) -> Run:
     script = Path(__file__).with_name("purejaxrl.py")
     command = [work.jax_python, str(script), "--work", json.dumps(asdict(work))]
     done = subprocess.run(
-        [*command, *(["--count-compilation"] if count_compilation else [])],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
+        [*command, *(["--count-compilation"] if count_compilation else [])], stdout=subprocess.PIPE, text=True, check=True
     )
     return Run(**json.loads(done.stdout.splitlines()[-1]))
 

@@ -54,8 +54,7 @@ def row_of(trainer: str, task: str, seed: int) -> dict[str, Any]:
         subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         commands = (["diagnose", run_dir, "--json"], ["check", run_dir])
         diagnosed, checked = (
-            subprocess.run([sys.executable, "-m", "esper_telemetry", *one], capture_output=True, text=True, check=False)
-            for one in commands
+            subprocess.run([sys.executable, "-m", "esper_telemetry", *one], capture_output=True, text=True, check=False) for one in commands
         )
         verdict = json.loads(diagnosed.stdout)
         from esper_telemetry import read_run

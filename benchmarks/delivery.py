@@ -117,15 +117,7 @@ def cost_of(pid: int) -> dict[str, float]:
     return {"memory": resident / 1024, "cpu": (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")}
 
 
-def show(
-    times: dict[str, list[float]],
-    child: dict[str, float],
-    complete: bool,
-    run_dir: Path,
-    values: int,
-    *,
-    save_rows: bool,
-) -> None:
+def show(times: dict[str, list[float]], child: dict[str, float], complete: bool, run_dir: Path, values: int, *, save_rows: bool) -> None:
     theirs = times["wandb.log"]
     if save_rows:
         others = f"`wandb.log` {middle(theirs) * 1e6:.0f} µs"

@@ -105,9 +105,7 @@ def main() -> None:
             continue
         calls, reads = counted(prepare, "off")
         for level in ("minimal", "normal"):
-            more_calls, more_reads = (
-                now - then for now, then in zip(counted(prepare, level), (calls, reads), strict=True)
-            )
+            more_calls, more_reads = (now - then for now, then in zip(counted(prepare, level), (calls, reads), strict=True))
             rows.append(Row(f"{name}, {level}", f"{more_calls:.0f}", f"{calls:.0f}", GOAL))
             print(f"{name}, {level}: {more_calls:.0f} operations more than {calls:.0f}, {more_reads:.1f} waits more")
     if options.save:

@@ -25,15 +25,7 @@ from results import Row, save
 
 from esper_telemetry import PPO, Axes, PPOConfig, Record, RunStatus, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel
-from esper_telemetry.journal.lines import (
-    JournalEvent,
-    encode_alarm,
-    encode_end,
-    encode_event,
-    encode_record,
-    encode_run,
-    to_json,
-)
+from esper_telemetry.journal.lines import JournalEvent, encode_alarm, encode_end, encode_event, encode_record, encode_run, to_json
 from esper_telemetry.journal.record_columns import COLUMNS_NAME
 
 BASE_UPDATES = 100
@@ -138,10 +130,7 @@ def make_base(run_dir: Path) -> None:
 
 def cost_of(command: tuple[str, ...], names: Mapping[str, str]) -> Cost:
     """Return what a command takes in a new process; a time that a program prints replaces the time of the process."""
-    words = [
-        sys.executable,
-        *(word.format_map(names) if word.startswith(("{", "tensorboard")) else word for word in command),
-    ]
+    words = [sys.executable, *(word.format_map(names) if word.startswith(("{", "tensorboard")) else word for word in command)]
     if command[0] == "-c":
         words[2] = f"import os, sys, time\n{command[1]}"
     with tempfile.TemporaryFile("w+") as output:
@@ -199,10 +188,7 @@ def main() -> None:
                 last = max(shorter)
                 exponents = (
                     math.log(after / earlier, updates / last)
-                    for after, earlier in (
-                        (cost.seconds, before[last].seconds),
-                        (cost.megabytes, before[last].megabytes),
-                    )
+                    for after, earlier in ((cost.seconds, before[last].seconds), (cost.megabytes, before[last].megabytes))
                 )
                 growth = "time ^{:.2f}, memory ^{:.2f}".format(*exponents)
             before[updates] = cost

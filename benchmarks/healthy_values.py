@@ -63,9 +63,7 @@ def train(directory: Path, seeds: int) -> None:
             words = ["--env", name.removesuffix("-lstm"), "--total-steps", steps, "--seed", str(seed), *options]
             command = ["train", *words, "--threads", "1", "--sink", "console", "--run-dir", str(path)]
             if not path.exists():
-                subprocess.run(
-                    [sys.executable, "-m", "esper_telemetry", *command], stdout=subprocess.DEVNULL, check=False
-                )
+                subprocess.run([sys.executable, "-m", "esper_telemetry", *command], stdout=subprocess.DEVNULL, check=False)
         for name, (total, count, settings) in SB3.items():
             path = directory / f"sb3-{name}-{seed}"
             arguments = json.dumps([name, str(path), seed, total, count, settings])

@@ -129,9 +129,7 @@ def main() -> None:
     print("environments  batched ms  plain ms  ratio  epochs/s")
     for count in options.num_envs:
         env = Morphogenesis(count, task=options.task, seed=0)
-        pairs = [
-            (seconds_batched(env, 8), seconds_plain(env.colony.task, min(count, 4), 2)) for _ in range(options.rounds)
-        ]
+        pairs = [(seconds_batched(env, 8), seconds_plain(env.colony.task, min(count, 4), 2)) for _ in range(options.rounds)]
         batched, plain = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(b / a for a, b in pairs)
         print(f"{count:12d}  {1e3 * batched:10.2f}  {1e3 * plain:8.2f}  {ratio:5.1f}  {1 / batched:8.0f}")

@@ -112,9 +112,7 @@ def compare_steps(rounds: int) -> Iterator[Row]:
     for network in WATCHED:
         memory = {contender: peak("steps", network, contender) for contender in present}
         with ExitStack() as stack:
-            steps: dict[str, Step] = {
-                name: stack.enter_context(WATCHERS[name](Training(network))) for name in present if memory[name]
-            }
+            steps: dict[str, Step] = {name: stack.enter_context(WATCHERS[name](Training(network))) for name in present if memory[name]}
             for name, timed in take_turns(steps, rounds=rounds, calls=STEPS_PER_ROUND).items():
                 yield {
                     "network": network,
@@ -242,24 +240,17 @@ def page_rows(part: str, rows: list[Row]) -> dict[str, list[results.Row]]:
             clocked.append(results.Row(f"share of an update, {row['network']}", share, "", SHARE_GOAL))
         return {"runs": speed, "runs_clocked": clocked}
     other = "`clip_grad_norm_`" if part == "passes" else "bare step"
-    timed = [
-        row for row in rows if row.get("ratio") not in (None, 1.0)
-    ]  # 1.0 is the contender that others are divided by
+    timed = [row for row in rows if row.get("ratio") not in (None, 1.0)]  # 1.0 is the contender that others are divided by
     own_memory = (NORMAL, DEBUG) if part == "passes" else [name for name in WATCHERS if name != "bare"]
     memory = [row for row in rows if row.get("megabytes") is not None and row["contender"] in own_memory]
     return {
         part: [
             results.Row(
-                f"{row['contender']}, {row['network']}",
-                f"{row['ratio']:.2f}",
-                other,
-                "" if row.get("goal") is None else f"{row['goal']:g}",
+                f"{row['contender']}, {row['network']}", f"{row['ratio']:.2f}", other, "" if row.get("goal") is None else f"{row['goal']:g}"
             )
             for row in timed
         ],
-        f"{part}_memory": [
-            results.Row(f"{row['contender']}, {row['network']}", f"{max(0.0, row['megabytes']):.0f}") for row in memory
-        ],
+        f"{part}_memory": [results.Row(f"{row['contender']}, {row['network']}", f"{max(0.0, row['megabytes']):.0f}") for row in memory],
     }
 
 

@@ -32,10 +32,7 @@ from torch import nn
 
 from esper_telemetry import Telemetry
 
-SINKS: dict[str, tuple[str, ...]] = {
-    "journal": (),
-    "three sinks": ("tensorboard", "wandb:paced?mode=offline", "mlflow"),
-}
+SINKS: dict[str, tuple[str, ...]] = {"journal": (), "three sinks": ("tensorboard", "wandb:paced?mode=offline", "mlflow")}
 NOTHING = "nothing"
 MIN_SPEED = 0.95
 """Goal for updates of 25 to 30 ms, relative to a loop that logs nothing."""
@@ -114,19 +111,14 @@ def compare(options: argparse.Namespace) -> None:
     settings = ["--updates", options.updates, "--per-second", options.per_second, "--keys", options.keys]
     command = [sys.executable, "-W", "ignore", __file__, "--steps", steps, *settings, "--alone"]
     found = turns.in_turns({name: turns.Contender([*command, name]) for name in [NOTHING, *SINKS]}, options.turns)
-    print(
-        f"{steps} optimizer steps per update, {options.keys} numbers, {options.turns} turns of {options.updates} updates"
-    )
+    print(f"{steps} optimizer steps per update, {options.keys} numbers, {options.turns} turns of {options.updates} updates")
     rows = []
     for name, figures in found.items():
         speed = statistics.median(options.updates / one["wall"] for one in figures)
         wall, thread = (turns.ratio(found[NOTHING], figures, figure) for figure in ("wall", "thread"))
         print(f"{name:12}{speed:8.2f} updates/s, over {NOTHING}: {wall}; by the thread's processor time: {thread}")
         if name != NOTHING:
-            rows += [
-                Row(f"{name}, wall time", str(wall), NOTHING, str(MIN_SPEED)),
-                Row(f"{name}, processor time", str(thread), NOTHING),
-            ]
+            rows += [Row(f"{name}, wall time", str(wall), NOTHING, str(MIN_SPEED)), Row(f"{name}, processor time", str(thread), NOTHING)]
     if options.save:
         save("paced", rows)
 

@@ -43,9 +43,7 @@ def save(key: str, rows: Sequence[Row], *, file: Path = FILE) -> None:
     measured = f"{machine()}, {date.today():%-d %B %Y}"
     before = table["rows"] if table["measured"] == measured else []
     goals = {(row["what"], row["others"]): row["goal"] for row in table["rows"]}
-    new = {
-        key: asdict(row) | {"goal": row.goal or goals.get(key, "")} for row in rows for key in [(row.what, row.others)]
-    }
+    new = {key: asdict(row) | {"goal": row.goal or goals.get(key, "")} for row in rows for key in [(row.what, row.others)]}
     table["rows"] = [*(row for row in before if (row["what"], row["others"]) not in new), *new.values()]
     table["measured"] = measured
     file.write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -56,9 +54,7 @@ def machine() -> str:
     """Return the processor and its cores."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
     return f"{model}, {os.cpu_count() or 1} cores"
 
 
@@ -69,12 +65,7 @@ def page(contents: Any) -> str:
         parts.append(f"## {section['title']}")
         for table in filter(itemgetter("rows"), section["tables"]):
             command = f"`{table['command']}`" if table["command"] else ""
-            parts.append(
-                ". ".join(
-                    part for part in (table["about"], ", ".join(filter(None, (table["measured"], command)))) if part
-                )
-                + "."
-            )
+            parts.append(". ".join(part for part in (table["about"], ", ".join(filter(None, (table["measured"], command)))) if part) + ".")
             lines = [f"| what | ours | {table['others']} | goal |", "|---|---|---|---|"]
             lines += [f"| {row['what']} | {row['ours']} | {row['others']} | {row['goal']} |" for row in table["rows"]]
             parts += ["\n".join(lines), *([table["note"]] if table["note"] else [])]

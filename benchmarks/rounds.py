@@ -24,11 +24,7 @@ class Timed(NamedTuple):
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    calls: int,
-    prepare: Callable[[], object] = lambda: None,
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int, calls: int, prepare: Callable[[], object] = lambda: None
 ) -> dict[str, Timed]:
     """Run every contender `calls` times in every round, one after the other; the first one is the reference.
 

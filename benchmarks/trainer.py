@@ -54,9 +54,7 @@ def spawn(contender: str, work: Work, cores: str | None) -> Run:
     command = ["taskset", "-c", cores, *command] if cores else command
     threads = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        command, env={**os.environ, **threads, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run(command, env={**os.environ, **threads, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
     return Run(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -72,14 +70,10 @@ def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> 
     memory = f", LSTM {work.lstm_size}" if work.lstm_size else ""
     shape = f"{work.num_envs} x {work.num_steps}, {work.epochs} epochs x {work.minibatches}{memory}"
     print(f"{ENVIRONMENT}, {work.steps} steps, {shape}, {rounds} rounds; ratios: {names[0]} over the others")
-    print(
-        f"{'':20}{'steps/CPU-s':>12}{'steps/s':>10}{'CPU ratio':>11}{'wall ratio':>11}{'MB':>6}{'return':>8}  returns"
-    )
+    print(f"{'':20}{'steps/CPU-s':>12}{'steps/s':>10}{'CPU ratio':>11}{'wall ratio':>11}{'MB':>6}{'return':>8}  returns")
     rows = []
     medians = {}
-    what = (
-        f"LSTM of {work.lstm_size} units, {work.steps:,} steps" if work.lstm_size else f"{work.num_envs} environments"
-    )
+    what = f"LSTM of {work.lstm_size} units, {work.steps:,} steps" if work.lstm_size else f"{work.num_envs} environments"
     for name, found in runs.items():
         cpu, wall, peak, returns = (median_of(found, key) for key in ("cpu", "wall", "megabytes", "episode_return"))
         pairs = list(zip(runs[names[0]], found, strict=True))
@@ -91,11 +85,7 @@ def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> 
             rows.append(Row(what, f"{ratios[0]:.2f}", peer_of(name, work), goal_of(name, work)))
     ours, *others = [name for name in names if name == names[0] or not name.startswith("esper")]
     return rows, [
-        Row(
-            f"{figure}, {what}",
-            medians[ours][figure],
-            ", ".join(f"{peer_of(name, work)} {medians[name][figure]}" for name in others),
-        )
+        Row(f"{figure}, {what}", medians[ours][figure], ", ".join(f"{peer_of(name, work)} {medians[name][figure]}" for name in others))
         for figure in medians[ours]
     ]
 
@@ -136,15 +126,7 @@ def contenders(options: argparse.Namespace) -> list[str]:
 
 def work_of(options: argparse.Namespace, num_envs: int, lstm_size: int | None) -> Work:
     """Return the work for that many environments: whole rollouts, and enough of them to measure a speed."""
-    work = Work(
-        0,
-        0,
-        num_envs,
-        lstm_size=lstm_size,
-        script=options.cleanrl,
-        purejaxrl=options.purejaxrl,
-        jax_python=options.jax_python,
-    )
+    work = Work(0, 0, num_envs, lstm_size=lstm_size, script=options.cleanrl, purejaxrl=options.purejaxrl, jax_python=options.jax_python)
     rollout = num_envs * work.num_steps
     return replace(work, steps=rollout * max(LEAST_ROLLOUTS, -(-options.steps // rollout)))
 
@@ -153,16 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000, help="environment steps per run")
     parser.add_argument("--rounds", type=int, default=5, help="runs per contender")
-    parser.add_argument(
-        "--num-envs", type=int, nargs="+", default=[8], help="environments that step together; a table for each number"
-    )
-    parser.add_argument(
-        "--lstm",
-        type=int,
-        nargs="+",
-        metavar="SIZE",
-        help="compare recurrent policies; a table for each size of the LSTM",
-    )
+    parser.add_argument("--num-envs", type=int, nargs="+", default=[8], help="environments that step together; a table for each number")
+    parser.add_argument("--lstm", type=int, nargs="+", metavar="SIZE", help="compare recurrent policies; a table for each size of the LSTM")
     parser.add_argument("--cleanrl", metavar="PATH", help="CleanRL's ppo.py")
     parser.add_argument("--purejaxrl", metavar="DIR", help="PureJaxRL's folder with ppo.py and wrappers.py")
     parser.add_argument("--jax-python", default=sys.executable, help="the Python that has JAX")

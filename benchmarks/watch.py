@@ -72,9 +72,7 @@ def show(path: Path, options: argparse.Namespace) -> None:
         fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", options.rows, options.columns, 0, 0))
         started = time.monotonic()
         command = [sys.executable, "-m", "esper_telemetry", "watch", str(path.parent)]
-        with subprocess.Popen(
-            command, stdin=inside, stdout=inside, stderr=inside, env={**os.environ, "TERM": "xterm"}
-        ) as watch:
+        with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env={**os.environ, "TERM": "xterm"}) as watch:
             shown, text, minute, written = False, b"", 1, 0
             while minute <= options.minutes and watch.poll() is None:
                 update, line = next(lines)
@@ -86,10 +84,7 @@ def show(path: Path, options: argparse.Namespace) -> None:
                             text = ESCAPES.sub(b"", text + output)
                             shown = any(int(n.replace(b",", b"")) >= options.updates for n in UPDATE.findall(text))
                             if shown:
-                                print(
-                                    f"first screen with the last update after {time.monotonic() - started:.1f} s",
-                                    flush=True,
-                                )
+                                print(f"first screen with the last update after {time.monotonic() - started:.1f} s", flush=True)
                 journal.write(line)
                 if time.monotonic() - started >= 60 * minute:
                     kib = int(re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{watch.pid}/status").read_text())[0])

@@ -59,10 +59,7 @@ def ours(training: Training) -> Iterator[Step]:
     """A user's loop: gradient health at every step, a record to TensorBoard per update."""
     from esper_telemetry import Telemetry, gradient_health
 
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Telemetry(["tensorboard"], run_dir=Path(directory) / "run") as telemetry,
-    ):
+    with tempfile.TemporaryDirectory() as directory, Telemetry(["tensorboard"], run_dir=Path(directory) / "run") as telemetry:
 
         def look() -> None:
             telemetry.observe(gradient_health(training.model, max_norm=LIMIT))
@@ -86,10 +83,7 @@ def shared(training: Training) -> Iterator[Step]:
     parameters = dict(training.model.named_parameters())
     numels = [parameter.numel() for parameter in parameters.values()]
     kept: list[Tensor] = []
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Telemetry(["tensorboard"], run_dir=Path(directory) / "run") as telemetry,
-    ):
+    with tempfile.TemporaryDirectory() as directory, Telemetry(["tensorboard"], run_dir=Path(directory) / "run") as telemetry:
 
         def clip() -> None:
             gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
@@ -99,10 +93,7 @@ def shared(training: Training) -> Iterator[Step]:
         def step() -> None:
             training.step(clip)
             if training.over:
-                telemetry.observe(
-                    gradient_norms(torch.stack(kept), tuple(parameters), None, numels, max_norm=LIMIT),
-                    epoch=[0] * len(kept),
-                )
+                telemetry.observe(gradient_norms(torch.stack(kept), tuple(parameters), None, numels, max_norm=LIMIT), epoch=[0] * len(kept))
                 telemetry.flush(env_step=training.steps)
                 kept.clear()
 

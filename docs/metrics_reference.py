@@ -59,21 +59,12 @@ def page() -> str:
     names = [*families(), *sorted({_family(entry) for entry in entries} - families().keys())]
     ranked = sorted(entries, key=lambda entry: (PRIORITIES.index(entry.priority), entry.metric.number))
     chapters = [(name, [entry for entry in ranked if _family(entry) == name]) for name in names]
-    parts = [
-        INTRODUCTION,
-        _contents(chapters),
-        _symptoms(),
-        *(_chapter(*chapter) for chapter in chapters if chapter[1]),
-    ]
+    parts = [INTRODUCTION, _contents(chapters), _symptoms(), *(_chapter(*chapter) for chapter in chapters if chapter[1])]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _contents(chapters: Sequence[tuple[str, Sequence[MetricEntry]]]) -> str:
-    rows = [
-        f"- [{entries[0].category}](#{_anchor(entries[0].category)}), {len(entries)}"
-        for _, entries in chapters
-        if entries
-    ]
+    rows = [f"- [{entries[0].category}](#{_anchor(entries[0].category)}), {len(entries)}" for _, entries in chapters if entries]
     return "\n".join(["## Contents", "", *rows, ""])
 
 
@@ -101,11 +92,7 @@ def _chapter(name: str, entries: Sequence[MetricEntry]) -> str:
     if family:
         head += [family.about, ""]
     if family and family.first:
-        head[-1:] = [
-            "",
-            "Look at these first: " + ", ".join(f"[`{key}`](#{_anchor(key)})" for key in family.first) + ".",
-            "",
-        ]
+        head[-1:] = ["", "Look at these first: " + ", ".join(f"[`{key}`](#{_anchor(key)})" for key in family.first) + ".", ""]
     return "\n".join([*head, *map(entry_text, entries)])
 
 

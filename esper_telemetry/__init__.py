@@ -52,14 +52,10 @@ if TYPE_CHECKING:
     from esper_telemetry.equations.log_probs import check_log_probs as check_log_probs
     from esper_telemetry.equations.minibatch_rows import check_log_ratios as check_log_ratios
     from esper_telemetry.equations.minibatch_rows import check_minibatches as check_minibatches
-    from esper_telemetry.equations.normalization import (
-        check_normalized_advantages as check_normalized_advantages,
-    )
+    from esper_telemetry.equations.normalization import check_normalized_advantages as check_normalized_advantages
     from esper_telemetry.equations.optimizer_step import check_optimizer_step as check_optimizer_step
     from esper_telemetry.equations.policy_loss import check_policy_loss as check_policy_loss
-    from esper_telemetry.equations.replayed_outputs import (
-        check_replayed_log_probs as check_replayed_log_probs,
-    )
+    from esper_telemetry.equations.replayed_outputs import check_replayed_log_probs as check_replayed_log_probs
     from esper_telemetry.equations.replayed_outputs import check_values as check_values
     from esper_telemetry.equations.returns import check_returns as check_returns
     from esper_telemetry.equations.schedules import check_schedule as check_schedule

@@ -44,9 +44,7 @@ class Hooks:
         self._hooks: dict[type, tuple[Callable[[Any], None], ...]] = {}
         self._wanted_now: set[type] = set()
 
-    def on(
-        self, event_type: type[Event], hook: Callable[[Event], None], *, last: bool = False, late: bool = False
-    ) -> Remover:
+    def on(self, event_type: type[Event], hook: Callable[[Event], None], *, last: bool = False, late: bool = False) -> Remover:
         """Call `hook` with every event of exactly that type; returns a function that ends this.
 
         Args:
@@ -94,14 +92,7 @@ if TYPE_CHECKING:
     from torch.nn import GRU, LSTM
     from torch.optim import Optimizer
 
-    from esper_telemetry.core.event_parts import (
-        CollectionReplay,
-        PolicyReplay,
-        RolloutActions,
-        Scale,
-        Shard,
-        Transitions,
-    )
+    from esper_telemetry.core.event_parts import CollectionReplay, PolicyReplay, RolloutActions, Scale, Shard, Transitions
 
 NONE: Final[Mapping[str, Any]] = {}
 """An empty mapping of columns."""

@@ -391,16 +391,12 @@ class TelemetrySession:
 
     # Calls of users, through `Telemetry`.
 
-    def observe(
-        self, groups: Iterable[object], epoch: IntegerLike | Sequence[IntegerLike] = 0, step: IntegerLike | None = None
-    ) -> None:
+    def observe(self, groups: Iterable[object], epoch: IntegerLike | Sequence[IntegerLike] = 0, step: IntegerLike | None = None) -> None:
         """Add groups to the update's record; see `Telemetry.observe`."""
         if self._accepts("observe"):
             self._serve_checked(partial(self._observe, groups, epoch, step))
 
-    def _observe(
-        self, groups: Iterable[object], epoch: IntegerLike | Sequence[IntegerLike], step: IntegerLike | None
-    ) -> None:
+    def _observe(self, groups: Iterable[object], epoch: IntegerLike | Sequence[IntegerLike], step: IntegerLike | None) -> None:
         with self.clock:
             epochs = as_epochs(epoch)
             place = None if step is None else as_integer(step, "step")
@@ -415,13 +411,7 @@ class TelemetrySession:
                 self._usage.warn(OVERDUE)
 
     def watch(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        actor: Members | None,
-        critic: Members | None,
-        stop_on_nonfinite: bool,
+        self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None, critic: Members | None, stop_on_nonfinite: bool
     ) -> ObservedSource:
         """Measure the model's gradients at every step of the optimizer; see `Telemetry.watch`."""
         if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
@@ -448,9 +438,7 @@ class TelemetrySession:
         with self.clock:
             self._open.logged.add(values)
 
-    def flush(
-        self, *, env_step: IntegerLike, update: IntegerLike | None = None, gradient_step: IntegerLike | None = None
-    ) -> None:
+    def flush(self, *, env_step: IntegerLike, update: IntegerLike | None = None, gradient_step: IntegerLike | None = None) -> None:
         """End an update; see `Telemetry.flush`."""
         if self._accepts("flush"):
             env_step = as_integer(env_step, "env_step")
@@ -609,9 +597,7 @@ class TelemetrySession:
         """True while this session records: not at OFF, after close, or in a forked copy of the process."""
         return self.level > Level.OFF and not self._closed and os.getpid() == self._pid
 
-    def _serve(
-        self, call: Callable[[], Result], deferred: Result | None = None, *, is_question: bool = False
-    ) -> Result:
+    def _serve(self, call: Callable[[], Result], deferred: Result | None = None, *, is_question: bool = False) -> Result:
         """Serve a call in its turn; a forked copy of the process has one thread and need not wait."""
         if os.getpid() != self._pid:
             return call()
@@ -690,9 +676,7 @@ class TelemetrySession:
                 self._exchange = "done"
                 self._response.agree(decision.debug_updates)
                 self._stop_reasons = decision.is_critical, decision.stops
-            self.sampling.adopt(
-                decision.sample_every, late=self._recorder is not None and self._recorder.pipeline.is_late
-            )
+            self.sampling.adopt(decision.sample_every, late=self._recorder is not None and self._recorder.pipeline.is_late)
             if self._recorder is None or self._deliveries is None:
                 return
             self._recorder.describe(tables)
@@ -703,9 +687,7 @@ class TelemetrySession:
             now = time.perf_counter()
             elapsed, self._flushed_at = now - self._flushed_at, now
             seconds, cpu_seconds = self.clock.take()
-            self.sampling.learn(
-                cpu_seconds if self._peers else seconds, elapsed
-            )  # waiting for other ranks does not count
+            self.sampling.learn(cpu_seconds if self._peers else seconds, elapsed)  # waiting for other ranks does not count
             stats = self._deliveries.stats()
             cost = FlushCost(seconds, cpu_seconds, elapsed, self._containment.take())
             backlog = SinkBacklog(stats.queue_depth, stats.errors, stats.lags)

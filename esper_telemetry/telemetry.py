@@ -167,11 +167,7 @@ class Telemetry:
         if notes is not None:
             require_text("notes", notes, may_be_empty=True)
         labels = () if tags is None else require_each("tags", [tags] if isinstance(tags, str) else tags, require_text)
-        addresses = (
-            ()
-            if notify is None
-            else require_each("notify", [notify] if isinstance(notify, str) else notify, require_text)
-        )
+        addresses = () if notify is None else require_each("notify", [notify] if isinstance(notify, str) else notify, require_text)
         rules = tuple(as_rules(alarms))
         factory = detector_factory(detect, rules)
         if offload:
@@ -273,9 +269,7 @@ class Telemetry:
         _check_choice("stop_on_nonfinite", stop_on_nonfinite, (True, False))
         return self._session.watch(model, optimizer, actor=actor, critic=critic, stop_on_nonfinite=stop_on_nonfinite)
 
-    def flush(
-        self, *, env_step: IntegerLike, update: IntegerLike | None = None, gradient_step: IntegerLike | None = None
-    ) -> None:
+    def flush(self, *, env_step: IntegerLike, update: IntegerLike | None = None, gradient_step: IntegerLike | None = None) -> None:
         """End an update: everything observed since the last flush becomes one record.
 
         Args:
@@ -342,9 +336,7 @@ class Telemetry:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._session.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:

@@ -77,9 +77,7 @@ class Trainer:
         return Rollout(observations[:-1], actions, rewards, ended, values[:-1], log_probs, advantages[:-1], values[-1])
 
     def learn_from(self, rollout: Rollout, rows: Tensor) -> Minibatch:
-        observations, actions, _, _, old_values, old_log_probs, advantages = (
-            x.flatten(0, 1)[rows] for x in rollout[:7]
-        )
+        observations, actions, _, _, old_values, old_log_probs, advantages = (x.flatten(0, 1)[rows] for x in rollout[:7])
         log_ratio = Categorical(logits=self.actor(observations)).log_prob(actions) - old_log_probs
         ratio, used, values = log_ratio.exp(), normalized_advantages(advantages), self.critic(observations).squeeze(-1)
         policy_loss = -torch.min(ratio * used, ratio.clamp(1 - CLIP, 1 + CLIP) * used).mean()

@@ -10,19 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from esper_telemetry import (
-    PPO,
-    Max,
-    Mean,
-    Metric,
-    MetricGroup,
-    PPOConfig,
-    Telemetry,
-    attach,
-    make_env,
-    read_run,
-    reports,
-)
+from esper_telemetry import PPO, Max, Mean, Metric, MetricGroup, PPOConfig, Telemetry, attach, make_env, read_run, reports
 from esper_telemetry.events import RolloutEnd
 
 

@@ -33,9 +33,7 @@ def save_model(directory: Path) -> None:
     characters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<end>")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=1, **sizes
-    )
+    config = LlamaConfig(vocab_size=len(vocabulary), num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=1, **sizes)
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

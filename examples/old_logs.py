@@ -17,9 +17,7 @@ def main() -> None:
     print(f"{run.name}: {len(run.records)} updates of {run.trainer}")
     for incident in verdicts.incidents:
         print(f"{incident.cause}: {incident.main.text}")
-    print(
-        f"{len(verdicts.unanswered)} questions could not be answered, because of values that {run.trainer} does not log"
-    )
+    print(f"{len(verdicts.unanswered)} questions could not be answered, because of values that {run.trainer} does not log")
 
 
 if __name__ == "__main__":

@@ -52,10 +52,7 @@ def advantages_of(rewards: Tensor, values: Tensor, dones: Tensor) -> Tensor:
 def train(telemetry: Telemetry, total_steps: int) -> None:
     torch.manual_seed(1)
     envs = gym.make_vec(
-        "CartPole-v1",
-        num_envs=NUM_ENVS,
-        vectorization_mode="sync",
-        vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP},
+        "CartPole-v1", num_envs=NUM_ENVS, vectorization_mode="sync", vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     )
     agent = Agent(4, 2)
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-3, eps=1e-5)

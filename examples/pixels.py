@@ -23,9 +23,7 @@ PIXELS, STEPS = 16, 10
 
 
 class Lamp(gymnasium.Env[Any, Any]):
-    observation_space = spaces.Dict(
-        camera=spaces.Box(0, 255, (PIXELS, PIXELS, 1), np.uint8), upside_down=spaces.Discrete(2)
-    )
+    observation_space = spaces.Dict(camera=spaces.Box(0, 255, (PIXELS, PIXELS, 1), np.uint8), upside_down=spaces.Discrete(2))
     action_space = spaces.Dict(side=spaces.Discrete(2), height=spaces.Box(0.0, 1.0, (1,), np.float32))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:

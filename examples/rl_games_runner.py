@@ -29,10 +29,7 @@ class CartPole(IVecEnv):  # type: ignore[misc] # the package has no type informa
         self._env = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * envs, autoreset_mode=same_step)
 
     def get_env_info(self) -> dict[str, Any]:
-        return {
-            "observation_space": self._env.single_observation_space,
-            "action_space": self._env.single_action_space,
-        }
+        return {"observation_space": self._env.single_observation_space, "action_space": self._env.single_action_space}
 
     def reset(self) -> Tensor:
         return torch.as_tensor(self._env.reset(seed=1)[0])

@@ -70,9 +70,7 @@ def main() -> None:
         settings = config()
         path = "esper_telemetry.adapters.rsl_rl:TelemetryWriter"
         settings["logger"] = {"class_name": path, "sinks": options.sinks, "run_dir": options.run_dir}
-        OnPolicyRunner(SignedCartPole(), settings, log_dir=str(Path(options.run_dir or "runs/rsl-rl") / "logs")).learn(
-            iterations
-        )
+        OnPolicyRunner(SignedCartPole(), settings, log_dir=str(Path(options.run_dir or "runs/rsl-rl") / "logs")).learn(iterations)
         return
     runner = OnPolicyRunner(SignedCartPole(), config(), log_dir=None)
     with Telemetry(options.sinks, run_dir=options.run_dir or "auto", name="rsl-rl") as telemetry:

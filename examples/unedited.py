@@ -57,9 +57,7 @@ def main() -> None:
             last = rewards[t] + gamma * alive * following - values[t] + gamma * lam * alive * last
             advantages[t] = last
         returns = advantages + values
-        b_obs, b_actions, b_logprobs, b_advantages, b_returns = (
-            x.flatten(0, 1) for x in (obs, actions, logprobs, advantages, returns)
-        )
+        b_obs, b_actions, b_logprobs, b_advantages, b_returns = (x.flatten(0, 1) for x in (obs, actions, logprobs, advantages, returns))
         for _epoch in range(4):
             for mb_inds in np.array_split(np.random.default_rng(global_step).permutation(num_steps * num_envs), 4):
                 _, newlogprob, entropy, newvalue = agent.act(b_obs[mb_inds], b_actions[mb_inds])

@@ -3,8 +3,6 @@
 `tests/cli/test_command_processes.py` and `tests/end_to_end` test starting a fresh interpreter.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json
@@ -61,11 +59,7 @@ def _server() -> subprocess.Popen[bytes]:
     """The process that forks; it ends when this process closes its standard input."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     server = subprocess.Popen(
-        [sys.executable, __file__],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
+        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
     atexit.register(server.communicate)
     return server

@@ -1,7 +1,5 @@
 """File permissions that apply to root, too."""
 
-from __future__ import annotations
-
 import ctypes
 
 PR_CAPBSET_DROP = 24

@@ -5,8 +5,6 @@ devices raises, and so does `numpy` on a marked tensor. Every operation that rea
 from autograd's hooks are treated as tensors on the device.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -28,9 +26,7 @@ FACTORIES: Final = frozenset(
 )
 """Functions that make tensors where no argument says on which device."""
 
-MIXING: Final = frozenset(
-    {"__getitem__", "__setitem__", "copy_", "to", "cpu", "cuda", "index_put_", "index_put", "type"}
-)
+MIXING: Final = frozenset({"__getitem__", "__setitem__", "copy_", "to", "cpu", "cuda", "index_put_", "index_put", "type"})
 """Functions that take tensors of both devices."""
 
 VIEWS: Final = frozenset(

@@ -1,7 +1,5 @@
 """A command of `esper-telemetry` in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

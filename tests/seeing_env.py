@@ -1,7 +1,5 @@
 """Small environments with images among their observations, alone or with other parts."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -19,9 +17,7 @@ class Spotlight(gymnasium.Env[Any, Any]):
     With `parts` the observation is a Dict: a Discrete `shift` rotates the right answer by that many quarters, and a vector holds the time.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int] = (8, 8, 1), dtype: str = "uint8", *, parts: bool = False, length: int = 8
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int] = (8, 8, 1), dtype: str = "uint8", *, parts: bool = False, length: int = 8) -> None:
         self.image = spaces.Box(0, 255 if dtype == "uint8" else 1, shape, np.dtype(dtype).type)
         shift = spaces.Discrete(2, start=3)
         time = spaces.Box(0.0, np.inf, (1,), np.float32)

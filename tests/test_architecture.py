@@ -1,7 +1,5 @@
 """The layout in docs/architecture.md: which part may import which, and what importing the package must not do."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -55,18 +53,7 @@ BELOW["adapters"] = {"core", "events", "updates", "metrics", "equations", "sessi
 
 ABOVE_ALL = {"lab", "cli", "__main__", "__init__"}
 
-WITHOUT_TORCH = (
-    "metrics",
-    "equations",
-    "history",
-    "alarms",
-    "journal",
-    "delivery",
-    "sinks",
-    "views",
-    "importers",
-    "testing",
-)
+WITHOUT_TORCH = ("metrics", "equations", "history", "alarms", "journal", "delivery", "sinks", "views", "importers", "testing")
 
 
 @cache
@@ -222,8 +209,6 @@ def _loaded_by(statement: str) -> set[str]:
 
 def test_no_module_hides_a_public_name() -> None:
     """Otherwise `from esper_telemetry import replay` would import the module instead of the function once the module is loaded."""
-    modules = {path.stem for path in PACKAGE.glob("*.py")} | {
-        path.parent.name for path in PACKAGE.glob("*/__init__.py")
-    }
+    modules = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
     assert modules.isdisjoint(esper_telemetry.__all__)

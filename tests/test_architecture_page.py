@@ -1,7 +1,5 @@
 """docs/architecture.md: everything it names exists, and its table of imports equals the enforced order."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

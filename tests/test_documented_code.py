@@ -34,9 +34,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 STEPS = 2_048
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(
-    r"^(?:esper-telemetry|(?:python|torchrun .*) -m esper_telemetry(?:\.faults|\.lab\.faults)?) [a-z-]"
-)
+COMMAND = re.compile(r"^(?:esper-telemetry|(?:python|torchrun .*) -m esper_telemetry(?:\.faults|\.lab\.faults)?) [a-z-]")
 FAULTS = {"list": List, "score": Score, "demo": Demo}
 NOT_RUN = {
     "torchrun": "tests/end_to_end starts several processes",
@@ -109,9 +107,7 @@ def execute(page: Path) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(
-            page, id=page.stem, marks=[pytest.mark.sb3] if "from stable_baselines3 import" in page.read_text() else []
-        )
+        pytest.param(page, id=page.stem, marks=[pytest.mark.sb3] if "from stable_baselines3 import" in page.read_text() else [])
         for page in PYTHON_PAGES
         if page.stem != "is_my_ppo_correct"
     ],
@@ -208,9 +204,7 @@ def briefly(words: list[str]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4
-def test_the_commands_of_a_page_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Finished
-) -> None:
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Finished) -> None:
     """Each command exits with 0. Only the page's last script runs, because its process takes seconds."""
     scripts = [command for command in commands(page) if "ppo.py" in command]
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,5 @@
 """docs/is_my_ppo_correct.md: Python blocks run as printed. docs/equations.md equals the declared list."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -32,9 +30,7 @@ def test_every_python_block_runs_as_printed(block: str, tmp_path: Path) -> None:
 
 
 def test_the_list_of_equations_is_up_to_date() -> None:
-    assert glossary.EQUATIONS_PAGE.read_text(encoding="utf-8") == glossary.equation_page(), (
-        "run: python docs/glossary.py"
-    )
+    assert glossary.EQUATIONS_PAGE.read_text(encoding="utf-8") == glossary.equation_page(), "run: python docs/glossary.py"
 
 
 def test_the_list_has_every_equation_and_every_hypothesis() -> None:
@@ -46,12 +42,8 @@ def test_the_list_has_every_equation_and_every_hypothesis() -> None:
 
 
 def test_links_lead_to_pages_and_headings() -> None:
-    headings = {
-        "#" + re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
-    }
+    headings = {"#" + re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)}
     links = re.findall(r"\]\(([^)\s]+)\)", TEXT)
 
     assert links
-    assert [
-        link for link in links if link not in headings and not (PAGE.parent / link.partition("#")[0]).exists()
-    ] == []
+    assert [link for link in links if link not in headings and not (PAGE.parent / link.partition("#")[0]).exists()] == []

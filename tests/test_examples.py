@@ -1,7 +1,5 @@
 """Every example runs on its own, as a user would start it, and does what it says."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re
@@ -79,14 +77,7 @@ def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = read_run("run")
     assert [record.axes.env_step for record in result.records] == [1024, 2048]
     assert [record.axes.gradient_step for record in result.records] == [16, 32]
-    keys = {
-        "adv/raw/std",
-        "value/explained_variance",
-        "grad/actor/norm_preclip",
-        "grad/clip/coef",
-        "policy/kl",
-        "opt/lr",
-    }
+    keys = {"adv/raw/std", "value/explained_variance", "grad/actor/norm_preclip", "grad/clip/coef", "policy/kl", "opt/lr"}
     assert all(keys <= record.values.keys() for record in result.records)
     assert list((here / "run/tensorboard").glob("events.*"))
 
@@ -175,9 +166,7 @@ def test_unedited() -> None:
 def test_old_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A table in SB3's format, in which the policy's KL jumps."""
     rows = [f"{128 * place},{0.01 if place < 20 else 2.0},-0.02" for place in range(1, 31)]
-    (here / "progress.csv").write_text(
-        "\n".join(["time/total_timesteps,train/approx_kl,train/policy_gradient_loss", *rows])
-    )
+    (here / "progress.csv").write_text("\n".join(["time/total_timesteps,train/approx_kl,train/policy_gradient_loss", *rows]))
     monkeypatch.setattr(sys, "argv", ["old_logs.py", "csv:progress.csv"])
     runpy.run_path(str(EXAMPLES / "old_logs.py"), run_name="__main__")
 
@@ -205,21 +194,14 @@ def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
     ("example", "axis", "values", "keys"),
     [
         ("rsl_rl_runner", "env_step", [1024, 2048], {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"}),
-        (
-            "rsl_rl_runner --writer",
-            "env_step",
-            [1024, 2048],
-            {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"},
-        ),
+        ("rsl_rl_runner --writer", "env_step", [1024, 2048], {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"}),
         ("skrl_agent", "env_step", [1024, 2048], {"policy/kl", "skrl/loss/policy_loss"}),
         ("rl_games_runner", "env_step", [1024, 2048], {"policy/kl", "rl_games/losses/a_loss"}),
         ("torchrl_loop", "gradient_step", [40, 80], {"policy/kl", "adv/raw/std", "episode/return_mean_100"}),
         ("rllib_runner", "update", [1, 2], {"policy/kl", "rllib/learners/default_policy/vf_loss"}),
     ],
 )
-def test_runs_of_other_trainers(
-    example: str, axis: str, values: list[int], keys: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_other_trainers(example: str, axis: str, values: list[int], keys: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     name, *options = example.split()
     package = name.rpartition("_")[0].replace("rllib", "ray")
     pytest.importorskip(package, reason=f"needs {package}")
@@ -268,9 +250,7 @@ def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
     rates = [record.values["opt/lr"] for record in result.records]
     mistake = 1 + next(i for i, rate in enumerate(rates) if rate > rates[0])
     assert rates[mistake - 1] > 20 * rates[0] > 20 * rates[-1]
-    assert next(event.data["reason"] for event in result.events if event.type == "intervention").startswith(
-        "restored the"
-    )
+    assert next(event.data["reason"] for event in result.events if event.type == "intervention").startswith("restored the")
     assert result.alarms[0].event == "raise" and result.alarms[0].since >= mistake
     assert f"raise: {result.alarms[0].type} since update" in capfd.readouterr().out
 

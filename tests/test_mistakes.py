@@ -7,8 +7,6 @@ Three steps of one environment, γ = λ = 0.5, rewards 1, 2, 4, values 2, 4, 6 a
     δ_0 = 1 - 2 = -1              A_0 = -1
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap
@@ -76,9 +74,7 @@ def test_advantages_worked_by_hand(name: str, advantages: list[float]) -> None:
 
 
 def test_monte_carlo_returns_worked_by_hand() -> None:
-    returns = {
-        name: targets_of(BY_NAME[f"script-{name}"].text())["returns"] for name in ("returns_mc", "returns_mc_cut")
-    }
+    returns = {name: targets_of(BY_NAME[f"script-{name}"].text())["returns"] for name in ("returns_mc", "returns_mc_cut")}
     assert returns == {"returns_mc": [1, 6, 8], "returns_mc_cut": [1, 4, 4]}
 
 
@@ -159,7 +155,4 @@ def test_another_tool_is_scored_on_mistakes_and_twins(tmp_path: Path, capsys: py
     capsys.readouterr()
     outside_tool.print_score(tmp_path / "said")
 
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "| with a mistake | 2 | 1 | 0 | 0 | 1 | 0 |",
-        "| correct | 1 | 0 | 0 | 0 | 1 | 0 |",
-    ]
+    assert capsys.readouterr().out.splitlines()[2:] == ["| with a mistake | 2 | 1 | 0 | 0 | 1 | 0 |", "| correct | 1 | 0 | 0 | 0 | 1 | 0 |"]

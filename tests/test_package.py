@@ -1,7 +1,5 @@
 """Contents of a release: files of the wheel and the source archive, one version everywhere, the licence, and existing extras."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
@@ -25,9 +23,7 @@ def packed_files(kind: str) -> set[str]:
 
 
 def test_the_wheel_is_the_package_with_its_data() -> None:
-    package = {
-        path for path in (ROOT / "esper_telemetry").rglob("*") if path.is_file() and "__pycache__" not in path.parts
-    }
+    package = {path for path in (ROOT / "esper_telemetry").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     files = packed_files("wheel")
 
     assert files == {str(path.relative_to(ROOT)) for path in package}
@@ -56,10 +52,7 @@ def test_the_conda_recipe_agrees_with_the_project() -> None:
 
     assert run is not None
     needed = {line.removeprefix("    - ").replace(" ", "").replace("pytorch", "torch") for line in run[1].splitlines()}
-    assert needed == {
-        f"python{PROJECT['requires-python']}",
-        *(name.partition(";")[0] for name in PROJECT["dependencies"]),
-    }
+    assert needed == {f"python{PROJECT['requires-python']}", *(name.partition(";")[0] for name in PROJECT["dependencies"])}
     assert f"  version: {PROJECT['version']}\n" in recipe
 
 
@@ -67,11 +60,7 @@ def test_a_release_is_short_in_the_changelog() -> None:
     _, *releases = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")
 
     assert len(releases) >= 2
-    assert {
-        text.partition("\n")[0]: len(text.splitlines())
-        for text in releases
-        if text.count("\n") > MAX_LINES_OF_A_RELEASE
-    } == {}
+    assert {text.partition("\n")[0]: len(text.splitlines()) for text in releases if text.count("\n") > MAX_LINES_OF_A_RELEASE} == {}
 
 
 def test_the_license_is_named_in_the_package() -> None:
@@ -82,12 +71,7 @@ def test_the_license_is_named_in_the_package() -> None:
 
 def test_extras_in_messages_and_documents_exist() -> None:
     texts = [*(ROOT / "esper_telemetry").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
-    named = {
-        extra
-        for path in texts
-        for names in EXTRA.findall(path.read_text(encoding="utf-8"))
-        for extra in names.split(",")
-    }
+    named = {extra for path in texts for names in EXTRA.findall(path.read_text(encoding="utf-8")) for extra in names.split(",")}
 
     assert {"train", "views", "sb3"} <= named
     assert named <= set(PROJECT["optional-dependencies"])

@@ -3,8 +3,6 @@
 A construction is counted per 1,000 words. A hit is a place to look at, not always a bad sentence, so the limits are above 0.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -71,9 +69,7 @@ def texts_of_module(path: Path) -> tuple[list[str], list[str]]:
     joined = [node for node in nodes if isinstance(node, ast.JoinedStr)]
     parts = {id(part) for node in joined for part in node.values}
     strings = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    messages = [
-        "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values) for node in joined
-    ]
+    messages = ["".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values) for node in joined]
     messages += [str(node.value) for node in strings if id(node) not in statements | parts]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]

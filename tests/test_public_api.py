@@ -3,8 +3,6 @@
 `public_api.json` holds the interfaces of the last release; `python tests/test_public_api.py` updates it. Additions may be missing there.
 """
 
-from __future__ import annotations
-
 import enum
 import inspect
 import json
@@ -21,26 +19,8 @@ from esper_telemetry.cli.check import CheckOptions
 from esper_telemetry.cli.main import COMMANDS
 from esper_telemetry.cli.run import ScriptRun
 from esper_telemetry.core.metric import released
-from esper_telemetry.core.record import (
-    Alarm,
-    AlarmEvent,
-    AlarmLevel,
-    Axes,
-    Histogram,
-    MetricInfo,
-    Record,
-    RunInfo,
-    RunStatus,
-)
-from esper_telemetry.journal.lines import (
-    SCHEMA,
-    JournalEvent,
-    encode_alarm,
-    encode_end,
-    encode_event,
-    encode_record,
-    encode_run,
-)
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
+from esper_telemetry.journal.lines import SCHEMA, JournalEvent, encode_alarm, encode_end, encode_event, encode_record, encode_run
 
 SNAPSHOT = Path(__file__).with_name("public_api.json")
 FORMS = {**COMMANDS, "run": ScriptRun, "check": CheckOptions}
@@ -169,5 +149,16 @@ def test_breaks_are_told_from_additions(now: Mapping[str, Any], expected: list[s
     assert list(breaks({"f": {"()": ["a", "b=", "*, c="]}}, now)) == expected
 
 
+def layout(value: Any, indent: str = "\n") -> str:
+    """Return JSON with short lists and mappings on one line, so that a change shows as the lines that it concerns."""
+    text = json.dumps(value, sort_keys=True)
+    if len(text) <= 100 or isinstance(value, str):
+        return text
+    inner = indent + " "
+    if isinstance(value, list):
+        return "[" + ",".join(inner + layout(item, inner) for item in value) + indent + "]"
+    return "{" + ",".join(f"{inner}{json.dumps(name)}: {layout(item, inner)}" for name, item in sorted(value.items())) + indent + "}"
+
+
 if __name__ == "__main__":
-    SNAPSHOT.write_text(json.dumps(public_api(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    SNAPSHOT.write_text(layout(public_api()) + "\n", encoding="utf-8")

@@ -1,7 +1,5 @@
 """The plugin of pytest and the workflow of `examples/ci`, run as a project would run them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

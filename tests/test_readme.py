@@ -1,7 +1,5 @@
 """README.md: Python blocks run as printed in an empty directory; command lines parse and run in the printed order."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -52,9 +50,7 @@ def test_every_link_leads_to_a_file() -> None:
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 def test_pages_state_the_present(page: Path) -> None:
     """A page of documentation says what is, not what was measured or planned before; the changelog has the changes."""
-    text = re.sub(
-        r"^\| `\w+/\w+` \| Since .*", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE
-    )  # texts of alarms
+    text = re.sub(r"^\| `\w+/\w+` \| Since .*", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)  # texts of alarms
 
     assert [words.group() for words in HISTORY.finditer(text)] == []
 

@@ -1,7 +1,5 @@
 """The documentation site: the strict build, every page in its navigation, and no request to another host."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

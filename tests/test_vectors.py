@@ -3,8 +3,6 @@
 `ESPER_VECTORS=FILE pytest tests/test_vectors.py` runs other cases of the same schema.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -34,18 +32,14 @@ def test_reference_case(case: Mapping[str, Any]) -> None:
         if not agrees(values.get(key), expected, case["tolerance"])
     }
 
-    assert not wrong, "\n".join(
-        f"{key}: got {actual}, expected {expected}" for key, (actual, expected) in wrong.items()
-    )
+    assert not wrong, "\n".join(f"{key}: got {actual}, expected {expected}" for key, (actual, expected) in wrong.items())
 
 
 def agrees(got: Any, expected: Any, tolerance: float) -> bool:
     """Return True if a value equals the expected one: numbers within a relative tolerance (absolute at 0), the rest exactly."""
     if isinstance(expected, list):
         return (
-            isinstance(got, list)
-            and len(got) == len(expected)
-            and all(agrees(g, e, tolerance) for g, e in zip(got, expected, strict=True))
+            isinstance(got, list) and len(got) == len(expected) and all(agrees(g, e, tolerance) for g, e in zip(got, expected, strict=True))
         )
     if isinstance(expected, dict):
         return isinstance(got, dict) and all(agrees(got.get(key), value, tolerance) for key, value in expected.items())

@@ -1,7 +1,5 @@
 """Two processes joined by `torch.distributed`, for tests."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +16,7 @@ def run_together(body: Callable[..., Any], directory: Path, *arguments: Any) -> 
     """Results of `body(rank, *arguments)`, a function of a test module, in two processes; None for a process that died."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    processes = [
-        context.Process(target=_one, args=(body, rank, str(directory), arguments), daemon=True) for rank in range(2)
-    ]
+    processes = [context.Process(target=_one, args=(body, rank, str(directory), arguments), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

@@ -1,7 +1,5 @@
 """Helper that waits for the work of another thread or process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

@@ -97,9 +97,7 @@ def main() -> None:
     options.seeds = options.seeds or (3 if options.set == "tasks" else 1)
     if options.set == "language" and importlib.util.find_spec("trl") is None:
         parser.error("the set language needs TRL: pip install '.[trl]'")
-    results = (
-        RESULTS / "tools" / outside_tool.slug(options.tool) / options.set if options.tool else RESULTS / options.set
-    )
+    results = RESULTS / "tools" / outside_tool.slug(options.tool) / options.set if options.tool else RESULTS / options.set
     if options.what == "score" and not any(results.rglob("*.json")):
         parser.error(f"no finished runs of {options.set}: python -m benchmarks.mistakes run {options.set}")
     programs = chosen(options)

@@ -65,16 +65,12 @@ def by_names(program: Program, names: set[str]) -> Said:
 
 def zen(program: Program, run: Run) -> Said:
     """Return `zen-rl`'s findings for the tags."""
-    return by_names(
-        program, {issue["mode"] for issue in importlib.import_module("zen.detect.rules").detect(logs_of(run))}
-    )
+    return by_names(program, {issue["mode"] for issue in importlib.import_module("zen.detect.rules").detect(logs_of(run))})
 
 
 def rlwatch(program: Program, run: Run) -> Said:
     """Return the findings of `rlwatch`'s detectors. They also get the gradient norm and the spreads of rewards and advantages."""
-    suite = importlib.import_module("rlwatch.detectors").DetectorSuite(
-        importlib.import_module("rlwatch.config").RLWatchConfig()
-    )
+    suite = importlib.import_module("rlwatch.detectors").DetectorSuite(importlib.import_module("rlwatch.config").RLWatchConfig())
     names: set[str] = set()
     for record in run.records:
         names |= {alert.detector for alert in suite.check_step(record.axes.update, **_watched(record))}
@@ -125,9 +121,7 @@ def compare(results: Path, programs: Sequence[Program], scores: Sequence[Score],
         for name, diagnoser in diagnosers.items():
             rows.setdefault(name, []).append((score, diagnoser(program, run)))
         rows.setdefault("ours, with tensors", []).append((score, by_verdict(program, verdict_of(run_dir))))
-    print(
-        "\n| diagnoser | harmful: right cause | harmful: says something | correct: says something | what it says of correct runs |"
-    )
+    print("\n| diagnoser | harmful: right cause | harmful: says something | correct: says something | what it says of correct runs |")
     print("|---|---|---|---|---|")
     for name, row in rows.items():
         bad = [said for score, said in row if score.harmful and not score.learns]

@@ -159,9 +159,7 @@ def _options(settings: Mapping[str, Any]) -> Iterator[str]:
 def _edits(entry: Mapping[str, Any]) -> tuple[Edit, ...]:
     """Return the edits of an entry: the hunks of its `diff`, and its pairs of `edits`."""
     hunks = [hunk.splitlines(keepends=True) for hunk in entry["diff"].split("@@\n")] if "diff" in entry else []
-    sides = [
-        tuple("".join(line[1:] or line for line in hunk if line[0] in f" \n{sign}") for sign in "-+") for hunk in hunks
-    ]
+    sides = [tuple("".join(line[1:] or line for line in hunk if line[0] in f" \n{sign}") for sign in "-+") for hunk in hunks]
     return tuple((old, new) for old, new in (*sides, *entry.get("edits", ())))
 
 
@@ -212,9 +210,7 @@ def _program(section: str, key: str, entry: Mapping[str, Any], *quantities: str)
             *(CHANGES[section] if section in STYLES else ()),
             *_edits(entry),
         ),
-        args=(entry["env"], "--fault", key)
-        if "env" in entry
-        else (*SECTION_ARGS.get(section, ()), *entry.get("args", ())),
+        args=(entry["env"], "--fault", key) if "env" in entry else (*SECTION_ARGS.get(section, ()), *entry.get("args", ())),
         quantities=quantities,
         words=entry.get("words", ""),
         follows=tuple(entry.get("follows", ())),
@@ -241,17 +237,13 @@ def _all() -> Iterator[Program]:
         yield from (_program(section, key, entry) for key, entry in _TASKS[section].items())
     for key in _CHANGES["loop"]["of_script"]:
         program = named[f"script-{key}"]
-        yield replace(
-            program, name=f"loop-{key}", trainer="loop", task=None, edits=(*program.edits, *CHANGES["own_loop"])
-        )
+        yield replace(program, name=f"loop-{key}", trainer="loop", task=None, edits=(*program.edits, *CHANGES["own_loop"]))
     for key, entry in _TASKS["published"].items():
         name, label = f"published-{key}", key.split("-")[0]
         source = _TASKS["sources"].get(key, _TASKS["sources"][label])
         task = Task(entry["env"], entry["steps"])
         settings = entry["settings"]
-        yield Program(
-            name, "sb3", "library_program.py", "published", task=task, settings=settings, family=name, source=source
-        )
+        yield Program(name, "sb3", "library_program.py", "published", task=task, settings=settings, family=name, source=source)
 
 
 def _twins(programs: list[Program]) -> Iterator[Program]:

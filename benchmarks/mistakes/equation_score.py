@@ -189,9 +189,7 @@ def judge_names(program: Program, name: str, records: Sequence[Sequence[str]], r
     if not named:
         return "unnamed"
     common = set.intersection(*named) or set.union(*named)
-    fitting = {
-        one for one in common if re.search(program.words, f"{one} {reading.says[f'{name}_{one}']}", re.IGNORECASE)
-    }
+    fitting = {one for one in common if re.search(program.words, f"{one} {reading.says[f'{name}_{one}']}", re.IGNORECASE)}
     if not fitting:
         return "wrong name"
     return "right" if fitting == common else "set"
@@ -269,14 +267,8 @@ def print_correct(verdicts: Sequence[Mapping[str, Any]]) -> None:
         failed = sum(name in one["named"] and name not in one["variants"] for one in having)
         largest = max([one["largest"][name] for one in having if name not in one["variants"]], default=0.0)
         print(f"| {name} | {len(having)} | {sum(one['checked'][name] for one in having)} | {largest:.2g} | {failed} |")
-    alarms = [
-        f"{one['name']} seed {one['seed']}: {', '.join(alarms)}"
-        for one in verdicts
-        if (alarms := one["reading"]["alarms"])
-    ]
-    print(
-        f"\n{len(readings)} runs, {sum(one['updates'] for one in readings)} updates, {len(alarms)} runs with alarms of integrity/"
-    )
+    alarms = [f"{one['name']} seed {one['seed']}: {', '.join(alarms)}" for one in verdicts if (alarms := one["reading"]["alarms"])]
+    print(f"\n{len(readings)} runs, {sum(one['updates'] for one in readings)} updates, {len(alarms)} runs with alarms of integrity/")
     print("\n".join(alarms))
 
 

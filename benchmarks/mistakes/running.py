@@ -105,9 +105,7 @@ def run_long(results: Path, programs: Iterable[Program], seeds: int) -> None:
         started = time.perf_counter()
         code = forked(command, directory, LONG_LIMIT_SECONDS)
         seconds = time.perf_counter() - started
-        git = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-        )
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
         facts = {"program": program.name, "seed": seed, "exit": code, "seconds": seconds, "commit": git.stdout.strip()}
         (directory / "run.json").write_text(json.dumps(facts))
         truth = truth_of(results, program.name, seed)

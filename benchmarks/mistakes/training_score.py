@@ -66,9 +66,7 @@ class Score:
 def score(results: Path, programs: Sequence[Program]) -> list[Score]:
     """Print the tables, write the score of every run to `scores.json`, and return the scores."""
     scores = list(scored(results, programs))
-    runs = {
-        (one.name, seed) for one in programs for seed in SEEDS if truth_of(results, one.name, seed).kind != "missing"
-    }
+    runs = {(one.name, seed) for one in programs for seed in SEEDS if truth_of(results, one.name, seed).kind != "missing"}
     print(f"{len(runs)} runs of {len({name for name, _ in runs})} programs; {len(programs)} are declared.")
     print_harmful(scores)
     print_misses(programs, scores)
@@ -134,9 +132,7 @@ def score_of(program: Program, seed: int, harmful: bool | None, truth: Truth, ve
     explaining = [one for one in verdict.incidents if not one.cause.startswith(NOT_EXPLAINING)]
     root = is_right(program, explaining[0].main) if explaining else bool(named_remarks)
     kinds = {"learns": GOOD, "flat": {"flat"}, "declining": {"declining"}, "failed": {"failed"}}.get(truth.kind)
-    labels = [
-        f"{one.type}:{one.key.removeprefix(EQUATION_KEY)}" if one.type == EQUATION else one.type for one in raised
-    ]
+    labels = [f"{one.type}:{one.key.removeprefix(EQUATION_KEY)}" if one.type == EQUATION else one.type for one in raised]
     return Score(
         *(
             program.name,
@@ -186,17 +182,13 @@ def print_harmful(scores: Sequence[Score]) -> None:
     for result, goal in (("named", "≥ .85"), ("unexplained", "≤ .15"), ("named wrongly", "0"), ("called fine", "0")):
         print(f"| {result} | {share(counts[result], len(runs))} | {goal} |")
     alarmed = [one for one in runs if one.result == "named"]
-    print(
-        f"| root cause first, of those named | {share(sum(one.root_first for one in alarmed), len(alarmed))} | ≥ .8 |"
-    )
+    print(f"| root cause first, of those named | {share(sum(one.root_first for one in alarmed), len(alarmed))} | ≥ .8 |")
 
 
 def print_misses(programs: Sequence[Program], scores: Sequence[Score]) -> None:
     """Print every run of a wrong program that was not named with the right cause first."""
     sources = {one.name: one for one in programs}
-    print(
-        "\n| program | seed | harmful | truth | outcome | result | alarms and remarks |\n|---|---|---|---|---|---|---|"
-    )
+    print("\n| program | seed | harmful | truth | outcome | result | alarms and remarks |\n|---|---|---|---|---|---|---|")
     for one in scores:
         if one.kind != "wrong" or (one.result == "named" and one.root_first):
             continue
@@ -209,17 +201,13 @@ def print_misses(programs: Sequence[Program], scores: Sequence[Score]) -> None:
 
 def print_false_alarms(scores: Sequence[Score]) -> None:
     """Print alarms in correct programs, by kind."""
-    print(
-        "\n| correct programs | runs | updates | alarms | per 100 updates | runs with any | goal |\n|---|---|---|---|---|---|---|"
-    )
+    print("\n| correct programs | runs | updates | alarms | per 100 updates | runs with any | goal |\n|---|---|---|---|---|---|---|")
     goals = {"published": "≤ 0.1; one run in ten", "variant": "0", "correct": "0"}
     for kind, goal in goals.items():
         runs = [one for one in scores if one.kind == kind]
         updates, alarms = sum(one.updates for one in runs), sum(one.raised for one in runs)
         rate = 100 * alarms / max(1, updates)
-        print(
-            f"| {kind} | {len(runs)} | {updates} | {alarms} | {rate:.2f} | {sum(bool(one.alarms) for one in runs)} | {goal} |"
-        )
+        print(f"| {kind} | {len(runs)} | {updates} | {alarms} | {rate:.2f} | {sum(bool(one.alarms) for one in runs)} | {goal} |")
     for one in scores:
         if one.kind != "wrong" and one.alarms:
             print(f"- {one.program}, seed {one.seed}: {', '.join(one.alarms)}; {one.truth}; {one.outcome}")
@@ -230,12 +218,8 @@ def print_outcomes(scores: Sequence[Score]) -> None:
     decided = [one for one in scores if one.right_outcome is not None]
     judged = [one for one in decided if one.outcome != OutcomeKind.TOO_SHORT]
     print(f"\nOutcome right: {share(sum(one.right_outcome is True for one in decided), len(decided))}; goal ≥ .95.")
-    print(
-        f"Without runs that are too short to tell: {share(sum(one.right_outcome is True for one in judged), len(judged))}."
-    )
+    print(f"Without runs that are too short to tell: {share(sum(one.right_outcome is True for one in judged), len(judged))}.")
     pairs = Counter((one.truth.split()[0], one.outcome) for one in decided if not one.right_outcome)
     for (truth, outcome), count in pairs.most_common():
-        names = ", ".join(
-            f"{one.program} {one.seed}" for one in decided if (one.truth.split()[0], one.outcome) == (truth, outcome)
-        )
+        names = ", ".join(f"{one.program} {one.seed}" for one in decided if (one.truth.split()[0], one.outcome) == (truth, outcome))
         print(f"- {truth} by the returns, {outcome} by the package: {count} ({names})")

@@ -17,16 +17,7 @@ from esper_telemetry.adapters.columns import EpisodeCounter, numbers_by_key
 from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.clock import PhaseTimes
-from esper_telemetry.events import (
-    BackwardEnd,
-    EpisodeEnd,
-    Hooks,
-    OptimizerStep,
-    Remover,
-    RolloutEnd,
-    RunStart,
-    UpdateStart,
-)
+from esper_telemetry.events import BackwardEnd, EpisodeEnd, Hooks, OptimizerStep, Remover, RolloutEnd, RunStart, UpdateStart
 from esper_telemetry.recording.recorder import JoinRows, UpdateRecorder
 from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.failure import Candidate, of_parameters
@@ -140,10 +131,7 @@ class Adapter:
         self._taps.append(remove)
 
     def follow(
-        self,
-        optimizers: Iterable[Optimizer],
-        parameters: Mapping[str, Tensor],
-        clipped_apart: Iterable[Sequence[str]] = (),
+        self, optimizers: Iterable[Optimizer], parameters: Mapping[str, Tensor], clipped_apart: Iterable[Sequence[str]] = ()
     ) -> None:
         """Emit `BackwardEnd` and `OptimizerStep` for the steps of only these optimizers from now on.
 
@@ -174,9 +162,7 @@ class Adapter:
         """Emit `RunStart`."""
         self.hooks.emit(RunStart(config, facts, self.update, self.env_step, self.gradient_step))
 
-    def begin_update(
-        self, env_step: int, rollout: Callable[[], RolloutEnd] | None = None, *, environment: float | None = None
-    ) -> None:
+    def begin_update(self, env_step: int, rollout: Callable[[], RolloutEnd] | None = None, *, environment: float | None = None) -> None:
         """Begin an update with data that were collected at that environment step.
 
         Args:
@@ -223,9 +209,7 @@ class Adapter:
             if timed:
                 self.times.end("update")
             self.gradient_step += self.step
-            if (
-                self.rollout_event is not None and not self.rollout_event.ended.is_cpu
-            ):  # reading them earlier would wait for the device
+            if self.rollout_event is not None and not self.rollout_event.ended.is_cpu:  # reading them earlier would wait for the device
                 self.session.attempt(self._emit_episodes, self.rollout_event)
 
     def end_update(self) -> None:
@@ -294,9 +278,7 @@ class Adapter:
             apart = () if max_norm is None else self._clipped_apart
             if 0 < len(kept) < len(self._parts):  # the step came before the other clips
                 apart = tuple([frozenset(part) for part, _ in kept])
-            event = BackwardEnd(
-                self.epoch, self.step, self.parameters, tuple(names), norms, max_norm, clipped_apart=apart
-            )
+            event = BackwardEnd(self.epoch, self.step, self.parameters, tuple(names), norms, max_norm, clipped_apart=apart)
             self.hooks.emit(event)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -344,9 +326,7 @@ def named_parameters(**parts: nn.Module) -> dict[str, Tensor]:
     return dict(known.values())
 
 
-def parameter_groups(
-    parameters: Mapping[str, Tensor], actor: Iterable[Tensor], critic: Iterable[Tensor]
-) -> dict[str, list[str]]:
+def parameter_groups(parameters: Mapping[str, Tensor], actor: Iterable[Tensor], critic: Iterable[Tensor]) -> dict[str, list[str]]:
     """Return the fact `groups`: names of the parameters of `actor` and `critic` alone, and of both (`shared`)."""
     of_actor, of_critic = {*map(id, actor)}, {*map(id, critic)}
     groups: dict[str, list[str]] = {"actor": [], "shared": [], "critic": []}

@@ -99,9 +99,7 @@ def join_columns(columns: Sequence[HeadColumns], join: Join) -> HeadColumns:
     return HeadColumns(*joined)
 
 
-def head_actions(
-    actions: Tensor, names: Sequence[str], continuous: Collection[str], shape: Sequence[int]
-) -> dict[str, Tensor]:
+def head_actions(actions: Tensor, names: Sequence[str], continuous: Collection[str], shape: Sequence[int]) -> dict[str, Tensor]:
     """Split actions by head: [*shape, D] of a continuous head, `shape` in int64 of a categorical one.
 
     Args:
@@ -117,9 +115,7 @@ def head_actions(
     if split.shape[:-1] != tuple(shape) or 1 < len(names) > split.shape[-1]:
         raise ValueError(f"actions {[*actions.shape]} lack an entry for each of {len(names)} heads in rows {[*shape]}")
     parts = (split,) if len(names) == 1 else split.split(1, -1)
-    return {
-        name: part if name in continuous else part.squeeze(-1).long() for name, part in zip(names, parts, strict=False)
-    }
+    return {name: part if name in continuous else part.squeeze(-1).long() for name, part in zip(names, parts, strict=False)}
 
 
 def chosen_log_probs(logits: Tensor, actions: Tensor) -> Tensor:
@@ -181,12 +177,7 @@ def value_loss(columns: LossColumns, clip: float | None, *, maximum: bool = Fals
 
 
 def loss_columns(
-    columns: LossColumns,
-    clip: float | None,
-    clip_value: float | None,
-    *,
-    dual_clip: float | None = None,
-    clip_maximum: bool = False,
+    columns: LossColumns, clip: float | None, clip_value: float | None, *, dual_clip: float | None = None, clip_maximum: bool = False
 ) -> dict[str, Tensor]:
     """Return the losses of each row [N] by the names of `MinibatchEnd`: `policy`, `value` and `entropy` (its negative).
 
@@ -409,9 +400,7 @@ class EpisodeCounter:
 
     def episodes(self, rewards: Tensor, ended: Tensor, env_step: int) -> EpisodeEnd | None:
         """Return the event of the episodes that finished in a rollout with these columns [T, B]; None if none did."""
-        steps = (
-            torch.stack([rewards.detach(), ended.to(rewards)]).cpu().double()
-        )  # one copy, which waits for the device
+        steps = torch.stack([rewards.detach(), ended.to(rewards)]).cpu().double()  # one copy, which waits for the device
         sums = steps[0].cumsum(0).numpy() + self._sums
         envs, times = steps[1].numpy().T.nonzero()  # [K] ends, environment by environment
         lengths = self._lengths[envs] + times + 1

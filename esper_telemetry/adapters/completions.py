@@ -126,12 +126,7 @@ class CompletionsUpdate:
         for event in self.generations:
             yield partial(completion_stats, event.lengths, event.truncated, turns=event.turns)
             yield partial(
-                group_stats,
-                event.total_rewards,
-                event.prompts,
-                event.lengths,
-                advantages=event.advantages,
-                size=event.group_size,
+                group_stats, event.total_rewards, event.prompts, event.lengths, advantages=event.advantages, size=event.group_size
             )
             if len(event.rewards) > 1 or level >= Level.DEBUG:
                 yield partial(reward_components, event.rewards, event.lengths)
@@ -144,9 +139,7 @@ class CompletionsUpdate:
         """Return samples of the completions."""
         samples = self.generations[-1].samples
         texts = ("prompt", "completion")
-        return {
-            "samples": [one._asdict() | {name: _shortened(getattr(one, name)) for name in texts} for one in samples]
-        }
+        return {"samples": [one._asdict() | {name: _shortened(getattr(one, name)) for name in texts} for one in samples]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +225,7 @@ def _origin(event: TokensEnd) -> MetricGroup:
     return RatioOrigin(Mean(float(event.old is None), 1.0))
 
 
-def minibatch_of(
-    passes: Sequence[tuple[TokensEnd, Tensor]], epoch: int, step: int, *, per_completion: bool = False
-) -> MinibatchEnd | None:
+def minibatch_of(passes: Sequence[tuple[TokensEnd, Tensor]], epoch: int, step: int, *, per_completion: bool = False) -> MinibatchEnd | None:
     """Return the minibatch of the passes that an optimizer step was taken for; None if their ratios are 1 by construction.
 
     Args:

@@ -17,9 +17,7 @@ NEUTRAL_WRAPPERS: Final = frozenset(
     | {"RenderCollection", "VecCheckNan", "VecMonitor", "VecVideoRecorder"}
 )
 """Wrappers that only check or record: observations, actions, rewards and the ends of episodes stay as they are."""
-NEUTRAL_ARGUMENTS: Final = frozenset(
-    {"max_episode_steps", "num_envs", "render_mode", "vector_kwargs", "vectorization_mode", "wrappers"}
-)
+NEUTRAL_ARGUMENTS: Final = frozenset({"max_episode_steps", "num_envs", "render_mode", "vector_kwargs", "vectorization_mode", "wrappers"})
 """Arguments of `gymnasium.make` and `make_vec` that change nothing in the environment, or that other facts show."""
 
 
@@ -45,14 +43,8 @@ def _facts(env: Any) -> dict[str, str]:
     if is_remote:
         chain = [(one.name, one.kwargs) for one in getattr(spec, "additional_wrappers", ())] + chain
     has_limit = getattr(spec, "max_episode_steps", None) is not None  # which is the fact `horizon`
-    shown = [
-        _call(name, kwargs)
-        for name, kwargs in chain
-        if name not in NEUTRAL_WRAPPERS and not (has_limit and name == "TimeLimit")
-    ]
-    spaces = {
-        name: getattr(env, f"single_{name}", getattr(env, name, None)) for name in ("observation_space", "action_space")
-    }
+    shown = [_call(name, kwargs) for name, kwargs in chain if name not in NEUTRAL_WRAPPERS and not (has_limit and name == "TimeLimit")]
+    spaces = {name: getattr(env, f"single_{name}", getattr(env, name, None)) for name in ("observation_space", "action_space")}
     name = getattr(spec, "id", None) or ("" if is_remote else type(layers[-1]).__name__)
     arguments = {key: value for key, value in getattr(spec, "kwargs", {}).items() if key not in NEUTRAL_ARGUMENTS}
     texts = {

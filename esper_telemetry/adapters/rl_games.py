@@ -147,9 +147,7 @@ class AlgoListener(Adapter):
             mean, deviation = _statistics(_model(algo).running_mean_std)
             observations = ((observations - mean) / deviation).clamp(-LIMIT, LIMIT)
             scales["obs"] = Scale(mean, deviation, LIMIT, observations)
-        actions = head_actions(
-            buffer["actions"], self._head_names, self._head_names if self._continuous else (), values.shape
-        )
+        actions = head_actions(buffer["actions"], self._head_names, self._head_names if self._continuous else (), values.shape)
         return RolloutEnd(
             update=self.update,
             env_step=self.env_step,
@@ -201,9 +199,7 @@ class AlgoListener(Adapter):
         if self.learning:
             self.begin_minibatch(self._count // len(self._algo.dataset))
             self._count += 1
-            if hasattr(
-                self._algo.model, "_orig_mod"
-            ):  # a compiled model may write the next output into the same tensors
+            if hasattr(self._algo.model, "_orig_mod"):  # a compiled model may write the next output into the same tensors
                 result = {name: x.clone() if isinstance(x, Tensor) else x for name, x in result.items()}
             self._output = result
 

@@ -136,9 +136,7 @@ class GeneratorTap(Tap):
         on_error: receives what the listener raises.
     """
 
-    def __init__(
-        self, owner: object, name: str, listener: Callable[[Any, Mapping[str, Any]], object], on_error: ErrorHandler
-    ) -> None:
+    def __init__(self, owner: object, name: str, listener: Callable[[Any, Mapping[str, Any]], object], on_error: ErrorHandler) -> None:
         super().__init__(owner, name)
         self._listener, self._on_error = listener, on_error
         vars(owner)[name] = self
@@ -254,10 +252,7 @@ class ClipFunction:
 
 
 def _report(
-    owners: Sequence[tuple[ClipListener, ErrorHandler]],
-    parameters: Sequence[Tensor],
-    max_norm: float,
-    norms: Tensor | None,
+    owners: Sequence[tuple[ClipListener, ErrorHandler]], parameters: Sequence[Tensor], max_norm: float, norms: Tensor | None
 ) -> None:
     for owner, on_error in owners:
         try:

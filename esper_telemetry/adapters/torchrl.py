@@ -300,10 +300,7 @@ class LossListener(Adapter):
         """Facts for the alarms about a run, from the objects' attributes; `batch` is the first one, None if it is not known."""
         loss, estimator, optimizer = self._loss, self._estimator, self.optimizers[0]
         distribution = None if batch is None else acting_distribution(batch, loss)
-        own, averaged = (
-            bool(getattr(loss, "normalize_advantage", False)),
-            bool(getattr(estimator, "average_gae", False)),
-        )
+        own, averaged = (bool(getattr(loss, "normalize_advantage", False)), bool(getattr(estimator, "average_gae", False)))
         critic, squashed = _number(getattr(loss, "critic_coeff", None)), is_squashed(distribution)
         facts: dict[str, Any] = {
             "trainer": "torchrl",
@@ -323,9 +320,7 @@ class LossListener(Adapter):
             "normalize_advantages": own or averaged,
             "normalize_minibatches": own,
             "learning_rate": float(optimizer.param_groups[0]["lr"]),
-            "value_coef": None
-            if critic is None
-            else 2 * critic,  # their loss is the mean squared error, ours half of it
+            "value_coef": None if critic is None else 2 * critic,  # their loss is the mean squared error, ours half of it
             "entropy_coef": _number(getattr(loss, "entropy_coeff", None)),
             "policy": "mlp",
             "squashed": squashed,
@@ -422,8 +417,7 @@ def environment_facts(env: Any) -> dict[str, Any]:
 def _unchecked(loss: Any, estimator: Any) -> dict[str, str]:
     """Return why equations cannot be checked that the events do not show."""
     reasons = dict.fromkeys(
-        ("transitions", "executed_actions", "stored_rewards"),
-        "batches of collectors keep no copy of what environments returned",
+        ("transitions", "executed_actions", "stored_rewards"), "batches of collectors keep no copy of what environments returned"
     )
     reasons["total_loss"] = "the loop adds the losses"
     if not is_squared(loss):
@@ -467,9 +461,7 @@ def attach_loss(
         TypeError: if the arguments are not a `Telemetry` and a PPO loss.
     """
     if not isinstance(telemetry, Telemetry) or not all(hasattr(loss, name) for name in ("_log_weight", "tensor_keys")):
-        raise TypeError(
-            f"attach_loss takes a Telemetry and a ClipPPOLoss, got {type(telemetry).__name__} and {type(loss).__name__}"
-        )
+        raise TypeError(f"attach_loss takes a Telemetry and a ClipPPOLoss, got {type(telemetry).__name__} and {type(loss).__name__}")
     if telemetry.level is Level.OFF:
         return None
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
@@ -478,9 +470,7 @@ def attach_loss(
     return adapter
 
 
-def attach_trainer(
-    telemetry: Telemetry, trainer: Any, *, facts: Mapping[str, Any] | None = None
-) -> LossListener | None:
+def attach_trainer(telemetry: Telemetry, trainer: Any, *, facts: Mapping[str, Any] | None = None) -> LossListener | None:
     """Make `telemetry` record every update of a TorchRL `Trainer` with a `ClipPPOLoss`, such as `PPOTrainer`; see `attach_loss`.
 
         trainer = PPOTrainer(...)

@@ -20,21 +20,13 @@ from typing import Any, Self
 try:
     from transformers import TrainerCallback
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        "TelemetryCallback needs trl: pip install 'esper-telemetry[trl]'", name=missing.name
-    ) from missing
+    raise ModuleNotFoundError("TelemetryCallback needs trl: pip install 'esper-telemetry[trl]'", name=missing.name) from missing
 
 import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.adapter import Adapter, plain_settings
-from esper_telemetry.adapters.completions import (
-    CompletionsEnd,
-    CompletionsUpdate,
-    TokensEnd,
-    TokensUpdate,
-    minibatch_of,
-)
+from esper_telemetry.adapters.completions import CompletionsEnd, CompletionsUpdate, TokensEnd, TokensUpdate, minibatch_of
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.rate_schedule import rate_fields
 from esper_telemetry.core.record import Level
@@ -268,9 +260,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         trainer = _calling_trainer(self)
         lacking = [name for name in TAPS if not hasattr(trainer, name)]
         if lacking:
-            raise TypeError(
-                f"TelemetryCallback watches GRPOTrainer, got {type(trainer).__name__}, which has no {lacking[0]}"
-            )
+            raise TypeError(f"TelemetryCallback watches GRPOTrainer, got {type(trainer).__name__}, which has no {lacking[0]}")
         self._attempt(self._start, trainer, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -339,9 +329,7 @@ def samples_whole_distribution(trainer: Any) -> bool:
     args = trainer.args
     top_p, top_k, min_p = (getattr(args, name, None) for name in ("top_p", "top_k", "min_p"))
     penalty = getattr(args, "repetition_penalty", None)
-    return (
-        (top_p is None or top_p >= 1) and (not top_k or top_k < 0) and not min_p and (penalty is None or penalty == 1)
-    )
+    return (top_p is None or top_p >= 1) and (not top_k or top_k < 0) and not min_p and (penalty is None or penalty == 1)
 
 
 def generation_passes(trainer: Any) -> int:

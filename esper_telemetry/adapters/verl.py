@@ -29,13 +29,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from esper_telemetry.adapters.adapter import Adapter, last_layer, plain_settings
-from esper_telemetry.adapters.completions import (
-    CompletionsEnd,
-    CompletionsUpdate,
-    TokensEnd,
-    TokensUpdate,
-    minibatch_of,
-)
+from esper_telemetry.adapters.completions import CompletionsEnd, CompletionsUpdate, TokensEnd, TokensUpdate, minibatch_of
 from esper_telemetry.adapters.verl_workers import ACTOR, CRITIC, joined, start_worker, stop_worker, take_steps
 from esper_telemetry.core.facts import UNCHECKED_FACT, precision_of
 from esper_telemetry.core.record import Level
@@ -150,9 +144,7 @@ class DriverListener(Adapter):
         local = int(self._trainer.parameter_sync_step)
         self.update = int(self._trainer.global_steps) * local
         self.env_step = self.update * self._batch_size // local
-        self.gradient_step = (
-            self.update * int(self._setting("actor_rollout_ref.actor.ppo_epochs", 1)) * self._minibatches
-        )
+        self.gradient_step = self.update * int(self._setting("actor_rollout_ref.actor.ppo_epochs", 1)) * self._minibatches
 
     def _after_advantage(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """A batch has its advantages: the update begins."""
@@ -362,9 +354,7 @@ class DriverListener(Adapter):
             "temperature": float(self._setting("actor_rollout_ref.rollout.temperature", 1.0)),
             "beta": float(self._setting(f"{actor}.kl_loss_coef", 0.0)) if penalised else 0.0,
             **(critic if gae else {}),
-            UNCHECKED_FACT: dict.fromkeys(
-                ("transitions", "executed_actions", "stored_rewards"), "completions have no environment"
-            ),
+            UNCHECKED_FACT: dict.fromkeys(("transitions", "executed_actions", "stored_rewards"), "completions have no environment"),
         }
 
 
@@ -387,9 +377,7 @@ def attach_trainer(telemetry: Telemetry, trainer: Any, *, samples: bool = True) 
     """
     lacking = [name for name in (*TAPS, "actor_rollout_wg") if not hasattr(trainer, name)]
     if not isinstance(telemetry, Telemetry) or lacking:
-        raise TypeError(
-            f"attach_trainer takes a Telemetry and verl's PPOTrainer after init(), got {telemetry!r} and {trainer!r}"
-        )
+        raise TypeError(f"attach_trainer takes a Telemetry and verl's PPOTrainer after init(), got {telemetry!r} and {trainer!r}")
     if telemetry.level is not Level.OFF:
         listener = DriverListener(telemetry, trainer, samples=samples)
         session_of(telemetry).attempt(DriverListener.start, listener)

@@ -249,8 +249,7 @@ class RuleCoverage:
     def __init__(self, rules: Iterable[AlarmRule], facts: Facts) -> None:
         self._rules = tuple(rules)
         self._lacking = {
-            rule.type: [name for name in rule.facts if facts.get(name) is None or getattr(facts, name, 0) is None]
-            for rule in self._rules
+            rule.type: [name for name in rule.facts if facts.get(name) is None or getattr(facts, name, 0) is None] for rule in self._rules
         }
         self._part_families = PART_FAMILIES - ({"lstm"} if facts.policy is not None else set())
         self._facts = facts
@@ -359,9 +358,7 @@ class EscalationRemaining(Derived):
     """Updates for which the level stays raised."""
 
     remaining: float | None = reports(
-        Metric.magnitude(
-            "telemetry/escalation_remaining", 979, "escalation remaining", unit="updates", level=Level.MINIMAL
-        )
+        Metric.magnitude("telemetry/escalation_remaining", 979, "escalation remaining", unit="updates", level=Level.MINIMAL)
         .asks("For how many more updates, including this one, do alarms keep the level at DEBUG?")
         .absent("alarms are switched off")
     )
@@ -406,9 +403,7 @@ class Escalation:
         opened = [kind for kind in raised if self.durations.get(kind, 0) > 0 and now > cooled.get(kind, 0)]
         ends = {**self.ends, **{kind: now + self.durations[kind] - 1 for kind in opened}}
         remaining = max([self.remaining, *(self.durations[kind] for kind in opened)])
-        state = replace(
-            self, updates=now, remaining=max(0, remaining - 1), streak=self.streak + 1 if remaining else 0, ends=ends
-        )
+        state = replace(self, updates=now, remaining=max(0, remaining - 1), streak=self.streak + 1 if remaining else 0, ends=ends)
         return EscalationStep(state, remaining)
 
 

@@ -105,9 +105,7 @@ class Baselines:
                 value, size = values[key], abs(values[key])
                 scaled[row] = value if key in self._linear else log10(size) if size > 0 else nan
         self._x = np.array(scaled)
-        filled = self._values[
-            :, : max(1, int(self._count.max(initial=0)))
-        ]  # the other columns are empty: most runs are short
+        filled = self._values[:, : max(1, int(self._count.max(initial=0)))]  # the other columns are empty: most runs are short
         median, scale = spread(filled, scale_min=self._floor, n_min=MIN_MEDIAN_VALUES)
         self._medians, self._counts = median.tolist(), self._count.tolist()
         enough = self._count >= N_MIN

@@ -31,14 +31,7 @@ from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, LARGE_STEP_UPDATES, AlarmRule, Finding, Judge, View, checked
 from esper_telemetry.alarms.rule_registry import alarm_rules, is_foreign, with_alarms
 from esper_telemetry.alarms.rules.equation_alarms import EQUATION, EquationJudge, sensible_advice
-from esper_telemetry.alarms.rules.task_alarms import (
-    FIRST_ALARM,
-    Event,
-    TaskEvents,
-    bad_ending,
-    failure_findings,
-    failure_sentence,
-)
+from esper_telemetry.alarms.rules.task_alarms import FIRST_ALARM, Event, TaskEvents, bad_ending, failure_findings, failure_sentence
 from esper_telemetry.alarms.rules.telemetry_alarms import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.rules.trust_region_alarms import KL_SUDDEN, action_dimensions
 from esper_telemetry.alarms.thresholds import Thresholds
@@ -48,17 +41,7 @@ from esper_telemetry.alarms.verdict.run_outcome import OUTCOME, Outcome, Outcome
 from esper_telemetry.core.containment import Containment, call_note
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import capitalized, number
-from esper_telemetry.core.record import (
-    CRITICAL_FROM,
-    RUN_FAILED,
-    Alarm,
-    AlarmEvent,
-    AlarmLevel,
-    Axes,
-    Record,
-    RunStatus,
-    judgeable,
-)
+from esper_telemetry.core.record import CRITICAL_FROM, RUN_FAILED, Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunStatus, judgeable
 
 QUIET_UPDATES: Final = 3
 """Updates after an intervention in which only `certain` alarms are raised: the change itself makes numbers jump."""
@@ -70,14 +53,7 @@ MAX_EVIDENCE_INSTANCES: Final = 8  # heads, groups or layers that are named
 EXPLAINING_FAMILIES: Final = ("policy", "value", "loss", "adv", "ret", "integrity")
 """Families of keys that can explain unusual gradients or optimizer steps."""
 
-STEP_KEYS: Final = (
-    "policy/kl",
-    "policy/ratio/",
-    "policy/clip_frac",
-    "policy/ess_frac",
-    "opt/update_to_weight",
-    "grad/",
-)
+STEP_KEYS: Final = ("policy/kl", "policy/ratio/", "policy/clip_frac", "policy/ess_frac", "opt/update_to_weight", "grad/")
 """Keys of rules that themselves judge the size of steps, beginnings included."""
 SYMPTOMS: Final = ("grad/", "opt/")
 GRADIENTS_ALONE: Final = (
@@ -356,23 +332,17 @@ class Detectors:
                     ended.append((state, AlarmChange(AlarmEvent.CLEAR, last._replace(severity=0.0), 1)))
         return ended
 
-    def _report(
-        self, changes: list[tuple[AlarmState, AlarmChange]], record: Record, recorded: Sequence[Alarm]
-    ) -> tuple[Alarm, ...]:
+    def _report(self, changes: list[tuple[AlarmState, AlarmChange]], record: Record, recorded: Sequence[Alarm]) -> tuple[Alarm, ...]:
         """Return the alarms of this update with their incident; beyond the limit, a single alarm about the limit."""
         changes.sort(key=lambda item: self._order.place(item[0].rule.type))
         raised = [state for state, change in changes if change.event is AlarmEvent.RAISE]
         kinds = [state.rule.type for state in raised] + [a.type for a in recorded if a.event is AlarmEvent.RAISE]
         reported, limited = self._limit.step(kinds, self._update)
         claims = [state.rule.type for state, change in changes if change.finding.claim and state.rule.type in reported]
-        began = min(
-            (state.since or self._update for state in raised if state.rule.type in reported), default=self._update
-        )
+        began = min((state.since or self._update for state in raised if state.rule.type in reported), default=self._update)
         earlier = [state for state in self._states.values() if state.instances and state not in raised]
         lasting = {state.rule.type for state in earlier if state.incident is self._incidents.open}
-        incident = (
-            self._incidents.raised(reported, self._update, claims, began=began, lasting=lasting) if reported else None
-        )
+        incident = self._incidents.raised(reported, self._update, claims, began=began, lasting=lasting) if reported else None
         for state in raised:
             state.incident, state.muted = incident, state.rule.type not in reported
         alarms = [self._alarm(state, change, record) for state, change in changes if not state.muted]
@@ -412,12 +382,8 @@ class Detectors:
         holding = judge.holding if isinstance(judge, EquationJudge) else frozenset[str]()
         incident = state.incident
         alone = incident is not None and incident.number == 1 and incident.raised.keys() <= {state.rule.type}
-        worded = partial(
-            alarm_text, state, event=event, view=self._view, explained=self._explained, holding=holding, alone=alone
-        )
-        self._containment.attempt(
-            partial(worded, finding), sentences.append, name=f"the text of alarm {state.rule.type}"
-        )
+        worded = partial(alarm_text, state, event=event, view=self._view, explained=self._explained, holding=holding, alone=alone)
+        self._containment.attempt(partial(worded, finding), sentences.append, name=f"the text of alarm {state.rule.type}")
         text = sentences[0] if sentences else worded(finding._replace(text=None, advice=None))
         return text[:MAX_TEXT_CHARACTERS]
 

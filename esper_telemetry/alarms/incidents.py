@@ -75,12 +75,7 @@ class Incident:
         together = {kind for kind in self.claims if raised[kind] - first <= INCIDENT_UPDATES}
         return min(
             raised,
-            key=lambda kind: (
-                order.is_last(kind),
-                kind not in self.claims,
-                first if kind in together else raised[kind],
-                order.place(kind),
-            ),
+            key=lambda kind: (order.is_last(kind), kind not in self.claims, first if kind in together else raised[kind], order.place(kind)),
         )
 
     def expects(self, kind: str, lasting: Collection[str], is_claim: bool) -> bool:
@@ -106,13 +101,7 @@ class Incidents:
         self.open: Incident | None = None
 
     def raised(
-        self,
-        kinds: Sequence[str],
-        update: int,
-        claims: Iterable[str] = (),
-        *,
-        began: int | None = None,
-        lasting: Collection[str] = (),
+        self, kinds: Sequence[str], update: int, claims: Iterable[str] = (), *, began: int | None = None, lasting: Collection[str] = ()
     ) -> Incident:
         """Return the incident of the alarms raised in this update: the open one, or a new one.
 

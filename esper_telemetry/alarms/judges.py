@@ -82,9 +82,7 @@ def _require_words(words: str) -> None:
 
 def clause(words: str, view: View, key: str, value: float) -> str:
     """Return the words with the value and its usual range."""
-    return words.format(
-        number=number(value), percent=percent(value), inverse=times(1 / max(value, 1e-30)), usual=view.usual(key)
-    )
+    return words.format(number=number(value), percent=percent(value), inverse=times(1 / max(value, 1e-30)), usual=view.usual(key))
 
 
 @dataclass(slots=True)
@@ -104,9 +102,7 @@ class Outlier:
         limits, before = view.limits, self.before
         self.before = z
         return max(
-            limits.severity(Z_SUDDEN, z),
-            limits.severity(Z, min(z, before)),
-            limits.severity(BEYOND, view.baselines.beyond.get(key, 0.0)),
+            limits.severity(Z_SUDDEN, z), limits.severity(Z, min(z, before)), limits.severity(BEYOND, view.baselines.beyond.get(key, 0.0))
         )
 
 

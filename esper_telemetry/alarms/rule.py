@@ -25,14 +25,7 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number, percent, span, times
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import check_key
-from esper_telemetry.core.requirements import (
-    require_choice,
-    require_count,
-    require_each,
-    require_flag,
-    require_number,
-    require_text,
-)
+from esper_telemetry.core.requirements import require_choice, require_count, require_each, require_flag, require_number, require_text
 
 CAUSE_LAST_RANK: Final = 900
 """Rank from which an alarm is never the cause of another one: alarms about the task, the end of the run, and telemetry."""
@@ -42,9 +35,7 @@ EvidencePiece = Literal["transitions", "layers", "stability", "pairs"]
 hosts."""
 
 TEMPLATE: Final = re.compile(r"[a-z0-9_{}*]+(/[a-z0-9_{}*]+)*/?")  # metric keys, templates and prefixes of keys
-WARNING: Final = (
-    0.5  # severity of an unusual state that may be harmless: it raises an alarm but not the telemetry level
-)
+WARNING: Final = 0.5  # severity of an unusual state that may be harmless: it raises an alarm but not the telemetry level
 
 
 class Finding(NamedTuple):

@@ -38,9 +38,7 @@ class Thresholds(Limits):
         ValueError: for a value that is not a finite number, and for alarms of one type.
     """
 
-    def __init__(
-        self, *, off: Iterable[str] | None = None, alarms: AlarmRule | Iterable[AlarmRule] = (), **values: float
-    ) -> None:
+    def __init__(self, *, off: Iterable[str] | None = None, alarms: AlarmRule | Iterable[AlarmRule] = (), **values: float) -> None:
         self._alarms = tuple(as_rules(alarms))
         self._rules = with_alarms(alarm_rules(), self._alarms)
         declared = bounds(self._alarms) if values else {}
@@ -62,9 +60,7 @@ class Thresholds(Limits):
             low, high = span.bounds
             if not {low.name, high.name}.isdisjoint(changed) and (self[high] - self[low]) * low.direction <= 0:
                 larger, smaller = (high, low) if low.direction > 0 else (low, high)
-                raise ValueError(
-                    f"threshold {larger.name} must be larger than {smaller.name}, got {self[larger]:g} and {self[smaller]:g}"
-                )
+                raise ValueError(f"threshold {larger.name} must be larger than {smaller.name}, got {self[larger]:g} and {self[smaller]:g}")
 
     @property
     def off(self) -> frozenset[str]:
@@ -78,9 +74,7 @@ class Thresholds(Limits):
         return self[bound]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Thresholds) and (
-            (self._off, self._alarms, self._changes) == (other._off, other._alarms, other._changes)
-        )
+        return isinstance(other, Thresholds) and ((self._off, self._alarms, self._changes) == (other._off, other._alarms, other._changes))
 
     def __hash__(self) -> int:
         return hash((self._off, frozenset(self._changes.items())))
@@ -89,13 +83,7 @@ class Thresholds(Limits):
         return f"Thresholds({', '.join(f'{name}={value!r}' for name, value in self.changes().items())})"
 
     @classmethod
-    def parse(
-        cls,
-        assignments: Iterable[str],
-        before: Self | None = None,
-        *,
-        alarms: AlarmRule | Iterable[AlarmRule] = (),
-    ) -> Self:
+    def parse(cls, assignments: Iterable[str], before: Self | None = None, *, alarms: AlarmRule | Iterable[AlarmRule] = ()) -> Self:
         """Return `before`, or the defaults, with the changes of `NAME=VALUE` texts; for a type of alarm the value is `on` or `off`.
 
         The texts may name your own `alarms`, too. Raises ValueError with the offending text.

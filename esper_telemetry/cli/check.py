@@ -81,17 +81,11 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        help=f"stop the script after this time; {DEFAULT_SECONDS:g} by default, without --updates",
-    )
+    parser.add_argument("--seconds", type=float, help=f"stop the script after this time; {DEFAULT_SECONDS:g} by default, without --updates")
     parser.add_argument("--updates", type=int, metavar="N", help="stop the script after this number of updates")
     parser.add_argument("--run-dir", metavar="DIR", help="directory for the journal; runs/<script>-<time> by default")
     parser.add_argument("--json", action="store_true", help="print JSON; the script's own output goes to stderr")
-    parser.add_argument(
-        "target", metavar="SCRIPT|RUN", help="a script, as you would give it to python, or a run directory"
-    )
+    parser.add_argument("target", metavar="SCRIPT|RUN", help="a script, as you would give it to python, or a run directory")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser
 
@@ -115,9 +109,7 @@ def check(options: CheckOptions) -> int:
     if not Path(options.target).is_dir():
         return check_script(options)
     if [*options.arguments] not in ([], ["--json"]):
-        raise WrongUse(
-            f"{options.target} is the directory of a run and cannot take arguments, got {options.arguments[0]!r}"
-        )
+        raise WrongUse(f"{options.target} is the directory of a run and cannot take arguments, got {options.arguments[0]!r}")
     return show([Path(options.target)], as_json=options.json or bool(options.arguments))
 
 

@@ -84,9 +84,7 @@ class JudgedRun(NamedTuple):
         }
         # the equations count updates, and a sample lacks most of them
         rows = (open_view(self.directory, judged=True) if view.sampled else view).equations()
-        return answer(
-            head, verdict, view.info, address=shlex.quote(self.directory), equations=rows, everything=everything
-        )
+        return answer(head, verdict, view.info, address=shlex.quote(self.directory), equations=rows, everything=everything)
 
 
 def judge_run(directory: str, changes: Sequence[str] = (), *, again: bool = False) -> JudgedRun:
@@ -102,9 +100,7 @@ def _diagnose_logs(options: Diagnose) -> int:
     """Judge the logs of another trainer; the verdict also lists the alarms that the logs cannot answer."""
     with wrong_use():
         if holds_run(Path(options.source)):
-            raise WrongUse(
-                f"{options.source} is a run of this package: esper-telemetry diagnose {shlex.quote(options.source)}"
-            )
+            raise WrongUse(f"{options.source} is a run of this package: esper-telemetry diagnose {shlex.quote(options.source)}")
         columns = dict(_column(pair) for pair in options.map)
         thresholds = Thresholds.parse(options.threshold)
         view = open_logs(options.source, columns=columns, run=options.run, thresholds=thresholds)
@@ -168,10 +164,7 @@ def _runs_within(directory: Path) -> dict[str, JournalContents]:
 def _list_runs(directory: str, runs: Mapping[str, JournalContents], *, as_json: bool) -> None:
     """Print the status of each run and the command that diagnoses it."""
     if as_json:
-        entries = [
-            {"run_dir": path, "run": run.info.name, "updates": run.recorded, "status": run.status}
-            for path, run in runs.items()
-        ]
+        entries = [{"run_dir": path, "run": run.info.name, "updates": run.recorded, "status": run.status} for path, run in runs.items()]
         print(json.dumps({"runs": entries}, indent=1))
         return
     echo(f"{directory} is not a run, but holds {len(runs)}:")

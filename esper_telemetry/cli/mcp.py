@@ -95,10 +95,7 @@ def server(root: Path) -> MCPServer:
     runs, reads = RunTools(root), ToolAnnotations(read_only_hint=True, open_world_hint=False)
     tools = [
         Tool.from_function(as_tool(function), annotations=reads, structured_output=False)
-        for function in (
-            *(runs.list_runs, runs.diagnose, runs.check, runs.compare, runs.metric_history),
-            *(explain_metric, explain_alarm),
-        )
+        for function in (*(runs.list_runs, runs.diagnose, runs.check, runs.compare, runs.metric_history), *(explain_metric, explain_alarm))
     ]
     for tool in tools:  # the SDK ignores arguments that a tool does not have
         model = tool.fn_metadata.arg_model
@@ -114,9 +111,7 @@ def _bounded(values: Any) -> str:
         answer = to_text(printable_values(cut_texts(values, characters)))
         if len(answer) <= MAX_ANSWER_BYTES:
             return answer
-    raise ValueError(
-        f"the answer has {len(answer):,} bytes, the limit is {MAX_ANSWER_BYTES:,}: ask about fewer runs or keys"
-    )
+    raise ValueError(f"the answer has {len(answer):,} bytes, the limit is {MAX_ANSWER_BYTES:,}: ask about fewer runs or keys")
 
 
 class RunTools:
@@ -184,9 +179,7 @@ class RunTools:
 
         if len(runs) > MAX_COMPARED:
             raise ValueError(f"runs must be at most {MAX_COMPARED} runs, got {len(runs)}")
-        values = comparison(
-            [read_compared(str(self._run(run))) for run in runs], ignore=ignore or (), by=by or ()
-        ).as_dict()
+        values = comparison([read_compared(str(self._run(run))) for run in runs], ignore=ignore or (), by=by or ()).as_dict()
         for group in values["groups"]:
             del group["course"]
         for one in values["comparisons"]:
@@ -259,8 +252,6 @@ def explain_alarm(type: str) -> dict[str, Any]:
         "action": rule.action,
         "reads": rule.inputs,
         "changes": [{"setting": setting, "factor": change} for setting, change in rule.changes],
-        "bounds": [
-            {"name": bound.name, "value": bound.default, "meaning": bound.meaning} for bound in rule.single_bounds
-        ],
+        "bounds": [{"name": bound.name, "value": bound.default, "meaning": bound.meaning} for bound in rule.single_bounds],
         "source": rule.source,
     }

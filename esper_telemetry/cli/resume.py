@@ -73,9 +73,7 @@ def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
     """
     config, facts = _config_and_facts(run_dir)
     # JSON has lists instead of tuples. A setting that this version has added keeps its default.
-    stored: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
-    }
+    stored: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     settings: dict[str, Any] = {name: stored[name] for name in STORED_OPTIONS if name in stored}
     settings |= {"preset_name": stored["preset"], "level": facts.level or "normal"}
     ppo = {field.name: stored[field.name] for field in fields(PPOConfig) if field.name in stored}
@@ -83,9 +81,7 @@ def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
         hints = get_type_hints(kind)
         for name, value in values.items():
             if not _fits(value, hints[name]):
-                raise WrongUse(
-                    f"{run_dir} is not a run of esper-telemetry train: {name} is {str(value)[:MAX_QUOTED]!r}"
-                )
+                raise WrongUse(f"{run_dir} is not a run of esper-telemetry train: {name} is {str(value)[:MAX_QUOTED]!r}")
     with wrong_use():
         return form(**settings, resume=run_dir, ppo=PPOConfig(**ppo), sink=())
 
@@ -131,9 +127,7 @@ def saved_sinks(run_dir: str) -> tuple[str, ...]:
     for sink in sinks:
         if HIDDEN in sink:
             raise WrongUse(f"the password in sink {sink} was not stored: name the sinks again with --sink")
-        if leads_outside(sink, Path(run_dir)) and not agrees(
-            f"{run_dir} names the backend {sink}: send your token there?"
-        ):
+        if leads_outside(sink, Path(run_dir)) and not agrees(f"{run_dir} names the backend {sink}: send your token there?"):
             raise WrongUse(
                 f"{run_dir} names the backend {sink}, which would receive your token: allow it with --sink {shlex.quote(sink)}, and "
                 "name all other sinks too"
@@ -144,9 +138,7 @@ def saved_sinks(run_dir: str) -> tuple[str, ...]:
 def check_saved_env(run_dir: str, env: str) -> None:
     """Raise WrongUse for an environment whose module would be imported, unless the user accepts that."""
     if ":" in env and not agrees(f"{run_dir} names the environment {env}: import that module?"):
-        raise WrongUse(
-            f"{run_dir} names the environment {env}, whose module would be imported: allow it with --env {shlex.quote(env)}"
-        )
+        raise WrongUse(f"{run_dir} names the environment {env}, whose module would be imported: allow it with --env {shlex.quote(env)}")
 
 
 def command(run_dir: Path, options: Train) -> str:
@@ -180,9 +172,7 @@ def load_checkpoint(trainer: TrainingRun, options: Train) -> str:
     state = read(path)
     steps = state["counts"]["env_steps"]
     if steps >= options.total_steps:
-        raise WrongUse(
-            f"{run_dir} has trained {steps:,} steps of {options.total_steps:,}: to train more, pass a larger --total-steps"
-        )
+        raise WrongUse(f"{run_dir} has trained {steps:,} steps of {options.total_steps:,}: to train more, pass a larger --total-steps")
     trainer.load(path)
     has_episodes = state["collector"].get("environment")
     note = "" if has_episodes else "; the state of this environment cannot be saved, so new episodes begin"

@@ -15,15 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from esper_telemetry.adapters.script.models import ScriptModels
-from esper_telemetry.adapters.script.program import (
-    compiled,
-    findings_line,
-    hide_own_frames,
-    last_line,
-    log_to_stderr,
-    run_as_main,
-    say,
-)
+from esper_telemetry.adapters.script.program import compiled, findings_line, hide_own_frames, last_line, log_to_stderr, run_as_main, say
 from esper_telemetry.adapters.script.script_taps import Taps
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
 from esper_telemetry.core.messages import one_line
@@ -65,19 +57,12 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     """Return the parser of the command line, which docs/cli.md also describes."""
     parser = Parser(
-        "esper-telemetry run",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "esper-telemetry run", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="directory for the journal and the local backends; runs/<script>-<time> by default",
+        "--run-dir", metavar="DIR", help="directory for the journal and the local backends; runs/<script>-<time> by default"
     )
-    parser.add_argument(
-        "--sink", metavar="URI", action="append", default=[], help="as for train; only the journal by default"
-    )
+    parser.add_argument("--sink", metavar="URI", action="append", default=[], help="as for train; only the journal by default")
     parser.add_argument("--notify", metavar="URL", action="append", default=[], help="as for train")
     parser.add_argument("--level", choices=LEVELS, default="normal", help="how much is measured")
     parser.add_argument(
@@ -95,8 +80,7 @@ def parse(arguments: Sequence[str]) -> ScriptRun:
     """Return the parsed command line; raises WrongUse, and SystemExit after showing help."""
     given = parser().parse_args(list(arguments))
     return ScriptRun(
-        *(given.script, tuple(given.arguments), given.run_dir, tuple(given.sink), given.level, given.escalation),
-        notify=tuple(given.notify),
+        *(given.script, tuple(given.arguments), given.run_dir, tuple(given.sink), given.level, given.escalation), notify=tuple(given.notify)
     )
 
 

@@ -78,9 +78,7 @@ def compare(options: Compare) -> int:
 
     with wrong_use(), without_warnings():
         output = output_path(options.output) if options.output else None
-        result = comparison(
-            [read_compared(place) for place in find_runs(options.runs)], ignore=options.ignore, by=options.by
-        )
+        result = comparison([read_compared(place) for place in find_runs(options.runs)], ignore=options.ignore, by=options.by)
         if output is not None:
             from esper_telemetry.views.compare.comparison_page import comparison_page
 
@@ -155,8 +153,6 @@ def _table(entries: Sequence[MetricEntry], width: int) -> Iterator[str]:
         texts = (metric.unit, metric.question, metric.healthy, metric.warn, metric.critical, entry.action)
         rows.append((metric.key, *texts))
     for row in rows:
-        cells = [
-            [text] if len(text) <= columns else wrap(text, columns) for text, columns in zip(row, widths, strict=True)
-        ]
+        cells = [[text] if len(text) <= columns else wrap(text, columns) for text, columns in zip(row, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
             yield GAP.join(part.ljust(columns) for part, columns in zip(parts, widths, strict=True)).rstrip()

@@ -44,9 +44,7 @@ def replay(options: Replay) -> int:
     with wrong_use():
         for sink in [prepared_sink(uri) for uri in options.to]:
             with _replay_progress(options, sink) as progress:
-                report = catch_up.replay(
-                    options.run_dir, sink, follow=options.follow, missing=options.missing, progress=progress
-                )
+                report = catch_up.replay(options.run_dir, sink, follow=options.follow, missing=options.missing, progress=progress)
             echo(str(report))
             complete &= report.complete
     return 0 if complete else FAILED
@@ -66,12 +64,7 @@ def _replay_progress(options: Replay, sink: Sink) -> Iterator[Callable[[int], ob
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = make_console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not is_live(console)) as bar:
         total = None
         if not (bar.disable or options.follow or options.missing):
@@ -188,9 +181,7 @@ def workspace(options: Workspace) -> int:
     try:
         entity = options.entity or (wandb_workspace.default_entity() if options.push else "")
         with wrong_use():
-            dashboard = wandb_workspace.workspace(
-                run.info, keys(run, sink), project=sink.project, entity=entity, name=options.name
-            )
+            dashboard = wandb_workspace.workspace(run.info, keys(run, sink), project=sink.project, entity=entity, name=options.name)
             path = output or Path(options.run_dir) / WORKSPACE_NAME
             content = json.dumps(wandb_workspace.specification(dashboard), indent=1) + "\n"
             (write_output if output else replace_file)(path, content)

@@ -212,9 +212,7 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
                 _evaluate(trainer, options)
             with _profiled(trainer, telemetry, options):
                 run_dir, every = telemetry.run_dir, options.checkpoint_every
-                checkpoints = (
-                    Checkpoints(trainer, run_dir / "checkpoints", every=every) if run_dir and every > 0 else None
-                )
+                checkpoints = Checkpoints(trainer, run_dir / "checkpoints", every=every) if run_dir and every > 0 else None
                 trainer.learn(options.total_steps)
             saved = checkpoints is None or checkpoints.save()
             code, received = DONE, largest_over_ranks(max(signals, default=0))
@@ -340,13 +338,10 @@ class UpdateProfiler:
         ValueError: a number of updates is negative, or `active` is 0.
     """
 
-    def __init__(
-        self, directory: str | Path, *, wait: int = WAIT, warm_up: int = WARM_UP, active: int = ACTIVE
-    ) -> None:
+    def __init__(self, directory: str | Path, *, wait: int = WAIT, warm_up: int = WARM_UP, active: int = ACTIVE) -> None:
         if min(wait, warm_up) < 0 or active < 1:
             raise ValueError(
-                "a profile waits 0 or more updates, warms up 0 or more and traces 1 or more, "
-                f"got {wait}, {warm_up} and {active}"
+                f"a profile waits 0 or more updates, warms up 0 or more and traces 1 or more, got {wait}, {warm_up} and {active}"
             )
         self.directory = Path(directory)
         self.updates = wait + warm_up + active
@@ -368,9 +363,7 @@ class UpdateProfiler:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         ranges = {name: Range(name) for name in ("rollout", "update", "minibatch", "telemetry")}
         handler = tensorboard_trace_handler(str(self.directory), use_gzip=True)
-        with profile(
-            activities=activities, schedule=self._schedule, on_trace_ready=handler, record_shapes=True
-        ) as profiler:
+        with profile(activities=activities, schedule=self._schedule, on_trace_ready=handler, record_shapes=True) as profiler:
             removers = [
                 hooks.on(RolloutEnd, ranges["rollout"].end),
                 hooks.on(RolloutEnd, ranges["telemetry"].begin),

@@ -114,9 +114,7 @@ def _heads(values: Mapping[str, ArrayLike] | None) -> Mapping[str, ArrayLike]:
     if values is None:
         return {}
     if not isinstance(values, Mapping):
-        raise TypeError(
-            f"expected a mapping from the name of each head, such as {{'action': ...}}, got {shown(values)}"
-        )
+        raise TypeError(f"expected a mapping from the name of each head, such as {{'action': ...}}, got {shown(values)}")
     return values
 
 

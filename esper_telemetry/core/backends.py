@@ -69,9 +69,7 @@ def check_tracking_uri(uri: str) -> None:
     """Raise ValueError for an address that MLflow clients cannot open: an unknown scheme, no host, a wrong port, no database."""
     shown = masked(uri)
     if PORT_ONLY.fullmatch(uri):
-        raise ValueError(
-            f"a tracking URI of MLflow must begin with its scheme, got {shown!r}; did you mean http://{shown}?"
-        )
+        raise ValueError(f"a tracking URI of MLflow must begin with its scheme, got {shown!r}; did you mean http://{shown}?")
     try:
         parts = urlsplit(uri)
         port = parts.port if parts.scheme in SERVERS else None
@@ -79,9 +77,7 @@ def check_tracking_uri(uri: str) -> None:
         raise ValueError(f"the tracking URI {shown!r} of MLflow cannot be read: {error}") from None
     scheme = parts.scheme.partition("+")[0]
     is_windows_drive = len(scheme) == 1
-    schemes = (
-        {*SCHEMES, *(entry.name for entry in entry_points(group=STORE_GROUP))} if scheme not in SCHEMES else SCHEMES
-    )
+    schemes = {*SCHEMES, *(entry.name for entry in entry_points(group=STORE_GROUP))} if scheme not in SCHEMES else SCHEMES
     if scheme and not is_windows_drive and scheme not in schemes:
         near = did_you_mean(scheme, schemes) or f": it knows {', '.join(SCHEMES)}"
         raise ValueError(f"MLflow does not support the scheme {scheme!r} of a tracking URI, got {shown!r}{near}")

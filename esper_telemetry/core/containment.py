@@ -25,9 +25,7 @@ Measurement = Callable[[], MetricGroup | Postponed | Iterable[MetricGroup | Post
 
 Result = TypeVar("Result")
 
-METRIC_MODULES: Final = tuple(
-    f"{MetricGroup.__module__.partition('.')[0]}.{part}." for part in ("metrics", "equations")
-)
+METRIC_MODULES: Final = tuple(f"{MetricGroup.__module__.partition('.')[0]}.{part}." for part in ("metrics", "equations"))
 """Prefixes of the modules with metric functions."""
 NOTE_BYTES: Final = 128
 """Maximum bytes of a function's name in a `CallNote`."""
@@ -91,9 +89,7 @@ class Containment:
         """Pass the groups of all measurements that do not raise to `use`; an exception of `use` counts as the measurement's."""
 
         def use_all(groups: MetricGroup | Postponed | Iterable[MetricGroup | Postponed]) -> None:
-            for group in (
-                [groups] if isinstance(groups, MetricGroup | Postponed) else list(groups)
-            ):  # all of them or none
+            for group in [groups] if isinstance(groups, MetricGroup | Postponed) else list(groups):  # all of them or none
                 use(group)
 
         for measurement in self.steps(measurements):
@@ -140,9 +136,7 @@ class Containment:
         if name not in self._warned:
             self._warned.add(name)
             message = "%s failed (%s): what it measures is missing from the records, training continues"
-            _logger.warning(
-                message, name, error_line(error), exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None
-            )
+            _logger.warning(message, name, error_line(error), exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None)
 
 
 def _name_of(culprit: Any) -> str:

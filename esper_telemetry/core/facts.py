@@ -184,9 +184,7 @@ def _checked_fact(name: str, kind: str, value: Any) -> Any:
     if name == "precision":
         return require_precision("fact precision", value)
     if kind in ("int", "float"):
-        from esper_telemetry.core.arrays import (
-            as_number,
-        )  # imported here, because it needs NumPy, which readers do without
+        from esper_telemetry.core.arrays import as_number  # imported here, because it needs NumPy, which readers do without
 
         number = as_number(value, f"fact {name}")
         return int(number) if number.is_integer() else number

@@ -23,14 +23,7 @@ import numpy.typing as npt
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Declaring, Metric, Rows, declared, label_field
 from esper_telemetry.core.record import Histogram, Level
-from esper_telemetry.core.reduction import (
-    Absent,
-    Array,
-    Counts,
-    Reduction,
-    Statistic,
-    as_reduction,
-)
+from esper_telemetry.core.reduction import Absent, Array, Counts, Reduction, Statistic, as_reduction
 
 Index = npt.NDArray[np.intp]
 
@@ -131,11 +124,7 @@ class SlotLayout:
         """Return the histograms of `level` that are not empty."""
         readers = [reader for reader in self.histograms if reader.metric.level <= level]
         counts = {reader.key: window.slots(reader) for reader in readers}
-        return {
-            reader.key: Histogram(reader.field.edges, tuple(counts[reader.key]))
-            for reader in readers
-            if any(counts[reader.key])
-        }
+        return {reader.key: Histogram(reader.field.edges, tuple(counts[reader.key])) for reader in readers if any(counts[reader.key])}
 
     @property
     def replicated(self) -> bool:

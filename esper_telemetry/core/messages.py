@@ -141,10 +141,7 @@ def printable_values(value: Any) -> Any:
 def clean_log_record(record: logging.LogRecord) -> bool:
     """Make the texts of a log record `printable`; a filter for loggers, which lets every record pass."""
     if isinstance(record.args, tuple):
-        record.args = tuple(
-            printable(str(item)) if isinstance(item, str | os.PathLike | BaseException) else item
-            for item in record.args
-        )
+        record.args = tuple(printable(str(item)) if isinstance(item, str | os.PathLike | BaseException) else item for item in record.args)
     if isinstance(record.msg, str):
         record.msg = printable(record.msg)
     return True

@@ -330,9 +330,7 @@ def _items(group: Derived, declaration: _Declaration, level: Level) -> Iterator[
                 yield key, number
 
 
-def _labelled(
-    group: Derived, name: str | None, key: str, value: float | Sequence[float] | Array
-) -> Iterator[tuple[str, float]]:
+def _labelled(group: Derived, name: str | None, key: str, value: float | Sequence[float] | Array) -> Iterator[tuple[str, float]]:
     """Yield the keys of one field with their numbers: one for a plain number, one per label otherwise."""
     if name is None:
         yield key, float(value)  # type: ignore[arg-type]  # fields of groups without a label are plain numbers
@@ -343,12 +341,7 @@ def _labelled(
         yield key.replace(f"{{{name}}}", text), number
 
 
-DECLARING_PACKAGES = (
-    "esper_telemetry.metrics",
-    "esper_telemetry.equations",
-    "esper_telemetry.history",
-    "esper_telemetry.alarms",
-)
+DECLARING_PACKAGES = ("esper_telemetry.metrics", "esper_telemetry.equations", "esper_telemetry.history", "esper_telemetry.alarms")
 ENTRY_POINT_GROUP = "esper_telemetry.metrics"
 
 RELEASES: Final = {
@@ -392,9 +385,7 @@ def groups() -> tuple[type, ...]:
 @lru_cache(maxsize=1)
 def families() -> dict[str, MetricFamily]:
     """Return the declared families by name, in the order of their places."""
-    values = [
-        value for module in declaring_modules() for value in vars(module).values() if isinstance(value, MetricFamily)
-    ]
+    values = [value for module in declaring_modules() for value in vars(module).values() if isinstance(value, MetricFamily)]
     return {family.name: family for family in sorted(values, key=lambda family: family.place)}
 
 
@@ -402,9 +393,7 @@ def families() -> dict[str, MetricFamily]:
 def released() -> dict[int, str]:
     """Return the release that added each number."""
     ends = {release: [part.split("-") for part in numbers.split()] for release, numbers in RELEASES.items()}
-    return {
-        n: release for release, parts in ends.items() for part in parts for n in range(int(part[0]), int(part[-1]) + 1)
-    }
+    return {n: release for release, parts in ends.items() for part in parts for n in range(int(part[0]), int(part[-1]) + 1)}
 
 
 def since(metric: Metric) -> str:
@@ -424,13 +413,8 @@ def declaring_modules() -> tuple[ModuleType, ...]:
     for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
         try:
             modules += _with_submodules(entry.load())
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a broken plugin loses the descriptions of its metrics, but the run continues
-            _logger.warning(
-                "the metrics of the plugin %r (%s) cannot be loaded: %s", entry.name, entry.value, error_line(error)
-            )
+        except (Exception, SystemExit) as error:  # a broken plugin loses the descriptions of its metrics, but the run continues
+            _logger.warning("the metrics of the plugin %r (%s) cannot be loaded: %s", entry.name, entry.value, error_line(error))
     return tuple(modules)
 
 

@@ -58,9 +58,7 @@ class RateSchedule:
         if defect:
             settings |= {"defect": defect, "sound_share": sound, "curve": tuple(curve)}
             return cls(initial=max(curve[: 2 + int(sound * points)]), final=0.0, **settings)
-        straight = np.allclose(
-            curve, np.linspace(curve[0], curve[-1], points), rtol=0, atol=1e-6 * max(map(abs, curve))
-        )
+        straight = np.allclose(curve, np.linspace(curve[0], curve[-1], points), rtol=0, atol=1e-6 * max(map(abs, curve)))
         if straight and curve[0] < MAX_RISING_START * curve[-1]:
             curve.reverse()  # finished and remaining share were confused: the rate rises instead of falling
         return cls(initial=curve[0], final=curve[-1], curve=() if straight else tuple(curve), **settings)

@@ -269,9 +269,7 @@ class RunInfo:
 
     def __post_init__(self) -> None:
         if not RUN_ID_PATTERN.fullmatch(self.run_id):
-            raise ValueError(
-                f"a run id must consist of up to 128 letters, digits, '.', '_' and '-', got {self.run_id!r}"
-            )
+            raise ValueError(f"a run id must consist of up to 128 letters, digits, '.', '_' and '-', got {self.run_id!r}")
 
     def describe(self, key: str) -> MetricInfo | None:
         """Return the description of a key or of its template; None for an unknown key."""
@@ -351,13 +349,9 @@ MAX_KEY_CHARACTERS = 250
 def check_key(key: str) -> str:
     """Return the key; raise ValueError unless every backend accepts it."""
     if isinstance(key, str) and len(key) > MAX_KEY_CHARACTERS:
-        raise ValueError(
-            f"a metric key may have at most {MAX_KEY_CHARACTERS} characters, got {len(key):,}, which begin with {key[:40]!r}"
-        )
+        raise ValueError(f"a metric key may have at most {MAX_KEY_CHARACTERS} characters, got {len(key):,}, which begin with {key[:40]!r}")
     if not isinstance(key, str) or not KEY_PATTERN.fullmatch(key):
         likely = "/".join(part.strip("_") for part in re.sub("[^a-z0-9_/]+", "_", str(key).lower()).split("/"))
         instead = f": write {likely!r}" if KEY_PATTERN.fullmatch(likely) else ""
-        raise ValueError(
-            f"a metric key may contain only a-z, 0-9 and _ in segments joined by '/', got {key!r}{instead}"
-        )
+        raise ValueError(f"a metric key may contain only a-z, 0-9 and _ in segments joined by '/', got {key!r}{instead}")
     return key

@@ -19,16 +19,7 @@ from urllib.parse import quote, quote_plus, unquote
 
 from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.messages import printable
-from esper_telemetry.core.secret_rules import (
-    NUMBER,
-    SHAPE,
-    Suspicion,
-    hides,
-    is_distinctive,
-    is_mixed,
-    is_random,
-    suspicion,
-)
+from esper_telemetry.core.secret_rules import NUMBER, SHAPE, Suspicion, hides, is_distinctive, is_mixed, is_random, suspicion
 
 HIDDEN: Final = "***"
 """Replacement of a secret."""
@@ -54,39 +45,19 @@ WORD_IN_PROSE: Final = re.compile(r"[a-z]{1,12}[ ]+[A-Za-z]")
 PLACES: Final[tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...]] = (
     (
         "private key",
-        re.compile(
-            r"(?s)-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----(.*?)(?:-----END [A-Z0-9 ]{0,40}-----|\Z)"
-        ),
+        re.compile(r"(?s)-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----(.*?)(?:-----END [A-Z0-9 ]{0,40}-----|\Z)"),
         bool,
     ),
-    (
-        "hook",
-        re.compile(
-            r"(?:hooks\.slack\.com/\w+|discord(?:app)?\.com/api/webhooks|webhook\.office\.com/webhookb2)/([^\s\"'<>]+)"
-        ),
-        bool,
-    ),
+    ("hook", re.compile(r"(?:hooks\.slack\.com/\w+|discord(?:app)?\.com/api/webhooks|webhook\.office\.com/webhookb2)/([^\s\"'<>]+)"), bool),
     ("@", re.compile(r"""https?://([^\s/:@?\#"'`<>]{6,300})@"""), is_mixed),
-    (
-        "@",
-        re.compile(r"""(?<![\w.:/@+-])[\w.+-]{1,64}:([^\s/:@?\#"'`<>]{6,300})@\w[\w-]{0,63}(?:\.[\w-]{1,64}){0,5}"""),
-        is_mixed,
-    ),
+    ("@", re.compile(r"""(?<![\w.:/@+-])[\w.+-]{1,64}:([^\s/:@?\#"'`<>]{6,300})@\w[\w-]{0,63}(?:\.[\w-]{1,64}){0,5}"""), is_mixed),
     (
         "authorization",
-        re.compile(
-            r"""(?i)\bauthorization\\?["']?\]?[ \t]*[:=][ \t]*\\?["']?(?:[a-z][a-z0-9-]{2,30}[ \t]+(?=\S))?([^\s"',\\]+)"""
-        ),
+        re.compile(r"""(?i)\bauthorization\\?["']?\]?[ \t]*[:=][ \t]*\\?["']?(?:[a-z][a-z0-9-]{2,30}[ \t]+(?=\S))?([^\s"',\\]+)"""),
         bool,
     ),
     ("bearer", re.compile(r"(?i)\bbearer[ \t]+([\w.~+/=-]{8,})"), is_mixed),
-    (
-        "cookie",
-        re.compile(
-            r"""(?i)\b(?:set-)?cookie\\?["']?[ \t]*[:=][ \t]*\\?["']?((?:[\w.-]{1,80}=[^;\s"'\\()]*(?:;[ \t]*)?)+)"""
-        ),
-        bool,
-    ),
+    ("cookie", re.compile(r"""(?i)\b(?:set-)?cookie\\?["']?[ \t]*[:=][ \t]*\\?["']?((?:[\w.-]{1,80}=[^;\s"'\\()]*(?:;[ \t]*)?)+)"""), bool),
     ("-", re.compile(r"(?<![\w-])(?:-u|--(?:proxy-)?user)[ =]\s*[\"']?[^\s:\"']{1,80}:([^\s\"']+)"), bool),
     ("mysql", re.compile(r"\bmysql\w*[ \t][^\n|;]{0,200}?(?<![\w-])-p([^\s\"']+)"), bool),
     ("mariadb", re.compile(r"\bmariadb[\w-]*[ \t][^\n|;]{0,200}?(?<![\w-])-p([^\s\"']+)"), bool),
@@ -163,9 +134,7 @@ def error_trace(error: BaseException) -> str:
     parts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(parts) < MAX_CAUSES:
-        parts.append(
-            f"Traceback (most recent call last):\n{''.join(traceback.format_tb(cause.__traceback__))}{error_line(cause)}"
-        )
+        parts.append(f"Traceback (most recent call last):\n{''.join(traceback.format_tb(cause.__traceback__))}{error_line(cause)}")
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return masked("\n\n".join(reversed(parts)))
 
@@ -292,9 +261,7 @@ def _masked(text: str) -> str:
     text = SHAPE.sub(HIDDEN, text)
     for secret in _known:
         if secret in text:
-            text = (
-                _word(secret).sub(HIDDEN, text) if len(secret) < MIN_CONTAINED_LENGTH else text.replace(secret, HIDDEN)
-            )
+            text = _word(secret).sub(HIDDEN, text) if len(secret) < MIN_CONTAINED_LENGTH else text.replace(secret, HIDDEN)
     return text
 
 

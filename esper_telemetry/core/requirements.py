@@ -57,9 +57,7 @@ def require_path(name: str, value: Any) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise ValueError(
-            f"{name} must be a path, and this system lacks a home directory of {text.partition(os.sep)[0]}"
-        ) from None
+        raise ValueError(f"{name} must be a path, and this system lacks a home directory of {text.partition(os.sep)[0]}") from None
 
 
 def require_flag(name: str, value: Any) -> bool:
@@ -76,9 +74,7 @@ def require_truth(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def require_number(
-    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf
-) -> float:
+def require_number(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> float:
     """Return a finite number from `low` to `high`, and larger than `above`."""
     if type(value) not in (int, float) and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{name} must be one number, got {shown(value)}")
@@ -98,9 +94,7 @@ def require_count(name: str, value: Any, *, low: int = 0, high: float = math.inf
     return count
 
 
-def require_each(
-    name: str, values: Any, require: Callable[[str, Any], Value], *, may_be_empty: bool = True
-) -> tuple[Value, ...]:
+def require_each(name: str, values: Any, require: Callable[[str, Any], Value], *, may_be_empty: bool = True) -> tuple[Value, ...]:
     """Return the items of a tuple, a list or a set, each of which meets a requirement."""
     if not isinstance(values, tuple | list | set | frozenset):
         raise TypeError(f"{name} must be a tuple, got {shown(values)}")
@@ -183,12 +177,7 @@ def checked_arguments(**smallest: float) -> Callable[[Callable[P, T]], Callable[
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in checks.keys() & kwargs.keys():
                 kwargs[name] = checks[name](kwargs[name], name)
-            positional = tuple(
-                [
-                    checks[name](value, name) if name in checks else value
-                    for name, value in zip(names, args, strict=False)
-                ]
-            )
+            positional = tuple([checks[name](value, name) if name in checks else value for name, value in zip(names, args, strict=False)])
             try:
                 return function(*positional, *args[len(names) :], **kwargs)  # type: ignore[arg-type]  # the same arguments
             except Exception as error:
@@ -234,9 +223,7 @@ def _reason(error: Exception) -> str:
 
 
 def _shapes(arguments: Mapping[str, Any]) -> str:
-    return (
-        ", ".join([f"{name} {text}" for name, value in arguments.items() for text in _shape(value)]) or "its arguments"
-    )
+    return ", ".join([f"{name} {text}" for name, value in arguments.items() for text in _shape(value)]) or "its arguments"
 
 
 def _shape(value: Any) -> Iterator[str]:

@@ -53,9 +53,7 @@ SURE_NAME: Final = re.compile(
     rf"secrets?_|(?:secret|{OWNERS})_?(?:key|token|pat|pass|auth|pwd)s?_|_(?:credential|cred|cookie)s?_|_(?:authorization|bearer|pw|mfa|otp)_|"
     r"_(?:db|database|smtp|ftp|redis|rediscli|mysql|pg|user|my|admin|root)_?(?:pass|auth|pwd)_|_conn(?:ection)?_str(?:ing)?_|token_$"
 )
-LIKELY_NAME: Final = re.compile(
-    "_(?:tokens|auth|pwd|pass|pat|jwt|pin|sig|signature|sas|webhook|sessionid|jsessionid|phpsessid)_$"
-)
+LIKELY_NAME: Final = re.compile("_(?:tokens|auth|pwd|pass|pat|jwt|pin|sig|signature|sas|webhook|sessionid|jsessionid|phpsessid)_$")
 KEY_NAME: Final = re.compile("keys?_$")
 LANGUAGE_MODEL_NAME: Final = re.compile(
     "_(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|special|image|video|audio|first|next|last|max|min|num|n|new|prompt|completion|output|input|"

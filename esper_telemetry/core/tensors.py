@@ -42,12 +42,7 @@ def choose_norms(device: torch.device) -> Norms:
     probe = [torch.tensor(entries, device=device) for entries in ([3.0, 4.0], [[0.0]], [1e20, 1e20], [1e-25])]
     try:
         agree = all(
-            torch.allclose(
-                fused_norms(probe[:count], dtype).double(),
-                public_norms(probe[:count], dtype).double(),
-                rtol=1e-6,
-                atol=0,
-            )
+            torch.allclose(fused_norms(probe[:count], dtype).double(), public_norms(probe[:count], dtype).double(), rtol=1e-6, atol=0)
             for count, dtype in ((2, torch.float32), (4, torch.float64))
         )
     except (AttributeError, TypeError, RuntimeError):

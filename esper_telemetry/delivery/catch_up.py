@@ -35,14 +35,7 @@ from esper_telemetry.journal.file import JournalReader, end_if_open, journal_pat
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import entries, read_contents, run_info
-from esper_telemetry.sinks.sink_protocol import (
-    Shown,
-    Sink,
-    StoredMetrics,
-    SupportsAudit,
-    SupportsForwardOnly,
-    sink_name,
-)
+from esper_telemetry.sinks.sink_protocol import Shown, Sink, StoredMetrics, SupportsAudit, SupportsForwardOnly, sink_name
 from esper_telemetry.sinks.sink_registry import as_sink, leads_outside
 
 WAIT_POLL_SECONDS: Final = 0.2
@@ -123,9 +116,7 @@ def _records_by_update(run_dir: str | os.PathLike[str]) -> Iterator[tuple[int, l
     yield from waiting.items()  # of a journal that has grown
 
 
-def compare_records(
-    records: Iterable[tuple[int, list[Record]]], numbers_of: Shown, stored: StoredMetrics
-) -> BackendAudit:
+def compare_records(records: Iterable[tuple[int, list[Record]]], numbers_of: Shown, stored: StoredMetrics) -> BackendAudit:
     """Compare the records of each update with the stored numbers; if a journal holds an update twice, either record may match."""
     result = BackendAudit(ended=stored.ended, untouched=not stored.rows, repeated=stored.repeated)
     unknown = set(stored.rows)
@@ -207,9 +198,7 @@ def replay(
         result = audit(directory, sink)
         needs_update = (lambda update: True) if result is None else repair_filter(sink, result)
     patience = None if follow else MAX_REPLAY_FAILURES
-    delivery = Delivery(
-        sink, JournalReader(path.absolute()), cursors=Cursors(directory), patience=patience, needs_update=needs_update
-    )
+    delivery = Delivery(sink, JournalReader(path.absolute()), cursors=Cursors(directory), patience=patience, needs_update=needs_update)
     before = delivery.cursor.quarantined
     if not follow:
         delivery.finish(RunStatus.KILLED)
@@ -421,7 +410,5 @@ def check_backend(directory: Path, sink: Sink, *, name: str, ended: bool) -> Sin
         return SinkCheck(name, result, command=f"{replay_command(directory, sink)} --missing")
     if ended and result.ended is False:
         closed = replay(directory, sink, missing=True).complete
-        return SinkCheck(
-            name, result, note="it was left open, and has been closed now" if closed else "it is still open"
-        )
+        return SinkCheck(name, result, note="it was left open, and has been closed now" if closed else "it is still open")
     return SinkCheck(name, result)

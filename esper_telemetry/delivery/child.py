@@ -141,9 +141,7 @@ def _start_threads(trainer: TrainerLink, deliveries: Sequence[Delivery]) -> list
     return threads
 
 
-def _end(
-    trainer: TrainerLink, deliveries: Sequence[Delivery], threads: Sequence[threading.Thread], run_dir: Path
-) -> int:
+def _end(trainer: TrainerLink, deliveries: Sequence[Delivery], threads: Sequence[threading.Thread], run_dir: Path) -> int:
     """Stop the deliveries, which saves their cursors, and report a last time; return the exit code."""
     for delivery in deliveries:
         delivery.stop()
@@ -165,11 +163,7 @@ def _needs_fresh_process(deliveries: Sequence[Delivery]) -> bool:
 
 def _reports(deliveries: Sequence[Delivery], run_dir: Path) -> list[SinkReport]:
     return [
-        sink_report(
-            delivery.status,
-            pending=count_records_after(run_dir, delivery.cursor),
-            command=replay_command(run_dir, delivery.sink),
-        )
+        sink_report(delivery.status, pending=count_records_after(run_dir, delivery.cursor), command=replay_command(run_dir, delivery.sink))
         for delivery in deliveries
     ]
 

@@ -288,14 +288,7 @@ class Deliveries:
             with ExitStack() as opened:
                 reader = opened.enter_context(closing(self._journal.reader()))
                 cursors = None if run_dir is None else Cursors(run_dir)
-                delivery = Delivery(
-                    self._sinks[name],
-                    reader,
-                    name=name,
-                    cursors=cursors,
-                    batch=LOCAL_BATCH_LINES,
-                    until_finish=True,
-                )
+                delivery = Delivery(self._sinks[name], reader, name=name, cursors=cursors, batch=LOCAL_BATCH_LINES, until_finish=True)
                 opened.pop_all()
         except (OSError, MemoryError) as error:
             self._refuse(name, error)
@@ -318,9 +311,7 @@ class Deliveries:
         cause = client_error(error)
         self._refused[name] = SinkStatus(name, SinkState.DISABLED, last_error=cause)
         remedy = "" if self._journal.run_dir is None else "; the journal keeps the records, and replay sends them later"
-        _logger.warning(
-            "esper-telemetry: sink %s cannot start (%s): it gets nothing in this run%s", name, cause, remedy
-        )
+        _logger.warning("esper-telemetry: sink %s cannot start (%s): it gets nothing in this run%s", name, cause, remedy)
 
 
 def log_undelivered(report: CloseReport, run_dir: Path | None) -> None:
@@ -330,10 +321,7 @@ def log_undelivered(report: CloseReport, run_dir: Path | None) -> None:
         if sink not in unfinished and (sink.state is not SinkState.CLOSED or sink.pending):
             _logger.warning("esper-telemetry: %s", sink)
     if unfinished:
-        names = [
-            sink.name + _in_brackets(f"{sink.pending:,} records" if sink.pending else "", sink.last_error)
-            for sink in unfinished
-        ]
+        names = [sink.name + _in_brackets(f"{sink.pending:,} records" if sink.pending else "", sink.last_error) for sink in unfinished]
         _logger.warning(GOING_ON, ", ".join(names), MAX_DETACHED_SECONDS / 60, run_dir)
 
 

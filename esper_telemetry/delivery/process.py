@@ -70,9 +70,7 @@ class SinkProcess:
                 self._sinks[name] = base64.b64encode(pickle.dumps(sink)).decode()
             except Exception as error:
                 raise TypeError(f"sink {name} runs in another process and cannot be pickled: {error}") from error
-        self._supervisor = ProcessSupervisor(
-            ENTRY, run_dir / LOG_NAME, max_restarts=MAX_RESTARTS, max_silent_seconds=MAX_SILENT_SECONDS
-        )
+        self._supervisor = ProcessSupervisor(ENTRY, run_dir / LOG_NAME, max_restarts=MAX_RESTARTS, max_silent_seconds=MAX_SILENT_SECONDS)
         self._received = b""
         self._end: RunStatus | None = None
         self._warned: set[str] = set()

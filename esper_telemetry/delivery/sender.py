@@ -24,13 +24,7 @@ from esper_telemetry.core.files import open_own
 from esper_telemetry.core.record import Alarm, Record
 from esper_telemetry.core.supervisor import REPORTED
 from esper_telemetry.journal.lines import JournalEvent, encode_record, to_json
-from esper_telemetry.sinks.sink_protocol import (
-    PermanentSinkError,
-    PoisonRecordError,
-    Sink,
-    SupportsAlarms,
-    SupportsOutcome,
-)
+from esper_telemetry.sinks.sink_protocol import PermanentSinkError, PoisonRecordError, Sink, SupportsAlarms, SupportsOutcome
 
 FIRST_RETRY_SECONDS: Final = 0.5
 MAX_RETRY_SECONDS: Final = 60.0

@@ -83,9 +83,7 @@ def with_stored_limits(fit: FitFunction) -> FitFunction:
     """Return a fit that also tries stored rewards, which include a time limit's last value with the configured discount."""
 
     def nearest(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-        stored = replace(
-            inputs, rewards=inputs.bootstrapped_rewards, next_values=inputs.next_values * ~inputs.truncated
-        )
+        stored = replace(inputs, rewards=inputs.bootstrapped_rewards, next_values=inputs.next_values * ~inputs.truncated)
         results = [fit(inputs, claimed), fit(stored, claimed) if bool(inputs.truncated.any()) else None]
         fitted = [result for result in results if result is not None]
         counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
@@ -303,12 +301,7 @@ def fitted_normalized(*names: str, returned: str) -> FitFunction:
         goes_on[-1] = 0.0
         goes_on *= ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
         solution = local.solve(
-            inputs.rewards - inputs.values,
-            claimed,
-            torch.ones_like(claimed),
-            -inputs.next_values,
-            -local.ahead,
-            -goes_on,
+            inputs.rewards - inputs.values, claimed, torch.ones_like(claimed), -inputs.next_values, -local.ahead, -goes_on
         )
         if solution is None or not solution[0] * solution[2]:
             return None
@@ -364,26 +357,15 @@ FITTED = (
     .fits("A_t with other γ and λ", "gamma", fitted_both(0), fitted_normalized("gamma", "gae_lambda", returned="gamma"))
     .advises("Compare both with the settings.", source="program: gae_programs"),
     mistake("both_lambda", "the same with")
-    .fits(
-        "A_t with other γ and λ",
-        "lambda",
-        fitted_both(1),
-        fitted_normalized("gamma", "gae_lambda", returned="gae_lambda"),
-    )
+    .fits("A_t with other γ and λ", "lambda", fitted_both(1), fitted_normalized("gamma", "gae_lambda", returned="gae_lambda"))
     .advises("Compare both with the settings.", source="program: test_advantage_equations"),
     mistake("terminal_reward", "GAE with the same number added to the reward of each termination,")
     .fits("r_t + c at terminations", "c", fitted_termination(constant=True))
     .advises("Compute advantages from the stored rewards.", source="program: gae_programs"),
-    mistake(
-        "termination_bootstrapped",
-        "GAE that adds a value after terminations, as if a time limit had ended the episode;",
-    )
+    mistake("termination_bootstrapped", "GAE that adds a value after terminations, as if a time limit had ended the episode;")
     .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", fitted_termination(constant=False))
     .advises("Bootstrap only if truncated is set and terminated is not.", source="Pardo et al. 2018, 1712.00378"),
-    mistake(
-        "ends_exchanged",
-        "GAE that adds values after terminations and none after time limits: the two flags are swapped;",
-    )
+    mistake("ends_exchanged", "GAE that adds values after terminations and none after time limits: the two flags are swapped;")
     .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations, r_t - V_t at time limits", "mean value", fitted_swapped_ends)
     .advises("`step` returns (observation, reward, terminated, truncated, info): bootstrap only after truncations.")
     .cites("https://gymnasium.farama.org/api/env/#gymnasium.Env.step"),
@@ -394,24 +376,16 @@ FITTED = (
     .cites("program: gae_programs"),
     mistake("other_ends", "GAE with the ends of episodes in different steps than the environments returned;")
     .fits("A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends", "differing steps", fitted_ends)
-    .advises(
-        "Compare the flags that the advantages use with the flags that `env.step` returns, step by step and in "
-        "each environment."
-    )
+    .advises("Compare the flags that the advantages use with the flags that `env.step` returns, step by step and in each environment.")
     .cites("program: script-ends_of_rollout_before"),
     mistake("other_rows", "GAE of other rows;")
     .fits("A_j in row i", "rows that differ", other_rows, partial(other_rows, normalized=True))
     .given(doubtful_without="order")
-    .advises(
-        "Index advantages with the rows of the observations and actions, and shuffle all columns by the "
-        "same permutation."
-    )
+    .advises("Index advantages with the rows of the observations and actions, and shuffle all columns by the same permutation.")
     .cites("program: gae_programs"),
     mistake("reward_clip", "GAE of rewards clipped to [-c, c],")
     .fits("δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t", "c", fitted_clip)
-    .advises(
-        "If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards."
-    )
+    .advises("If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards.")
     .cites("program: gae_programs"),
     mistake("scaled", "GAE times a factor,")
     .fits("A_t = c GAE_t", "c", fitted_scale)

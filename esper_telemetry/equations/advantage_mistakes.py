@@ -129,9 +129,7 @@ def _last_end_ignored(inputs: GaeInputs) -> Tensor | None:
     goes_on, next_values = inputs.following * ~inputs.ended, inputs.next_values.clone()
     goes_on[-1] = next_values[-1] = inputs.following[-1]
     return closest_whole(
-        inputs,
-        gae(inputs, next_values=next_values),
-        gae(inputs, rewards=inputs.bootstrapped_rewards, next_values=goes_on),
+        inputs, gae(inputs, next_values=next_values), gae(inputs, rewards=inputs.bootstrapped_rewards, next_values=goes_on)
     )
 
 
@@ -228,10 +226,7 @@ def _forward(inputs: GaeInputs) -> Tensor:
     goes_on = (~inputs.ended).flip(0)
     errors, paid = (
         [discounted_sums(column.flip(0), factor * one).flip(0) for one in (goes_on, goes_on.roll(-1, 0))]
-        for column, factor in (
-            (gae(inputs, decay=0.0), inputs.gamma * inputs.gae_lambda),
-            (inputs.rewards, inputs.gamma),
-        )
+        for column, factor in ((gae(inputs, decay=0.0), inputs.gamma * inputs.gae_lambda), (inputs.rewards, inputs.gamma))
     )
     return closest_whole(inputs, *errors, *(one - inputs.values for one in paid))
 
@@ -420,9 +415,7 @@ def _normalized_returns_over_limits(inputs: GaeInputs) -> Tensor | None:
     return _normalized_returns(replace(inputs, ended=inputs.terminated)) if limited else None
 
 
-def _moved_and_scaled(
-    change: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Callable[[GaeInputs], Tensor | None]:
+def _moved_and_scaled(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[GaeInputs], Tensor | None]:
     """Return the result of `change` for GAE and its mean and standard deviation, biased or not, over the rows that count."""
 
     @in_each_rollout
@@ -489,9 +482,7 @@ MISTAKES = (
     mistake("ends_late", "GAE with the ends of episodes one step late")
     .predicts("A_t = δ_t + γλ (1 - end_{t-1}) A_{t+1}", _ends_late)
     .given(doubtful_without="flags")
-    .advises(
-        "Take the flag that the step itself returned: if `dones[t]` is the flag before step t, use `dones[t + 1]`."
-    )
+    .advises("Take the flag that the step itself returned: if `dones[t]` is the flag before step t, use `dones[t + 1]`.")
     .cites("automl/Mighty#126; vwxyzjn/cleanrl: dones[t + 1], not dones[t], says that step t ended an episode"),
     mistake("ends_early", "GAE with the ends of episodes one step early")
     .predicts("A_t = δ_t + γλ (1 - end_{t+1}) A_{t+1}", _ends_early)
@@ -509,8 +500,7 @@ MISTAKES = (
     mistake("ends_of_others", "GAE with the ends of episodes of other environments")
     .predicts("A_tb = δ_tb + γλ (1 - end_{t,σ(b)}) A_{t+1,b}", _ends_of_others)
     .advises(
-        "Keep the order of environments in the flags: look for `roll`, for reshapes and for workers whose "
-        "results arrive in another order."
+        "Keep the order of environments in the flags: look for `roll`, for reshapes and for workers whose results arrive in another order."
     )
     .cites("program: subclass-ends_neighbour"),
     mistake("last_end_ignored", "GAE that bootstraps after the last step although that step ended its episode")
@@ -530,14 +520,10 @@ MISTAKES = (
     .cites("Pardo et al. 2018, 1712.00378"),
     mistake("time_limit_next_episode", "GAE that bootstraps time limits with the first value of the next episode")
     .predicts("δ_t = r_t + γ V_{t+1} - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.following))
-    .advises(
-        "Use the value of the episode's last observation (`final_observation`), not of the observation after the reset."
-    )
+    .advises("Use the value of the episode's last observation (`final_observation`), not of the observation after the reset.")
     .cites("Unity-Technologies/ml-agents#574"),
     mistake("time_limit_twice", "GAE that adds the value after a time limit twice")
-    .predicts(
-        "δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits", _time_limit_bootstrap(lambda inputs: 2 * inputs.next_values)
-    )
+    .predicts("δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits", _time_limit_bootstrap(lambda inputs: 2 * inputs.next_values))
     .advises("Add the value either to the reward or as the next value.", source="program: gae_programs"),
     mistake("no_last_bootstrap", "GAE without the value after the last step")
     .predicts("δ_T = r_T - V_T", _last_bootstrap(lambda inputs: 0.0))
@@ -555,9 +541,7 @@ MISTAKES = (
     .predicts("δ_t = r_t + γ V_t - V_t", _current_value_bootstrap)
     .advises("The next value is the value in row t + 1.", source="program: gae_programs"),
     mistake("values_exchanged", "GAE with the value and the next value swapped")
-    .predicts(
-        "δ_t = r_t + γ V_t - V_{t+1}", lambda inputs: gae(inputs, values=inputs.next_values, next_values=inputs.values)
-    )
+    .predicts("δ_t = r_t + γ V_t - V_{t+1}", lambda inputs: gae(inputs, values=inputs.next_values, next_values=inputs.values))
     .advises("δ_t = r_t + γ V_{t+1} - V_t.", source="program: gae_programs"),
     mistake("not_flipped", "GAE in reverse order of time")
     .predicts("A_t = GAE_{T-t}", lambda inputs: gae(inputs).flip(0))
@@ -573,8 +557,7 @@ MISTAKES = (
     .advises("Multiply the next value by gamma.", source="program: gae_programs"),
     mistake("rewards_discounted", "GAE in which the discount multiplies the rewards, not the next values")
     .predicts(
-        "δ_t = γ r_t + V_{t+1} - V_t, A_t = δ_t + λ A_{t+1}",
-        lambda x: gae(x, rewards=x.gamma * x.rewards, gamma=1.0, decay=x.gae_lambda),
+        "δ_t = γ r_t + V_{t+1} - V_t, A_t = δ_t + λ A_{t+1}", lambda x: gae(x, rewards=x.gamma * x.rewards, gamma=1.0, decay=x.gae_lambda)
     )
     .advises("Multiply the running sum by gamma: R = r + gamma * R.", source="program: gae_programs"),
     mistake("trace_without_gamma", "GAE whose trace decays by lambda only")
@@ -600,15 +583,11 @@ MISTAKES = (
     .advises("Rewards are maximised; costs need a minus sign.", source="program: gae_programs"),
     mistake("rewards_clipped", "GAE of rewards clipped to [-1, 1]")
     .predicts("δ_t = clip(r_t, -1, 1) + γ V_{t+1} - V_t", _of_rewards(lambda rewards: rewards.clamp(-1, 1)))
-    .advises(
-        "If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards."
-    )
+    .advises("If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards.")
     .cites("Mnih et al. 2015: rewards of Atari are clipped in the environment"),
     mistake("reward_signs", "GAE of the signs of the rewards")
     .predicts("δ_t = sign(r_t) + γ V_{t+1} - V_t", _of_rewards(lambda rewards: rewards.sign()))
-    .advises(
-        "If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards."
-    )
+    .advises("If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards.")
     .cites("Mnih et al. 2015: rewards of Atari are clipped in the environment"),
     mistake("rewards_zero", "GAE of rewards that are all 0")
     .predicts("δ_t = γ V_{t+1} - V_t", _of_rewards(lambda rewards: 0.0 * rewards))
@@ -619,9 +598,7 @@ MISTAKES = (
     .cites("program: test_advantage_equations"),
     mistake("rewards_constant", "GAE of one number in place of all rewards,")
     .fits("δ_t = c + γ V_{t+1} - V_t", "c", _one_reward)
-    .advises(
-        "Look for what the program does to the rewards before it sums them: they must differ as they do in the environment."
-    )
+    .advises("Look for what the program does to the rewards before it sums them: they must differ as they do in the environment.")
     .cites("program: test_advantage_equations"),
     mistake("raw_rewards", "GAE of the rewards before normalisation")
     .predicts("δ_t = raw r_t + γ V_{t+1} - V_t", lambda inputs: gae(inputs, rewards=inputs.raw_rewards))
@@ -640,20 +617,12 @@ MISTAKES = (
         lambda inputs: gae(inputs, values=torch.zeros_like(inputs.values), next_values=torch.zeros_like(inputs.values)),
     )
     .advises("Fill the values before the advantages are computed.", source="program: gae_programs"),
-    mistake(
-        "monte_carlo_cut",
-        "discounted rewards to the end of the rollout, minus values, without a bootstrap after the last step",
-    )
-    .predicts(
-        "A_t = Σ_k γ^k r_{t+k} - V_t", lambda inputs: None if inputs.gae_lambda == 1 else _monte_carlo_cut(inputs)
-    )
+    mistake("monte_carlo_cut", "discounted rewards to the end of the rollout, minus values, without a bootstrap after the last step")
+    .predicts("A_t = Σ_k γ^k r_{t+k} - V_t", lambda inputs: None if inputs.gae_lambda == 1 else _monte_carlo_cut(inputs))
     .advises("Bootstrap the last step with the value of the state that follows the rollout.")
     .cites("program: gae_programs"),
     mistake("rewards_to_go", "discounted rewards to go without a baseline")
-    .predicts(
-        "A_t = Σ_k γ^k r_{t+k}",
-        lambda x: closest_whole(x, _monte_carlo_cut(x) + x.values, gae(x, decay=x.gamma) + x.values),
-    )
+    .predicts("A_t = Σ_k γ^k r_{t+k}", lambda x: closest_whole(x, _monte_carlo_cut(x) + x.values, gae(x, decay=x.gamma) + x.values))
     .advises("Subtract the values.", source="program: gae_programs"),
     mistake(
         "normalized_returns_over_limits",
@@ -674,10 +643,7 @@ MISTAKES = (
     .predicts("δ[t, b] = r.reshape(B, T)[b, t] + γ V_{t+1} - V_t", _rewards_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
     .cites("program: subclass-axes_rewards"),
-    mistake(
-        "ends_swapped",
-        "GAE of ends, possibly also of rewards, that were reshaped with steps and environments swapped",
-    )
+    mistake("ends_swapped", "GAE of ends, possibly also of rewards, that were reshaped with steps and environments swapped")
     .predicts("end[t, b] = ends.reshape(B, T)[b, t]", _ends_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
     .cites("program: gae_programs"),
@@ -730,9 +696,7 @@ VARIANTS = (
     variant("v_trace", "one-step advantages with lambda-returns as next values, as in V-trace")
     .predicts("A_t = r_t + γ v_{t+1} - V_t", _v_trace)
     .cites("IMPALA, 1802.01561, section 4.2"),
-    variant(
-        "time_limit_current_value", "GAE that bootstraps time limits with the value of the last state that was acted on"
-    )
+    variant("time_limit_current_value", "GAE that bootstraps time limits with the value of the last state that was acted on")
     .predicts("δ_t = r_t + γ V_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.values))
     .cites("leggedrobotics/rsl_rl, Rudin et al. 2021, 2109.11978"),
     variant("time_limits_end", "GAE in which time limits end episodes as terminations do")
@@ -742,10 +706,7 @@ VARIANTS = (
     .predicts("A = (GAE - mean) / std", normalized)
     .given(of="scale")
     .cites("openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns"),
-    variant(
-        "normalized_returns",
-        "discounted rewards to the end of each episode, normalised over the whole batch, minus the values",
-    )
+    variant("normalized_returns", "discounted rewards to the end of each episode, normalised over the whole batch, minus the values")
     .predicts("A_t = (Σ_k γ^k r_{t+k} - mean) / std - V_t", _normalized_returns)
     .cites("https://github.com/nikhilbarhate99/PPO-PyTorch, PPO.update"),
 )

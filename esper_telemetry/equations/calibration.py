@@ -204,10 +204,7 @@ def _end_scores(inputs: ActionInputs, head: str) -> Scores:
     edges = (ends.unsqueeze(1) - inputs.means[head][counted]) / inputs.std[head][counted]
     # the distribution function at the largest draw is uniform, so its negative logarithm is exponential
     extent = -torch.special.log_ndtr(torch.stack([-edges[0], edges[1]])).sum(1)
-    return {
-        "ties": binomial_score(ties, rounding.expand_as(ties), count).clamp(min=0.0).flatten(),
-        "extent": (2 * extent).sqrt().flatten(),
-    }
+    return {"ties": binomial_score(ties, rounding.expand_as(ties), count).clamp(min=0.0).flatten(), "extent": (2 * extent).sqrt().flatten()}
 
 
 def chi_square_score(total: Tensor, count: Tensor) -> Tensor:
@@ -270,9 +267,7 @@ def _independent_numbers(inputs: ActionInputs, head: str) -> float | None:
         return None
     centred = actions - rows.mean(0)
     spread = rows.std(0).clamp(min=1e-12)
-    order = {
-        name: z for name, z in gaussian_scores(centred / spread, counted).items() if name in ("repeat", "neighbours")
-    }
+    order = {name: z for name, z in gaussian_scores(centred / spread, counted).items() if name in ("repeat", "neighbours")}
     unit = torch.tensor([[-1.0], [1.0]], dtype=rows.dtype, device=rows.device).expand(2, rows.shape[-1])
     uniform = [_uniform_score(rows, bounds) for bounds in (inputs.bounds.get(head), unit)]
     best = min([score for score in uniform if score is not None], default=torch.inf)
@@ -367,9 +362,7 @@ def _best_order(inputs: ActionInputs) -> Tensor | None:
         return None
     total = torch.zeros(envs, envs, dtype=torch.float64)
     for head, log_probs in inputs.log_probs.items():
-        index = (
-            inputs.actions[head].unsqueeze(1).expand(-1, envs, -1)
-        )  # [T, environment of the distribution, of the action]
+        index = inputs.actions[head].unsqueeze(1).expand(-1, envs, -1)  # [T, environment of the distribution, of the action]
         total += log_probs.clamp(min=-UNLIKELY_NATS).gather(-1, index).sum(0).T
     for head in inputs.means:
         z = (inputs.actions[head].unsqueeze(1) - inputs.means[head].unsqueeze(2)) / inputs.std[head].unsqueeze(2)

@@ -117,12 +117,7 @@ def compare_clipping(
 @checked_arguments(tolerance=0)
 @no_grad
 def check_clipping(
-    before: Gradients,
-    after: Gradients,
-    *,
-    max_norm: float | None,
-    precision: str | None = None,
-    tolerance: float | None = None,
+    before: Gradients, after: Gradients, *, max_norm: float | None, precision: str | None = None, tolerance: float | None = None
 ) -> EquationCheck:
     """Return the comparison of gradients after clipping with the gradients before it.
 

@@ -39,18 +39,12 @@ class EquationErrors(MetricGroup):
 
     equation: tuple[str, ...] = label()
     error: Max = reports(
-        Metric.magnitude(
-            "integrity/equation/{equation}", 809, "error of an equation", unit="relative error", cost="sampled"
-        )
+        Metric.magnitude("integrity/equation/{equation}", 809, "error of an equation", unit="relative error", cost="sampled")
         .asks(
             "Do the trainer's numbers equal their reference equation? The names of an equation and of a mistake: that mistake explains "
             "the numbers."
         )
-        .bounds(
-            healthy="< 1e-4 in fp32",
-            critical="above, unless a published variant explains it",
-            source="recomputed in float64",
-        )
+        .bounds(healthy="< 1e-4 in fp32", critical="above, unless a published variant explains it", source="recomputed in float64")
         .absent("the trainer does not show what the equation needs, or the update was not sampled")
     )
 
@@ -63,9 +57,7 @@ class FittedParameters(MetricGroup):
 
     equation: tuple[str, ...] = label()
     value: Last = reports(
-        Metric.quantity(
-            "integrity/fitted/{equation}", 810, "fitted parameter of an equation", unit="parameter", cost="sampled"
-        )
+        Metric.quantity("integrity/fitted/{equation}", 810, "fitted parameter of an equation", unit="parameter", cost="sampled")
         .asks("With which value of the parameter does the equation give the trainer's numbers?")
         .absent("no equation needed a fit")
     )
@@ -79,13 +71,7 @@ class EquationTolerances(MetricGroup):
 
     equation: tuple[str, ...] = label()
     tolerance: Max = reports(
-        Metric.magnitude(
-            "integrity/equation_tolerance/{equation}",
-            850,
-            "tolerance of an equation",
-            unit="relative error",
-            cost="sampled",
-        )
+        Metric.magnitude("integrity/equation_tolerance/{equation}", 850, "tolerance of an equation", unit="relative error", cost="sampled")
         .asks("Up to which error do the trainer's numbers count as equal to the equation?")
         .absent("the tolerance for single precision applies")
     )

@@ -81,67 +81,35 @@ ACTIONS = CalibrationEquation(
                 "independent",
             )
         )
-        .advises(
-            "Sample actions while training (`deterministic=False`); take the most likely action in evaluations only."
-        )
+        .advises("Sample actions while training (`deterministic=False`); take the most likely action in evaluations only.")
         .cites("program: force-mean_action"),
         mistake("permuted", "another environment's actions")
         .predicts("a_{t,b} ~ π(· | s_{t,σ(b)})", calibration.permuted)
-        .given(
-            hides=(
-                "independent",
-                "shuffled",
-            )
-        )
-        .advises(
-            "Keep the order of environments from the policy's output to `env.step` and to the buffer; check "
-            "reshapes of [T, B]."
-        )
+        .given(hides=("independent", "shuffled"))
+        .advises("Keep the order of environments from the policy's output to `env.step` and to the buffer; check reshapes of [T, B].")
         .cites("program: test_action_calibration"),
         mistake("step_before", "drawn from the previous step's distribution")
         .predicts("a_t ~ π(· | s_{t-1})", partial(calibration.displaced, steps=-1))
-        .given(
-            hides=(
-                "independent",
-                "shuffled",
-            )
-        )
+        .given(hides=("independent", "shuffled"))
         .advises("Store the observation, distribution and action of a step in the same row.")
         .cites("program: test_action_calibration"),
         mistake("step_after", "drawn from the next step's distribution")
         .predicts("a_t ~ π(· | s_{t+1})", partial(calibration.displaced, steps=1))
-        .given(
-            hides=(
-                "independent",
-                "shuffled",
-            )
-        )
+        .given(hides=("independent", "shuffled"))
         .advises("Store the observation, distribution and action of a step in the same row.")
         .cites("program: test_action_calibration"),
         mistake("repeated", "repeated from the previous step")
         .predicts("a_t = a_{t-1}, else a_t ~ π(· | s_t)", calibration.repeated)
-        .advises(
-            "Query the policy in every step; if actions are repeated on purpose, store one transition for all repetitions."
-        )
+        .advises("Query the policy in every step; if actions are repeated on purpose, store one transition for all repetitions.")
         .cites("program: loop-sticky"),
         mistake("cut_at_bounds", "clipped at their bounds before they were stored")
         .predicts("a_t = clip(u, low, high), u ~ π(· | s_t)", calibration.cut_at_bounds)
-        .given(
-            hides=(
-                "independent",
-                "shuffled",
-            )
-        )
+        .given(hides=("independent", "shuffled"))
         .advises("Store the action as it was drawn, and clip only the copy that the environment receives.")
         .cites("program: force-clipped_before_log_prob"),
         variant("squashed", "the tanh of draws")
         .predicts("a_t = tanh u, u ~ π(· | s_t)", calibration.squashed)
-        .given(
-            hides=(
-                "independent",
-                "shuffled",
-            )
-        )
+        .given(hides=("independent", "shuffled"))
         .cites("1801.01290, appendix C"),
         mistake("same_noise", "drawn with the same noise in all environments")
         .predicts("a_{t,b} = F_b⁻¹(ε_t)", calibration.same_noise)
@@ -168,17 +136,12 @@ class ActionTotals(MetricGroup):
 
     test: tuple[str, ...] = label()
     excess: Sum = reports(
-        Metric.quantity(
-            "integrity/actions/{test}", 840, "excess of a test of the actions", unit="terms", cost="sampled"
-        )
+        Metric.quantity("integrity/actions/{test}", 840, "excess of a test of the actions", unit="terms", cost="sampled")
         .asks(
             "By how much do the actions exceed the predictions of their distributions: in log-probability, in most likely choices "
             "or squares, in agreement with the previous step, with the next environment?"
         )
-        .bounds(
-            healthy="within 7 roots of its variance, also summed over a run",
-            source="a martingale, Freedman 1975, theorem 1.6",
-        )
+        .bounds(healthy="within 7 roots of its variance, also summed over a run", source="a martingale, Freedman 1975, theorem 1.6")
         .absent("the distributions are missing, or the update was not sampled")
     )
 
@@ -190,11 +153,7 @@ class ActionVariances(MetricGroup):
     test: tuple[str, ...] = label()
     variance: Sum = reports(
         Metric.magnitude(
-            "integrity/actions_variance/{test}",
-            841,
-            "variance of a test of the actions",
-            unit="terms squared",
-            cost="sampled",
+            "integrity/actions_variance/{test}", 841, "variance of a test of the actions", unit="terms squared", cost="sampled"
         )
         .asks("How much would the excess vary if the actions were drawn from their distributions?")
         .absent("the distributions are missing, or the update was not sampled")
@@ -271,10 +230,7 @@ def action_totals(inputs: ActionInputs) -> Iterator[MetricGroup]:
 
     Both can be added over rollouts, and the first sum remains a martingale.
     """
-    parts = [
-        calibration.categorical_terms(inputs.log_probs[h], inputs.actions[h], inputs.counted[h])
-        for h in inputs.log_probs
-    ]
+    parts = [calibration.categorical_terms(inputs.log_probs[h], inputs.actions[h], inputs.counted[h]) for h in inputs.log_probs]
     parts += [calibration.gaussian_terms(calibration.z_of(inputs, h), inputs.counted[h]) for h in inputs.means]
     totals: dict[str, Tensor] = {}
     for name, terms in (one for part in parts for one in part.items()):
@@ -306,9 +262,7 @@ def action_inputs(
             raise ValueError(f"head {head!r} has a distribution but no actions")
         own = chosen[head] if head in logits else chosen[head][..., 0]
         if own.dim() != 2:
-            raise ValueError(
-                f"the actions of head {head!r} must have shape [T, B], got shape {list(chosen[head].shape)}"
-            )
+            raise ValueError(f"the actions of head {head!r} must have shape [T, B], got shape {list(chosen[head].shape)}")
         rows = [x for x in (as_mask(valid, own), relevance.get(head)) if x is not None]
         same_shape(actions=own, distributions=part[..., 0], **{f"rows_{place}": x for place, x in enumerate(rows)})
         counted[head] = torch.stack([torch.ones_like(own, dtype=torch.bool), *rows]).all(0)

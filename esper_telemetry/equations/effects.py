@@ -56,9 +56,7 @@ class ActionEffect(MetricGroup):
             "the change of the observation within four steps, divided by the largest that chance alone gives: about 1 without an effect."
         )
         .bounds(healthy="> 1.7", source="15 tasks of Gymnasium have 1.4 to 21, and 0.2 to 1.7 if no action arrives")
-        .absent(
-            "no transition was recorded, the policy acted on other distributions, or observations are not vectors of real numbers"
-        )
+        .absent("no transition was recorded, the policy acted on other distributions, or observations are not vectors of real numbers")
     )
 
 
@@ -66,9 +64,7 @@ class ActionEffect(MetricGroup):
 def action_effect(inputs: ActionInputs, change: Tensor, ended: Tensor) -> ActionEffect | None:
     """Return the effect of the actions; None if there are too few steps. For the arguments see `judge_effects`."""
     sizes = [size for size, _ in zip(_sizes(inputs, change, ended), range(EARLY_STEPS), strict=False)]
-    entries = sum(
-        [*(mean.shape[-1] for mean in inputs.means.values()), *(one.shape[-1] for one in inputs.log_probs.values())]
-    )
+    entries = sum([*(mean.shape[-1] for mean in inputs.means.values()), *(one.shape[-1] for one in inputs.log_probs.values())])
     if not sizes:
         return None
     return ActionEffect(Max(torch.tensor(max(sizes) / math.sqrt(2 * math.log(max(2, EARLY_STEPS * entries))))))

@@ -15,14 +15,7 @@ from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare
 from esper_telemetry.equations.equation import Equation, mistake, variant
-from esper_telemetry.equations.minibatch_losses import (
-    LOSS_TOLERANCE,
-    Minibatches,
-    OneMinibatch,
-    divided,
-    rescaled,
-    with_padding,
-)
+from esper_telemetry.equations.minibatch_losses import LOSS_TOLERANCE, Minibatches, OneMinibatch, divided, rescaled, with_padding
 from esper_telemetry.metrics.statistics import same_shape
 
 GAUSSIAN_ENTROPY = 0.5 * math.log(2 * math.pi * math.e)
@@ -66,10 +59,7 @@ class EntropyInputs:
 
     def summed(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Return the mean [M] of the sum over the relevant heads of rows [R] of each head."""
-        parts = [
-            torch.where(self.relevance[head], part, 0.0) if head in self.relevance else part
-            for head, part in rows.items()
-        ]
+        parts = [torch.where(self.relevance[head], part, 0.0) if head in self.relevance else part for head, part in rows.items()]
         return self.minibatches.mean(torch.stack(parts).sum(0))
 
     def sizes(self) -> dict[str, int]:
@@ -141,8 +131,7 @@ ENTROPY_LOSS = Equation(
         .given(needs="sampled")
         .advises("Sum -p log p over all actions of each row.", source="program: test_script_styles"),
         variant(
-            "squashed_sample",
-            "the log-probability of the chosen action after a squash, because the entropy does not have a closed form",
+            "squashed_sample", "the log-probability of the chosen action after a squash, because the entropy does not have a closed form"
         )
         .predicts("L = mean log π(a)", lambda x: x.minibatches.mean(x.trained))
         .given(needs="trained")
@@ -151,9 +140,7 @@ ENTROPY_LOSS = Equation(
         .predicts("L = -Σ H", lambda x: entropy_loss(x) * x.minibatches.counts)
         .advises("Take the mean, so that the bonus does not grow with the minibatch.")
         .cites("program: test_entropy_and_total"),
-        mistake(
-            "sum_of_rows", "the sum of the entropies over the rows, averaged over the actions: the axes are swapped"
-        )
+        mistake("sum_of_rows", "the sum of the entropies over the rows, averaged over the actions: the axes are swapped")
         .predicts("L = mean_actions Σ_rows p log p", _sum_of_rows)
         .advises("Sum -p log p over the actions of each row (the last axis), and take the mean over the rows.")
         .cites("program: test_entropy_and_total"),
@@ -197,9 +184,7 @@ ENTROPY_LOSS = Equation(
         .given(needs="log_std")
         .advises("Take the entropy, which grows with log σ.", source="program: test_entropy_and_total"),
         mistake("variance", "the entropy with the variance instead of the standard deviation")
-        .predicts(
-            "L = -mean Σ (2 log σ + ½ log 2πe)", _of_std(lambda log_std: (2 * log_std + GAUSSIAN_ENTROPY).sum(-1))
-        )
+        .predicts("L = -mean Σ (2 log σ + ½ log 2πe)", _of_std(lambda log_std: (2 * log_std + GAUSSIAN_ENTROPY).sum(-1)))
         .given(needs="log_std")
         .advises("Pass the standard deviation to the distribution, not its square.")
         .cites("program: test_entropy_and_total"),
@@ -209,10 +194,7 @@ ENTROPY_LOSS = Equation(
         .cites("program: test_entropy_and_total"),
         mistake("probabilities", "the sum of the squared probabilities")
         .predicts(
-            "L = mean Σ p²",
-            lambda x: (
-                None if x.log_std else x.summed({head: p.exp().square().sum(-1) for head, p in x.log_probs.items()})
-            ),
+            "L = mean Σ p²", lambda x: None if x.log_std else x.summed({head: p.exp().square().sum(-1) for head, p in x.log_probs.items()})
         )
         .advises("Multiply the probabilities by their logarithms.", source="program: test_entropy_and_total"),
         variant("weighted", "the negative entropy times the weight of its bonus")

@@ -77,10 +77,7 @@ ENVIRONMENTS = EnvironmentEquation(
         mistake("same_observation", "`step` returns the observation that it was given: its action changes nothing")
         .advises("Compute the observation in `step` from the new state, and check that `step` updates the state.")
         .cites("program: test_environment_faults"),
-        mistake(
-            "same_array",
-            "`step` returns one array and changes it in place, so that all stored observations are the last one",
-        )
+        mistake("same_array", "`step` returns one array and changes it in place, so that all stored observations are the last one")
         .advises("Return a copy from `step` and `reset`: `return self.state.copy(), ...`.")
         .cites("program: test_environment_faults"),
         mistake("late", "`step` returns the state of one step ago: the first step after a reset changes nothing;")
@@ -97,18 +94,13 @@ ENVIRONMENTS = EnvironmentEquation(
         )
         .cites("program: test_environment_steps"),
         mistake(
-            "reward_behind",
-            "`step` returns the reward of one step ago: rewards fit the action and the observation of the previous step",
+            "reward_behind", "`step` returns the reward of one step ago: rewards fit the action and the observation of the previous step"
         )
         .advises("Return the reward of the action that `step` was given.")
         .cites("program: test_environment_steps"),
-        mistake(
-            "one_seed", "environments have the same random numbers: their episodes begin with the same observations;"
-        )
+        mistake("one_seed", "environments have the same random numbers: their episodes begin with the same observations;")
         .given(parameter="environments")
-        .advises(
-            "Seed each environment differently: `env.reset(seed=seed + index)`, or `make_vec_env(..., seed=seed)`."
-        )
+        .advises("Seed each environment differently: `env.reset(seed=seed + index)`, or `make_vec_env(..., seed=seed)`.")
         .cites("https://gymnasium.farama.org/api/vector/#gymnasium.vector.VectorEnv.reset"),
         mistake("opposite_rewards", "wrappers turn rewards into others of the opposite sign;")
         .given(parameter="share of the rewards")
@@ -255,9 +247,7 @@ def _fit(outcomes: Tensor, shown: Tensor, chosen: Tensor | None = None) -> float
 def _has_one_seed(inputs: Tensor, ended: Tensor) -> bool:
     """Return True if all environments begin the rollout, or each of their next episodes, alike, and no environment begins two alike."""
     envs = inputs.shape[1]
-    starts = [
-        torch.cat([column[:1], column[1:][over[:-1]]]) for column, over in zip(inputs.t(), ended.t(), strict=True)
-    ]
+    starts = [torch.cat([column[:1], column[1:][over[:-1]]]) for column, over in zip(inputs.t(), ended.t(), strict=True)]
     distinct = all(len(own.unique()) == len(own) for own in starts)
     if envs < 2 or not distinct or sum(map(len, starts)) < MIN_DISTINCT_STARTS + envs:
         return False

@@ -81,11 +81,7 @@ class Hypothesis:
         return replace(self, equation=equation, compute=compute)
 
     def fits(
-        self,
-        equation: str,
-        parameter: str,
-        fit: Callable[[Any, Any], Any],
-        normalized: Callable[[Any, Any], Any] | None = None,
+        self, equation: str, parameter: str, fit: Callable[[Any, Any], Any], normalized: Callable[[Any, Any], Any] | None = None
     ) -> Hypothesis:
         """Return the hypothesis with an equation that has a fitted parameter."""
         return replace(self, equation=equation, parameter=parameter, fit=fit, normalized_fit=normalized)
@@ -304,8 +300,6 @@ def equation_results(values: Mapping[str, float], facts: Facts, factor: float = 
         if error is None:
             continue
         tolerance = factor * max(equation.tolerance_at(facts.precision), values.get(keys.tolerance, 0.0))
-        explained = [
-            Explanation(one, values[key], values.get(fitted)) for one, key, fitted in keys.explanations if key in values
-        ]
+        explained = [Explanation(one, values[key], values.get(fitted)) for one, key, fitted in keys.explanations if key in values]
         results.append(EquationResult(equation, error, tolerance, tuple(explained)))
     return sorted(results, key=lambda result: result.equation.rank)

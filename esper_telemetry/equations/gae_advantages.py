@@ -12,21 +12,11 @@ from functools import cache
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_number, as_tensor
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.requirements import checked_arguments
-from esper_telemetry.equations.advantage_fits import (
-    ADVANTAGE_TOLERANCE,
-    FITTED,
-    normalized_whole,
-)
+from esper_telemetry.equations.advantage_fits import ADVANTAGE_TOLERANCE, FITTED, normalized_whole
 from esper_telemetry.equations.advantage_mistakes import MISTAKES, VARIANTS, normalized
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
 from esper_telemetry.equations.equation import Equation
-from esper_telemetry.equations.gae import (
-    GaeInputs,
-    following_values,
-    gae,
-    is_standard,
-    rows_that_count,
-)
+from esper_telemetry.equations.gae import GaeInputs, following_values, gae, is_standard, rows_that_count
 from esper_telemetry.equations.rewards_to_go import SUMS, SUMS_MINUS_VALUES
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
@@ -127,9 +117,7 @@ def check_gae(
     if following is None:
         ahead = torch.cat([estimates[1:], last[None] if last is not None else estimates[:0]])
         following = torch.where(ends, 0.0, ahead)
-        cut = (
-            ends & ~terminations
-        ).double()  # the next value is unknown throughout an episode that ends in such a step
+        cut = (ends & ~terminations).double()  # the next value is unknown throughout an episode that ends in such a step
         known = discounted_sums(cut, (~ends).double()) <= 0
     inputs = GaeInputs(
         rewards=paid,
@@ -201,9 +189,7 @@ def compare_advantages(
     return replace(check, explanations=distinguished(normalized).explanations)
 
 
-def _normalized(
-    compute: Callable[[GaeInputs], Tensor | None], *, has_unknown_rewards: bool
-) -> Callable[[GaeInputs], Tensor | None]:
+def _normalized(compute: Callable[[GaeInputs], Tensor | None], *, has_unknown_rewards: bool) -> Callable[[GaeInputs], Tensor | None]:
     """Normalise the prediction of a hypothesis over all rows that count, by the biased or the unbiased standard deviation."""
 
     def normalized(inputs: GaeInputs) -> Tensor | None:

@@ -77,16 +77,11 @@ OTHER_POLICY_LOSSES = (
     )
     .advises("Do not normalise the advantages, or switch the setting on")
     .cites("stable-baselines3, normalize_advantage"),
-    mistake(
-        "advantages_centred", "a policy loss with advantages minus their mean, not divided by their standard deviation"
-    )
+    mistake("advantages_centred", "a policy loss with advantages minus their mean, not divided by their standard deviation")
     .predicts("L_policy of A - mean A", lambda x: x.of_advantages(x.raw - x.raw.mean()))
     .given(needs="raw")
     .advises("Divide by the standard deviation", source="program: sb3_own_loops"),
-    mistake(
-        "advantages_std_alone",
-        "a policy loss with advantages divided by their standard deviation, without subtracting the mean",
-    )
+    mistake("advantages_std_alone", "a policy loss with advantages divided by their standard deviation, without subtracting the mean")
     .predicts("L_policy of A / std A", lambda x: x.of_advantages(x.raw / (x.raw.std() + STD_EPS)))
     .given(needs="raw")
     .advises("Subtract the mean before you divide", source="program: subclass-norm_no_mean"),
@@ -96,9 +91,7 @@ OTHER_POLICY_LOSSES = (
     mistake("advantages_attached", "a policy loss whose gradient reaches the critic through the advantages")
     .predicts(
         "L_policy of A = R - V, with ∇V",
-        lambda x: x.of_advantages(
-            x.returns - x.values if x.raw is None else x.minibatches.normalized(x.returns - x.values)
-        ),
+        lambda x: x.of_advantages(x.returns - x.values if x.raw is None else x.minibatches.normalized(x.returns - x.values)),
     )
     .advises("Detach the advantages, or compute them without gradients", source="program: sb3_own_loops"),
 )
@@ -229,9 +222,7 @@ class LossGradients:
             counted = torch.ones_like(error, dtype=torch.bool) if rows.clip_value is None else at_values != 0
             slopes, order = at_values[counted], error[counted].argsort()
             rounding = ROUNDED_SHARE * slopes.abs().max()
-            increasing = (slopes[order].diff() >= -rounding).all() and (
-                slopes * error[counted].sign() >= -rounding
-            ).all()
+            increasing = (slopes[order].diff() >= -rounding).all() and (slopes * error[counted].sign() >= -rounding).all()
             return self._gradient((rows.values * at_values).sum()) if increasing else None
 
     @no_grad
@@ -343,10 +334,7 @@ def largest_entries(vector: Tensor, numels: Sequence[int]) -> Tensor:
 
 def gradient_scale(claimed: Tensor, terms: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
     """Return [d], the largest magnitude of each parameter's entries, at least `NEGLIGIBLE_SHARE` of the largest in its terms."""
-    scale, floor = (
-        largest_entries(claimed, numels),
-        torch.zeros(len(numels), dtype=torch.float64, device=claimed.device),
-    )
+    scale, floor = (largest_entries(claimed, numels), torch.zeros(len(numels), dtype=torch.float64, device=claimed.device))
     for term in terms:
         magnitudes = largest_entries(term, numels)
         scale = torch.maximum(scale, magnitudes)
@@ -462,23 +450,13 @@ def fit_kl(inputs: GradientInputs, numbers: Tensor, *, sign: int) -> tuple[float
     the other sign.
     """
     bases = [inputs.total(), inputs.replaced("no_clip")]
-    penalties = [
-        one / inputs.scale for name in (*KL_ESTIMATES, "kl_penalty") if (one := inputs.alternatives(name)) is not None
-    ]
-    fits = [
-        fit
-        for base in bases
-        if base is not None
-        for penalty in penalties
-        if (fit := fitted(base, penalty, numbers)) is not None
-    ]
+    penalties = [one / inputs.scale for name in (*KL_ESTIMATES, "kl_penalty") if (one := inputs.alternatives(name)) is not None]
+    fits = [fit for base in bases if base is not None for penalty in penalties if (fit := fitted(base, penalty, numbers)) is not None]
     best = min(fits, key=lambda fit: float((fit[1] - numbers).abs().max()), default=None)
     return best if best is not None and best[0] * sign > 0 else None
 
 
-def _of_each_term(
-    name: str, says: str, equation: str, advice: str, compute: Callable[[GradientInputs, str], Any]
-) -> Iterator[Hypothesis]:
+def _of_each_term(name: str, says: str, equation: str, advice: str, compute: Callable[[GradientInputs, str], Any]) -> Iterator[Hypothesis]:
     """Yield a mistake for each term: its texts contain the term's name, words, symbol and weight."""
     for term, loss in TERMS.items():
         fill = partial(str.format, term=term, words=loss.words, symbol=f"L_{term}", weighted=f"{loss.weight}L_{term}")
@@ -498,9 +476,7 @@ def _of_losses(term: str) -> Iterator[Hypothesis]:
     for name, (place, one) in OTHER_LOSSES.items():
         if place == term:
             compute = partial(_of_term, GradientInputs.replaced, name)
-            yield replace(
-                one, name=name, says=f"the gradient of {one.says}", compute=compute, needs="", doubtful_without=""
-            )
+            yield replace(one, name=name, says=f"the gradient of {one.says}", compute=compute, needs="", doubtful_without="")
 
 
 GRADIENT = Equation(
@@ -520,13 +496,9 @@ GRADIENT = Equation(
         .advises("Call optimizer.zero_grad() before each backward pass", source="torch.optim.Optimizer.zero_grad"),
         mistake("parts_not_cleared", "the gradient of the loss, added to the previous gradient in some parameters")
         .predicts("g_k = ∇L_k in some parameters, ∇L_k + g_{k-1} in others", parts_with_previous)
-        .advises(
-            "Clear the gradients of all parameters: optimizer.zero_grad() clears only the optimizer's own parameters"
-        )
+        .advises("Clear the gradients of all parameters: optimizer.zero_grad() clears only the optimizer's own parameters")
         .cites("torch.optim.Optimizer.zero_grad"),
-        mistake(
-            "last_pass", "the gradient of the last of several backward passes: the others were cleared before the step"
-        )
+        mistake("last_pass", "the gradient of the last of several backward passes: the others were cleared before the step")
         .predicts("g = ∇L_K instead of ∇(L_1 + ... + L_K)", last_pass)
         .advises("Call optimizer.zero_grad() once per optimizer step, before its first backward pass")
         .cites("program: parts-cleared"),
@@ -584,15 +556,10 @@ GRADIENT = Equation(
         .advises("The critic's input is detached from the trunk that it shares with the actor")
         .cites("program: test_gradients"),
         mistake("actor_stopped", "the gradient of a loss whose policy term does not reach the shared parameters")
-        .predicts(
-            "g = ∇L without ∇(L_policy - c_e H) in shared parameters", partial(stopped, terms=("policy", "entropy"))
-        )
+        .predicts("g = ∇L without ∇(L_policy - c_e H) in shared parameters", partial(stopped, terms=("policy", "entropy")))
         .advises("The actor's input is detached from the trunk that it shares with the critic")
         .cites("program: test_gradients"),
-        mistake(
-            "critic_leaks",
-            "the gradient of a loss whose value term reaches the trunk although it should stop there",
-        )
+        mistake("critic_leaks", "the gradient of a loss whose value term reaches the trunk although it should stop there")
         .predicts("g = ∇L + c_v ∇L_value in the trunk", leaks)
         .advises("Detach the trunk's output before the critic reads it", source="program: test_gradients"),
         mistake("parts_missing", "the gradient of the loss, but 0 in some parameters")
@@ -602,10 +569,7 @@ GRADIENT = Equation(
         *_of_losses("policy"),
         *_of_losses("value"),
         *_of_losses("entropy"),
-        variant(
-            "other_errors",
-            "the gradient of a loss whose value term is another increasing function of the absolute error",
-        )
+        variant("other_errors", "the gradient of a loss whose value term is another increasing function of the absolute error")
         .predicts("L_value = mean f(|V - R|), f increasing and convex")
         .cites("2006.05990 (Andrychowicz et al.), 3.4: the Huber loss"),
         variant("clipped_already", "the gradient of the loss, clipped by its norm")
@@ -743,9 +707,7 @@ def _models(given: Sequence[Tensor | None], by_term: Mapping[str, Sequence[Tenso
     for place, column in enumerate(zip(given, *by_term.values(), strict=True)):
         present = [entry for entry in column if entry is not None]
         if not present:
-            raise ValueError(
-                f"each parameter needs a gradient, from the trainer or from a term, but parameter {place} does not have one"
-            )
+            raise ValueError(f"each parameter needs a gradient, from the trainer or from a term, but parameter {place} does not have one")
         models.append(present[0])
     return models
 

@@ -220,11 +220,7 @@ def _of_some_heads(inputs: LogProbInputs) -> Tensor | None:
     if not 1 < len(heads) <= MAX_SUBSET_HEADS:
         return None
     parts = {head: _total(inputs, [head]) for head in heads}
-    sums = [
-        torch.stack([parts[head] for head in some]).sum(0)
-        for size in range(1, len(heads))
-        for some in combinations(heads, size)
-    ]
+    sums = [torch.stack([parts[head] for head in some]).sum(0) for size in range(1, len(heads)) for some in combinations(heads, size)]
     return min(sums, key=lambda total: float((total - inputs.stored).abs().sum()))
 
 
@@ -270,10 +266,7 @@ LOG_PROBS = Equation(
         variant("squashed_actions", "the log-probabilities of a tanh-squashed Gaussian at the actions after the tanh")
         .predicts("log N(u; μ, σ) - Σ log(1 - a²), u = atanh a", partial(_of_atanh, slope=True))
         .cites("1801.01290, appendix C, eq. 21"),
-        mistake(
-            "squashed_before_storing",
-            "the log-probabilities of the actions before a tanh, while the stored actions are after it",
-        )
+        mistake("squashed_before_storing", "the log-probabilities of the actions before a tanh, while the stored actions are after it")
         .predicts("log N(u; μ, σ), a = tanh u", partial(_of_atanh, slope=False))
         .advises("Store the action before the tanh, or subtract Σ log(1 - a²).")
         .cites("1801.01290, appendix C, eq. 21"),
@@ -299,15 +292,11 @@ LOG_PROBS = Equation(
         mistake("irrelevant_heads", "sums over all heads, including irrelevant heads")
         .predicts("Σ over all heads of log π_i(a_i | s)", lambda inputs: log_prob(replace(inputs, relevant={})))
         .given(needs="relevant")
-        .advises(
-            "Leave a head out of the sum in rows in which its choice does not matter.", source="program: test_log_probs"
-        ),
+        .advises("Leave a head out of the sum in rows in which its choice does not matter.", source="program: test_log_probs"),
         mistake("not_stored", "zeros, as in a buffer that was never written")
         .predicts("0", lambda inputs: torch.zeros_like(inputs.stored))
         .advises("Store the log-probability of each step; otherwise the ratio divides the new probability by 1.")
-        .cites(
-            "https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py"
-        ),
+        .cites("https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py"),
         mistake("probabilities", "probabilities, without a logarithm")
         .predicts("π(a | s)", lambda inputs: log_prob(inputs).exp())
         .advises("Store the logarithm.", source="program: test_log_probs"),
@@ -383,10 +372,7 @@ def check_log_probs(
         actions=chosen,
         logits={head: part.detach().double() for head, part in columns["logits"].items()},
         means={head: part.detach().double() for head, part in columns["means"].items()},
-        std={
-            head: columns["log_std"][head].detach().double().exp().expand_as(mean)
-            for head, mean in columns["means"].items()
-        },
+        std={head: columns["log_std"][head].detach().double().exp().expand_as(mean) for head, mean in columns["means"].items()},
         masks=masks_by_head(named_columns(action_masks)),
         relevant=masks_by_head(named_columns(relevant)),
         squashed=frozenset(columns["means"] if squashed is True else () if squashed is False else squashed),
@@ -399,10 +385,7 @@ def check_log_probs(
     if counted is not None and not counted.any():
         return unchecked(LOG_PROBS, "every squashed action is so close to its bounds that its tanh has lost its digits")
     magnitudes = [torch.ones(1)]
-    for (
-        head,
-        mean,
-    ) in inputs.means.items():  # magnitudes of the terms whose rounded difference is a Gaussian's log-probability
+    for head, mean in inputs.means.items():  # magnitudes of the terms whose rounded difference is a Gaussian's log-probability
         drawn, std = inputs.actions[head], inputs.std[head]
         size = AMPLIFICATION * (drawn - mean).abs() / std * (drawn.abs() + mean.abs()) / std
         magnitudes.append(size.nan_to_num(0.0, 0.0, 0.0))

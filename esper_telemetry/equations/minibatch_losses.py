@@ -211,9 +211,7 @@ def rescaled(
         .cites("program: test_losses"),
         scale("scaled", f"{says} times a factor,")
         .fits(f"L = c ({equation})", "c", lambda inputs, claimed: scaled(loss(inputs), claimed))
-        .advises(
-            "Look for a weight that differs from the setting, or a division by a number other than the number of rows."
-        )
+        .advises("Look for a weight that differs from the setting, or a division by a number other than the number of rows.")
         .cites("program: test_losses"),
     )
 
@@ -233,15 +231,10 @@ def with_padding(loss: Callable[[Any], Tensor], equation: str) -> tuple[Hypothes
     source = "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75"
     return (
         mistake("padding_included", "the mean over all rows, including padding")
-        .predicts(
-            f"L = mean_{{all rows}} {equation}", padded(lambda x, everything: loss(replace(x, minibatches=everything)))
-        )
+        .predicts(f"L = mean_{{all rows}} {equation}", padded(lambda x, everything: loss(replace(x, minibatches=everything))))
         .advises("Take the mean over the valid rows.", source=source),
         mistake("padding_counted", "the sum over the valid rows, divided by the number of all rows, including padding")
-        .predicts(
-            f"L = Σ_{{valid}} {equation} / N",
-            padded(lambda x, everything: loss(x) * x.minibatches.counts / everything.counts),
-        )
+        .predicts(f"L = Σ_{{valid}} {equation} / N", padded(lambda x, everything: loss(x) * x.minibatches.counts / everything.counts))
         .advises("Divide by the number of valid rows.", source=source),
     )
 

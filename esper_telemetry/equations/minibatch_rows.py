@@ -140,9 +140,7 @@ def _in_order(x: PassInputs) -> bool:
         return False
     times = torch.arange(len(x.valid), device=x.valid.device)
     by_environment = times.view(-1, x.environments).T.flatten() if len(times) % x.environments == 0 else times
-    return any(
-        all(torch.equal(one.rows, order[x.valid[order]]) for one in x.passes) for order in (times, by_environment)
-    )
+    return any(all(torch.equal(one.rows, order[x.valid[order]]) for one in x.passes) for order in (times, by_environment))
 
 
 MINIBATCHES = Equation(
@@ -157,9 +155,7 @@ MINIBATCHES = Equation(
     advice="Draw one permutation per pass and split it into minibatches.",
     hypotheses=(
         variant("same_order", "one permutation that is used in every pass")
-        .predicts(
-            "the same minibatches in each pass", _where(lambda x: bool(x.alike) and _whole(x) and not _in_order(x))
-        )
+        .predicts("the same minibatches in each pass", _where(lambda x: bool(x.alike) and _whole(x) and not _in_order(x)))
         .cites("https://github.com/leggedrobotics/rsl_rl, RolloutStorage.mini_batch_generator"),
         variant("unshuffled", "the rows in the order of the rollout, which are not shuffled")
         .predicts("rows 1 to N, N + 1 to 2N, ...", _where(_in_order))
@@ -184,16 +180,10 @@ MINIBATCHES = Equation(
             "equal visits in each pass, but not one for each row",
             _where(lambda x: x.repeats and _same_visits(x) and not _same_minibatch(x)),
         )
-        .advises(
-            "Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for "
-            "all passes."
-        )
+        .advises("Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for all passes.")
         .cites("program: test_minibatches"),
         mistake("same_minibatch", "the same minibatch several times in each pass")
-        .predicts(
-            "rows 1 to N, rows 1 to N, ...",
-            _where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)),
-        )
+        .predicts("rows 1 to N, rows 1 to N, ...", _where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)))
         .advises("Advance the bounds of the minibatch by its size.", source="program: bundled-repeated_minibatches"),
         mistake("one_minibatch", "one minibatch per pass, without the other rows")
         .predicts("the first minibatch of a permutation", _where(_one_minibatch))
@@ -225,12 +215,7 @@ MINIBATCHES = Equation(
 @checked_arguments(size=0, environments=1)
 @inference_mode
 def check_minibatches(
-    rows: Sequence[Sequence[ArrayLike]],
-    size: int,
-    *,
-    environments: int = 1,
-    valid: ArrayLike | None = None,
-    shuffled: bool = True,
+    rows: Sequence[Sequence[ArrayLike]], size: int, *, environments: int = 1, valid: ArrayLike | None = None, shuffled: bool = True
 ) -> EquationCheck:
     """Return the comparison of the rows of minibatches with a permutation of the rollout in each pass.
 
@@ -280,9 +265,7 @@ def _alike(passes: Sequence[RolloutPass]) -> bool:
         return bool((passes[0].rows.diff() == 1).all())
     if all(torch.equal(one.rows, passes[0].rows) for one in passes[1:]):
         return True
-    return all(one.counts == passes[0].counts for one in passes) and all(
-        one.parts() == passes[0].parts() for one in passes[1:]
-    )
+    return all(one.counts == passes[0].counts for one in passes) and all(one.parts() == passes[0].parts() for one in passes[1:])
 
 
 RATIO_TOLERANCE = 0.5
@@ -320,11 +303,7 @@ class LogRatioInputs:
         """Return the logarithms of the differences; the claimed ones of differences that are hardly above their rounding."""
         difference = (self.now - self.stored).abs()
         large = difference > MIN_DIFFERENCE
-        return (
-            torch.where(large, difference.log(), self.claimed)
-            if self.claimed is not None and bool(large.any())
-            else None
-        )
+        return torch.where(large, difference.log(), self.claimed) if self.claimed is not None and bool(large.any()) else None
 
 
 def _clamped(inputs: LogRatioInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
@@ -375,46 +354,33 @@ LOG_RATIOS = Equation(
         mistake("no_exponential", "the difference of the log-probabilities without its exponential")
         .predicts("r = log π - log π_old", LogRatioInputs.as_difference)
         .advises("Take the exponential of the difference.", source="program: script-pg_ratio_difference"),
-        mistake(
-            "mean_over_dimensions", "means over the action dimensions minus the old log-probabilities, which are sums"
-        )
+        mistake("mean_over_dimensions", "means over the action dimensions minus the old log-probabilities, which are sums")
         .predicts(
-            "log r = 1/D Σ_i log π(a_i|s) - Σ_i log π_old(a_i|s)",
-            lambda x: x.now / x.dimensions - x.stored if x.dimensions > 1 else None,
+            "log r = 1/D Σ_i log π(a_i|s) - Σ_i log π_old(a_i|s)", lambda x: x.now / x.dimensions - x.stored if x.dimensions > 1 else None
         )
         .advises("Sum the new log-probabilities over the action dimensions, as at collection.")
         .cites("program: test_log_ratios"),
         mistake("clamped", "log-ratios that are clamped before the surrogate,")
         .fits("log r = clip(log π - log π_old, low, c)", "c", _clamped)
-        .advises(
-            "Clip only the ratio in the second term: a clamped log-ratio has a gradient of 0 on both sides of the minimum."
-        )
+        .advises("Clip only the ratio in the second term: a clamped log-ratio has a gradient of 0 on both sides of the minimum.")
         .cites("program: script-pg_log_ratio_clamped"),
         mistake("linear", "1 plus the difference of the log-probabilities instead of its exponential")
         .predicts("r = 1 + log π - log π_old", lambda x: (1 + x.now - x.stored).abs().log())
         .advises("Take the exponential of the difference.", source="program: script-pg_ratio_linear"),
         mistake(
-            "rows_in_order",
-            "the new minus the old log-probabilities in the order of the rollout: they are not indexed with the "
-            "minibatch",
+            "rows_in_order", "the new minus the old log-probabilities in the order of the rollout: they are not indexed with the minibatch"
         )
         .predicts("log r_i = log π_i - log π_old,start+i", lambda x: x.to(x.in_order))
         .advises("Index the old log-probabilities with the rows of the minibatch.")
         .cites("program: test_log_ratios"),
-        mistake(
-            "axes_swapped",
-            "the new minus the old log-probabilities, flattened with steps and environments swapped",
-        )
+        mistake("axes_swapped", "the new minus the old log-probabilities, flattened with steps and environments swapped")
         .predicts("log r = log π_tb - log π_old,bt", lambda x: x.to(x.swapped))
         .advises("Flatten all columns of the rollout in the same order.", source="program: test_log_ratios"),
         mistake(
             "actions_swapped",
             "the log-probabilities of actions flattened with steps and environments swapped, minus the old log-probabilities",
         )
-        .predicts(
-            "log r = log π(a_bt|s_tb) - log π_old,tb",
-            lambda x: None if x.now_swapped is None else x.now_swapped - x.stored,
-        )
+        .predicts("log r = log π(a_bt|s_tb) - log π_old,tb", lambda x: None if x.now_swapped is None else x.now_swapped - x.stored)
         .advises("Flatten all columns of the rollout in the same order.", source="program: test_log_ratios"),
         mistake("shifted_rows", "the new log-probabilities minus the previous row's old log-probabilities")
         .predicts("log r_i = log π_i - log π_old,i-1", lambda x: x.now - x.stored.roll(1))
@@ -456,13 +422,7 @@ def check_log_ratios(
         ValueError: shapes differ.
     """
     claimed = as_tensor(log_ratio)
-    given = {
-        "log_probs": log_probs,
-        "old_log_probs": old_log_probs,
-        "in_order": in_order,
-        "swapped": swapped,
-        "now_swapped": now_swapped,
-    }
+    given = {"log_probs": log_probs, "old_log_probs": old_log_probs, "in_order": in_order, "swapped": swapped, "now_swapped": now_swapped}
     columns = {name: as_tensor(column, claimed) for name, column in given.items() if column is not None}
     mask = as_mask(valid, claimed)
     same_shape(log_ratio=claimed, valid=mask, **columns)
@@ -482,6 +442,4 @@ def check_log_ratios(
     )
     # if an action is certain, both are about 0 and rounded like a probability of 1
     magnitudes = (inputs.now, inputs.stored, torch.ones(1))
-    return compare(
-        LOG_RATIOS, inputs, claimed, magnitudes=magnitudes, valid=mask, precision=precision, tolerance=tolerance
-    )
+    return compare(LOG_RATIOS, inputs, claimed, magnitudes=magnitudes, valid=mask, precision=precision, tolerance=tolerance)

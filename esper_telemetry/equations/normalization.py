@@ -75,11 +75,7 @@ class NormalizedInputs:
         if moments is None:
             return None
         normal = (self.advantages - moments[0]) / (moments[1] + STD_EPS)
-        return (
-            torch.where(self.valid.sum(-1, keepdim=True) < 2, self.advantages, normal)
-            if over == "minibatch"
-            else normal
-        )
+        return torch.where(self.valid.sum(-1, keepdim=True) < 2, self.advantages, normal) if over == "minibatch" else normal
 
     def sizes(self) -> Tensor:
         """Return the magnitudes of valid advantages divided by their standard deviation, which determine the rounding."""
@@ -119,9 +115,7 @@ def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[
     """Return the result of `change` for advantages, mean and standard deviation, of the minibatch or of the rollout."""
 
     def compute(inputs: NormalizedInputs) -> Tensor | None:
-        moments = [
-            both for over in SCOPES for correction in (0, 1) if (both := inputs.moments(over, correction=correction))
-        ]
+        moments = [both for over in SCOPES for correction in (0, 1) if (both := inputs.moments(over, correction=correction))]
         return inputs.nearest(*(change(inputs.advantages, *both) for both in moments))
 
     return compute
@@ -242,16 +236,11 @@ NORMALIZED_ADVANTAGES = Equation(
         .advises("Compute the mean and the standard deviation over both axes.", source="program: test_returns"),
         mistake("over_padding", "advantages normalised over all rows, including padding")
         .predicts("mean and std over all N rows", _over_padding)
-        .advises(
-            "Compute the mean and the standard deviation over the rows of the mask.", source="NovaSky-AI/SkyRL#1305"
-        ),
+        .advises("Compute the mean and the standard deviation over the rows of the mask.", source="NovaSky-AI/SkyRL#1305"),
         mistake("not_normalized", "advantages before normalisation")
         .predicts("A", lambda inputs: inputs.advantages)
         .given(doubtful_without="setting")
-        .advises(
-            "Normalise the advantages, or switch normalisation off in the settings.",
-            source="program: subclass-norm_none",
-        ),
+        .advises("Normalise the advantages, or switch normalisation off in the settings.", source="program: subclass-norm_none"),
         mistake("std_alone", "advantages divided by their standard deviation, without subtracting their mean")
         .predicts("A / std", _by_moments(lambda advantages, mean, std: advantages / (std + STD_EPS)))
         .advises("Subtract the mean.", source="program: subclass-norm_no_mean"),
@@ -259,10 +248,7 @@ NORMALIZED_ADVANTAGES = Equation(
         .predicts("A - mean", _by_moments(lambda advantages, mean, std: advantages - mean))
         .advises("Divide by the standard deviation.", source="program: script-norm_no_std"),
         mistake("variance", "advantages minus their mean, divided by their variance")
-        .predicts(
-            "(A - mean) / std²",
-            _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)),
-        )
+        .predicts("(A - mean) / std²", _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)))
         .given(of="loss")
         .advises("Divide by the standard deviation.", source="program: test_returns"),
         mistake("precedence", "advantages minus the ratio of mean and standard deviation")
@@ -272,10 +258,7 @@ NORMALIZED_ADVANTAGES = Equation(
         .predicts("-(A - mean) / std", lambda inputs: -normalized_advantages(inputs))
         .given(of="loss")
         .advises("Keep the sign: it decides which actions become more likely.", source="program: test_returns"),
-        mistake(
-            "absolute",
-            "advantages with negative numbers made positive, or 0, before or after normalisation",
-        )
+        mistake("absolute", "advantages with negative numbers made positive, or 0, before or after normalisation")
         .predicts("|A|, A² or max(A, 0)", _without_signs)
         .advises("Keep the signs: an action that is worse than expected must become less likely.")
         .cites("program: script-abs_before_norm"),
@@ -283,28 +266,19 @@ NORMALIZED_ADVANTAGES = Equation(
         .predicts("A_j in row i", _reordered)
         .advises("Index advantages with the rows of the observations and actions.")
         .cites("program: subclass-pg_rows"),
-        mistake(
-            "in_order",
-            "advantages of the rollout's rows in order, instead of the rows of the minibatch",
-        )
+        mistake("in_order", "advantages of the rollout's rows in order, instead of the rows of the minibatch")
         .predicts("A_k for the k-th row taken, ignoring its index", _in_order)
         .advises("Index advantages with the rows of the observations and actions.", source="program: loop-pg_rows"),
-        variant(
-            "other_std",
-            "advantages normalised with the biased standard deviation instead of the unbiased, or the reverse",
-        )
+        variant("other_std", "advantages normalised with the biased standard deviation instead of the unbiased, or the reverse")
         .predicts(
             "std over N instead of N - 1, or the reverse",
-            lambda inputs: (
-                None if inputs.over == "nothing" else inputs.standard(inputs.over, correction=1 - inputs.correction)
-            ),
+            lambda inputs: None if inputs.over == "nothing" else inputs.standard(inputs.over, correction=1 - inputs.correction),
         )
         .given(of="loss")
         .cites("NumPy's std is biased, torch's is not"),
         variant("rms", "advantages divided by their root mean square")
         .predicts(
-            "A / sqrt(mean A²)",
-            _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS)),
+            "A / sqrt(mean A²)", _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS))
         )
         .cites("program: test_returns"),
         variant("clipped", "normalised advantages clipped to [-c, c],")

@@ -101,9 +101,7 @@ def next_state(step: ParameterStep, settings: StepSettings) -> tuple[Tensor, dic
             direction = gradient
             if settings.momentum:
                 before = step.state.get("momentum_buffer")
-                buffer = (
-                    gradient if before is None else settings.momentum * before + (1 - settings.dampening) * gradient
-                )
+                buffer = gradient if before is None else settings.momentum * before + (1 - settings.dampening) * gradient
                 state["momentum_buffer"] = buffer
                 direction = gradient + settings.momentum * buffer if settings.nesterov else buffer
         case _:
@@ -150,9 +148,7 @@ class StepInputs:
             [
                 torch.zeros_like(step.weights).flatten()
                 if step.gradient is None
-                else next_state(replace(step, count=step.count + missing), change(step.settings or self.settings))[
-                    0
-                ].flatten()
+                else next_state(replace(step, count=step.count + missing), change(step.settings or self.settings))[0].flatten()
                 for step in self.steps
             ]
         )
@@ -258,10 +254,7 @@ OPTIMIZER_STEP = Equation(
         .advises("The learning rate is negative, or the step is added with the wrong sign")
         .cites("program: test_optimizer_step"),
         mistake("negated_gradient", "the steps with the opposite gradient")
-        .predicts(
-            "g = ∇(-L)",
-            lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)),
-        )
+        .predicts("g = ∇(-L)", lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)))
         .advises("The optimizer maximises: compare its maximize flag with the sign of the loss")
         .cites("program: test_optimizer_step"),
         mistake("gradient_descent", "the steps of plain gradient descent")
@@ -273,22 +266,14 @@ OPTIMIZER_STEP = Equation(
             _if(lambda settings: settings.kind == "adam", lambda settings: settings._replace(corrects_bias=False)),
         )
         .advises("Divide m by 1 - β₁ᵗ and v by 1 - β₂ᵗ", source="1412.6980, section 3"),
-        mistake(
-            "decay_coupling", "the steps with weight decay through the gradient instead of the weights, or the reverse"
-        )
+        mistake("decay_coupling", "the steps with weight decay through the gradient instead of the weights, or the reverse")
         .predicts(
             "g + λ θ instead of (1 - lr λ) θ, or the reverse",
-            _if(
-                lambda settings: settings.weight_decay != 0,
-                lambda settings: settings._replace(decoupled=not settings.decoupled),
-            ),
+            _if(lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(decoupled=not settings.decoupled)),
         )
         .advises("AdamW decays the weights, Adam adds the decay to the gradient", source="1711.05101"),
         mistake("no_decay", "the steps without the configured weight decay")
-        .predicts(
-            "λ = 0",
-            _if(lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(weight_decay=0.0)),
-        )
+        .predicts("λ = 0", _if(lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(weight_decay=0.0)))
         .advises("The optimizer ignores its weight_decay", source="program: test_optimizer_step"),
         variant("epsilon_inside", "the steps of RMSprop with ε under the root")
         .predicts(
@@ -324,9 +309,7 @@ def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings 
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         beta1, beta2 = map(float, group["betas"])
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-        return StepSettings(
-            "adam", **common, beta1=beta1, beta2=beta2, amsgrad=bool(group["amsgrad"]), decoupled=bool(decoupled)
-        )
+        return StepSettings("adam", **common, beta1=beta1, beta2=beta2, amsgrad=bool(group["amsgrad"]), decoupled=bool(decoupled))
     if isinstance(optimizer, torch.optim.SGD):
         dampening, nesterov = float(group["dampening"]), bool(group["nesterov"])
         return StepSettings("sgd", **common, dampening=dampening, nesterov=nesterov)
@@ -339,11 +322,7 @@ def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings 
 
 def state_before(state: Mapping[str, Any]) -> tuple[State, int]:
     """Return float64 copies of the tensors of a parameter's state, and the number of steps that the state has counted."""
-    tensors = {
-        name: value.detach().double().clone()
-        for name, value in state.items()
-        if isinstance(value, Tensor) and name != "step"
-    }
+    tensors = {name: value.detach().double().clone() for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
     return tensors, int(state.get("step", 0))
 
 
@@ -376,10 +355,7 @@ def compare_step(
     own = [step.settings for step in steps if step.settings is not None]
     if learning_rate is not None and len({one.lr for one in own}) <= 1:
         settings = settings._replace(lr=learning_rate)
-        steps = [
-            step if step.settings is None else replace(step, settings=step.settings._replace(lr=learning_rate))
-            for step in steps
-        ]
+        steps = [step if step.settings is None else replace(step, settings=step.settings._replace(lr=learning_rate)) for step in steps]
     numels = [step.weights.numel() for step in steps]
     claimed = torch.cat([(new.double() - step.weights).flatten() for new, step in zip(after, steps, strict=True)])
     weights = torch.cat([step.weights.flatten() for step in steps])
@@ -397,9 +373,7 @@ def compare_step(
     scale = torch.where(scale > 0, scale, 1.0)
     inputs = replace(inputs, scale=scale)
     unit = torch.ones(1)  # else a step that is small next to rounding would be compared with itself
-    return distinguished(
-        compare(OPTIMIZER_STEP, inputs, claimed / scale, magnitudes=[unit], precision=precision, tolerance=bound)
-    )
+    return distinguished(compare(OPTIMIZER_STEP, inputs, claimed / scale, magnitudes=[unit], precision=precision, tolerance=bound))
 
 
 @checked_arguments(tolerance=0)

@@ -200,18 +200,13 @@ POLICY_LOSS = Equation(
         .advises("Use max only with the two negative terms: max(-r A, -clip(r) A).")
         .cites("program: bundled-loss_sign"),
         mistake("optimistic", "the larger of the two gains instead of the smaller")
-        .predicts(
-            "L = -mean max(r A, clip(r) A)",
-            lambda x: x.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)),
-        )
+        .predicts("L = -mean max(r A, clip(r) A)", lambda x: x.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)))
         .given(needs="clip", gradient="maximum")
         .advises("Take min of the gains, or max of the losses.", source="program: test_losses"),
         mistake("no_minimum", "only the clipped term, without the minimum")
         .predicts("L = -mean clip(r, 1 - ε, 1 + ε) A", lambda x: x.mean(x.clipped() * x.advantages))
         .given(needs="clip", gradient="no_minimum")
-        .advises(
-            "Take the minimum of r A and clip(r) A: without it, a clipped ratio has a gradient of 0 and cannot return."
-        )
+        .advises("Take the minimum of r A and clip(r) A: without it, a clipped ratio has a gradient of 0 and cannot return.")
         .cites("program: loop-pg_no_minimum"),
         mistake("no_clip", "the surrogate without clipping")
         .predicts("L = -mean r A", lambda x: x.mean(x.ratio * x.advantages))
@@ -220,37 +215,26 @@ POLICY_LOSS = Equation(
         mistake("minimum_of_ratios", "the advantage times the smaller ratio, for positive and negative advantages")
         .predicts("L = -mean min(r, clip(r)) A", lambda x: x.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages))
         .advises("Multiply both ratios by the advantage before the minimum.", source="program: test_losses"),
-        mistake(
-            "inverted_ratio", "the clipped surrogate with the inverted ratio: the old probability divided by the new"
-        )
-        .predicts(
-            "L = -mean min(A / r, clip(1 / r) A)", lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio))
-        )
+        mistake("inverted_ratio", "the clipped surrogate with the inverted ratio: the old probability divided by the new")
+        .predicts("L = -mean min(A / r, clip(1 / r) A)", lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio)))
         .given(needs="clip", gradient="ratio_inverted")
         .advises("Take exp(new log-probability - old log-probability).", source="program: script-pg_ratio_inverted"),
         mistake("no_exponential", "the clipped surrogate with the log-ratio instead of the ratio")
         .predicts(
             "L = -mean min(log r A, clip(log r, 1 - ε, 1 + ε) A)",
-            lambda x: x.mean(
-                torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)
-            ),
+            lambda x: x.mean(torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)),
         )
         .given(needs="clip", gradient="probability_difference")
         .advises("Take the exponential of the difference of the log-probabilities.", source="program: test_losses"),
         mistake("log_ratio_as_clip", "the smaller of the gain and the advantage times the log-ratio clipped to 1 ± ε")
-        .predicts(
-            "L = -mean min(r A, clip(log r, 1 - ε, 1 + ε) A)",
-            lambda x: pessimistic(x, x.log_ratio.clamp(1 - x.width, 1 + x.width)),
-        )
+        .predicts("L = -mean min(r A, clip(log r, 1 - ε, 1 + ε) A)", lambda x: pessimistic(x, x.log_ratio.clamp(1 - x.width, 1 + x.width)))
         .given(needs="clip")
         .advises("Clip the ratio, which is the exponential of the log-ratio: 1 ± ε are bounds of the ratio.")
         .cites("program: test_losses"),
         mistake("log_prob", "the policy gradient of the log-probability, without a ratio")
         .predicts("L = -mean log π(a) A", lambda x: x.mean(x.log_probs * x.advantages))
         .given(needs="log_probs", doubtful_without="ratio", gradient="no_ratio")
-        .advises(
-            "Multiply the advantage by the ratio: over several epochs, the gradient of the log-probability is biased."
-        )
+        .advises("Multiply the advantage by the ratio: over several epochs, the gradient of the log-probability is biased.")
         .cites("1602.01783 (A2C)"),
         mistake("clip_around_zero", "the clipped surrogate with the ratio clipped to ±ε instead of 1 ± ε")
         .predicts("L = -mean min(r A, clip(r, -ε, ε) A)", lambda x: between(x, -x.clip, x.clip))
@@ -261,20 +245,11 @@ POLICY_LOSS = Equation(
         mistake("lower_clip_only", "the clipped surrogate without the upper bound of the ratio")
         .predicts("L = -mean min(r A, max(r, 1 - ε) A)", lambda x: between(x, 1 - x.clip, torch.inf))
         .advises("Clip the ratio on both sides.", source="program: test_losses"),
-        mistake(
-            "clipped_product",
-            "the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped instead of the ratio",
-        )
-        .predicts(
-            "L = -mean min(r A, clip(r A, 1 - ε, 1 + ε))",
-            lambda x: x.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)),
-        )
+        mistake("clipped_product", "the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped instead of the ratio")
+        .predicts("L = -mean min(r A, clip(r A, 1 - ε, 1 + ε))", lambda x: x.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)))
         .advises("Clip the ratio before multiplying it by the advantage.", source="program: test_losses"),
         mistake("clipped_log_ratio", "the clipped surrogate with the log-ratio clipped to ±ε")
-        .predicts(
-            "L = -mean min(r A, exp(clip(log r, -ε, ε)) A)",
-            lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()),
-        )
+        .predicts("L = -mean min(r A, exp(clip(log r, -ε, ε)) A)", lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()))
         .advises("Clip the ratio; the matching bounds of the log-ratio are log(1 - ε) and log(1 + ε).")
         .cites("program: test_losses"),
         mistake("broadcast", "the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]")
@@ -291,29 +266,19 @@ POLICY_LOSS = Equation(
         .advises("Use the normalised advantages in the loss.")
         .cites("Huang et al. 2022, The 37 implementation details of PPO"),
         mistake("shifted_rows", "the clipped surrogate with each ratio times the previous row's advantage")
-        .predicts(
-            "L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1})",
-            lambda x: x.of_advantages(x.advantages[x.minibatches.followers(-1)]),
-        )
+        .predicts("L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1})", lambda x: x.of_advantages(x.advantages[x.minibatches.followers(-1)]))
         .given(gradient="advantages_shifted")
         .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
         mistake("following_rows", "the clipped surrogate with each ratio times the next row's advantage")
-        .predicts(
-            "L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1})",
-            lambda x: x.of_advantages(x.advantages[x.minibatches.followers(1)]),
-        )
+        .predicts("L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1})", lambda x: x.of_advantages(x.advantages[x.minibatches.followers(1)]))
         .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
         mistake("reversed_rows", "the clipped surrogate with the advantages in reverse order")
-        .predicts(
-            "L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i})",
-            lambda x: x.of_advantages(x.advantages[x.minibatches.reversed()]),
-        )
+        .predicts("L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i})", lambda x: x.of_advantages(x.advantages[x.minibatches.reversed()]))
         .given(gradient="advantages_reversed")
         .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
         variant("normalized_again", "the clipped surrogate of the advantages, normalised over each minibatch")
         .predicts(
-            "L = -mean min(r Â, clip(r) Â), Â = (A - mean A) / std A",
-            lambda x: x.of_advantages(x.minibatches.normalized(x.advantages)),
+            "L = -mean min(r Â, clip(r) Â), Â = (A - mean A) / std A", lambda x: x.of_advantages(x.minibatches.normalized(x.advantages))
         )
         .cites("Huang et al. 2022, The 37 implementation details of PPO"),
         variant("per_head", "the sum of the heads' clipped surrogates, each with its own ratio")
@@ -321,10 +286,7 @@ POLICY_LOSS = Equation(
         .cites("1903.01344 (H-PPO)"),
         mistake("per_dimension", "the mean over action dimensions, each with its own ratio")
         .predicts("L = -1/D Σ_i mean min(r_i A, clip(r_i) A)", _per_dimension)
-        .advises(
-            "Sum the log-probabilities over the action dimensions, so that each row has one ratio.",
-            source="program: test_losses",
-        ),
+        .advises("Sum the log-probabilities over the action dimensions, so that each row has one ratio.", source="program: test_losses"),
         variant("dual_clip", "the surrogate with dual clipping at 3")
         .predicts("L = -mean max(min(r A, clip(r) A), 3 A) if A < 0", _dual_clipped)
         .given(needs="clip", gradient="dual_clip")
@@ -336,10 +298,7 @@ POLICY_LOSS = Equation(
         .predicts("L = -mean min(r A, clip(r) A) - c H", lambda x: clipped_surrogate(x) + x.bonus)
         .given(needs="bonus", of="bonus")
         .cites("program: test_losses"),
-        variant(
-            "annealed_clip",
-            "the clipped surrogate with a smaller clip range than the setting, annealed or set elsewhere,",
-        )
+        variant("annealed_clip", "the clipped surrogate with a smaller clip range than the setting, annealed or set elsewhere,")
         .fits(
             "L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
             "ε",
@@ -350,35 +309,23 @@ POLICY_LOSS = Equation(
         .fits(
             "L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
             "ε",
-            _bound(
-                lambda x, clip: between(x, 1 - clip, 1 + clip),
-                lambda x: (x.width, max(float((x.ratio - 1).abs().max()), x.width)),
-            ),
+            _bound(lambda x, clip: between(x, 1 - clip, 1 + clip), lambda x: (x.width, max(float((x.ratio - 1).abs().max()), x.width))),
         )
         .advises("Compare the bounds in the loss with the setting.", source="program: test_losses"),
         variant("decoupled_clip", "the clipped surrogate with a separate upper bound,")
         .fits(
             "L = -mean min(r A, clip(r, 1 - ε, 1 + ε_high) A)",
             "ε_high",
-            _bound(
-                lambda x, clip: between(x, 1 - x.width, 1 + clip),
-                lambda x: (0.0, max(float(x.ratio.max()) - 1, x.width)),
-            ),
+            _bound(lambda x, clip: between(x, 1 - x.width, 1 + clip), lambda x: (0.0, max(float(x.ratio.max()) - 1, x.width))),
         )
         .cites("2503.14476 (DAPO), eq. 10"),
         variant("other_dual_clip", "the surrogate with dual clipping,")
         .fits(
-            "L = -mean max(min(r A, clip(r) A), c A) if A < 0",
-            "c",
-            _bound(_dual_clipped, lambda x: (1.0, max(float(x.ratio.max()), 1.0))),
+            "L = -mean max(min(r A, clip(r) A), c A) if A < 0", "c", _bound(_dual_clipped, lambda x: (1.0, max(float(x.ratio.max()), 1.0)))
         )
         .cites("1912.09729 (dual-clip PPO)"),
         variant("kl_penalty", "the clipped surrogate with a penalty on the divergence,")
-        .fits(
-            "L = -mean min(r A, clip(r) A) + β KL",
-            "β",
-            lambda x, claimed: _kl_penalty(x, claimed, clipped_surrogate(x)),
-        )
+        .fits("L = -mean min(r A, clip(r) A) + β KL", "β", lambda x, claimed: _kl_penalty(x, claimed, clipped_surrogate(x)))
         .cites("1707.06347, eq. 8"),
         variant("kl_penalty_alone", "the surrogate without clipping and with a penalty on the divergence,")
         .fits("L = -mean r A + β KL", "β", lambda x, claimed: _kl_penalty(x, claimed, x.mean(x.ratio * x.advantages)))

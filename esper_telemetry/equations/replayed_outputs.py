@@ -68,11 +68,7 @@ def _other_mode(inputs: ReplayInputs) -> Tensor | None:
 def _random_passes(inputs: ReplayInputs) -> Tensor | None:
     """The stored numbers, if two passes differ from each other as much as the stored numbers differ from one of them."""
     again = inputs.alternative("random_passes")
-    return (
-        inputs.stored
-        if again is not None and _similar_size(inputs.stored - inputs.replayed, again - inputs.replayed)
-        else None
-    )
+    return inputs.stored if again is not None and _similar_size(inputs.stored - inputs.replayed, again - inputs.replayed) else None
 
 
 def _similar_size(first: Tensor, second: Tensor) -> bool:
@@ -92,15 +88,10 @@ def _pass(name: str) -> Callable[[ReplayInputs], Tensor | None]:
 
 
 INPUT_HYPOTHESES = (
-    mistake(
-        "other_observations",
-        "the outputs for the observations that the policy received, which differ from the stored observations",
-    )
+    mistake("other_observations", "the outputs for the observations that the policy received, which differ from the stored observations")
     .predicts("f(o'), stored o ≠ o'", _pass("other_observations"))
     .advises("Store the same observation that is passed to the policy.", source="program: script-obs_alias"),
-    mistake(
-        "other_statistics", "the outputs for observations normalised with other statistics than the stored observations"
-    )
+    mistake("other_statistics", "the outputs for observations normalised with other statistics than the stored observations")
     .predicts("f((o - m') / s'), stored (o - m) / s", _pass("other_statistics"))
     .advises("Normalise an observation once, before the policy receives it, and store the normalised observation.")
     .cites("https://github.com/leggedrobotics/rsl_rl/pull/225"),

@@ -295,9 +295,7 @@ def _only_rewards(inputs: ReturnInputs) -> bool:
         return False
     goes_on = ~inputs.ended[:-1] if inputs.valid is None else ~inputs.ended[:-1] & inputs.valid[1:]
     apart = inputs.counted((inputs.claimed - inputs.rewards).abs()).amax()
-    return bool(inputs.rewards[1:][goes_on].any()) and float(apart) <= TOLERANCES["fp32"] * float(
-        inputs.rewards.abs().amax()
-    )
+    return bool(inputs.rewards[1:][goes_on].any()) and float(apart) <= TOLERANCES["fp32"] * float(inputs.rewards.abs().amax())
 
 
 def _without_mistakes(check: EquationCheck, inputs: ReturnInputs) -> EquationCheck:
@@ -338,10 +336,7 @@ RETURNS = Equation(
         .predicts("R = V", lambda inputs: inputs.values)
         .advises("Add the advantages, or the critic learns nothing.", source="program: test_returns"),
         mistake("values_subtracted", "advantages minus values, or values minus advantages")
-        .predicts(
-            "R = ±(A - V)",
-            lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages),
-        )
+        .predicts("R = ±(A - V)", lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages))
         .advises("Returns are advantages plus values.", source="program: test_returns"),
         mistake("next_values", "advantages plus the values of the next states")
         .predicts("R_t = A_t + V(s_{t+1})", lambda inputs: inputs.advantages + inputs.next_values)
@@ -354,9 +349,7 @@ RETURNS = Equation(
         mistake("rewards", "the rewards")
         .predicts("R_t = r_t", lambda inputs: inputs.rewards)
         .advises("Store advantages plus values.", source="program: test_returns"),
-        mistake(
-            "monte_carlo_cut", "discounted rewards to the end of the rollout, without a bootstrap after the last step"
-        )
+        mistake("monte_carlo_cut", "discounted rewards to the end of the rollout, without a bootstrap after the last step")
         .predicts("R_t = Σ_k γ^k r_{t+k}", _discounted(bootstrap=False))
         .advises("Bootstrap the last step with the value of the state that follows the rollout.")
         .cites("program: script-returns_mc_cut"),
@@ -393,10 +386,7 @@ RETURNS = Equation(
         .predicts("R = (A + V - m) / s", _rescaled)
         .given(of="units")
         .cites("van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm"),
-        variant(
-            "outputs_rescaled",
-            "shifted and scaled sums of advantages and values in other units than the critic's outputs",
-        )
+        variant("outputs_rescaled", "shifted and scaled sums of advantages and values in other units than the critic's outputs")
         .predicts("R = (A + s' V + m' - m) / s", _outputs_rescaled)
         .given(of="units")
         .cites("van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm"),
@@ -442,17 +432,9 @@ def check_returns(
         ValueError: if shapes disagree.
     """
     claimed = as_tensor(returns).detach()
-    given = {
-        "advantages": advantages,
-        "values": values,
-        "rewards": rewards,
-        "next_values": next_values,
-        "new_values": new_values,
-    }
+    given = {"advantages": advantages, "values": values, "rewards": rewards, "next_values": next_values, "new_values": new_values}
     columns = {
-        name: as_tensor(column, claimed).detach().to(claimed.device).double()
-        for name, column in given.items()
-        if column is not None
+        name: as_tensor(column, claimed).detach().to(claimed.device).double() for name, column in given.items() if column is not None
     }
     flags = [None if mask is None else mask.to(claimed.device) for mask in (as_mask(ended), as_mask(valid))]
     same_shape(returns=claimed, ended=flags[0], valid=flags[1], **columns)
@@ -460,13 +442,7 @@ def check_returns(
         return unchecked(RETURNS, "no row counts")
     inputs = ReturnInputs(claimed=claimed.double(), ended=flags[0], valid=flags[1], gamma=gamma, **columns)
     magnitudes = (inputs.counted(inputs.advantages), inputs.counted(inputs.values))
-    check = compare(
-        *(RETURNS, inputs, claimed),
-        magnitudes=magnitudes,
-        valid=inputs.valid,
-        precision=precision,
-        tolerance=tolerance,
-    )
+    check = compare(*(RETURNS, inputs, claimed), magnitudes=magnitudes, valid=inputs.valid, precision=precision, tolerance=tolerance)
     if check.matches and _only_rewards(inputs):
         return replace(explained(RETURNS, "rewards"), tolerance=check.tolerance)
     return _without_mistakes(distinguished(check), inputs)

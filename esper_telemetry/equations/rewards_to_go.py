@@ -13,15 +13,7 @@ from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.equations.advantage_fits import MAX_PARAMETER, LocalEquation, fitted_gamma
 from esper_telemetry.equations.advantage_mistakes import ZERO_ADVICE
 from esper_telemetry.equations.equation import Hypothesis, mistake, variant
-from esper_telemetry.equations.gae import (
-    STD_EPS,
-    GaeInputs,
-    closest_whole,
-    gae,
-    in_each_rollout,
-    is_standard,
-    rows_that_count,
-)
+from esper_telemetry.equations.gae import STD_EPS, GaeInputs, closest_whole, gae, in_each_rollout, is_standard, rows_that_count
 from esper_telemetry.metrics.statistics import discounted_sums
 
 WILLIAMS = "Williams 1992, REINFORCE; Sutton & Barto 2018, section 13.3"
@@ -148,27 +140,18 @@ SUMS = tuple(
         mistake("alone_undiscounted", "sums of rewards without the discount that the program sets")
         .predicts("A_t = Σ_k r_{t+k}", _summed(_undiscounted))
         .advises("Multiply the running sum by gamma, or remove the setting.", source="program: reinforce-undiscounted"),
-        mistake(
-            "alone_rewards_discounted", "sums of rewards in which the discount multiplies the rewards, not the sums"
-        )
+        mistake("alone_rewards_discounted", "sums of rewards in which the discount multiplies the rewards, not the sums")
         .predicts("A_t = γ r_t + A_{t+1}", lambda x: gae(x, rewards=x.gamma * x.rewards, decay=1.0))
-        .advises(
-            "Multiply the running sum by gamma: R = r + gamma * R.", source="program: reinforce-rewards_discounted"
-        ),
+        .advises("Multiply the running sum by gamma: R = r + gamma * R.", source="program: reinforce-rewards_discounted"),
         mistake("alone_reversed", "sums of rewards in reverse order of time")
         .predicts("A_t = Σ_k γ^k r_{T-t+k}", _summed(_reversed))
-        .advises(
-            "Insert each sum at the front of the list, or reverse the list after the loop.",
-            source="program: reinforce-reversed",
-        ),
+        .advises("Insert each sum at the front of the list, or reverse the list after the loop.", source="program: reinforce-reversed"),
         mistake("alone_past", "sums of the rewards before each step, not after it")
         .predicts("A_t = Σ_k γ^k r_{t-k}", _summed(_from_the_start))
         .advises("Loop over the rewards from the last step to the first.", source="program: reinforce-past"),
         mistake("alone_sign", "sums of rewards with the opposite sign")
         .predicts("A_t = -Σ_k γ^k r_{t+k}", _summed(lambda inputs: -gae(inputs)))
-        .advises(
-            "Minimise the negative log-probabilities times the sums of rewards.", source="program: test_rewards_to_go"
-        ),
+        .advises("Minimise the negative log-probabilities times the sums of rewards.", source="program: test_rewards_to_go"),
         mistake("alone_gamma", "sums of rewards with a different discount,")
         .fits("A_t = r_t + γ' A_{t+1}", "gamma", _fitted_gamma)
         .advises("Compare the discount of the sums with the setting.", source="program: reinforce-gamma"),

@@ -75,9 +75,7 @@ class ScheduleInputs(NamedTuple):
         if self.schedule.defect != name:
             return None
         points = np.linspace(0, 1, len(self.schedule.curve))
-        return self.schedule.sound_share, self.nearest(
-            rates, lambda share: np.interp(share, points, self.schedule.curve)
-        )
+        return self.schedule.sound_share, self.nearest(rates, lambda share: np.interp(share, points, self.schedule.curve))
 
 
 def compare_rates(inputs: ScheduleInputs, rates: Array, tolerance: float | None = None) -> EquationCheck:
@@ -337,11 +335,7 @@ def _fit_exponential(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array
         return None
     falls, square = np.log(rates / inputs.schedule.initial)[::2], inputs.progress[::2] @ inputs.progress[::2]
     exponent = inputs.progress[::2] @ falls / square if square else 0.0
-    return (
-        (float(np.exp(exponent)), inputs.schedule.initial * np.exp(exponent * inputs.progress))
-        if exponent < 0
-        else None
-    )
+    return (float(np.exp(exponent)), inputs.schedule.initial * np.exp(exponent * inputs.progress)) if exponent < 0 else None
 
 
 def _fit_steps(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
@@ -406,18 +400,13 @@ SCHEDULES = Equation(
     hypotheses=(
         mistake("constant", "the first learning rate throughout, although a schedule is configured")
         .predicts("lr = lr_0", _constant)
-        .advises(
-            "Set the rate of the optimizer's parameter groups in every update; a schedule that is never stepped "
-            "changes nothing."
-        )
+        .advises("Set the rate of the optimizer's parameter groups in every update; a schedule that is never stepped changes nothing.")
         .cites("program: test_schedules"),
         mistake("annealed", "a line down to 0, although a constant rate is configured")
         .predicts("lr = lr_0 (1 - n / N)", _annealed)
         .advises("Look for a scheduler that is on by default.", source="program: test_schedules"),
         mistake("per_epoch", "a schedule that counts epochs as updates")
-        .predicts(
-            "lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs", lambda inputs: _per_count(inputs, "num_epochs")
-        )
+        .predicts("lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs", lambda inputs: _per_count(inputs, "num_epochs"))
         .advises("Step the scheduler once per update.", source="program: test_schedules"),
         mistake("per_minibatch", "a schedule that counts optimizer steps as updates")
         .predicts(
@@ -427,9 +416,7 @@ SCHEDULES = Equation(
         .advises("Step the scheduler once per update, or give it the number of optimizer steps.")
         .cites("program: test_schedules"),
         mistake("per_epoch_negative", "a schedule that counts epochs as updates and continues below its end")
-        .predicts(
-            "lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs", lambda inputs: _per_count(inputs, "num_epochs", stops=False)
-        )
+        .predicts("lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs", lambda inputs: _per_count(inputs, "num_epochs", stops=False))
         .advises("Step the scheduler once per update: a negative rate maximises the loss.")
         .cites("program: test_schedules"),
         mistake("per_env", "a schedule that counts calls of the vectorised `env.step` instead of environment steps")
@@ -443,9 +430,7 @@ SCHEDULES = Equation(
         )
         .advises("Multiply the steps by the number of environments.", source="program: test_schedules"),
         mistake("per_env_step", "a schedule that multiplies environment steps by the number of environments twice")
-        .predicts(
-            "lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments", lambda inputs: _per_count(inputs, "num_envs")
-        )
+        .predicts("lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments", lambda inputs: _per_count(inputs, "num_envs"))
         .advises("Count every environment's step once.", source="program: test_schedules"),
         mistake("rising", "a schedule that runs backwards, from its end to its beginning")
         .predicts("lr = lr_1 + (lr_0 - lr_1) n / N", _rising)
@@ -455,8 +440,7 @@ SCHEDULES = Equation(
         .predicts(
             "lr = lr_1 + (lr_0 - lr_1) (1 + cos(π n / N)) / 2",
             lambda inputs: (
-                inputs.schedule.final
-                + (inputs.schedule.initial - inputs.schedule.final) * (1 + np.cos(np.pi * inputs.progress)) / 2
+                inputs.schedule.final + (inputs.schedule.initial - inputs.schedule.final) * (1 + np.cos(np.pi * inputs.progress)) / 2
                 if _anneals(inputs)
                 else None
             ),
@@ -473,16 +457,11 @@ SCHEDULES = Equation(
         mistake("starting_late", "a schedule that starts too late, when the completed share of the run is")
         .fits("lr = lr_0 if n < p N", "p", _fit_late_start)
         .advises("Set the rate in every update, starting with the first.", source="program: test_schedules"),
-        mistake(
-            "negative",
-            "a schedule that continues below its end, which it reaches when the completed share of the run is",
-        )
+        mistake("negative", "a schedule that continues below its end, which it reaches when the completed share of the run is")
         .fits("lr = lr_0 + (lr_1 - lr_0) n / (p N)", "p", _fit_negative)
         .advises("Give the schedule the number of updates of the whole run: a negative rate maximises the loss.")
         .cites("program: loop-schedule_negative"),
-        variant(
-            "warm_up", "a schedule after a linear warm-up from 0, which ends when the completed share of the run is"
-        )
+        variant("warm_up", "a schedule after a linear warm-up from 0, which ends when the completed share of the run is")
         .fits("lr = lr_0 n / (p N) if n < p N", "p", _fit_warm_up)
         .cites("1706.02677, section 2.2"),
         variant("exponential", "an exponential schedule that ends at this share of the first rate:")

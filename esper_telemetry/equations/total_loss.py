@@ -88,19 +88,14 @@ TOTAL_LOSS = Equation(
         .given(needs="entropy_weight")
         .advises("Multiply the entropy by its weight.", source="program: test_entropy_and_total"),
         mistake("weights_swapped", "the sum with the two weights swapped")
-        .predicts(
-            "L = L_policy + c_entropy L_value + c_value L_entropy",
-            lambda x: x.total(value=x.entropy_weight, entropy=x.value_weight),
-        )
+        .predicts("L = L_policy + c_entropy L_value + c_value L_entropy", lambda x: x.total(value=x.entropy_weight, entropy=x.value_weight))
         .given(needs="entropy_weight")
         .advises("Compare the weights with the terms that they multiply.", source="program: test_entropy_and_total"),
         mistake("entropy_alone_weighted", "the sum with the entropy's weight for the value loss too")
         .predicts("L = L_policy + c_entropy (L_value + L_entropy)", lambda x: x.total(value=x.entropy_weight))
         .given(needs="entropy_weight")
         .advises("Compare the weights with the terms that they multiply.", source="program: test_entropy_and_total"),
-        variant(
-            "entropy_weight", "the sum with a different entropy weight than the setting, annealed or set elsewhere,"
-        )
+        variant("entropy_weight", "the sum with a different entropy weight than the setting, annealed or set elsewhere,")
         .fits(
             "L = L_policy + c_value L_value + c L_entropy",
             "c",
@@ -109,9 +104,7 @@ TOTAL_LOSS = Equation(
         .cites("program: loop-entropy_weight"),
         variant("value_weight", "the sum with a different weight of the value loss than the setting,")
         .fits(
-            "L = L_policy + c L_value + c_entropy L_entropy",
-            "c",
-            lambda x, claimed: _other_weight(x, claimed, x.value, x.total(value=0.0)),
+            "L = L_policy + c L_value + c_entropy L_entropy", "c", lambda x, claimed: _other_weight(x, claimed, x.value, x.total(value=0.0))
         )
         .cites("program: test_entropy_and_total"),
         *rescaled(total_loss, "the sum", "L_policy + c_value L_value + c_entropy L_entropy", scale=variant),

@@ -121,48 +121,33 @@ TRANSITIONS = Equation(
         mistake("never_updated", "the previous step's observations: they are never updated")
         .predicts("o_{t+1} = o_t", _never_updated)
         .advises(
-            "Assign what `env.step` returns to the observation that is acted on next, and look for wrappers "
-            "that return an old observation."
+            "Assign what `env.step` returns to the observation that is acted on next, and look for wrappers that return an old observation."
         )
         .cites("program: loop-obs_never_updated"),
         mistake("in_place", "one array that later steps have changed: all rows are the last observation")
         .predicts("o_t is the last observation of the episode, or of the rollout", _in_place)
-        .advises(
-            "Store copies: `step` and `reset` return `self.state.copy()`, or the program stores `observation.copy()`."
-        )
+        .advises("Store copies: `step` and `reset` return `self.state.copy()`, or the program stores `observation.copy()`.")
         .cites("program: test_transitions"),
         mistake("sometimes_updated", "the previous step's observations in some steps: they are not always updated")
         .predicts("o_{t+1} = o_t in some steps", _sometimes_updated)
         .advises("Assign what `env.step` returns to the observation that is acted on next, in every step.")
         .cites("program: test_transitions"),
         mistake("stale", "the observations that the environment returned one step earlier")
-        .predicts(
-            "o_{t+1} = outcome of a_{t-1}", lambda columns: shifted(columns.outcomes[:-1], -1, columns.inputs[1:])
-        )
+        .predicts("o_{t+1} = outcome of a_{t-1}", lambda columns: shifted(columns.outcomes[:-1], -1, columns.inputs[1:]))
         .advises("Act on what the last `env.step` returned, not on what was returned before it.")
         .cites("program: loop-acts_on_stale_obs"),
         mistake("next_stored", "the observations after the action instead of the observations before it")
         .predicts("o_t = outcome of a_t", lambda columns: columns.outcomes[1:])
         .advises("Store the observation before it is replaced by the next one.", source="program: loop-obs_alias"),
-        mistake(
-            "final_observation", "the last observations of ended episodes instead of the first observations of the next"
-        )
+        mistake("final_observation", "the last observations of ended episodes instead of the first observations of the next")
         .predicts("o_{t+1} = last observation of the episode that ended with a_t", _final_observations)
         .advises("After an end, act on what `reset` returns; keep the last observation for the bootstrap only.")
         .cites("https://gymnasium.farama.org/main/api/vector/autoreset/"),
-        mistake(
-            "reset_elsewhere",
-            "observations from before a reset that the rollout did not make: something else uses its environments;",
-        )
+        mistake("reset_elsewhere", "observations from before a reset that the rollout did not make: something else uses its environments;")
         .predicts("o_{t+1} = outcome of a_t, while the environment has begun another episode")
         .given(parameter="resets")
-        .advises(
-            "Evaluate in separate environments, made by a second call of the function that makes the training environments."
-        )
-        .cites(
-            "https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment "
-            "for evaluation"
-        ),
+        .advises("Evaluate in separate environments, made by a second call of the function that makes the training environments.")
+        .cites("https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation"),
         mistake("other_environment", "another environment's observations")
         .predicts("o_{t+1,b} = outcome of a_{t,σ(b)}", _other_environment)
         .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
@@ -236,11 +221,7 @@ MIN_BOOTSTRAPS = 5
 def _is_bootstrap(added: Tensor, values: Tensor, places: Tensor) -> bool:
     """Return True if numbers that resemble the estimates are added at these steps, and nothing elsewhere; a penalty is constant."""
     own = added[places]
-    if (
-        len(own) < MIN_BOOTSTRAPS
-        or not bool((own != 0).all())
-        or bool((added[~places].abs() > 1e-5 * (1 + added.abs().max())).any())
-    ):
+    if len(own) < MIN_BOOTSTRAPS or not bool((own != 0).all()) or bool((added[~places].abs() > 1e-5 * (1 + added.abs().max())).any()):
         return False
     varies = float(own.std()) > 0.01 * float(own.abs().mean())
     return varies and float((own - values[places]).abs().median()) < 0.5 * float(own.abs().median())
@@ -282,14 +263,9 @@ STORED_REWARDS = Equation(
         variant("scaled", "the environments' rewards, scaled,")
         .fits("r_t = c r", "factor", _scaled)
         .cites("1708.02596, section 4.2: reward scaling"),
-        mistake(
-            "bootstrapped_terminations",
-            "the environments' rewards, plus a bootstrap at terminations, but not at time limits",
-        )
+        mistake("bootstrapped_terminations", "the environments' rewards, plus a bootstrap at terminations, but not at time limits")
         .predicts("r_t + γ V(s_{t+1}) where the episode terminates")
-        .advises(
-            "Bootstrap where `truncated` is set: `obs, reward, terminated, truncated, info = env.step(action)`, in this order."
-        )
+        .advises("Bootstrap where `truncated` is set: `obs, reward, terminated, truncated, info = env.step(action)`, in this order.")
         .cites("program: test_transitions"),
         variant("bootstrapped_limits", "the environments' rewards, plus a bootstrap at time limits")
         .predicts("r_t + γ V(s_{t+1}) where a time limit ends the episode")
@@ -325,11 +301,7 @@ def _unrelated(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, 
     expected = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / size
     freedom = (len(rows) - 1) * (len(cells) - 1)
     excess = float(((table - expected).square() / expected).sum()) - freedom
-    return (
-        (float((arrived == sent).double().mean()), arrived)
-        if excess < MAX_DEPENDENCE * math.sqrt(2 * freedom)
-        else None
-    )
+    return (float((arrived == sent).double().mean()), arrived) if excess < MAX_DEPENDENCE * math.sqrt(2 * freedom) else None
 
 
 def _replaced(columns: tuple[Tensor, Tensor], arrived: Tensor, *, sticky: bool) -> tuple[float, Tensor] | None:
@@ -376,8 +348,7 @@ EXECUTED = Equation(
         mistake("late", "the actions of earlier steps,")
         .fits("executed a_t = a_{t-k}", "delay", _steps_late)
         .advises(
-            "Step the environments with the actions of this step; if the delay is intended, add the pending "
-            "actions to the observation."
+            "Step the environments with the actions of this step; if the delay is intended, add the pending actions to the observation."
         )
         .cites("program: force-actions_late"),
         mistake("unrelated", "choices that do not depend on the policy's actions,")
@@ -386,10 +357,7 @@ EXECUTED = Equation(
         .cites("program: script-actions_late"),
         mistake("replaced", "the policy's actions, some of them replaced by others,")
         .fits("executed a_t = a_t or another action, by chance", "share", partial(_replaced, sticky=False))
-        .advises(
-            "Explore with the policy's own distribution: the stored log-probabilities belong to the "
-            "actions that the policy chose."
-        )
+        .advises("Explore with the policy's own distribution: the stored log-probabilities belong to the actions that the policy chose.")
         .cites("program: test_transitions"),
         variant("sticky", "the policy's actions or, by chance, the actions executed in the previous step,")
         .fits("executed a_t = a_t or executed a_{t-1}, by chance", "share", partial(_replaced, sticky=True))

@@ -193,10 +193,7 @@ VALUE_LOSS = Equation(
         .given(needs="weight", of="weight")
         .cites("program: test_losses"),
         variant("clipped", "the squared error of clipped values although the settings do not enable clipping")
-        .predicts(
-            "L = ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²)",
-            lambda x: clipped_at(x, x.policy_clip) if x.clip is None else None,
-        )
+        .predicts("L = ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²)", lambda x: clipped_at(x, x.policy_clip) if x.clip is None else None)
         .given(needs="policy_clip", gradient="value_clipped")
         .cites("Huang et al. 2022, The 37 implementation details of PPO"),
         variant("huber", "the Huber loss")
@@ -222,9 +219,7 @@ VALUE_LOSS = Equation(
         mistake("normalized_advantages_in_target", "the squared error to normalised advantages plus old values")
         .predicts("L = ½ mean (V - Â - V_old)²", lambda x: _to_estimates(x, x.advantages, x.old_values))
         .advises("Compute the returns before the advantages are normalised.", source="program: test_losses"),
-        mistake(
-            "moving_target", "the squared error to advantages plus current values: a target that moves with the critic"
-        )
+        mistake("moving_target", "the squared error to advantages plus current values: a target that moves with the critic")
         .predicts("L = ½ mean (V - (A + V))²", lambda x: _to_estimates(x, x.raw(), x.values))
         .given(gradient="target_moving")
         .advises("Add the values at collection to the advantages once per rollout.", source="program: test_losses"),
@@ -243,9 +238,7 @@ VALUE_LOSS = Equation(
         mistake("no_maximum", "the squared error of only the clipped value, without the maximum")
         .predicts("L = ½ mean (clip(V, V_old ± ε) - R)²", lambda x: x.half(x.near_error().square()))
         .given(needs="clip")
-        .advises(
-            "Take the maximum with the unclipped value's error: beyond the range, a clipped value has a gradient of 0."
-        )
+        .advises("Take the maximum with the unclipped value's error: beyond the range, a clipped value has a gradient of 0.")
         .cites("Huang et al. 2022, The 37 implementation details of PPO"),
         mistake("minimum", "the smaller of the two squared errors instead of the larger")
         .predicts(

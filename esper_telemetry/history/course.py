@@ -104,14 +104,7 @@ class Blocks:
     early: list[tuple[float, EpisodeBlock]] = field(default_factory=list)
 
     def add(
-        self,
-        value: float,
-        episodes: float,
-        update: int,
-        *,
-        std: float | None = None,
-        settling: float = 0.0,
-        steps: float = math.inf,
+        self, value: float, episodes: float, update: int, *, std: float | None = None, settling: float = 0.0, steps: float = math.inf
     ) -> None:
         """Add the value of an update.
 

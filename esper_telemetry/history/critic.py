@@ -42,9 +42,7 @@ class CriticFit(Derived, absent="returns do not vary, or by less than a milliont
     )
     r2: float | None = reports(
         Metric.quantity("value/r2", 442, "R² of the critic", unit="1", high=1.0, level=Level.MINIMAL)
-        .asks(
-            "How well do the critic's estimates match the returns, including a constant error? At most value/explained_variance."
-        )
+        .asks("How well do the critic's estimates match the returns, including a constant error? At most value/explained_variance.")
         .bounds(
             healthy="within 0.05 of value/explained_variance",
             warn="more than 0.2 below it",
@@ -79,18 +77,10 @@ class CriticFit(Derived, absent="returns do not vary, or by less than a milliont
             source="RMSE / (σ_R + √floor); noise while returns vary much less than before",
         )
         .changed("after 0.2.0: bounds hold unless `value/loss_norm` is small")
-        .advises(
-            "Look at `value/explained_variance` and `value/bias`: noise, a lagging critic and a wrong scale look alike here."
-        )
+        .advises("Look at `value/explained_variance` and `value/bias`: noise, a lagging critic and a wrong scale look alike here.")
     )
     loss_norm: float | None = reports(
-        Metric.magnitude(
-            "value/loss_norm",
-            445,
-            "value loss over the variance of returns",
-            unit="1 (0.5 MSE / Var R)",
-            level=Level.MINIMAL,
-        )
+        Metric.magnitude("value/loss_norm", 445, "value loss over the variance of returns", unit="1 (0.5 MSE / Var R)", level=Level.MINIMAL)
         .asks(
             "How large is the critic's loss, relative to the variance of all returns so far? The first place to "
             "look when the critic goes wrong."
@@ -190,9 +180,7 @@ class AdvantageScale(Derived):
     )
 
 
-def advantage_scale(
-    mean: float | None, std: float | None, smallest: float | None, largest: float | None
-) -> AdvantageScale:
+def advantage_scale(mean: float | None, std: float | None, smallest: float | None, largest: float | None) -> AdvantageScale:
     """Return max|A - mean A| / std A, and whether the spread is lost in rounding, from a rollout's raw advantages."""
     if mean is None or std is None or smallest is None or largest is None:
         return AdvantageScale()

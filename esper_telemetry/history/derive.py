@@ -58,11 +58,7 @@ SATURATED_ZEROS = 0.9
 class PairIntensity(Derived):
     """Gradient intensity of a module relative to its host."""
 
-    sources: ClassVar[tuple[str, ...]] = (
-        "grad/pair/{pair}/connected",
-        "grad/pair/{pair}/intensity",
-        "grad/pair/{pair}/host_intensity",
-    )
+    sources: ClassVar[tuple[str, ...]] = ("grad/pair/{pair}/connected", "grad/pair/{pair}/intensity", "grad/pair/{pair}/host_intensity")
     pair: str = label()
     intensity_ratio: float | None = reports(
         Metric.ratio("grad/pair/{pair}/intensity_ratio", 570, "intensity of a module next to its host")
@@ -110,9 +106,7 @@ class PairDiagnosis:
     confidence: float | None = None
 
 
-def pair_intensity(
-    pair: str, *, seed_norm: float | None, seed_params: int, host_norm: float | None, host_params: int
-) -> PairIntensity:
+def pair_intensity(pair: str, *, seed_norm: float | None, seed_params: int, host_norm: float | None, host_params: int) -> PairIntensity:
     """Return the ratio of the two modules' gradient norms per square root of a parameter, which does not depend on their sizes.
 
     Args:
@@ -186,9 +180,7 @@ class PairHistories:
             derived.update(PairIntensity(pair, ratio).values(level))
         return derived
 
-    def _diagnose(
-        self, pair: str, values: Mapping[str, float], signals: Mapping[str, float | None], ratio: float | None
-    ) -> PairDiagnosis:
+    def _diagnose(self, pair: str, values: Mapping[str, float], signals: Mapping[str, float | None], ratio: float | None) -> PairDiagnosis:
         z = self._unusual(pair, signals)
         connected = values[f"{START}{pair}{END}"] > 0
         return diagnose_pair(
@@ -259,9 +251,7 @@ HEADLINES = (
     HistorySpec("policy/entropy_norm", ALL_SUFFIXES),
     HistorySpec("loss/value", ALL_SUFFIXES),
     HistorySpec("grad/global/norm_preclip", ALL_SUFFIXES),
-    HistorySpec(
-        "episode/return_mean_100", tuple(name for name in ALL_SUFFIXES if name not in STEP_SUFFIXES[2:]), positive=False
-    ),
+    HistorySpec("episode/return_mean_100", tuple(name for name in ALL_SUFFIXES if name not in STEP_SUFFIXES[2:]), positive=False),
 )
 """Keys with all histories."""
 
@@ -333,9 +323,7 @@ class KeyHistories:
         groups = [*self._steps(x, scaled, np.isfinite(x))]
         if self._updates % TEST_EVERY_UPDATES == 0:
             groups += self._tests(np.isfinite(x))
-        result = {
-            key: number for group in groups for key, number in group.values(level).items() if key in self._history_keys
-        }
+        result = {key: number for group in groups for key, number in group.values(level).items() if key in self._history_keys}
         return result | self._response(values, level)
 
     def _steps(self, x: Array, scaled: Array, new: Array) -> Iterable[Derived]:
@@ -352,9 +340,7 @@ class KeyHistories:
     def _tests(self, new: Array) -> Iterable[Derived]:
         """Yield trends and periods of the latest values, for keys that have them and have a value in this update."""
         rows = [k for k, row in enumerate(self._rows) if new[k] and "trend/slope" in row.suffixes]
-        series = {
-            self._keys[k]: self._history.ordered(k)[-TEST_VALUES:] for k in rows if self._history.count[k] >= N_MIN
-        }
+        series = {self._keys[k]: self._history.ordered(k)[-TEST_VALUES:] for k in rows if self._history.count[k] >= N_MIN}
         keys = tuple(series)
         if not keys:
             return

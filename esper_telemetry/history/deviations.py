@@ -169,9 +169,7 @@ class RobustZ(Derived):
     robust_z: Array | None = reports(
         Metric.quantity("{key}/robust_z", 904, "unusualness", unit="σ (robust)")
         .asks("How unusual is this value for this run, in powers of ten relative to its usual spread?")
-        .bounds(
-            healthy="-4 to 4", warn="> 4", critical="> 8", source="measured: beyond 6 in 0 to 0.1 % of healthy points"
-        )
+        .bounds(healthy="-4 to 4", warn="> 4", critical="> 8", source="measured: beyond 6 in 0 to 0.1 % of healthy points")
         .absent("fewer than 20 values before it, or one that is not positive")
         .advises("See the key without this ending for what to try.")
     )
@@ -243,9 +241,7 @@ def spread(history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int =
     return Spread(median, np.where(enough, np.maximum(scale, scale_min), np.nan))
 
 
-def robust_z(
-    x: Array, history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int = N_MIN, keys: tuple[str, ...] = ()
-) -> RobustZ:
+def robust_z(x: Array, history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int = N_MIN, keys: tuple[str, ...] = ()) -> RobustZ:
     """Return the distance of values from the medians of their histories, in robust standard deviations.
 
     Args:

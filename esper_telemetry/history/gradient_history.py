@@ -17,16 +17,7 @@ import numpy.typing as npt
 
 from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.history.deviations import (
-    FAST,
-    N_MIN,
-    OUTLIER_WINDOW,
-    SCALE_MIN,
-    Ema,
-    RobustHistory,
-    decades,
-    spread,
-)
+from esper_telemetry.history.deviations import FAST, N_MIN, OUTLIER_WINDOW, SCALE_MIN, Ema, RobustHistory, decades, spread
 from esper_telemetry.history.trend import CORRELATION_WINDOW, advantage_gradient
 
 
@@ -95,16 +86,12 @@ class GroupSeverity(Derived, absent="the gradient of the group is missing"):
     severity_explode: Array | None = reports(
         Metric.severity("grad/{group}/severity_explode", 514, "exploding gradients of a group")
         .asks("Does this part of the network have exploding gradients? 0 no, 1 a hundred times the threshold.")
-        .bounds(
-            healthy="0", warn="> 0.25", critical=">= 0.75", source="ramp of two decades above the adaptive threshold"
-        )
+        .bounds(healthy="0", warn="> 0.25", critical=">= 0.75", source="ramp of two decades above the adaptive threshold")
     )
     severity_vanish: Array | None = reports(
         Metric.severity("grad/{group}/severity_vanish", 515, "vanishing gradients of a group")
         .asks("Does this part of the network have vanishing gradients? 0 no, 1 exactly zero or nearly so.")
-        .bounds(
-            healthy="0", warn="> 0.25", critical=">= 0.75", source="ramp of four decades below the adaptive threshold"
-        )
+        .bounds(healthy="0", warn="> 0.25", critical=">= 0.75", source="ramp of four decades below the adaptive threshold")
     )
     threshold_explode: Array | None = reports(
         Metric.gradient_norm("grad/{group}/threshold_explode", 516, "norm from which a group explodes")
@@ -127,29 +114,17 @@ class LayerSeverity(Derived, absent="the tensor's gradient is missing", cost="de
     severity_explode: Array | None = reports(
         Metric.severity("grad/layer/{layer}/severity_explode", 524, "exploding gradients of a layer")
         .asks("Does this parameter tensor have exploding gradients? 0 no, 1 a hundred times its own threshold.")
-        .bounds(
-            healthy="0",
-            warn="> 0.25",
-            critical=">= 0.75",
-            source="as grad/{group}/severity_explode, with a separate history",
-        )
+        .bounds(healthy="0", warn="> 0.25", critical=">= 0.75", source="as grad/{group}/severity_explode, with a separate history")
         .advises(
-            "Compare with its group's severity; look for dead units (`repr/dormant_frac`), saturated activations or "
-            "outliers in its inputs."
+            "Compare with its group's severity; look for dead units (`repr/dormant_frac`), saturated activations or outliers in its inputs."
         )
     )
     severity_vanish: Array | None = reports(
         Metric.severity("grad/layer/{layer}/severity_vanish", 525, "vanishing gradients of a layer")
         .asks("Does this parameter tensor have vanishing gradients? 0 no, 1 exactly zero or nearly so.")
-        .bounds(
-            healthy="0",
-            warn="> 0.25",
-            critical=">= 0.75",
-            source="as grad/{group}/severity_vanish, with a separate history",
-        )
+        .bounds(healthy="0", warn="> 0.25", critical=">= 0.75", source="as grad/{group}/severity_vanish, with a separate history")
         .advises(
-            "Compare with its group's severity; look for dead units (`repr/dormant_frac`), saturated activations or "
-            "outliers in its inputs."
+            "Compare with its group's severity; look for dead units (`repr/dormant_frac`), saturated activations or outliers in its inputs."
         )
     )
 
@@ -209,10 +184,7 @@ def adaptive_thresholds(
     vanish = _clamp(10.0 ** (median - k * scale), clamp_vanish, max_grad_norm)
     early = np.isnan(median)
     return SeverityThresholds(
-        np.where(early, EXPLODE_AT_START * max_grad_norm, explode),
-        np.where(early, VANISH_AT_START, vanish),
-        median,
-        scale,
+        np.where(early, EXPLODE_AT_START * max_grad_norm, explode), np.where(early, VANISH_AT_START, vanish), median, scale
     )
 
 
@@ -290,11 +262,7 @@ class GradientCondition(Derived):
         cause: the fault that reduces the health most; None without a fault.
     """
 
-    sources: ClassVar[tuple[str, ...]] = (
-        "grad/layer/{layer}/norm",
-        "grad/zero_frac",
-        "grad/global/norm_preclip_nonfinite",
-    )
+    sources: ClassVar[tuple[str, ...]] = ("grad/layer/{layer}/norm", "grad/zero_frac", "grad/global/norm_preclip_nonfinite")
     health: float | None = reports(
         Metric.fraction("grad/health", 518, "health of the gradients", level=Level.MINIMAL)
         .asks("Are the gradients fit to learn from? 1 is perfect, 0 broken; alarms name the cause.")
@@ -349,9 +317,7 @@ def gradient_condition(
         "imbalance": imbalance,
         "zero": 0.0 if zero_frac is None else _ramp(zero_frac, ZEROS_FROM, 1.0),
     }
-    factors = [
-        1.0 - phi * min(severity, 1.0) for phi, severity in zip(factor_weights, severities.values(), strict=True)
-    ]
+    factors = [1.0 - phi * min(severity, 1.0) for phi, severity in zip(factor_weights, severities.values(), strict=True)]
     names: tuple[Cause, ...] = ("vanish", "explode", "imbalance", "zero")
     smallest = min(factors)
     cause = names[factors.index(smallest)] if smallest < 1.0 else None  # the first of equal factors
@@ -407,9 +373,7 @@ class GradientHistory:
             return {}
         means = [values.get(f"grad/{group}/norm_preclip", np.nan) for group in self._groups]
         peaks = [
-            np.inf
-            if f"grad/{group}/norm_preclip_nonfinite" in values
-            else values.get(f"grad/{group}/norm_preclip_max", np.nan)
+            np.inf if f"grad/{group}/norm_preclip_nonfinite" in values else values.get(f"grad/{group}/norm_preclip_max", np.nan)
             for group in self._groups
         ]
         severity, restarted = self._baseline.step(np.array(means), np.array(peaks))

@@ -32,15 +32,12 @@ class Periods(Derived, absent="fewer than five values, or all the same", cost="u
     p: Array | None = reports(
         Metric.fraction("{key}/period/p", 908, "chance of such an oscillation", unit="probability")
         .asks("How likely is such an oscillation by chance?")
-        .bounds(
-            warn="< 0.001 on two windows that do not overlap",
-            source="Fisher 1929; prewhitened, measured null rate at most 0.3 %",
-        )
+        .bounds(warn="< 0.001 on two windows that do not overlap", source="Fisher 1929; prewhitened, measured null rate at most 0.3 %")
     )
     length: Array | None = reports(
-        Metric.quantity(
-            "{key}/period/length", 909, "length of the strongest oscillation", unit="updates", low=2.0
-        ).asks("How long is the strongest oscillation? Compare with the environment's horizon.")
+        Metric.quantity("{key}/period/length", 909, "length of the strongest oscillation", unit="updates", low=2.0).asks(
+            "How long is the strongest oscillation? Compare with the environment's horizon."
+        )
     )
 
 
@@ -145,10 +142,7 @@ class Trends(Derived, cost="update"):
     mk_z: Array | None = reports(
         Metric.quantity("{key}/trend/mk_z", 906, "significance of the trend", unit="Z")
         .asks("Is the trend real? Beyond ±3 it is not chance.")
-        .bounds(
-            warn="beyond ±3, and half a power of ten over the window",
-            source="Mann 1945; prewhitened, measured null rate 0 to 3 %",
-        )
+        .bounds(warn="beyond ±3, and half a power of ten over the window", source="Mann 1945; prewhitened, measured null rate 0 to 3 %")
         .absent("fewer than five values, or all the same")
         .advises("See the key without this ending for what to try.")
     )
@@ -267,15 +261,9 @@ class LearningRateResponse(Derived):
 
     sources: ClassVar[tuple[str, ...]] = ("opt/lr", "opt/update_to_weight")
     lr_response: float | None = reports(
-        Metric.correlation(
-            "opt/update_to_weight/lr_response", 914, "response to the learning rate", unit="Spearman ρ", cost="update"
-        )
+        Metric.correlation("opt/update_to_weight/lr_response", 914, "response to the learning rate", unit="Spearman ρ", cost="update")
         .asks("Do the optimizer's steps shrink as the learning rate is lowered?")
-        .bounds(
-            healthy="> 0.5 while the learning rate decays",
-            warn="<= 0: the schedule does not reach the optimizer",
-            source="heuristic",
-        )
+        .bounds(healthy="> 0.5 while the learning rate decays", warn="<= 0: the schedule does not reach the optimizer", source="heuristic")
         .absent("the learning rate or the size of the steps is constant, or fewer than 8 updates have both")
         .advises("Check that the schedule sets the learning rate of the optimizer's parameter groups.")
     )
@@ -298,9 +286,7 @@ def spearman(x: Array, y: Array) -> float | None:
     return min(max(float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)), -1.0), 1.0)
 
 
-def advantage_gradient(
-    adv_std: Array, actor_norm: Array, *, window: int = CORRELATION_WINDOW, n_min: int = MIN_PAIRS
-) -> AdvantageGradient:
+def advantage_gradient(adv_std: Array, actor_norm: Array, *, window: int = CORRELATION_WINDOW, n_min: int = MIN_PAIRS) -> AdvantageGradient:
     """Return the rank correlation of the advantages' std with the actor's gradient norm over the last updates.
 
     Args:

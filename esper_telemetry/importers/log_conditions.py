@@ -89,9 +89,7 @@ def correct(rows: Rows, sources: dict[str, str]) -> None:
         for _, values in rows:
             if KL in values:
                 values.setdefault(KL_K1, values.pop(KL))
-        sources.setdefault(
-            KL_K1, sources.pop(KL).partition(" (")[0] + " (negative at times, so an estimate of the divergence)"
-        )
+        sources.setdefault(KL_K1, sources.pop(KL).partition(" (")[0] + " (negative at times, so an estimate of the divergence)")
     if unused_divergence(rows):
         for key in (KL, KL_K1):
             sources.pop(key, None)
@@ -184,13 +182,7 @@ def _fall(rows: Rows) -> Remark | None:
     best, last, first = levels[top], levels[-1], levels[0]
     noise = median(abs(other - one) for one, other in pairwise(returns))
     lost = best - last
-    if (
-        best <= first
-        or top < width
-        or lost < FALLEN_SHARE * (best - first)
-        or lost < NOISE_ERRORS * noise
-        or lost < 0.1 * abs(best)
-    ):
+    if best <= first or top < width or lost < FALLEN_SHARE * (best - first) or lost < NOISE_ERRORS * noise or lost < 0.1 * abs(best):
         return None
     since = points[min(top + width, len(points) - 1)][0]
     share = percent(lost / (best - first))
@@ -200,9 +192,7 @@ def _fall(rows: Rows) -> Remark | None:
 
 def _constant(rows: Rows) -> Remark | None:
     """The same return in every episode."""
-    returns = [
-        values[key] for _, values in rows for key in (RETURN_100, RETURN) if key in values and REWARD not in values
-    ]
+    returns = [values[key] for _, values in rows for key in (RETURN_100, RETURN) if key in values and REWARD not in values]
     if len(returns) < 2 * MIN_ROWS or min(returns) != max(returns) or returns[0] > 0:
         return None
     text = f"every episode has had a return of exactly {number(returns[0])}, so there is nothing to learn from"
@@ -228,10 +218,7 @@ def _language(rows: Rows, means: Mapping[str, Sequence[float]]) -> Iterator[Rema
         yield Remark(far[0], f"the policy has left its reference {distance}; raise beta or lower the learning rate")
     norms = [(update, values[BEFORE]) for update, values in rows if BEFORE in values and TOKEN_ENTROPY in values]
     if len(norms) >= 4 * MIN_ROWS:
-        usual, late = (
-            median(value for _, value in norms[: len(norms) // 2]),
-            median(value for _, value in norms[-MIN_ROWS:]),
-        )
+        usual, late = (median(value for _, value in norms[: len(norms) // 2]), median(value for _, value in norms[-MIN_ROWS:]))
         if usual > 0 and late > NORM_GROWTH * usual:
             text = f"gradient norms have grown from {number(usual)} to {number(late)}"
             yield Remark(norms[-MIN_ROWS][0], text, "grad/slow_growth", BEFORE, late)

@@ -79,12 +79,7 @@ STEPS: Final = ("environment steps", "collected frames")
 OUTCOME_KEYS: Final = frozenset({*RETURNS, COUNT, LENGTH, EVALUATION, SPEED})
 BREAKING: Final = ("loss/", "grad/", "policy/kl", "policy/ratio/", "lm/kl", "policy/head/")
 """Prefixes of keys whose values are finite in every update of a working run."""
-EXTREMES: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
-    RATIO_MIN: min,
-    RATIO_MAX: max,
-    LONGEST: max,
-    COUNT: sum,
-}
+EXTREMES: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {RATIO_MIN: min, RATIO_MAX: max, LONGEST: max, COUNT: sum}
 """Keys of which several values are not merged to their mean."""
 
 MAX_ACTIONS: Final = 64
@@ -214,18 +209,10 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
         sources[DEAD_GROUPS] = f"{trainer.idle[0]} (1 if it is 0, else a lower bound)"
         spread = [LoggedPoint(x, abs(value)) for tag in trainer.idle for x, value in logged.points[tag]]
         for place, values in _grouped(spread, positions).items():
-            table[place][DEAD_GROUPS] = sum(not value for value in values) / len(values) or table[place].get(
-                DEAD_GROUPS, 0.0
-            )
-    rows = [
-        UpdateRow(x, table[place], len(nonfinite[place]))
-        for place, x in enumerate(positions)
-        if table[place] or nonfinite[place]
-    ]
+            table[place][DEAD_GROUPS] = sum(not value for value in values) / len(values) or table[place].get(DEAD_GROUPS, 0.0)
+    rows = [UpdateRow(x, table[place], len(nonfinite[place])) for place, x in enumerate(positions) if table[place] or nonfinite[place]]
     note = f"An update is the mean of {stride} of {len(updates):,} logged rows." if stride > 1 else ""
-    return UpdateTable(
-        rows, sources, tuple(tag + (f" ({why})" if why else "") for tag, why in sorted(unread.items())), note
-    )
+    return UpdateTable(rows, sources, tuple(tag + (f" ({why})" if why else "") for tag, why in sorted(unread.items())), note)
 
 
 def _read_series(
@@ -303,9 +290,7 @@ def _positions(series: Mapping[Alias, Sequence[Sequence[LoggedPoint]]]) -> list[
     """Return the positions of updates, by losses, else by other values of training, else by returns."""
     whole = [alias for alias in series if not alias.episodes and alias.key != EVALUATION] or list(series)
     main = [alias for alias in whole if alias.key in LOSSES] or [alias for alias in whole if alias.key in ON_POLICY]
-    if any(
-        alias.late for alias in main
-    ):  # values of training are logged with any row that follows, such as one of an evaluation
+    if any(alias.late for alias in main):  # values of training are logged with any row that follows, such as one of an evaluation
         whole = [alias for alias in whole if not alias.late] or whole
         return sorted({point.x for alias in whole for points in series[alias] for point in points})
     returns = [alias for alias in whole if alias.key in RETURNS]
@@ -407,18 +392,12 @@ def read_foreign(logged: LoggedRun, columns: Mapping[str, str] | None = None) ->
         )
         for place, row in enumerate(rows, 1)
     )
-    about = (
-        f"This is the log of an off-policy algorithm ({tag}): the outcome holds for it, PPO's checks do not."
-        if off_policy
-        else ""
-    )
+    about = f"This is the log of an off-policy algorithm ({tag}): the outcome holds for it, PPO's checks do not." if off_policy else ""
     unit = "update" if keys & ON_POLICY or keys.intersection(LOSSES) or table.note else "row"
     if all(alias.episodes for alias in trainer.aliases if alias.key in sources) and not table.note:
         unit = "episode"
     unit = "row" if x == "rows" else unit
-    plain = [
-        alias for alias in trainer.aliases if alias.key not in sources and not re.search(r"[][()|?*+\\]", alias.tag)
-    ]
+    plain = [alias for alias in trainer.aliases if alias.key not in sources and not re.search(r"[][()|?*+\\]", alias.tag)]
     return ImportedRun(
         logged.name,
         trainer.name,
@@ -460,14 +439,8 @@ def _settled(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], str]:
     early = [row for row in rows[: full[0]] if any(key in row.values for key in keys)]
     if not any(row.values.get(key, -math.inf) > rows[full[0]].values[key] for row in early[:1] for key in keys):
         return list(rows), ""
-    kept = [
-        row._replace(values={key: value for key, value in row.values.items() if key not in RETURNS})
-        for row in rows[: full[0]]
-    ]
-    return [
-        *kept,
-        *rows[full[0] :],
-    ], f"Returns of the first {full[0]} rows are left out, in which only short episodes had ended."
+    kept = [row._replace(values={key: value for key, value in row.values.items() if key not in RETURNS}) for row in rows[: full[0]]]
+    return [*kept, *rows[full[0] :]], f"Returns of the first {full[0]} rows are left out, in which only short episodes had ended."
 
 
 def _mapped(trainer: Trainer, logged: LoggedRun, columns: Mapping[str, str]) -> tuple[Trainer, LoggedRun]:
@@ -506,9 +479,7 @@ def _proposal(logged: LoggedRun) -> str:
     mapped = [part for key, column in guess.items() for part in ("--map", f"{key}={column}")]
     command = shlex.join(["esper-telemetry", "diagnose", "--from", logged.address or "LOGS", *mapped])
     if RETURN not in guess:
-        return (
-            f"these are the columns of no known trainer: {named}; name what they hold: {command} --map {RETURN}=COLUMN"
-        )
+        return f"these are the columns of no known trainer: {named}; name what they hold: {command} --map {RETURN}=COLUMN"
     return f"these are the columns of no known trainer: {named}; if their names say what they hold: {command}"
 
 
@@ -563,9 +534,7 @@ def _with_normalized_entropy(rows: Sequence[UpdateRow], sources: dict[str, str])
     source = sources[ENTROPY].partition(" (")[0]
     sources["policy/entropy_norm"] = f"{source} over {largest:.3f}, an even choice among {actions} actions"
     return [
-        row._replace(values={**row.values, "policy/entropy_norm": row.values[ENTROPY] / largest})
-        if ENTROPY in row.values
-        else row
+        row._replace(values={**row.values, "policy/entropy_norm": row.values[ENTROPY] / largest}) if ENTROPY in row.values else row
         for row in rows
     ]
 

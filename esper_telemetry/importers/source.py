@@ -55,9 +55,7 @@ def read_source(address: str, run: int | None = None) -> LoggedRun:
     if os.path.exists(address):  # noqa: PTH110  # pathlib raises for a path that is too long
         runs = _runs_below(Path(address), KINDS)
     elif kind not in READERS:
-        raise ValueError(
-            f"--from takes a file, a folder, {', '.join(f'{name}:...' for name in READERS)}, got {address!r}"
-        )
+        raise ValueError(f"--from takes a file, a folder, {', '.join(f'{name}:...' for name in READERS)}, got {address!r}")
     elif not rest:
         raise ValueError(f"--from {kind}: needs what to read, such as {EXAMPLES[kind]}")
     else:
@@ -95,13 +93,8 @@ def _runs_below(path: Path, kinds: Sequence[tuple[str, str]]) -> list[LoggedRun]
                 problems.append(str(error))
         if runs:
             if path.is_dir() and len(kinds) > 1:
-                left = sorted(
-                    {file.name for file in files for _, other in KINDS[:8] if re.fullmatch(other, file.name)}
-                    - _names(folders)
-                )
-                note = f"Read: {_shown(path, folders, runs)}" + (
-                    f"; also here, and not read: {', '.join(left[:4])}" if left else ""
-                )
+                left = sorted({file.name for file in files for _, other in KINDS[:8] if re.fullmatch(other, file.name)} - _names(folders))
+                note = f"Read: {_shown(path, folders, runs)}" + (f"; also here, and not read: {', '.join(left[:4])}" if left else "")
                 runs = [run._replace(notes=(*run.notes, note)) for run in runs]
             return runs
     if path.is_file() and not problems:
@@ -117,11 +110,7 @@ def _names(folders: Mapping[Path, Sequence[Path]]) -> set[str]:
 def _shown(path: Path, folders: Mapping[Path, Sequence[Path]], runs: Sequence[LoggedRun]) -> str:
     """Return the name of the file that was read, or the number of files."""
     files = [file for own in folders.values() for file in own]
-    return (
-        str(files[0].relative_to(path))
-        if len(files) == 1
-        else f"{len(files)} files such as {files[-1].relative_to(path)}"
-    )
+    return str(files[0].relative_to(path)) if len(files) == 1 else f"{len(files)} files such as {files[-1].relative_to(path)}"
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -146,9 +135,7 @@ def _folder_runs(kind: str, folder: Path, files: Sequence[Path]) -> list[LoggedR
     runs = [run for file in files for run in read_text(file)]
     if len(runs) > 1 and all({"r", "l", "t"} <= run.points.keys() for run in runs):  # one file per environment
         rows = [
-            {column: points[place].value for column, points in run.points.items()}
-            for run in runs
-            for place in range(len(run.points["r"]))
+            {column: points[place].value for column, points in run.points.items()} for run in runs for place in range(len(run.points["r"]))
         ]
         return [monitor_run(folder.absolute().name, rows)]
     return runs
@@ -185,10 +172,7 @@ def _event_runs(folder: Path, files: Sequence[Path]) -> list[LoggedRun]:
             else f"{folder} lacks numbers in its event files"
         )
     name = folder.name or folder.absolute().name
-    return [
-        LoggedRun(name if len(runs) == 1 else f"{name} ({number} of {len(runs)})", points)
-        for number, points in enumerate(runs, 1)
-    ]
+    return [LoggedRun(name if len(runs) == 1 else f"{name} ({number} of {len(runs)})", points) for number, points in enumerate(runs, 1)]
 
 
 def _scalars(file: Path) -> dict[str, list[LoggedPoint]]:
@@ -284,9 +268,7 @@ def _json_items(items: Iterable[Any]) -> dict[str, Any]:
     values = {}
     for item in items:
         value = parse_json(item.value_json)
-        values["/".join(item.nested_key) or item.key] = (
-            value.get("value") if isinstance(value, dict) and "value" in value else value
-        )
+        values["/".join(item.nested_key) or item.key] = value.get("value") if isinstance(value, dict) and "value" in value else value
     return values
 
 

@@ -49,9 +49,7 @@ def read_text(file: str | Path) -> list[LoggedRun]:
     if not path.is_file():
         raise FileNotFoundError(f"{file} is not a file")
     name = path.name.partition(".")[0]
-    name = (
-        path.absolute().parent.name if name in UNNAMED_LOGS or name.isdigit() else path.name.removesuffix(path.suffix)
-    )
+    name = path.absolute().parent.name if name in UNNAMED_LOGS or name.isdigit() else path.name.removesuffix(path.suffix)
     if runs := _json_runs(path, name):
         return runs
     with _opened(path) as text:
@@ -61,11 +59,7 @@ def read_text(file: str | Path) -> list[LoggedRun]:
         if path.suffix in TABLES or _is_table(head):
             return _table_runs(path, name, _lines(text))
         config: dict[str, Any] = {}
-        rows = [
-            numbers
-            for row in _printed_rows(_lines(text))
-            if isinstance(row, dict) and (numbers := flat_numbers(row, config))
-        ]
+        rows = [numbers for row in _printed_rows(_lines(text)) if isinstance(row, dict) and (numbers := flat_numbers(row, config))]
     if not rows:
         raise ValueError(
             f"found no line with metrics in {path}: tables, JSON lines, {{'loss': 0.1, ...}}, step:1 - tag:0.1, the tables of "
@@ -107,14 +101,9 @@ def _json_runs(path: Path, name: str) -> list[LoggedRun]:
             rows = whole if isinstance(whole, list) else []
         elif isinstance(whole.get("log_history"), list):
             rows = whole["log_history"]
-        elif columns := {
-            column: values for column, values in whole.items() if isinstance(values, list) and len(values) > 1
-        }:
+        elif columns := {column: values for column, values in whole.items() if isinstance(values, list) and len(values) > 1}:
             longest = max(map(len, columns.values()))
-            rows = [
-                {column: cells[place] for column, cells in columns.items() if place < len(cells)}
-                for place in range(longest)
-            ]
+            rows = [{column: cells[place] for column, cells in columns.items() if place < len(cells)} for place in range(longest)]
         else:
             statuses = {
                 behaviour: [
@@ -125,9 +114,7 @@ def _json_runs(path: Path, name: str) -> list[LoggedRun]:
                 for behaviour, status in whole.items()
                 if isinstance(status, dict) and isinstance(status.get("checkpoints"), list)
             }
-            return [
-                run for behaviour, saved in statuses.items() for run in runs_of(behaviour, map(flat_numbers, saved))
-            ]
+            return [run for behaviour, saved in statuses.items() for run in runs_of(behaviour, map(flat_numbers, saved))]
         config: dict[str, Any] = {}
         return runs_of(name, [flat_numbers(row, config) for row in rows if isinstance(row, dict)], config)
     return []
@@ -165,9 +152,7 @@ def _is_table(head: Sequence[str]) -> bool:
         return False
     names, cells = (next(csv.reader([line], delimiter=_delimiter(lines[0]))) for line in lines)
     filled = [cell for cell in cells if cell.strip()]
-    return (
-        1 < len(names) == len(cells) and 2 * sum(parse_number(cell) is not None for cell in filled) >= len(filled) > 0
-    )
+    return 1 < len(names) == len(cells) and 2 * sum(parse_number(cell) is not None for cell in filled) >= len(filled) > 0
 
 
 def _table_runs(path: Path, name: str, lines: Iterator[str]) -> list[LoggedRun]:
@@ -268,9 +253,7 @@ def _counts_on(rows: Sequence[Row], axis: str) -> bool:
     )
 
 
-def points_of(
-    rows: Iterable[Row], axis: str | None, positions: Iterable[float] | None = None
-) -> dict[str, list[LoggedPoint]]:
+def points_of(rows: Iterable[Row], axis: str | None, positions: Iterable[float] | None = None) -> dict[str, list[LoggedPoint]]:
     """Return the points of each column but the axis, at the positions of the rows, or at their numbers."""
     rows = list(rows)
     points: dict[str, list[LoggedPoint]] = {}

@@ -102,9 +102,7 @@ MONITOR = Trainer(
     "Stable-Baselines3's Monitor",
     (("r", "l", "t"),),
     (Alias("r", RETURN, episodes=True), Alias("l", LENGTH, episodes=True)),
-    hints={
-        "": "The Monitor wrapper writes episodes alone; losses are in progress.csv or TensorBoard's files if a logger was set."
-    },
+    hints={"": "The Monitor wrapper writes episodes alone; losses are in progress.csv or TensorBoard's files if a logger was set."},
 )
 
 BASELINES = Trainer(
@@ -160,9 +158,7 @@ ML_AGENTS = Trainer(
         Alias(r"Environment/Group Cumulative Reward", RETURN),
         Alias(r"Environment/Episode Length", LENGTH),
     ),
-    hints={
-        RETURN: "EndEpisode, which an agent has to call within summary_freq steps: it logs Environment/Cumulative Reward"
-    },
+    hints={RETURN: "EndEpisode, which an agent has to call within summary_freq steps: it logs Environment/Cumulative Reward"},
 )
 
 CLEANRL = Trainer(
@@ -203,9 +199,7 @@ RSL_RL = Trainer(
         Alias(r"Perf/total_fps", SPEED),
     ),
     x="iterations",
-    hints={
-        RETURN: "the first episode that ends: it logs Train/mean_reward",
-    },
+    hints={RETURN: "the first episode that ends: it logs Train/mean_reward"},
 )
 
 _LEARNER = r"(?:ray/tune/)?(?:info/)?learners?/(?:[^/]+/)?(?:learner_stats/)?"
@@ -346,11 +340,7 @@ def _rewards(tag: str, note: str = "") -> tuple[Alias, ...]:
 _TRL = r"(?:train/)?"
 TRL = Trainer(
     "TRL",
-    (
-        _TRL + r"frac_reward_zero_std",
-        _TRL + r"completions/clipped_ratio",
-        (_TRL + r"loss", _TRL + r"grad_norm", _TRL + r"reward"),
-    ),
+    (_TRL + r"frac_reward_zero_std", _TRL + r"completions/clipped_ratio", (_TRL + r"loss", _TRL + r"grad_norm", _TRL + r"reward")),
     (
         *_rewards(_TRL + r"reward"),
         Alias(_TRL + r"reward_std", REWARD_STD),
@@ -450,12 +440,7 @@ NEMO_RL = Trainer(
         *_rewards(r"train/reward"),
         Alias(r"train/approx_entropy", TOKEN_ENTROPY, note="from the sampled tokens alone"),
         Alias(r"train/kl_penalty", REFERENCE_KL, zero_if_off=True),
-        Alias(
-            r"train/baseline_reward/pct_[01]",
-            DEAD_GROUPS,
-            0.02,
-            note="a lower bound: groups whose rewards are all 0 or all 1",
-        ),
+        Alias(r"train/baseline_reward/pct_[01]", DEAD_GROUPS, 0.02, note="a lower bound: groups whose rewards are all 0 or all 1"),
         Alias(r"train/token_mult_prob_error", ENGINE_ERROR),
         Alias(r"train/gen_kl_error", ENGINE_KL),
         Alias(r"train/sampling_importance_ratio", ENGINE_RATIO),
@@ -537,10 +522,7 @@ AXES: Final = {
 }
 """Columns with the position of a row, the best first, and their units if they differ from the trainer's."""
 
-_MEAN, _EPISODE = (
-    r"(?:average|avg|mean|total|cumulative|recent|true|raw|last|100)*",
-    r"(?:rollout|episodes?|episodic|eps?)*",
-)
+_MEAN, _EPISODE = (r"(?:average|avg|mean|total|cumulative|recent|true|raw|last|100)*", r"(?:rollout|episodes?|episodic|eps?)*")
 LIKELY: Final = {
     RETURN: rf"{_MEAN}{_EPISODE}{_MEAN}(?:ret|returns?|rew|rewards?|r|score)s?{_MEAN}",
     "env_step": r"(?:total|env|global|num|agent)*(?:timesteps?|steps?|frames?|interacts|interactions)(?:total|sofar|sampled)?",

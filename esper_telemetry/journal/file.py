@@ -40,8 +40,7 @@ from esper_telemetry.journal.packed import PACKED_SUFFIX, PackedFile, pack, unpa
 
 JOURNAL_NAME: Final = "journal.jsonl"
 HOLDS_RUN: Final = (
-    "already holds a run: pass another run directory, or continue that run with Telemetry(resume=True) or "
-    "`esper-telemetry train --resume`"
+    "already holds a run: pass another run directory, or continue that run with Telemetry(resume=True) or `esper-telemetry train --resume`"
 )
 END_HEAD: Final = b'{"kind":"end"'
 MAX_BACKLOG_BYTES: Final = 8 << 20
@@ -469,9 +468,7 @@ class JournalReader:
         entries: list[Entry] = []
         reader = JournalReader(self.path)
         while (before is None or reader.offset < before) and (lines := reader._lines(None)):
-            ends = accumulate(
-                (len(line) + 1 for line in lines), initial=reader.offset - sum(map(len, lines)) - len(lines)
-            )
+            ends = accumulate((len(line) + 1 for line in lines), initial=reader.offset - sum(map(len, lines)) - len(lines))
             next(ends)
             earlier = (line for line, end in zip(lines, ends, strict=True) if before is None or end <= before)
             entries.extend(reader._decoded(filter(is_wanted, earlier)))
@@ -611,9 +608,7 @@ def compress(run_dir: str | os.PathLike[str]) -> tuple[int, int]:
     if path.suffix == PACKED_SUFFIX:
         return before, before
     if end_status(last_entries(run_dir)) is None:
-        raise ValueError(
-            f"the run in {run_dir} has not ended: its journal is still being written, or the run was killed"
-        )
+        raise ValueError(f"the run in {run_dir} has not ended: its journal is still being written, or the run was killed")
     return before, pack(path).stat().st_size
 
 

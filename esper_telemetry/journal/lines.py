@@ -22,17 +22,7 @@ from typing import Any, Final, NamedTuple
 from esper_telemetry.core.files import TOO_DEEP, check_nesting
 from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.messages import printable, printable_values
-from esper_telemetry.core.record import (
-    Alarm,
-    AlarmEvent,
-    AlarmLevel,
-    Axes,
-    Histogram,
-    MetricInfo,
-    Record,
-    RunInfo,
-    RunStatus,
-)
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import error_line, redacted
 from esper_telemetry.journal import schema
 
@@ -214,13 +204,7 @@ def encode_alarm(alarm: Alarm) -> dict[str, Any]:
 def encode_event(event: JournalEvent) -> dict[str, Any]:
     """Encode an event, with its data as `plain` JSON."""
     axes = {} if event.axes is None else {"axes": encode_axes(event.axes)}
-    return {
-        "kind": "event",
-        "seq": event.seq,
-        **axes,
-        "type": _shortened(event.type),
-        "data": redacted(plain(event.data)),
-    }
+    return {"kind": "event", "seq": event.seq, **axes, "type": _shortened(event.type), "data": redacted(plain(event.data))}
 
 
 def encode_metrics(metrics: Mapping[str, MetricInfo], *, seq: int = 0) -> dict[str, Any]:
@@ -235,12 +219,7 @@ def encode_end(status: RunStatus, *, seq: int = 0) -> dict[str, Any]:
 
 def encode_axes(axes: Axes) -> dict[str, Any]:
     """Return every axis by name."""
-    return {
-        "update": axes.update,
-        "env_step": axes.env_step,
-        "gradient_step": axes.gradient_step,
-        "wall_time": axes.wall_time,
-    }
+    return {"update": axes.update, "env_step": axes.env_step, "gradient_step": axes.gradient_step, "wall_time": axes.wall_time}
 
 
 _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -274,9 +253,7 @@ class LineEncoder:
                 name = f"{line.get('kind')} {line.get('type', '')}".strip()
                 if name not in self._warned:
                     self._warned.add(name)
-                    _logger.warning(
-                        "esper-telemetry: the line of %s is left out of the journal: %s", name, error_line(error)
-                    )
+                    _logger.warning("esper-telemetry: the line of %s is left out of the journal: %s", name, error_line(error))
         return encoded, refused
 
 
@@ -473,8 +450,7 @@ def _decode_descriptions(line: Any) -> dict[str, MetricInfo]:
     for key, described in line.items():
         schema.check(described, schema.DESCRIPTION, f"the description of {key}", required=("unit", "question"))
     return {
-        key: MetricInfo(**{name: value for name, value in described.items() if name in _DESCRIPTION})
-        for key, described in line.items()
+        key: MetricInfo(**{name: value for name, value in described.items() if name in _DESCRIPTION}) for key, described in line.items()
     }
 
 

@@ -76,9 +76,7 @@ def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
     return _required(info, path)
 
 
-def read_contents(
-    run_dir: str | os.PathLike[str], *, known: JournalContents | None = None, values: bool = True
-) -> JournalContents:
+def read_contents(run_dir: str | os.PathLike[str], *, known: JournalContents | None = None, values: bool = True) -> JournalContents:
     """Return the summary of the journal in a run directory.
 
     Args:
@@ -92,21 +90,15 @@ def read_contents(
     """
     path = journal_path(run_dir)
     info, axes, records, seq, status, lost, failure, _, offset = (
-        (None, None, 0, 0, None, 0, None, (), 0)
-        if known is None
-        else [getattr(known, field.name) for field in fields(known)]
+        (None, None, 0, 0, None, 0, None, (), 0) if known is None else [getattr(known, field.name) for field in fields(known)]
     )
     reader = JournalReader(path, offset)
-    for chunk in (
-        _summarized(reader) if values and offset == 0 else iter(partial(reader.read, CHUNK_LINES, values=values), [])
-    ):
+    for chunk in _summarized(reader) if values and offset == 0 else iter(partial(reader.read, CHUNK_LINES, values=values), []):
         info, status = merge_head(info, chunk), end_status(chunk)
         seq = max([seq, *(entry.seq for entry in chunk if not isinstance(entry, RunInfo))])
         record_axes = [entry.axes for entry in chunk if isinstance(entry, Record)]
         records += len(record_axes)
-        lost += sum(
-            entry.data.get("lines", 0) for entry in chunk if isinstance(entry, JournalEvent) and entry.type == LOST
-        )
+        lost += sum(entry.data.get("lines", 0) for entry in chunk if isinstance(entry, JournalEvent) and entry.type == LOST)
         failures = [entry for entry in chunk if isinstance(entry, JournalEvent) and entry.type == "failure"]
         failure = failures[-1] if failures else failure
         axes = max([*record_axes, *([axes] if axes else [])], key=lambda each: each.update, default=None)
@@ -126,10 +118,7 @@ def _summarized(reader: JournalReader) -> Iterator[list[Entry]]:
         records = zip(segment.counts.tolist(), segment.times.tolist(), strict=True)
         yield [
             *(entry for line, entry in others if line is not last),
-            *(
-                Record(seq, Axes(update, step, gradient_step, time), {})
-                for (seq, update, step, gradient_step, _), time in records
-            ),
+            *(Record(seq, Axes(update, step, gradient_step, time), {}) for (seq, update, step, gradient_step, _), time in records),
             *(entry for line, entry in others if line is last),
         ]
 

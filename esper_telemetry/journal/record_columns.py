@@ -53,17 +53,7 @@ CHECKED_BYTES: Final = 4096
 KINDS: Final[Mapping[type, str]] = {RunInfo: "kind run", Alarm: "kind alarm", End: "kind end"}
 """Names of lines that are not events, which are not names of types of events."""
 METRICS: Final = "metrics"
-UNREADABLE: Final = (
-    OSError,
-    RecursionError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    EOFError,
-    MemoryError,
-    zipfile.BadZipFile,
-)
+UNREADABLE: Final = (OSError, RecursionError, ValueError, TypeError, KeyError, IndexError, EOFError, MemoryError, zipfile.BadZipFile)
 
 
 class OtherLine(NamedTuple):
@@ -292,11 +282,7 @@ def _stored(directory: Path, reader: JournalReader) -> Segment | None:
     shapes = (counts.shape, times.shape, partial.shape, values.shape)
     rows = len(counts)
     fits = shapes == ((rows, 5), (rows,), (rows,), (rows, len(keys))) and begin < end
-    if (
-        not fits
-        or counts.min(initial=0) < 0
-        or not ((begin <= counts[:, POSITION]) & (counts[:, POSITION] < end)).all()
-    ):
+    if not fits or counts.min(initial=0) < 0 or not ((begin <= counts[:, POSITION]) & (counts[:, POSITION] < end)).all():
         return None
     values[np.isinf(values)] = np.nan  # in a journal all values are finite
     return Segment(begin, end, counts, times, partial, keys, values, others, damage)
@@ -305,9 +291,7 @@ def _stored(directory: Path, reader: JournalReader) -> Segment | None:
 def _checksum(reader: JournalReader, begin: int, end: int) -> int:
     """Return the checksum of the first and the last bytes of a part of the journal."""
     first = reader.bytes_at(begin, min(CHECKED_BYTES, end - begin))
-    return zlib.crc32(
-        reader.bytes_at(max(begin, end - CHECKED_BYTES), min(CHECKED_BYTES, end - begin)), zlib.crc32(first)
-    )
+    return zlib.crc32(reader.bytes_at(max(begin, end - CHECKED_BYTES), min(CHECKED_BYTES, end - begin)), zlib.crc32(first))
 
 
 def is_event(kind: str) -> bool:
@@ -353,9 +337,7 @@ class StoredEntries(Sequence[T]):
                     lines = dict(reader.lines(None))
                 entry = reader.decode(lines[position], position)
                 if not isinstance(entry, Record | JournalEvent):
-                    raise ValueError(
-                        f"{self.path.parent / COLUMNS_NAME} does not fit the journal: delete this directory"
-                    )
+                    raise ValueError(f"{self.path.parent / COLUMNS_NAME} does not fit the journal: delete this directory")
                 yield cast(T, entry)
 
 

@@ -81,9 +81,7 @@ OBJECT: Final = Form("an object", lambda value: isinstance(value, Mapping))
 TEXTS: Final = list_of(TEXT, "a list of texts")
 NAMED_TEXTS: Final = object_of(TEXT, "an object of texts")
 STEPS: Final = Form("a number of a usual size", _lies_within(-MAX_SETTING, MAX_SETTING))
-SETTING: Final = Form(
-    STEPS.expected, lambda value: STEPS.accepts(value) or value in [*NOT_FINITE.values(), *NOT_FINITE]
-)
+SETTING: Final = Form(STEPS.expected, lambda value: STEPS.accepts(value) or value in [*NOT_FINITE.values(), *NOT_FINITE])
 
 RUN: Final[Mapping[str, Form]] = {
     "run_id": TEXT,
@@ -104,10 +102,7 @@ ALARM: Final[Mapping[str, Form]] = {
     **dict.fromkeys(("value", "threshold", "z"), optional(NUMBER)),
     "severity": SHARE,
     "adaptive": FLAG,
-    "evidence": object_with(
-        {"values": OBJECT, "usual": object_of(list_of(NUMBER, ""), ""), "where": OBJECT},
-        "an object of evidence",
-    ),
+    "evidence": object_with({"values": OBJECT, "usual": object_of(list_of(NUMBER, ""), ""), "where": OBJECT}, "an object of evidence"),
 }
 EVENT: Final[Mapping[str, Form]] = {"type": TEXT, "seq": COUNT, "data": OBJECT}
 END: Final[Mapping[str, Form]] = {"seq": COUNT}
@@ -219,9 +214,7 @@ def are_usual(axes: Axes) -> bool:
 def are_finite(numbers: Collection[Any]) -> bool:
     """Return whether all of them are finite numbers."""
     try:
-        if isfinite(
-            hypot(*numbers)
-        ):  # takes 2 microseconds for 240 numbers; may overflow even if each of them is finite
+        if isfinite(hypot(*numbers)):  # takes 2 microseconds for 240 numbers; may overflow even if each of them is finite
             return True
     except (TypeError, OverflowError):  # a text, a list or null; an integer of hundreds of digits
         pass

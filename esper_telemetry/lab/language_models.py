@@ -76,20 +76,8 @@ def build_trainer(
         "use_cpu": True,
         **settings,
     }
-    args = config(
-        output_dir=str(directory / "trl"),
-        max_steps=steps,
-        seed=seed,
-        disable_tqdm=True,
-        **chosen,
-    )
-    return trainer(
-        str(directory),
-        reward_funcs=rewards,
-        args=args,
-        train_dataset=prompts(),
-        callbacks=list(callbacks),
-    )
+    args = config(output_dir=str(directory / "trl"), max_steps=steps, seed=seed, disable_tqdm=True, **chosen)
+    return trainer(str(directory), reward_funcs=rewards, args=args, train_dataset=prompts(), callbacks=list(callbacks))
 
 
 STALE_GENERATIONS: Final = 4
@@ -265,9 +253,7 @@ def run_fault(fault: LanguageFault, *, seed: int, steps: int, directory: Path) -
         return FirstIncident((), "", 0)
     incident = [alarm for alarm in raised if alarm.incident == first.incident]
     cause = incident[-1].cause or first.type
-    return FirstIncident(
-        tuple(sorted({alarm.type for alarm in raised})), str(cause).partition(":")[0], first.axes.update
-    )
+    return FirstIncident(tuple(sorted({alarm.type for alarm in raised})), str(cause).partition(":")[0], first.axes.update)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +280,7 @@ def score(options: Options) -> str:
         for fault in (HEALTHY, *FAULTS):
             if options.only and fault.name not in options.only:
                 continue
-            runs = [
-                run_fault(fault, seed=seed, steps=options.steps, directory=Path(directory))
-                for seed in range(1, options.seeds + 1)
-            ]
+            runs = [run_fault(fault, seed=seed, steps=options.steps, directory=Path(directory)) for seed in range(1, options.seeds + 1)]
             for run in runs if options.verbose else ():
                 print(fault.name, run)
             named = sum(bool(set(run.alarms) & set(fault.named_by)) for run in runs)
@@ -307,13 +290,9 @@ def score(options: Options) -> str:
             median = str(updates[len(updates) // 2]) if updates else ""
             if fault is HEALTHY:
                 alarmed = sum(bool(run.alarms) for run in runs)
-                lines.append(
-                    f"| healthy | {alarmed} of {len(runs)} with any alarm | | {median} | {', '.join(others)} |"
-                )
+                lines.append(f"| healthy | {alarmed} of {len(runs)} with any alarm | | {median} | {', '.join(others)} |")
             else:
-                lines.append(
-                    f"| {fault.name} | {named} of {len(runs)} | {causes} of {len(runs)} | {median} | {', '.join(others)} |"
-                )
+                lines.append(f"| {fault.name} | {named} of {len(runs)} | {causes} of {len(runs)} | {median} | {', '.join(others)} |")
     return "\n".join(lines)
 
 

@@ -22,20 +22,16 @@ class LogProbStats(MetricGroup):
     """Log-probabilities of the chosen actions at collection."""
 
     smallest: Min = reports(
-        Metric.quantity(
-            "policy/logp/min", 171, "log-probability of the unlikeliest action", unit="nats (log-probability)"
-        )
-        .asks(
-            "How unlikely was the least likely action taken? Very unlikely actions make the ratios of the next update explode."
-        )
+        Metric.quantity("policy/logp/min", 171, "log-probability of the unlikeliest action", unit="nats (log-probability)")
+        .asks("How unlikely was the least likely action taken? Very unlikely actions make the ratios of the next update explode.")
         .bounds(healthy="> -10", warn="< -13 (p < 2e-6)", source="heuristic; ray#21297")
         .absent("no valid row")
         .advises(RARE_ACTIONS)
     )
     nonfinite: Sum = reports(
-        Metric.nonfinite(
-            "policy/logp/min_nonfinite", 172, "non-finite inputs of log-probability of the unlikeliest action"
-        ).asks("How many valid log-probabilities were NaN or infinite?")
+        Metric.nonfinite("policy/logp/min_nonfinite", 172, "non-finite inputs of log-probability of the unlikeliest action").asks(
+            "How many valid log-probabilities were NaN or infinite?"
+        )
     )
 
 
@@ -130,9 +126,7 @@ class ActionShift(MetricGroup):
 
     head: str = label()
     shift: HistogramShift = reports(
-        Metric.fraction(
-            "policy/head/{head}/action_shift_js", 174, "shift of a head's mix of actions", unit="fraction of ln 2"
-        )
+        Metric.fraction("policy/head/{head}/action_shift_js", 174, "shift of a head's mix of actions", unit="fraction of ln 2")
         .asks("How much did this head's action mix change since the last rollout?")
         .bounds(healthy="< 0.02", warn="> 0.10", critical="> 0.25", source="measured on healthy and broken runs")
         .absent("the first rollout, or no action taken")
@@ -224,13 +218,7 @@ class ActionTotal(NamedTuple):
 
 @inference_mode
 def gaussian_action_shift(
-    head: str,
-    actions: Tensor,
-    previous_mean: Tensor,
-    std: Tensor,
-    *,
-    previous_count: Slot = 1.0,
-    valid: Tensor | None = None,
+    head: str, actions: Tensor, previous_mean: Tensor, std: Tensor, *, previous_count: Slot = 1.0, valid: Tensor | None = None
 ) -> GaussianShift:
     """Return the distance of the mean action from the last rollout's.
 
@@ -282,30 +270,20 @@ class GaussianStats(MetricGroup, absent="no valid row"):
     )
     bound: Mean | None = reports(
         Metric.fraction("policy/head/{head}/bound_frac", 183, "share of actions at their bounds")
-        .asks(
-            "What share of the action components is at or beyond the bounds of the action space (squashed: within 1 %)?"
-        )
+        .asks("What share of the action components is at or beyond the bounds of the action space (squashed: within 1 %)?")
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.6", source="heuristic")
         .absent("the action space is unbounded")
     )
     empty: Mean | None = reports(
         Metric.fraction("policy/head/{head}/empty_range_frac", 185, "share of action dimensions without a choice")
-        .asks(
-            "In what share of the dimensions does the action space have low = high, so that all actions are the same?"
-        )
+        .asks("In what share of the dimensions does the action space have low = high, so that all actions are the same?")
         .bounds(healthy="0", warn="> 0", source="gymnasium.utils.passive_env_checker")
         .absent("the action space is unbounded")
     )
     used: Mean | None = reports(
         Metric.ratio("policy/head/{head}/range_used", 186, "spread of the actions over half their range")
-        .asks(
-            "How widely do the actions of this head vary, if 1 is the distance from the middle of the range to its bounds?"
-        )
-        .bounds(
-            healthy="0.05 to 1",
-            warn="< 0.03 in the first updates",
-            source="published initial deviations: 0.037 and more",
-        )
+        .asks("How widely do the actions of this head vary, if 1 is the distance from the middle of the range to its bounds?")
+        .bounds(healthy="0.05 to 1", warn="< 0.03 in the first updates", source="published initial deviations: 0.037 and more")
         .absent("the action space is unbounded, or its bounds are beyond 1e6")
     )
     dimensions: Max | None = reports(
@@ -335,11 +313,7 @@ def gaussian_stats(
         low, high: bounds of the action space, [D] or one number; None if it is unbounded.
         valid: [..] bool, rows of `actions` and of a `log_std` that depends on the state; None if every row is valid.
     """
-    std = (
-        None
-        if log_std is None
-        else keep(*_columns(log_std.detach().double().exp(), valid if log_std.ndim > 1 else None))
-    )
+    std = None if log_std is None else keep(*_columns(log_std.detach().double().exp(), valid if log_std.ndim > 1 else None))
     ranges = actions is not None and low is not None and high is not None
     empty, used = _range_use(actions, low, high, valid) if ranges else (None, None)
     return GaussianStats(
@@ -390,18 +364,14 @@ class SpreadOverRange(MetricGroup):
     head: str = label()
     spread: Mean = reports(
         Metric.ratio("policy/head/{head}/std_of_range", 866, "spread of a head over half the range of its actions")
-        .asks(
-            "How large is this head's standard deviation, if 1 is the distance from the middle of the range to its bounds?"
-        )
+        .asks("How large is this head's standard deviation, if 1 is the distance from the middle of the range to its bounds?")
         .bounds(healthy="0.05 to 2.5", warn="> 10: nearly all actions are clipped", source="heuristic")
         .absent("the action space is unbounded")
     )
 
 
 @inference_mode
-def spread_over_range(
-    head: str, log_std: Tensor, *, low: Tensor, high: Tensor, valid: Tensor | None = None
-) -> SpreadOverRange:
+def spread_over_range(head: str, log_std: Tensor, *, low: Tensor, high: Tensor, valid: Tensor | None = None) -> SpreadOverRange:
     """Return the mean of σ divided by half the range, over rows and bounded dimensions.
 
     Args:

@@ -11,19 +11,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import (
-    NAN,
-    AdditiveReduction,
-    Counts,
-    Max,
-    Mean,
-    Min,
-    Moments,
-    PooledMean,
-    Slot,
-    Statistic,
-    Sum,
-)
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Counts, Max, Mean, Min, Moments, PooledMean, Slot, Statistic, Sum
 from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import (
     REWARDS,
@@ -65,23 +53,17 @@ class AdvantageStats(MetricGroup, absent="no valid, finite advantage"):
         Metric.quantity("adv/raw/skew", 203, "skewness of raw advantages", unit="1", of="skew")
         .asks("Is one tail longer: rare large successes (above 0) or rare large failures?")
         .absent("advantages do not vary"),
-        Metric.quantity(
-            "adv/raw/kurtosis", 204, "kurtosis of raw advantages", unit="1 (excess)", low=-2.0, of="kurtosis"
-        )
+        Metric.quantity("adv/raw/kurtosis", 204, "kurtosis of raw advantages", unit="1 (excess)", low=-2.0, of="kurtosis")
         .asks("Do a few outliers dominate the update? 0 for a normal distribution.")
         .bounds(healthy="< 10", warn="> 30", critical="> 100", source="heuristic")
         .absent("advantages do not vary")
         .advises("Clip or normalise rewards; use more steps per update."),
     )
     smallest: Min = reports(
-        Metric.quantity("adv/raw/min", 205, "smallest of raw advantages", unit="advantage").asks(
-            "What was the worst surprise?"
-        )
+        Metric.quantity("adv/raw/min", 205, "smallest of raw advantages", unit="advantage").asks("What was the worst surprise?")
     )
     largest: Max = reports(
-        Metric.quantity("adv/raw/max", 206, "largest of raw advantages", unit="advantage").asks(
-            "What was the best surprise?"
-        )
+        Metric.quantity("adv/raw/max", 206, "largest of raw advantages", unit="advantage").asks("What was the best surprise?")
     )
     positive: Mean = reports(
         Metric.fraction("adv/raw/pos_frac", 207, "share above 0 of raw advantages")
@@ -98,9 +80,7 @@ class AdvantageStats(MetricGroup, absent="no valid, finite advantage"):
         ),
     )
     histogram: Counts = reports(
-        Metric.quantity("adv/raw/hist", 225, "histogram of raw advantages", unit="advantage").asks(
-            "How are the advantages distributed?"
-        )
+        Metric.quantity("adv/raw/hist", 225, "histogram of raw advantages", unit="advantage").asks("How are the advantages distributed?")
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("adv/raw/mean_nonfinite", 210, "non-finite inputs of mean of raw advantages").asks(
@@ -152,9 +132,7 @@ class Participation(AdditiveReduction):
     magnitude: Slot
     square: Slot
 
-    statistics: ClassVar[Mapping[str, Statistic]] = {
-        "participation": lambda s: s[1] ** 2 / (s[0] * s[2]) if s[0] and s[2] else NAN
-    }
+    statistics: ClassVar[Mapping[str, Statistic]] = {"participation": lambda s: s[1] ** 2 / (s[0] * s[2]) if s[0] and s[2] else NAN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +143,7 @@ class NormalizedAdvantageStats(MetricGroup, absent="no valid, finite advantage")
         Metric.quantity("adv/norm/mean", 211, "mean of normalised advantages", unit="σ")
         .asks("Do the advantages that the update uses average 0, as normalisation promises?")
         .bounds(
-            healthy="|mean| < 0.01",
-            critical="|mean| > 0.05",
-            source="identity; stale, double or missing normalisation, or a wrong mask",
+            healthy="|mean| < 0.01", critical="|mean| > 0.05", source="identity; stale, double or missing normalisation, or a wrong mask"
         ),
         Metric.std("adv/norm/std", 212, "standard deviation of normalised advantages", unit="σ")
         .asks("Do the advantages that the update uses have standard deviation 1?")
@@ -176,9 +152,7 @@ class NormalizedAdvantageStats(MetricGroup, absent="no valid, finite advantage")
             critical="< 0.01 unless adv/raw/std < 0.01",
             source="identity; SB3 divides by the unbiased std, a factor √((N-1)/N); near 0 the update has no signal",
         ),
-        Metric.magnitude(
-            "integrity/adv_norm", 802, "normalisation of advantages", unit="σ", of="off_unit", level=Level.MINIMAL
-        )
+        Metric.magnitude("integrity/adv_norm", 802, "normalisation of advantages", unit="σ", of="off_unit", level=Level.MINIMAL)
         .asks("Is advantage normalisation intact over the whole update? max(|mean|, |std - 1| / 2).")
         .bounds(healthy="< 0.01", critical="> 0.05, if normalisation is on", source="identity"),
     )
@@ -207,11 +181,7 @@ class NormalizedAdvantageStats(MetricGroup, absent="no valid, finite advantage")
 @checked_arguments()
 @inference_mode
 def normalized_advantage_stats(
-    normalized: ArrayLike,
-    advantages: ArrayLike | None = None,
-    *,
-    valid: ArrayLike | None = None,
-    dim: int | None = None,
+    normalized: ArrayLike, advantages: ArrayLike | None = None, *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> NormalizedAdvantageStats:
     """Return moments, participation and flipped signs of normalised advantages; minibatches of an update are merged.
 
@@ -240,9 +210,7 @@ def normalized_advantage_stats(
 
 
 @inference_mode
-def flips_in_order(
-    normalized: Tensor, advantages: Tensor, *, counted: Tensor | None = None, valid: Tensor | None = None
-) -> Mean:
+def flips_in_order(normalized: Tensor, advantages: Tensor, *, counted: Tensor | None = None, valid: Tensor | None = None) -> Mean:
     """Return the share of actions whose sign changed, for advantages in unknown order: normalisation preserves the order of values.
 
     The result is absent if the numbers of counted values differ.
@@ -267,9 +235,7 @@ class MinibatchRows(MetricGroup):
     rows: PooledMean = reports(
         Metric.count("adv/minibatch_rows", 867, "rows of a minibatch")
         .asks("Over how many rows is a minibatch's gradient averaged, and its advantages normalised?")
-        .bounds(
-            healthy="8 and more", warn="< 4 with normalisation in minibatches: advantages are signs", source="x/|x|"
-        )
+        .bounds(healthy="8 and more", warn="< 4 with normalisation in minibatches: advantages are signs", source="x/|x|")
     )
 
 

@@ -121,9 +121,7 @@ def entropy_rows(
     for names in alike.values():  # one call for all heads of a size, as each call has a fixed cost
         together = categorical_rows(torch.stack([by_name[head] for head in names]))
         entropy, probabilities = together.entropy.unbind(), cast(Tensor, together.probabilities).unbind(1)
-        rows |= {
-            head: HeadRows(x, together.uniform, p) for head, x, p in zip(names, entropy, probabilities, strict=True)
-        }
+        rows |= {head: HeadRows(x, together.uniform, p) for head, x, p in zip(names, entropy, probabilities, strict=True)}
     rows = {head: rows[head] for head in by_name}
     for head, x in by_head(log_std).items():
         rows[head] = gaussian_rows(x, relevant=relevance.get(head))
@@ -213,9 +211,7 @@ def _over_heads(slots: Sequence[float]) -> MarginalEntropy:
         positive = p[p > 0] / head_rows
         marginal -= head_rows / rows * float(positive @ np.log(positive))
         largest += head_rows / rows * math.log(max(1, int((allowed > 0).sum())))
-    return MarginalEntropy(
-        marginal, min(1.0, marginal / largest) if largest else NAN, max(0.0, marginal - entropy / rows)
-    )
+    return MarginalEntropy(marginal, min(1.0, marginal / largest) if largest else NAN, max(0.0, marginal - entropy / rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +220,7 @@ class PolicyEntropy(MetricGroup, absent="no valid row, or a continuous head"):
 
     entropy: MeanEntropy = reports(
         Metric.nats("policy/entropy", 131, "entropy", low=None)
-        .asks(
-            "How undecided is the policy, state by state? Continuous actions have a differential entropy, which may be negative."
-        )
+        .asks("How undecided is the policy, state by state? Continuous actions have a differential entropy, which may be negative.")
         .bounds(healthy="falls slowly, then flattens", source="Jones 2021")
         .absent("no valid, finite row"),
         Metric.quantity("policy/perplexity", 132, "perplexity", unit="actions", low=1.0, of="perplexity").asks(
@@ -234,9 +228,7 @@ class PolicyEntropy(MetricGroup, absent="no valid row, or a continuous head"):
         ),
     )
     normalized: Mean | None = reports(
-        Metric.fraction(
-            "policy/entropy_norm", 133, "normalised entropy", unit="fraction of ln n_valid", level=Level.MINIMAL
-        )
+        Metric.fraction("policy/entropy_norm", 133, "normalised entropy", unit="fraction of ln n_valid", level=Level.MINIMAL)
         .asks("How undecided is the policy, as a share of the maximum? Rows with a single valid action do not count.")
         .bounds(
             healthy="> 0.3; lower is fine once the task is solved",
@@ -286,9 +278,7 @@ class HeadEntropy(MetricGroup):
         .absent("no valid, finite row")
     )
     normalized: Mean = reports(
-        Metric.fraction(
-            "policy/head/{head}/entropy_norm", 139, "normalised entropy of a head", unit="fraction of ln n_valid"
-        )
+        Metric.fraction("policy/head/{head}/entropy_norm", 139, "normalised entropy of a head", unit="fraction of ln n_valid")
         .asks("How undecided is this head, as a share of the maximum, when it has a choice?")
         .bounds(
             healthy="> 0.3; lower is fine once the task is solved",
@@ -321,11 +311,7 @@ class HeadMix(MetricGroup):
             of="normalized",
         )
         .asks("How varied are this head's actions over all states, as a share of the maximum?")
-        .bounds(
-            healthy="> 0.5",
-            warn="< 0.5 with a low policy/head/{head}/entropy_norm",
-            source="as policy/entropy_marginal_norm",
-        )
+        .bounds(healthy="> 0.5", warn="< 0.5 with a low policy/head/{head}/entropy_norm", source="as policy/entropy_marginal_norm")
         .absent("the policy has one head, or the head never has a choice")
     )
 
@@ -347,9 +333,7 @@ def entropy_stats(
 
 @checked_arguments()
 @inference_mode
-def policy_entropy(
-    heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
-) -> PolicyEntropy:
+def policy_entropy(heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None) -> PolicyEntropy:
     """Return the entropy of the joint policy: in each row, the sum over its relevant heads.
 
     Args:
@@ -379,9 +363,7 @@ def policy_entropy(
 
 @checked_arguments()
 @inference_mode
-def head_entropy(
-    heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
-) -> HeadEntropy:
+def head_entropy(heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None) -> HeadEntropy:
     """Return the entropy of every head over the rows in which it is relevant; arguments as for `policy_entropy`."""
     valid = as_mask(valid)
     flat = _aligned(list(heads.values()), valid, dim)
@@ -391,9 +373,7 @@ def head_entropy(
 
 
 @inference_mode
-def head_mix(
-    name: str, heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
-) -> HeadMix:
+def head_mix(name: str, heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None) -> HeadMix:
     """Return the action mix of a categorical head; other arguments as for `policy_entropy`."""
     valid = as_mask(valid)
     (head,) = _aligned([heads[name]], valid, dim)

@@ -98,24 +98,16 @@ class EpisodeStats(MetricGroup, absent="no episode finished"):
         Metric.quantity("episode/return_mean", 931, "mean return", unit="return", level=Level.MINIMAL).asks(
             "How well does the policy do, over the episodes that finished in this update?"
         ),
-        Metric.std("episode/return_std", 932, "spread of returns", unit="return").asks(
-            "How much do episodes differ in return?"
-        ),
+        Metric.std("episode/return_std", 932, "spread of returns", unit="return").asks("How much do episodes differ in return?"),
     )
     smallest: Min = reports(
-        Metric.quantity("episode/return_min", 933, "lowest return", unit="return").asks(
-            "How bad was the worst episode of this update?"
-        )
+        Metric.quantity("episode/return_min", 933, "lowest return", unit="return").asks("How bad was the worst episode of this update?")
     )
     largest: Max = reports(
-        Metric.quantity("episode/return_max", 934, "highest return", unit="return").asks(
-            "How good was the best episode of this update?"
-        )
+        Metric.quantity("episode/return_max", 934, "highest return", unit="return").asks("How good was the best episode of this update?")
     )
     lengths: Mean = reports(
-        Metric.steps("episode/length_mean", 935, "mean length of episodes", level=Level.MINIMAL).asks(
-            "How long do episodes last?"
-        )
+        Metric.steps("episode/length_mean", 935, "mean length of episodes", level=Level.MINIMAL).asks("How long do episodes last?")
     )
     count: Sum = reports(
         Metric.count("episode/count", 936, "finished episodes", level=Level.MINIMAL)
@@ -123,9 +115,7 @@ class EpisodeStats(MetricGroup, absent="no episode finished"):
         .absent("")
     )
     recent: Mean | Latest = reports(
-        Metric.quantity(
-            "episode/return_mean_100", 937, "mean return of the last 100 episodes", unit="return", level=Level.MINIMAL
-        )
+        Metric.quantity("episode/return_mean_100", 937, "mean return of the last 100 episodes", unit="return", level=Level.MINIMAL)
         .asks("How well does the policy do, over the last 100 finished episodes?")
         .absent("no episode has finished yet")
     )
@@ -138,11 +128,7 @@ class EpisodeStats(MetricGroup, absent="no episode finished"):
 
 @checked_arguments()
 def episode_stats(
-    returns: ArrayLike,
-    lengths: ArrayLike,
-    *,
-    recent_returns: ArrayLike | Iterable[float] = (),
-    recent_ends: ArrayLike | None = None,
+    returns: ArrayLike, lengths: ArrayLike, *, recent_returns: ArrayLike | Iterable[float] = (), recent_ends: ArrayLike | None = None
 ) -> EpisodeStats:
     """Return statistics of the episodes that finished in a rollout; without any, only their count.
 
@@ -219,9 +205,7 @@ class EvaluationStats(MetricGroup, absent="no evaluation since the last record")
         )
     )
     count: Sum = reports(
-        Metric.count("eval/count", 946, "evaluated episodes", level=Level.MINIMAL).asks(
-            "How many episodes were evaluated?"
-        )
+        Metric.count("eval/count", 946, "evaluated episodes", level=Level.MINIMAL).asks("How many episodes were evaluated?")
     )
 
 
@@ -251,9 +235,7 @@ class EpisodeEnds(MetricGroup, absent="no episode was cut off"):
 
     truncated: Mean = reports(
         Metric.fraction("episode/truncated_frac", 926, "share of episodes that are cut off")
-        .asks(
-            "What share of the episodes was cut off by a time limit? Their returns continue with the critic's estimate."
-        )
+        .asks("What share of the episodes was cut off by a time limit? Their returns continue with the critic's estimate.")
         .absent("no episode finished")
     )
     shortest_cut: Min | None = reports(
@@ -273,17 +255,13 @@ class EpisodeEnds(MetricGroup, absent="no episode was cut off"):
     )
     longest: Max | None = reports(
         Metric.steps("episode/terminated_length_max", 930, "longest episode that terminated")
-        .asks(
-            "How long was the longest episode that terminated? If it is as long as the time limit, it was probably cut off."
-        )
+        .asks("How long was the longest episode that terminated? If it is as long as the time limit, it was probably cut off.")
         .absent("no episode terminated")
     )
 
 
 @inference_mode
-def episode_ends(
-    ended: Tensor, terminated: Tensor, lengths: Sequence[int], *, valid: Tensor | None = None
-) -> EpisodeEnds:
+def episode_ends(ended: Tensor, terminated: Tensor, lengths: Sequence[int], *, valid: Tensor | None = None) -> EpisodeEnds:
     """Return the share of a rollout's episodes that were cut off, and the lengths of these and of the others.
 
     Args:

@@ -65,22 +65,14 @@ class GaeIdentity(MetricGroup):
 
     error: RelativeError = reports(
         Metric.magnitude(
-            "integrity/gae_identity",
-            803,
-            "advantages plus values against returns",
-            unit="relative error",
-            level=Level.MINIMAL,
+            "integrity/gae_identity", 803, "advantages plus values against returns", unit="relative error", level=Level.MINIMAL
         )
-        .asks(
-            "Are the returns advantages plus values, A + V = R, as they must be? Otherwise the buffer holds stale or shuffled rows."
-        )
+        .asks("Are the returns advantages plus values, A + V = R, as they must be? Otherwise the buffer holds stale or shuffled rows.")
         .bounds(healthy="< 1e-5", critical="> 1e-4", source="identity of GAE, 1506.02438")
         .absent("no valid row, or targets that are not A + V (PopArt, separate targets)")
     )
     nonfinite: Sum = reports(
-        Metric.nonfinite(
-            "integrity/gae_identity_nonfinite", 804, "non-finite inputs of advantages plus values against returns"
-        )
+        Metric.nonfinite("integrity/gae_identity_nonfinite", 804, "non-finite inputs of advantages plus values against returns")
         .asks("How many valid rows held a NaN or an infinity in advantage, value or return?")
         .absent("none did")
     )
@@ -92,9 +84,7 @@ MIN_NORMALIZED_ROWS = 8
 
 @checked_arguments()
 @inference_mode
-def gae_identity(
-    advantages: ArrayLike, values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None
-) -> GaeIdentity:
+def gae_identity(advantages: ArrayLike, values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None) -> GaeIdentity:
     """Return max|A + V - R| / max(1, max|R|) over the rows about to be used.
 
     Advantages that were normalised over all rows after the returns were computed are compared as A = (R - V - mean) / std.
@@ -172,9 +162,7 @@ def mask_violation(
 
 def _violations(actions: Tensor, mask: Tensor, relevant: Tensor | None, valid: Tensor | None) -> Tensor:
     if mask.shape[:-1] != actions.shape:
-        raise ValueError(
-            f"a mask must have the shape of its actions and one more axis, got {list(mask.shape)} and {list(actions.shape)}"
-        )
+        raise ValueError(f"a mask must have the shape of its actions and one more axis, got {list(mask.shape)} and {list(actions.shape)}")
     same_shape(actions=actions, relevant=relevant, valid=valid)
     forbidden = ~mask.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
     for condition in (relevant, valid):
@@ -190,11 +178,7 @@ class BufferAge(MetricGroup):
     age: Max = reports(
         Metric.magnitude("buffer/age_updates", 806, "age of the data", unit="updates", level=Level.MINIMAL)
         .asks("How many policy updates ago were the oldest of these data collected?")
-        .bounds(
-            healthy="0 (on-policy)",
-            critical="> 0, unless the trainer reuses data on purpose",
-            source="Jones 2021, sample staleness",
-        )
+        .bounds(healthy="0 (on-policy)", critical="> 0, unless the trainer reuses data on purpose", source="Jones 2021, sample staleness")
     )
 
 
@@ -209,12 +193,8 @@ class RowsRepeated(MetricGroup):
     """Transitions that occur repeatedly in one pass over the rollout."""
 
     share: Mean | None = reports(
-        Metric.fraction(
-            "integrity/rows_repeated", 808, "rows that come again in a pass", unit="share", level=Level.MINIMAL
-        )
-        .asks(
-            "What share of the rows in the first pass over the rollout had already occurred in that pass? Other rows were then left out."
-        )
+        Metric.fraction("integrity/rows_repeated", 808, "rows that come again in a pass", unit="share", level=Level.MINIMAL)
+        .asks("What share of the rows in the first pass over the rollout had already occurred in that pass? Other rows were then left out.")
         .bounds(
             healthy="0",
             warn="0.37, which is drawing with replacement",

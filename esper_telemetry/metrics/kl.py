@@ -31,11 +31,7 @@ class ExactKl(MetricGroup, cost="sampled"):
     )
     nonfinite: Sum = reports(
         Metric.count(
-            "policy/kl_exact_nonfinite",
-            162,
-            "non-finite inputs of KL divergence over all actions",
-            level=Level.MINIMAL,
-            when_positive=True,
+            "policy/kl_exact_nonfinite", 162, "non-finite inputs of KL divergence over all actions", level=Level.MINIMAL, when_positive=True
         )
         .asks("In how many valid rows was the exact KL NaN or infinite?")
         .bounds(healthy="absent", critical="> 0")
@@ -92,11 +88,7 @@ def gaussian_kl(old_mean: Tensor, old_log_std: Tensor, mean: Tensor, log_std: Te
 
 @inference_mode
 def exact_kl(
-    rows: Mapping[str, Tensor],
-    *,
-    relevant: Mapping[str, Tensor] | None = None,
-    valid: Tensor | None = None,
-    dim: int | None = None,
+    rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None, valid: Tensor | None = None, dim: int | None = None
 ) -> ExactKl:
     """Return the exact KL of the joint policy: the sum over the relevant heads.
 
@@ -122,20 +114,14 @@ def joint_kl(rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None =
     return _joint(rows, relevant, None, None)[0]
 
 
-def _joint(
-    rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None, valid: Tensor | None, dim: int | None
-) -> tuple[Mean, Sum]:
+def _joint(rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None, valid: Tensor | None, dim: int | None) -> tuple[Mean, Sum]:
     s = sample(joint_log_ratio(rows, relevant), valid, dim=dim)  # a sum over heads, as for log-ratios
     return s.mean(s.values), Sum(s.nonfinite)
 
 
 @inference_mode
 def head_exact_kl(
-    rows: Mapping[str, Tensor],
-    *,
-    relevant: Mapping[str, Tensor] | None = None,
-    valid: Tensor | None = None,
-    dim: int | None = None,
+    rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None, valid: Tensor | None = None, dim: int | None = None
 ) -> HeadExactKl:
     """Return the exact KL of every head in the rows in which it is relevant; arguments as for `exact_kl`."""
     totals, counts = [], []

@@ -15,17 +15,7 @@ from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, se
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Ess, Max, Mean, Min, Moments, Sum
 from esper_telemetry.metrics.ratio import EXP_LIMIT, effective_sample_size
-from esper_telemetry.metrics.statistics import (
-    Quantiles,
-    Sample,
-    as_quantiles,
-    ascending,
-    levels_for,
-    quantiles,
-    sample,
-    spread,
-    where_any,
-)
+from esper_telemetry.metrics.statistics import Quantiles, Sample, as_quantiles, ascending, levels_for, quantiles, sample, spread, where_any
 
 ENGINE = "NVIDIA-NeMo/RL docs/guides/grpo.md (1.05); huggingface/trl#3867, #4772 and #6789"
 DEAD_GROUPS = "huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2"
@@ -44,13 +34,7 @@ LANGUAGE_FAMILY = MetricFamily(
     "trainer keeps the log-probabilities of collection.",
     place=250,
     question="Does the language model learn from the right tokens?",
-    first=(
-        "lm/reward/mean",
-        "lm/groups/zero_advantage",
-        "lm/mismatch/mult_error",
-        "lm/entropy",
-        "lm/length/mean",
-    ),
+    first=("lm/reward/mean", "lm/groups/zero_advantage", "lm/mismatch/mult_error", "lm/entropy", "lm/length/mean"),
 )
 
 
@@ -85,15 +69,11 @@ class TokenStats(MetricGroup, absent="no token is learned from"):
     mask_errors: Mean | None = reports(
         Metric.fraction("lm/mask_errors", 1105, "completions with a wrong mask", level=Level.MINIMAL)
         .asks("What share of the completions is not learned from its first token to its end token?")
-        .bounds(
-            healthy="0", critical="> 0", source="identity: the mask is 1 up to and with the first end token, then 0"
-        )
+        .bounds(healthy="0", critical="> 0", source="identity: the mask is 1 up to and with the first end token, then 0")
         .absent("end tokens are not known, or the completions hold tokens that others wrote, such as results of tools")
     )
     tokens: Sum = reports(
-        Metric.count("lm/tokens", 1106, "tokens learned from")
-        .asks("How many tokens does an update learn from?")
-        .absent("")
+        Metric.count("lm/tokens", 1106, "tokens learned from").asks("How many tokens does an update learn from?").absent("")
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("lm/logprob/mean_nonfinite", 1107, "non-finite log-probabilities of tokens").asks(
@@ -103,9 +83,7 @@ class TokenStats(MetricGroup, absent="no token is learned from"):
 
 
 @inference_mode
-def token_stats(
-    log_probs: Tensor, mask: Tensor, *, entropy: Tensor | None = None, ends: Tensor | None = None
-) -> TokenStats:
+def token_stats(log_probs: Tensor, mask: Tensor, *, entropy: Tensor | None = None, ends: Tensor | None = None) -> TokenStats:
     """Return entropy, log-probabilities and mask errors of tokens.
 
     Args:
@@ -148,10 +126,7 @@ class Calibration(MetricGroup, absent="the trainer does not compute the entropy"
     gap: Mean = reports(
         Metric.nats("lm/surprise/gap", 1111, "surprise over entropy", low=None)
         .asks("Were the tokens sampled from the distribution that the trainer evaluates? Then it is 0 up to noise.")
-        .bounds(
-            healthy="within 5 standard errors of 0",
-            source="identity: E[-ln p(token)] is the entropy; huggingface/trl#3867",
-        )
+        .bounds(healthy="within 5 standard errors of 0", source="identity: E[-ln p(token)] is the entropy; huggingface/trl#3867")
     )
     z: Max = reports(
         Metric.quantity("lm/surprise/z", 1112, "surprise over entropy, in standard errors", unit="sigma")
@@ -198,9 +173,7 @@ class SamplingMismatch(MetricGroup, absent="the engine does not report log-proba
     )
     outside: Mean = reports(
         Metric.fraction("lm/mismatch/outside_frac", 1126, "tokens on which engine and trainer disagree")
-        .asks(
-            "For what share of the tokens is the ratio of the trainer's to the engine's probability outside 0.9 to 1.1?"
-        )
+        .asks("For what share of the tokens is the ratio of the trainer's to the engine's probability outside 0.9 to 1.1?")
         .bounds(healthy="< 0.02", warn="> 0.1", source=ENGINE)
     )
     kl: Mean = reports(
@@ -236,15 +209,8 @@ class ReferenceKl(MetricGroup, absent="training has no reference model (beta is 
     kl: Mean = reports(
         Metric.nats("lm/kl_reference", 1131, "KL divergence from the reference model")
         .asks("How far is the model from the reference model, with which training began? Estimator k3 per token.")
-        .bounds(
-            healthy="< 0.1",
-            warn="> 0.5",
-            critical="> 1",
-            source="medians of public GRPO runs: 0.002 to 0.02 if they learn; heuristic",
-        )
-        .advises(
-            "Lower the learning rate, or raise the weight of the penalty (beta); check that the reference is the initial model."
-        )
+        .bounds(healthy="< 0.1", warn="> 0.5", critical="> 1", source="medians of public GRPO runs: 0.002 to 0.02 if they learn; heuristic")
+        .advises("Lower the learning rate, or raise the weight of the penalty (beta); check that the reference is the initial model.")
     )
     largest: Max = reports(
         Metric.nats("lm/kl_reference_max", 1132, "largest KL divergence from the reference model of a token").asks(
@@ -309,10 +275,7 @@ class RatioOrigin(MetricGroup):
     constructed: Mean = reports(
         Metric.fraction("lm/ratio_constructed", 1145, "steps whose ratio is 1 by construction")
         .asks("In what share of the optimizer steps do the old log-probabilities come from the same forward pass?")
-        .bounds(
-            healthy="0 or 1; at 1, clip fractions are always 0 and carry no information",
-            source="huggingface/trl#3120",
-        )
+        .bounds(healthy="0 or 1; at 1, clip fractions are always 0 and carry no information", source="huggingface/trl#3120")
         .absent("no optimizer step")
     )
 
@@ -341,15 +304,11 @@ class CompletionStats(MetricGroup, absent=NO_COMPLETION):
         .absent("end tokens are not known")
     )
     completions: Sum = reports(
-        Metric.count("lm/completions", 1155, "completions")
-        .asks("How many completions does an update learn from?")
-        .absent("")
+        Metric.count("lm/completions", 1155, "completions").asks("How many completions does an update learn from?").absent("")
     )
     turns: Mean | None = reports(
         Metric.quantity("lm/turns/mean", 1156, "turns of the model", unit="turns", low=0.0)
-        .asks(
-            "How often does the model write in a completion, before and after text of others such as results of tools?"
-        )
+        .asks("How often does the model write in a completion, before and after text of others such as results of tools?")
         .absent(ALL_OWN)
     )
     most_turns: Max | None = reports(
@@ -360,9 +319,7 @@ class CompletionStats(MetricGroup, absent=NO_COMPLETION):
 
 
 @inference_mode
-def completion_stats(
-    lengths: Tensor, truncated: Tensor | None = None, *, turns: Tensor | None = None
-) -> CompletionStats:
+def completion_stats(lengths: Tensor, truncated: Tensor | None = None, *, turns: Tensor | None = None) -> CompletionStats:
     """Return lengths [B] in tokens, the share of completions that the limit cut [B], and the number of turns [B]."""
     s = sample(lengths)
     return CompletionStats(
@@ -386,9 +343,7 @@ class GroupStats(MetricGroup, absent=NO_COMPLETION):
     """Rewards and advantages by group: the completions of one prompt."""
 
     reward: Moments = reports(
-        Metric.quantity("lm/reward/mean", 1161, "reward of completions", unit="reward", level=Level.MINIMAL).asks(
-            "Does the reward grow?"
-        ),
+        Metric.quantity("lm/reward/mean", 1161, "reward of completions", unit="reward", level=Level.MINIMAL).asks("Does the reward grow?"),
         Metric.std("lm/reward/std", 1162, "spread of the reward of completions", unit="reward").asks(
             "How much do the rewards of completions vary?"
         ),
@@ -418,17 +373,13 @@ class GroupStats(MetricGroup, absent=NO_COMPLETION):
     )
     sign_agreement: Mean | None = reports(
         Metric.fraction("lm/groups/sign_agreement", 1167, "advantages with the sign of the reward", level=Level.MINIMAL)
-        .asks(
-            "Do completions that are better than their group get a positive advantage, and the others a negative one?"
-        )
+        .asks("Do completions that are better than their group get a positive advantage, and the others a negative one?")
         .bounds(healthy="1", critical="< 0.99", source="identity: advantages are rewards minus the mean of their group")
         .absent("no group has any advantage, or rewards are normalised before they are added up")
     )
     mixed: Mean | None = reports(
         Metric.fraction("lm/groups/mixed", 1168, "groups of several prompts", level=Level.MINIMAL)
-        .asks(
-            "What share of the groups mixes completions of several prompts? These are wrongly compared with each other."
-        )
+        .asks("What share of the groups mixes completions of several prompts? These are wrongly compared with each other.")
         .bounds(healthy="0", critical="> 0", source="identity: a group holds the completions of one prompt")
         .absent("the prompts are not known")
     )
@@ -442,12 +393,7 @@ class GroupStats(MetricGroup, absent=NO_COMPLETION):
 
 @inference_mode
 def group_stats(
-    rewards: Tensor,
-    prompts: Tensor,
-    lengths: Tensor,
-    *,
-    advantages: Tensor | None = None,
-    size: int | None = None,
+    rewards: Tensor, prompts: Tensor, lengths: Tensor, *, advantages: Tensor | None = None, size: int | None = None
 ) -> GroupStats:
     """Return statistics of rewards and advantages within groups.
 
@@ -514,10 +460,7 @@ class RewardComponents(MetricGroup, absent="it did not score any completion"):
     )
     length_correlation: Mean = reports(
         Metric.correlation(
-            "lm/reward/{function}/length_correlation",
-            1173,
-            "correlation of a reward function and length",
-            unit="correlation",
+            "lm/reward/{function}/length_correlation", 1173, "correlation of a reward function and length", unit="correlation"
         )
         .asks("Does this reward function favour longer completions?")
         .bounds(healthy="-0.8 to 0.8", source="as lm/reward/length_correlation")

@@ -54,9 +54,7 @@ class LossComponents(MetricGroup, absent="no finite loss"):
         )
     )
     nonfinite: Sum = reports(
-        Metric.nonfinite("loss/policy_nonfinite", 925, "non-finite inputs of policy loss").asks(
-            "How many loss terms were NaN or infinite?"
-        )
+        Metric.nonfinite("loss/policy_nonfinite", 925, "non-finite inputs of policy loss").asks("How many loss terms were NaN or infinite?")
     )
 
 
@@ -90,12 +88,7 @@ def loss_weights(coefficients: Mapping[str, float]) -> LossWeights:
 @checked_arguments()
 @inference_mode
 def loss_terms(
-    policy: ArrayLike,
-    value: ArrayLike,
-    entropy: ArrayLike | None = None,
-    total: ArrayLike | None = None,
-    *,
-    count: ArrayLike = 1.0,
+    policy: ArrayLike, value: ArrayLike, entropy: ArrayLike | None = None, total: ArrayLike | None = None, *, count: ArrayLike = 1.0
 ) -> LossComponents:
     """Return the losses that the trainer computed.
 
@@ -199,9 +192,7 @@ class EntropyGradient(MetricGroup):
 
     ratio: NormRatio = reports(
         Metric.ratio("policy/entropy_grad_ratio", 191, "pull of the entropy bonus", cost="sampled")
-        .asks(
-            "Does the entropy bonus pull harder on the policy than the policy loss (above 1), or is it negligible (below 1e-3)?"
-        )
+        .asks("Does the entropy bonus pull harder on the policy than the policy loss (above 1), or is it negligible (below 1e-3)?")
         .bounds(healthy="< 1", warn="> 1", critical="> 5 sustained", source="heuristic")
         .absent("the policy loss's gradient is missing or zero")
     )
@@ -209,12 +200,7 @@ class EntropyGradient(MetricGroup):
 
 @inference_mode
 def entropy_gradient(
-    logits: Tensor,
-    policy_gradient: Tensor,
-    *,
-    entropy_coef: float,
-    action_mask: Tensor | None = None,
-    valid: Tensor | None = None,
+    logits: Tensor, policy_gradient: Tensor, *, entropy_coef: float, action_mask: Tensor | None = None, valid: Tensor | None = None
 ) -> EntropyGradient:
     """Return ‖c ∂H/∂z‖ / ‖∂L/∂z‖ at the logits z, for H the mean entropy: ∂H_row/∂z_i = -p_i (ln p_i + H_row).
 

@@ -225,9 +225,7 @@ class AdamMemory(MetricGroup):
     replicated: ClassVar[bool] = True
     beta2: float | Tensor | None = reports(
         Metric.fraction("opt/beta2", 610, "reach of Adam's memory of squares", unit="1")
-        .asks(
-            "With what weight does Adam keep its average of squared gradients? It reaches back 1 / (1 - beta2) steps."
-        )
+        .asks("With what weight does Adam keep its average of squared gradients? It reaches back 1 / (1 - beta2) steps.")
         .bounds(healthy="0.99 to 0.999", warn="< 0.9", source="Kingma 2015, 1412.6980")
         .absent("the optimizer is not Adam, or the trainer does not say")
     )
@@ -252,12 +250,7 @@ class AdamStep(MetricGroup, cost="sampled"):
     stable_rms: Max | None = reports(
         Metric.magnitude("opt/stable_rms", 603, "gradient next to Adam's memory of it", unit="1")
         .asks("Is Adam's second moment out of date for some tensor? Above 1 the gradient has outgrown it.")
-        .bounds(
-            healthy="< 1.7",
-            warn="> 2.3: loss spikes follow within 1 to 8 steps",
-            critical="> 5",
-            source="Wortsman 2023, 2304.13013",
-        )
+        .bounds(healthy="< 1.7", warn="> 2.3: loss spikes follow within 1 to 8 steps", critical="> 5", source="Wortsman 2023, 2304.13013")
         .absent("the optimizer is not Adam, or has taken no step, or no parameter has a gradient")
     )
     snr_share: Mean | None = reports(

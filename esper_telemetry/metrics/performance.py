@@ -15,8 +15,7 @@ from esper_telemetry.core.record import Level, SinkLag
 from esper_telemetry.core.reduction import Max
 
 BACKEND_BEHIND = (
-    "The backend is slower than the run, or unreachable: send fewer keys (max_keys), or let `esper-telemetry replay` send "
-    "the rest later."
+    "The backend is slower than the run, or unreachable: send fewer keys (max_keys), or let `esper-telemetry replay` send the rest later."
 )
 """Advice that several metrics share."""
 
@@ -60,9 +59,7 @@ class UpdatePerformance(MetricGroup, absent="the trainer does not time it"):
         .absent("")
     )
     env_steps_per_second: float | None = reports(
-        Metric.magnitude(
-            "train/env_steps_per_second", 951, "environment steps per second", unit="1/s", level=Level.MINIMAL
-        )
+        Metric.magnitude("train/env_steps_per_second", 951, "environment steps per second", unit="1/s", level=Level.MINIMAL)
         .asks("How fast is training, in environment steps per second of wall time?")
         .absent("the update took no measurable time")
     )
@@ -88,16 +85,12 @@ class UpdatePerformance(MetricGroup, absent="the trainer does not time it"):
     )
     environment_cpu_ms: Max | None = reports(
         Metric.milliseconds("perf/environment_cpu_ms", 958, "processor time of the environments")
-        .asks(
-            "How much processor time did the environments take, for all threads of the process? Every 16th step is timed."
-        )
+        .asks("How much processor time did the environments take, for all threads of the process? Every 16th step is timed.")
         .absent("the trainer does not time it, or the rollout is too short")
     )
     inference_cpu_ms: Max | None = reports(
         Metric.milliseconds("perf/inference_cpu_ms", 959, "processor time of choosing actions")
-        .asks(
-            "How much processor time did choosing actions take, for all threads of the process? It is the rest of the rollout's."
-        )
+        .asks("How much processor time did choosing actions take, for all threads of the process? It is the rest of the rollout's.")
         .absent("the trainer does not time it, or the rollout is too short")
     )
     update_cpu_ms: Max | None = reports(
@@ -119,9 +112,7 @@ class SamplingPeriod(MetricGroup):
     replicated: ClassVar[bool] = True
     sample_every: float | None = reports(
         Metric.quantity("telemetry/sample_every", 975, "updates between two sampled ones", unit="updates", low=1.0)
-        .asks(
-            "How many updates are between two measurements of the costly metrics? Telemetry raises it to stay within its budget."
-        )
+        .asks("How many updates are between two measurements of the costly metrics? Telemetry raises it to stay within its budget.")
         .absent("at the level minimal")
     )
 
@@ -152,14 +143,13 @@ class TelemetryHealth(Derived):
         Metric.count("perf/d2h_copies", 962, "copies from the device", level=Level.MINIMAL)
         .asks("How many copies from the device to the host did telemetry make in this update?")
         .bounds(
-            healthy="at most 50: one for each column of an update; 0 if training is on the CPU",
-            source="training waits for none of them",
+            healthy="at most 50: one for each column of an update; 0 if training is on the CPU", source="training waits for none of them"
         )
     )
     level: float | None = reports(
-        Metric.quantity(
-            "telemetry/level", 970, "level of measurement", unit="level", low=0.0, high=3.0, level=Level.MINIMAL
-        ).asks("How much is measured? 0 off, 1 minimal, 2 normal, 3 debug.")
+        Metric.quantity("telemetry/level", 970, "level of measurement", unit="level", low=0.0, high=3.0, level=Level.MINIMAL).asks(
+            "How much is measured? 0 off, 1 minimal, 2 normal, 3 debug."
+        )
     )
     undefined: float | None = reports(
         Metric.count("telemetry/undefined", 971, "metrics without a value", level=Level.MINIMAL).asks(
@@ -182,33 +172,21 @@ class TelemetryHealth(Derived):
         .bounds(healthy="0", warn="> 0: see the warning in the console")
     )
     metric_errors: float | None = reports(
-        Metric.count(
-            "telemetry/metric_errors",
-            976,
-            "metrics that could not be measured",
-            level=Level.MINIMAL,
-            when_positive=True,
-        )
+        Metric.count("telemetry/metric_errors", 976, "metrics that could not be measured", level=Level.MINIMAL, when_positive=True)
         .asks("How many metrics could not be measured in this update, because of a bug?")
         .bounds(healthy="absent", warn="> 0: the warning in the console names them")
         .absent("none")
         .advises("A bug of this package: please report the warning in the console, which names the metric function.")
     )
     unmeasured: float | None = reports(
-        Metric.count(
-            "telemetry/unmeasured", 986, "updates that were not measured", level=Level.MINIMAL, when_positive=True
-        )
-        .asks(
-            "Was this update recorded without its metrics, because the process that computes them was too far behind?"
-        )
+        Metric.count("telemetry/unmeasured", 986, "updates that were not measured", level=Level.MINIMAL, when_positive=True)
+        .asks("Was this update recorded without its metrics, because the process that computes them was too far behind?")
         .bounds(healthy="absent", warn="> 0: other programs take the processor")
         .absent("the update was measured")
         .advises("Leave a second core free, or lower the level.")
     )
     minibatch_stride: float | None = reports(
-        Metric.count(
-            "telemetry/minibatch_stride", 987, "minibatches for each one that was measured", when_positive=True
-        )
+        Metric.count("telemetry/minibatch_stride", 987, "minibatches for each one that was measured", when_positive=True)
         .asks(
             "How many minibatches are there per measured one, because the update has too many rows for one core? Sums, counts and "
             "extremes over minibatches include only the measured ones."
@@ -239,9 +217,7 @@ class ProcessMemory(Derived, absent="training is on the CPU"):
         .asks("What share of the memory of the machine or its control group do training and its children take?")
         .bounds(healthy="< 0.85", warn="> 0.85", critical="> 0.95", source=MEMORY_SOURCE)
         .absent("neither a limit nor the machine's memory is known")
-        .advises(
-            "Use fewer or smaller environments, or shorter rollouts; if it rises all the time, look for objects that are kept alive."
-        )
+        .advises("Use fewer or smaller environments, or shorter rollouts; if it rises all the time, look for objects that are kept alive.")
     )
     device: float | None = reports(
         Metric.magnitude("perf/memory/device_mib", 984, "memory on devices", unit="MiB").asks(
@@ -278,9 +254,7 @@ class SinkHealth(Derived):
         .asks("How many times has this backend failed so far?")
         .bounds(healthy="absent", warn="> 0: status.json says what was wrong")
         .absent("none")
-        .advises(
-            "`status.json` in the run directory has the backend's answer; `esper-telemetry doctor` lists what the backend lacks."
-        )
+        .advises("`status.json` in the run directory has the backend's answer; `esper-telemetry doctor` lists what the backend lacks.")
     )
 
 
@@ -301,12 +275,7 @@ class SinkStats(Protocol):
 
 
 def update_performance(
-    update: int,
-    *,
-    env_steps: int,
-    elapsed: float,
-    seconds: Mapping[str, float],
-    cpu_seconds: Mapping[str, float] | None = None,
+    update: int, *, env_steps: int, elapsed: float, seconds: Mapping[str, float], cpu_seconds: Mapping[str, float] | None = None
 ) -> UpdatePerformance:
     """Return speed and phase times of one update.
 
@@ -383,11 +352,7 @@ def telemetry_health(
         unmeasured=float(unmeasured),
         minibatch_stride=float(minibatch_stride) if minibatch_stride > 1 else 0.0,
     )
-    return {
-        **health.values(level),
-        **sink_health(stats.sinks).values(level),
-        **process_memory(memory or MemoryUsage()).values(level),
-    }
+    return {**health.values(level), **sink_health(stats.sinks).values(level), **process_memory(memory or MemoryUsage()).values(level)}
 
 
 def process_memory(usage: MemoryUsage) -> ProcessMemory:

@@ -46,13 +46,9 @@ MAX_GRAPH_NODES = 64
 SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
 
 MOVED_TOO_FAR = (
-    "Lower the learning rate or the number of epochs; set target_kl. "
-    "The head with the largest `policy/head/{head}/blame` moved most."
+    "Lower the learning rate or the number of epochs; set target_kl. The head with the largest `policy/head/{head}/blame` moved most."
 )
-RARE_ACTIONS = (
-    "Rare actions make extreme ratios: check `policy/ess_frac` too, "
-    "and keep action probabilities away from 0 (entropy_coef)."
-)
+RARE_ACTIONS = "Rare actions make extreme ratios: check `policy/ess_frac` too, and keep action probabilities away from 0 (entropy_coef)."
 """Advice that several metrics share."""
 
 POLICY_FAMILY = MetricFamily(
@@ -88,21 +84,9 @@ class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
             critical="> 0.1",
             source=f"{SCHULMAN}; stop rules of SB3, Spinning Up, CleanRL, rsl_rl; healthy runs p05-p95 .002-.013",
         ),
-        Metric.nats(
-            "policy/kl_max",
-            102,
-            "KL divergence of the worst minibatch",
-            over="max",
-            rows=Rows.AFTER_STEP,
-            level=Level.MINIMAL,
-        )
+        Metric.nats("policy/kl_max", 102, "KL divergence of the worst minibatch", over="max", rows=Rows.AFTER_STEP, level=Level.MINIMAL)
         .asks("How far from the data policy was the worst minibatch?")
-        .bounds(
-            healthy="0.002 to 0.03",
-            warn="> 0.095; below 1e-7 the policy does not move",
-            critical="> 0.3",
-            source="as policy/kl",
-        )
+        .bounds(healthy="0.002 to 0.03", warn="> 0.095; below 1e-7 the policy does not move", critical="> 0.3", source="as policy/kl")
         .absent("no minibatch follows an optimizer step of this update"),
         Metric.nats("policy/kl_first", 103, "KL divergence before the first step", rows=Rows.FIRST)
         .asks("Do stored and recomputed log-probabilities agree before anything was learned? It must be about 0.")
@@ -111,9 +95,7 @@ class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
         .asks("How far did the policy move in the end, over the last epoch?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
         .advises(MOVED_TOO_FAR),
-        Metric.quantity(
-            "policy/kl_epoch_slope", 105, "growth of the KL divergence per epoch", unit="nats/epoch", over="slope"
-        )
+        Metric.quantity("policy/kl_epoch_slope", 105, "growth of the KL divergence per epoch", unit="nats/epoch", over="slope")
         .asks("How much further does each epoch push the policy? Steep and bending up: too many epochs.")
         .bounds(healthy="< 0.01", source="heuristic")
         .absent("one epoch"),
@@ -128,9 +110,7 @@ class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
     )
     kl_k2: Mean = reports(
         Metric.nats("policy/kl_k2", 107, "KL divergence, estimator k2")
-        .asks(
-            "What is the value of the estimator mean(l²/2)? Far from policy/kl, a few ratios are very large or small."
-        )
+        .asks("What is the value of the estimator mean(l²/2)? Far from policy/kl, a few ratios are very large or small.")
         .bounds(healthy="0.7 to 1.4 times policy/kl", source=SCHULMAN)
     )
     kl_rev: Mean = reports(
@@ -160,9 +140,7 @@ class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
         .asks("By how much did the probability of any single chosen action change at most?")
         .bounds(healthy="< 1", warn="> 1.6 (a factor of 5)", source="ratio bounds 5 and 0.1 of esper-lite")
         .advises(RARE_ACTIONS),
-        Metric.nats(
-            "integrity/ratio_init", 801, "log-ratio before the first step", rows=Rows.FIRST, level=Level.MINIMAL
-        )
+        Metric.nats("integrity/ratio_init", 801, "log-ratio before the first step", rows=Rows.FIRST, level=Level.MINIMAL)
         .asks(
             "Does the trainer recompute the log-probabilities it stored, before the first optimizer step? Any difference "
             "means other observations, hidden states, masks or weights than at collection."
@@ -191,12 +169,7 @@ class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
     ratio_max: Max = reports(
         Metric.ratio("policy/ratio/max", 116, "largest of probability ratios", level=Level.MINIMAL)
         .asks("How much more likely did any chosen action become? It grows with batch size: compare policy/ess_frac.")
-        .bounds(
-            healthy="< 2",
-            warn="> 5",
-            critical="> 10 with policy/ess_frac < 0.8",
-            source="ratio bounds 5 and 0.1 of esper-lite",
-        )
+        .bounds(healthy="< 2", warn="> 5", critical="> 10 with policy/ess_frac < 0.8", source="ratio bounds 5 and 0.1 of esper-lite")
     )
     ratio_quantiles: Quantiles = reports(
         Metric.ratio("policy/ratio/p01", 117, "1 % quantile of probability ratios", of="p01")
@@ -215,10 +188,7 @@ class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
         Metric.fraction("policy/clip_frac", 119, "clip fraction", rows=Rows.AFTER_STEP, level=Level.MINIMAL)
         .asks("What share of the samples left the trust region, |r - 1| > clip?")
         .bounds(
-            healthy="0.02 to 0.2",
-            warn="> 0.3",
-            critical="> 0.5",
-            source="common practice (SB3, CleanRL); healthy runs p05-p95 .02-.17",
+            healthy="0.02 to 0.2", warn="> 0.3", critical="> 0.5", source="common practice (SB3, CleanRL); healthy runs p05-p95 .02-.17"
         )
         .absent("no minibatch follows an optimizer step of this update")
     )
@@ -242,18 +212,9 @@ class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
     )
     ess: Ess = reports(
         Metric.fraction("policy/ess_frac", 123, "effective sample size", level=Level.MINIMAL)
-        .asks(
-            "What share of the samples still counts after importance weighting? Low: a few samples decide the update."
-        )
-        .bounds(
-            healthy="> 0.9",
-            warn="< 0.8",
-            critical="< 0.5",
-            source="Kong 1992; healthy runs p05 .94, worst minibatch .69",
-        ),
-        Metric.fraction(
-            "policy/ess_frac_min", 124, "effective sample size of the worst minibatch", over="min", level=Level.MINIMAL
-        )
+        .asks("What share of the samples still counts after importance weighting? Low: a few samples decide the update.")
+        .bounds(healthy="> 0.9", warn="< 0.8", critical="< 0.5", source="Kong 1992; healthy runs p05 .94, worst minibatch .69"),
+        Metric.fraction("policy/ess_frac_min", 124, "effective sample size of the worst minibatch", over="min", level=Level.MINIMAL)
         .asks("What share of the samples still counts in the worst minibatch?")
         .bounds(healthy="> 0.7", warn="< 0.6", critical="< 0.4", source="as policy/ess_frac"),
     )
@@ -266,9 +227,7 @@ class RatioDiagnostics(MetricGroup, absent="no valid, finite row"):
             rows=Rows.LAST_EPOCH_AFTER_STEP,
             level=Level.MINIMAL,
         )
-        .asks(
-            "Did the update make good actions more likely and bad ones less likely? Mean of A (r - 1) over the last epoch."
-        )
+        .asks("Did the update make good actions more likely and bad ones less likely? Mean of A (r - 1) over the last epoch.")
         .bounds(
             healthy="> 0, typically 0.025 to 0.043",
             warn="<= 0 once",
@@ -434,9 +393,7 @@ class HeadRatio(MetricGroup, absent="no valid row in which the head takes part")
     blame: Share = reports(
         Metric.fraction("policy/head/{head}/blame", 156, "a head's share of the policy's movement")
         .asks("What share of the policy's movement comes from this head? The shares of all heads add up to 1.")
-        .bounds(
-            warn="> 0.8 while ratios explode: look at this head", source="share of the squared log-ratio; heuristic"
-        )
+        .bounds(warn="> 0.8 while ratios explode: look at this head", source="share of the squared log-ratio; heuristic")
         .absent("no valid row in which the head takes part, or nothing moved")
     )
     nonfinite: Sum = reports(
@@ -494,9 +451,7 @@ def head_ratio_diagnostics(
     )
 
 
-def _stacked(
-    log_ratios: Mapping[str, Tensor], relevant: Mapping[str, Tensor], valid: Tensor | None, dim: int | None
-) -> Sample:
+def _stacked(log_ratios: Mapping[str, Tensor], relevant: Mapping[str, Tensor], valid: Tensor | None, dim: int | None) -> Sample:
     """Return all heads as one sample [.., H, N]."""
     rows = {head: rows_of(x, dim).double() for head, x in log_ratios.items()}
     every = None if valid is None else rows_of(valid, dim).bool()

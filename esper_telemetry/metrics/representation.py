@@ -17,16 +17,7 @@ from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, se
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Mean
 from esper_telemetry.metrics.ratio import EXP_LIMIT
-from esper_telemetry.metrics.statistics import (
-    Sample,
-    ascending,
-    defined_together,
-    deviations,
-    keep,
-    quantiles,
-    same_shape,
-    sample,
-)
+from esper_telemetry.metrics.statistics import Sample, ascending, defined_together, deviations, keep, quantiles, same_shape, sample
 
 DORMANT = 0.025
 """Maximum response of a dormant unit, relative to its layer's mean (Sokar 2023; 0.1 in their looser setting)."""
@@ -218,18 +209,14 @@ class ExcessRatio(MetricGroup):
         .asks("How far above the clip range are the ratios that left it? Large: clipping no longer holds the policy.")
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 1", source=MOALLA)
         .absent("no ratio above the clip range")
-        .advises(
-            "Clipping no longer holds the policy: use fewer epochs, a lower learning rate, or target_kl; see `repr/effective_rank`."
-        )
+        .advises("Clipping no longer holds the policy: use fewer epochs, a lower learning rate, or target_kl; see `repr/effective_rank`.")
     )
     low: Mean = reports(
         Metric.ratio("repr/excess_ratio/low", 762, "ratios beyond the clip range, downwards", high=1.0)
         .asks("How far below the clip range are the ratios that left it?")
         .bounds(healthy="< 0.1", warn="> 0.3", source=MOALLA)
         .absent("no ratio below the clip range")
-        .advises(
-            "Clipping no longer holds the policy: use fewer epochs, a lower learning rate, or target_kl; see `repr/effective_rank`."
-        )
+        .advises("Clipping no longer holds the policy: use fewer epochs, a lower learning rate, or target_kl; see `repr/effective_rank`.")
     )
 
 
@@ -258,9 +245,7 @@ class FeatureNorm(MetricGroup):
 
     norm: Mean = reports(
         Metric.magnitude("repr/feature_norm", 758, "feature norm", unit="feature norm", cost="sampled")
-        .asks(
-            "How long are the features before the last nonlinearity? The norm grows, then the rank falls, then the policy collapses."
-        )
+        .asks("How long are the features before the last nonlinearity? The norm grows, then the rank falls, then the policy collapses.")
         .bounds(warn="twice its baseline", critical="five times its baseline", source="Moalla 2024, 2405.00662")
         .absent("no valid row, or features were not sampled")
     )
@@ -279,9 +264,7 @@ class FeatureDrift(MetricGroup):
 
     cosine: Mean = reports(
         Metric.cosine("repr/drift_cos", 759, "drift of the features", cost="sampled")
-        .asks(
-            "Do the features of a state still point in the same direction as before the update? Otherwise the trunk moves away."
-        )
+        .asks("Do the features of a state still point in the same direction as before the update? Otherwise the trunk moves away.")
         .bounds(healthy="> 0.95", critical="< 0.8", source="heuristic")
         .absent("only features of zero, or they were not sampled")
         .advises("The trunk moves under the heads: lower the learning rate or the number of epochs.")
@@ -309,9 +292,7 @@ VARIANCE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class FeatureRank(
-    MetricGroup,
-    absent="fewer valid rows than features, features that are not finite, or they were not sampled",
-    cost="sampled",
+    MetricGroup, absent="fewer valid rows than features, features that are not finite, or they were not sampled", cost="sampled"
 ):
     """Ranks of the features that the heads read."""
 
@@ -377,9 +358,7 @@ LEVELS = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerResponses(
-    MetricGroup, absent="no finite response, or they were not sampled", cost="debug", level=Level.DEBUG
-):
+class LayerResponses(MetricGroup, absent="no finite response, or they were not sampled", cost="debug", level=Level.DEBUG):
     """Quantiles of all responses of a layer."""
 
     layer: tuple[str, ...] = label()

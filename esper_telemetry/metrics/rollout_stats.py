@@ -123,18 +123,14 @@ class NormalizerDrift(MetricGroup):
     normalizer: str = label()
     drift: Last = reports(
         Metric.magnitude("norm/{normalizer}/drift", 321, "drift of a normaliser", unit="σ or ln, the larger")
-        .asks(
-            "How far did the normaliser's mean or scale move over the last 10 updates? The networks see shifted inputs."
-        )
+        .asks("How far did the normaliser's mean or scale move over the last 10 updates? The networks see shifted inputs.")
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 1", source="heuristic")
         .absent("fewer than 10 updates, or no normaliser")
     )
 
 
 @inference_mode
-def normalizer_drift(
-    normalizer: str, mean: Tensor, std: Tensor, previous_mean: Tensor, previous_std: Tensor
-) -> NormalizerDrift:
+def normalizer_drift(normalizer: str, mean: Tensor, std: Tensor, previous_mean: Tensor, previous_std: Tensor) -> NormalizerDrift:
     """Return max(RMS_d((μ - μ') / σ'), RMS_d(ln(σ / σ'))) over dimensions d.
 
     Args:
@@ -179,9 +175,7 @@ class NormalizerClipping(MetricGroup):
 
 
 @inference_mode
-def normalizer_clipping(
-    normalizer: str, normalized: Tensor, *, clip: float, valid: Tensor | None = None
-) -> NormalizerClipping:
+def normalizer_clipping(normalizer: str, normalized: Tensor, *, clip: float, valid: Tensor | None = None) -> NormalizerClipping:
     """Return the share of entries strictly beyond the limit.
 
     Args:
@@ -220,9 +214,7 @@ class RewardStats(MetricGroup, absent="no valid, finite reward"):
     """Rewards of a rollout before any normaliser."""
 
     moments: Moments = reports(
-        Metric.quantity("reward/mean", 311, "mean of rewards", unit="reward").asks(
-            "How much reward does a step bring on average?"
-        ),
+        Metric.quantity("reward/mean", 311, "mean of rewards", unit="reward").asks("How much reward does a step bring on average?"),
         Metric.std("reward/std", 312, "standard deviation of rewards", unit="reward")
         .asks("Do rewards vary? Exactly 0 for long means that the reward is not connected, or clipped away.")
         .bounds(healthy="> 0", critical="exactly 0 over 10 updates", source="heuristic"),
@@ -281,19 +273,13 @@ class ReturnStats(MetricGroup, absent="no valid, finite return"):
         .asks("Is one tail of the returns longer: a few very good (above 0) or very bad ones?")
         .absent("returns do not vary"),
     )
-    smallest: Min = reports(
-        Metric.quantity("ret/min", 304, "smallest of returns", unit="return").asks("What is the lowest return?")
-    )
-    largest: Max = reports(
-        Metric.quantity("ret/max", 305, "largest of returns", unit="return").asks("What is the highest return?")
-    )
+    smallest: Min = reports(Metric.quantity("ret/min", 304, "smallest of returns", unit="return").asks("What is the lowest return?"))
+    largest: Max = reports(Metric.quantity("ret/max", 305, "largest of returns", unit="return").asks("What is the highest return?"))
     quantiles: Quantiles = reports(
         Metric.quantity("ret/p10", 306, "10 % quantile of returns", unit="return", of="p10").asks(
             "How low are the lowest 10 % of the returns?"
         ),
-        Metric.quantity("ret/p50", 307, "median of returns", unit="return", of="p50").asks(
-            "What is the median return?"
-        ),
+        Metric.quantity("ret/p50", 307, "median of returns", unit="return", of="p50").asks("What is the median return?"),
         Metric.quantity("ret/p90", 308, "90 % quantile of returns", unit="return", of="p90").asks(
             "How high are the highest 10 % of the returns?"
         ),
@@ -366,9 +352,7 @@ class ObservationChange(MetricGroup):
             warn="1 for a hundred steps and more: environments are copies of each other",
             source="exact comparison",
         )
-        .absent(
-            "the trainer does not show its observations, has one environment, or observations show nothing but the step of the episode"
-        )
+        .absent("the trainer does not show its observations, has one environment, or observations show nothing but the step of the episode")
     )
     still: Mean = reports(
         Metric.fraction("obs/still_frac", 861, "share of steps that change nothing")
@@ -437,9 +421,7 @@ class ObservationScale(MetricGroup, absent="observations are whole numbers up to
 
     largest: Max = reports(
         Metric.magnitude("obs/rms_max", 862, "size of the largest feature", unit="observation")
-        .asks(
-            "How large is the largest entry of the observation, as a root mean square? About 1 is easy to learn from."
-        )
+        .asks("How large is the largest entry of the observation, as a root mean square? About 1 is easy to learn from.")
         .bounds(
             healthy="0.1 to 10",
             warn="> 100: networks saturate; < 0.05: networks hardly react",

@@ -15,17 +15,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from esper_telemetry.core.lazy import Tensor, torch
-from esper_telemetry.core.reduction import (
-    NAN,
-    AdditiveReduction,
-    Array,
-    Counts,
-    Mean,
-    Moments,
-    Reduction,
-    Slot,
-    Statistic,
-)
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Counts, Mean, Moments, Reduction, Slot, Statistic
 
 
 class Sample(NamedTuple):
@@ -303,9 +293,7 @@ def levels_for(x: Tensor) -> tuple[float, ...]:
 
 def as_quantiles(at_levels: Tensor, count: Tensor) -> Quantiles:
     """Return the reduction of quantiles [levels] of all rows together, with `count` [..] values of each row."""
-    return Quantiles(
-        count, tuple(at_levels.tolist() if at_levels.is_cpu else at_levels.unbind())
-    )  # on the host this does not wait
+    return Quantiles(count, tuple(at_levels.tolist() if at_levels.is_cpu else at_levels.unbind()))  # on the host this does not wait
 
 
 def _merged(rows: Array, levels: tuple[float, ...]) -> Array:

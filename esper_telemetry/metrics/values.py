@@ -63,14 +63,9 @@ class ValueFit(MetricGroup, absent="no valid, finite pair of value and return"):
         Metric.quantity("value/bias", 401, "bias of the critic", unit="return", level=Level.MINIMAL)
         .asks("Does the critic promise too much (above 0) or too little? Explained variance cannot see this.")
         .bounds(
-            healthy="|bias| < 0.1 of ret/std",
-            warn="> 0.5 of ret/std",
-            critical="> 1 of ret/std",
-            source="heuristic; EV(V + c) = EV(V)",
+            healthy="|bias| < 0.1 of ret/std", warn="> 0.5 of ret/std", critical="> 1 of ret/std", source="heuristic; EV(V + c) = EV(V)"
         ),
-        Metric.std(
-            "value/err/std", 402, "standard deviation of the critic's errors", unit="return", level=Level.MINIMAL
-        )
+        Metric.std("value/err/std", 402, "standard deviation of the critic's errors", unit="return", level=Level.MINIMAL)
         .asks("How widely do the critic's errors scatter around its bias?")
         .bounds(healthy="well below ret/std"),
         Metric.quantity("value/err/skew", 403, "skewness of the critic's errors", unit="1", of="skew")
@@ -83,9 +78,9 @@ class ValueFit(MetricGroup, absent="no valid, finite pair of value and return"):
         .bounds(healthy="close to value/target/std")
     )
     target: Moments = reports(
-        Metric.std(
-            "value/target/std", 405, "standard deviation of the critic's targets", unit="return", level=Level.MINIMAL
-        ).asks("How much do the critic's targets vary?")
+        Metric.std("value/target/std", 405, "standard deviation of the critic's targets", unit="return", level=Level.MINIMAL).asks(
+            "How much do the critic's targets vary?"
+        )
     )
     quantiles: Quantiles = reports(
         Metric.quantity("value/err/p05", 406, "5 % quantile of the critic's errors", unit="return", of="p05")
@@ -162,9 +157,7 @@ class ScaledMean(Reduction):
     mean: Slot
     m2: Slot
 
-    statistics: ClassVar[Mapping[str, Statistic]] = {
-        "scaled": lambda s: s[0] / s[1] / std if s[1] and (std := _std(s[1:4])) > 0 else NAN
-    }
+    statistics: ClassVar[Mapping[str, Statistic]] = {"scaled": lambda s: s[0] / s[1] / std if s[1] and (std := _std(s[1:4])) > 0 else NAN}
 
     @staticmethod
     def merge(rows: Array) -> Array:
@@ -190,13 +183,7 @@ class ValueMovement(MetricGroup):
         .advises(CRITIC_MOVED)
     )
     move: ScaledMean = reports(
-        Metric.magnitude(
-            "value/move_over_std",
-            422,
-            "movement of the critic in standard deviations of returns",
-            unit="σ_R",
-            cost="sampled",
-        )
+        Metric.magnitude("value/move_over_std", 422, "movement of the critic in standard deviations of returns", unit="σ_R", cost="sampled")
         .asks("How far did the update move the critic, in units of the returns' spread?")
         .bounds(healthy="< 0.2", warn="> 0.5", source="heuristic")
         .absent("returns do not vary")
@@ -267,9 +254,7 @@ class TdErrors(MetricGroup, absent="no valid, finite step"):
 
 
 @inference_mode
-def td_errors(
-    rewards: Tensor, values: Tensor, next_values: Tensor, *, gamma: float, valid: Tensor | None = None
-) -> TdErrors:
+def td_errors(rewards: Tensor, values: Tensor, next_values: Tensor, *, gamma: float, valid: Tensor | None = None) -> TdErrors:
     """Return mean, spread and mean magnitude of the Bellman errors.
 
     Args:
@@ -296,9 +281,7 @@ class TerminalError(MetricGroup):
 
 
 @inference_mode
-def terminal_error(
-    values: Tensor, rewards: Tensor, terminated: Tensor, *, valid: Tensor | None = None
-) -> TerminalError:
+def terminal_error(values: Tensor, rewards: Tensor, terminated: Tensor, *, valid: Tensor | None = None) -> TerminalError:
     """Return the mean |V - r| over the steps that terminated an episode; a time limit does not count.
 
     Args:
@@ -332,8 +315,7 @@ class EndingBias(MetricGroup):
     terminated: Mean = reports(
         Metric.quantity("value/bias_terminated", 438, "bias of the critic at terminations", unit="return")
         .asks(
-            "Does the critic promise too much when an episode terminates? Far below value/bias: the returns "
-            "wrongly continue after the end."
+            "Does the critic promise too much when an episode terminates? Far below value/bias: the returns wrongly continue after the end."
         )
         .bounds(
             healthy="near value/bias",
@@ -341,16 +323,12 @@ class EndingBias(MetricGroup):
             source="heuristic; V - R is V - r - γ V(next) if a termination is treated as a time limit",
         )
         .absent("no episode terminated")
-        .advises(
-            "Do not bootstrap when an episode terminates: check that the environment separates terminated from truncated."
-        )
+        .advises("Do not bootstrap when an episode terminates: check that the environment separates terminated from truncated.")
     )
 
 
 @inference_mode
-def ending_bias(
-    values: Tensor, returns: Tensor, ended: Tensor, terminated: Tensor, *, valid: Tensor | None = None
-) -> EndingBias:
+def ending_bias(values: Tensor, returns: Tensor, ended: Tensor, terminated: Tensor, *, valid: Tensor | None = None) -> EndingBias:
     """Return the mean V - R over the steps at which a time limit cut an episode, and over the steps that terminated one.
 
     Args:
@@ -394,12 +372,8 @@ class MonteCarloFit(MetricGroup):
     """The critic against returns that do not contain it."""
 
     fit: Explained = reports(
-        Metric.quantity(
-            "value/ev_mc", 436, "explained variance of finished episodes", unit="1", high=1.0, cost="update"
-        )
-        .asks(
-            "Does the critic explain the returns of complete episodes, which, unlike its targets, do not contain its own estimates?"
-        )
+        Metric.quantity("value/ev_mc", 436, "explained variance of finished episodes", unit="1", high=1.0, cost="update")
+        .asks("Does the critic explain the returns of complete episodes, which, unlike its targets, do not contain its own estimates?")
         .bounds(healthy="at least value/explained_variance - 0.2", source="λ-returns contain the critic")
         .absent("no episode terminated in the rollout, or their returns do not vary")
     )
@@ -420,9 +394,7 @@ def monte_carlo_fit(
     same_shape(values=values, rewards=rewards, ended=ended, terminated=terminated, valid=valid)
     goes_on = (~ended.bool()).double()
     columns = torch.stack([rewards.detach().double(), terminated.double()])
-    returns, ends = discounted_sums(
-        columns.transpose(0, 1), torch.stack([gamma * goes_on, goes_on]).transpose(0, 1)
-    ).unbind(1)
+    returns, ends = discounted_sums(columns.transpose(0, 1), torch.stack([gamma * goes_on, goes_on]).transpose(0, 1)).unbind(1)
     complete = ends > 0
     allowed = complete if valid is None else complete & valid.bool()
     v = values.detach().double()

@@ -369,9 +369,7 @@ def messages(parent: int, ring: Ring | None = None, vocabulary: Vocabulary = NO_
                     layouts.clear()
                 layouts[number] = pickle.loads(shapes)
             shared = ring.view(place, size) if ring and place != IN_PIPE else None
-            block = (
-                _read_exactly(size, parent) if shared is None else bytearray(shared)
-            )  # a copy, because its place is reused
+            block = _read_exactly(size, parent) if shared is None else bytearray(shared)  # a copy, because its place is reused
             yield Message(content, layouts[number], memoryview(block), vocabulary=vocabulary)
 
 

@@ -23,18 +23,7 @@ from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.process_memory import DeviceUsage, MemorySampler
-from esper_telemetry.core.record import (
-    Alarm,
-    AlarmEvent,
-    Axes,
-    Level,
-    MetricInfo,
-    Record,
-    RunInfo,
-    RunStatus,
-    SinkLag,
-    check_key,
-)
+from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag, check_key
 from esper_telemetry.core.redaction import remember
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal, JournalReader, journal_path
@@ -56,14 +45,7 @@ from esper_telemetry.pipeline.snapshot import SNAPSHOT_RECORDS, RunState, Snapsh
 from esper_telemetry.pipeline.window import LoggedValues, Window
 from esper_telemetry.updates.environments import EVENT as ENVIRONMENTS
 from esper_telemetry.updates.environments import EnvironmentTable
-from esper_telemetry.updates.evidence import (
-    AlarmedUpdate,
-    EvidenceChoice,
-    captures,
-    evidence_of,
-    update_events,
-    weak_pairs,
-)
+from esper_telemetry.updates.evidence import AlarmedUpdate, EvidenceChoice, captures, evidence_of, update_events, weak_pairs
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 from esper_telemetry.updates.target_equations import Held
@@ -160,9 +142,7 @@ DetectorFactory = Callable[[Facts], Detector]
 def made_detector(factory: DetectorFactory, facts: Facts) -> Detector:
     """Return the detector of a run; raise TypeError if the factory makes something else."""
     detector = factory(facts)
-    missing = [
-        name for name in ("step", "intervention", "failure", "rule") if not callable(getattr(detector, name, None))
-    ]
+    missing = [name for name in ("step", "intervention", "failure", "rule") if not callable(getattr(detector, name, None))]
     if missing:
         raise TypeError(f"detect={factory!r} must return a detector, got {detector!r}, which lacks {missing[0]}")
     return detector
@@ -268,12 +248,7 @@ class InProcessPipeline:
     """
 
     def __init__(
-        self,
-        journal: Journal | MemoryJournal,
-        settings: PipelineSettings,
-        trainer: int | None = None,
-        *,
-        banned: Collection[str] = (),
+        self, journal: Journal | MemoryJournal, settings: PipelineSettings, trainer: int | None = None, *, banned: Collection[str] = ()
     ) -> None:
         self._journal = journal
         self._settings = settings
@@ -466,9 +441,7 @@ class InProcessPipeline:
         """Return the values of the updates that are still to be measured; a measurement that raises is left out."""
         window, results = Window(), list[Values]()
         for snapshot in update.updates:
-            for measurements, epochs in self._containment.steps(
-                measure(snapshot, self._facts, update.level, self._held)
-            ):
+            for measurements, epochs in self._containment.steps(measure(snapshot, self._facts, update.level, self._held)):
                 self._containment.measure(measurements, partial(window.add, epoch=epochs, step=None))
         if window:
             self._containment.attempt(lambda: window.send().finish(update.level), results.append)
@@ -502,9 +475,7 @@ class InProcessPipeline:
         lines = self._verdict_lines(verdict, alarms, int(verdict.remaining), record.seq, record.axes)
         return [encode_record(whole), *lines]
 
-    def _verdict_lines(
-        self, verdict: Judgement, alarms: Iterable[Alarm], remaining: int, seq: int, axes: Axes | None
-    ) -> list[Line]:
+    def _verdict_lines(self, verdict: Judgement, alarms: Iterable[Alarm], remaining: int, seq: int, axes: Axes | None) -> list[Line]:
         """Return the lines of a verdict's alarms and events, and keep the alarms in the journal for the training thread."""
         alarm_lines = [encode_alarm(alarm) for alarm in alarms]
         events = [encode_event(JournalEvent(kind, data, seq, axes)) for kind, data in verdict.events]
@@ -521,9 +492,7 @@ class InProcessPipeline:
         choice = self._detector.rule(alarm.type) if self._detector else None
         evidence = [alarm.evidence]
         self._containment.attempt(
-            lambda: plain({**alarm.evidence, **evidence_of(alarm, alarmed, choice)}),
-            evidence.append,
-            name=f"the evidence of {alarm.type}",
+            lambda: plain({**alarm.evidence, **evidence_of(alarm, alarmed, choice)}), evidence.append, name=f"the evidence of {alarm.type}"
         )
         return replace(alarm, evidence=evidence[-1])
 
@@ -560,8 +529,7 @@ class InProcessPipeline:
             for event in self._containment.steps(update_events(snapshot, self._facts)):
                 self._containment.attempt(partial(self._append_capture, event, update), lambda _: None)
             self._containment.attempt(
-                partial(self._environments.add, snapshot),
-                lambda table: self._append_event(ENVIRONMENTS, table, update) if table else None,
+                partial(self._environments.add, snapshot), lambda table: self._append_event(ENVIRONMENTS, table, update) if table else None
             )
         if update.level >= Level.DEBUG:
             for snapshot in snapshots:

@@ -134,11 +134,6 @@ class AlarmResponse:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         _logger.warning(
             "esper-telemetry: on_alarm callback %s raised %s (%s:%s); training continues",
-            *(
-                getattr(callback, "__qualname__", type(callback).__name__),
-                error_line(error),
-                frame.filename,
-                frame.lineno,
-            ),
+            *(getattr(callback, "__qualname__", type(callback).__name__), error_line(error), frame.filename, frame.lineno),
             exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None,
         )

@@ -34,22 +34,14 @@ from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_metri
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
 from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, read_contents
-from esper_telemetry.pipeline.in_process import (
-    INTERVENTION,
-    AlarmReport,
-    FlushedUpdate,
-    InProcessPipeline,
-    PipelineSettings,
-)
+from esper_telemetry.pipeline.in_process import INTERVENTION, AlarmReport, FlushedUpdate, InProcessPipeline, PipelineSettings
 from esper_telemetry.pipeline.snapshot import known_contents
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 
 MAX_HELPER_SECONDS: Final = 60.0
 """How long a resumed run waits for the helpers of a killed trainer, which deliver its last records."""
 
-INVALID_PATH_ERRORS: Final = frozenset(
-    {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ}
-)
+INVALID_PATH_ERRORS: Final = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ})
 """Error numbers for a path that cannot be a run directory on any disk; other errors depend on the machine."""
 
 NOT_IN_FILE_NAMES: Final = re.compile(r"[\x00-\x1f\x7f-\x9f/\\<>:\"|?*]+")
@@ -465,9 +457,7 @@ def lease_existing_run(run_dir: str | Path) -> RunLease:
     try:
         for helper in HELPER_ROLES:
             if not await_release(directory, helper, MAX_HELPER_SECONDS):
-                raise BlockingIOError(
-                    f"a process of {run_dir} still delivers records from before the run stopped: try again later"
-                )
+                raise BlockingIOError(f"a process of {run_dir} still delivers records from before the run stopped: try again later")
         contents = read_contents(run_dir, known=contents, values=False)
         journal = Journal.open(run_dir)
     except BaseException:
@@ -483,9 +473,7 @@ def _directory(run_dir: str | Path) -> Path:
     if not isinstance(run_dir, str | os.PathLike):
         raise TypeError(f"run_dir must be a path, 'auto' or None, got {shown(run_dir)}")
     if not os.fspath(run_dir).strip():
-        raise ValueError(
-            f"run_dir must name a directory, got {shown(run_dir)}: pass 'auto' for a new one, None for none"
-        )
+        raise ValueError(f"run_dir must name a directory, got {shown(run_dir)}: pass 'auto' for a new one, None for none")
     path = require_path("run_dir", run_dir)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"run_dir {str(run_dir)!r} is a file: pass the path of a directory")

@@ -115,9 +115,7 @@ class Sampling:
     @property
     def due(self) -> bool:
         """True if the next update will be sampled; its period may still change until then."""
-        return self.level >= Level.NORMAL and (
-            not self._last_sample or self._updates + 1 >= self._last_sample + self.every
-        )
+        return self.level >= Level.NORMAL and (not self._last_sample or self._updates + 1 >= self._last_sample + self.every)
 
     @property
     def period(self) -> int | None:

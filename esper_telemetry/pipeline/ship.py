@@ -37,9 +37,7 @@ def ship(update: FlushedUpdate) -> Shipment:
     stride = max((_stride(part.minibatches.counts) for part in update.updates if part.minibatches), default=1)
     updates = tuple([copier.copy(thinned(part, stride)) for part in update.updates])
     evidence_updates = tuple(map(copier.copy, update.evidence_updates))
-    shipped = update._replace(
-        updates=updates, evidence_updates=evidence_updates, minibatch_stride=stride, copies=copier.copies
-    )
+    shipped = update._replace(updates=updates, evidence_updates=evidence_updates, minibatch_stride=stride, copies=copier.copies)
     if not copier.copies:
         return Shipment(update)
     arrival = torch.cuda.Event()
@@ -92,11 +90,7 @@ def thinned(update: Update, stride: int) -> Update:
         parts = column.split(list(counts))
         return torch.cat([parts[index] for index in kept])
 
-    each: dict[str, Any] = {
-        name: tuple([getattr(minibatches, name)[index] for index in kept]) for name in ("epochs", "counts")
-    }
+    each: dict[str, Any] = {name: tuple([getattr(minibatches, name)[index] for index in kept]) for name in ("epochs", "counts")}
     each["losses"], each["rows"] = picked(minibatches.losses, [1] * (last + 1)), None
-    rows = {
-        name: picked(column, minibatches.counts) for name, column in minibatches._asdict().items() if name not in each
-    }
+    rows = {name: picked(column, minibatches.counts) for name, column in minibatches._asdict().items() if name not in each}
     return update._replace(minibatches=minibatches._replace(**each, **rows))

@@ -39,10 +39,7 @@ SNAPSHOT_RECORDS: Final = 200
 """Records between two snapshots: judging this many again takes less than a second."""
 CHECKED_BYTES: Final = 4096
 """Bytes of the journal before the position of a snapshot that must be unchanged."""
-STATIC: Final = (
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, re.Pattern),
-    *(AlarmRule, Ramp),
-)
+STATIC: Final = (*(types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, re.Pattern), *(AlarmRule, Ramp))
 """Types of objects that a state refers to and does not contain."""
 PLAIN: Final = frozenset([str, int, float, bool, type(None)])
 """Types of objects that are never static or references."""
@@ -216,9 +213,7 @@ class _StatePickler(pickle.Pickler):
 class _StateUnpickler(pickle.Unpickler):
     """Reads data; raises UnpicklingError for anything else."""
 
-    def __init__(
-        self, file: IO[bytes], static: Sequence[Any], references: Mapping[str, Any], modules: Collection[str]
-    ) -> None:
+    def __init__(self, file: IO[bytes], static: Sequence[Any], references: Mapping[str, Any], modules: Collection[str]) -> None:
         super().__init__(file)
         self._static, self._references, self._modules = static, references, modules
 

@@ -60,14 +60,7 @@ from esper_telemetry.pipeline.channel import (
     reply,
     shared_file,
 )
-from esper_telemetry.pipeline.in_process import (
-    AlarmReport,
-    FlushCost,
-    FlushedUpdate,
-    InProcessPipeline,
-    PipelineSettings,
-    SinkBacklog,
-)
+from esper_telemetry.pipeline.in_process import AlarmReport, FlushCost, FlushedUpdate, InProcessPipeline, PipelineSettings, SinkBacklog
 from esper_telemetry.updates.update import KINDS
 
 LOG_NAME: Final = "summary.log"
@@ -100,9 +93,7 @@ NICENESS: Final = 10
 
 AWAITED: Final = ("sync", "end")
 """Calls that the trainer waits for: the worker replies through the pipe even without a report."""
-PAYLOAD: Final = Vocabulary(
-    (FlushedUpdate, Axes, SinkBacklog, FlushCost, SinkLag, DeviceUsage, Values, *KINDS), tuple(Level)
-)
+PAYLOAD: Final = Vocabulary((FlushedUpdate, Axes, SinkBacklog, FlushCost, SinkLag, DeviceUsage, Values, *KINDS), tuple(Level))
 """Types in an update's payload."""
 
 _logger = logging.getLogger("esper_telemetry")
@@ -205,9 +196,7 @@ class WorkerPipeline:
         if len(self._unanswered) <= MAX_LATE_MESSAGES:
             self._in_time_at = time.monotonic()
         if update.updates and self._waiting_bytes > MAX_WAITING_BYTES:
-            self._warn(
-                "the process that summarises updates does not keep up: some updates are recorded without summary"
-            )
+            self._warn("the process that summarises updates does not keep up: some updates are recorded without summary")
             update = update.without_summary()
         if self._fallback is None:  # the worker appends it, and the sinks' backlog is computed from this number
             self._journal.records += 1
@@ -425,9 +414,7 @@ class WorkerPipeline:
 
     def _give_up(self, reason: str, waiting: int) -> None:
         """Continue without a journal: the worker cannot be ended, and may still write to it."""
-        self._warn(
-            f"the process that summarises updates {reason} and cannot be ended: nothing is recorded from here on"
-        )
+        self._warn(f"the process that summarises updates {reason} and cannot be ended: nothing is recorded from here on")
         self._lost_records += waiting
         self._orphan = MemoryJournal()
         self._fallback = InProcessPipeline(self._orphan, self._settings)

@@ -42,9 +42,7 @@ class Squash(nn.Module):
         super().__init__()
         low, high = (np.array(bounds, np.float64) for bounds in bounds_of(spec))
         if not np.isfinite([low, high]).all():
-            raise ValueError(
-                f"squash needs finite bounds, but the action part {part!r} has low={low.tolist()} and high={high.tolist()}"
-            )
+            raise ValueError(f"squash needs finite bounds, but the action part {part!r} has low={low.tolist()} and high={high.tolist()}")
         self._low, self._high = low.astype(np.float32), high.astype(np.float32)
         self._middle, self._reach = ((part / 2).astype(np.float32) for part in (low + high, high - low))
         rows = np.stack([self._low, self._high, self._middle, self._reach])
@@ -301,9 +299,7 @@ class StateDependentGaussian(Gaussian):
         return {"log_std": log_std, "means": means}
 
 
-def make_gaussian(
-    part: str, spec: ActionSpec, features: int, log_std: float, *, state_dependent: bool, squashed: bool
-) -> Gaussian:
+def make_gaussian(part: str, spec: ActionSpec, features: int, log_std: float, *, state_dependent: bool, squashed: bool) -> Gaussian:
     """The head of a continuous part; raises ValueError if it cannot be squashed."""
     kind = StateDependentGaussian if state_dependent else Gaussian
     return kind(features, spec, log_std, Squash(part, spec) if squashed else None)

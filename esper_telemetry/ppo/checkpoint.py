@@ -119,9 +119,7 @@ class Watchdog:
         self.rollbacks += 1
         self._in_a_row += 1
         if self._in_a_row >= MAX_ROLLBACKS:
-            raise FloatingPointError(
-                f"weights were not finite after {MAX_ROLLBACKS} updates in a row; rolled back each time"
-            )
+            raise FloatingPointError(f"weights were not finite after {MAX_ROLLBACKS} updates in a row; rolled back each time")
         self._modules.load_state_dict(self._good)
         self._optimizer.state.clear()
         return False
@@ -267,9 +265,7 @@ def save(trainer: TrainingRun, path: str | Path) -> Path:
 def gathered(trainer: TrainingRun) -> dict[str, Any] | None:
     """Return the state of a trainer with the parts of the other ranks; None on all ranks except rank 0."""
     state = trainer.state_dict()
-    parts = trainer.ranks.gather(
-        {name: state[name] for name in PARTS_OF_RANKS if name in state} if trainer.ranks.rank else {}
-    )
+    parts = trainer.ranks.gather({name: state[name] for name in PARTS_OF_RANKS if name in state} if trainer.ranks.rank else {})
     return {**state, "others": parts[1:]} if parts else None
 
 
@@ -300,9 +296,7 @@ def read(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a checkpoint of format {FORMAT}")
     counts = state.get("counts")
     if not isinstance(counts, dict) or not all(isinstance(counts.get(name), int) for name in COUNTS[:2]):
-        raise ValueError(
-            f"{path} is not a complete checkpoint: it does not say after how many steps and updates it was saved"
-        )
+        raise ValueError(f"{path} is not a complete checkpoint: it does not say after how many steps and updates it was saved")
     return state
 
 

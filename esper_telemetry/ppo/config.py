@@ -137,9 +137,7 @@ class PPOConfig:
         require(hidden, "hidden_sizes must name at least one layer", self.hidden_sizes)
         for name in ("hidden_sizes", "encoder_sizes"):
             sizes = getattr(self, name)
-            require(
-                all(1 <= size <= MAX_WIDTH for size in sizes), f"{name} must be from 1 to {MAX_WIDTH:,} each", sizes
-            )
+            require(all(1 <= size <= MAX_WIDTH for size in sizes), f"{name} must be from 1 to {MAX_WIDTH:,} each", sizes)
         require(self.activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}", self.activation)
         require(self.precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}", self.precision)
         require_number("log_std", self.log_std, low=-MAX_LOG_STD, high=MAX_LOG_STD)
@@ -156,11 +154,7 @@ class PPOConfig:
         A recurrent policy learns from whole sequences and needs an environment for every minibatch.
         """
         rows = self.num_steps * num_envs
-        require(
-            rows <= MAX_ROLLOUT_ROWS,
-            f"num_steps x {num_envs:,} environments must be at most {MAX_ROLLOUT_ROWS:,}",
-            rows,
-        )
+        require(rows <= MAX_ROLLOUT_ROWS, f"num_steps x {num_envs:,} environments must be at most {MAX_ROLLOUT_ROWS:,}", rows)
         if self.policy != "mlp":
             rule = f"num_minibatches of a recurrent policy must not exceed the {num_envs} environments"
             require(self.num_minibatches <= num_envs, rule, self.num_minibatches)
@@ -192,12 +186,7 @@ def require(condition: bool, rule: str, value: object) -> None:
         raise ValueError(f"{rule}, got {value!r}")
 
 
-MEMORY: Mapping[str, Any] = {
-    "normalize_observations": True,
-    "normalize_rewards": True,
-    "hidden_sizes": (64,),
-    "lstm_size": 64,
-}
+MEMORY: Mapping[str, Any] = {"normalize_observations": True, "normalize_rewards": True, "hidden_sizes": (64,), "lstm_size": 64}
 """Policies with memory get normalised observations and rewards. Otherwise the critic's gradient dominates the norm that both share with the
 clip limit, and CartPole-v1 with a shared LSTM learns nothing."""
 
@@ -209,10 +198,7 @@ PRESETS: Mapping[tuple[str, str, bool], PresetSettings] = {
     # Rewards down to -16: unscaled, the critic's gradient dominates the norm that both share with the clip limit. Episodes take
     # 200 steps and begin together, so a shorter rollout sees only a part of them. Ten passes, because the updates are few.
     ("Pendulum-v1", "mlp", False): (8, {"num_steps": 256, "num_epochs": 10, "gamma": 0.9, "normalize_rewards": True}),
-    ("CartPole-v1", "lstm", True): (
-        8,
-        {**MEMORY, "num_minibatches": 8, "learning_rate": 2e-3, "gamma": 0.98, "gae_lambda": 0.9},
-    ),
+    ("CartPole-v1", "lstm", True): (8, {**MEMORY, "num_minibatches": 8, "learning_rate": 2e-3, "gamma": 0.98, "gae_lambda": 0.9}),
     ("Acrobot-v1", "lstm", True): (8, MEMORY),
     ("Pendulum-v1", "lstm", True): (8, {**MEMORY, "gamma": 0.9}),
     ("cue-recall", "lstm", False): (

@@ -136,9 +136,7 @@ class TrainerEvents:
         if replay is not None:
             self._hooks.emit(AfterUpdate(self._trainer.updates, replay, self._trainer.policy))
 
-    def minibatch_start(
-        self, epoch: int, step: int, shards: Callable[[Batch, int], Sequence[Shard]], batch: Batch
-    ) -> None:
+    def minibatch_start(self, epoch: int, step: int, shards: Callable[[Batch, int], Sequence[Shard]], batch: Batch) -> None:
         """Emit `MinibatchStart` before the first step, and keep the standard deviations, which each step changes."""
         if self.numbers_rows:
             self._log_std = self._trainer.policy.constant_log_std()
@@ -146,11 +144,7 @@ class TrainerEvents:
             self._hooks.emit(MinibatchStart(epoch, step, partial(shards, batch)))
 
     def minibatch_objective(
-        self,
-        epoch: int,
-        step: int,
-        rows: Callable[[ActorCritic], AbstractContextManager[LossRows]],
-        learning_rate: float | None,
+        self, epoch: int, step: int, rows: Callable[[ActorCritic], AbstractContextManager[LossRows]], learning_rate: float | None
     ) -> None:
         """Emit `MinibatchObjective`; not with several ranks, whose averaged gradients a single rank cannot recompute."""
         trainer = self._trainer
@@ -170,12 +164,7 @@ class TrainerEvents:
             self._hooks.emit(event)
 
     def heads_backward(
-        self,
-        epoch: int,
-        step: int,
-        output: Tensor,
-        gradients: Callable[[Batch, Tensor], Mapping[str, Tensor]],
-        batch: Batch,
+        self, epoch: int, step: int, output: Tensor, gradients: Callable[[Batch, Tensor], Mapping[str, Tensor]], batch: Batch
     ) -> None:
         """Emit `HeadsBackward` for a policy with several heads, while the graph below the trunk's output exists."""
         policy = self._trainer.policy
@@ -319,12 +308,7 @@ columns_of: Callable[[Batch], tuple[Any, ...]] = attrgetter(
 
 
 def minibatch_event(
-    epoch: int,
-    step: int,
-    columns: tuple[Any, ...],
-    result: ObjectiveResult,
-    log_std: Mapping[str, Tensor],
-    policy: ActorCritic,
+    epoch: int, step: int, columns: tuple[Any, ...], result: ObjectiveResult, log_std: Mapping[str, Tensor], policy: ActorCritic
 ) -> MinibatchEnd:
     """Return the event of a minibatch.
 

@@ -118,23 +118,14 @@ class Layers(torch.autograd.Function):
         outputs, weights, upstream = ctx.outputs, ctx.weights, gradients[0].numpy()
         needs_rows_gradient, rows = ctx.needs_input_grad[0], len(upstream)
         if rows <= TILE_ROWS:
-            down, parameter_gradients = layer_gradients(
-                outputs, weights, upstream, ctx.activation, through=needs_rows_gradient
-            )
+            down, parameter_gradients = layer_gradients(outputs, weights, upstream, ctx.activation, through=needs_rows_gradient)
             return (down, None, *parameter_gradients)
         cuts = [slice(at, at + TILE_ROWS) for at in range(0, rows, TILE_ROWS)]
         parts = (
-            layer_gradients(
-                [x[cut] for x in outputs], weights, upstream[cut], ctx.activation, through=needs_rows_gradient
-            )
-            for cut in cuts
+            layer_gradients([x[cut] for x in outputs], weights, upstream[cut], ctx.activation, through=needs_rows_gradient) for cut in cuts
         )
         downs, tiles = zip(*parts, strict=True)
-        return (
-            torch.cat(downs) if needs_rows_gradient else None,
-            None,
-            *(sum_of(tensors) for tensors in zip(*tiles, strict=True)),
-        )
+        return (torch.cat(downs) if needs_rows_gradient else None, None, *(sum_of(tensors) for tensors in zip(*tiles, strict=True)))
 
 
 def layer_gradients(
@@ -152,11 +143,7 @@ def layer_gradients(
     parameter_gradients: list[Tensor] = []
     for level in reversed(range(len(weights))):
         inner = derivative(upstream, outputs[level + 1], activation)
-        parameter_gradients = [
-            torch.from_numpy(inner.T @ outputs[level]),
-            torch.from_numpy(inner).sum(0),
-            *parameter_gradients,
-        ]
+        parameter_gradients = [torch.from_numpy(inner.T @ outputs[level]), torch.from_numpy(inner).sum(0), *parameter_gradients]
         if level or through:
             upstream = inner @ weights[level]
     return torch.from_numpy(upstream) if through else None, parameter_gradients

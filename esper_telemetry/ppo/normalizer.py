@@ -157,9 +157,7 @@ class RewardNormalizer(nn.Module):
 class Normalizers(nn.Module):
     """Normalisers of observations and rewards, each None if it is switched off; saved and loaded together."""
 
-    def __init__(
-        self, observations: ObservationNormalizer | None = None, rewards: RewardNormalizer | None = None
-    ) -> None:
+    def __init__(self, observations: ObservationNormalizer | None = None, rewards: RewardNormalizer | None = None) -> None:
         super().__init__()
         self.observations, self.rewards = observations, rewards
 

@@ -47,9 +47,7 @@ def require_compiler(device: torch.device) -> None:
     """Raise ValueError if this machine cannot compile for that device; on the CPU that needs a C++ compiler."""
     candidates = (os.environ.get("CXX"), *COMPILERS)
     if device.type == "cpu" and not any(name and shutil.which(name) for name in candidates):
-        raise ValueError(
-            f"compile needs a C++ compiler on the CPU: neither $CXX nor {' nor '.join(COMPILERS)} is found"
-        )
+        raise ValueError(f"compile needs a C++ compiler on the CPU: neither $CXX nor {' nor '.join(COMPILERS)} is found")
 
 
 Trunk: TypeAlias = MLP | Encoded | RecurrentTrunk
@@ -73,13 +71,9 @@ class ActorCritic(nn.Module):
         heads: heads by name of the action's part.
     """
 
-    def __init__(
-        self, observations: tuple[int, ...] | ObservationLayout, actions: Mapping[str, ActionSpec], config: PPOConfig
-    ) -> None:
+    def __init__(self, observations: tuple[int, ...] | ObservationLayout, actions: Mapping[str, ActionSpec], config: PPOConfig) -> None:
         super().__init__()
-        layout = (
-            observations if isinstance(observations, ObservationLayout) else ObservationLayout(math.prod(observations))
-        )
+        layout = observations if isinstance(observations, ObservationLayout) else ObservationLayout(math.prod(observations))
         self.precision = config.precision
         self.actor = make_trunk(layout, config)
         self.critic = None if config.shared_trunk else make_trunk(layout, config)
@@ -169,17 +163,13 @@ class ActorCritic(nn.Module):
     def groups(self) -> dict[str, list[str]]:
         """Names of the parameters of the actor, the critic or both, and separately of each head and the memory."""
         prefixes = {f"head:{name}": f"heads.{name}." for name in self.heads}
-        heads = {
-            group: [n for n, _ in self.named_parameters() if n.startswith(prefix)] for group, prefix in prefixes.items()
-        }
+        heads = {group: [n for n, _ in self.named_parameters() if n.startswith(prefix)] for group, prefix in prefixes.items()}
         trunk = [f"actor.{name}" for name, _ in self.actor.named_parameters()]
         critic = [f"critic.{name}" for name, _ in self.critic.named_parameters()] if self.critic else []
         policy = [name for names in heads.values() for name in names]
         owners = {"actor": policy, "shared": trunk} if self.critic is None else {"actor": trunk + policy}
         memory = [name for name, _ in self.named_parameters() if ".core." in name]
-        return (
-            owners | {"critic": [*critic, "value.weight", "value.bias"]} | heads | ({"lstm": memory} if memory else {})
-        )
+        return owners | {"critic": [*critic, "value.weight", "value.bias"]} | heads | ({"lstm": memory} if memory else {})
 
     def check_finite(self) -> None:
         """Raise FloatingPointError for the first weights that are not finite; synchronises once."""
@@ -192,9 +182,7 @@ def make_head(part: str, spec: ActionSpec, features: int, config: PPOConfig) -> 
     """Return the head for one part of an action; raise ValueError for a continuous one that cannot be squashed."""
     if spec.kind == "categorical":
         return Categorical(features, spec.size)
-    return make_gaussian(
-        part, spec, features, config.log_std, state_dependent=config.state_dependent_std, squashed=config.squash
-    )
+    return make_gaussian(part, spec, features, config.log_std, state_dependent=config.state_dependent_std, squashed=config.squash)
 
 
 def add(terms: Sequence[Tensor]) -> Tensor:

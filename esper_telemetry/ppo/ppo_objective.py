@@ -200,13 +200,9 @@ class ObjectiveResult(NamedTuple):
     losses: Tensors
 
 
-def objective(
-    policy: ActorCritic, steps: UpdateSteps, batch: Batch, outputs: TrunkOutputs, *, clip: float, bonus: bool
-) -> ObjectiveResult:
+def objective(policy: ActorCritic, steps: UpdateSteps, batch: Batch, outputs: TrunkOutputs, *, clip: float, bonus: bool) -> ObjectiveResult:
     """Return the losses of a minibatch as functions of the trunk outputs; the entropy only if there is a bonus for it."""
-    return objective_of_scores(
-        policy, steps, batch, policy.scores(outputs.actor), outputs.critic, clip=clip, bonus=bonus
-    )
+    return objective_of_scores(policy, steps, batch, policy.scores(outputs.actor), outputs.critic, clip=clip, bonus=bonus)
 
 
 def objective_of_scores(
@@ -314,9 +310,7 @@ def backward_trunks(outputs: Sequence[Tensor], leaves: TrunkOutputs) -> None:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
 
-def shard_gradients(
-    batch: Batch, count: int, loss: Callable[[Batch], Tensor], parameters: Sequence[Tensor]
-) -> list[Shard]:
+def shard_gradients(batch: Batch, count: int, loss: Callable[[Batch], Tensor], parameters: Sequence[Tensor]) -> list[Shard]:
     """Return the gradient of the mean loss of each of `count` parts of a minibatch; `.grad` fields are not changed.
 
     Args:

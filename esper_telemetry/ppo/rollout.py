@@ -134,9 +134,7 @@ class Sequences:
         device = next(iter(self.states.values())).device
         targets, sources = index_on(carried, device), index_on(self.envs[self.carried], device)
         return {
-            name: state.new_zeros(*state.shape[:2], columns, state.shape[-1]).index_copy_(
-                2, targets, state.index_select(2, sources)
-            )
+            name: state.new_zeros(*state.shape[:2], columns, state.shape[-1]).index_copy_(2, targets, state.index_select(2, sources))
             for name, state in self.states.items()
         }
 

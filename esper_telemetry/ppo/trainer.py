@@ -21,13 +21,7 @@ from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog
 from esper_telemetry.ppo.collectors.collector import collector_for
 from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
 from esper_telemetry.ppo.emit import TrainerEvents, hooks_of
-from esper_telemetry.ppo.environments.environment_protocol import (
-    Environment,
-    Task,
-    horizon_of,
-    layout_of,
-    reward_threshold_of,
-)
+from esper_telemetry.ppo.environments.environment_protocol import Environment, Task, horizon_of, layout_of, reward_threshold_of
 from esper_telemetry.ppo.gradient_ranks import Ranks
 from esper_telemetry.ppo.normalizer import Normalizers, normalizers_for
 from esper_telemetry.ppo.policy import ActorCritic, add, compiled, require_compiler
@@ -82,9 +76,7 @@ class PPO:
 
     joins: tuple[type, ...] = ()
 
-    def __init__(
-        self, env: Environment, config: PPOConfig | None = None, *, device: str | torch.device = "cpu"
-    ) -> None:
+    def __init__(self, env: Environment, config: PPOConfig | None = None, *, device: str | torch.device = "cpu") -> None:
         self.config = config or PPOConfig()
         require(self.config.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}", self.config.policy)
         self.config.check_rollout(env.num_envs)
@@ -187,9 +179,7 @@ class PPO:
         """Return why equations that the events do not cover cannot be checked."""
         environment = "the bundled trainer keeps only what it stored, and no copy of what its environments returned"
         reasons = dict.fromkeys(("transitions", "stored_rewards", "executed_actions"), environment)
-        reasons["total_loss"] = (
-            "the bundled trainer adds the gradients of its losses, and does not compute a total loss"
-        )
+        reasons["total_loss"] = "the bundled trainer adds the gradients of its losses, and does not compute a total loss"
         if not (self.config.entropy_coef or self.config.final_entropy_coef):
             reasons["entropy_loss"] = "entropy_coef is 0, so there is no entropy loss"
         if self.config.desired_kl is not None:
@@ -206,11 +196,7 @@ class PPO:
             final=0.0 if config.anneal_learning_rate else config.learning_rate,
             total_steps=total_steps,
             begin=self.env_steps,
-            counts={
-                "num_epochs": config.num_epochs,
-                "num_minibatches": config.num_minibatches,
-                "num_envs": self.env.num_envs,
-            },
+            counts={"num_epochs": config.num_epochs, "num_minibatches": config.num_minibatches, "num_envs": self.env.num_envs},
         )
         return {SCHEDULE_FACT: schedule.fact()}
 
@@ -253,9 +239,7 @@ class PPO:
         if config.normalize_advantages and not config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
         self.events.before_update(
-            lambda: TrainerReplay(
-                self.policy, rollout, batch, returns, acted=acted, loss=self._loss_of_actor(), envs=self.minibatch_envs
-            )
+            lambda: TrainerReplay(self.policy, rollout, batch, returns, acted=acted, loss=self._loss_of_actor(), envs=self.minibatch_envs)
         )
         try:
             step = 0
@@ -278,9 +262,7 @@ class PPO:
 
     def _loss_of_actor(self) -> ActorLoss:
         """Return the part of the loss that depends on the actor's trunk, with the present weights."""
-        return ActorLoss(
-            self._objective, self.policy, self.steps, self._weights, self.config.clip, self.coefficients["entropy"] > 0
-        )
+        return ActorLoss(self._objective, self.policy, self.steps, self._weights, self.config.clip, self.coefficients["entropy"] > 0)
 
     def _finish_pass(self, epoch: int, log_ratios: list[Tensor]) -> bool:
         """Adapt the learning rate after the last pass; return True if a pass moved the policy so far that it is the last.
@@ -374,9 +356,7 @@ class Evaluation(NamedTuple):
     lengths: Sequence[int]
 
 
-def evaluate(
-    policy: ActorCritic, env: Environment, normalizers: Normalizers, *, seed: int = 0, max_steps: int = 10_000
-) -> Evaluation:
+def evaluate(policy: ActorCritic, env: Environment, normalizers: Normalizers, *, seed: int = 0, max_steps: int = 10_000) -> Evaluation:
     """Run one episode in each environment, with the most likely choice or the mean of every head.
 
     Args:

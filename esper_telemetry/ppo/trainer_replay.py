@@ -51,9 +51,7 @@ def state_gradients(
     columns_index = index_on(envs_with_memory, device)
     first = memory.states["actor"][:, :, columns_index].detach().requires_grad_()
     with policy.autocast():
-        features, outputs = unroll(
-            trunk, rollout.observations[:, columns_index], first, memory.fresh[:, envs_with_memory]
-        )
+        features, outputs = unroll(trunk, rollout.observations[:, columns_index], first, memory.fresh[:, envs_with_memory])
     features = features.float()
     batch = columns.map(lambda column: column[:, columns_index].flatten(0, 1))
     if memory.valid is not None:
@@ -104,15 +102,7 @@ class TrainerReplay:
     """
 
     def __init__(
-        self,
-        policy: ActorCritic,
-        rollout: Rollout,
-        batch: Batch,
-        returns: Tensor,
-        *,
-        acted: Rollout,
-        loss: Loss,
-        envs: int,
+        self, policy: ActorCritic, rollout: Rollout, batch: Batch, returns: Tensor, *, acted: Rollout, loss: Loss, envs: int
     ) -> None:
         self._policy, self._rollout, self._batch, self._returns = policy, rollout, batch, returns
         self._acted, self._loss, self._envs = acted, loss, envs
@@ -206,9 +196,7 @@ class TrainerReplay:
         """The hypothesis that describes how the update's inputs differ from the rollout's; empty without or with several differences."""
         rollout, acted = self._rollout, self._acted
         states, before = ({} if one.recurrence is None else one.recurrence.states for one in (rollout, acted))
-        other_memory = any(
-            state is not before[name] and not state.equal(before[name]) for name, state in states.items()
-        )
+        other_memory = any(state is not before[name] and not state.equal(before[name]) for name, state in states.items())
         if rollout.observations is not acted.observations and not rollout.observations.equal(acted.observations):
             scaled = are_rescaled(rollout.observations.flatten(0, 1), acted.observations.flatten(0, 1))
             return "" if other_memory else "other_statistics" if scaled else "other_observations"
@@ -282,13 +270,7 @@ class TrainerReplay:
         recurrence = self._rollout.recurrence
         return None if recurrence is None else recurrence.after[:, -1, 0].flatten(0, 1)[rows]
 
-    def _outputs(
-        self,
-        scores: Mapping[str, Tensor],
-        rows: Tensor,
-        memory: Tensor | None,
-        rollout: Rollout | None = None,
-    ) -> Outputs:
+    def _outputs(self, scores: Mapping[str, Tensor], rows: Tensor, memory: Tensor | None, rollout: Rollout | None = None) -> Outputs:
         """Outputs under the masks and the relevance of a rollout, by default the update's."""
         rollout = self._rollout if rollout is None else rollout
         logits, log_std, means = describe(self._policy, scores, _select_rows(rollout.action_masks, rows))

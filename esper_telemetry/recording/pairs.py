@@ -19,9 +19,7 @@ from esper_telemetry.updates.sources import EventSource
 logger = logging.getLogger("esper_telemetry")
 
 
-def measure_pair(
-    session: TelemetrySession, source: EventSource, name: str, *, module: nn.Module, host: nn.Module
-) -> Remover:
+def measure_pair(session: TelemetrySession, source: EventSource, name: str, *, module: nn.Module, host: nn.Module) -> Remover:
     """Measure the gradients of `module` and `host` at every optimizer step; see `watch_pair`."""
     own, hosts = ({id(parameter) for parameter in part.parameters()} for part in (module, host))
     if not own or not hosts:
@@ -55,10 +53,7 @@ class PairProbe:
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(
-                "pair %r is not measured: its module and its host need parameters that the same optimizer trains",
-                self._name,
-            )
+            logger.warning("pair %r is not measured: its module and its host need parameters that the same optimizer trains", self._name)
 
     def __reduce__(self) -> tuple[type[_NoProbe], tuple[()]]:
         return _NoProbe, ()

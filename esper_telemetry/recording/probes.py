@@ -69,9 +69,7 @@ class TimedListener:
         attempt: calls a hook with an event and contains its exceptions. Without it, exceptions are raised in the trainer.
     """
 
-    def __init__(
-        self, clock: Clock, hooks: Hooks, attempt: Callable[[Callable[[Any], None], Any], None] = lambda f, x: f(x)
-    ) -> None:
+    def __init__(self, clock: Clock, hooks: Hooks, attempt: Callable[[Callable[[Any], None], Any], None] = lambda f, x: f(x)) -> None:
         self._clock = clock
         self._attempt = attempt
         self._hooks = hooks
@@ -149,10 +147,7 @@ class GradientProbe:
         """Return the sample of the update; None if it was not sampled."""
         self._stop_listening()
         sample = self._sample._replace(
-            minibatches=tuple(self._minibatches),
-            states=tuple(self._states),
-            previous_steps=self._steps,
-            initial_norm=self._initial_norm,
+            minibatches=tuple(self._minibatches), states=tuple(self._states), previous_steps=self._steps, initial_norm=self._initial_norm
         )
         if not sample.minibatches and not sample.states:
             return None

@@ -118,9 +118,7 @@ class UpdateRecorder:
         self._rollouts = listener.keep(RolloutEnd)
         self._episodes = listener.keep(EpisodeEnd)
         kinds = (*update_extensions(), *(source.extensions if isinstance(source, ExtendedSource) else ()))
-        self._extensions: list[tuple[type[UpdateExtension], list[Any]]] = [
-            (kind, listener.keep(kind.event_type)) for kind in kinds
-        ]
+        self._extensions: list[tuple[type[UpdateExtension], list[Any]]] = [(kind, listener.keep(kind.event_type)) for kind in kinds]
         self._progress_at = time.monotonic()
         for kind, events in self._extensions:
             if issubclass(kind, SupportsProgress) and telemetry.level >= Level.NORMAL:

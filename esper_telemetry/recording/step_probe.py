@@ -155,9 +155,7 @@ class StepProbe:
         if expensive and self._telemetry.update_level < Level.DEBUG:
             self._samples_without_pass = EXPENSIVE_PASS_PERIOD - 1
 
-    def _policy_pass(
-        self, forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer
-    ) -> PolicyPass | None:
+    def _policy_pass(self, forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer) -> PolicyPass | None:
         """Return the pass for the worker; None without a pass, or if the policy is too large or cannot be copied."""
         few = sum(parameter.numel() for parameter in parameters) <= MAX_TRAVELLING_ENTRIES
         if not (self._telemetry.has_worker and few and self._travels):
@@ -228,12 +226,8 @@ def begun_step(event: MinibatchObjective, parameters: Sequence[Tensor]) -> Check
     """Return copies of the parameters and of the optimizer's state, before the step and without gradients."""
     optimizer = event.optimizer
     settings = [settings_of(optimizer, group) for group in optimizer.param_groups]
-    of_group = {
-        id(p): one for one, group in zip(settings, optimizer.param_groups, strict=True) for p in group["params"]
-    }
-    states: list[Mapping[str, Any]] = [
-        optimizer.state.get(parameter, {}) if id(parameter) in of_group else {} for parameter in parameters
-    ]
+    of_group = {id(p): one for one, group in zip(settings, optimizer.param_groups, strict=True) for p in group["params"]}
+    states: list[Mapping[str, Any]] = [optimizer.state.get(parameter, {}) if id(parameter) in of_group else {} for parameter in parameters]
     entries = [
         {name: value for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
         for state in (states if settings[0] is not None else [{} for _ in states])
@@ -279,10 +273,7 @@ def _added_terms(first: Terms, second: Terms, *, cleared: bool) -> Terms:
             gradient = gradients.get(name, gradients.get(term))
             if gradient is not None:
                 sums[name] = own.get(term, 1.0) * gradient + sums.get(name, 0.0)
-    known = {
-        name: one / (weights.get(OTHER_LOSSES[name].term if name in OTHER_LOSSES else name) or 1.0)
-        for name, one in sums.items()
-    }
+    known = {name: one / (weights.get(OTHER_LOSSES[name].term if name in OTHER_LOSSES else name) or 1.0) for name, one in sums.items()}
     last = torch.stack([weight * second[0][name] for name, weight in second[1].items() if name in second[0]]).sum(0)
     return {**known, **({"last_pass": last} if cleared else {})}, weights
 

@@ -27,12 +27,7 @@ MAX_INCIDENTS: Final = 5
 """Number of incidents in the block. The first incidents tend to cause the others; the report and `diagnose` list all."""
 LABEL_COLUMNS: Final = 13
 LEVEL_COLOURS: Final = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
-VIEWS: Final = {
-    "report": "report {run}",
-    "terminal": "watch {run}",
-    "causes": "diagnose {run}",
-    "comparison": "compare {run} OTHER_RUN",
-}
+VIEWS: Final = {"report": "report {run}", "terminal": "watch {run}", "causes": "diagnose {run}", "comparison": "compare {run} OTHER_RUN"}
 """Commands about a run directory, by what they show."""
 VIEWS_EXTRA: Final = ("report", "terminal", "comparison")
 """The commands that need the extra `views`."""
@@ -76,9 +71,7 @@ class RunEnd:
         if self.loss:
             yield EndBlockLine(f"{capitalized(self.loss)}: the following lines describe the other records", "bold red")
         if self.repeated:
-            yield EndBlockLine(
-                f"{capitalized(self.repeated)}. The following lines describe the recorded updates", "bold"
-            )
+            yield EndBlockLine(f"{capitalized(self.repeated)}. The following lines describe the recorded updates", "bold")
         try:
             cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
         except OSError as error:
@@ -121,9 +114,7 @@ class RunEnd:
                     command = command.format(run=shlex.quote(str(self.run_dir)))
                     yield _labelled(label, f"esper-telemetry {command}", "$ ")
             if not has_views:
-                yield _labelled(
-                    "more", "pip install 'esper-telemetry[views]' adds the commands report, watch and compare"
-                )
+                yield _labelled("more", "pip install 'esper-telemetry[views]' adds the commands report, watch and compare")
         for name, place in places:
             if place.command:
                 yield _labelled(name, place.command, "$ ")
@@ -163,9 +154,7 @@ def _labelled(label: str, text: str, prompt: str = "") -> EndBlockLine:
 def _incident(cause: Alarm, cards: IncidentCards) -> Iterator[EndBlockLine]:
     """Yield the cause of an incident with its state, its sentence and the alarms that came with it."""
     active = {alarm.type for alarm in cards.active.values() if alarm.incident == cause.incident}
-    yield EndBlockLine(
-        f"  {cause.type}, since update {cause.since:,}, {cards.state(cause)}", LEVEL_COLOURS[cause.level]
-    )
+    yield EndBlockLine(f"  {cause.type}, since update {cause.since:,}, {cards.state(cause)}", LEVEL_COLOURS[cause.level])
     yield EndBlockLine(f"    {alarm_text(cause)}")
     if others := sorted({alarm.type for alarm in cards.of(cause.incident)} - {cause.type}):
         names = (f"{name} (still active)" if name in active else name for name in others)

@@ -128,10 +128,7 @@ def sections(keys: Iterable[str], run: RunInfo, *, apart: Collection[str] = ()) 
         keys_by_family[family_name(key)].append(key)
     declared = families()
     ordered = sorted(keys_by_family, key=lambda name: (name not in declared, family_of(name).place, name))
-    return [
-        Section(name, family_of(name).question, tuple(_charts(keys_by_family[name], run, apart=name in apart)))
-        for name in ordered
-    ]
+    return [Section(name, family_of(name).question, tuple(_charts(keys_by_family[name], run, apart=name in apart))) for name in ordered]
 
 
 def described(key: str, run: RunInfo) -> MetricInfo:
@@ -227,9 +224,7 @@ class KeyBudget:
         self._refused: set[str] = set()
         self._details: set[str] = set()
         self._expected = {
-            key
-            for key, info in run.metrics.items()
-            if info.level == "minimal" and "{" not in key and not key.endswith(NONFINITE)
+            key for key, info in run.metrics.items() if info.level == "minimal" and "{" not in key and not key.endswith(NONFINITE)
         }
 
     def select(self, record: Record) -> Record:
@@ -297,18 +292,12 @@ def trimmed(histogram: Histogram) -> Histogram:
 
 def by_tag(record: Record) -> Mapping[str, Histogram]:
     """Return the record's histograms, trimmed, under names that no scalar of the record has."""
-    return {
-        f"{key}_hist" if key in record.values else key: trimmed(histogram)
-        for key, histogram in record.histograms.items()
-    }
+    return {f"{key}_hist" if key in record.values else key: trimmed(histogram) for key, histogram in record.histograms.items()}
 
 
 def counts_by_tag(record: Record) -> dict[str, float]:
     """Return the sum of each histogram's counts under its name of `by_tag`."""
-    return {
-        f"{key}_hist" if key in record.values else key: sum(histogram.counts)
-        for key, histogram in record.histograms.items()
-    }
+    return {f"{key}_hist" if key in record.values else key: sum(histogram.counts) for key, histogram in record.histograms.items()}
 
 
 def flattened(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,9 +50,7 @@ class NotifySink:
         require_package("apprise", "notify")
         match = ADDRESS.fullmatch(self.address) if isinstance(self.address, str) else None
         if match is None:
-            raise ValueError(
-                "notify takes addresses of Apprise such as slack://TOKEN_A/TOKEN_B/TOKEN_C or mailto://USER:PASSWORD@HOST"
-            )
+            raise ValueError("notify takes addresses of Apprise such as slack://TOKEN_A/TOKEN_B/TOKEN_C or mailto://USER:PASSWORD@HOST")
         self._scheme = match[1].lower()
         remember([self.address, match[2], *SEPARATORS.split(match[2])])
 
@@ -75,9 +73,7 @@ class NotifySink:
 
         self._service, self._run = apprise.Apprise(), run
         if not self._service.add(self.address):
-            raise PermanentSinkError(
-                f"Apprise knows no such {self._scheme}:// address: see https://github.com/caronc/apprise/wiki"
-            )
+            raise PermanentSinkError(f"Apprise knows no such {self._scheme}:// address: see https://github.com/caronc/apprise/wiki")
 
     def write(self, records: Sequence[Record]) -> None:
         """Do nothing: only alarms and the end of a run are messages."""
@@ -114,8 +110,4 @@ class NotifySink:
         """Send a message; the first one that the service does not take costs a warning."""
         if not self._service.notify(body=body, title=title, notify_type=kind) and not self._warned:
             self._warned = True
-            logger.warning(
-                "%s:// did not take a message (%s): the run continues, and later messages are tried",
-                self._scheme,
-                title,
-            )
+            logger.warning("%s:// did not take a message (%s): the run continues, and later messages are tried", self._scheme, title)

@@ -28,9 +28,7 @@ MAX_NOTE_INCIDENTS: Final = 5
 MAX_QUIET_VALUES: Final = 5
 """Values in the first lines of the description of a run without incidents; its table has all headline values."""
 
-ALARM_COLUMNS: Final = (
-    *("update", "env_step", "event", "type", "level", "severity", "key", "value", "threshold", "incident", "text"),
-)
+ALARM_COLUMNS: Final = (*("update", "env_step", "event", "type", "level", "severity", "key", "value", "threshold", "incident", "text"),)
 
 
 def run_readme(run: RunInfo) -> str:
@@ -204,11 +202,7 @@ class IncidentCards:
 
     def state(self, alarm: Alarm) -> str:
         """Return the end of an alarm's type in its incident in words."""
-        ends = [
-            one.axes.update
-            for one in self.of(alarm.incident)
-            if (one.type, one.event) == (alarm.type, AlarmEvent.CLEAR)
-        ]
+        ends = [one.axes.update for one in self.of(alarm.incident) if (one.type, one.event) == (alarm.type, AlarmEvent.CLEAR)]
         active = self.active.get(alarm.type)
         is_active = active is not None and active.incident == alarm.incident
         return end_text(None if is_active or not ends else ends[-1])
@@ -306,11 +300,7 @@ def _plain_incident(alarms: list[Alarm]) -> dict[str, Any]:
         "cause": cause.type if cause else alarms[0].cause,
         "text": alarm_text(cause) if cause else "",
         "alarms": [
-            {
-                **dict(zip(ALARM_COLUMNS, _row(alarm), strict=True)),
-                "since": alarm.since,
-                "evidence": dict(alarm.evidence),
-            }
+            {**dict(zip(ALARM_COLUMNS, _row(alarm), strict=True)), "since": alarm.since, "evidence": dict(alarm.evidence)}
             for alarm in alarms
         ],
     }

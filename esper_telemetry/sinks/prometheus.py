@@ -48,9 +48,7 @@ class PrometheusSink:
         if self.port is not None and self.path is not None:
             raise ValueError(f"PrometheusSink takes a file or a port, got {str(self.path)!r} and {self.port}")
         if self.path is not None and (ADDRESS.fullmatch(str(self.path)) or Path(self.path).is_dir()):
-            raise ValueError(
-                f"PrometheusSink takes a file, or a port of this machine such as prometheus:9090, got {str(self.path)!r}"
-            )
+            raise ValueError(f"PrometheusSink takes a file, or a port of this machine such as prometheus:9090, got {str(self.path)!r}")
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> PrometheusSink:

@@ -224,17 +224,13 @@ def require_package(package: str, sink: str) -> None:
     if find_spec(package) is None:
         extras = {"prometheus_client": "prometheus", "wandb_workspaces": "wandb", "plotly": "views"}
         extra = extras.get(package, package)
-        raise ModuleNotFoundError(
-            f"{sink} needs {package.replace('_', '-')}: pip install 'esper-telemetry[{extra}]'", name=package
-        )
+        raise ModuleNotFoundError(f"{sink} needs {package.replace('_', '-')}: pip install 'esper-telemetry[{extra}]'", name=package)
 
 
 def require_run_dir(run: RunInfo, sink: str, setting: str) -> Path:
     """Return the run's directory, absolute; without one, raise PermanentSinkError naming the setting to give."""
     if run.run_dir is None:
-        raise PermanentSinkError(
-            f"{sink} cannot be written, because run {run.name!r} is without a run directory: give it {setting}"
-        )
+        raise PermanentSinkError(f"{sink} cannot be written, because run {run.name!r} is without a run directory: give it {setting}")
     return Path(run.run_dir).absolute()
 
 

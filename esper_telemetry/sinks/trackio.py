@@ -13,14 +13,7 @@ from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import KeyBudget, overview_names
-from esper_telemetry.sinks.sink_protocol import (
-    PermanentSinkError,
-    Place,
-    Shown,
-    StoredMetrics,
-    check_options,
-    require_package,
-)
+from esper_telemetry.sinks.sink_protocol import PermanentSinkError, Place, Shown, StoredMetrics, check_options, require_package
 
 UPDATE: Final = "axis/update"
 LEVELS: Final = {AlarmLevel.INFO: "INFO", AlarmLevel.WARN: "WARN", AlarmLevel.CRITICAL: "ERROR"}

@@ -19,31 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from esper_telemetry.core.record import (
-    Alarm,
-    AlarmEvent,
-    AlarmLevel,
-    Axes,
-    Histogram,
-    MetricInfo,
-    Record,
-    RunInfo,
-    RunStatus,
-)
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.delivery.catch_up import audit, replay
 from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.delivery.status import Cursors
 from esper_telemetry.journal.file import Journal, JournalReader
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_record, encode_run
-from esper_telemetry.sinks.sink_protocol import (
-    Shown,
-    Sink,
-    StoredMetrics,
-    SupportsAlarms,
-    SupportsRecall,
-    runs_in_process,
-)
+from esper_telemetry.sinks.sink_protocol import Shown, Sink, StoredMetrics, SupportsAlarms, SupportsRecall, runs_in_process
 
 BATCH_RECORDS = 200
 
@@ -67,9 +50,7 @@ def alarm(update: int, event: AlarmEvent) -> Alarm:
     """Return an alarm of the record of that update, with words that need quoting."""
     text = "the policy moved <b>too far</b>, “ünïcode” & 'quotes'"
     axes = record(update).axes
-    return Alarm(
-        update, axes, "policy/kl_spike", event, 0.9, AlarmLevel.CRITICAL, "policy/kl", since=1, incident=1, text=text
-    )
+    return Alarm(update, axes, "policy/kl_spike", event, 0.9, AlarmLevel.CRITICAL, "policy/kl", since=1, incident=1, text=text)
 
 
 def journalled(run: RunInfo, records: Iterable[Record], *, status: RunStatus | None = RunStatus.FINISHED) -> Path:

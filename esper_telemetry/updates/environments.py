@@ -45,21 +45,13 @@ class EnvironmentTable:
         flags = None if constant is None else constant[:count].tolist()
         return {"environments": int(rollout.rewards.shape[1]), **table, "constant": flags}
 
-    def _follow(
-        self, rewards: npt.NDArray[np.float64], ended: npt.NDArray[np.bool_]
-    ) -> dict[str, npt.NDArray[np.float64]]:
+    def _follow(self, rewards: npt.NDArray[np.float64], ended: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.float64]]:
         """Return the columns after a rollout, [T, B] each."""
         steps, count = rewards.shape
         if len(self._columns.get("return", ())) != count:
             unknown, none = np.full(count, self._unknown), np.full(count, np.nan)
             zero = np.zeros(count)
-            self._columns = {
-                "return": unknown,
-                "length": unknown,
-                "last_return": none,
-                "last_length": none,
-                "episodes": zero,
-            }
+            self._columns = {"return": unknown, "length": unknown, "last_return": none, "last_length": none, "episodes": zero}
         old, times = self._columns, np.arange(1, steps + 1, dtype=np.float64)[:, None]
         ends = np.where(ended, times, 0.0)
         last = ends.max(0)

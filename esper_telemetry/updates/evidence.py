@@ -374,9 +374,7 @@ def evidence_of(alarm: Alarm, alarmed: AlarmedUpdate, choice: EvidenceChoice | N
         return {"values": {key: value for key, value in values.items() if key == alarm.key}}
     templates = dict.fromkeys(choice.inputs)
     keys = [alarm.key, *(key for key in values if template_of(key, templates) in templates)]
-    evidence: dict[str, Any] = {
-        "values": {key: values[key] for key in [key for key in dict.fromkeys(keys) if key in values][:MAX_VALUES]}
-    }
+    evidence: dict[str, Any] = {"values": {key: values[key] for key in [key for key in dict.fromkeys(keys) if key in values][:MAX_VALUES]}}
     histograms = alarmed.record.histograms
     related = [key for key in histograms if key.startswith(choice.histogram_keys)][:MAX_HISTOGRAMS]
     if related:

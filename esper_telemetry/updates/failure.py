@@ -88,11 +88,7 @@ def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
         sources: yield tensors in forward order; the first one that is not finite counts. After them come the local variables of the
             frames that the exception left.
     """
-    data: dict[str, Any] = {
-        "exception": type(error).__name__,
-        "message": error_text(error, MAX_MESSAGE_CHARACTERS),
-        "first_nonfinite": "",
-    }
+    data: dict[str, Any] = {"exception": type(error).__name__, "message": error_text(error, MAX_MESSAGE_CHARACTERS), "first_nonfinite": ""}
     last: Candidates = partial(local_tensors, error)
     nonfinite = first_nonfinite(chain.from_iterable(map(_contained, (*sources, last))))
     if nonfinite is None:

@@ -107,9 +107,7 @@ class GradientTap:
         ValueError: the optimizer changes no parameter of the model, or its parameters are sharded over ranks.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, clock: AbstractContextManager[None], *, prefix: str = ""
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, clock: AbstractContextManager[None], *, prefix: str = "") -> None:
         self.model, self.prefix = model, prefix
         self.names = {id(parameter): prefix + inner_name(name) for name, parameter in model.named_parameters()}
         self.origin: Candidate | None = None
@@ -227,11 +225,7 @@ class GradientTap:
         return {id(p): self.names.get(id(p), f"parameter_{place}") for place, p in enumerate(self._parameters())}
 
     def _norms(
-        self,
-        own: tuple[int, ...],
-        present: Sequence[tuple[Tensor, Tensor]],
-        first: Tensor,
-        marks: Sequence[tuple[int, int]],
+        self, own: tuple[int, ...], present: Sequence[tuple[Tensor, Tensor]], first: Tensor, marks: Sequence[tuple[int, int]]
     ) -> StepNorms:
         gradients = [gradient for _, gradient in present]
         scaled = scaled_norms(gradients, first, marks) if self._samples and marks and first.is_cpu else None
@@ -269,9 +263,7 @@ class GradientTap:
     def _present(self) -> list[tuple[Tensor, Tensor]]:
         """Return parameters with their gradients, as they are now, dense and real."""
         present = [(p, gradient) for p in self._parameters() if (gradient := p.grad) is not None]
-        if {g.layout for _, g in present} == {torch.strided} and not any(
-            d.is_complex for d in {g.dtype for _, g in present}
-        ):
+        if {g.layout for _, g in present} == {torch.strided} and not any(d.is_complex for d in {g.dtype for _, g in present}):
             return present
         dense = [(p, g.coalesce().values() if g.layout is torch.sparse_coo else g) for p, g in present]
         return [(p, torch.view_as_real(g) if g.is_complex() else g) for p, g in dense]
@@ -299,8 +291,7 @@ def scaled_norms(gradients: Sequence[Tensor], first: Tensor, marks: Sequence[tup
         marks: the marks of the gradients before.
     """
     changes = {
-        gradient._version - version if id(gradient) == name else -1
-        for gradient, (name, version) in zip(gradients, marks, strict=True)
+        gradient._version - version if id(gradient) == name else -1 for gradient, (name, version) in zip(gradients, marks, strict=True)
     }
     if len(changes) > 1 or -1 in changes:
         return None
@@ -396,9 +387,7 @@ class WatchedModels:
             tap = GradientTap(model, optimizer, self._clock, prefix="" if own.isdisjoint(used) else f"{part}.")
             self._taps.append(tap)
         elif tap.model is not model:
-            raise ValueError(
-                "this optimizer is watched already: watch it once, with a module that holds all its parameters"
-            )
+            raise ValueError("this optimizer is watched already: watch it once, with a module that holds all its parameters")
         if stop_on_nonfinite:
             tap.stop_on_nonfinite()
         return tap

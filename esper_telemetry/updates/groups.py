@@ -29,12 +29,7 @@ from esper_telemetry.metrics.actions import (
     log_prob_stats,
     spread_over_range,
 )
-from esper_telemetry.metrics.advantages import (
-    advantage_stats,
-    flips_in_order,
-    minibatch_rows,
-    normalized_advantage_stats,
-)
+from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, minibatch_rows, normalized_advantage_stats
 from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, head_mix, policy_entropy
 from esper_telemetry.metrics.episodes import episode_ends, episode_stats
 from esper_telemetry.metrics.gradients.actor_critic import (
@@ -56,21 +51,8 @@ from esper_telemetry.metrics.gradients.directions import (
     shard_noise,
     successive_alignment,
 )
-from esper_telemetry.metrics.gradients.norms import (
-    LayerGradients,
-    coefficients,
-    gradient_norms,
-    head_gradients,
-    value_gradient,
-)
-from esper_telemetry.metrics.integrity import (
-    Numerics,
-    buffer_age,
-    gae_identity,
-    mask_violation,
-    nonfinite_count,
-    rows_repeated,
-)
+from esper_telemetry.metrics.gradients.norms import LayerGradients, coefficients, gradient_norms, head_gradients, value_gradient
+from esper_telemetry.metrics.integrity import Numerics, buffer_age, gae_identity, mask_violation, nonfinite_count, rows_repeated
 from esper_telemetry.metrics.kl import exact_kl, head_exact_kl, kl_rows
 from esper_telemetry.metrics.losses import LossComponents, entropy_gradients, loss_terms, loss_weights
 from esper_telemetry.metrics.lstm.gates import GateGroups, gate_stats, gates_of
@@ -96,14 +78,7 @@ from esper_telemetry.metrics.rollout_stats import (
     return_stats,
     reward_stats,
 )
-from esper_telemetry.metrics.values import (
-    ending_bias,
-    monte_carlo_fit,
-    td_errors,
-    terminal_error,
-    value_fit,
-    value_movement,
-)
+from esper_telemetry.metrics.values import ending_bias, monte_carlo_fit, td_errors, terminal_error, value_fit, value_movement
 from esper_telemetry.updates.equation_checks import equation_checks
 from esper_telemetry.updates.joining import rows_that_count
 from esper_telemetry.updates.replays import replay_measurements
@@ -273,9 +248,7 @@ def _episodes(update: Update) -> Iterator[Measurement]:
             yield partial(episode_ends, rollout.ended, terminated, episodes.lengths, valid=rollout.valid)
 
 
-def _minibatches(
-    minibatches: JoinedMinibatches, facts: Facts, coefficients: Mapping[str, float]
-) -> Iterator[Measurement]:
+def _minibatches(minibatches: JoinedMinibatches, facts: Facts, coefficients: Mapping[str, float]) -> Iterator[Measurement]:
     valid, clip, relevant = minibatches.valid, coefficients.get("clip", facts.clip), minibatches.relevance
     yield partial(ratio_diagnostics, minibatches.log_ratio, minibatches.advantages, clip=clip, valid=valid, dim=-1)
     if clip is not None:
@@ -315,10 +288,7 @@ def _used_advantages(minibatches: JoinedMinibatches, update: Update, facts: Fact
 
 
 def _details(
-    minibatches: JoinedMinibatches,
-    collected: CollectedRows | None,
-    facts: Facts,
-    coefficients: Mapping[str, float],
+    minibatches: JoinedMinibatches, collected: CollectedRows | None, facts: Facts, coefficients: Mapping[str, float]
 ) -> Iterator[Measurement]:
     """Measure the changes of the critic and of the policy over all actions, and the weight of the entropy bonus in the policy's
     gradient.
@@ -374,9 +344,7 @@ def _features(features: Tensor | None, valid: Tensor | None, facts: Facts, level
 
 
 def _losses(
-    minibatches: JoinedMinibatches,
-    entropy: Callable[[], PolicyEntropy] | None,
-    coefficients: Mapping[str, float | None],
+    minibatches: JoinedMinibatches, entropy: Callable[[], PolicyEntropy] | None, coefficients: Mapping[str, float | None]
 ) -> LossComponents:
     """Measure the losses. Losses that the trainer did not compute are derived from the others."""
     policy, value = minibatches.losses["policy"], minibatches.losses["value"]

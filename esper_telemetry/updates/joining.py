@@ -76,13 +76,7 @@ class RolloutHistory:
         self._scales = {name: deque(history, DRIFT_UPDATES + 1) for name, history in state["scales"].items()}
 
     def take(
-        self,
-        event: RolloutEnd,
-        *,
-        categorical: Iterable[str],
-        layers: tuple[Layer, ...],
-        sampled: bool = False,
-        compared: bool = True,
+        self, event: RolloutEnd, *, categorical: Iterable[str], layers: tuple[Layer, ...], sampled: bool = False, compared: bool = True
     ) -> tuple[RolloutEnd, RolloutContext]:
         """Return the rollout without its largest columns, and the columns that it is compared with.
 
@@ -104,15 +98,9 @@ class RolloutHistory:
         travels = observations is not None and observations.numel() <= MAX_OBSERVATION_ENTRIES
         context = RolloutContext(
             previous_choices={
-                head: choices.to(event.actions[head].device)
-                for head, choices in self._choices.items()
-                if head in event.actions
+                head: choices.to(event.actions[head].device) for head, choices in self._choices.items() if head in event.actions
             },
-            mean_actions={
-                head: self._means.get(head)
-                for head in dict.fromkeys((*event.means, *event.log_std))
-                if head in event.actions
-            },
+            mean_actions={head: self._means.get(head) for head in dict.fromkeys((*event.means, *event.log_std)) if head in event.actions},
             memory=memory,
             normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
             constant=None if observations is None or travels else constant_rows(observations, valid=event.valid),
@@ -178,9 +166,7 @@ def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> Jo
         losses=joined_heads(fields.losses, torch.stack),
         logits=joined_heads(fields.logits),
         action_masks=joined_heads(fields.action_masks),
-        log_std=joined_heads(
-            [{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]
-        ),
+        log_std=joined_heads([{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]),
         head_log_ratios=joined_heads(fields.head_log_ratios) if len(fields.head_log_ratios[0]) > 1 else {},
         relevance=joined_heads(fields.relevance),
         rows=joined_column(fields.rows),
@@ -209,10 +195,7 @@ def collected_rows(rollout: RolloutEnd, rows: Tensor) -> CollectedRows:
         actions={head: rollout.actions[head].flatten()[rows] for head in rollout.logits if head in rollout.actions},
         logits={head: logits.flatten(0, 1)[rows] for head, logits in rollout.logits.items()},
         means={head: means.flatten(0, 1)[rows] for head, means in rollout.means.items()},
-        log_std={
-            head: std.expand(len(rows), -1) if std.dim() == 1 else std.flatten(0, 1)[rows]
-            for head, std in rollout.log_std.items()
-        },
+        log_std={head: std.expand(len(rows), -1) if std.dim() == 1 else std.flatten(0, 1)[rows] for head, std in rollout.log_std.items()},
     )
 
 
@@ -231,9 +214,7 @@ def joined_flags(columns: Sequence[Tensor | None], counts: Sequence[int], *, def
     return torch.cat([example.new_full((count,), default) if own is None else own for own, count in pairs])
 
 
-def joined_heads(
-    columns: Sequence[Mapping[str, Tensor]], join: Callable[[list[Tensor]], Tensor] = torch.cat
-) -> dict[str, Tensor]:
+def joined_heads(columns: Sequence[Mapping[str, Tensor]], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> dict[str, Tensor]:
     """Return the columns of each head, or of each loss, that all minibatches have."""
     first, *others = columns
     whole = [name for name in first if all(name in part for part in others)]
@@ -247,9 +228,7 @@ class TrunkGradients(NamedTuple):
     critic: Tensor
 
 
-def stacked_backwards(
-    backwards: Sequence[BackwardEnd], trunk: Sequence[TrunkGradients]
-) -> tuple[BackwardGradients, ...]:
+def stacked_backwards(backwards: Sequence[BackwardEnd], trunk: Sequence[TrunkGradients]) -> tuple[BackwardGradients, ...]:
     """Return all passes, grouped by the parameters with gradients: a frozen part of the network makes another group."""
     groups: dict[tuple[str, ...], list[BackwardEnd]] = {}
     for event in backwards:

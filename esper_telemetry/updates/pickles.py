@@ -72,15 +72,11 @@ def pickled_policy(policy: nn.Module, *, local: bool = False) -> PolicyPickle | 
     if not (pickler.dump(policy) and pickler.is_portable):
         return None
     if local and (entries := sum(tensor.numel() for tensor in pickler.tensors)) > MAX_COPIED_ENTRIES:
-        raise TypeError(
-            f"the policy is not copied: it has {entries:,} numbers, and the limit is {MAX_COPIED_ENTRIES:,}"
-        )
+        raise TypeError(f"the policy is not copied: it has {entries:,} numbers, and the limit is {MAX_COPIED_ENTRIES:,}")
     return pickler.result(clone=True)
 
 
-def pickled_around(
-    policy: nn.Module, content: object, without: Mapping[type, Reduction], *, local: bool = False
-) -> PolicyPickle | None:
+def pickled_around(policy: nn.Module, content: object, without: Mapping[type, Reduction], *, local: bool = False) -> PolicyPickle | None:
     """Return a pickle of `content` with references to its tensors; None if another process cannot load it.
 
     Args:
@@ -210,13 +206,7 @@ class ContentUnpickler(pickle.Unpickler):
         policy: that was left out.
     """
 
-    def __init__(
-        self,
-        content: bytes,
-        tensors: Sequence[Tensor],
-        references: Sequence[Any] = (),
-        policy: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, content: bytes, tensors: Sequence[Tensor], references: Sequence[Any] = (), policy: nn.Module | None = None) -> None:
         super().__init__(io.BytesIO(content))
         self._tensors, self._references, self._policy = tensors, references, policy
 

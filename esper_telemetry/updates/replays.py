@@ -15,37 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.core.containment import Measurement
-from esper_telemetry.core.event_parts import (
-    Activations,
-    CollectionReplay,
-    FirstMinibatch,
-    Outputs,
-    PolicyReplay,
-    UsedAdvantages,
-)
+from esper_telemetry.core.event_parts import Activations, CollectionReplay, FirstMinibatch, Outputs, PolicyReplay, UsedAdvantages
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
 from esper_telemetry.equations.comparison import EquationCheck
 from esper_telemetry.equations.equation import Equation
 from esper_telemetry.equations.log_probs import LogProbInputs, log_prob
 from esper_telemetry.equations.normalization import Scope, check_normalized_advantages
-from esper_telemetry.equations.replayed_outputs import (
-    FIRST_DIFFERENCE,
-    REPLAYED_LOG_PROBS,
-    check_replayed_log_probs,
-    check_values,
-)
+from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE, REPLAYED_LOG_PROBS, check_replayed_log_probs, check_values
 from esper_telemetry.events import NONE, BeforeUpdate, RolloutEnd
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.kl import kl_after_update, kl_rows
 from esper_telemetry.metrics.lstm.states import bptt_stats, first_staleness, memory_use, state_staleness
-from esper_telemetry.metrics.representation import (
-    capacity_loss,
-    feature_drift,
-    feature_norm,
-    layer_responses,
-    unit_activity,
-)
+from esper_telemetry.metrics.representation import capacity_loss, feature_drift, feature_norm, layer_responses, unit_activity
 from esper_telemetry.updates.pickles import PolicyPickle, pickled_around, pickled_policy
 
 if TYPE_CHECKING:
@@ -158,9 +140,7 @@ class FirstPasses(NamedTuple):
         if self.collection is not None:
             yield from probe.before_update(self.stored, self.now, self.collection, precision)
 
-    def measurements(
-        self, probe: CollectionProbe, precision: str | None, level: Level, *, with_capacity: bool
-    ) -> Iterator[Measurement]:
+    def measurements(self, probe: CollectionProbe, precision: str | None, level: Level, *, with_capacity: bool) -> Iterator[Measurement]:
         """Yield all measurements before the first step."""
         yield from self.checks(probe, precision)
         if self.stored.memory is not None and self.now.memory is not None:
@@ -229,9 +209,7 @@ class CollectionProbe:
         self._stored = self._training = None
         self._left = replay
 
-    def before_update(
-        self, stored: Outputs, now: Outputs, collection: CollectionReplay, precision: str | None
-    ) -> Iterator[Measurement]:
+    def before_update(self, stored: Outputs, now: Outputs, collection: CollectionReplay, precision: str | None) -> Iterator[Measurement]:
         """Yield the checks; `stored` are the outputs that were acted on, `now` the policy's outputs."""
         self._stored = self._training = self._left = None
         grid = partial(_grid, collection)
@@ -300,11 +278,7 @@ class CollectionProbe:
                 check()
 
     def _values(
-        self,
-        grid: Callable[[Tensor], GridColumn],
-        now: Tensor,
-        collection: CollectionReplay,
-        precision: str | None,
+        self, grid: Callable[[Tensor], GridColumn], now: Tensor, collection: CollectionReplay, precision: str | None
     ) -> EquationCheck:
         replayed = grid(now)
 
@@ -312,19 +286,11 @@ class CollectionProbe:
             return None if outputs.values is None else grid(outputs.values).numbers
 
         return check_values(
-            collection.values,
-            replayed.numbers,
-            alternatives=_alternatives(collection, numbers),
-            valid=replayed.valid,
-            precision=precision,
+            collection.values, replayed.numbers, alternatives=_alternatives(collection, numbers), valid=replayed.valid, precision=precision
         )
 
     def _log_probs(
-        self,
-        grid: Callable[[Tensor], GridColumn],
-        replayed: Outputs,
-        collection: CollectionReplay,
-        precision: str | None,
+        self, grid: Callable[[Tensor], GridColumn], replayed: Outputs, collection: CollectionReplay, precision: str | None
     ) -> EquationCheck:
         assert self._stored is not None
         acted = self._stored.numbers
@@ -381,9 +347,7 @@ def _first_rows(event: UsedAdvantages) -> Tensor | None:
     return rows if rows is not None and len(rows) == len(event.raw) else None
 
 
-def _alternatives(
-    collection: CollectionReplay, numbers: Callable[[Outputs], Tensor | None]
-) -> dict[str, Callable[[], Tensor | None]]:
+def _alternatives(collection: CollectionReplay, numbers: Callable[[Outputs], Tensor | None]) -> dict[str, Callable[[], Tensor | None]]:
     """Return the numbers of every hypothesis, computed on access."""
 
     def run(name: str) -> Tensor | None:

@@ -25,12 +25,7 @@ from esper_telemetry.equations.clipping import compare_clipping
 from esper_telemetry.equations.comparison import EquationCheck, explained, unchecked
 from esper_telemetry.equations.equation import Explanation
 from esper_telemetry.equations.gradient import GRADIENT, GradientsByName, LossGradients, compare_gradient, same_gradient
-from esper_telemetry.equations.optimizer_step import (
-    OPTIMIZER_STEP,
-    ParameterStep,
-    StepSettings,
-    compare_step,
-)
+from esper_telemetry.equations.optimizer_step import OPTIMIZER_STEP, ParameterStep, StepSettings, compare_step
 from esper_telemetry.updates.pickles import ContentUnpickler, PolicyPickle, TensorPickler, left_out
 
 RowsPass: TypeAlias = Callable[[], AbstractContextManager[LossRows]]
@@ -92,9 +87,7 @@ class PolicyPass(NamedTuple):
         return MinibatchLoss.of(gradients, step.coefficients)
 
 
-def policy_pass(
-    forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer, *, local: bool = False
-) -> PolicyPass | None:
+def policy_pass(forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer, *, local: bool = False) -> PolicyPass | None:
     """Return the pass with copies of the tensors that training changes; None if another process cannot load it.
 
     That is a policy of a class that only the script has, one with attributes that cannot be pickled, or one on a device.
@@ -213,9 +206,7 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
         # a detached part is missing from the trainer's gradient and from the recomputed one
         silent = any(not part.any() for part in gradient.split(list(step.numels)) if len(part))
         detached = silent and not step.by_name and any(loss.detached())
-        return replace(
-            explained(GRADIENT, "parts_missing") if detached else EquationCheck(GRADIENT, error, bound), tolerance=bound
-        )
+        return replace(explained(GRADIENT, "parts_missing") if detached else EquationCheck(GRADIENT, error, bound), tolerance=bound)
     terms = {name: term for name in step.coefficients if (term := loss.gradients(name)) is not None}
     check = compare_gradient(
         claimed,
@@ -236,10 +227,7 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
 
 def _with_other_errors(check: EquationCheck, step: CheckedStep, loss: MinibatchLoss, claimed: Tensor) -> EquationCheck:
     """Return the check. If only the value loss is another function of the errors, it is explained by that."""
-    value, reference = (
-        (None if step.value_gradient is None else loss.of_errors(step.value_gradient)),
-        loss.gradients("value"),
-    )
+    value, reference = ((None if step.value_gradient is None else loss.of_errors(step.value_gradient)), loss.gradients("value"))
     if value is None or reference is None:
         return check
     error = same_gradient(claimed, loss.total - step.coefficients.get("value", 0.0) * reference + value, step.numels)

@@ -23,14 +23,7 @@ from esper_telemetry.equations.normalization import NORMALIZED_ADVANTAGES, Scope
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE
 from esper_telemetry.equations.returns import RETURNS, check_returns
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.update import (
-    TARGET_COLUMNS,
-    CollectedRows,
-    JoinedMinibatches,
-    Update,
-    columns_in_grid,
-    in_grid,
-)
+from esper_telemetry.updates.update import TARGET_COLUMNS, CollectedRows, JoinedMinibatches, Update, columns_in_grid, in_grid
 
 Held = Mapping[bool, set[str]]
 """Names of equations that have held in earlier rollouts, apart for rollouts whose last step ended the episodes of all environments."""
@@ -97,9 +90,7 @@ def _alike(values: Tensor) -> bool:
     return bool(values.max() - values.min() <= ALIKE * values.abs().max())
 
 
-def certain(
-    facts: Facts, check: Callable[[], EquationCheck | None], *missing: str, held: set[str] | None = None
-) -> Iterable[MetricGroup]:
+def certain(facts: Facts, check: Callable[[], EquationCheck | None], *missing: str, held: set[str] | None = None) -> Iterable[MetricGroup]:
     """Return the check, if there is one. If columns were found by name, a difference without a certain explanation is inconclusive,
     unless the equation has held before.
 
@@ -132,19 +123,13 @@ def first_values(rollout: RolloutEnd, minibatches: JoinedMinibatches) -> tuple[T
 
 def _recomputes_advantages(minibatches: JoinedMinibatches, collected: CollectedRows) -> bool:
     """Return True for advantages that the first pass has, perhaps normalised, and most minibatches of later passes do not have."""
-    parts = zip(
-        minibatches.epochs,
-        *(one.split(minibatches.counts) for one in (collected.advantages, minibatches.advantages)),
-        strict=True,
-    )
+    parts = zip(minibatches.epochs, *(one.split(minibatches.counts) for one in (collected.advantages, minibatches.advantages)), strict=True)
     same = {True: list[bool](), False: list[bool]()}
     for epoch, stored, used in parts:
         if len(used) >= MIN_LINE_ROWS:
             line = torch.stack([stored.double(), torch.ones_like(stored, dtype=torch.float64)], 1)
             rest = used.double() - line @ torch.linalg.lstsq(line, used.double()).solution
-            same[epoch == minibatches.epochs[0]].append(
-                float(rest.abs().amax()) <= SAME_LINE * float(used.abs().amax())
-            )
+            same[epoch == minibatches.epochs[0]].append(float(rest.abs().amax()) <= SAME_LINE * float(used.abs().amax()))
     first, later = same[True], same[False]
     return bool(first and later) and all(first) and 2 * sum(later) < len(later)
 
@@ -245,9 +230,7 @@ def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) ->
     )
 
 
-def _returns(
-    rollout: RolloutEnd, inputs: GaeInputs | None, minibatches: JoinedMinibatches | None, facts: Facts
-) -> EquationCheck:
+def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, minibatches: JoinedMinibatches | None, facts: Facts) -> EquationCheck:
     """Check the returns of the rollout; several rollouts in one record are side by side.
 
     Advantages may be stored after a transformation. Returns are right if they equal GAE plus values, and wrong if they are made of
@@ -294,16 +277,12 @@ def _returns(
             made = check_returns(*targets, **settings)
             return _in_each_rollout(made, targets, settings, count) if several and not made.explanations else made
     if not check.matches and not check.holds:
-        of_gae = check_returns(
-            gae(inputs), inputs.values, side_by_side(rollout.returns), valid=inputs.valid, precision=precision
-        )
+        of_gae = check_returns(gae(inputs), inputs.values, side_by_side(rollout.returns), valid=inputs.valid, precision=precision)
         return of_gae if of_gae.matches else check
     return check
 
 
-def _units_of_returns(
-    rollout: RolloutEnd, inputs: GaeInputs | None, minibatches: JoinedMinibatches, facts: Facts
-) -> EquationCheck | None:
+def _units_of_returns(rollout: RolloutEnd, inputs: GaeInputs | None, minibatches: JoinedMinibatches, facts: Facts) -> EquationCheck | None:
     """Return the check of returns with explanations about their units only, if the last pass has the critic's estimates of all rows.
 
     GAE takes the place of advantages that were normalised. None without such an explanation.
@@ -326,9 +305,7 @@ def _units_of_returns(
     return replace(check, explanations=own) if own else None
 
 
-def _in_each_rollout(
-    check: EquationCheck, targets: Sequence[Tensor], settings: Mapping[str, Any], count: int
-) -> EquationCheck:
+def _in_each_rollout(check: EquationCheck, targets: Sequence[Tensor], settings: Mapping[str, Any], count: int) -> EquationCheck:
     """Return a check of `count` rollouts side by side, with an explanation of each rollout that differs, for example if each is
     normalised.
     """
@@ -337,23 +314,17 @@ def _in_each_rollout(
         return value.chunk(count, 1)[place] if isinstance(value, Tensor) else value
 
     parts = [
-        check_returns(
-            *(part(one, place) for one in targets), **{name: part(one, place) for name, one in settings.items()}
-        )
+        check_returns(*(part(one, place) for one in targets), **{name: part(one, place) for name, one in settings.items()})
         for place in range(count)
     ]
     differing = [each for each in parts if not each.matches]
     common = [
-        one
-        for one in (differing[0].explanations if differing else ())
-        if all(one.hypothesis in each.hypotheses for each in differing)
+        one for one in (differing[0].explanations if differing else ()) if all(one.hypothesis in each.hypotheses for each in differing)
     ]
     return replace(check, explanations=tuple(common))
 
 
-def _returns_in_use(
-    rollout: RolloutEnd, minibatches: JoinedMinibatches, collected: CollectedRows, facts: Facts
-) -> EquationCheck:
+def _returns_in_use(rollout: RolloutEnd, minibatches: JoinedMinibatches, collected: CollectedRows, facts: Facts) -> EquationCheck:
     """Check the minibatches' targets against the rollout's advantages and values in the same rows, if they differ from the
     rollout's targets.
     """
@@ -404,9 +375,7 @@ def _first_pass(minibatches: JoinedMinibatches, collected: CollectedRows) -> tup
     return first, CollectedRows(advantages=collected.advantages[rows])
 
 
-def _normalized(
-    rollout: RolloutEnd, minibatches: JoinedMinibatches, collected: CollectedRows, facts: Facts
-) -> EquationCheck:
+def _normalized(rollout: RolloutEnd, minibatches: JoinedMinibatches, collected: CollectedRows, facts: Facts) -> EquationCheck:
     """Check the advantages in use against the rollout's advantages in the same rows."""
     normalizes, own = facts.normalize_advantages, facts.normalize_minibatches
     over: Scope | None = "nothing" if normalizes is False else None

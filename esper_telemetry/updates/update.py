@@ -248,13 +248,7 @@ class GradientSample(NamedTuple):
     @property
     def entries(self) -> int:
         """Approximate number of entries in all its vectors."""
-        vectors = (
-            len(self.minibatches)
-            + len(self.shards)
-            + 4 * len(self.states)
-            + 2 * (self.actor is not None)
-            + len(self.heads)
-        )
+        vectors = len(self.minibatches) + len(self.shards) + 4 * len(self.states) + 2 * (self.actor is not None) + len(self.heads)
         return vectors * sum(self.numels)
 
 

@@ -109,8 +109,7 @@ def to_html(document: Any) -> str:
 
 def _html(element: Element) -> str:
     attributes = "".join(
-        f" {name}" if value is True else f' {name}="{escape(printable(str(value)))}"'
-        for name, value in element.attributes.items()
+        f" {name}" if value is True else f' {name}="{escape(printable(str(value)))}"' for name, value in element.attributes.items()
     )
     begin = f"<{element.tag}{attributes}>"
     return begin if element.tag == "br" else f"{begin}{to_html(element.children)}</{element.tag}>"

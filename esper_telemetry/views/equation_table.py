@@ -14,15 +14,7 @@ from esper_telemetry.alarms.rules.equation_alarms import ACTIONS, EXCESS_KEYS, R
 from esper_telemetry.alarms.verdict.unusual import OBSERVE
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Record, RunInfo, judgeable
-from esper_telemetry.equations.equation import (
-    EQUATION_KEY,
-    Equation,
-    EquationResult,
-    Hypothesis,
-    alternatives,
-    equation_results,
-    equations,
-)
+from esper_telemetry.equations.equation import EQUATION_KEY, Equation, EquationResult, Hypothesis, alternatives, equation_results, equations
 from esper_telemetry.equations.schedules import RateHistory
 from esper_telemetry.journal.record_columns import RecordTable
 from esper_telemetry.views.document import Element, h, items, table
@@ -186,9 +178,7 @@ class EquationHistory:
         if row.state != "matches" or self._sum is None or not self._sum.exceeds:
             return row
         error = abs(self._sum.total) / self._sum.bound
-        return replace(
-            row, state="differs", over_run=str(self._sum), since=self._sum_since, differing=row.updates, error=error
-        )
+        return replace(row, state="differs", over_run=str(self._sum), since=self._sum_since, differing=row.updates, error=error)
 
 
 def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run: RunInfo) -> EquationRow:

@@ -204,9 +204,7 @@ def _makers(group: type) -> tuple[tuple[str, str], ...]:
     for module in (group.__module__, *_users(group.__module__, group.__name__)):
         definitions = _definitions(module)
         direct = [name for name, definition in definitions.items() if group.__name__ in definition.names]
-        makers += [
-            (module, name) for name in dict.fromkeys(one for name in direct for one in _public(definitions, name))
-        ]
+        makers += [(module, name) for name in dict.fromkeys(one for name in direct for one in _public(definitions, name))]
     return tuple(makers)
 
 

@@ -137,9 +137,7 @@ class TableDeclaration:
         if table is not None and not isinstance(table, TableView):
             raise TypeError(f"a table is a TableView, got {table!r}")
         cells = [cell for row in (*table.rows, table.footer) for cell in row] if table else []
-        if wrong := next(
-            (cell for cell in cells if not isinstance(cell, TableCell) or not isinstance(cell.text, str | Text)), None
-        ):
+        if wrong := next((cell for cell in cells if not isinstance(cell, TableCell) or not isinstance(cell.text, str | Text)), None):
             raise TypeError(f"a cell of a table is a TableCell with a text, got {wrong!r}")
         return table
 
@@ -191,11 +189,7 @@ LEARNING: Final = (
 POLICY: Final = (
     _chart("policy/kl", "policy/kl_max", log=True),
     _chart("policy/clip_frac"),
-    _chart(
-        *("policy/ess_frac_min", "policy/ess_frac"),
-        title="Effective sample size of the update",
-        label="worst effective sample size",
-    ),
+    _chart(*("policy/ess_frac_min", "policy/ess_frac"), title="Effective sample size of the update", label="worst effective sample size"),
     _chart("policy/ratio/max", "policy/ratio/min", title="Largest and smallest ratio", log=True),
 )
 EXPLORATION: Final = (
@@ -229,11 +223,7 @@ MEMORY: Final = (
 )
 TIME: Final = (
     _chart("train/env_steps_per_second"),
-    _chart(
-        *("perf/environment_ms", "perf/inference_ms", "perf/update_ms", "perf/telemetry_ms"),
-        title="Time of an update",
-        stacked=True,
-    ),
+    _chart(*("perf/environment_ms", "perf/inference_ms", "perf/update_ms", "perf/telemetry_ms"), title="Time of an update", stacked=True),
     _chart("perf/telemetry_frac"),
     _chart("perf/memory/process_mib", "perf/memory/children_mib", "perf/memory/device_mib", title="Memory"),
     _chart("perf/memory/process_frac", "perf/memory/device_frac", title="Share of the memory that is taken"),
@@ -308,9 +298,7 @@ def _dead_layers(view: RunView) -> StripItem | None:
     """Tensors whose whole gradient was zero in the last measurement, without heads, which have no gradient if no action used them."""
     heads = set(view.facts.heads or ())
     names = [(match[1], key) for key in view.keys if (match := ZERO_GRADIENTS.fullmatch(key))]
-    dead = [
-        name for name, key in names if view.last[key] >= 1 and not (len(heads) > 1 and heads & set(name.split("_")))
-    ]
+    dead = [name for name, key in names if view.last[key] >= 1 and not (len(heads) > 1 and heads & set(name.split("_")))]
     return StripItem(f"{len(dead)} dead layers", "warn") if dead else None
 
 
@@ -329,9 +317,7 @@ STRIP: Final = (
     StripDeclaration("outcome", _outcome, -10),
     StripDeclaration("alarms", strip_of_alarms, 0),
     StripDeclaration("nonfinite", _nonfinite, 40, (NONFINITE_GRADIENTS,)),
-    StripDeclaration(
-        "exploding", _exploding, 50, ("grad/layer/{layer}/severity_explode", "grad/{group}/severity_explode")
-    ),
+    StripDeclaration("exploding", _exploding, 50, ("grad/layer/{layer}/severity_explode", "grad/{group}/severity_explode")),
     StripDeclaration("dead_layers", _dead_layers, 60, ("grad/layer/{layer}/zero_frac",)),
     StripDeclaration("policy", _policy, 70, ("policy/entropy_norm", "policy/entropy_marginal_norm", "policy/kl")),
     StripDeclaration("memory", _memory, 80, ("perf/memory/process_frac", "perf/memory/device_frac")),
@@ -341,12 +327,7 @@ STRIP: Final = (
 
 ENVIRONMENTS_EVENT: Final = "environments"
 MISSING_CELL: Final = TableCell("─", "dim")
-ENVIRONMENT_COLUMNS: Final = {
-    "return": "Return",
-    "length": "Length",
-    "last_return": "Last return",
-    "last_length": "Last length",
-}
+ENVIRONMENT_COLUMNS: Final = {"return": "Return", "length": "Length", "last_return": "Last return", "last_length": "Last length"}
 
 
 def number_cell(value: Any, style: str = "", form: str = ",.6g") -> TableCell:

@@ -22,14 +22,7 @@ from esper_telemetry.views.compare.compared_runs import read_compared
 from esper_telemetry.views.compare.comparison_page import comparison_section
 from esper_telemetry.views.document import Element, folded, h, items, table, text_lines, to_html, to_markdown
 from esper_telemetry.views.equation_table import STATE_CLASSES, EquationRow, by_reason
-from esper_telemetry.views.report_charts import (
-    TIMELINE_POINTS,
-    WARN_SEVERITY,
-    GradientFlow,
-    ReportCharts,
-    gradient_flow,
-    html_page,
-)
+from esper_telemetry.views.report_charts import TIMELINE_POINTS, WARN_SEVERITY, GradientFlow, ReportCharts, gradient_flow, html_page
 from esper_telemetry.views.run_parts import ChartView, IncidentView, duration, number_text
 from esper_telemetry.views.run_view import RunView, open_view
 from esper_telemetry.views.verdict_text import checks, findings, unanswered_by_reason
@@ -199,12 +192,7 @@ class _RunSections:
         grid = [self._chart(chart, [self.view.step_of(incident.since)], css="") for chart in around]
         return h(
             "article",
-            h(
-                "div",
-                h("h3", f"{incident.number}. {incident.cause}"),
-                h("span", incident.level, css=f"badge {incident.level}"),
-                css="head",
-            ),
+            h("div", h("h3", f"{incident.number}. {incident.cause}"), h("span", incident.level, css=f"badge {incident.level}"), css="head"),
             h("p", incident.state, css="dim"),
             _sentences(incident),
             h("div", grid, css="grid") if grid else None,
@@ -227,9 +215,7 @@ class _RunSections:
             f"{self.view.x_label}; a gap is an update without a finite gradient. Wide screens also show the norm of the last gradient "
             f"(dot) and its range in this run.{hidden}"
         )
-        plot = _plot(
-            self.charts.flow(self.place, flow, self.marks), style=f"height:{height}px", data_height=f"{height}"
-        )
+        plot = _plot(self.charts.flow(self.place, flow, self.marks), style=f"height:{height}px", data_height=f"{height}")
         yield h("h2", "Where do gradients explode or vanish?")
         yield h("div", plot, h("p", legend, css="dim"), css="card")
 

@@ -206,13 +206,9 @@ class ReportCharts:
                 "updates": [*flow.updates],
                 "names": [layer.layer for layer in flow.layers],
                 # in hundredths, which are as exact as a colour can be
-                "severities": [
-                    [None if math.isnan(x) else round(100 * x) for x in layer.severity] for layer in flow.layers
-                ],
+                "severities": [[None if math.isnan(x) else round(100 * x) for x in layer.severity] for layer in flow.layers],
                 "nonfinite": [100 * broken for broken in flow.nonfinite] if any(flow.nonfinite) else None,
-                "norms": [
-                    [_short(norm) for norm in (layer.last, layer.smallest, layer.largest)] for layer in flow.layers
-                ],
+                "norms": [[_short(norm) for norm in (layer.last, layer.smallest, layer.largest)] for layer in flow.layers],
             },
         }
         return self._added(entry)
@@ -227,9 +223,7 @@ class ReportCharts:
 
     def to_json(self) -> str:
         """Return all of it as JSON that is safe within a script element."""
-        text = json.dumps(
-            {"runs": self.runs, "charts": self.charts}, ensure_ascii=False, allow_nan=False, separators=(",", ":")
-        )
+        text = json.dumps({"runs": self.runs, "charts": self.charts}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

@@ -99,22 +99,16 @@ class SeriesBuffer:
         rows, done = np.stack([updates[finite], env_steps[finite], values[finite]], axis=1), 0
         while done < len(rows):
             begun = self._count % self._group
-            groups = (
-                0 if begun else min((len(rows) - done) // self._group, self._max_groups - self._count // self._group)
-            )
+            groups = 0 if begun else min((len(rows) - done) // self._group, self._max_groups - self._count // self._group)
             if groups <= 1:
                 part = rows[done : done + self._group - begun]
-                low, high, first, last = (
-                    tuple(part[place].tolist()) for place in (part[:, 2].argmin(), part[:, 2].argmax(), 0, -1)
-                )
+                low, high, first, last = (tuple(part[place].tolist()) for place in (part[:, 2].argmin(), part[:, 2].argmax(), 0, -1))
                 self._join(low, high, first, last, len(part))
                 done += len(part)
                 continue
             whole = rows[done : done + groups * self._group].reshape(groups, self._group, 3)
             each = np.arange(groups)
-            lowest, highest = (
-                whole[each, places] for places in (whole[:, :, 2].argmin(axis=1), whole[:, :, 2].argmax(axis=1))
-            )
+            lowest, highest = (whole[each, places] for places in (whole[:, :, 2].argmin(axis=1), whole[:, :, 2].argmax(axis=1)))
             self._first = self._first if self._count else tuple(whole[0, 0].tolist())
             self._last = tuple(whole[-1, -1].tolist())
             self._columns.frombytes(np.concatenate([lowest, highest], axis=1).tobytes())
@@ -166,9 +160,7 @@ class SeriesBuffer:
         points |= {self._first, self._last} if self._count else set()
         ordered = sorted(points)
         return Series(
-            tuple(int(point[0]) for point in ordered),
-            tuple(int(point[1]) for point in ordered),
-            tuple(point[2] for point in ordered),
+            tuple(int(point[0]) for point in ordered), tuple(int(point[1]) for point in ordered), tuple(point[2] for point in ordered)
         )
 
 
@@ -334,9 +326,7 @@ def _evidence(alarm: Alarm, run: RunInfo, lists: Container[str]) -> list[Evidenc
                 judge(info, value) if isinstance(value, int | float) else "",
             )
         )
-    others = {
-        name: data for name, data in alarm.evidence.items() if name not in ("values", "usual") and name not in lists
-    }
+    others = {name: data for name, data in alarm.evidence.items() if name not in ("values", "usual") and name not in lists}
     rows += [EvidenceRow(name, "", number_text(value), "", "", "") for name, value in flattened(others).items()]
     return rows
 
@@ -363,11 +353,7 @@ MIN_OK_SECONDS, MIN_WARN_SECONDS = 5.0, 60.0
 START_SECONDS: Final = 60.0
 """Time of an update that is assumed before two records show it."""
 
-TIME_PARTS: Final = {
-    "environment": "perf/environment_ms",
-    "inference": "perf/inference_ms",
-    "update": "perf/update_ms",
-}
+TIME_PARTS: Final = {"environment": "perf/environment_ms", "inference": "perf/inference_ms", "update": "perf/update_ms"}
 Staleness = Literal["ok", "warn", "bad", "ended"]
 
 

@@ -38,15 +38,7 @@ from esper_telemetry.alarms.verdict.unusual import keys_without_bounds, notable
 from esper_telemetry.core.backends import limit_mlflow_requests
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import capitalized
-from esper_telemetry.core.record import (
-    Alarm,
-    AlarmEvent,
-    Axes,
-    Record,
-    RunInfo,
-    RunStatus,
-    template_of,
-)
+from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus, template_of
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.history.recent_return import UPDATE_RETURN
 from esper_telemetry.importers.records import ImportedRun, read_foreign
@@ -56,14 +48,7 @@ from esper_telemetry.journal.lines import End, Entry, JournalEvent, end_status
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.journal.record_columns import Segment, segments
 from esper_telemetry.views.equation_table import EquationHistory, EquationRow
-from esper_telemetry.views.panels import (
-    ChartDeclaration,
-    PanelDeclaration,
-    StripItem,
-    TableView,
-    ViewDeclaration,
-    view_declarations,
-)
+from esper_telemetry.views.panels import ChartDeclaration, PanelDeclaration, StripItem, TableView, ViewDeclaration, view_declarations
 from esper_telemetry.views.run_parts import (
     DEFAULT_POINTS,
     MAX_LINES,
@@ -100,11 +85,7 @@ T = TypeVar("T")
 
 
 def open_view(
-    source: str | Path,
-    *,
-    max_points: int = DEFAULT_POINTS,
-    judged: bool = False,
-    thresholds: Thresholds | None = None,
+    source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: bool = False, thresholds: Thresholds | None = None
 ) -> RunView:
     """Return the view of a run, read up to its end.
 
@@ -133,9 +114,7 @@ def open_view(
     return view
 
 
-def open_sample(
-    run_dir: str | Path, records: int, *, max_points: int = DEFAULT_POINTS, judged: bool = False
-) -> RunView:
+def open_sample(run_dir: str | Path, records: int, *, max_points: int = DEFAULT_POINTS, judged: bool = False) -> RunView:
     """Return the view of a run by all alarms, and so many records over the run and at its end; raises as `open_view`.
 
     Its attribute `sampled` is True if records were left out.
@@ -213,14 +192,7 @@ class RunView:
         sampled: True if records of the journal were left out, see `open_sample`.
     """
 
-    def __init__(
-        self,
-        info: RunInfo,
-        source: str,
-        *,
-        max_points: int = DEFAULT_POINTS,
-        judged: bool = False,
-    ) -> None:
+    def __init__(self, info: RunInfo, source: str, *, max_points: int = DEFAULT_POINTS, judged: bool = False) -> None:
         self.info, self.facts, self.source = info, Facts.of(info.facts), source
         self.status: RunStatus | None = None
         self.axes: Axes | None = None
@@ -367,9 +339,7 @@ class RunView:
                 self.status = None
                 self._note_record(record)
             done = max(done, end)
-            if line is not None and (
-                entry := reader.decode(reader.bytes_at(line.position, line.length), line.position)
-            ):
+            if line is not None and (entry := reader.decode(reader.bytes_at(line.position, line.length), line.position)):
                 self._add([entry])
         updates, steps, values = updates[rows], steps[rows], segment.values[rows]
         self._positions.extend(updates, steps, updates.astype(float))
@@ -455,9 +425,7 @@ class RunView:
         unanswered = {} if imported.off_policy else diagnosis.unanswered
         # only the trainer could have logged more, so the reasons say what was not logged
         reasons = {
-            kind: reason.replace("no record has ", "not logged: ").replace(
-                "the facts of the run lack ", "setting not logged: "
-            )
+            kind: reason.replace("no record has ", "not logged: ").replace("the facts of the run lack ", "setting not logged: ")
             for kind, reason in unanswered.items()
         }
         for key, tag in imported.missing.items():
@@ -473,12 +441,7 @@ class RunView:
         seen = [{"update": each.update, "text": each.text} for each in imported.remarks if each.alarm not in raised]
         events = (*((REMARK, remark) for remark in seen), *diagnosis.events)
         diagnosis = replace(diagnosis, remarks=(*seen, *diagnosis.remarks), events=events)
-        return replace(
-            diagnosis,
-            outcome=outcome,
-            unanswered=reasons,
-            remedies={kind: hint for kind, hint in remedies.items() if hint},
-        )
+        return replace(diagnosis, outcome=outcome, unanswered=reasons, remedies={kind: hint for kind, hint in remedies.items() if hint})
 
     def _recorded(self) -> Diagnosis:
         """Return the verdict that the journal holds."""
@@ -579,11 +542,7 @@ class RunView:
         if "{" not in template:
             return [template] if template in self._buffers else []
         pattern = re.compile(re.sub(r"\\\{[a-z_]+\\\}", "[^/]+", re.escape(template)))
-        return [
-            key
-            for key in self._buffers
-            if pattern.fullmatch(key) and template_of(key, self.info.metrics) in (template, key)
-        ]
+        return [key for key in self._buffers if pattern.fullmatch(key) and template_of(key, self.info.metrics) in (template, key)]
 
     def _line(self, key: str, *, single: bool) -> LineView:
         info, series, parts = self.info.describe(key), self.series(key), self.placeholders(key)

@@ -23,12 +23,7 @@ from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, describe
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS
-from esper_telemetry.alarms.verdict.published_settings import (
-    SettingChange,
-    outside_settings,
-    setting_change,
-    with_logged_rate,
-)
+from esper_telemetry.alarms.verdict.published_settings import SettingChange, outside_settings, setting_change, with_logged_rate
 from esper_telemetry.alarms.verdict.remarks import LATER, REMARK, is_setting
 from esper_telemetry.alarms.verdict.run_outcome import GOOD, OutcomeKind
 from esper_telemetry.alarms.verdict.unusual import OBSERVE
@@ -51,12 +46,7 @@ OUTCOME_VERBS: Final = {OutcomeKind.FLAT: "is flat", OutcomeKind.DECLINING: "dec
 
 
 def verdict_document(
-    head: str,
-    diagnosis: Diagnosis,
-    ending: str = "",
-    *,
-    untraced: Mapping[str, Sequence[str]] = {},
-    list_unanswered: bool = False,
+    head: str, diagnosis: Diagnosis, ending: str = "", *, untraced: Mapping[str, Sequence[str]] = {}, list_unanswered: bool = False
 ) -> Iterator[Element]:
     """Yield a verdict: the sentence of a bad ending, what the run does, its incidents, and what is open.
 
@@ -76,9 +66,7 @@ def verdict_document(
         yield h("p", "The journal has no records yet.", css="note")
     else:
         yield h("p", checks(diagnosis)) if ending else h("p", capitalized(diagnosis.summary), css=diagnosis.tone)
-    notes = (
-        [] if diagnosis.shows_remarks else [data for kind, data in diagnosis.events if kind == REMARK]
-    )  # else the findings have them
+    notes = [] if diagnosis.shows_remarks else [data for kind, data in diagnosis.events if kind == REMARK]  # else the findings have them
     causes = [data for data in notes if is_setting(data.get("name", ""))]
     if any(incident.cause in diagnosis.certain for incident in diagnosis.incidents):
         causes = []
@@ -95,22 +83,17 @@ def verdict_document(
                 css=incident.main.level,
             )
     yield from findings(diagnosis, untraced)
-    yield from _remarks(
-        data for kind, data in diagnosis.events if (kind != REMARK or data in notes) and data not in causes
-    )
+    yield from _remarks(data for kind, data in diagnosis.events if (kind != REMARK or data in notes) and data not in causes)
     if diagnosis.unanswered:
         count = len(diagnosis.unanswered)
         questions = f"{count} question{'' if count == 1 else 's'} could not be answered"
         groups = unanswered_by_reason(diagnosis)
         lines = (
-            f"{', '.join(kinds)}: {reason}" + (f"; supplied by {remedy}" if remedy else "")
-            for (reason, remedy), kinds in groups.items()
+            f"{', '.join(kinds)}: {reason}" + (f"; supplied by {remedy}" if remedy else "") for (reason, remedy), kinds in groups.items()
         )
         yield h("br")
         yield (
-            folded(questions, items(lines))
-            if list_unanswered
-            else h("p", f"{questions}, as values were not reported; --all lists them.")
+            folded(questions, items(lines)) if list_unanswered else h("p", f"{questions}, as values were not reported; --all lists them.")
         )
         facts = [remedy for reason, remedy in groups if reason.startswith(LACKS_FACTS) and remedy]
         if facts and not list_unanswered:
@@ -172,9 +155,7 @@ def _unexplained(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]]) ->
         kinds = [kind for kind, supplier in diagnosis.remedies.items() if supplier == remedy]
         lines.append(f"{remedy}: {', '.join(kinds[:3])}" + (f" and {count - 3} more" if count > 3 else ""))
     if any(remedy.startswith(OBSERVE) for remedy in suppliers):  # the user's own loop
-        lines.append(
-            f"{OBSERVE}(esper_telemetry.check_gae(...)) and others: equations, which `esper-telemetry check RUN` lists"
-        )
+        lines.append(f"{OBSERVE}(esper_telemetry.check_gae(...)) and others: equations, which `esper-telemetry check RUN` lists")
     if lines:
         yield folded("Not measured, and how to measure it", items(lines), is_open=is_open)
 
@@ -292,9 +273,7 @@ def answer(
         "tone": str(diagnosis.tone),
         "summary": diagnosis.summary,
         "advice": advice,
-        "next": _next_command(
-            address, diagnosis, rows, advice, is_live=head.get("status", "") is None, shows_all=everything
-        ),
+        "next": _next_command(address, diagnosis, rows, advice, is_live=head.get("status", "") is None, shows_all=everything),
         "critical_values": dict(diagnosis.critical),
         "checks": diagnosis.checks,
         "incidents": incidents,
@@ -337,12 +316,7 @@ def _incident(incident: IncidentReport, diagnosis: Diagnosis, run: RunInfo, rule
         "text": text if advice else main.text,
         "advice": _change(advice, change),
         "evidence": [
-            {
-                "key": key,
-                "value": value,
-                "usual": usual.get(key) if isinstance(usual, Mapping) else None,
-                "healthy": _healthy(key, run),
-            }
+            {"key": key, "value": value, "usual": usual.get(key) if isinstance(usual, Mapping) else None, "healthy": _healthy(key, run)}
             for key, value in evidence.items()
             if value is not None
         ],
@@ -383,10 +357,7 @@ def _equation(row: EquationRow) -> dict[str, Any]:
 
 
 def _advice(
-    equations: Sequence[Mapping[str, Any]],
-    incidents: Sequence[Mapping[str, Any]],
-    facts: Facts,
-    rate: float | None,
+    equations: Sequence[Mapping[str, Any]], incidents: Sequence[Mapping[str, Any]], facts: Facts, rate: float | None
 ) -> Iterator[dict[str, Any]]:
     """Yield the changes of settings, the most certain one first: equations that differ, incidents, settings outside published ranges.
 
@@ -395,16 +366,10 @@ def _advice(
     changes: dict[str, dict[str, Any]] = {}
     for row in equations:
         if row["state"] == "differs":
-            changes[row["equation"]] = {
-                **row["advice"],
-                "because": f"equation {row['equation']}",
-                "place": row["place"],
-            }
+            changes[row["equation"]] = {**row["advice"], "because": f"equation {row['equation']}", "place": row["place"]}
     for incident in incidents:
         if (advice := incident["advice"])["setting"] is not None:
-            changes.setdefault(
-                advice["setting"], {**advice, "because": f"incident {incident['incident']}", "place": ""}
-            )
+            changes.setdefault(advice["setting"], {**advice, "because": f"incident {incident['incident']}", "place": ""})
     for name, _, _, text in outside_settings(with_logged_rate(facts, rate)):
         if (change := setting_change((name,), (), facts, rate)) is not None:
             changes.setdefault(change.setting, {**_change(text, change), "because": "published settings", "place": ""})
@@ -471,9 +436,7 @@ def shortened(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _brief(incident: Mapping[str, Any]) -> dict[str, Any]:
-    alarms = [
-        {**alarm, "text": "", "evidence": {}} for alarm in incident["alarms"] if alarm["event"] == AlarmEvent.RAISE
-    ]
+    alarms = [{**alarm, "text": "", "evidence": {}} for alarm in incident["alarms"] if alarm["event"] == AlarmEvent.RAISE]
     return {**incident, "alarms": alarms, "evidence": incident["evidence"][:MAX_EVIDENCE]}
 
 

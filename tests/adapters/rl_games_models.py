@@ -38,15 +38,7 @@ class VectorEnv(IVecEnv):  # type: ignore[misc] # the package has no type inform
     """Environments of Gymnasium with tensors and time limits, as Isaac Lab's wrapper gives them."""
 
     def __init__(
-        self,
-        name: str,
-        envs: int,
-        *,
-        seed: int = 1,
-        states: bool = False,
-        reward_scale: float = 1.0,
-        blind: bool = False,
-        **settings: Any,
+        self, name: str, envs: int, *, seed: int = 1, states: bool = False, reward_scale: float = 1.0, blind: bool = False, **settings: Any
     ) -> None:
         same_step = gym.vector.AutoresetMode.SAME_STEP
         self._env = gym.vector.SyncVectorEnv([lambda: gym.make(name, **settings)] * envs, autoreset_mode=same_step)
@@ -177,16 +169,12 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "mixed_precision": {"mixed_precision": True, "value_bootstrap": False},
 }
 
-MODELS: Mapping[str, Callable[[], Mapping[str, Any]]] = {
-    name: partial(dict, settings) for name, settings in CONFIGURATIONS.items()
-}
+MODELS: Mapping[str, Callable[[], Mapping[str, Any]]] = {name: partial(dict, settings) for name, settings in CONFIGURATIONS.items()}
 
 LARGE: Mapping[str, Any] = {"env": CARTPOLE, "envs": 16, "steps": 64, "mini_epochs": 4, "learning_rate": 1e-3}
 """Settings with which CartPole is learned."""
 
-HEALTHY: Mapping[str, Callable[[], Mapping[str, Any]]] = {
-    f"seed {seed}": partial(dict, LARGE, seed=seed) for seed in (1, 2, 3)
-}
+HEALTHY: Mapping[str, Callable[[], Mapping[str, Any]]] = {f"seed {seed}": partial(dict, LARGE, seed=seed) for seed in (1, 2, 3)}
 LEARNING: Mapping[str, Callable[[], Mapping[str, Any]]] = {"large": partial(dict, LARGE)}
 
 BROKEN: Mapping[str, Callable[[], Mapping[str, Any]]] = {

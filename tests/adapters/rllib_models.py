@@ -54,12 +54,7 @@ def config(env: Any = "CartPole-v1", *, seed: int = 1, envs: int = 4, **settings
 
 def pendulum() -> PPOConfig:
     """A Gaussian policy, with the settings that RLlib's defaults leave out."""
-    unclipped: dict[str, Any] = {
-        "vf_clip_param": float("inf"),
-        "use_kl_loss": False,
-        "grad_clip": 0.5,
-        "entropy_coeff": 0.01,
-    }
+    unclipped: dict[str, Any] = {"vf_clip_param": float("inf"), "use_kl_loss": False, "grad_clip": 0.5, "entropy_coeff": 0.01}
     result = config("Pendulum-v1", lambda_=0.95, **unclipped)
     return result.rl_module(model_config=DefaultModelConfig(free_log_std=True))
 

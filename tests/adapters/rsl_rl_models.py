@@ -73,9 +73,7 @@ class Blind(SignedCartPole):
 GAUSSIAN = {"class_name": "GaussianDistribution", "init_std": 1.0}
 
 
-def config(
-    *, model: str = "MLPModel", distribution: Mapping[str, Any] = GAUSSIAN, steps: int = STEPS, **settings: Any
-) -> dict[str, Any]:
+def config(*, model: str = "MLPModel", distribution: Mapping[str, Any] = GAUSSIAN, steps: int = STEPS, **settings: Any) -> dict[str, Any]:
     """Return a configuration; settings named `model_*` belong to the models, all others to the algorithm."""
     networks: dict[str, Any] = {"hidden_dims": [32, 32], "activation": "tanh"}
     if model == "RNNModel":
@@ -111,9 +109,7 @@ def runner(
     torch.manual_seed(seed)
     configuration = {**config(**settings), **({} if logger is None else {"logger": logger})}
     with contextlib.redirect_stdout(io.StringIO()):
-        return OnPolicyRunner(
-            env(envs, seed), configuration, log_dir=None if log_dir is None else str(log_dir), device=device
-        )
+        return OnPolicyRunner(env(envs, seed), configuration, log_dir=None if log_dir is None else str(log_dir), device=device)
 
 
 def short_pendulum(num_envs: int, seed: int) -> Pendulum:
@@ -126,9 +122,7 @@ MODELS: Mapping[str, Callable[..., OnPolicyRunner]] = {
     "pendulum": lambda **changes: runner(short_pendulum, model_obs_normalization=True, **changes),
     "per_minibatch": lambda **changes: runner(normalize_advantage_per_mini_batch=True, **changes),
     "fixed_rate": lambda **changes: runner(schedule="fixed", use_clipped_value_loss=False, **changes),
-    "state_dependent_std": lambda **changes: runner(
-        distribution={"class_name": "HeteroscedasticGaussianDistribution"}, **changes
-    ),
+    "state_dependent_std": lambda **changes: runner(distribution={"class_name": "HeteroscedasticGaussianDistribution"}, **changes),
     "beta": lambda **changes: runner(distribution={"class_name": "BetaDistribution"}, **changes),
     "lstm": lambda **changes: runner(short_pendulum, model="RNNModel", **changes),
     "gru": lambda **changes: runner(model="RNNModel", model_rnn_type="gru", model_rnn_num_layers=2, **changes),
@@ -196,20 +190,14 @@ def taps_of(model: Any) -> list[str]:
     """Our taps and hooks in the objects of a runner."""
     alg = model.alg
     owners = [model, model.logger, alg, alg.storage, *alg.actor.modules(), *alg.critic.modules()]
-    taps = [
-        f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)
-    ]
+    taps = [f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)]
     return taps + ["optimizer"] * len(alg.optimizer._optimizer_step_post_hooks)
 
 
 def fingerprint(model: OnPolicyRunner) -> dict[str, Tensor]:
     """Weights, normaliser statistics, optimizer state and the random generator."""
     alg = model.alg
-    weights = {
-        f"{part}.{name}": tensor.clone()
-        for part in ("actor", "critic")
-        for name, tensor in getattr(alg, part).state_dict().items()
-    }
+    weights = {f"{part}.{name}": tensor.clone() for part in ("actor", "critic") for name, tensor in getattr(alg, part).state_dict().items()}
     moments = {
         f"{index}.{name}": torch.as_tensor(moment).clone()
         for index, state in alg.optimizer.state_dict()["state"].items()

@@ -1,7 +1,5 @@
 """Stable-Baselines3 programs with one mistake each in collecting rollouts, as users make them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -318,9 +316,7 @@ class StoresStatesAfter(RecurrentPPO):  # type: ignore[misc]
             return result
 
         self.policy.forward = remembered
-        self.rollout_buffer.add = lambda *row, lstm_states: add(
-            *row, lstm_states=self.kept(returned["states"], lstm_states)
-        )
+        self.rollout_buffer.add = lambda *row, lstm_states: add(*row, lstm_states=self.kept(returned["states"], lstm_states))
 
     def kept(self, after: Any, before: Any) -> Any:
         return after
@@ -376,19 +372,14 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         frozenset({"replayed_log_probs_other_mode"}),
     ),
     "dropout in acting": (
-        lambda seed: own_loop(
-            "dropout", seed, policy_kwargs={"activation_fn": lambda: nn.Sequential(nn.Tanh(), nn.Dropout(0.2))}
-        ),
+        lambda seed: own_loop("dropout", seed, policy_kwargs={"activation_fn": lambda: nn.Sequential(nn.Tanh(), nn.Dropout(0.2))}),
         frozenset({"replayed_log_probs_random_passes", "values_random_passes"}),
     ),
     "actions that are cut before they are stored": (
         lambda seed: own_loop("clipped_stored", seed, "MountainCarContinuous-v0"),
         frozenset({"log_probs_clipped_actions"}),
     ),
-    "the likeliest action always": (
-        lambda seed: own_loop("argmax", seed),
-        frozenset({"actions_deterministic"}),
-    ),
+    "the likeliest action always": (lambda seed: own_loop("argmax", seed), frozenset({"actions_deterministic"})),
     "a policy that acts on the observation before": (
         lambda seed: ppo(vec_env(seed=seed), LastObservation, seed=seed),
         frozenset({"replayed_log_probs_observation_before", "values_observation_before"}),
@@ -399,27 +390,19 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     ),
     "rewards that are stored one step late, with the values after time limits": (
         lambda seed: ppo(
-            vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15}),
-            seed=seed,
-            rollout_buffer_class=LateRewards,
+            vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15}), seed=seed, rollout_buffer_class=LateRewards
         ),
         frozenset({"stored_rewards_step_before"}),
     ),
     "rewards that are stored as they were before normalisation": (
         lambda seed: RawRewards(
-            "MlpPolicy",
-            VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})),
-            **SETTINGS,
-            seed=seed,
+            "MlpPolicy", VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})), **SETTINGS, seed=seed
         ),
         frozenset({"stored_rewards_raw"}),
     ),
     "rewards before normalisation instead of the environments' answers": (
         lambda seed: RawAnswers(
-            "MlpPolicy",
-            VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})),
-            **SETTINGS,
-            seed=seed,
+            "MlpPolicy", VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})), **SETTINGS, seed=seed
         ),
         frozenset({"stored_rewards_raw"}),
     ),
@@ -428,9 +411,7 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         frozenset({"transitions_final_observation"}),
     ),
     "the same mistake in a loop with other names": (
-        lambda seed: OwnNames(
-            "MlpPolicy", vec_env("CartPole-v1", seed=seed, env_kwargs={"max_episode_steps": 15}), **SETTINGS, seed=seed
-        ),
+        lambda seed: OwnNames("MlpPolicy", vec_env("CartPole-v1", seed=seed, env_kwargs={"max_episode_steps": 15}), **SETTINGS, seed=seed),
         frozenset({"transitions_final_observation"}),
     ),
     "the previous step's observations instead of the environments' answers": (
@@ -450,17 +431,12 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         frozenset({"replayed_log_probs_older_weights", "values_older_weights"}),
     ),
     "a memory that begins empty in training": (
-        lambda seed: with_strong_memory(
-            recurrent(policy=of_corpus("recurrent-zero_states").RecurrentPolicy, seed=seed, batch_size=48)
-        ),
+        lambda seed: with_strong_memory(recurrent(policy=of_corpus("recurrent-zero_states").RecurrentPolicy, seed=seed, batch_size=48)),
         frozenset({"replayed_log_probs_memory_zero"}),
     ),
     "masks that training leaves out": (
         lambda seed: MaskablePPO(
-            of_corpus("masked-no_mask_in_training").MaskedPolicy,
-            make_vec_env(MaskedArms, 4, seed=seed),
-            **SETTINGS,
-            seed=seed,
+            of_corpus("masked-no_mask_in_training").MaskedPolicy, make_vec_env(MaskedArms, 4, seed=seed), **SETTINGS, seed=seed
         ),
         frozenset({"replayed_log_probs_mask_missing"}),
     ),
@@ -488,9 +464,7 @@ def late_effects(seed: int) -> Any:
 HEALTHY: Mapping[str, Callable[[int], Any]] = {
     "CartPole": lambda seed: ppo(vec_env(seed=seed), seed=seed),
     "Pendulum, normalised": lambda seed: ppo(VecNormalize(vec_env("Pendulum-v1", seed=seed)), seed=seed),
-    "Pendulum, gSDE": lambda seed: ppo(
-        vec_env("Pendulum-v1", seed=seed), seed=seed, use_sde=True, policy_kwargs={"squash_output": True}
-    ),
+    "Pendulum, gSDE": lambda seed: ppo(vec_env("Pendulum-v1", seed=seed), seed=seed, use_sde=True, policy_kwargs={"squash_output": True}),
     "Pendulum, observations scaled by the loop": lambda seed: ScaledAnswers(
         "MlpPolicy", vec_env("Pendulum-v1", seed=seed), **SETTINGS, seed=seed
     ),

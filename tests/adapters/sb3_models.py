@@ -1,7 +1,5 @@
 """Small models of every algorithm of Stable-Baselines3 that `TelemetryCallback` supports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,9 +149,7 @@ MODELS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def recorded_run(
-    model: Any, run_dir: Path, *, steps: int = 384, level: str = "normal", sinks: Sequence[str] = (), **settings: Any
-) -> Run:
+def recorded_run(model: Any, run_dir: Path, *, steps: int = 384, level: str = "normal", sinks: Sequence[str] = (), **settings: Any) -> Run:
     """Return the journal of a model that has learned with telemetry, in process by default."""
     with Telemetry(sinks, run_dir=run_dir, level=level, **{"offload": False, **settings}) as telemetry:
         model.learn(steps, callback=TelemetryCallback(telemetry))

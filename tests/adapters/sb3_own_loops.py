@@ -3,8 +3,6 @@
 A mistake replaces one part of the loop: computing the loss of a minibatch, or taking the optimizer step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

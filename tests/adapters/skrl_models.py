@@ -16,12 +16,7 @@ from skrl.memories.torch import RandomMemory
 from skrl.models.torch import DeterministicMixin, GaussianMixin, Model
 from skrl.resources.preprocessors.torch import RunningStandardScaler
 from skrl.trainers.torch import SequentialTrainer
-from skrl.utils.model_instantiators.torch import (
-    categorical_model,
-    deterministic_model,
-    gaussian_model,
-    shared_model,
-)
+from skrl.utils.model_instantiators.torch import categorical_model, deterministic_model, gaussian_model, shared_model
 from torch import Tensor, nn
 
 from esper_telemetry import Telemetry
@@ -194,11 +189,7 @@ def adaptive(**settings: Any) -> dict[str, Any]:
     """Settings of a learning rate that follows the KL divergence."""
     from skrl.resources.schedulers.torch import KLAdaptiveLR
 
-    return {
-        "learning_rate_scheduler": KLAdaptiveLR,
-        "learning_rate_scheduler_kwargs": {"kl_threshold": 0.01},
-        **settings,
-    }
+    return {"learning_rate_scheduler": KLAdaptiveLR, "learning_rate_scheduler_kwargs": {"kl_threshold": 0.01}, **settings}
 
 
 MODELS: Mapping[str, Callable[[], SkrlAgent]] = {
@@ -229,9 +220,7 @@ def with_states_apart(model: SkrlAgent) -> SkrlAgent:
 
 
 def learning_agent(**settings: Any) -> SkrlAgent:
-    return skrl_agent(
-        cartpole_env, "categorical", **{**LARGE, "learning_rate": 1e-3, "value_loss_scale": 0.5, **settings}
-    )
+    return skrl_agent(cartpole_env, "categorical", **{**LARGE, "learning_rate": 1e-3, "value_loss_scale": 0.5, **settings})
 
 
 def default_agent(seed: int) -> SkrlAgent:
@@ -291,9 +280,7 @@ def fingerprint(model: SkrlAgent) -> dict[str, Tensor]:
     """Weights, preprocessors, optimizer state and the random generator."""
     agent = model.agent
     modules = {name: module for name, module in agent.checkpoint_modules.items() if isinstance(module, nn.Module)}
-    weights = {
-        f"{part}.{name}": x.clone() for part, module in modules.items() for name, x in module.state_dict().items()
-    }
+    weights = {f"{part}.{name}": x.clone() for part, module in modules.items() for name, x in module.state_dict().items()}
     moments = {
         f"{index}.{name}": torch.as_tensor(moment).clone()
         for index, state in agent.optimizer.state_dict()["state"].items()

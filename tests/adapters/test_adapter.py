@@ -75,9 +75,7 @@ def minibatches(
 
 
 @pytest.mark.parametrize("level", ["minimal", "debug"])
-@pytest.mark.parametrize(
-    ("clip", "in_parts", "max_norm"), [(together, False, 0.5), (apart, True, 0.5), (lambda _: None, False, None)]
-)
+@pytest.mark.parametrize(("clip", "in_parts", "max_norm"), [(together, False, 0.5), (apart, True, 0.5), (lambda _: None, False, None)])
 def test_norms_are_those_before_clipping(clip: Any, in_parts: bool, max_norm: float | None, level: str) -> None:
     """The norms are 3 and 4 whether they are clipped together, separately or not. At DEBUG a hook reads the gradients, too."""
     events, _, _ = minibatches(clip, apart=in_parts, level=level)
@@ -87,9 +85,7 @@ def test_norms_are_those_before_clipping(clip: Any, in_parts: bool, max_norm: fl
         assert backward.names == ("actor.weight", "critic.weight")
         assert backward.norms.tolist() == [3, 4]
         assert backward.max_norm == max_norm
-        assert [set(part) for part in backward.clipped_apart] == (
-            [{"actor.weight"}, {"critic.weight"}] if in_parts else []
-        )
+        assert [set(part) for part in backward.clipped_apart] == ([{"actor.weight"}, {"critic.weight"}] if in_parts else [])
     assert [(event.epoch, event.step) for event in events] == 2 * [(0, 0), (0, 0), (1, 1), (1, 1)]
 
 
@@ -113,9 +109,7 @@ def test_records_count_updates_and_steps() -> None:
     assert not adapter.listening
 
 
-def test_torch_clips_if_the_norms_cannot_be_taken(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_torch_clips_if_the_norms_cannot_be_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("the norms are broken")
 
@@ -196,10 +190,7 @@ def test_groups_and_the_last_layer_of_two_networks() -> None:
         "shared": ["actor.0.weight", "actor.0.bias"],
         "critic": ["critic.1.weight", "critic.1.bias"],
     }
-    assert last_layer(["critic.0.weight", "critic.0.bias", "critic.1.weight", "critic.1.bias"]) == [
-        "critic.1.weight",
-        "critic.1.bias",
-    ]
+    assert last_layer(["critic.0.weight", "critic.0.bias", "critic.1.weight", "critic.1.bias"]) == ["critic.1.weight", "critic.1.bias"]
     assert last_layer(["critic.scale"]) == []
 
 

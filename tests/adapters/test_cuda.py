@@ -3,8 +3,6 @@
 Tests that need at most two devices also run on a simulated GPU.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -18,17 +16,7 @@ import torch
 from pretended_gpu import pretended_gpu
 from torch import Tensor, nn
 
-from esper_telemetry import (
-    PPO,
-    PPOConfig,
-    Telemetry,
-    advantage_stats,
-    attach,
-    gradient_health,
-    make_env,
-    ratio_diagnostics,
-    read_run,
-)
+from esper_telemetry import PPO, PPOConfig, Telemetry, advantage_stats, attach, gradient_health, make_env, ratio_diagnostics, read_run
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import equation_results
 from esper_telemetry.journal.read import Run
@@ -210,10 +198,7 @@ PRETENDED = [
     bundled,
     watched,
     *(pytest.param(program, marks=pytest.mark.system) for program in (bundled_lstm, bundled_gru)),
-    *(
-        pytest.param(program, marks=pytest.mark.sb3)
-        for program in (stable_baselines, stable_baselines_factored, rsl_rl, torchrl)
-    ),
+    *(pytest.param(program, marks=pytest.mark.sb3) for program in (stable_baselines, stable_baselines_factored, rsl_rl, torchrl)),
 ]
 
 
@@ -254,11 +239,7 @@ def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> Non
 def check_records(run: Run, *, ratio_error: float) -> None:
     """Every update has a record without a failed metric; the identity of the first minibatch and all equations hold."""
     assert len(run.records) >= UPDATES
-    results = [
-        (at, one)
-        for at, record in enumerate(run.records)
-        for one in equation_results(record.values, Facts.of(run.info.facts))
-    ]
+    results = [(at, one) for at, record in enumerate(run.records) for one in equation_results(record.values, Facts.of(run.info.facts))]
     assert [(at, result.equation.name, result.error) for at, result in results if not result.holds] == []
     for record in run.records:
         assert "telemetry/metric_errors" not in record.values

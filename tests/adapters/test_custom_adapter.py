@@ -1,7 +1,5 @@
 """The adapter of examples/custom_adapter.py: its numbers equal explicit `observe` calls in the same loop, and training is unchanged."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,9 +78,7 @@ def test_numbers_are_those_of_the_loop_itself() -> None:
         shared = [key for key in both if not key.startswith(CHANGING)]
         assert {"adv/raw/std", "value/explained_variance", "policy/kl", "grad/actor/norm_preclip"} <= set(shared)
         assert {"grad/clip/coef", "policy/clip_frac", "policy/kl_last"} <= set(shared)
-        assert {key: ours.values[key] for key in shared} == pytest.approx(
-            {key: own.values[key] for key in shared}, rel=1e-5, abs=1e-7
-        )
+        assert {key: ours.values[key] for key in shared} == pytest.approx({key: own.values[key] for key in shared}, rel=1e-5, abs=1e-7)
         assert ours.axes.env_step == own.axes.env_step
         assert ours.axes.gradient_step == own.axes.gradient_step
 

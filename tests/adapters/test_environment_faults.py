@@ -3,8 +3,6 @@
 The task is a damped oscillator that is pushed to its resting point. Its episodes end after 40 steps, and begin at random places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

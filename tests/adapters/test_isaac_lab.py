@@ -31,9 +31,7 @@ ENVS = 64
 
 
 def rsl_rl_run(task: str, run_dir: Path) -> Run:
-    widths, steps, rate, bonus = {"cartpole": ([32, 32], 16, 1e-3, 0.005), "ant": ([400, 200, 100], 32, 5e-4, 0.0)}[
-        task
-    ]
+    widths, steps, rate, bonus = {"cartpole": ([32, 32], 16, 1e-3, 0.005), "ant": ([400, 200, 100], 32, 5e-4, 0.0)}[task]
     model = rsl_rl_models.runner(
         rsl_rl_models.short_pendulum,
         envs=ENVS,
@@ -107,8 +105,7 @@ def skrl_run(task: str, run_dir: Path, **changes: Any) -> Run:
     trainer["close_environment_at_exit"] = False
     memory = {"class": "RandomMemory", "memory_size": -1}
     runner = Runner(
-        skrl_models.short_pendulum(ENVS, seed=42),
-        {"seed": 42, "models": models, "memory": memory, "agent": agent, "trainer": trainer},
+        skrl_models.short_pendulum(ENVS, seed=42), {"seed": 42, "models": models, "memory": memory, "agent": agent, "trainer": trainer}
     )
     with Telemetry([], run_dir=run_dir, offload=False, level="debug") as telemetry:
         attach_agent(telemetry, runner.agent)

@@ -1,7 +1,5 @@
 """Checks use copies of the policy: a thread that acts meanwhile sees the unchanged policy, even if a check raises."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,10 +47,7 @@ class Features(BaseFeaturesExtractor):
 
 def model() -> PPO:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "policy_kwargs": {"features_extractor_class": Features},
-        "normalize_advantage": False,
-    }
+    settings: dict[str, Any] = {"policy_kwargs": {"features_extractor_class": Features}, "normalize_advantage": False}
     return PPO("MlpPolicy", make_vec_env("CartPole-v1", 2), n_steps=32, batch_size=32, n_epochs=2, seed=0, **settings)
 
 
@@ -110,9 +105,7 @@ def trained(own: PPO, run_dir: Path, **settings: Any) -> PPO:
 
 
 @pytest.mark.parametrize("raised_in", [0, 1, 3])
-def test_a_thread_that_acts_during_checks_sees_the_policy_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised_in: int
-) -> None:
+def test_a_thread_that_acts_during_checks_sees_the_policy_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised_in: int) -> None:
     """The third pass after a backward pass uses moved weights."""
     alone = model().learn(3 * 64)
     own = model()
@@ -134,10 +127,7 @@ def test_a_policy_that_cannot_be_copied_is_not_checked(tmp_path: Path, caplog: p
     trained(own, tmp_path)
 
     run = read_run(tmp_path)
-    values, reason = (
-        run.records[0].values,
-        "the policy cannot be copied: TypeError: cannot pickle '_thread.lock' object",
-    )
+    values, reason = (run.records[0].values, "the policy cannot be copied: TypeError: cannot pickle '_thread.lock' object")
     assert "integrity/equation/optimizer_step" in values
     assert {"integrity/equation/gradient", "integrity/equation/replayed_log_probs", "policy/kl_post"}.isdisjoint(values)
     assert run.info.facts[UNCHECKED_FACT]["gradient"] == reason

@@ -193,12 +193,9 @@ def test_an_exception_ends_the_run_as_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken",
-    [("flattened", "as_grid", "RolloutEnd"), ("flatten_dict",), ("SurroundingTap",), ("LearnerListener.start",)],
+    "broken", [("flattened", "as_grid", "RolloutEnd"), ("flatten_dict",), ("SurroundingTap",), ("LearnerListener.start",)]
 )
-def test_a_failure_of_telemetry_does_not_reach_training(
-    broken: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_of_telemetry_does_not_reach_training(broken: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from esper_telemetry.adapters import rllib
 
     expected = rllib_models.train(rllib_models.config(), 2)

@@ -97,11 +97,7 @@ def test_equations_match_and_the_time_limits_of_rsl_rl_are_named_a_variant(tmp_p
 
     run = rsl_rl_models.recorded_run(model, tmp_path / "run", iterations=4, level="debug")
 
-    results = {
-        one.equation.name: one
-        for record in run.records
-        for one in equation_results(record.values, Facts.of(run.info.facts))
-    }
+    results = {one.equation.name: one for record in run.records for one in equation_results(record.values, Facts.of(run.info.facts))}
     assert {"advantages", "returns", "normalized_advantages", "log_probs", "minibatches"} <= set(results)
     differing = {name: [e.name for e in one.hypotheses] for name, one in results.items() if not one.matches}
     assert differing == {"advantages": ["time_limit_current_value"], "minibatches": ["same_order"]}
@@ -216,15 +212,8 @@ def test_the_class_path_of_the_logger_records_the_same(tmp_path: Path) -> None:
 
 def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
     """The mean return of the last hundred episodes rises from 17 to over 100, and from -120 to over -50."""
-    cartpole = rsl_rl_models.recorded_run(
-        rsl_rl_models.runner(**rsl_rl_models.LARGE), tmp_path / "cartpole", iterations=20
-    )
-    settings: dict[str, Any] = {
-        "num_learning_epochs": 10,
-        "gamma": 0.95,
-        "entropy_coef": 0.0,
-        "model_obs_normalization": True,
-    }
+    cartpole = rsl_rl_models.recorded_run(rsl_rl_models.runner(**rsl_rl_models.LARGE), tmp_path / "cartpole", iterations=20)
+    settings: dict[str, Any] = {"num_learning_epochs": 10, "gamma": 0.95, "entropy_coef": 0.0, "model_obs_normalization": True}
     model = rsl_rl_models.runner(rsl_rl_models.Pendulum, envs=16, steps=128, **settings)
     pendulum = rsl_rl_models.recorded_run(model, tmp_path / "pendulum", iterations=26)
 

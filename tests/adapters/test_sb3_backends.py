@@ -1,7 +1,5 @@
 """Three backends with the worker, and `WandbCallback` in the same W&B run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Four runs with a fault from their first update on: the callback names the cause, and a healthy run raises no alarm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`TelemetryCallback` leaves no trace in weights, saved models or loggers, after training and after exceptions."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path
@@ -48,17 +46,8 @@ class CallAfter(BaseCallback):
 def taps_of(model: Any) -> list[str]:
     """Our taps, outputs and hooks in the objects of a model."""
     owners = [model, model.rollout_buffer, *model.policy.modules()]
-    taps = [
-        f"{type(owner).__name__}.{name}"
-        for owner in owners
-        for name, value in vars(owner).items()
-        if isinstance(value, Tap)
-    ]
-    outputs = [
-        type(output).__name__
-        for output in getattr(model, "_logger", NoLogger).output_formats
-        if type(output).__name__ == "LogCopy"
-    ]
+    taps = [f"{type(owner).__name__}.{name}" for owner in owners for name, value in vars(owner).items() if isinstance(value, Tap)]
+    outputs = [type(output).__name__ for output in getattr(model, "_logger", NoLogger).output_formats if type(output).__name__ == "LogCopy"]
     return taps + outputs + ["optimizer"] * len(model.policy.optimizer._optimizer_step_post_hooks)
 
 
@@ -96,11 +85,7 @@ def test_changes_of_the_environment_are_settings(in_processes: bool, tmp_path: P
     changed = facts("changed", lambda: RescaleAction(gym.make("Pendulum-v1", g=5.0), np.int64(-1), np.int64(1)))
 
     differing = {name: plain.get(name) for name in {**plain, **changed} if plain.get(name) != changed.get(name)}
-    assert differing == {
-        "env_arguments": None,
-        "env_wrappers": '"VecNormalize"',
-        "action_space": '"Box(-2.0, 2.0, (1,), float32)"',
-    }
+    assert differing == {"env_arguments": None, "env_wrappers": '"VecNormalize"', "action_space": '"Box(-2.0, 2.0, (1,), float32)"'}
     assert changed["env"] == plain["env"] == '"Pendulum-v1"'
     assert changed["env_wrappers"] == '"RescaleAction(min_action=-1, max_action=1), VecNormalize"'
     assert changed["env_arguments"] == '"g=5.0"'
@@ -137,10 +122,7 @@ def test_a_model_is_saved_and_a_policy_pickled_and_copied_while_it_listens(tmp_p
             assert all(torch.equal(policy.state_dict()[key], tensor) for key, tensor in saved["weights"].items())
             assert not any(isinstance(value, Tap) for module in policy.modules() for value in vars(module).values())
         observation = model.get_env().reset()
-        assert (
-            loaded.predict(observation, deterministic=True)[0]
-            == saved["copy"].predict(observation, deterministic=True)[0]
-        ).all()
+        assert (loaded.predict(observation, deterministic=True)[0] == saved["copy"].predict(observation, deterministic=True)[0]).all()
         loaded.learn(128)
         assert taps_of(loaded) == []
 
@@ -182,10 +164,7 @@ def test_an_exception_in_an_update_leaves_a_partial_record(tmp_path: Path, monke
         learn(model, tmp_path / "run")
 
     records = read_run(tmp_path / "run").records
-    assert [(record.axes.update, record.axes.env_step, record.partial) for record in records] == [
-        (1, 128, False),
-        (2, 256, True),
-    ]
+    assert [(record.axes.update, record.axes.env_step, record.partial) for record in records] == [(1, 128, False), (2, 256, True)]
     assert "policy/kl" in records[1].values
     assert EQUATION_KEY + "minibatches" in records[0].values
     assert EQUATION_KEY + "minibatches_one_minibatch" not in records[1].values  # the pass was not complete
@@ -299,9 +278,7 @@ def test_two_telemetries_side_by_side_see_the_same() -> None:
     with Telemetry([sinks[0]], run_dir=None) as first, Telemetry([sinks[1]], run_dir=None) as second:
         model.learn(256, callback=[TelemetryCallback(first), TelemetryCallback(second)])
 
-    one, other = (
-        [{k: v for k, v in r.values.items() if k.startswith(("policy/", "grad/"))} for r in s.records] for s in sinks
-    )
+    one, other = ([{k: v for k, v in r.values.items() if k.startswith(("policy/", "grad/"))} for r in s.records] for s in sinks)
     assert one == other and len(one) == 2
     assert taps_of(model) == []
 
@@ -313,20 +290,11 @@ def test_their_logger_tensorboard_and_callbacks_receive_the_same(tmp_path: Path)
         model = sb3_models.ppo()
         model.set_logger(configure(str(tmp_path / name), ["tensorboard", "csv"]))
         ours = [] if telemetry is None else [TelemetryCallback(telemetry)]
-        model.learn(
-            384, callback=[EvalCallback(sb3_models.cartpole(1), eval_freq=20, n_eval_episodes=1, verbose=0), *ours]
-        )
-        assert [type(output).__name__ for output in model.logger.output_formats] == [
-            "TensorBoardOutputFormat",
-            "CSVOutputFormat",
-        ]
+        model.learn(384, callback=[EvalCallback(sb3_models.cartpole(1), eval_freq=20, n_eval_episodes=1, verbose=0), *ours])
+        assert [type(output).__name__ for output in model.logger.output_formats] == ["TensorBoardOutputFormat", "CSVOutputFormat"]
         model.logger.close()
         events = EventAccumulator(str(tmp_path / name)).Reload()
-        return {
-            tag: [(e.step, e.value) for e in events.Scalars(tag)]
-            for tag in events.Tags()["scalars"]
-            if "fps" not in tag
-        }
+        return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"] if "fps" not in tag}
 
     sink = MemorySink()
     with Telemetry([sink], run_dir=None) as telemetry:
@@ -351,9 +319,7 @@ def test_their_logger_tensorboard_and_callbacks_receive_the_same(tmp_path: Path)
         "sb3_rollouts.RolloutRecorder.after_step",
     ],
 )
-def test_a_bug_in_it_costs_its_events_and_a_warning(
-    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bug_in_it_costs_its_events_and_a_warning(place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: object) -> None:
         raise IndexError("a bug")
 
@@ -374,10 +340,7 @@ def test_a_bug_in_it_costs_its_events_and_a_warning(
 def test_an_unsupported_model_is_refused_in_one_sentence() -> None:
     with pytest.raises(TypeError, match="takes a Telemetry, got str"):
         TelemetryCallback("runs/a")  # type: ignore[arg-type]
-    with (
-        Telemetry([], run_dir=None) as telemetry,
-        pytest.raises(TypeError, match="got SAC, which has no rollout_buffer"),
-    ):
+    with Telemetry([], run_dir=None) as telemetry, pytest.raises(TypeError, match="got SAC, which has no rollout_buffer"):
         SAC("MlpPolicy", "Pendulum-v1", device="cpu").learn(10, callback=TelemetryCallback(telemetry))
 
 

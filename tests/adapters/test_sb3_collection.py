@@ -1,7 +1,5 @@
 """Stable-Baselines3 rollouts that were collected wrongly: live checks name the mistake, and correct programs raise no alarm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -48,9 +46,7 @@ def trained(model: Any, run_dir: Path, steps: int = STEPS, *, offload: bool = Fa
 
 def explanations(records: Iterable[Record]) -> set[str]:
     """Labels of the collection hypotheses that explain a difference in any record."""
-    labels = {
-        equation.label(one) for equation in equations().values() if equation.name in OWN for one in equation.hypotheses
-    }
+    labels = {equation.label(one) for equation in equations().values() if equation.name in OWN for one in equation.hypotheses}
     return {key.removeprefix(EQUATION_KEY) for record in records for key in record.values} & labels
 
 
@@ -58,10 +54,7 @@ def differences(records: Iterable[Record]) -> set[str]:
     """Names of the collection equations that do not hold in some record."""
     records = list(records)
     return {
-        name
-        for name in OWN
-        for record in records
-        if record.values.get(EQUATION_KEY + name, 0.0) > equations()[name].tolerance_at(None)
+        name for name in OWN for record in records if record.values.get(EQUATION_KEY + name, 0.0) > equations()[name].tolerance_at(None)
     }
 
 
@@ -121,25 +114,19 @@ def test_rewards_that_are_changed_with_the_values_after_time_limits_are_named_wi
     assert "integrity/equation" not in {alarm.type for alarm in run.alarms}
 
 
-@pytest.mark.parametrize(
-    ("buffer", "rows_known"), [(ListedMinibatches, True), (NextFetched, True), (ListedCopies, False)]
-)
+@pytest.mark.parametrize(("buffer", "rows_known"), [(ListedMinibatches, True), (NextFetched, True), (ListedCopies, False)])
 def test_minibatches_may_be_fetched_before_they_are_used(buffer: Any, rows_known: bool, tmp_path: Path) -> None:
     run = trained(ppo(vec_env(), rollout_buffer_class=buffer), tmp_path)
 
     found = {name: [record.values.get(EQUATION_KEY + name) for record in run.records] for name in equations()}
     assert not [
-        name
-        for name, errors in found.items()
-        for error in errors
-        if error is not None and error > equations()[name].tolerance_at(None)
+        name for name, errors in found.items() for error in errors if error is not None and error > equations()[name].tolerance_at(None)
     ]
     assert (found["minibatches"] != [None] * len(run.records)) == rows_known
 
 
 @pytest.mark.parametrize(
-    "program",
-    ["dropout in training", "a memory that begins empty in training", "a memory that is never reset in acting"],
+    "program", ["dropout in training", "a memory that begins empty in training", "a memory that is never reset in acting"]
 )
 def test_passes_leave_no_trace_in_a_policy_that_has_modes_or_memory(program: str, tmp_path: Path) -> None:
     watched = PROGRAMS[program][0](5)
@@ -160,9 +147,7 @@ def no_pass(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["pendulum", "pendulum_sde", "recurrent_shared", "maskable"])
-def test_a_worker_passes_the_rollout_through_a_copy_of_the_policy(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_passes_the_rollout_through_a_copy_of_the_policy(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The training thread makes none of the passes. Numbers, weights and random numbers stay the same."""
     here = recorded_run(MODELS[name](), tmp_path / "here", level="debug")
     alone = MODELS[name]()
@@ -205,17 +190,12 @@ def test_the_capacity_of_a_network_is_measured_with_observations_of_several_part
 
 
 @pytest.mark.parametrize(("name", "steps"), [("ppo", 1024), ("pendulum", 1024), ("a2c", 6144)])
-def test_a_rollout_of_which_only_the_ends_are_recorded_gives_the_same_numbers(
-    name: str, steps: int, tmp_path: Path
-) -> None:
+def test_a_rollout_of_which_only_the_ends_are_recorded_gives_the_same_numbers(name: str, steps: int, tmp_path: Path) -> None:
     """At NORMAL the first of these updates is sampled and the others are recorded in part; at DEBUG all are recorded in full."""
     whole = recorded_run(MODELS[name](), tmp_path / "whole", steps=steps, level="debug")
     partly = recorded_run(MODELS[name](), tmp_path / "partly", steps=steps)
 
-    compared = [
-        {key: value for key, value in record.values.items() if not key.startswith(MEASURED)}
-        for record in partly.records[1:]
-    ]
+    compared = [{key: value for key, value in record.values.items() if not key.startswith(MEASURED)} for record in partly.records[1:]]
     assert EQUATION_KEY + "transitions" in partly.records[0].values
     assert all(EQUATION_KEY + "transitions" not in values for values in compared[:2])
     for values, record in zip(compared, whole.records[1:], strict=True):

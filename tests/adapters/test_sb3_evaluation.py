@@ -1,7 +1,5 @@
 """Evaluations of Stable-Baselines3 models, in separate environments or in the training environments, which an evaluation resets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,10 +88,7 @@ SHARED: dict[str, Callable[[int], tuple[Any, BaseCallback]]] = {
     "beneath a normaliser": lambda seed: shared_vec_env(VecNormalize(vec_env("Pendulum-v1", seed=seed)), seed),
     "the same gymnasium environment": shared_gym_env,
     "in other processes": lambda seed: shared_vec_env(vec_env(seed=seed, vec_env_cls=SubprocVecEnv), seed),
-    "a reset alone": lambda seed: (
-        ppo(vec_env(seed=seed), seed=seed),
-        AfterRollout(lambda model: model.get_env().reset()),
-    ),
+    "a reset alone": lambda seed: (ppo(vec_env(seed=seed), seed=seed), AfterRollout(lambda model: model.get_env().reset())),
 }
 
 OWN: dict[str, Callable[[int], tuple[Any, BaseCallback | None]]] = {
@@ -102,10 +97,7 @@ OWN: dict[str, Callable[[int], tuple[Any, BaseCallback | None]]] = {
         EvalCallback(Monitor(gym.make("CartPole-v1")), eval_freq=50, n_eval_episodes=1, verbose=0),
     ),
     "a reset on purpose": lambda seed: (ppo(vec_env(seed=seed), seed=seed), AfterRollout(reset_on_purpose)),
-    "a wrapper that begins episodes itself": lambda seed: (
-        ppo(vec_env(seed=seed, wrapper_class=TwoLives), seed=seed),
-        None,
-    ),
+    "a wrapper that begins episodes itself": lambda seed: (ppo(vec_env(seed=seed, wrapper_class=TwoLives), seed=seed), None),
 }
 
 

@@ -1,7 +1,5 @@
 """Numbers of `TelemetryCallback` compared with a second computation from the saved rollout, policy and generators."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,9 +91,7 @@ class PlainUpdate:
         self.value_losses.append(error.item() / 2)
 
     def _norms(self) -> dict[str, float]:
-        squares = {
-            name: p.grad.square().sum().item() for name, p in self.policy.named_parameters() if p.grad is not None
-        }
+        squares = {name: p.grad.square().sum().item() for name, p in self.policy.named_parameters() if p.grad is not None}
         whole = sum(squares.values()) ** 0.5
         of = {
             "actor": ("policy_net", "action_net", "lstm_actor", "log_std"),
@@ -111,9 +107,7 @@ class PlainUpdate:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def saved_run(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Any, Any, list[Record]]:
+def saved_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any, list[Record]]:
     model, saving = sb3_models.MODELS[request.param](), SavingCallback()
     run_dir = tmp_path_factory.mktemp("sb3") / "run"
     with Telemetry([], run_dir=run_dir, offload=False) as telemetry:
@@ -126,10 +120,7 @@ def updates(saved_run: tuple[str, Any, Any, list[Record]]) -> list[tuple[Any, Pl
     """The saved buffer, the second computation and the record of each update."""
     _, model, saved, records = saved_run
     assert len(saved) == len(records) >= 3
-    return [
-        (copy.deepcopy(k[0]), PlainUpdate(model, *copy.deepcopy(k)), r.values)
-        for k, r in zip(saved, records, strict=True)
-    ]
+    return [(copy.deepcopy(k[0]), PlainUpdate(model, *copy.deepcopy(k)), r.values) for k, r in zip(saved, records, strict=True)]
 
 
 def close(value: float, rel: float = 2e-4, abs: float = 1e-7) -> Any:
@@ -156,9 +147,7 @@ def test_divergence_of_the_last_epoch_equals_their_log(saved_run: Any) -> None:
         pytest.skip("A2C logs none")
     for record in records:
         assert record.values["policy/kl_last"] == close(record.values["sb3/train/approx_kl"], abs=1e-6)
-        assert record.values["value/explained_variance"] == close(
-            record.values["sb3/train/explained_variance"], abs=1e-4
-        )
+        assert record.values["value/explained_variance"] == close(record.values["sb3/train/explained_variance"], abs=1e-4)
 
 
 def test_gradients_before_and_after_clipping_by_group(updates: Any) -> None:
@@ -296,9 +285,7 @@ def test_a_module_beside_its_host_and_the_gradient_of_the_bonus(make: Any, tmp_p
         intensities: list[list[float]] = []
 
         def keep(event: BackwardEnd) -> None:
-            intensities[-1].append(
-                float(torch.cat([as_vector(p.grad) for p in head.parameters()]).square().mean().sqrt())
-            )
+            intensities[-1].append(float(torch.cat([as_vector(p.grad) for p in head.parameters()]).square().mean().sqrt()))
 
         callback.hooks.on(RolloutEnd, lambda _: intensities.append([]))
         callback.hooks.on(BackwardEnd, keep)

@@ -1,7 +1,5 @@
 """Mistakes in a Stable-Baselines3 training loop are named from one step of a sampled update."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,16 +7,7 @@ from typing import Any
 import pytest
 import torch
 from sb3_models import MODELS, fingerprint, recorded_run
-from sb3_own_loops import (
-    LOSS_MISTAKES,
-    LOSS_VARIANTS,
-    STEP_MISTAKES,
-    Minibatch,
-    OwnLoopPPO,
-    PaddedRecurrentPPO,
-    cartpole,
-    right_step,
-)
+from sb3_own_loops import LOSS_MISTAKES, LOSS_VARIANTS, STEP_MISTAKES, Minibatch, OwnLoopPPO, PaddedRecurrentPPO, cartpole, right_step
 from torch import nn
 
 from esper_telemetry.equations.equation import EQUATION_KEY, FITTED_KEY, equations
@@ -70,9 +59,7 @@ def named(values: Mapping[str, float]) -> set[str]:
 def test_an_optimizer_that_maximises_climbs_the_negative_loss(climbs: bool, tmp_path: Path) -> None:
     settings = {"optimizer_kwargs": {"maximize": True, "eps": 1e-5}}
 
-    values = first_record(
-        model(make_loss=lambda b: -b.loss() if climbs else b.loss(), policy_kwargs=settings), tmp_path
-    )
+    values = first_record(model(make_loss=lambda b: -b.loss() if climbs else b.loss(), policy_kwargs=settings), tmp_path)
 
     assert (failed(values), named(values)) == ((set(), set()) if climbs else ({"gradient"}, {"gradient_sign"}))
 
@@ -150,9 +137,7 @@ def test_an_optimizer_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
 
 
 def test_a_state_that_is_cleared_in_each_step_is_named_in_each_update(tmp_path: Path) -> None:
-    run = recorded_run(
-        model(take_step=STEP_MISTAKES["optimizer_step_state_cleared"]), tmp_path, steps=768, level="debug"
-    )
+    run = recorded_run(model(take_step=STEP_MISTAKES["optimizer_step_state_cleared"]), tmp_path, steps=768, level="debug")
 
     assert [named(record.values) for record in run.records] == [{"optimizer_step_state_cleared"}] * 3
 
@@ -166,9 +151,7 @@ def test_an_optimizer_that_is_new_in_each_update_is_named(another_object: bool, 
                 self.policy.optimizer = torch.optim.Adam(self.policy.parameters(), eps=1e-5)
             super().train()
 
-    run = recorded_run(
-        Forgetful("MlpPolicy", cartpole(3), n_steps=64, n_epochs=1, seed=3), tmp_path, steps=1024, level="debug"
-    )
+    run = recorded_run(Forgetful("MlpPolicy", cartpole(3), n_steps=64, n_epochs=1, seed=3), tmp_path, steps=1024, level="debug")
 
     assert not failed(run.records[0].values)  # the new state is correct here
     assert [named(record.values) for record in run.records[1:]] == [{"optimizer_step_state_lost"}] * 3
@@ -288,8 +271,7 @@ def test_the_alarm_says_what_the_gradient_equals(tmp_path: Path) -> None:
 
     texts = [alarm.text for alarm in run.alarms if alarm.type == "integrity/equation"]
     assert any(
-        "the gradients before clipping equal the sum of this minibatch's gradient and the previous gradient" in text
-        for text in texts
+        "the gradients before clipping equal the sum of this minibatch's gradient and the previous gradient" in text for text in texts
     )
 
 

@@ -1,7 +1,5 @@
 """Advantages and returns of Stable-Baselines3: correct ones match their equations, and mistakes in buffers are named."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -47,11 +45,7 @@ def results(records: list[Record], equation: str) -> tuple[float, set[str]]:
     key = EQUATION_KEY + equation
     checked = [record.values for record in records if key in record.values]
     assert checked
-    names = [
-        {name.removeprefix(f"{key}_") for name in values if name.startswith(f"{key}_")}
-        for values in checked
-        if values[key] > 1e-4
-    ]
+    names = [{name.removeprefix(f"{key}_") for name in values if name.startswith(f"{key}_")} for values in checked if values[key] > 1e-4]
     return max(values[key] for values in checked), set.intersection(*names) if names else set()
 
 
@@ -221,9 +215,7 @@ class Centred(RolloutBuffer):
         (Centred, "advantages", "mean_alone"),
     ],
 )
-def test_a_mistake_in_each_of_the_rollouts_of_a_record_is_named(
-    buffer: type[RolloutBuffer], equation: str, name: str
-) -> None:
+def test_a_mistake_in_each_of_the_rollouts_of_a_record_is_named(buffer: type[RolloutBuffer], equation: str, name: str) -> None:
     model = A2C("MlpPolicy", limited(), rollout_buffer_class=buffer, **{**SETTINGS, "n_steps": 16})
     records, _ = run(model, updates=60)
 
@@ -240,9 +232,7 @@ def test_a_mistake_in_each_of_the_rollouts_of_a_record_is_named(
     ],
 )
 def test_a_collecting_loop_with_a_mistake_is_named(program: str, name: str) -> None:
-    sentences = named(
-        of_corpus(f"subclass-{program}").OwnPPO("MlpPolicy", limited(), **MINIBATCHES), "advantages", name
-    )
+    sentences = named(of_corpus(f"subclass-{program}").OwnPPO("MlpPolicy", limited(), **MINIBATCHES), "advantages", name)
 
     assert "the advantages equal" in sentences["integrity/equation"]
 
@@ -292,9 +282,7 @@ HEALTHY: dict[str, Callable[[], Any]] = {
     "another name of the counter": lambda: OtherCounter("MlpPolicy", limited(), **MINIBATCHES),
     "rewards scaled when they are stored": lambda: broken(ScaledRewards),
     "cartpole": lambda: PPO("MlpPolicy", make_vec_env("CartPole-v1", 1, seed=1), **MINIBATCHES),
-    "undiscounted": lambda: PPO(
-        "MlpPolicy", make_vec_env("FrozenLake-v1", 4, seed=1), gamma=1.0, gae_lambda=1.0, **MINIBATCHES
-    ),
+    "undiscounted": lambda: PPO("MlpPolicy", make_vec_env("FrozenLake-v1", 4, seed=1), gamma=1.0, gae_lambda=1.0, **MINIBATCHES),
     "one step": lambda: PPO("MlpPolicy", limited(), gae_lambda=0.0, **MINIBATCHES),
     "scaled": lambda: PPO("MlpPolicy", scaled(), **MINIBATCHES),
     "cliff": lambda: PPO("MlpPolicy", cliff(2), **{**MINIBATCHES, "n_steps": 256}),
@@ -333,9 +321,7 @@ NORMALISATION = "(advantages - advantages.mean()) / (advantages.std() + 1e-8)"
 
 class OverTheRollout(PPO):
     train = edited(
-        PPO.train,
-        NORMALISATION,
-        "(advantages - self.rollout_buffer.advantages.mean()) / (self.rollout_buffer.advantages.std() + 1e-8)",
+        PPO.train, NORMALISATION, "(advantages - self.rollout_buffer.advantages.mean()) / (self.rollout_buffer.advantages.std() + 1e-8)"
     )
 
 
@@ -352,11 +338,7 @@ class FirstRows(RolloutBuffer):
 
 
 class OverPadding(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
-    train = edited(
-        RecurrentPPO.train,
-        "(advantages - advantages[mask].mean()) / (advantages[mask].std() + 1e-8)",
-        NORMALISATION,
-    )
+    train = edited(RecurrentPPO.train, "(advantages - advantages[mask].mean()) / (advantages[mask].std() + 1e-8)", NORMALISATION)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The learning-rate schedule among the facts of a run, for the bundled trainer, scripts and Stable-Baselines3 models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,9 +96,7 @@ def test_a_script_that_does_not_anneal_keeps_its_rate() -> None:
 
 def test_a_number_of_updates_stands_for_steps_and_a_straight_scheduler_for_a_setting() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1e-3)
-    schedulers = {
-        updates: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=updates) for updates in (10, 12)
-    }
+    schedulers = {updates: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=updates) for updates in (10, 12)}
 
     def found(**settings: Any) -> Mapping[str, Any]:
         return find_schedule(Variables([{"num_updates": 10} | settings]), {}, 1e-3, 64)

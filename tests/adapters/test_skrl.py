@@ -39,9 +39,7 @@ def test_off_installs_no_tap() -> None:
 
 
 @pytest.mark.parametrize("scalers", [(), ("value",)])
-def test_numbers_equal_those_of_the_trainer(
-    scalers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_equal_those_of_the_trainer(scalers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, divergence and rate equal skrl's logs; norms equal the values it computes; advantages equal its memory's."""
     settings = skrl_models.adaptive(scalers=scalers, time_limit_bootstrap=True)
     bare = skrl_models.skrl_agent(skrl_models.short_pendulum, **settings)
@@ -80,9 +78,7 @@ def test_numbers_equal_those_of_the_trainer(
 
 def test_time_limits_without_bootstrap_are_named(tmp_path: Path) -> None:
     """skrl's default runs its advantages on over time limits; with `time_limit_bootstrap` all equations match."""
-    run = skrl_models.recorded_run(
-        skrl_models.skrl_agent(skrl_models.short_pendulum), tmp_path / "default", level="debug"
-    )
+    run = skrl_models.recorded_run(skrl_models.skrl_agent(skrl_models.short_pendulum), tmp_path / "default", level="debug")
     bootstrapped = skrl_models.skrl_agent(skrl_models.short_pendulum, time_limit_bootstrap=True)
     other = skrl_models.recorded_run(bootstrapped, tmp_path / "bootstrapped", level="debug")
 

@@ -1,7 +1,5 @@
 """Taps on the methods of single objects, and an adapter whose library is not installed."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

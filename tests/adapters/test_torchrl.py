@@ -34,18 +34,8 @@ def test_every_equation_that_is_shown_matches(env: str, kind: str, tmp_path: Pat
 
     run = torchrl_models.recorded_run(program, tmp_path / "run", level="debug")
 
-    results = {
-        r.equation.name: r for record in run.records for r in equation_results(record.values, Facts.of(run.info.facts))
-    }
-    assert {
-        "advantages",
-        "returns",
-        "normalized_advantages",
-        "log_probs",
-        "minibatches",
-        "policy_loss",
-        "value_loss",
-    } <= set(results)
+    results = {r.equation.name: r for record in run.records for r in equation_results(record.values, Facts.of(run.info.facts))}
+    assert {"advantages", "returns", "normalized_advantages", "log_probs", "minibatches", "policy_loss", "value_loss"} <= set(results)
     assert [name for name, result in results.items() if not result.matches] == []
     assert not any(alarm.type == "integrity/equation" for alarm in run.alarms)
     assert [record.axes.gradient_step for record in run.records] == [8, 16, 24, 32]
@@ -157,10 +147,7 @@ def test_off_installs_nothing_and_other_losses_are_refused() -> None:
     with Telemetry([], run_dir=None, level="off") as telemetry:
         assert attach_loss(telemetry, program.loss, program.optimizer, program.estimator) is None
         assert torchrl_models.taps_of(program) == []
-    with (
-        Telemetry([], run_dir=None) as telemetry,
-        pytest.raises(TypeError, match="ClipPPOLoss, got Telemetry and Linear"),
-    ):
+    with Telemetry([], run_dir=None) as telemetry, pytest.raises(TypeError, match="ClipPPOLoss, got Telemetry and Linear"):
         attach_loss(telemetry, nn.Linear(1, 1), program.optimizer)
 
 
@@ -170,10 +157,7 @@ def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
     cartpole = Program(steps=128, rows=256, updates=11, **settings)
     settings |= {"scale": 0.1, "estimator": {"gamma": 0.95}, "loss": {"entropy_coeff": 0.0}}
     pendulum = Program("Pendulum-v1", steps=200, rows=200, updates=20, **settings)
-    runs = [
-        torchrl_models.recorded_run(program, tmp_path / name)
-        for name, program in {"cartpole": cartpole, "pendulum": pendulum}.items()
-    ]
+    runs = [torchrl_models.recorded_run(program, tmp_path / name) for name, program in {"cartpole": cartpole, "pendulum": pendulum}.items()]
 
     returns = [[record.values["episode/return_mean_100"] for record in run.records] for run in runs]
     assert returns[0][0] < 30
@@ -194,9 +178,7 @@ def test_its_own_logs_are_read(env: str, tmp_path: Path) -> None:
 
     assert run.trainer == "TorchRL"
     assert [record.axes.env_step for record in run.records] == [FRAMES * update for update in range(1, 7)]
-    assert {"policy/kl_k1", "policy/clip_frac", "policy/entropy", "grad/global/norm_preclip", "reward/mean"} <= set(
-        run.used
-    )
+    assert {"policy/kl_k1", "policy/clip_frac", "policy/entropy", "grad/global/norm_preclip", "reward/mean"} <= set(run.used)
     assert set(run.unused) == {
         *("action_norm", "action_norm_std", "done_percentage", "loss_critic", "loss_entropy", "optim_steps"),
         *("r_max", "r_total", "r_training_std"),

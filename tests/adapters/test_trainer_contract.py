@@ -3,8 +3,6 @@
 Each `*_models` module declares its trainer: `train`, `fingerprint`, `taps_of`, and tables of small models by name.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,9 +73,7 @@ def test_weights_are_bit_identical(trainer: str, name: str, level: str, tmp_path
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_a_failure_of_telemetry_does_not_reach_training(
-    trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_of_telemetry_does_not_reach_training(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("telemetry is broken")
 

@@ -115,18 +115,14 @@ def test_a_ratio_that_is_one_by_construction_is_said_to_be_and_not_reported(mode
     assert not [key for key in run.records[-1].values if key.startswith(("policy/", "integrity/ratio_init"))]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2, "steps_per_generation": 1}]
-)
+@pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2, "steps_per_generation": 1}])
 def test_accumulated_passes_are_one_step(model: Path, tmp_path: Path, settings: dict[str, int]) -> None:
     """Each step has two passes; if each pass has its own generation, one record holds both generations."""
     records = recorded(model, tmp_path / "run", num_iterations=1, per_device_train_batch_size=16, **settings).records
 
     assert [record.axes.gradient_step for record in records] == [1, 2, 3, 4]
     assert [record.axes.env_step for record in records] == [32, 64, 96, 128]
-    assert records[-1].values["grad/global/norm_preclip"] == pytest.approx(
-        records[-1].values["trl/grad_norm"], rel=1e-4
-    )
+    assert records[-1].values["grad/global/norm_preclip"] == pytest.approx(records[-1].values["trl/grad_norm"], rel=1e-4)
 
 
 def test_turns_of_the_model_are_counted_where_others_wrote_too(model: Path, tmp_path: Path) -> None:
@@ -151,9 +147,7 @@ def test_ratios_of_rloo_are_those_of_whole_completions(model: Path, tmp_path: Pa
     with Telemetry([], run_dir=tmp_path / "run", offload=False) as telemetry:
         callback = TelemetryCallback(telemetry)
         callback.hooks.on(TokensEnd, events.append)
-        trainer = build_trainer(
-            model, seed=1, steps=2, callbacks=[callback], trainer=RLOOTrainer, config=RLOOConfig, reward_weights=[1.0]
-        )
+        trainer = build_trainer(model, seed=1, steps=2, callbacks=[callback], trainer=RLOOTrainer, config=RLOOConfig, reward_weights=[1.0])
         compute = trainer._compute_loss
 
         def listening(network: Any, inputs: Any) -> Any:
@@ -266,10 +260,7 @@ def test_another_trainer_is_refused_by_name(model: Path) -> None:
             self.callback_handler = type("Handler", (), {"callbacks": [callback]})
             callback.on_train_begin(None, None, None)
 
-    with (
-        Telemetry([]) as telemetry,
-        pytest.raises(TypeError, match="watches GRPOTrainer, got Other, which has no _calculate_rewards"),
-    ):
+    with Telemetry([]) as telemetry, pytest.raises(TypeError, match="watches GRPOTrainer, got Other, which has no _calculate_rewards"):
         Other().begin(TelemetryCallback(telemetry))
     assert not hasattr(SFTTrainer, "_calculate_rewards")
 

@@ -34,10 +34,7 @@ from esper_telemetry.lab.small_language_model import save_model
 from esper_telemetry.lab.verl_cpu.verl_faults import FAULTS, VerlFault
 from esper_telemetry.lab.verl_cpu.verl_training import CpuTrainer, SamplingManager, cpu_config, local_ray, train
 
-pytestmark = [
-    pytest.mark.sb3,
-    pytest.mark.filterwarnings("ignore"),
-]  # Ray, verl and transformers emit deprecation warnings
+pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]  # Ray, verl and transformers emit deprecation warnings
 
 QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
 """Tests share their cores, so only the benchmark judges the cost of telemetry."""
@@ -139,9 +136,7 @@ def test_numbers_are_those_that_verl_computes_itself(model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_minibatches_are_those_of_verls_losses(
-    name: str, model: Path, tmp_path: Path, losses: list[dict[str, Any]]
-) -> None:
+def test_minibatches_are_those_of_verls_losses(name: str, model: Path, tmp_path: Path, losses: list[dict[str, Any]]) -> None:
     """Every token's ratio is computed again from the arguments of verl's loss; GSPO has one ratio per completion (2507.18071, eq. 7)."""
     run = recorded(model, tmp_path / "run", steps=2, **ALGORITHMS[name])
     per_update, first = len(losses) // 2, 2  # calls of an update, and of its first minibatch
@@ -172,9 +167,7 @@ def test_minibatches_are_those_of_verls_losses(
         assert "telemetry/metric_errors" not in values
 
 
-def test_advantages_and_values_of_ppo_are_computed_again(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_advantages_and_values_of_ppo_are_computed_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GAE backwards over each completion, from the rewards and the values that verl passes to its estimator."""
     calls: list[dict[str, torch.Tensor]] = []
     original = core_algos.compute_gae_advantage_return
@@ -188,9 +181,7 @@ def test_advantages_and_values_of_ppo_are_computed_again(
 
     for call, record in zip(calls, records, strict=True):
         advantages, returns, values = [], [], []
-        for reward, value, mask in zip(
-            call["token_level_rewards"], call["values"], call["response_mask"].bool(), strict=True
-        ):
+        for reward, value, mask in zip(call["token_level_rewards"], call["values"], call["response_mask"].bool(), strict=True):
             following = last = 0.0
             for r, v in reversed([*zip(reward[mask].tolist(), value[mask].tolist(), strict=True)]):
                 last = r + 0.99 * following - v + 0.99 * 0.9 * last
@@ -204,12 +195,8 @@ def test_advantages_and_values_of_ppo_are_computed_again(
         assert record.values["adv/raw/std"] == pytest.approx(float(raw.std()), rel=1e-2)
         assert record.values["value/explained_variance"] == pytest.approx(float(explained), abs=1e-4)
         assert record.values["integrity/gae_identity"] <= 1e-5
-        assert record.values["grad/actor/norm_preclip"] == pytest.approx(
-            record.values["verl/actor/grad_norm"], rel=1e-4
-        )
-        assert record.values["grad/critic/norm_preclip"] == pytest.approx(
-            record.values["verl/critic/grad_norm"], rel=1e-4
-        )
+        assert record.values["grad/actor/norm_preclip"] == pytest.approx(record.values["verl/actor/grad_norm"], rel=1e-4)
+        assert record.values["grad/critic/norm_preclip"] == pytest.approx(record.values["verl/critic/grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("level", ["off", "normal", "debug"])
@@ -270,12 +257,7 @@ def test_the_trainer_is_left_as_it_was_after_training_and_after_an_exception(mod
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "verl.DriverListener._emit_tokens",
-        "verl.DriverListener._after_advantage",
-        "verl_workers.WorkerListener._after_loss",
-    ],
+    "name", ["verl.DriverListener._emit_tokens", "verl.DriverListener._after_advantage", "verl_workers.WorkerListener._after_loss"]
 )
 def test_a_listener_that_fails_costs_its_events_and_not_the_training(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -294,10 +276,7 @@ def test_a_listener_that_fails_costs_its_events_and_not_the_training(
 
 
 def test_another_object_is_refused() -> None:
-    with (
-        Telemetry([], run_dir=None) as telemetry,
-        pytest.raises(TypeError, match="takes a Telemetry and verl's PPOTrainer"),
-    ):
+    with Telemetry([], run_dir=None) as telemetry, pytest.raises(TypeError, match="takes a Telemetry and verl's PPOTrainer"):
         attach_trainer(telemetry, object())
 
 
@@ -347,9 +326,7 @@ def test_texts_are_evidence_of_alarms(model: Path, tmp_path: Path) -> None:
     assert all(sample["prompt"] and sample["completion"] for sample in samples)
 
 
-@pytest.mark.parametrize(
-    "name", ["lr_x100", "advantage_sign", "group_of_one", "mask_shift", "stale_old", "engine_mismatch", "gae_lambda"]
-)
+@pytest.mark.parametrize("name", ["lr_x100", "advantage_sign", "group_of_one", "mask_shift", "stale_old", "engine_mismatch", "gae_lambda"])
 def test_faults_are_named(name: str, model: Path, tmp_path: Path) -> None:
     fault = {fault.name: fault for fault in FAULTS}[name]
     alarms = recorded(model, tmp_path / "run", steps=5, fault=fault).alarms

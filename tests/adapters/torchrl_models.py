@@ -105,20 +105,12 @@ class Program:
         self.loss = ClipPPOLoss(
             self.actor,
             self.critic,
-            **{
-                "critic_coeff": 0.5,
-                "entropy_coeff": 0.01,
-                "loss_critic_type": "l2",
-                "normalize_advantage": True,
-                **(loss or {}),
-            },
+            **{"critic_coeff": 0.5, "entropy_coeff": 0.01, "loss_critic_type": "l2", "normalize_advantage": True, **(loss or {})},
         )
         self.estimator = GAE(value_network=self.critic, **{"gamma": 0.99, "lmbda": 0.95, **(estimator or {})})
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=learning_rate)
         devices = {} if device == "cpu" else {"env_device": "cpu", "policy_device": device, "storing_device": device}
-        self.collector = Collector(
-            self.env, self.actor, frames_per_batch=envs * steps, total_frames=self.frames, **devices
-        )
+        self.collector = Collector(self.env, self.actor, frames_per_batch=envs * steps, total_frames=self.frames, **devices)
         self.buffer = TensorDictReplayBuffer(
             storage=LazyTensorStorage(envs * steps, device=device), sampler=SamplerWithoutReplacement(), batch_size=rows
         )
@@ -229,9 +221,7 @@ def train(program: Program, updates: int, telemetry: Telemetry | None = None) ->
 def taps_of(program: Program) -> list[str]:
     """Our taps and hooks in the objects of a program."""
     owners = [program.loss, program.estimator, *program.loss.modules()]
-    taps = [
-        f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)
-    ]
+    taps = [f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)]
     optimizer = program.optimizer
     hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     return taps + ["optimizer"] * hooks

@@ -1,7 +1,5 @@
 """Records of a healthy run, and functions that spoil them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -184,9 +182,7 @@ def run(updates: int, spoil: Spoil | None = None, *, since: int = 30) -> list[Re
     return made
 
 
-def judged(
-    records: Iterable[Record], facts: Mapping[str, Any] = FACTS, thresholds: Thresholds | None = None
-) -> list[Verdict]:
+def judged(records: Iterable[Record], facts: Mapping[str, Any] = FACTS, thresholds: Thresholds | None = None) -> list[Verdict]:
     detectors = Detectors(facts, thresholds or Thresholds())
     return [detectors.step(entry) for entry in records]
 

@@ -6,8 +6,6 @@ with the first alarm of this type and has only what its text needs: `recorded_ru
 the test that raises this alarm. `recorded_runs.py table` prints the table in docs/alarms.md.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
@@ -22,29 +20,8 @@ from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, Axes, Rec
 from esper_telemetry.journal.read import read_run
 
 HERE = Path(__file__).parent / "recorded"
-ENDINGS = (
-    "/ema",
-    "/ew_std",
-    "/macd",
-    "/acf1",
-    "/page_hinkley",
-    "/robust_z",
-    "/mk_z",
-    "/slope",
-    "/goertzel",
-    "/zero_frac",
-    "/g",
-)
-MIDDLES = (
-    "/threshold_",
-    "/severity_",
-    "/err/",
-    "alarm/",
-    "opt/weight_norm",
-    "/norm_preclip/drift",
-    "histogram",
-    "/norm_postclip",
-)
+ENDINGS = ("/ema", "/ew_std", "/macd", "/acf1", "/page_hinkley", "/robust_z", "/mk_z", "/slope", "/goertzel", "/zero_frac", "/g")
+MIDDLES = ("/threshold_", "/severity_", "/err/", "alarm/", "opt/weight_norm", "/norm_preclip/drift", "histogram", "/norm_postclip")
 """Parts of keys that no rule reads, or that would take half of the space."""
 
 
@@ -74,9 +51,7 @@ class Recorded:
         detectors, raised = Detectors(self.facts), dict[str, Alarm]()
         for record in self.records:
             for alarm in detectors.step(record).alarms:
-                if alarm.event is AlarmEvent.RAISE and (
-                    not alarm.type.startswith("telemetry/") or alarm.type == kind_of(self.name)
-                ):
+                if alarm.event is AlarmEvent.RAISE and (not alarm.type.startswith("telemetry/") or alarm.type == kind_of(self.name)):
                     raised.setdefault(alarm.type if record.axes.update >= self.broken else "before", alarm)
         if self.failure:
             last = self.records[-1]
@@ -129,8 +104,7 @@ def store(run: Recorded) -> None:
 def with_keys(run: Recorded, keys: Collection[str]) -> Recorded:
     """Return the run with these keys only, as stored."""
     shorter = [
-        replace(record, values={key: _short(value) for key, value in record.values.items() if key in keys})
-        for record in run.records
+        replace(record, values={key: _short(value) for key, value in record.values.items() if key in keys}) for record in run.records
     ]
     return replace(run, records=tuple(shorter))
 
@@ -167,9 +141,7 @@ def excerpt(run_dir: str, kind: str) -> Recorded:
     size = len(keys)
     while size:  # leave out ever smaller groups of keys
         for start in range(0, len(keys), size):
-            less = with_keys(
-                run, {key for record in run.records for key in record.values} - {*keys[start : start + size]}
-            )
+            less = with_keys(run, {key for record in run.records for key in record.values} - {*keys[start : start + size]})
             run = less if is_same(less) else run
         keys = sorted({key for record in run.records for key in record.values})
         size //= 2

@@ -1,7 +1,5 @@
 """Alarms chosen by a test, raised in any process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,9 +56,7 @@ class ScriptedDetectors:
         since = self.since.setdefault(line.type, record.axes.update)
         values = {f"alarm/{line.type}": 0.0 if line.event is AlarmEvent.CLEAR else line.severity, **count}
         alarm = alarm_of(line, record, since)
-        return ScriptedVerdict(
-            (alarm,), self.remaining, values, (("task/plateau", {"update": 7, "text": "no better"}),)
-        )
+        return ScriptedVerdict((alarm,), self.remaining, values, (("task/plateau", {"update": 7, "text": "no better"}),))
 
     def rule(self, kind: str) -> AlarmRule | None:
         return next((rule for rule in alarm_rules() if rule.type == kind), None)

@@ -1,7 +1,5 @@
 """Sums over a run's actions: a small excess in every update raises an alarm, chance does not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -17,12 +15,7 @@ from esper_telemetry.equations.drawn_actions import action_inputs, action_totals
 def record(logits: torch.Tensor, actions: torch.Tensor) -> dict[str, float]:
     """Record with the values of one update."""
     inputs = action_inputs(
-        actions,
-        {"logits": logits, "means": None, "log_std": None},
-        action_masks=None,
-        relevant=None,
-        bounds=None,
-        valid=None,
+        actions, {"logits": logits, "means": None, "log_std": None}, action_masks=None, relevant=None, bounds=None, valid=None
     )
     groups = [*check_actions(actions, logits=logits), *action_totals(inputs)]
     return {key: value for group in groups for key, value in group.values().items()}

@@ -1,7 +1,5 @@
 """`train --threshold` and `--no-detect`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -29,15 +27,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--threshold", "kl_spyke_low=1"], "kl_spyke_low"),
         (["--threshold", "nonsense"], "NAME=VALUE"),
         (["--threshold", "adv_norm=much"], "adv_norm must be a finite number, got 'much'"),
-        (
-            ["--threshold", "adv_norm=1", "--no-detect"],
-            "--threshold adv_norm=1 is for alarms, which --no-detect switches off",
-        ),
+        (["--threshold", "adv_norm=1", "--no-detect"], "--threshold adv_norm=1 is for alarms, which --no-detect switches off"),
     ],
 )
-def test_a_threshold_that_does_not_exist_is_named_and_nothing_is_created(
-    tmp_path: Path, options: list[str], sentence: str
-) -> None:
+def test_a_threshold_that_does_not_exist_is_named_and_nothing_is_created(tmp_path: Path, options: list[str], sentence: str) -> None:
     with pytest.raises(WrongUse, match=sentence):
         run([*SHORT, *options])
 

@@ -1,7 +1,5 @@
 """Alarms in the console, TensorBoard, W&B and MLflow, each read back from storage."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -31,15 +29,11 @@ ALARMS = (SPIKE, WARNING, WORSE, OVER)
 
 
 def run_info(run_dir: Path, **changes: Any) -> RunInfo:
-    return RunInfo(
-        **{"run_id": "abc123", "name": "cartpole", "run_dir": run_dir, "started": 1_700_000_000.0, **changes}
-    )
+    return RunInfo(**{"run_id": "abc123", "name": "cartpole", "run_dir": run_dir, "started": 1_700_000_000.0, **changes})
 
 
 def record(update: int) -> Record:
-    return Record(
-        update, Axes(update, update * 1000, update * 16, 1_700_000_000.0 + update), {"policy/kl": 0.01 * update}
-    )
+    return Record(update, Axes(update, update * 1000, update * 16, 1_700_000_000.0 + update), {"policy/kl": 0.01 * update})
 
 
 def send_alarms(sink: Any, run: RunInfo, status: RunStatus = RunStatus.FINISHED) -> None:
@@ -208,9 +202,7 @@ def test_a_wandb_run_that_was_joined_keeps_its_steps(tmp_path: Path) -> None:
 
     entries = assert_wandb_has_the_alarms(tmp_path)
     history = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
-    assert [(row["_step"], row["theirs"], row["axis/update"]) for row in history] == [
-        (n * 10, n, n) for n in range(1, 7)
-    ]
+    assert [(row["_step"], row["theirs"], row["axis/update"]) for row in history] == [(n * 10, n, n) for n in range(1, 7)]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The summary at the end of a run: what went wrong, where everything is, and the commands that open it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,7 @@ def said(run_dir: Path, script: dict[int, ScriptedAlarm], capsys: pytest.Capture
     return capsys.readouterr().out
 
 
-def test_the_summary_names_the_cause_what_came_with_it_and_where_to_ask(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_names_the_cause_what_came_with_it_and_where_to_ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(tmp_path, SCRIPT, capsys).splitlines()
 
     start = lines.index("what went wrong")
@@ -59,9 +55,7 @@ def test_commands_that_need_the_extra_views_are_named_where_it_is_installed(
     assert any("pip install 'esper-telemetry[views]'" in line for line in lines)
 
 
-def test_a_run_in_which_nothing_went_wrong_has_nothing_to_say(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_which_nothing_went_wrong_has_nothing_to_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "wrong" not in said(tmp_path, {}, capsys)
 
 
@@ -81,10 +75,7 @@ def test_a_solved_task_with_constant_returns_has_no_explained_variance(
 
 def loop(run_dir: Path | None, sinks: list[Any], error: type[BaseException] | None = None) -> None:
     """A user's own loop, which finishes or raises that exception."""
-    with (
-        suppress(KeyboardInterrupt),
-        Telemetry(sinks, run_dir=run_dir, detect=scripted(SCRIPT), offload=False) as telemetry,
-    ):
+    with suppress(KeyboardInterrupt), Telemetry(sinks, run_dir=run_dir, detect=scripted(SCRIPT), offload=False) as telemetry:
         for update in range(1, 6):
             telemetry.flush(env_step=update)
         if error is not None:
@@ -92,9 +83,7 @@ def loop(run_dir: Path | None, sinks: list[Any], error: type[BaseException] | No
 
 
 @pytest.mark.system
-def test_a_loop_of_ones_own_with_the_console_ends_with_the_block(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_of_ones_own_with_the_console_ends_with_the_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop(tmp_path / "a", ["console", TensorBoardSink()])
 
     lines = capsys.readouterr().out.splitlines()

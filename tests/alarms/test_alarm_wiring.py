@@ -1,7 +1,5 @@
 """The path of an alarm: into the journal after its record, back to the trainer, and its effect on the next updates."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -80,9 +78,7 @@ def test_an_alarm_stands_behind_its_record_with_its_values_and_events(tmp_path: 
 
 
 @pytest.mark.system
-def test_the_trainer_hears_only_of_records_that_change_something(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_hears_only_of_records_that_change_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer receives alarms and the remaining number of updates at DEBUG; other records contain no news."""
     heard: list[tuple[int, int]] = []
     take_reports = InProcessPipeline.take_reports
@@ -255,19 +251,14 @@ def test_a_callback_may_stop_training(tmp_path: Path) -> None:
     assert source.updates == 2
 
 
-def test_what_a_callback_raises_is_logged_once_and_an_interrupt_is_not_held(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_callback_raises_is_logged_once_and_an_interrupt_is_not_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = {1: SPIKE, 2: ScriptedAlarm("grad/explode"), 3: CLEAR}
     heard: list[str] = []
 
     def fail(alarm: Alarm) -> None:
         raise RuntimeError("no such trainer")
 
-    with (
-        caplog.at_level(logging.WARNING, "esper_telemetry"),
-        Telemetry(run_dir=None, detect=scripted(script)) as telemetry,
-    ):
+    with caplog.at_level(logging.WARNING, "esper_telemetry"), Telemetry(run_dir=None, detect=scripted(script)) as telemetry:
         telemetry.on_alarm(fail)
         remove = telemetry.on_alarm(lambda alarm: heard.append(alarm.type))
         telemetry.flush(env_step=1)
@@ -317,9 +308,7 @@ def test_an_exception_in_training_is_seen_before_the_run_ends(tmp_path: Path) ->
     source = cartpole()
     with (
         pytest.raises(FloatingPointError),
-        Telemetry(
-            run_dir=tmp_path, detect=scripted({3: ScriptedAlarm("numerics/nonfinite")}), offload=False
-        ) as telemetry,
+        Telemetry(run_dir=tmp_path, detect=scripted({3: ScriptedAlarm("numerics/nonfinite")}), offload=False) as telemetry,
     ):
         telemetry.on_alarm(heard.append)
         attach(telemetry, source)
@@ -342,10 +331,7 @@ def test_an_exception_in_training_is_seen_before_the_run_ends(tmp_path: Path) ->
 
 def test_a_rollback_is_an_intervention(tmp_path: Path) -> None:
     source = cartpole()
-    source.hooks.on(
-        UpdateEnd,
-        lambda event: source.hooks.emit(Rollback(event.update, event.env_step, 1)) if event.update == 1 else None,
-    )
+    source.hooks.on(UpdateEnd, lambda event: source.hooks.emit(Rollback(event.update, event.env_step, 1)) if event.update == 1 else None)
     trained(tmp_path, {}, source=source, updates=2, offload=False)
 
     assert [event.type for event in read_run(tmp_path).events if event.type == "intervention"] == ["intervention"]

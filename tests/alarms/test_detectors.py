@@ -1,7 +1,5 @@
 """From findings to alarms: raise, update and clear; incidents; no alarm is reported twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +32,7 @@ def test_an_alarm_is_raised_once_and_cleared_with_its_duration() -> None:
     reported = alarms(judged(during(range(30, 35), {"policy/kl": 2.0})))
 
     assert [(alarm.event, alarm.axes.update) for alarm in reported] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 36)]
-    assert (
-        reported[1].text == "Ended at update 36, after 6 updates: One update moved the policy much further than usual."
-    )
+    assert reported[1].text == "Ended at update 36, after 6 updates: One update moved the policy much further than usual."
     assert reported[1].level is reported[0].level and reported[1].severity == 0
     assert (reported[0].since, reported[0].streak, reported[1].since) == (30, 1, 30)
 
@@ -87,11 +83,7 @@ def test_a_gradient_that_vanishes_with_a_large_step_is_its_effect() -> None:
     """The step saturates the policy, so that its gradient is 0 from the same update on."""
 
     def saturated(metrics: Values, ago: int) -> None:
-        metrics |= {
-            "grad/layer/encoder_weight/norm": 0.0,
-            "policy/kl": 17.0 if ago == 0 else 0.0,
-            "policy/kl_max": 29.0,
-        }
+        metrics |= {"grad/layer/encoder_weight/norm": 0.0, "policy/kl": 17.0 if ago == 0 else 0.0, "policy/kl_max": 29.0}
 
     reported = alarms(judged(run(32, saturated)))
 
@@ -111,20 +103,11 @@ def test_alarms_are_numbers_too() -> None:
 
 def test_what_comes_together_is_one_incident_with_one_cause() -> None:
     """Rewards ten thousand times as large spoil the critic in the same update, and the gradients for two updates."""
-    large = multiplied(
-        dict.fromkeys(
-            ("reward/absmax", "reward/mean", "ret/std", "loss/value", "grad/global/norm_preclip_max"), 10000.0
-        )
-    )
+    large = multiplied(dict.fromkeys(("reward/absmax", "reward/mean", "ret/std", "loss/value", "grad/global/norm_preclip_max"), 10000.0))
 
     reported = alarms(judged(run(32, large)), AlarmEvent.RAISE)
 
-    assert [alarm.type for alarm in reported] == [
-        "value/scale_shift",
-        "value/loss_jump",
-        "reward/unscaled",
-        "grad/explode",
-    ]
+    assert [alarm.type for alarm in reported] == ["value/scale_shift", "value/loss_jump", "reward/unscaled", "grad/explode"]
     assert {alarm.incident for alarm in reported} == {1}
     assert {alarm.cause for alarm in reported} == {"value/scale_shift"}
 
@@ -173,10 +156,7 @@ def test_what_comes_back_while_its_incident_lasts_belongs_to_it() -> None:
     def of(lasting: dict[str, float]) -> list[int]:
         records = during(range(30, 61), lasting)
         spikes = {*range(30, 33), *range(45, 48)}
-        records = [
-            record(one.axes.update, {**one.values, **({"policy/kl": 2.0} if one.axes.update in spikes else {})})
-            for one in records
-        ]
+        records = [record(one.axes.update, {**one.values, **({"policy/kl": 2.0} if one.axes.update in spikes else {})}) for one in records]
         return [a.incident for a in alarms(judged(records)) if a.event is AlarmEvent.RAISE and a.type.endswith("spike")]
 
     assert of({"policy/ratio/p01": 0.01}) == [1, 1]
@@ -212,10 +192,7 @@ def test_telemetry_is_never_the_cause() -> None:
 
 def flickering(count: int) -> list[Record]:
     """An identity that is broken in every second update, which raises an alarm each time."""
-    return [
-        record(update, {**values(update), "integrity/gae_identity": 0.5 * (update % 2)})
-        for update in range(1, count + 1)
-    ]
+    return [record(update, {**values(update), "integrity/gae_identity": 0.5 * (update % 2)}) for update in range(1, count + 1)]
 
 
 def test_too_many_alarms_are_one_alarm_instead() -> None:
@@ -270,9 +247,7 @@ def test_a_run_is_measured_at_debug_as_its_user_asks(updates: int | None, raised
     assert levels.count(Level.DEBUG) == raised_levels
     assert run.info.facts.get("escalation") == updates
     verdicts = judged(run.records, run.info.facts)
-    assert [verdict.remaining for verdict in verdicts] == [
-        record.values["telemetry/escalation_remaining"] for record in run.records
-    ]
+    assert [verdict.remaining for verdict in verdicts] == [record.values["telemetry/escalation_remaining"] for record in run.records]
 
 
 @pytest.mark.parametrize(("updates", "error"), [(-1, ValueError), (2.5, ValueError), ("many", TypeError)])
@@ -335,9 +310,9 @@ def test_an_intervention_silences_no_identity() -> None:
         detectors.step(entry)
     detectors.intervention()
 
-    assert [
-        alarm.type for alarm in detectors.step(record(30, {**values(30), "integrity/gae_identity": 1.0})).alarms
-    ] == ["integrity/gae_identity"]
+    assert [alarm.type for alarm in detectors.step(record(30, {**values(30), "integrity/gae_identity": 1.0})).alarms] == [
+        "integrity/gae_identity"
+    ]
 
 
 def test_anomalies_do_not_train_their_own_baseline() -> None:
@@ -430,9 +405,7 @@ def test_a_usual_value_may_be_the_largest_number_there_is() -> None:
 @given(
     st.lists(
         st.dictionaries(
-            st.sampled_from(
-                [*values(1), "policy/kl/period/p", "policy/kl/period/length", "my/number", "loss/value_nonfinite"]
-            ),
+            st.sampled_from([*values(1), "policy/kl/period/p", "policy/kl/period/length", "my/number", "loss/value_nonfinite"]),
             st.one_of(
                 st.floats(allow_nan=True, allow_infinity=True),
                 st.sampled_from([0.0, -1.0, 1e300, -1e300, 1e-320, float("nan"), float("inf")]),

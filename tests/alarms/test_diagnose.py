@@ -1,7 +1,5 @@
 """`esper-telemetry diagnose`: the same detectors applied to a journal."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -30,9 +28,7 @@ def learning_run(updates: int) -> list[Record]:
     return run(updates, rise, since=1)
 
 
-def journal(
-    directory: Path, records: list[Record], *, status: RunStatus | None = RunStatus.FINISHED, announced: int = 0
-) -> Path:
+def journal(directory: Path, records: list[Record], *, status: RunStatus | None = RunStatus.FINISHED, announced: int = 0) -> Path:
     """A run directory with these records; `announced` is the record after which a deliberate change was announced."""
     path = directory / "run"
     book = Journal.create(path)
@@ -65,9 +61,7 @@ def test_it_names_the_incident_since_when_and_what_to_try(tmp_path: Path, capsys
     assert "grad/explode (still active)" in out
 
 
-def test_a_healthy_run_says_what_it_does_and_what_was_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_healthy_run_says_what_it_does_and_what_was_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(["diagnose", str(journal(tmp_path, learning_run(60)))], capsys)
 
     assert code == 0
@@ -95,9 +89,7 @@ def test_remarks_come_first_in_what_may_explain_a_flat_run(tmp_path: Path, capsy
     """Many correct runs have a constant reward, so the remark appears only if the return does not rise."""
     equal = set_to({"reward/std": 0.0, "reward/mean": -1.0, "reward/absmax": 1.0})
     entries = run(60, equal, since=1)
-    flat = journal(
-        tmp_path / "flat", [replace(one, axes=replace(one.axes, env_step=1024 * one.seq)) for one in entries]
-    )
+    flat = journal(tmp_path / "flat", [replace(one, axes=replace(one.axes, env_step=1024 * one.seq)) for one in entries])
     killed = journal(tmp_path / "killed", entries, status=RunStatus.KILLED)
 
     text = " ".join(said(["diagnose", str(flat)], capsys)[1].split())
@@ -120,9 +112,7 @@ def test_an_alarm_about_an_effect_explains_nothing(tmp_path: Path, capsys: pytes
     assert "policy/kl_spike (still active)" in cause and "Unexplained" not in cause
 
 
-def test_a_run_that_goes_on_or_was_killed_is_diagnosed_as_far_as_it_went(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_goes_on_or_was_killed_is_diagnosed_as_far_as_it_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = journal(tmp_path, run(40, SPOILED), status=None)
     with (path / "journal.jsonl").open("ab") as file:
         file.write(b'{"kind":"record","seq":41,"axes":{"upd')
@@ -174,9 +164,7 @@ def test_an_empty_journal_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["HERE", "--threshold", "storm=many"], "threshold storm must be a finite number, got 'many'"),
     ],
 )
-def test_wrong_use_is_one_sentence(
-    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_use_is_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(journal(tmp_path, run(3)))
 
     code, out, err = said(["diagnose", *[path if text == "HERE" else text for text in arguments]], capsys)

@@ -1,7 +1,5 @@
 """The alarm `integrity/equation`: its sentence, its severity, and its choice among several equations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest
@@ -81,9 +79,7 @@ def test_mistakes_that_cannot_be_told_apart_are_a_set() -> None:
 
 
 def test_the_cause_is_named_first_and_the_others_in_a_clause() -> None:
-    (alarm,) = judged(
-        {"losses": 0.5, "means": 0.1, "means_half": 0.0, "sums": 0.25, "sums_minus": 0.0}, {"losses": 0.5}
-    )
+    (alarm,) = judged({"losses": 0.5, "means": 0.1, "means_half": 0.0, "sums": 0.25, "sums_minus": 0.0}, {"losses": 0.5})
     (both,) = judged({"means": 0.1, "means_half": 0.0, "sums": 0.25, "sums_minus": 0.0})
 
     assert alarm.text.startswith("Since update 1, the sums equal differences, ")
@@ -147,7 +143,4 @@ def test_a_schedule_that_was_never_set_is_named() -> None:
 
     assert right == []
     assert (alarm.key, alarm.since) == ("opt/lr", 3)
-    assert (
-        "the learning rates equal the first learning rate throughout, although a schedule is configured, and differ"
-        in alarm.text
-    )
+    assert "the learning rates equal the first learning rate throughout, although a schedule is configured, and differ" in alarm.text

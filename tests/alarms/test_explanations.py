@@ -1,7 +1,5 @@
 """What is shown with a bad outcome, and which advice is given: causes before consequences, and nothing that the equations refute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -30,19 +28,12 @@ def test_a_warning_does_not_hide_the_explanation_of_a_flat_run() -> None:
     assert [incident.cause for incident in verdict.incidents] == ["obs/unscaled"]
     assert verdict.unexplained and verdict.unusual[0].key == "adv/norm/std"
     assert "(1 value, median of the last 10 updates)" in text
-    assert (
-        text.index("obs/unscaled") < text.index("Unexplained: the run is flat") < text.rindex("adv/norm/std: 0.001 (")
-    )
+    assert text.index("obs/unscaled") < text.index("Unexplained: the run is flat") < text.rindex("adv/norm/std: 0.001 (")
 
 
 def test_values_beyond_critical_bounds_come_first_heads_included() -> None:
     """The action range is known from no healthy run; entropy is far from healthy runs, but within its bounds."""
-    changes = {
-        "policy/head/op/kl": 0.5,
-        "policy/entropy_norm": 0.05,
-        "repr/excess_ratio/high": 1.5,
-        "repr/dead_frac": 0.5,
-    }
+    changes = {"policy/head/op/kl": 0.5, "policy/entropy_norm": 0.05, "repr/excess_ratio/high": 1.5, "repr/dead_frac": 0.5}
     unusual = diagnose(FACTS, run(60, set_to(changes), since=1)).unusual
 
     assert {entry.key for entry in unusual[:2]} == {"policy/head/op/kl", "repr/excess_ratio/high"}
@@ -55,10 +46,7 @@ def test_episodes_of_one_length_are_the_last_explanation_unless_the_critic_is_su
     limited |= {"reward/std": 0.0, "reward/mean": 0.0}
     surprised = limited | {"value/bias_terminated": -8.0, "value/bias": 0.0, "ret/std": 2.0}
 
-    names = [
-        [data["name"] for data in diagnose(FACTS, run(12, set_to(one), since=1)).shown_remarks]
-        for one in (limited, surprised)
-    ]
+    names = [[data["name"] for data in diagnose(FACTS, run(12, set_to(one), since=1)).shown_remarks] for one in (limited, surprised)]
 
     assert names == [["no reward", "fixed length"], ["fixed length", "no reward"]]
 
@@ -104,9 +92,7 @@ def test_advice_leaves_out_what_the_equations_have_found_right() -> None:
     advice = "Check the sign of the policy loss; lower the learning rate."
 
     assert "sign" not in alarm.text and alarm.text.endswith("The policy losses match their equation.")
-    assert (
-        sensible_advice(advice, {"policy_loss"}) == "Lower the learning rate. The policy losses match their equation."
-    )
+    assert sensible_advice(advice, {"policy_loss"}) == "Lower the learning rate. The policy losses match their equation."
     assert sensible_advice(advice, {"value_loss"}) == advice
 
 
@@ -117,9 +103,7 @@ def test_a_biased_critic_is_not_sent_to_targets_that_are_right() -> None:
     unchecked, checked = (alarms(judged(run(45, set_to(one))))[0].text for one in (off, off | right))
 
     assert "how returns are bootstrapped at time limits" in unchecked
-    assert checked.endswith(
-        "Try: Train the critic for more epochs. The advantages and the returns match their equations."
-    )
+    assert checked.endswith("Try: Train the critic for more epochs. The advantages and the returns match their equations.")
 
 
 def test_a_drop_without_another_alarm_does_not_point_to_an_earlier_one() -> None:

@@ -4,8 +4,6 @@ Every course is drawn with many seeds. If a label is right by construction, 95 %
 be labelled as learning.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -101,12 +99,7 @@ def outcomes(draw: Draw, updates: int) -> list[OutcomeKind]:
 @pytest.mark.parametrize("updates", [60, 200])
 @pytest.mark.parametrize(
     ("courses", "label"),
-    [
-        (FLAT, OutcomeKind.FLAT),
-        (LEARNING, OutcomeKind.LEARNING),
-        (CONVERGED, OutcomeKind.CONVERGED),
-        (DECLINING, OutcomeKind.DECLINING),
-    ],
+    [(FLAT, OutcomeKind.FLAT), (LEARNING, OutcomeKind.LEARNING), (CONVERGED, OutcomeKind.CONVERGED), (DECLINING, OutcomeKind.DECLINING)],
     ids=lambda value: str(value) if isinstance(value, OutcomeKind) else "",
 )
 def test_outcomes_are_right(courses: Mapping[str, Draw], label: OutcomeKind, updates: int) -> None:
@@ -135,9 +128,7 @@ def test_the_last_outcome_of_a_journal_is_by_all_updates(returns: list[float], a
     if at_end:
         assert (
             dict(last)["outcome"]
-            == outcome_of(
-                records(np.array(returns), episodes=20, more={"episode/return_std": 13.0}), status=RunStatus.FINISHED
-            ).data()
+            == outcome_of(records(np.array(returns), episodes=20, more={"episode/return_std": 13.0}), status=RunStatus.FINISHED).data()
         )
 
 
@@ -311,9 +302,7 @@ def test_a_few_long_updates_tell_a_rise_by_their_episodes() -> None:
         ([50.0, 58.0, 66.0], 150, OutcomeKind.LEARNING),
     ],
 )
-def test_groups_of_many_episodes_tell_a_course_though_they_are_few(
-    means: list[float], episodes: int, kind: OutcomeKind
-) -> None:
+def test_groups_of_many_episodes_tell_a_course_though_they_are_few(means: list[float], episodes: int, kind: OutcomeKind) -> None:
     """Episodes of equal length end together in every third update and differ by 10: seven groups of 8, three of 150."""
     course = [
         Record(
@@ -375,9 +364,7 @@ def test_a_return_that_stays_above_its_first_episodes_has_risen_however_much_it_
     ],
     ids=["small rise", "rise", "small fall", "fall", "fall and recovery", "fall and part of it", "rise that is lost"],
 )
-def test_a_change_within_the_spread_of_the_first_episodes_is_none(
-    course: Sequence[float], std: float, kind: OutcomeKind
-) -> None:
+def test_a_change_within_the_spread_of_the_first_episodes_is_none(course: Sequence[float], std: float, kind: OutcomeKind) -> None:
     """A trend without noise is clear from its blocks; the final level is compared with the level of the first episodes."""
     assert outcome_of(records(np.array(course), more={"episode/return_std": std})).kind is kind
 
@@ -420,20 +407,14 @@ def test_success_and_length_decide_where_all_returns_are_equal() -> None:
 
     def lengths(value: float, course: Array) -> list[Record]:
         return [
-            Record(
-                record.seq, record.axes, {**record.values, "episode/return_mean": value, "episode/length_mean": length}
-            )
+            Record(record.seq, record.axes, {**record.values, "episode/return_mean": value, "episode/length_mean": length})
             for record, length in zip(records(course), course.tolist(), strict=True)
         ]
 
     falling = np.linspace(200.0, 40.0, 40)
     reached = outcome_of(lengths(1.0, falling))
     success = [
-        Record(
-            r.seq,
-            r.axes,
-            {**r.values, "episode/return_mean": 0.0, "episode/success_rate": r.values["episode/return_mean"]},
-        )
+        Record(r.seq, r.axes, {**r.values, "episode/return_mean": 0.0, "episode/success_rate": r.values["episode/return_mean"]})
         for r in records(np.linspace(0.0, 0.9, 40))
     ]
 

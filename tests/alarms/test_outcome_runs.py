@@ -1,7 +1,5 @@
 """Outcomes of short real runs: learning, a policy that does not move, a crash, and a user's own loop without returns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -164,9 +164,7 @@ def test_an_alarm_that_the_script_defines_is_judged_in_this_process(tmp_path: Pa
     assert not (tmp_path / "run" / LOG_NAME).exists()
 
 
-def test_an_attached_trainer_with_such_an_alarm_is_recorded_in_this_process(
-    tmp_path: Path, script_rule: AlarmRule
-) -> None:
+def test_an_attached_trainer_with_such_an_alarm_is_recorded_in_this_process(tmp_path: Path, script_rule: AlarmRule) -> None:
     trainer = PPO(make_env("CartPole-v1", num_envs=2, seed=1), PPOConfig(num_steps=16, seed=1))
     with Telemetry(run_dir=tmp_path / "run", alarms=iter([script_rule])) as telemetry:
         attach(telemetry, trainer)
@@ -192,9 +190,7 @@ def test_a_worker_is_refused_for_an_alarm_that_the_script_defines(tmp_path: Path
         ({"alarms": my_rule(), "detect": False}, ValueError, "alarms are for detect=True"),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    tmp_path: Path, settings: dict[str, Any], error: type[Exception], sentence: str
-) -> None:
+def test_a_mistake_is_one_sentence(tmp_path: Path, settings: dict[str, Any], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         Telemetry(run_dir=tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()

@@ -6,8 +6,6 @@ the plots before any outcome was computed; a curve with several labels allows ea
 were not read before the rules were final, but its score was seen when a limit was chosen.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -53,11 +51,7 @@ def records(curve: dict[str, Any]) -> list[Record]:
 
 def test_outcomes_are_what_a_reader_of_the_plot_says() -> None:
     outcomes = {curve["name"]: outcome_of(records(curve), status=RunStatus.FINISHED).kind for curve in curves()}
-    misses = {
-        curve["name"]: str(outcomes[curve["name"]])
-        for curve in curves()
-        if outcomes[curve["name"]] not in curve["label"].split("|")
-    }
+    misses = {curve["name"]: str(outcomes[curve["name"]]) for curve in curves() if outcomes[curve["name"]] not in curve["label"].split("|")}
 
     assert len(outcomes) == 165
     assert misses == MISSES

@@ -45,9 +45,7 @@ def test_a_gradient_that_falls_as_the_task_is_solved_is_no_drift() -> None:
     assert "grad/drift" in raised(judged(run(90, falls, since=1)))
 
 
-@pytest.mark.parametrize(
-    ("share", "milliseconds", "told"), [(0.45, 75.0, False), (0.28, 2000.0, True), (0.8, 5.0, False)]
-)
+@pytest.mark.parametrize(("share", "milliseconds", "told"), [(0.45, 75.0, False), (0.28, 2000.0, True), (0.8, 5.0, False)])
 def test_a_small_script_may_spend_its_time_on_telemetry(share: float, milliseconds: float, told: bool) -> None:
     cost = set_to({"perf/telemetry_frac": share, "perf/telemetry_ms": milliseconds})
 
@@ -70,9 +68,7 @@ def test_a_share_of_eight_samples_is_judged_over_sixty_four_updates() -> None:
 
 def test_a_narrow_trust_region_may_be_left_by_a_small_step() -> None:
     """HalfCheetah's published clip of 0.1: half of the samples are outside of it at a KL of 0.009."""
-    assert "policy/clip_saturation" not in raised(
-        judged(run(60, set_to({"policy/clip_frac": 0.5, "policy/kl": 0.009})))
-    )
+    assert "policy/clip_saturation" not in raised(judged(run(60, set_to({"policy/clip_frac": 0.5, "policy/kl": 0.009}))))
 
 
 def test_a_return_that_rises_with_a_share_outside_the_trust_region_excuses_that_share() -> None:
@@ -88,12 +84,8 @@ def test_a_return_that_rises_with_a_share_outside_the_trust_region_excuses_that_
     assert "policy/clip_saturation" in raised(judged(run(60, always, since=1)))
 
 
-@pytest.mark.parametrize(
-    ("course", "level"), [(returns(5.0, 400.0), AlarmLevel.WARN), (returns(5.0, 5.0), AlarmLevel.CRITICAL)]
-)
-def test_a_share_outside_the_trust_region_is_critical_if_the_return_has_not_risen(
-    course: Any, level: AlarmLevel
-) -> None:
+@pytest.mark.parametrize(("course", "level"), [(returns(5.0, 400.0), AlarmLevel.WARN), (returns(5.0, 5.0), AlarmLevel.CRITICAL)])
+def test_a_share_outside_the_trust_region_is_critical_if_the_return_has_not_risen(course: Any, level: AlarmLevel) -> None:
     def doubles(metrics: Values, ago: int) -> None:
         metrics.update({"policy/clip_frac": 0.3 if ago < 40 else 0.6, "policy/kl": 0.04})
 
@@ -149,9 +141,7 @@ def test_advantages_that_are_not_normalised_have_a_mean_and_a_size_of_their_own(
     raw = {**FACTS, "normalize_advantages": False}
     used = {"adv/norm/mean": -50.0, "adv/norm/std": 100.0, "policy/ratio/mean": 1.001}
 
-    assert "policy/wrong_direction" not in raised(
-        judged(run(40, set_to({**used, "policy/surrogate_gain": -0.05})), raw)
-    )
+    assert "policy/wrong_direction" not in raised(judged(run(40, set_to({**used, "policy/surrogate_gain": -0.05})), raw))
     assert "policy/wrong_direction" in raised(judged(run(40, set_to({**used, "policy/surrogate_gain": -8.0})), raw))
 
 
@@ -231,11 +221,7 @@ def test_one_head_of_several_may_collapse(end: float, told: bool) -> None:
     def head(metrics: Values, update: int) -> None:
         metrics.update(same if update >= SINCE else varied)
 
-    found = [
-        a
-        for a in alarms(judged(run(60, both(head, returns(5.0, end)), since=1)))
-        if a.type == "policy/entropy_collapse"
-    ]
+    found = [a for a in alarms(judged(run(60, both(head, returns(5.0, end)), since=1))) if a.type == "policy/entropy_collapse"]
 
     assert bool(found) is told
     assert all("the head arg takes almost the same action in every state" in alarm.text for alarm in found)
@@ -255,8 +241,7 @@ def test_an_entropy_below_30_per_cent_warns_where_nothing_is_learned(end: float,
 
 
 @pytest.mark.parametrize(
-    ("course", "end", "told"),
-    [("far", 5.0, True), ("climbs", 5.0, False), ("near", 5.0, True), ("far", 50.0, True), ("near", 50.0, False)],
+    ("course", "end", "told"), [("far", 5.0, True), ("climbs", 5.0, False), ("near", 5.0, True), ("far", 50.0, True), ("near", 50.0, False)]
 )
 def test_a_critic_that_never_fits(course: str, end: float, told: bool) -> None:
     """R² is -5 or -1 throughout, or rises from -50 to -1 as with large returns. A run may learn with an R² of -1."""
@@ -318,9 +303,7 @@ UNKNOWN_LENGTH = {name: value for name, value in FACTS.items() if name != "total
     ("explained", "facts", "update"),
     [(-0.23, FACTS, 37), (0.0, FACTS, 52), (-0.23, UNKNOWN_LENGTH, 30), (0.0, UNKNOWN_LENGTH, 53), (0.3, FACTS, None)],
 )
-def test_a_critic_that_explains_less_than_its_phase_lets_expect(
-    explained: float, facts: Mapping[str, Any], update: int | None
-) -> None:
+def test_a_critic_that_explains_less_than_its_phase_lets_expect(explained: float, facts: Mapping[str, Any], update: int | None) -> None:
     """In a run of 100 updates, -0.23 is enough for the first 9 and 0 for the first 24; two of 30 updates may be worse."""
     critic = set_to({"value/explained_variance": explained, "value/r2": explained, "value/loss_norm": 0.5})
 
@@ -396,11 +379,7 @@ def test_an_actor_without_a_gradient_is_not_told_to_scale_returns() -> None:
 
 def test_a_limit_of_the_gradient_below_all_published_ones_is_to_be_raised() -> None:
     """Clipping to 1e-5 leaves a hundred-thousandth of the actor's gradient of 1e-3."""
-    clipped = {
-        "grad/interference/actor_effective": 1e-8,
-        "grad/interference/critic_share": 0.9999,
-        "grad/clip/coef": 1e-5,
-    }
+    clipped = {"grad/interference/actor_effective": 1e-8, "grad/interference/critic_share": 0.9999, "grad/clip/coef": 1e-5}
     facts = {**FACTS, "max_grad_norm": 1e-5}
     (alarm, *_) = alarms(judged(run(5, set_to(clipped), since=1), facts))
 
@@ -461,10 +440,7 @@ def test_a_policy_that_does_not_move_is_explained_by_small_observations() -> Non
     verdicts = judged(run(40, set_to({"policy/kl_max": 4e-8, "obs/rms_max": 0.02})))
     alarm = next(alarm for alarm in alarms(verdicts) if alarm.type == "policy/kl_stall")
 
-    assert (
-        "the largest entry of the observations is about 0.02" in alarm.text
-        and "Scale observations to about 1" in alarm.text
-    )
+    assert "the largest entry of the observations is about 0.02" in alarm.text and "Scale observations to about 1" in alarm.text
 
 
 @pytest.mark.parametrize(("end", "entropy", "told"), [(50.0, 0.01, False), (50.0, 0.6, True), (5.0, 0.01, True)])
@@ -486,9 +462,7 @@ def test_a_survivor_is_paid_the_same_in_every_step(cut: float, paid: float, told
         metrics["episode/length_mean"] = 10.0 if ago < 40 else 1000.0
         metrics["reward/absmax"] = 1.0
         if ago >= 40:
-            metrics.update(
-                {"reward/std": 0.0, "reward/mean": paid, "reward/absmax": paid, "episode/truncated_frac": cut}
-            )
+            metrics.update({"reward/std": 0.0, "reward/mean": paid, "reward/absmax": paid, "episode/truncated_frac": cut})
 
     verdicts = judged(run(80, both(survives, returns(5.0, 50.0)), since=1))
 
@@ -541,12 +515,7 @@ def test_a_controller_without_gradients_has_no_learning_rate() -> None:
 
 def test_the_largest_of_thousands_of_seeds_is_chance() -> None:
     """By chance one minibatch of a seed exceeds sixty clip limits and one in a hundred ten, but not in three epochs in a row."""
-    one = {
-        "seed/exploding": 0.9,
-        "seed/largest/environment": 3.0,
-        "seed/largest/slot": 1.0,
-        "seed/exploding_frac": 0.01,
-    }
+    one = {"seed/exploding": 0.9, "seed/largest/environment": 3.0, "seed/largest/slot": 1.0, "seed/exploding_frac": 0.01}
 
     assert "seed/explode" not in raised(judged(run(20, set_to(one), since=1)))
     (alarm, *_) = alarms(judged(run(40, set_to({**one, "seed/exploding_sustained": 0.8}))))

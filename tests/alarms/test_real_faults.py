@@ -49,20 +49,12 @@ def cartpole(**settings: Any) -> PPO:
 
 def recall() -> PPO:
     """A memory task with restricted choices."""
-    return PPO(
-        make_env("cue-recall", num_envs=4, seed=1), PPOConfig(num_steps=16, num_epochs=1, hidden_sizes=(8,), seed=1)
-    )
+    return PPO(make_env("cue-recall", num_envs=4, seed=1), PPOConfig(num_steps=16, num_epochs=1, hidden_sizes=(8,), seed=1))
 
 
 def recall_lstm() -> PPO:
     """A policy with memory."""
-    settings: dict[str, Any] = {
-        "policy": "lstm",
-        "lstm_size": 8,
-        "num_steps": 16,
-        "num_epochs": 1,
-        "num_minibatches": 1,
-    }
+    settings: dict[str, Any] = {"policy": "lstm", "lstm_size": 8, "num_steps": 16, "num_epochs": 1, "num_minibatches": 1}
     return PPO(make_env("cue-recall", num_envs=4, seed=1), PPOConfig(**settings, seed=1))
 
 
@@ -209,21 +201,12 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
     "telemetry/missing_metric": (lambda: falsified(cartpole(), MinibatchEnd, 8, no_entropy), 14),
     "opt/state_lost": (lambda: breaking(cartpole(), 5, new_optimizer), 8),
     "adv/degenerate": (lambda: breaking(cartpole(), 6, equal_advantages), 12),
-    "opt/negative_rate": (
-        lambda: falsified(cartpole(), UpdateEnd, 2, lambda event: replace(event, learning_rate=-1e-3)),
-        3,
-    ),
+    "opt/negative_rate": (lambda: falsified(cartpole(), UpdateEnd, 2, lambda event: replace(event, learning_rate=-1e-3)), 3),
     "norm/off": (lambda: other_normalizer(cartpole(normalize_observations=True)), 4),
     "lstm/gate_closed": (lambda: breaking(recall_lstm(), 4, shut_output_gates), 12),
-    "lstm/empty": (
-        lambda: falsified(recall_lstm(), RolloutEnd, 1, lambda event: replace(event, states=event.states * 0)),
-        8,
-    ),
+    "lstm/empty": (lambda: falsified(recall_lstm(), RolloutEnd, 1, lambda event: replace(event, states=event.states * 0)), 8),
     "policy/std_collapse": (lambda: breaking(pendulum(), 5, shrunk), 10),
-    "value/never_fits": (
-        lambda: falsified(cartpole(), RolloutEnd, 1, lambda event: replace(event, values=event.values - 200)),
-        34,
-    ),
+    "value/never_fits": (lambda: falsified(cartpole(), RolloutEnd, 1, lambda event: replace(event, values=event.values - 200)), 34),
     "value/limit_bias": (lambda: falsified(always_limited(), RolloutEnd, 1, unbootstrapped), 12),
     "grad/slow_growth": (lambda: falsified(cartpole(), BackwardEnd, 1, Growing()), 102),
     "task/no_episodes": (lambda: breaking(cartpole(num_steps=64), 6, endless), 50),
@@ -304,9 +287,7 @@ def test_an_exceeded_budget_raises_an_alarm(tmp_path: Path) -> None:
         trainer.learn(16 * 4 * 45)
     run = read_run(tmp_path / "run")
     large = [
-        replace(
-            record, values={key: value * (1000 if key.endswith("_ms") else 1) for key, value in record.values.items()}
-        )
+        replace(record, values={key: value * (1000 if key.endswith("_ms") else 1) for key, value in record.values.items()})
         for record in run.records
     ]
 

@@ -1,7 +1,5 @@
 """Real runs: every rule's inputs are measured, healthy training raises no alarm, and a journal yields the live run's alarms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,20 +29,8 @@ def trained(run_dir: Path, trainer: PPO, updates: int) -> Run:
 
 def recall(**settings: Any) -> PPO:
     """The memory task, small."""
-    common: dict[str, Any] = {
-        "num_steps": 32,
-        "num_epochs": 4,
-        "num_minibatches": 4,
-        "entropy_coef": 0.01,
-        "gamma": 0.95,
-    }
-    sizes: dict[str, Any] = {
-        "policy": "lstm",
-        "lstm_size": 16,
-        "encoder_sizes": (16,),
-        "hidden_sizes": (),
-        "shared_trunk": True,
-    }
+    common: dict[str, Any] = {"num_steps": 32, "num_epochs": 4, "num_minibatches": 4, "entropy_coef": 0.01, "gamma": 0.95}
+    sizes: dict[str, Any] = {"policy": "lstm", "lstm_size": 16, "encoder_sizes": (16,), "hidden_sizes": (), "shared_trunk": True}
     return PPO(CueRecall(16, seed=0), PPOConfig(**{**common, **sizes, "anneal_learning_rate": False, **settings}))
 
 
@@ -54,9 +40,7 @@ def pole() -> PPO:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("trainer", "open_questions"), [(recall, {"repr/norm_growth"}), (pole, set())], ids=["recall", "pole"]
-)
+@pytest.mark.parametrize(("trainer", "open_questions"), [(recall, {"repr/norm_growth"}), (pole, set())], ids=["recall", "pole"])
 def test_a_run_at_normal_answers_every_question(trainer: Any, open_questions: set[str], tmp_path: Path) -> None:
     """Nine updates include two sampled ones. The norm of features is not measured in policies with memory."""
     run = trained(tmp_path / "run", trainer(), 9)
@@ -82,9 +66,7 @@ def test_a_healthy_run_is_silent_and_a_broken_one_is_not(tmp_path: Path) -> None
 
     trainer.hooks.on(UpdateEnd, swap)
     run = trained(tmp_path / "run", trainer, 28)
-    updates = {
-        kind: update for kind, update in raised(judged(run.records, run.info.facts)).items() if "telemetry/" not in kind
-    }
+    updates = {kind: update for kind, update in raised(judged(run.records, run.info.facts)).items() if "telemetry/" not in kind}
 
     assert BREAKS <= updates["policy/wrong_direction"] <= BREAKS + 2
     assert min(updates.values()) >= BREAKS

@@ -1,7 +1,5 @@
 """The registry is complete, matches the code and is readable; the page made from it is up to date."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -128,10 +126,7 @@ def test_every_metric_with_bounds_has_advice() -> None:
 def test_an_entry_tells_what_it_decides_from_what_it_is_only_a_sign_of() -> None:
     text = entry_text(ENTRIES["policy/kl"])
 
-    assert (
-        "when it is not (`policy/kl_spike`): One update moved the policy much further than usual. **What to try:**"
-        in text
-    )
+    assert "when it is not (`policy/kl_spike`): One update moved the policy much further than usual. **What to try:**" in text
     assert "also a sign of: `policy/entropy_explosion` (The policy stays random" in text
 
 

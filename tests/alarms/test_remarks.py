@@ -1,7 +1,5 @@
 """Remarks on settings outside of all published values, and on data that may be correct."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +8,7 @@ from healthy_run import FACTS, Values, alarms, judged, record, run, set_to, valu
 
 from esper_telemetry.adapters.sb3.sb3_facts import SETTING_NAMES
 from esper_telemetry.alarms import diagnose
-from esper_telemetry.alarms.verdict.published_settings import (
-    PUBLISHED,
-    in_trainers_names,
-    outside_settings,
-    range_sentence,
-    settings_of,
-)
+from esper_telemetry.alarms.verdict.published_settings import PUBLISHED, in_trainers_names, outside_settings, range_sentence, settings_of
 from esper_telemetry.alarms.verdict.remarks import is_setting
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.ppo.config import PRESETS, PPOConfig
@@ -24,9 +16,7 @@ from esper_telemetry.ppo.config import PRESETS, PPOConfig
 SB3 = {**FACTS, "setting_names": SETTING_NAMES, "value_coef_scale": 0.5}
 
 
-def remarks(
-    facts: Mapping[str, Any], changes: Mapping[str, float | None] | None = None, updates: int = 12
-) -> dict[str, str]:
+def remarks(facts: Mapping[str, Any], changes: Mapping[str, float | None] | None = None, updates: int = 12) -> dict[str, str]:
     """Names and texts of the remarks on a run."""
     verdicts = judged(run(updates, set_to(changes or {}), since=1), facts)
     data = [data for verdict in verdicts for kind, data in verdict.events if kind == "remark"]
@@ -57,9 +47,7 @@ def test_published_settings_get_no_remark() -> None:
         for (_, kind, _), (_, own) in PRESETS.items()
     ]
 
-    assert [list(outside_settings(Facts.of(facts))) for facts in (atari, car, anymal, *presets)] == [[]] * (
-        3 + len(presets)
-    )
+    assert [list(outside_settings(Facts.of(facts))) for facts in (atari, car, anymal, *presets)] == [[]] * (3 + len(presets))
 
 
 @pytest.mark.parametrize(
@@ -81,9 +69,7 @@ def test_a_setting_outside_of_all_published_ones_is_remarked_at_once(name: str, 
 def test_a_setting_has_the_name_and_the_unit_of_its_trainer() -> None:
     """Their value loss lacks the factor of 1/2, so their vf_coef of 10 is our 20."""
     assert range_sentence("clip", 5.0, Facts.of(SB3)).startswith("clip_range is 5")
-    assert (
-        range_sentence("value_coef", 20.0, Facts.of(SB3)) == "vf_coef is 10; published settings range from 0.19 to 2.5"
-    )
+    assert range_sentence("value_coef", 20.0, Facts.of(SB3)) == "vf_coef is 10; published settings range from 0.19 to 2.5"
     advice = "Raise entropy_coef from 0.001; clip gradients."
     assert in_trainers_names(advice, Facts.of(SB3)) == "Raise ent_coef from 0.001; clip gradients."
     assert in_trainers_names(advice, Facts.of(FACTS)) == advice
@@ -122,12 +108,8 @@ def test_an_initial_standard_deviation_of_50_is_remarked() -> None:
     assert "initial std op" not in remarks(FACTS, by_state, 1)
 
 
-@pytest.mark.parametrize(
-    ("std", "of_range", "remarked"), [(33.0, 0.33, False), (33.0, 3.3, True), (0.01, 0.1, False), (1.0, 0.01, False)]
-)
-def test_an_initial_standard_deviation_is_judged_by_the_range_of_actions(
-    std: float, of_range: float, remarked: bool
-) -> None:
+@pytest.mark.parametrize(("std", "of_range", "remarked"), [(33.0, 0.33, False), (33.0, 3.3, True), (0.01, 0.1, False), (1.0, 0.01, False)])
+def test_an_initial_standard_deviation_is_judged_by_the_range_of_actions(std: float, of_range: float, remarked: bool) -> None:
     """33 for bounds of +-100 is a third of half the range; 1 is usual, whatever the bounds."""
     values = {"policy/head/op/std/mean": std, "policy/head/op/std_of_range": of_range}
     assert ("initial std op" in remarks(FACTS, values, 1)) is remarked
@@ -166,14 +148,10 @@ def test_episodes_that_end_at_once_after_longer_ones() -> None:
     def spoil(metrics: Values, update: int) -> None:
         set_to({**short, "episode/truncated_length_max": 60.0} if update == 1 else short)(metrics, update)
 
-    events = [
-        data for verdict in judged(run(6, spoil, since=1), FACTS) for kind, data in verdict.events if kind == "remark"
-    ]
+    events = [data for verdict in judged(run(6, spoil, since=1), FACTS) for kind, data in verdict.events if kind == "remark"]
 
     (text,) = [data["text"] for data in events if data["name"] == "short episodes"]
-    assert text.startswith(
-        "all episodes of an update have ended after 1 step, and earlier ones after up to 60: check that reset()"
-    )
+    assert text.startswith("all episodes of an update have ended after 1 step, and earlier ones after up to 60: check that reset()")
     assert "short episodes" not in remarks(FACTS, short)
 
 
@@ -184,31 +162,17 @@ def test_a_schedule_that_ends_long_before_the_run_is_remarked(factor: float | No
     def falls(metrics: Values, update: int) -> None:
         metrics["opt/lr"] = 3e-4 * (1 - update / updates if factor is None else factor**update)
 
-    events = [
-        data
-        for verdict in judged(run(updates, falls, since=1), FACTS)
-        for kind, data in verdict.events
-        if kind == "remark"
-    ]
+    events = [data for verdict in judged(run(updates, falls, since=1), FACTS) for kind, data in verdict.events if kind == "remark"]
     texts = [data["text"] for data in events if data["name"] == "low learning rate"]
 
     assert bool(texts) is said
-    assert all(
-        text.startswith("learning_rate has been below a thousandth of its first value for 3 of 11 updates")
-        for text in texts
-    )
+    assert all(text.startswith("learning_rate has been below a thousandth of its first value for 3 of 11 updates") for text in texts)
 
 
 def test_equal_rewards_in_episodes_of_one_length_show_nothing_to_learn_from() -> None:
-    lengths = {
-        "episode/truncated_length_min": 50.0,
-        "episode/truncated_length_max": 50.0,
-        "episode/truncated_frac": 1.0,
-    }
+    lengths = {"episode/truncated_length_min": 50.0, "episode/truncated_length_max": 50.0, "episode/truncated_frac": 1.0}
     none = {"episode/terminated_length_min": None, "episode/terminated_length_max": None}
-    text = remarks(FACTS, {"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": -1.0, **lengths, **none})[
-        "equal rewards"
-    ]
+    text = remarks(FACTS, {"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": -1.0, **lengths, **none})["equal rewards"]
 
     assert "have lasted 50 steps, and none has terminated, so all returns are equal" in text
 
@@ -216,10 +180,7 @@ def test_equal_rewards_in_episodes_of_one_length_show_nothing_to_learn_from() ->
 def test_a_softmax_of_a_softmax_is_said_at_once_with_its_place() -> None:
     facts = {**FACTS, "softmax_twice": True, "equation_places": {"policy_loss": "ppo.py:63"}}
 
-    assert (
-        "the policy (ppo.py:63) takes a softmax of the outputs of another softmax"
-        in remarks(facts, updates=1)["softmax twice"]
-    )
+    assert "the policy (ppo.py:63) takes a softmax of the outputs of another softmax" in remarks(facts, updates=1)["softmax twice"]
 
 
 def test_rewards_that_are_missing_tiny_or_equal() -> None:
@@ -277,9 +238,7 @@ def test_advice_that_cannot_apply_is_not_given() -> None:
         metrics.update({"policy/entropy_norm": 0.999, "loss/entropy_coef": 0.0})
 
     explosion = next(a for a in alarms(judged(run(60, random), late)) if a.type == "policy/entropy_explosion")
-    stall = next(
-        a for a in alarms(judged(run(40, set_to({"policy/kl_max": 0.0, "opt/lr": 0.1})))) if a.type == "policy/kl_stall"
-    )
+    stall = next(a for a in alarms(judged(run(40, set_to({"policy/kl_max": 0.0, "opt/lr": 0.1})))) if a.type == "policy/kl_stall")
 
     assert "entropy_coef" not in explosion.text and "entropy coefficient" not in explosion.text
     assert "above 0" not in stall.text
@@ -307,9 +266,7 @@ def test_a_consequence_joins_the_incident_of_its_cause() -> None:
     for update in range(1, 20):
         metrics = values(update)
         if update >= 2:
-            metrics.update(
-                {"policy/entropy_norm": 0.0, "policy/entropy_marginal_norm": 0.0, "opt/update_to_weight": 0.5}
-            )
+            metrics.update({"policy/entropy_norm": 0.0, "policy/entropy_marginal_norm": 0.0, "opt/update_to_weight": 0.5})
         metrics["episode/return_mean"] = 5.0
         spoiled.append(record(update, metrics))
 

@@ -1,7 +1,5 @@
 """Wrong declarations of alarms are refused at once, and a judge that raises disables only its own alarm."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,11 +17,7 @@ from esper_telemetry.alarms.baselines import History
 from esper_telemetry.alarms.thresholds import bounds
 
 RULE = AlarmRule(
-    type="my/alarm",
-    inputs=("my/x",),
-    meaning="x is large.",
-    action="Lower it.",
-    judge=AboveBound("my/x", 1.0, "x is {number}"),
+    type="my/alarm", inputs=("my/x",), meaning="x is large.", action="Lower it.", judge=AboveBound("my/x", 1.0, "x is {number}")
 )
 
 TEXTS = (None, 3, b"x")
@@ -46,9 +40,7 @@ WRONG: dict[str, tuple[object, ...]] = {
     "histories": (3, "my/x", (3,)),
     "changes": (3, "gamma", (3,), (("gamma", 0),), (("gamma", 0.5, 1),)),
     **dict.fromkeys(("required", "evidence", "histograms", "facts", "settings"), (3, "my/x", (3,), ("",))),
-    **dict.fromkeys(
-        ("hard", "claim", "effect", "relative", "certain", "sampled", "optional", "partial", "default_off"), FLAGS
-    ),
+    **dict.fromkeys(("hard", "claim", "effect", "relative", "certain", "sampled", "optional", "partial", "default_off"), FLAGS),
 }
 
 
@@ -100,10 +92,7 @@ def test_a_run_with_a_wrong_rule_creates_nothing(tmp_path: Path) -> None:
     [
         ("kl_spike_high=-1", "threshold kl_spike_high must be at least 0, got '-1'"),
         ("kl_spike_high=0.01", "threshold kl_spike_high must be larger than kl_spike_low, got 0.01 and 0.03"),
-        (
-            "ratio_collapse_low=0.001",
-            "threshold ratio_collapse_low must be larger than ratio_collapse_high, got 0.001 and 0.02",
-        ),
+        ("ratio_collapse_low=0.001", "threshold ratio_collapse_low must be larger than ratio_collapse_high, got 0.001 and 0.02"),
         ("storm=-1", "threshold storm must be at least 0, got '-1'"),
         ("storm=1e999", "threshold storm must be a finite number, got '1e999'"),
     ],
@@ -213,13 +202,8 @@ DETECTORS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", DETECTORS)
-def test_a_detector_that_fails_costs_verdicts_and_no_record(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with (
-        pytest.raises(ArithmeticError),
-        Telemetry([], run_dir=tmp_path, offload=False, detect=DETECTORS[name]) as telemetry,
-    ):
+def test_a_detector_that_fails_costs_verdicts_and_no_record(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ArithmeticError), Telemetry([], run_dir=tmp_path, offload=False, detect=DETECTORS[name]) as telemetry:
         for update in range(3):
             telemetry.log({"my/x": 2.0})
             telemetry.notify_intervention("a change")

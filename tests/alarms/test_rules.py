@@ -1,7 +1,5 @@
 """Each rule is raised by its own fault, in time, and by no other; a healthy run raises none."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -73,15 +71,11 @@ CASES: dict[str, Case] = {
     "lm/dead_groups": Case(set_to({"lm/groups/zero_advantage": 1.0, "lm/reward/mean": 0.5}), 2),
     "lm/length_reward": Case(set_to({"lm/reward/length_correlation": 0.99}), 2),
     "lm/truncation": Case(cut, 8),
-    "lm/entropy_collapse": Case(
-        set_to({"lm/entropy": 0.01, "lm/groups/zero_advantage": 0.8, "lm/groups/all_best": 0.1}), 2
-    ),
+    "lm/entropy_collapse": Case(set_to({"lm/entropy": 0.01, "lm/groups/zero_advantage": 0.8, "lm/groups/all_best": 0.1}), 2),
     "numerics/nonfinite": Case(set_to({"numerics/nonfinite": 3.0})),
     "integrity/ratio_init": Case(set_to({"integrity/ratio_init": 0.4})),
     "integrity/gae_identity": Case(set_to({"integrity/gae_identity": 0.01})),
-    "integrity/equation": Case(
-        set_to({"integrity/equation/advantages": 0.3, "integrity/equation/advantages_ends_ignored": 1e-7})
-    ),
+    "integrity/equation": Case(set_to({"integrity/equation/advantages": 0.3, "integrity/equation/advantages_ends_ignored": 1e-7})),
     "integrity/actions": Case(set_to({"integrity/actions/mode": 90.0, "integrity/actions_variance/mode": 10.0})),
     "integrity/adv_norm": Case(set_to({"integrity/adv_norm": 50.0, "adv/norm/std": 100.0})),
     "integrity/mask_violation": Case(set_to({"integrity/mask_violation": 1.0})),
@@ -97,9 +91,7 @@ CASES: dict[str, Case] = {
     "policy/actions_cut": Case(set_to({"policy/head/op/std_of_range": 30.0, "policy/head/op/bound_frac": 0.97}), 1),
     "policy/action_range": Case(set_to({"policy/head/op/empty_range_frac": 1.0}), 1),
     "ret/short_sighted": Case(
-        set_to({"episode/length_mean": 200.0}),
-        facts={**FACTS, "gamma": 0.3},
-        thresholds=Thresholds(discounted_length=50),
+        set_to({"episode/length_mean": 200.0}), facts={**FACTS, "gamma": 0.3}, thresholds=Thresholds(discounted_length=50)
     ),
     "opt/negative_rate": Case(set_to({"opt/lr": -3e-4})),
     "adv/signs": Case(set_to({"adv/minibatch_rows": 2.0}), 1),
@@ -116,17 +108,13 @@ CASES: dict[str, Case] = {
     "opt/rms_spike": Case(set_to({"opt/stable_rms": 30.0})),
     "grad/missing_group": Case(without),
     "grad/vanish": Case(set_to({"grad/layer/encoder_weight/norm": 0.0})),
-    "grad/actor_starved": Case(
-        set_to({"grad/interference/log_ratio": 2.5, "grad/interference/critic_share": 0.9999}), 1
-    ),
+    "grad/actor_starved": Case(set_to({"grad/interference/log_ratio": 2.5, "grad/interference/critic_share": 0.9999}), 1),
     "grad/explode": Case(multiplied({"grad/global/norm_preclip_max": 1000}), lag=1),
     "grad/interference": Case(set_to({"grad/interference/cos": -0.9}), 10),
     "grad/clip_saturated": Case(set_to({"grad/clip/coef": 1e-4}), 1),
     "grad/oscillation": Case(swinging, 30),
     "grad/noise_dominated": Case(
-        set_to({"opt/snr_share": -0.01}),
-        40,
-        thresholds=Thresholds().with_changes({"grad/noise_dominated": "on"}),
+        set_to({"opt/snr_share": -0.01}), 40, thresholds=Thresholds().with_changes({"grad/noise_dominated": "on"})
     ),
     "grad/drift": Case(multiplied({"grad/global/norm_preclip": 300}), 4),
     "grad/concentration": Case(set_to({"grad/concentration/entropy": 0.1}), 2),
@@ -153,11 +141,7 @@ CASES: dict[str, Case] = {
     "policy/wrong_direction": Case(set_to({"policy/surrogate_gain": -0.03}), lag=2),
     "policy/dead_head": Case(set_to({"grad/head/op/norm": 0.0}), 2),
     "value/fit_collapse": Case(
-        both(
-            set_to({"value/r2": -1.0, "value/explained_variance": -0.9}),
-            multiplied({"loss/value": 5, "value/loss_norm": 5}),
-        ),
-        1,
+        both(set_to({"value/r2": -1.0, "value/explained_variance": -0.9}), multiplied({"loss/value": 5, "value/loss_norm": 5})), 1
     ),
     "value/loss_jump": Case(multiplied({"loss/value": 1000})),
     "value/bias": Case(set_to({"value/bias": 6.0, "value/bias_over_std": 3.0}), 9),
@@ -268,9 +252,7 @@ def is_raised(kind: str, records: list[Any]) -> bool:
     return any(detectors.step(record).alarms for record in records)
 
 
-@pytest.mark.parametrize(
-    "rule", [rule for rule in alarm_rules() if rule.type in CASES and rule.required_keys], ids=lambda rule: rule.type
-)
+@pytest.mark.parametrize("rule", [rule for rule in alarm_rules() if rule.type in CASES and rule.required_keys], ids=lambda rule: rule.type)
 def test_a_rule_requires_what_its_judge_reads(rule: Any) -> None:
     """The required keys suffice to raise it, so a check with these keys is a real one; if any is missing, it is not raised."""
     records = case_records(rule.type)

@@ -1,7 +1,5 @@
 """Healthy courses that look wrong, next to the faults that they resemble, and second signs of faults whose first sign is missing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -154,9 +152,7 @@ def feed_forward(metrics: Values, ago: int) -> None:
 
 
 def outgrown(updates: int, step: float) -> Spoil:
-    return lambda metrics, ago: metrics.update(
-        {"opt/stable_rms": 12.0 if ago < updates else 1.2, "opt/update_rms_over_lr": step}
-    )
+    return lambda metrics, ago: metrics.update({"opt/stable_rms": 12.0 if ago < updates else 1.2, "opt/update_rms_over_lr": step})
 
 
 def opposed(scatter: float) -> Spoil:
@@ -185,28 +181,19 @@ COURSES: Mapping[str, list[Course]] = {
     "A policy that is certain in every state, but acts differently in different states, has not collapsed": [
         Course(None, False, {"policy/entropy_norm": 0.04, "policy/entropy_marginal_norm": 0.97}, 100)
     ],
-    "A survival task pays 1 per step from the first step on": [
-        Course(None, False, {**SURVIVAL, **LENGTHS}, 100, since=1)
-    ],
+    "A survival task pays 1 per step from the first step on": [Course(None, False, {**SURVIVAL, **LENGTHS}, 100, since=1)],
     "A rare reward may stay away for as long as it did before": [Course("reward/constant", False, rare, 100, since=1)],
     "A first success of 100, after costs of 0.1 per step, is not a change of scale": [
         Course("value/scale_shift", False, success, 100, since=1)
     ],
     "An explained variance that falls because returns became equal is not a fault": [
-        Course(
-            "value/fit_collapse",
-            False,
-            both(set_to(EQUAL_RETURNS), multiplied({"ret/std": 0.1, "loss/value": 0.05})),
-            100,
-        )
+        Course("value/fit_collapse", False, both(set_to(EQUAL_RETURNS), multiplied({"ret/std": 0.1, "loss/value": 0.05})), 100)
     ],
     "The precision decides what is rounding": [
-        Course(RATIO, told, {RATIO: 5e-3}, facts={**FACTS, "precision": precision})
-        for precision, told in (("fp32", True), ("bf16", False))
+        Course(RATIO, told, {RATIO: 5e-3}, facts={**FACTS, "precision": precision}) for precision, told in (("fp32", True), ("bf16", False))
     ],
     "The inverse of a tanh in single precision rounds by 1e-4 nats; 1e-2 are a mismatch": [
-        Course(RATIO, told, {RATIO: value}, facts={**FACTS, "inverts_squash": True})
-        for value, told in ((1e-4, False), (1e-2, True))
+        Course(RATIO, told, {RATIO: value}, facts={**FACTS, "inverts_squash": True}) for value, told in ((1e-4, False), (1e-2, True))
     ],
     "Narrow Gaussians round more": [Course(None, False, {RATIO: 5e-4, "policy/head/op/std/min": 0.01})],
     "At a log-probability of -20, a rounding error of 4e-5 is to be expected": [
@@ -216,9 +203,7 @@ COURSES: Mapping[str, list[Course]] = {
         Course(
             None,
             False,
-            lambda metrics, ago: metrics.update(
-                {"episode/count": 16.0 * (ago % 2), "lstm/reset_rate": 0.5 - 0.5 * (ago % 2)}
-            ),
+            lambda metrics, ago: metrics.update({"episode/count": 16.0 * (ago % 2), "lstm/reset_rate": 0.5 - 0.5 * (ago % 2)}),
             60,
             since=1,
         )
@@ -230,9 +215,7 @@ COURSES: Mapping[str, list[Course]] = {
         Course(
             "lstm/reset_missing",
             told,
-            lambda metrics, ago: metrics.update(
-                {"episode/count": float(ago == 0), "lstm/reset_rate": 0.125 * (ago == 2)}
-            ),
+            lambda metrics, ago: metrics.update({"episode/count": float(ago == 0), "lstm/reset_rate": 0.125 * (ago == 2)}),
             facts={**FACTS, "num_steps": steps},
         )
         for steps, told in ((1, False), (2, True))
@@ -244,21 +227,13 @@ COURSES: Mapping[str, list[Course]] = {
         Course("opt/update_too_large", SINCE, {"opt/update_to_weight": None, "opt/lr": 0.25})
     ],
     "A rate that jumps above what was set is not a schedule, whose restarts return to it": [
-        Course(
-            "opt/update_too_large",
-            told,
-            {"opt/update_to_weight": None, "opt/lr": value},
-            facts={**FACTS, "learning_rate": 0.0025},
-        )
+        Course("opt/update_too_large", told, {"opt/update_to_weight": None, "opt/lr": value}, facts={**FACTS, "learning_rate": 0.0025})
         for value, told in ((0.025, True), (0.0025, False))
     ],
     "A KL of 0.15 nats with a third of the samples outside of the trust region is a spike, with a tenth it is not": [
-        Course("policy/kl_spike", told, {"policy/kl": 0.15, "policy/clip_frac": moved})
-        for moved, told in ((0.3, True), (0.1, False))
+        Course("policy/kl_spike", told, {"policy/kl": 0.15, "policy/clip_frac": moved}) for moved, told in ((0.3, True), (0.1, False))
     ],
-    "A KL that is large enough is a spike, whatever makes it up": [
-        Course("policy/kl_spike", SINCE, {"policy/kl": 1.5})
-    ],
+    "A KL that is large enough is a spike, whatever makes it up": [Course("policy/kl_spike", SINCE, {"policy/kl": 1.5})],
     "0.32 nats in 17 dimensions are 0.019 in each, as with published settings of HumanoidStandup": [
         Course("policy/kl_spike", told, {"policy/kl": 0.32, "policy/clip_frac": 0.7, DIMENSIONS: dimensions})
         for dimensions, told in ((17.0, False), (1.0, True))
@@ -269,19 +244,11 @@ COURSES: Mapping[str, list[Course]] = {
         for outside, told in ((0.25, False), (0.4, True))
     ],
     "One sample of 1,920 that is 6,000 times as likely: the mean of r - 1 - log r is 3, the mean of half log² r is 0.05": [
-        Course(
-            "policy/kl_spike",
-            told,
-            first(1, **{"policy/kl": 3.0, "policy/kl_k2": half_square, "policy/clip_frac": 0.4}),
-        )
+        Course("policy/kl_spike", told, first(1, **{"policy/kl": 3.0, "policy/kl_k2": half_square, "policy/clip_frac": 0.4}))
         for half_square, told in ((0.05, False), (3.0, True))
     ],
     "A single ratio of 40 lowers the effective sample size to 5 %, and the 99th percentile does not show it": [
-        Course(
-            "policy/ratio_explosion",
-            told,
-            {"policy/ess_frac_min": 0.05, "policy/ratio/max": 40.0, "policy/ratio/p99": spread},
-        )
+        Course("policy/ratio_explosion", told, {"policy/ess_frac_min": 0.05, "policy/ratio/max": 40.0, "policy/ratio/p99": spread})
         for spread, told in ((4.0, True), (1.7, False))
     ],
     "Independent logarithms add in squares: a first percentile of 0.005 is 0.005^(1/√6) = 0.11 in each of six dimensions": [
@@ -289,22 +256,14 @@ COURSES: Mapping[str, list[Course]] = {
         for dimensions, told in ((6.0, False), (1.0, True))
     ],
     "A trust region that many dimensions leave together is not saturated": [
-        Course(
-            "policy/clip_saturation", told, {"policy/clip_frac": 0.42, "policy/kl": 0.045, DIMENSIONS: dimensions}, 60
-        )
+        Course("policy/clip_saturation", told, {"policy/clip_frac": 0.42, "policy/kl": 0.045, DIMENSIONS: dimensions}, 60)
         for dimensions, told in ((7.0, False), (1.0, True))
     ],
     "A cell state of 60 is possible in episodes of 500 steps, and hardly in 100": [
-        Course("lstm/cell_drift", told, {"lstm/c/absmax": 60.0, "lstm/age/max": age})
-        for age, told in ((499.0, False), (99.0, True))
+        Course("lstm/cell_drift", told, {"lstm/c/absmax": 60.0, "lstm/age/max": age}) for age, told in ((499.0, False), (99.0, True))
     ],
     "If environments reset together, one update in eight holds only the first and the last ages; growth shows in two updates": [
-        Course(
-            "lstm/cell_drift",
-            False,
-            lambda metrics, ago: metrics.update({"lstm/c_growth": 13.0 if ago % 8 == 0 else 0.5}),
-            80,
-        ),
+        Course("lstm/cell_drift", False, lambda metrics, ago: metrics.update({"lstm/c_growth": 13.0 if ago % 8 == 0 else 0.5}), 80),
         Course("lstm/cell_drift", SINCE + 1, {"lstm/c_growth": 13.0}),
     ],
     "A cell that is as small as what a step can write adds up nothing": [
@@ -314,36 +273,26 @@ COURSES: Mapping[str, list[Course]] = {
         Course("lstm/forget_closed", False, fades, 100, since=1)
     ],
     "A memory that is used less and less does not shut its gates, unless that happens at once": [
-        Course("lstm/forget_closed", told, cell(*sizes), 60, since=1)
-        for sizes, told in ((SHRINKING, False), ((0.12, 0.1), True))
+        Course("lstm/forget_closed", told, cell(*sizes), 60, since=1) for sizes, told in ((SHRINKING, False), ((0.12, 0.1), True))
     ],
-    "A small cell state is not a shut gate where gates were just seen open": [
-        Course("lstm/forget_closed", False, SEEN_OPEN)
-    ],
+    "A small cell state is not a shut gate where gates were just seen open": [Course("lstm/forget_closed", False, SEEN_OPEN)],
     "A cell state that doubles within an update and grows with age shows an open gate; growing slowly is learning": [
         Course("lstm/forget_open", SINCE, both(multiplied({"lstm/c/rms": 2}), set_to(OPENED))),
         Course("lstm/forget_open", False, slowly_opened, 60),
     ],
     "Gradients that outgrow their memory once are not a spike; in a solved task, steps stay below the learning rate": [
-        Course("opt/rms_spike", told, outgrown(updates, step))
-        for updates, step, told in ((1, 2.0, False), (2, 2.0, True), (2, 0.3, False))
+        Course("opt/rms_spike", told, outgrown(updates, step)) for updates, step, told in ((1, 2.0, False), (2, 2.0, True), (2, 0.3, False))
     ],
     "The gradient of a critic may vanish with its error, here to 1e-12 of its value": [
         Course("grad/vanish", False, solved, 160),
-        Course(
-            "grad/vanish", False, multiplied({"loss/value": 1e-12, "grad/layer/value_weight/norm": 1e-7}), 14, since=10
-        ),
+        Course("grad/vanish", False, multiplied({"loss/value": 1e-12, "grad/layer/value_weight/norm": 1e-7}), 14, since=10),
         Course("grad/vanish", True, multiplied({"grad/layer/value_weight/norm": 1e-7}), 14, since=10),
     ],
     "An update whose completions are all truncated has no gradient, and is named as truncation from the third on": [
         Course("grad/vanish", True, NO_LAYERS),
         *(
             Course(
-                alarm,
-                False,
-                lambda metrics, ago: metrics.update(
-                    NO_TOKENS if ago == 0 else {"lm/tokens": 80.0, "lm/truncated_frac": 0.9}
-                ),
+                alarm, False, lambda metrics, ago: metrics.update(NO_TOKENS if ago == 0 else {"lm/tokens": 80.0, "lm/truncated_frac": 0.9})
             )
             for alarm in ("grad/vanish", "lm/truncation")
         ),
@@ -351,12 +300,7 @@ COURSES: Mapping[str, list[Course]] = {
         Course("grad/vanish", False, NO_TOKENS),
     ],
     "A head that decides nothing has no gradient": [
-        Course(
-            "grad/vanish",
-            told,
-            {"grad/layer/heads_op_weight/norm": 0.0, "policy/head/op/decision_frac": decided},
-            facts=HEADS,
-        )
+        Course("grad/vanish", told, {"grad/layer/heads_op_weight/norm": 0.0, "policy/head/op/decision_frac": decided}, facts=HEADS)
         for decided, told in ((0.2, True), (0.0, False))
     ],
     "A head without a gradient is dead where another one has a gradient": [
@@ -364,8 +308,7 @@ COURSES: Mapping[str, list[Course]] = {
         for other, told in ((0.1, True), (0.0, False))
     ],
     "A head that decides in a few steps of 512 may choose another action in each": [
-        Course("policy/action_shift", told, shifted(decided), since=1)
-        for decided, told in ((1.0, True), (0.005, False))
+        Course("policy/action_shift", told, shifted(decided), since=1) for decided, told in ((1.0, True), (0.005, False))
     ],
     "Ratios that spread by 0.005 have no direction: with either sign of the gain, no action becomes much rarer": [
         Course("policy/wrong_direction", False, {GAIN: -0.0015, "policy/ratio/std": 0.005})
@@ -429,20 +372,15 @@ COURSES: Mapping[str, list[Course]] = {
     "Environments start together, and a balanced pole costs almost nothing in the last 3 or 6 updates of eight": [
         Course("value/scale_shift", False, in_phase(small), 200, since=1) for small in (3, 6)
     ],
-    "Rewards that stay small when the next episode begins have changed their scale": [
-        Course("value/scale_shift", 57, fallen, 80, since=1)
-    ],
+    "Rewards that stay small when the next episode begins have changed their scale": [Course("value/scale_shift", 57, fallen, 80, since=1)],
     "A loss of 40 is usual in a history of three decades, but recent losses are 0.1 and rewards are four times as large": [
         Course("value/loss_jump", 30, learned_fast, since=1, alone=True)
     ],
     "A critic that climbs slowly over the whole run is left alone": [
-        Course("value/never_fits", told, slow_critic(climbs=climbs), 89, since=1)
-        for climbs, told in ((True, False), (False, True))
+        Course("value/never_fits", told, slow_critic(climbs=climbs), 89, since=1) for climbs, told in ((True, False), (False, True))
     ],
     "A critic that was right before is biased": [Course("value/bias", True, WRONG_CRITIC, 60)],
-    "A normaliser that cuts is reported at once": [
-        Course("norm/drift", SINCE, {"norm/obs/clip_frac": 0.15}, alone=True)
-    ],
+    "A normaliser that cuts is reported at once": [Course("norm/drift", SINCE, {"norm/obs/clip_frac": 0.15}, alone=True)],
     "An actor that Adam's epsilon swallows is starved from the start, so no history differs": [
         Course("grad/actor_starved", 2, STARVED, 5, since=1),
         Course(None, False, {**STARVED, "grad/interference/actor_effective": 1e-4}, 5, since=1),
@@ -455,12 +393,7 @@ COURSES: Mapping[str, list[Course]] = {
 
 
 @pytest.mark.parametrize(
-    "course",
-    [
-        pytest.param(course, id=f"{name} [{place}]")
-        for name, courses in COURSES.items()
-        for place, course in enumerate(courses)
-    ],
+    "course", [pytest.param(course, id=f"{name} [{place}]") for name, courses in COURSES.items() for place, course in enumerate(courses)]
 )
 def test_alarms_of(course: Course) -> None:
     spoil = course.spoil if callable(course.spoil) else set_to(course.spoil)
@@ -487,9 +420,7 @@ def test_a_critic_that_was_never_right_learns_slowly_and_is_not_biased() -> None
     assert "value/bias" not in raised(judged(run(90, set_to(WRONG_CRITIC))[SINCE:]))
 
 
-def test_a_learning_rate_that_swings_between_a_tenth_and_ten_times_its_value_is_an_oscillation_at_the_third_swing() -> (
-    None
-):
+def test_a_learning_rate_that_swings_between_a_tenth_and_ten_times_its_value_is_an_oscillation_at_the_third_swing() -> None:
     assert SINCE + 6 <= raised(judged(run(60, rate(10, 10, 1, 0.1, 0.1, 1))))["grad/oscillation"] <= SINCE + 10
 
 
@@ -511,9 +442,7 @@ def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: floa
 
 def test_records_that_are_missing_make_no_further_passes() -> None:
     """From update 40 on the journal holds only every sixteenth update, so records are sixteen times as many steps apart."""
-    sparse = [
-        entry for entry in run(200, multiplied({"policy/kl": 4}), since=40) if entry.seq < 40 or entry.seq % 16 == 0
-    ]
+    sparse = [entry for entry in run(200, multiplied({"policy/kl": 4}), since=40) if entry.seq < 40 or entry.seq % 16 == 0]
 
     assert "policy/kl_spike" not in raised(judged(sparse))
 
@@ -545,9 +474,7 @@ def test_what_is_not_finite_is_named_where_it_came_from() -> None:
 
     (alarm,) = alarms(judged(run(30, spoiled)))
 
-    assert alarm.text.startswith(
-        "Since update 30, 9 numbers have been NaN or infinite, for example in reward, grad/global"
-    )
+    assert alarm.text.startswith("Since update 30, 9 numbers have been NaN or infinite, for example in reward, grad/global")
 
 
 def test_gates_that_were_open_count_as_open_until_they_are_measured_again() -> None:

@@ -1,7 +1,5 @@
 """Programs that are wrong from the start, trained for a few updates together with their correct twins; and each check worked by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -52,23 +50,13 @@ ENDS = ("episode/terminated_length_min", "episode/terminated_length_max")
 LARGE = np.array([5000.0, 1.0, 1.0, 1.0])
 WRONG: Mapping[str, tuple[str, str, Change | None, Mapping[str, Any]]] = {
     "observations constant": ("obs/constant", "CartPole-v1", observed(np.zeros_like), {}),
-    "observations of one environment for all": (
-        "obs/copies",
-        "CartPole-v1",
-        observed(lambda x: x[:1].repeat(4, 0)),
-        {},
-    ),
+    "observations of one environment for all": ("obs/copies", "CartPole-v1", observed(lambda x: x[:1].repeat(4, 0)), {}),
     "one feature times 5000": ("obs/unscaled", "CartPole-v1", observed(lambda x: x * LARGE), {}),
     "observations far from 0": ("obs/unscaled", "Pendulum-v1", observed(lambda x: x + 2000), {}),
     "rewards of 100,000": ("reward/unscaled", "Pendulum-v1", rewarded(lambda x: x * 1e5), {}),
     "sigma far outside of the bounds": ("policy/actions_cut", "Pendulum-v1", None, {"log_std": 4.5}),
     "discount of 0": ("ret/short_sighted", "CartPole-v1", None, {"gamma": 0.0}),
-    "minibatches of two rows": (
-        "adv/signs",
-        "CartPole-v1",
-        None,
-        {"num_minibatches": 128, "num_epochs": 1, "normalize_minibatches": True},
-    ),
+    "minibatches of two rows": ("adv/signs", "CartPole-v1", None, {"num_minibatches": 128, "num_epochs": 1, "normalize_minibatches": True}),
 }
 
 

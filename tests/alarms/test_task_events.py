@@ -1,7 +1,5 @@
 """Task events are reported once, and not too early."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,9 +27,7 @@ def test_a_return_that_rises_and_then_stands_still() -> None:
     found = told(returns(lambda update: float(min(update, 100))))
 
     assert [(name, data["update"]) for name, data in found] == [("task/improvement", 20), ("task/plateau", 150)]
-    assert found[1][1]["text"] == (
-        "the return has stayed at 100 for about 50 updates, 100 % of the way from its lowest to its highest"
-    )
+    assert found[1][1]["text"] == ("the return has stayed at 100 for about 50 updates, 100 % of the way from its lowest to its highest")
 
 
 def test_a_return_that_falls() -> None:

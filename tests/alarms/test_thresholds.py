@@ -1,7 +1,5 @@
 """Bounds are data: each can be named, changed and scaled; a wrong name is an error."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -120,12 +118,9 @@ LOST = AlarmRule(
 
 
 @pytest.mark.parametrize(
-    ("changes", "updates"),
-    [([], [4]), (["coverage_low=0.9", "coverage_high=0.5"], [2, 3, 4]), (["explore/coverage_lost=off"], [])],
+    ("changes", "updates"), [([], [4]), (["coverage_low=0.9", "coverage_high=0.5"], [2, 3, 4]), (["explore/coverage_lost=off"], [])]
 )
-def test_bounds_of_the_users_own_alarms_are_changed_like_built_in_ones(
-    tmp_path: Path, changes: list[str], updates: list[int]
-) -> None:
+def test_bounds_of_the_users_own_alarms_are_changed_like_built_in_ones(tmp_path: Path, changes: list[str], updates: list[int]) -> None:
     """Coverages of 0.8, 0.6, 0.31 and 0.2; the middle of the ramp is 0.3 by default and 0.7 with the changes."""
     detect = Thresholds.parse(changes, alarms=LOST)
     with Telemetry(run_dir=tmp_path / "run", alarms=LOST, detect=detect, offload=False) as telemetry:
@@ -146,9 +141,7 @@ def test_own_alarms_are_arguments_of_thresholds() -> None:
     assert changed.scaled(2.0).coverage_low == 0.2
     assert changed.without(["explore/coverage_lost"]).coverage_low == 0.4
     assert Thresholds.of({"thresholds": changed.changes()}, (LOST,)) == changed
-    with pytest.raises(
-        ValueError, match=r"threshold coverage_low must be larger than coverage_high, got 0\.05 and 0\.1"
-    ):
+    with pytest.raises(ValueError, match=r"threshold coverage_low must be larger than coverage_high, got 0\.05 and 0\.1"):
         Thresholds.parse(["coverage_low=0.05"], changed)
 
 

@@ -1,7 +1,5 @@
 """Unusual values, by comparison with the bounds of metrics and with the packaged table of healthy runs."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest
@@ -141,9 +139,7 @@ def test_the_worst_comes_first_and_long_runs_are_thinned_out() -> None:
     usual = healthy_values()["discrete"]["policy/kl"][2]
     values = RunValues()
     for update in range(1, 2001):
-        values.add(
-            Record(update, Axes(update, update, update, 0.0), {"obs/constant_frac": 1.0, "policy/kl": usual, "x": 1e9})
-        )
+        values.add(Record(update, Axes(update, update, update, 0.0), {"obs/constant_frac": 1.0, "policy/kl": usual, "x": 1e9}))
 
     unusual = values.unusual(Facts(heads={"action": "categorical"}))
 

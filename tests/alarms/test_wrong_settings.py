@@ -1,7 +1,5 @@
 """Wrong settings, ends of episodes and observations, detected from the run itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -89,26 +87,10 @@ def _with_steps(record: Any, steps: int) -> Any:
 
 
 ENDS = {
-    "over before": {
-        "episode/truncated_frac": 0.0,
-        "episode/terminated_length_min": 20.0,
-        "episode/terminated_length_max": 300.0,
-    },
-    "cut at": {
-        "episode/truncated_frac": 1.0,
-        "episode/truncated_length_min": 500.0,
-        "episode/truncated_length_max": 500.0,
-    },
-    "cut before": {
-        "episode/truncated_frac": 1.0,
-        "episode/truncated_length_min": 20.0,
-        "episode/truncated_length_max": 300.0,
-    },
-    "over at": {
-        "episode/truncated_frac": 0.0,
-        "episode/terminated_length_min": 500.0,
-        "episode/terminated_length_max": 500.0,
-    },
+    "over before": {"episode/truncated_frac": 0.0, "episode/terminated_length_min": 20.0, "episode/terminated_length_max": 300.0},
+    "cut at": {"episode/truncated_frac": 1.0, "episode/truncated_length_min": 500.0, "episode/truncated_length_max": 500.0},
+    "cut before": {"episode/truncated_frac": 1.0, "episode/truncated_length_min": 20.0, "episode/truncated_length_max": 300.0},
+    "over at": {"episode/truncated_frac": 0.0, "episode/terminated_length_min": 500.0, "episode/terminated_length_max": 500.0},
 }
 LENGTHS = [f"episode/{kind}_length_{end}" for kind in ("truncated", "terminated") for end in ("min", "max")]
 
@@ -125,16 +107,13 @@ def ended(first: str, then: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("over before", "cut before"), ("cut at", "over at"), ("over at", "cut at"), ("cut at", "cut before")],
+    ("before", "after"), [("over before", "cut before"), ("cut at", "over at"), ("over at", "cut at"), ("cut at", "cut before")]
 )
 def test_ends_that_contradict_the_time_limit_are_reported_at_the_second_time(before: str, after: str) -> None:
     assert raised(judged(ended(before, after), LIMITED)) == {"value/bias": SINCE + 1}
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("over before", "cut at"), ("cut at", "over before"), ("cut before", "cut before")]
-)
+@pytest.mark.parametrize(("before", "after"), [("over before", "cut at"), ("cut at", "over before"), ("cut before", "cut before")])
 def test_a_policy_that_learns_to_last_or_to_finish_contradicts_nothing(before: str, after: str) -> None:
     assert alarms(judged(ended(before, after), LIMITED)) == []
 

@@ -1,7 +1,5 @@
 """Journals of runs that are made up record by record."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +9,7 @@ from healthy_run import FACTS, run, set_to
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.journal.file import JOURNAL_NAME, Journal
-from esper_telemetry.journal.lines import (
-    JournalEvent,
-    encode_alarm,
-    encode_end,
-    encode_event,
-    encode_record,
-    encode_run,
-    to_json,
-)
+from esper_telemetry.journal.lines import JournalEvent, encode_alarm, encode_end, encode_event, encode_record, encode_run, to_json
 
 KL_SPIKES = set_to({"policy/kl": 2.0, "policy/kl_max": 4.0})
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\x08[/red][link=file:///x]"

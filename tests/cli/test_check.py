@@ -1,7 +1,5 @@
 """`esper-telemetry check`: the table of a script that runs for a limited time, and of a recorded run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -80,9 +78,7 @@ def test_a_mistake_is_named_and_the_recorded_run_says_the_same(tmp_path: Path, w
 def test_every_update_is_sampled_and_its_cost_raises_no_alarm(tmp_path: Path) -> None:
     """Forty updates of 32 steps, a large share of whose time telemetry uses."""
     script = str(SCRIPTS / "categorical.py")
-    output = check(
-        tmp_path, "--json", "--run-dir", "run", script, "--num_steps=16", "--num_envs=2", "--total_timesteps=1280"
-    )
+    output = check(tmp_path, "--json", "--run-dir", "run", script, "--num_steps=16", "--num_envs=2", "--total_timesteps=1280")
 
     assert row(output, "advantages")["updates"] == 40
     assert [alarm.type for alarm in read_run(tmp_path / "run").alarms if alarm.type == "telemetry/overhead"] == []
@@ -143,9 +139,7 @@ def recorded_run(run_dir: Path, *, wrong: bool) -> None:
     advantages = [[2.0], [0.0], [1.0]] if wrong else [[1.0], [-1.0], [1.0]]
     values, next_values, ended = [[1.0], [2.0], [4.0]], [[2.0], [0.0], [4.0]], [[False], [True], [False]]
     with Telemetry(run_dir=run_dir) as telemetry:
-        telemetry.observe(
-            check_gae([[1.0]] * 3, values, advantages, ended=ended, next_values=next_values, gamma=1.0, gae_lambda=1.0)
-        )
+        telemetry.observe(check_gae([[1.0]] * 3, values, advantages, ended=ended, next_values=next_values, gamma=1.0, gae_lambda=1.0))
         telemetry.flush(env_step=3)
 
 
@@ -202,9 +196,7 @@ def test_a_run_of_which_nothing_was_checked(tmp_path: Path, capsys: pytest.Captu
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_use_is_one_sentence(
-    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_use_is_one_sentence(words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.py").write_text("This is not Python.\n", encoding="utf-8")
 

@@ -1,7 +1,5 @@
 """The command line: its messages about mistakes, after which no files are left."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -57,23 +55,11 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
             "unknown sink 'grafana'; known sinks are console, mlflow, prometheus, tensorboard, trackio, wandb",
         ),
         ([*CARTPOLE, "--level", "loud"], "level must be one of off, minimal, normal, debug, got 'loud'"),
-        (
-            [*CARTPOLE, "--telemetry-budget", "2"],
-            "budget must be a fraction of the wall time over 0 and at most 1, got 2.0",
-        ),
-        (
-            [*CARTPOLE, "--close-timeout", "0"],
-            "close_timeout must be positive and at most 100,000,000 seconds, got 0.0",
-        ),
+        ([*CARTPOLE, "--telemetry-budget", "2"], "budget must be a fraction of the wall time over 0 and at most 1, got 2.0"),
+        ([*CARTPOLE, "--close-timeout", "0"], "close_timeout must be positive and at most 100,000,000 seconds, got 0.0"),
         ([*CARTPOLE, "--profile-schedule", "1", "1", "0"], "traces 1 or more, got 1, 1 and 0"),
-        (
-            [*CARTPOLE, "--profile", "--level", "off"],
-            "--profile writes into the run directory, which level off does not create",
-        ),
-        (
-            [*CARTPOLE, "--levle", "debug"],
-            "Unrecognized options: --levle, debug; did you mean --level? see esper-telemetry train",
-        ),
+        ([*CARTPOLE, "--profile", "--level", "off"], "--profile writes into the run directory, which level off does not create"),
+        ([*CARTPOLE, "--levle", "debug"], "Unrecognized options: --levle, debug; did you mean --level? see esper-telemetry train"),
         ([*CARTPOLE, "--device", "abacus"], "device 'abacus' cannot be used here"),
         ([*CARTPOLE, "--total-steps", "0"], "total_steps must be at least 1, got 0"),
         ([*CARTPOLE, "--total-steps", "-5"], "total_steps must be at least 1, got -5"),
@@ -83,10 +69,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         ([*CARTPOLE, "--eval-every", "-1"], "eval_every must be at least 0, got -1"),
         ([*CARTPOLE, "--eval-every", "9", "--eval-episodes", "0"], "eval_episodes must be at least 1, got 0"),
         ([*CARTPOLE, "--run-dir", ""], "run_dir must name a directory, got ''"),
-        (
-            [*CARTPOLE, "--sink", "wandb:a/b"],
-            "a W&B project must have 1 to 128 characters, none of / \\ # ? % :, got 'a/b'",
-        ),
+        ([*CARTPOLE, "--sink", "wandb:a/b"], "a W&B project must have 1 to 128 characters, none of / \\ # ? % :, got 'a/b'"),
         ([*CARTPOLE, "--sink", "mlflow?experiment="], "experiment must have a name, got ''"),
         ([*CARTPOLE, "--num-envs", "0"], "num_envs must be at least 1, got 0"),
         ([*CARTPOLE, "--gamma", "1.5"], "gamma must be between 0 and 1, got 1.5"),
@@ -115,10 +98,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         (["trian"], "there is no command 'trian'; did you mean train? see esper-telemetry --help"),
         (["--vresion"], "there is no option '--vresion'; did you mean --version? see esper-telemetry --help"),
         (["diagnose", "a", "--jsn"], "did you mean --json? see esper-telemetry diagnose --help"),
-        (
-            [*CARTPOLE, "--threshold", "kl_spke_high=1"],
-            "unknown threshold 'kl_spke_high'; did you mean kl_spike_high",
-        ),
+        ([*CARTPOLE, "--threshold", "kl_spke_high=1"], "unknown threshold 'kl_spke_high'; did you mean kl_spike_high"),
         (["diagnose", "nowhere"], "there is no run directory nowhere"),
         (["diagnose", "--from", "mlflow:gopher://x?run=1"], "does not support the scheme 'gopher' of a tracking URI"),
     ],
@@ -283,9 +263,7 @@ def test_a_directory_that_cannot_be_resumed_says_why(
 
 
 @pytest.mark.system
-def test_a_run_of_a_version_without_a_setting_is_resumed_with_its_default(
-    stopped: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_a_version_without_a_setting_is_resumed_with_its_default(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     journal = stopped / "journal.jsonl"
     text = journal.read_text()
     assert text.count(',"stop_on_nonfinite":false') == 1
@@ -306,9 +284,7 @@ def test_a_run_that_is_still_trained_is_not_resumed(stopped: Path, capfd: pytest
 
 
 @pytest.mark.system
-def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(
-    stopped: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """TensorBoard without the console, and the level, as in the first part; the learning rate and the number of steps are new."""
     options = ("--total-steps", "200", "--learning-rate", "0.001", "--no-anneal-learning-rate")
 
@@ -420,9 +396,7 @@ def test_a_directory_of_runs_is_listed_with_status_and_command(here: Path, capfd
 
 
 @pytest.mark.system
-def test_a_server_that_is_not_there_is_one_sentence(
-    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_not_there_is_one_sentence(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing listens on port 1. `doctor` asks a server once, although both the directory and the option name it."""
     audits: list[Sink] = []
 
@@ -471,9 +445,7 @@ def test_levels_may_be_written_in_any_case(capfd: pytest.CaptureFixture[str]) ->
     assert read_run("run").records[0].values["telemetry/level"] == 3
 
 
-def test_a_run_without_a_directory_gets_one_named_after_the_environment(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_directory_gets_one_named_after_the_environment(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_cli([*CARTPOLE, *ONE_UPDATE], capfd)
 
     (run_dir,) = (here / "runs").iterdir()
@@ -494,9 +466,7 @@ def test_at_level_off_nothing_is_written(here: Path, capfd: pytest.CaptureFixtur
 def test_a_profile_is_a_trace_that_perfetto_and_tensorboard_read(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Updates 1 and 2 are skipped, 3 and 4 traced: twice the ranges of an update, with torch's operations below."""
     four = ("--total-steps", "256", "--num-envs", "2", "--num-steps", "32", "--num-epochs", "1")
-    code, out, _ = run_cli(
-        [*CARTPOLE, *four, "--run-dir", "run", "--profile", "--profile-schedule", "1", "1", "2"], capfd
-    )
+    code, out, _ = run_cli([*CARTPOLE, *four, "--run-dir", "run", "--profile", "--profile-schedule", "1", "1", "2"], capfd)
 
     (path,) = (here / "run" / "profile").iterdir()
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
@@ -526,9 +496,7 @@ def test_a_journal_is_packed_once_and_everything_reads_it(stopped: Path, capfd: 
     assert run_cli(["compress", "nowhere"], capfd)[::2] == (2, "esper-telemetry: there is no run directory nowhere\n")
 
 
-def test_a_run_is_replayed_into_another_backend_once(
-    stopped: Path, here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_replayed_into_another_backend_once(stopped: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = run_cli(["replay", "run", "--to", "tensorboard:elsewhere"], capfd)
     again = run_cli(["replay", "run", "--to", "tensorboard:elsewhere"], capfd)
 

@@ -1,7 +1,5 @@
 """Commands as separate processes: their imports, and their output to a terminal and to a pipe."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -63,10 +61,7 @@ def delivered_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (),
         ("--help",),
         ("--version",),
-        *(
-            (command, "--help")
-            for command in ("train", "run", "check", "replay", "doctor", "compress", "diagnose", "metrics")
-        ),
+        *((command, "--help") for command in ("train", "run", "check", "replay", "doctor", "compress", "diagnose", "metrics")),
         ("diagnose", "RUN"),
         ("diagnose", "RUN", "--json"),
         ("diagnose", "RUNS"),
@@ -81,9 +76,7 @@ def delivered_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_command_that_measures_nothing_starts_without_torch_and_writes_no_escape_sequence_to_a_pipe(
     arguments: Sequence[str], run_dir: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "progress.csv").write_text(
-        "time/total_timesteps,rollout/ep_rew_mean,train/approx_kl\n1000,1,0.1\n2000,2,0.2\n"
-    )
+    (tmp_path / "progress.csv").write_text("time/total_timesteps,rollout/ep_rew_mean,train/approx_kl\n1000,1,0.1\n2000,2,0.2\n")
     places = {"RUN": str(run_dir), "RUNS": str(run_dir.parent)}
 
     done = in_pipe([places.get(word, word) for word in arguments], tmp_path, code=REPORT_TORCH)
@@ -97,25 +90,16 @@ def in_pipe(
     arguments: Sequence[str], cwd: Path, *, code: str = "", env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     program = ["-c", code] if code else ["-m", "esper_telemetry"]
-    return subprocess.run(
-        [sys.executable, *program, *arguments], cwd=cwd, env=environment(env), capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, *program, *arguments], cwd=cwd, env=environment(env), capture_output=True, text=True)
 
 
-def in_terminal(
-    arguments: Sequence[str], cwd: Path, *, code: str = "", env: Mapping[str, str] | None = None, columns: int = 80
-) -> bytes:
+def in_terminal(arguments: Sequence[str], cwd: Path, *, code: str = "", env: Mapping[str, str] | None = None, columns: int = 80) -> bytes:
     """Everything that a process writes to a terminal of that width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     program = ["-c", code] if code else ["-m", "esper_telemetry"]
     process = subprocess.Popen(
-        [sys.executable, *program, *arguments],
-        cwd=cwd,
-        env=environment(env),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        [sys.executable, *program, *arguments], cwd=cwd, env=environment(env), stdin=theirs, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
     output = b"".join(iter(lambda: read_terminal(ours), b""))
@@ -139,13 +123,7 @@ def environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     return {**unchanged, "TERM": "xterm-256color", **(changes or {})}
 
 
-COMMANDS = (
-    ("diagnose", "RUN"),
-    ("doctor", "RUN"),
-    ("metrics", "policy/kl"),
-    ("replay", "RUN", "--to", "tensorboard:else"),
-    ("--help",),
-)
+COMMANDS = (("diagnose", "RUN"), ("doctor", "RUN"), ("metrics", "policy/kl"), ("replay", "RUN", "--to", "tensorboard:else"), ("--help",))
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)

@@ -1,7 +1,5 @@
 """`diagnose --json`: what the schema in the docs says, in at most 8 kB, with the setting to change."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -64,9 +62,7 @@ def test_a_setting_outside_published_values_is_changed_to_a_usual_one(tmp_path: 
     assert values["next"]["command"] == f"esper-telemetry compare {path} NEW_RUN --json"
 
 
-def test_a_usual_setting_is_changed_by_the_rules_factor_in_the_words_of_the_trainer(
-    tmp_path: Path, diagnose: Diagnose
-) -> None:
+def test_a_usual_setting_is_changed_by_the_rules_factor_in_the_words_of_the_trainer(tmp_path: Path, diagnose: Diagnose) -> None:
     """A third of 0.003; ratios that collapse ask for the learning rate, too, so the list has it once."""
     facts: dict[str, Any] = {"learning_rate": 0.003, "setting_names": {"learning_rate": "lr"}}
     path = journal(tmp_path / "run", run(60, KL_SPIKES), RunStatus.FINISHED, **facts)
@@ -77,9 +73,7 @@ def test_a_usual_setting_is_changed_by_the_rules_factor_in_the_words_of_the_trai
 
 
 @pytest.mark.parametrize(("spikes", "because"), [(KL_SPIKES, "incident 1"), (set_to({}), "published settings")])
-def test_a_rate_that_only_the_optimizer_has_is_named_like_there(
-    spikes: Any, because: str, tmp_path: Path, diagnose: Diagnose
-) -> None:
+def test_a_rate_that_only_the_optimizer_has_is_named_like_there(spikes: Any, because: str, tmp_path: Path, diagnose: Diagnose) -> None:
     records = run(60, spikes)
     for place, record in enumerate(records):
         records[place] = replace(record, values={**record.values, "opt/lr": 0.3})
@@ -142,9 +136,7 @@ def test_a_long_answer_keeps_what_is_most_urgent() -> None:
         for number, end in enumerate(ends, 1)
     ]
 
-    values = shortened(
-        {"incidents": incidents, "unanswered": {f"a/{i}": "y" * 100 for i in range(300)}, "left_out": {}}
-    )
+    values = shortened({"incidents": incidents, "unanswered": {f"a/{i}": "y" * 100 for i in range(300)}, "left_out": {}})
 
     assert MAX_BYTES * 0.8 < len(to_text(values)) <= MAX_BYTES
     kept = [incident["incident"] for incident in values["incidents"]]

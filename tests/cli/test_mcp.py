@@ -1,7 +1,5 @@
 """`esper-telemetry mcp`, driven by the client of the official SDK over stdio: a healthy, a broken and a failed run, and hostile paths."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -82,11 +80,7 @@ def test_each_tool_answers_about_a_healthy_a_broken_and_a_failed_run(root: Path)
 
     assert [message for refused, message in results if refused] == []
     runs, *each, compared, metric, alarm, tools = [answer for _, answer in results]
-    assert {row["run"]: row["status"] for row in runs} == {
-        "healthy": "finished",
-        "ppo/broken": "finished",
-        "failed": "failed",
-    }
+    assert {row["run"]: row["status"] for row in runs} == {"healthy": "finished", "ppo/broken": "finished", "failed": "failed"}
     verdicts = dict(zip(RUNS, each[::3], strict=True))
     assert verdicts["healthy"]["advice"] == []
     assert verdicts["broken"]["advice"][0]["setting"] == "learning_rate"
@@ -150,11 +144,7 @@ def test_texts_of_a_run_are_short_data_without_hidden_or_control_characters(tmp_
         tmp_path,
         [
             ("list_runs", {}),
-            *[
-                ("diagnose", {"run": run, "everything": everything})
-                for run in ("a", path)
-                for everything in (False, True)
-            ],
+            *[("diagnose", {"run": run, "everything": everything}) for run in ("a", path) for everything in (False, True)],
             ("metric_history", {"run": "a", "keys": ["policy/kl"]}),
             ("compare", {"runs": ["a", path]}),
         ],

@@ -1,19 +1,13 @@
 """Torch backends of the ranks that `torchrun` starts; the end-to-end tests cover the rest."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from esper_telemetry.cli.rank_agreement import backends
 
 
-@pytest.mark.parametrize(
-    ("device", "expected"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("cuda:1", "cpu:gloo,cuda:gloo")]
-)
-def test_the_host_exchanges_too_where_there_are_accelerators(
-    device: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("cuda:1", "cpu:gloo,cuda:gloo")])
+def test_the_host_exchanges_too_where_there_are_accelerators(device: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts and plain values are on the host, which NCCL cannot reach. NCCL also refuses two ranks on one accelerator."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 

@@ -1,7 +1,5 @@
 """Run directories from somebody else cannot control the terminal, touch files outside or cause connections."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -87,10 +85,7 @@ def test_the_largest_numbers_can_be_judged_and_drawn(
     """Values of twenty records alternate between 1.7e308 and -1.7e308."""
     monkeypatch.chdir(tmp_path)
     for name in ("run", "other"):
-        records = [
-            replace(record, values={key: (-1) ** place * 1.7e308 for place, key in enumerate(record.values)})
-            for record in run(20)
-        ]
+        records = [replace(record, values={key: (-1) ** place * 1.7e308 for place, key in enumerate(record.values)}) for record in run(20)]
         lines = [encode_run(RunInfo("r1", name, None, 1e9)), *map(encode_record, records)]
         Path(name).mkdir()
         (Path(name) / JOURNAL_NAME).write_bytes(b"".join(map(to_json, lines)))
@@ -102,9 +97,7 @@ def test_the_largest_numbers_can_be_judged_and_drawn(
 
 @pytest.mark.parametrize("name", ["config.json", "cursors.json", "status.json", "trainer.lock"])
 @pytest.mark.parametrize("kind", ["fifo", "folder", "deep"])
-def test_other_files_of_the_directory_may_be_anything(
-    kind: str, name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_files_of_the_directory_may_be_anything(kind: str, name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir = hostile_run(tmp_path / "run")
     path = run_dir / name
     path.unlink(missing_ok=True)
@@ -162,9 +155,7 @@ def test_a_name_is_no_path(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         ("nowhere/page.html", "nowhere does not exist"),
     ],
 )
-def test_a_page_never_replaces_a_file_of_a_run(
-    output: str, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_never_replaces_a_file_of_a_run(output: str, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir = hostile_run(tmp_path / "run")
     (run_dir / "link.html").symlink_to(tmp_path / "target")
     before = (run_dir / JOURNAL_NAME).read_bytes()
@@ -237,10 +228,7 @@ def resumable(run_dir: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (
-            {"env": "stranger:Env-v0"},
-            "names the environment stranger:Env-v0, whose module would be imported: allow it with --env",
-        ),
+        ({"env": "stranger:Env-v0"}, "names the environment stranger:Env-v0, whose module would be imported: allow it with --env"),
         ({"sinks": [SERVER]}, f"names the backend {SERVER}, which would receive your token: allow it with --sink"),
         ({"sinks": "console"}, "cannot be read: name them with --sink"),
         ({"num_envs": "eight"}, "is not a run of esper-telemetry train: num_envs is 'eight'"),
@@ -248,11 +236,7 @@ def resumable(run_dir: Path, **config: Any) -> Path:
     ],
 )
 def test_a_resumed_run_imports_and_sends_nothing_that_the_user_has_not_named(
-    config: dict[str, Any],
-    sentence: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any], sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stranger.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,7 +1,5 @@
 """The catalogue is complete, unique and readable."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -81,9 +79,7 @@ def test_a_key_is_traced_to_the_template_it_was_made_from(key: str, template: st
 def test_no_label_takes_a_key_of_another_declaration() -> None:
     """Covers every declared key, with a plain label, and every history that a run derives."""
     declared_keys = {metric.key: metric for metric in catalogue()}
-    plain = {
-        re.sub(r"\{(\w+)\}", lambda m: "policy/kl" if m[1] in WHOLE_KEYS else "x", key): key for key in declared_keys
-    }
+    plain = {re.sub(r"\{(\w+)\}", lambda m: "policy/kl" if m[1] in WHOLE_KEYS else "x", key): key for key in declared_keys}
     histories = {f"{row.key}/{end}": f"{{key}}/{end}" for row in key_histories(["actor"]) for end in row.suffixes}
 
     wrong = {

@@ -1,7 +1,5 @@
 """Facts of a run: declared facts are typed, other facts are free."""
 
-from __future__ import annotations
-
 import pickle
 from math import inf
 

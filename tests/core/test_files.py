@@ -1,7 +1,5 @@
 """Reading untrusted files: links are not followed, FIFOs do not block, and JSON is bounded."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

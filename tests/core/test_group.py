@@ -1,7 +1,5 @@
 """Groups become values: one row, many minibatches, labels, missing data and errors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Hooks are keyed by the type of the event."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from esper_telemetry.events import Hooks

@@ -1,7 +1,5 @@
 """Imports at first use and without garbage collection."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Seconds of an update by phase."""
 
-from __future__ import annotations
-
 import pytest
 
 from esper_telemetry.core.clock import PhaseTimes

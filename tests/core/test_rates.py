@@ -1,7 +1,5 @@
 """Names of the learning rates of several optimizers and parameter groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Keys of known forms are assembled from their prefix and `TAIL`, so that no scanner of repositories reports this file.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -73,14 +71,8 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(
-            (name, "abc")
-            for name in ("api_key", "WANDB_API_KEY", "apiKey", "accessToken", "client-secret", "authorization")
-        ),
-        *(
-            (name, "abc")
-            for name in ("aws_secret_access_key", "secretkey", "wandb_key", "signing_key", "ssh_key", "token")
-        ),
+        *((name, "abc") for name in ("api_key", "WANDB_API_KEY", "apiKey", "accessToken", "client-secret", "authorization")),
+        *((name, "abc") for name in ("aws_secret_access_key", "secretkey", "wandb_key", "signing_key", "ssh_key", "token")),
         *((name, "abc") for name in ("hf_pat", "api_key_prod", "db_pass", "PGPASSWORD", "privateKey2", "hub_token")),
         *((name, "swordfish") for name in ("password", "passwords", "passwd", "passphrase", "db_password")),
         *((name, "hunter2") for name in ("tokens", "auth", "pwd", "pass", "jwt", "webhook")),
@@ -98,21 +90,11 @@ def test_secret_settings(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(
-            (name, "resnet50-v2")
-            for name in ("keys", "author", "tokenizer", "passes", "monkey", "hotkey", "path", "secretary")
-        ),
-        *(
-            (name, "obs_image_0")
-            for name in ("key", "keys", "obs_key", "sort_key", "primary_key", "image_key", "bypass")
-        ),
+        *((name, "resnet50-v2") for name in ("keys", "author", "tokenizer", "passes", "monkey", "hotkey", "path", "secretary")),
+        *((name, "obs_image_0") for name in ("key", "keys", "obs_key", "sort_key", "primary_key", "image_key", "bypass")),
         *((name, 4096) for name in ("tokens", "max_tokens", "num_tokens", "token_budget", "token", "api_key", "pin")),
         *((name, "4096") for name in ("tokens", "max_tokens", "num_tokens")),
-        *(
-            (f"{kind}_token", value)
-            for kind in ("eos", "pad", "image")
-            for value in ("</s>", "<|im_end|>", "[PAD]", "eos", "###")
-        ),
+        *((f"{kind}_token", value) for kind in ("eos", "pad", "image") for value in ("</s>", "<|im_end|>", "[PAD]", "eos", "###")),
         *(("token", value) for value in ("<eos>", "[SEP]", "", "none", "$HF_TOKEN", "${HF_TOKEN}", "****")),
         *(("auth", value) for value in ("none", "required", "oauth2", "service-account")),
         *((name, "sha256") for name in ("auth_mode", "token_type", "password_policy", "secret_name", "api_key_env")),
@@ -134,12 +116,7 @@ def test_keys_of_known_issuers(prefix: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [
-        f"ASIA{TAIL[:16].upper()}",
-        f"AKIA{TAIL[:16].upper()}",
-        f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{TAIL}",
-        f"123456789:AA{TAIL}{TAIL}",
-    ],
+    [f"ASIA{TAIL[:16].upper()}", f"AKIA{TAIL[:16].upper()}", f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{TAIL}", f"123456789:AA{TAIL}{TAIL}"],
 )
 def test_keys_without_a_prefix_of_letters(key: str) -> None:
     assert masked(f"refused {key}") == "refused ***"
@@ -259,10 +236,7 @@ def test_a_secret_is_masked_wherever_it_appears_later_and_earlier() -> None:
     shown = redacted({"note": f"log in with {secret}", "password": secret, "key": key})
 
     assert shown["note"] == "log in with ***"
-    assert (
-        masked(f"{secret!r} {json.dumps(secret)} user=s3cr%26t/%C3%A4 user=s3cr%26t%2F%C3%A4")
-        == "'***' \"***\" user=*** user=***"
-    )
+    assert masked(f"{secret!r} {json.dumps(secret)} user=s3cr%26t/%C3%A4 user=s3cr%26t%2F%C3%A4") == "'***' \"***\" user=*** user=***"
     assert masked(f"line 2: MIIE{TAIL}") == "line 2: ***"
 
 

@@ -1,7 +1,5 @@
 """Reductions merge associatively, and their statistics equal those computed from all data at once."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One helper process: start, replies, kill, restart and reaping. The programs are Python code that the helper runs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

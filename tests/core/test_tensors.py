@@ -1,7 +1,5 @@
 """Masks, entropy, gradient norms and clipping, compared with torch's own and with numbers worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Untrusted texts cannot control the terminal."""
 
-from __future__ import annotations
-
 import io
 import logging
 
@@ -24,10 +22,7 @@ from esper_telemetry.sinks.console import make_console
         ("exe.\u202egnp", "exe.gnp"),
         ("half \ud800", "half \ufffd"),
         ("seen\u200b\ufeff\u2028\U000e0068\U000e0069", "seen"),
-        (
-            "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 👩\u200d💻",
-            "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 👩\u200d💻",
-        ),
+        ("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 👩\u200d💻", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 👩\u200d💻"),
     ],
 )
 def test_escape_sequences_and_control_characters_are_left_out(text: str, shown: str) -> None:

@@ -1,7 +1,5 @@
 """Small journals to deliver."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from esper_telemetry.core.record import Axes, MetricInfo, Record, RunInfo, RunStatus

@@ -1,7 +1,5 @@
 """Sinks that log their calls, one JSON line per call, in any process."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

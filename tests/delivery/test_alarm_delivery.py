@@ -1,7 +1,5 @@
 """Alarms reach a sink once and in the journal's order, and they never lose or block records permanently."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,11 +143,7 @@ def test_a_delivery_that_goes_on_after_it_was_stopped_counts_every_record_once(t
     """It stops when an alarm fails: its batch is sent again, including the record before the alarm."""
     end(journal_with_alarms(tmp_path, 4, [2]))
     stopped = Delivery(
-        FailingSink(fail_in={"alarm"}),
-        JournalReader(tmp_path / "journal.jsonl"),
-        name="x",
-        cursors=Cursors(tmp_path),
-        patience=1,
+        FailingSink(fail_in={"alarm"}), JournalReader(tmp_path / "journal.jsonl"), name="x", cursors=Cursors(tmp_path), patience=1
     )
     stopped.run()
     assert stopped.cursor.records == 0

@@ -1,7 +1,5 @@
 """A failing sink is left alone for a while, then tried with one record; a record that it refuses does not block the rest."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

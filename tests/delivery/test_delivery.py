@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gc
 import logging
 import threading
@@ -155,8 +153,7 @@ def test_a_sink_that_fails_three_times_loses_nothing_and_is_shown_once(
     assert statuses(sink.file) == ["finished"]
     assert (delivery.status.errors, delivery.status.state) == (3, SinkState.CLOSED)
     assert [entry.getMessage() for entry in caplog.records] == [
-        f"esper-telemetry: sink recording failed (ConnectionError: {failing} refused); "
-        "it is tried again, and the journal keeps the records"
+        f"esper-telemetry: sink recording failed (ConnectionError: {failing} refused); it is tried again, and the journal keeps the records"
     ]
 
 

@@ -1,7 +1,5 @@
 """Real faults: processes are killed, sinks hang, the parent dies."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -13,17 +11,7 @@ from pathlib import Path
 
 import pytest
 from journals import add, begun, end
-from recording import (
-    DyingClientSink,
-    FlakySink,
-    HangingOnceSink,
-    HangingSink,
-    LocalSink,
-    RecordingSink,
-    calls,
-    seqs,
-    statuses,
-)
+from recording import DyingClientSink, FlakySink, HangingOnceSink, HangingSink, LocalSink, RecordingSink, calls, seqs, statuses
 from waiting import wait_until
 
 from esper_telemetry.core.record import RunStatus
@@ -148,8 +136,7 @@ def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path, cap
     assert statuses(sink.file) == ["finished"]
     assert len({call["pid"] for call in calls(sink.file)}) == 2
     assert [entry.getMessage() for entry in caplog.records] == [
-        "esper-telemetry: the process that feeds the sinks died (exit code -9) and is started again, "
-        f"see {tmp_path}/run/sinks.log"
+        f"esper-telemetry: the process that feeds the sinks died (exit code -9) and is started again, see {tmp_path}/run/sinks.log"
     ]
     journal.close()
 
@@ -169,9 +156,7 @@ def test_a_dead_client_gets_a_fresh_process(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_child_that_cannot_live_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_child_that_cannot_live_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("esper_telemetry.delivery.process.ENTRY", "raise SystemExit(3)")
     journal = begun(tmp_path / "run", 2)
     deliveries = Deliveries(journal, [RecordingSink(tmp_path / "a")])
@@ -222,9 +207,7 @@ def test_a_flaky_sink_in_the_child_gets_everything_once_and_its_errors_are_count
     journal.close()
 
 
-def test_a_client_that_hangs_is_killed_and_a_fresh_one_gets_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_hangs_is_killed_and_a_fresh_one_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "MAX_CALL_SECONDS", 0.5)
     journal, sink = begun(tmp_path / "run", 2), HangingOnceSink(tmp_path / "a")
     good = RecordingSink(tmp_path / "good", "good")
@@ -250,9 +233,7 @@ def test_a_sink_that_always_hangs_is_given_up_and_the_others_go_on(
     deliveries = Deliveries(journal, [HangingSink(tmp_path / "hanging", "hanging"), good])
 
     with caplog.at_level(logging.ERROR):
-        wait_until(
-            lambda: deliveries.stats().sinks["hanging"].state is SinkState.DISABLED, "the hanging sink to be disabled"
-        )
+        wait_until(lambda: deliveries.stats().sinks["hanging"].state is SinkState.DISABLED, "the hanging sink to be disabled")
     add(journal, range(3, 6))
     end(journal)
     report = deliveries.close(20)
@@ -288,25 +269,18 @@ def test_a_child_that_is_frozen_is_killed_and_started_again(tmp_path: Path, monk
 
 def test_the_status_file_says_what_is_left_and_what_sends_it(tmp_path: Path) -> None:
     journal = begun(tmp_path / "run", 5)
-    deliveries = Deliveries(
-        journal, [HangingSink(tmp_path / "hanging", "hanging"), RecordingSink(tmp_path / "good", "good")]
-    )
+    deliveries = Deliveries(journal, [HangingSink(tmp_path / "hanging", "hanging"), RecordingSink(tmp_path / "good", "good")])
     wait_until(lambda: seqs(tmp_path / "good"), "records in the good sink")
     end(journal)
     child = deliveries.child_pid
     deliveries.close(1.0)
     journal.close()
-    wait_until(
-        lambda: "pending" in read_status(tmp_path / "run")["hanging"], "the number of pending records in status.json"
-    )
+    wait_until(lambda: "pending" in read_status(tmp_path / "run")["hanging"], "the number of pending records in status.json")
     assert child is not None
     os.kill(child, signal.SIGKILL)
 
     sink_entries = json.loads((tmp_path / "run" / "status.json").read_text())["sinks"]
 
-    assert {name: (entry["sent"], entry["pending"]) for name, entry in sink_entries.items()} == {
-        "hanging": (0, 5),
-        "good": (5, 0),
-    }
+    assert {name: (entry["sent"], entry["pending"]) for name, entry in sink_entries.items()} == {"hanging": (0, 5), "good": (5, 0)}
     assert sink_entries["good"]["state"] == "closed"
     assert sink_entries["hanging"]["command"] == f"esper_telemetry.replay('{tmp_path}/run', SINK)"

@@ -1,7 +1,5 @@
 """Clients are imported one after the other, before any delivery has a thread."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +25,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 @pytest.mark.parametrize("kind", [ImportingSink, LocalImportingSink])
-def test_the_main_thread_imports_all_clients_before_any_sink_is_opened(
-    tmp_path: Path, journal: Journal, kind: type[ImportingSink]
-) -> None:
+def test_the_main_thread_imports_all_clients_before_any_sink_is_opened(tmp_path: Path, journal: Journal, kind: type[ImportingSink]) -> None:
     """All sinks write to one file, which shows the order."""
     deliveries = Deliveries(journal, [kind(tmp_path / "a", name) for name in ("one", "two", "three")])
     end(journal)
@@ -88,11 +84,7 @@ def test_a_client_that_cannot_be_imported_is_given_up_and_the_others_go_on(
     ],
 )
 def test_a_client_that_is_not_installed_is_one_warning(
-    tmp_path: Path,
-    journal: Journal,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    sink: RecordingSink,
+    tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sink: RecordingSink
 ) -> None:
     monkeypatch.chdir(tmp_path)
     good = RecordingSink(tmp_path / "good", "good")
@@ -106,9 +98,7 @@ def test_a_client_that_is_not_installed_is_one_warning(
     assert seqs(good.file) == [1, 2, 3, 4, 5]
     assert len({call["pid"] for call in calls(good.file)}) == 1
     (warning,) = [entry.getMessage() for entry in caplog.records]
-    assert (
-        "sink absent is DISABLED for this run: PermanentSinkError: it needs a module that is not installed" in warning
-    )
+    assert "sink absent is DISABLED for this run: PermanentSinkError: it needs a module that is not installed" in warning
 
 
 def test_an_import_that_breaks_in_the_training_process_gives_the_sink_up(tmp_path: Path, journal: Journal) -> None:

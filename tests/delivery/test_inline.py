@@ -1,7 +1,5 @@
 """Sinks called by the training thread itself: they start no thread, and a terminal that stops output does not block training."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -57,9 +55,7 @@ def test_lines_wait_for_a_terminal_that_takes_no_output(monkeypatch: pytest.Monk
     source, target = os.pipe()
     os.set_blocking(target, False)
     with os.fdopen(source, "rb") as pipe, os.fdopen(target, "w") as output:
-        monkeypatch.setattr(
-            "esper_telemetry.sinks.console.make_console", lambda **settings: make_console(file=output, **settings)
-        )
+        monkeypatch.setattr("esper_telemetry.sinks.console.make_console", lambda **settings: make_console(file=output, **settings))
         sink = ConsoleSink()
         sink.open(info())
         filled = fill(target)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator
@@ -7,17 +5,7 @@ from pathlib import Path
 
 import pytest
 from journals import add, begun, end, info
-from recording import (
-    HangingSink,
-    HopelessSink,
-    LocalSink,
-    NoisySink,
-    RecordingSink,
-    StartingSink,
-    calls,
-    seqs,
-    statuses,
-)
+from recording import HangingSink, HopelessSink, LocalSink, NoisySink, RecordingSink, StartingSink, calls, seqs, statuses
 from waiting import wait_until
 
 from esper_telemetry.core.record import RunStatus
@@ -47,11 +35,7 @@ def test_sinks_in_the_child_and_in_threads_get_everything_once_and_in_order(tmp_
     report = deliveries.close(20)
 
     assert report.complete
-    assert [(sink.name, sink.sent, sink.pending) for sink in report.sinks] == [
-        ("remote", 300, 0),
-        ("local", 300, 0),
-        ("slow", 300, 0),
-    ]
+    assert [(sink.name, sink.sent, sink.pending) for sink in report.sinks] == [("remote", 300, 0), ("local", 300, 0), ("slow", 300, 0)]
     assert all(seqs(sink.file) == list(range(1, 301)) for sink in (remote, local, slow))
     assert all(statuses(sink.file) == ["finished"] for sink in (remote, local, slow))
     assert calls(local.file)[0]["pid"] == os.getpid() != calls(remote.file)[0]["pid"]
@@ -97,9 +81,7 @@ def test_sinks_of_one_name_are_told_apart(tmp_path: Path, journal: Journal) -> N
 
 def test_all_deliveries_run_side_by_side(tmp_path: Path) -> None:
     journals = [begun(tmp_path / name, records) for name, records in (("one", 10), ("two", 20))]
-    all_deliveries = [
-        Deliveries(journal, [RecordingSink(tmp_path / f"{journal.run_dir.name}.sink")]) for journal in journals
-    ]
+    all_deliveries = [Deliveries(journal, [RecordingSink(tmp_path / f"{journal.run_dir.name}.sink")]) for journal in journals]
     for journal in journals:
         end(journal)
 
@@ -110,9 +92,7 @@ def test_all_deliveries_run_side_by_side(tmp_path: Path) -> None:
 
 
 def test_stats_tell_how_far_the_slowest_sink_is_behind(tmp_path: Path, journal: Journal) -> None:
-    deliveries = Deliveries(
-        journal, [LocalSink(tmp_path / "fast", "fast"), RecordingSink(tmp_path / "slow", "slow", delay=0.3)]
-    )
+    deliveries = Deliveries(journal, [LocalSink(tmp_path / "fast", "fast"), RecordingSink(tmp_path / "slow", "slow", delay=0.3)])
     add(journal, range(1, 51))
     assert deliveries.stats().queue_depth == 50
 
@@ -122,9 +102,7 @@ def test_stats_tell_how_far_the_slowest_sink_is_behind(tmp_path: Path, journal: 
     deliveries.close(20)
 
 
-def test_what_the_child_is_told_is_shown_here_once(
-    tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_child_is_told_is_shown_here_once(tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
     deliveries = Deliveries(journal, [HopelessSink(tmp_path / "a"), RecordingSink(tmp_path / "b", "good")])
     add(journal, range(1, 4))
     end(journal)
@@ -191,9 +169,7 @@ def test_a_run_whose_end_could_not_be_written_ends_with_the_given_status(tmp_pat
 
 def test_each_sink_is_told_how_far_it_is_behind(tmp_path: Path, journal: Journal) -> None:
     """Records of these journals are made at 1 + seq seconds after the epoch."""
-    deliveries = Deliveries(
-        journal, [LocalSink(tmp_path / "fast", "Fast!"), HangingSink(tmp_path / "a", "wandb:stuck")]
-    )
+    deliveries = Deliveries(journal, [LocalSink(tmp_path / "fast", "Fast!"), HangingSink(tmp_path / "a", "wandb:stuck")])
     add(journal, range(1, 4))
     wait_until(lambda: deliveries.stats().sinks["Fast!"].records == 3, "the records in the fast sink")
 

@@ -1,7 +1,5 @@
 """Clients give up soon on the command line, as in the child process of a run, but keep their settings in the user's process."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
@@ -55,9 +53,7 @@ def test_replay_on_the_command_line_prepares_the_client_first(tmp_path: Path) ->
     assert calls == ["prepare_child", "open"]
 
 
-def test_replay_on_the_command_line_uses_every_optional_member_of_the_sink(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_on_the_command_line_uses_every_optional_member_of_the_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alarms are delivered, and updates that the backend already has are skipped."""
     raised = Alarm(3, record(3).axes, "policy/kl_spike", AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, "policy/kl")
     journal = begun(tmp_path / "run", 3)

@@ -1,7 +1,5 @@
 """After a process was stopped and continued, its silence does not look like a client that hangs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -62,19 +60,12 @@ def test_a_call_that_does_not_come_back_is_called_slow_in_steps_that_double(cloc
             clock.now += seconds
             told.append(calls.slowness)
 
-    assert told == [
-        "",
-        *["no answer for more than 10 s"] * 2,
-        "no answer for more than 20 s",
-        "no answer for more than 40 s",
-    ]
+    assert told == ["", *["no answer for more than 10 s"] * 2, "no answer for more than 20 s", "no answer for more than 40 s"]
     assert calls.slowness == ""
 
 
 @pytest.mark.system
-def test_a_client_that_was_stopped_with_its_process_is_not_killed_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_was_stopped_with_its_process_is_not_killed_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of 8 s, stopped for 6 of them, with a limit of 4."""
     monkeypatch.setattr(process_module, "MAX_CALL_SECONDS", 4.0)
     journal, sink = begun(tmp_path / "run", 2), AnnouncingSink(tmp_path / "a", delay=8.0)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -83,9 +81,7 @@ def test_following_waits_for_the_end(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_backend_that_stays_away_ends_the_replay_and_what_is_left_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_stays_away_ends_the_replay_and_what_is_left_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "FIRST_RETRY_SECONDS", 0.001)
     monkeypatch.setattr(delivery_module, "POLL_SECONDS", 0.001)
 

@@ -1,7 +1,5 @@
 """The end of a run with undelivered records is as safe as the end of a killed trainer."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -145,9 +143,7 @@ def test_an_interrupt_ends_the_wait_and_leaves_the_process(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_trainer_that_is_killed_while_it_waits_leaves_the_end_as_it_is(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_trainer_that_is_killed_while_it_waits_leaves_the_end_as_it_is(tmp_path: Path, number: signal.Signals) -> None:
     process = script(tmp_path, "print('closing', flush=True)\ndeliveries.close(600.0)\n")
     assert process.stdout is not None
     process.stdout.readline()
@@ -223,9 +219,7 @@ def test_an_interrupted_close_has_closed_the_run(tmp_path: Path, monkeypatch: py
     assert not is_held(tmp_path / "run", Role.TRAINER)
 
 
-def test_doctor_tells_that_it_goes_on_and_when_it_is_done(
-    tmp_path: Path, left: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_tells_that_it_goes_on_and_when_it_is_done(tmp_path: Path, left: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(left).under_way
     run_command(["doctor", str(left)])
     output = capsys.readouterr().out
@@ -239,18 +233,14 @@ def test_doctor_tells_that_it_goes_on_and_when_it_is_done(
     assert "still" not in output
 
 
-def test_a_replay_waits_for_the_process_that_goes_on(
-    tmp_path: Path, left: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_replay_waits_for_the_process_that_goes_on(tmp_path: Path, left: Path, caplog: pytest.LogCaptureFixture) -> None:
     reports: list[Any] = []
     sink = RecordingSink(tmp_path / "slow", "slow")
     thread = threading.Thread(target=lambda: reports.append(replay(left, sink)))
     with caplog.at_level(logging.WARNING):
         thread.start()
         wait_until(lambda: "waiting for the background process that delivers" in caplog.text, "the replay to wait")
-        assert replay(left, RecordingSink(tmp_path / "another", "another")).complete, (
-            "the other sink has its own delivery"
-        )
+        assert replay(left, RecordingSink(tmp_path / "another", "another")).complete, "the other sink has its own delivery"
         assert not reports
         open_gate(tmp_path)
         thread.join()
@@ -262,9 +252,7 @@ def test_a_replay_waits_for_the_process_that_goes_on(
 def test_a_replay_into_what_the_trainer_itself_delivers_is_refused(tmp_path: Path) -> None:
     with Telemetry([GatedSink(tmp_path / "slow", "slow")], run_dir=tmp_path / "run") as telemetry:
         telemetry.flush(env_step=1)
-        with pytest.raises(
-            BlockingIOError, match=f"{tmp_path}/run is still being trained, and delivers to slow itself"
-        ):
+        with pytest.raises(BlockingIOError, match=f"{tmp_path}/run is still being trained, and delivers to slow itself"):
             replay(tmp_path / "run", RecordingSink(tmp_path / "slow", "slow"))
         gate(tmp_path / "slow").touch()
 

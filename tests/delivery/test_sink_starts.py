@@ -1,7 +1,5 @@
 """The process that feeds the sinks is restarted many times while every core is busy; `ESPER_SINK_STARTS=200` for more."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 `pytest -q -m slow -rP tests/delivery/test_soak.py` prints the memory of both processes over time.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time
@@ -36,9 +34,7 @@ def reached(deliveries: Deliveries, records: int) -> bool:
 
 
 @pytest.mark.slow
-def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both processes have warmed up after a quarter of the records, and stay within 20 MB from then on."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     draw = random.Random(1)
@@ -56,9 +52,7 @@ def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(
             wait_until(partial(reached, deliveries, behind), "the slowest sink", 3600.0)
             if deliveries.child_pid is not None:
                 sizes = (resident_mb("self"), resident_mb(deliveries.child_pid))
-                print(
-                    f"{update:6} records, {time.monotonic() - began:5.0f} s: {sizes[0]:.0f} MB, deliveries {sizes[1]:.0f} MB"
-                )
+                print(f"{update:6} records, {time.monotonic() - began:5.0f} s: {sizes[0]:.0f} MB, deliveries {sizes[1]:.0f} MB")
                 if update > RECORDS // 4:
                     measured.append(sizes)
     journal.write(encode_end(RunStatus.FINISHED, seq=RECORDS + 1))

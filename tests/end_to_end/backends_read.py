@@ -1,7 +1,5 @@
 """Contents of a run in the journal and in the three backends, with each backend's own numbers, in the order of writing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -116,9 +114,7 @@ def tensorboard_histograms(run_dir: Path) -> dict[str, list[tuple[int, list[floa
 def tensorboard_points(run_dir: Path) -> dict[str, list[Point]]:
     """By tag, all scalars in the event files."""
     everything = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    points = {
-        tag: [Point(*event) for event in _in_order(everything.Scalars(tag))] for tag in everything.Tags()["scalars"]
-    }
+    points = {tag: [Point(*event) for event in _in_order(everything.Scalars(tag))] for tag in everything.Tags()["scalars"]}
     return without_overview(points)
 
 
@@ -164,11 +160,7 @@ def wandb_entries(run_dir: Path) -> list[dict[str, Any]]:
     """
     (run_id,) = {file.stem for file in run_dir.glob("wandb/offline-run-*/run-*.wandb")}
     files = sorted(run_dir.glob(f"wandb/offline-run-*/{run_id}.wandb"))
-    return [
-        entry
-        for file in files
-        for entry in wait_until(partial(_complete, file), f"the end of {file.name}", BACKEND_SECONDS)
-    ]
+    return [entry for file in files for entry in wait_until(partial(_complete, file), f"the end of {file.name}", BACKEND_SECONDS)]
 
 
 def _complete(file: Path) -> list[dict[str, Any]]:
@@ -205,14 +197,10 @@ def assert_the_same_numbers_in_all_four(run_dir: Path) -> None:
     assert_same_points(mlflow_points(run_dir), in_mlflow, extra={"axis/update", "axis/gradient_step"})
     assert tensorboard_histograms(run_dir) == journal_histograms(run_dir)
     records = read_run(run_dir).records
-    assert wandb_rows(wandb_entries(run_dir)) == [
-        {**shown(record), **axes_row(record), **histograms_row(record)} for record in records
-    ]
+    assert wandb_rows(wandb_entries(run_dir)) == [{**shown(record), **axes_row(record), **histograms_row(record)} for record in records]
 
 
-def assert_same_points(
-    found: Mapping[str, list[Point]], expected: Mapping[str, list[Point]], *, extra: set[str]
-) -> None:
+def assert_same_points(found: Mapping[str, list[Point]], expected: Mapping[str, list[Point]], *, extra: set[str]) -> None:
     """Assert the same keys, plus `extra`, with equal steps and values, and with times equal to a millisecond."""
     assert found.keys() == expected.keys() | extra
     for key, points in expected.items():

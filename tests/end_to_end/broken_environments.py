@@ -1,7 +1,5 @@
 """Environments that break in the middle of a run; importing this registers them, so `broken_environments:NanReward-v0` works."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

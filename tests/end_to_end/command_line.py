@@ -1,7 +1,5 @@
 """The command line in a separate process, as a terminal starts it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -105,11 +103,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 240.0) -> Ended:
 def in_full_swing(run_dir: Path, process: subprocess.Popen[str]) -> None:
     """Wait until every backend has some records; kill the command if that fails."""
     try:
-        wait_until(
-            lambda: process.poll() is not None or all_backends_have(3, run_dir),
-            "three records in every backend",
-            BACKEND_SECONDS,
-        )
+        wait_until(lambda: process.poll() is not None or all_backends_have(3, run_dir), "three records in every backend", BACKEND_SECONDS)
         assert process.poll() is None, ended(process)
     except BaseException:
         process.kill()

@@ -3,8 +3,6 @@
 The secrets are generated here, so that no scanner of repositories reports this file.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -48,12 +46,7 @@ NOTES = f"log in with {CONFIG['api_key']} or {made_up('notes', 'API_KEY={}')} or
 NAME = made_up("name", "run-ghp_{}")
 COMMAND = (
     *("--wandb-api-key", made_up("command option"), made_up("command assignment", "--token={}")),
-    *(
-        made_up("command variable", "HF_TOKEN={}"),
-        "-p",
-        made_up("command short"),
-        made_up("command address", "mlflow:http://me:{}@host"),
-    ),
+    *(made_up("command variable", "HF_TOKEN={}"), "-p", made_up("command short"), made_up("command address", "mlflow:http://me:{}@host")),
 )
 ENVIRONMENT = {
     "WANDB_API_KEY": sha256(b"environment wandb").hexdigest()[:40],
@@ -71,9 +64,7 @@ REMARK = {"update": 1, "text": made_up("remark", "curl -u me:{} host"), "passwor
 EVENT = {"credentials": {"user": "me", "value": made_up("event")}, "keys": ["policy/kl"]}
 SERVER = made_up("server", "postgresql://me:{}%40x@127.0.0.1:9/runs")
 SINK_TOKEN = made_up("sink address")
-SINK_ERROR = (
-    f"401 for {ENVIRONMENT['PGPASSWORD']}, {made_up('sink error', 'bearer {}')}, {made_up('sink error key', 'xoxb-{}')}"
-)
+SINK_ERROR = f"401 for {ENVIRONMENT['PGPASSWORD']}, {made_up('sink error', 'bearer {}')}, {made_up('sink error key', 'xoxb-{}')}"
 PRINTED = made_up("printed", "password={}")
 
 
@@ -123,19 +114,7 @@ def planted() -> list[str]:
             "exception",
             "exception basic",
         ),
-        *(
-            "cause",
-            "reason",
-            "details",
-            "alarm",
-            "evidence",
-            "remark",
-            "remark password",
-            "event",
-            "server",
-            "sink address",
-            "sink error",
-        ),
+        *("cause", "reason", "details", "alarm", "evidence", "remark", "remark password", "event", "server", "sink address", "sink error"),
         *("sink error key", "printed"),
     ]
     return [*map(made_up, labels), ENVIRONMENT["WANDB_API_KEY"]]
@@ -203,13 +182,7 @@ class RefusedSink:
 def sinks(run_dir: Path) -> list[Sink]:
     """Return every bundled sink, with a database whose driver is missing, and the sink that raises."""
     return [
-        *(
-            ConsoleSink(),
-            TensorBoardSink(),
-            WandbSink(mode="offline"),
-            MLflowSink(),
-            PrometheusSink(run_dir / "metrics.prom"),
-        ),
+        *(ConsoleSink(), TensorBoardSink(), WandbSink(mode="offline"), MLflowSink(), PrometheusSink(run_dir / "metrics.prom")),
         *(MLflowSink(SERVER), RefusedSink()),
     ]
 

@@ -1,7 +1,5 @@
 """A learning rate multiplied by a hundred halfway through: the alarm is in the journal and in all three backends."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

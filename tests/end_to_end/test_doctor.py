@@ -1,7 +1,5 @@
 """`doctor` finds the damage in a real backend, prints the command that repairs it, and then reports no problem."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -133,9 +131,7 @@ def test_a_number_that_is_not_the_journals_is_found(run_dir: Path, capfd: pytest
     assert report["mlflow"]["command"] == ""
 
 
-def test_a_run_whose_trainer_is_gone_is_ended_here_and_in_mlflow(
-    run_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_trainer_is_gone_is_ended_here_and_in_mlflow(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As after a power failure: the journal lacks its end line, and MLflow lists the run as running."""
     journal = run_dir / "journal.jsonl"
     *lines, end = journal.read_bytes().splitlines(keepends=True)
@@ -155,9 +151,7 @@ def test_a_run_whose_trainer_is_gone_is_ended_here_and_in_mlflow(
     assert report["mlflow"]["note"] == "it was left open, and has been closed now"
 
 
-def test_a_page_for_people_names_what_is_missing_and_the_command(
-    run_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_for_people_names_what_is_missing_and_the_command(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     delete_events(run_dir)
     updates = len(read_run(run_dir).records)
 

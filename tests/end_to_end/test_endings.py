@@ -1,7 +1,5 @@
 """Runs that do not finish: killed, interrupted, failed. Everything measured is stored everywhere, with the ending."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping
@@ -16,16 +14,7 @@ from backends_read import (
     wandb_entries,
     wandb_exit_code,
 )
-from command_line import (
-    ENDLESS,
-    SLOW,
-    Ended,
-    ended,
-    in_full_swing,
-    started,
-    trained_in_fork,
-    with_all_sinks,
-)
+from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, started, trained_in_fork, with_all_sinks
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
@@ -86,19 +75,13 @@ def test_an_exception_in_training_fails_the_run_everywhere_and_is_shown(tmp_path
     assert command.stderr.endswith("RuntimeError: the simulator crashed\n")
     run = read_run(run_dir)
     assert (run.status, len(run.records)) == (RunStatus.FAILED, 2)
-    assert failure(run_dir) == {
-        "exception": "RuntimeError",
-        "message": "the simulator crashed",
-        "first_nonfinite": "",
-    }
+    assert failure(run_dir) == {"exception": "RuntimeError", "message": "the simulator crashed", "first_nonfinite": ""}
     assert mlflow_run(run_dir).info.status == "FAILED"
     assert wandb_exit_code(wandb_entries(run_dir)) == 1
     assert_the_same_numbers_in_all_four(run_dir)
 
 
-def trained_to_failure(
-    env: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Ended:
+def trained_to_failure(env: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ended:
     """The same in this process and with the journal alone, which is faster."""
     from esper_telemetry.cli.main import main
 
@@ -111,10 +94,7 @@ def trained_to_failure(
 
 
 def test_a_reward_that_is_not_a_number_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The 300th step of an environment is number 43 of its third rollout, from 0. That update is recorded as partial."""
     command = trained_to_failure("NanReward-v0", tmp_path / "run", monkeypatch, capfd)
@@ -125,11 +105,7 @@ def test_a_reward_that_is_not_a_number_is_named(
     run = read_run(tmp_path / "run")
     assert (run.status, len(run.records)) == (RunStatus.FAILED, 3)
     assert failure(tmp_path / "run")["first_nonfinite"] == "rewards[43, 0] = nan"
-    assert [(record.axes.env_step, record.partial) for record in run.records] == [
-        (1024, False),
-        (2048, False),
-        (3072, True),
-    ]
+    assert [(record.axes.env_step, record.partial) for record in run.records] == [(1024, False), (2048, False), (3072, True)]
     assert run.records[-1].values["reward/nonfinite"] > 0
 
 

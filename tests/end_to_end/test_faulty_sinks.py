@@ -1,7 +1,5 @@
 """Backends that raise, hang or die during real training, which continues without waiting and warns once."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -35,14 +33,8 @@ def errors(record: Record) -> float:
     return record.values["telemetry/errors"]
 
 
-@pytest.mark.parametrize(
-    "in_process",
-    [pytest.param(True, marks=pytest.mark.slow), False],
-    ids=["in a thread", "in the child process"],
-)
-def test_a_sink_that_raises_costs_one_warning_and_is_counted(
-    in_process: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("in_process", [pytest.param(True, marks=pytest.mark.slow), False], ids=["in a thread", "in the child process"])
+def test_a_sink_that_raises_costs_one_warning_and_is_counted(in_process: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raising, memory = FailingSink(name="raising", fail_in=["write"], in_process=in_process), MemorySink()
     ppo = trainer()
 
@@ -66,10 +58,7 @@ def test_a_sink_that_raises_costs_one_warning_and_is_counted(
     if in_process:
         assert f"raising: retrying, 0 records sent, {ppo.updates} pending" in left
     else:
-        assert (
-            f"not everything is delivered yet: raising ({ppo.updates} records; RuntimeError: this sink fails on purpose)"
-            in left
-        )
+        assert f"not everything is delivered yet: raising ({ppo.updates} records; RuntimeError: this sink fails on purpose)" in left
         for child in children("delivery.child"):
             os.kill(child, signal.SIGKILL)
     assert "sink raising failed (RuntimeError: this sink fails on purpose); it is tried again" in warning
@@ -108,9 +97,7 @@ def test_a_sink_that_hangs_stops_neither_training_nor_the_other_sinks_nor_the_en
 
 
 @pytest.mark.usefixtures("one_core")
-def test_a_client_that_dies_is_started_again_and_gets_the_rest(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_dies_is_started_again_and_gets_the_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The process that feeds the sinks is killed, as the kernel does when memory is exhausted."""
     ppo = trainer()
 

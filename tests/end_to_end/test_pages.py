@@ -1,7 +1,5 @@
 """The backends' pages, from real servers in a real browser."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -121,12 +119,7 @@ def test_tensorboard_compares_runs_by_their_settings_and_returns(page: Any, tens
 
 
 FIRST_CHART = "Mean return of the last 100 episodes (episode/return_mean_100) [return]"
-QUESTIONS = (
-    "Is it learning?",
-    "Is the policy moving too far?",
-    "Is the critic useful?",
-    "What dominates the gradient?",
-)
+QUESTIONS = ("Is it learning?", "Is the policy moving too far?", "Is the critic useful?", "What dominates the gradient?")
 ALL_TEXT = """
 const text = node => [...node.childNodes].map(
   child => (child.nodeType == 3 ? child.data : '') + text(child)).join(' ') + (node.shadowRoot ? text(node.shadowRoot) : '');

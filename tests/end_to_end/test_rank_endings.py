@@ -1,7 +1,5 @@
 """`torchrun` with two ranks: one journal, one set of messages, and one ending for both."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -111,8 +109,7 @@ def test_a_rank_that_hears_of_no_death_is_told_by_another_thread(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "status", "code"),
-    [(signal.SIGTERM, RunStatus.PREEMPTED, 143), (signal.SIGINT, RunStatus.INTERRUPTED, 130)],
+    ("number", "status", "code"), [(signal.SIGTERM, RunStatus.PREEMPTED, 143), (signal.SIGINT, RunStatus.INTERRUPTED, 130)]
 )
 def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(
     tmp_path: Path, number: signal.Signals, status: RunStatus, code: int

@@ -1,7 +1,5 @@
 """One of two ranks is killed and both are resumed: the result equals an uninterrupted run, with each update once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A run that is killed and resumed equals the run that was never killed: the same weights and numbers, each once in every backend."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,25 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from backends_read import (
-    BACKEND_SECONDS,
-    assert_the_same_numbers_in_all_four,
-    mlflow_run,
-    wandb_entries,
-    wandb_exit_codes,
-)
+from backends_read import BACKEND_SECONDS, assert_the_same_numbers_in_all_four, mlflow_run, wandb_entries, wandb_exit_codes
 from broken_environments import KILLED
-from command_line import (
-    ENDLESS,
-    SLOW,
-    Ended,
-    ended,
-    in_full_swing,
-    started,
-    trained,
-    trained_in_fork,
-    with_all_sinks,
-)
+from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, started, trained, trained_in_fork, with_all_sinks
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
@@ -38,18 +20,7 @@ from esper_telemetry.journal.read import Run
 pytestmark = pytest.mark.system
 
 KILLING = "broken_environments:Killing-v0"
-SETTINGS = (
-    "--total-steps",
-    "8000",
-    "--checkpoint-every",
-    "4000",
-    "--seed",
-    "3",
-    "--num-epochs",
-    "2",
-    "--num-envs",
-    "8",
-)
+SETTINGS = ("--total-steps", "8000", "--checkpoint-every", "4000", "--seed", "3", "--num-epochs", "2", "--num-envs", "8")
 EVALUATION = ("--eval-every", "3000", "--eval-episodes", "2")
 UPDATES, SAVED, RECORDED = 8, 4, 6
 """Rollouts of 1,024 steps: the fourth passes 4,000 and is saved, the process is killed in the seventh.
@@ -91,10 +62,7 @@ def checkpoint(run_dir: Path) -> dict[str, Any]:
 
 def untimed(run: Run) -> list[dict[str, Any]]:
     """Axes and values of every record, except values that depend on time."""
-    return [
-        {"step": record.axes.env_step, "gradient_step": record.axes.gradient_step, **timeless(record.values)}
-        for record in run.records
-    ]
+    return [{"step": record.axes.env_step, "gradient_step": record.axes.gradient_step, **timeless(record.values)} for record in run.records]
 
 
 def timeless(values: Mapping[str, float]) -> dict[str, float]:
@@ -110,11 +78,7 @@ def test_the_process_was_killed_and_went_on_by_itself(runs: Resumed) -> None:
 def test_weights_optimizer_and_generators_are_bit_identical(runs: Resumed) -> None:
     whole, cut = checkpoint(runs.whole), checkpoint(runs.cut)
 
-    assert (
-        whole["counts"]
-        == cut["counts"]
-        == {"env_steps": 8192, "updates": UPDATES, "gradient_steps": cut["counts"]["gradient_steps"]}
-    )
+    assert whole["counts"] == cut["counts"] == {"env_steps": 8192, "updates": UPDATES, "gradient_steps": cut["counts"]["gradient_steps"]}
     assert [name for name, weight in whole["policy"].items() if not torch.equal(weight, cut["policy"][name])] == []
     assert torch.equal(whole["generator"], cut["generator"])
     assert torch.equal(whole["collector"]["generator"], cut["collector"]["generator"])

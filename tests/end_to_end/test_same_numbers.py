@@ -1,7 +1,5 @@
 """One real run, read back from everywhere: the same numbers in the journal, TensorBoard, W&B and MLflow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -46,9 +44,7 @@ def test_histograms_are_compared_too(run_dir: Path) -> None:
     """The log-ratios of 8 epochs over each rollout's rows."""
     histograms = [record.histograms for record in read_run(run_dir).records]
 
-    assert all(
-        {"policy/logratio/hist", "adv/raw/hist", "ret/hist", "value/err/hist"} <= by_key.keys() for by_key in histograms
-    )
+    assert all({"policy/logratio/hist", "adv/raw/hist", "ret/hist", "value/err/hist"} <= by_key.keys() for by_key in histograms)
     rows = [sum(by_key["ret/hist"].counts) for by_key in histograms]
     assert [sum(by_key["policy/logratio/hist"].counts) for by_key in histograms] == [8 * count for count in rows]
 
@@ -72,9 +68,7 @@ def test_x_is_the_environment_step_in_tensorboard_and_mlflow(run_dir: Path) -> N
     assert [point.step for point in mlflow_points(run_dir)["policy/kl"]] == steps
 
 
-@pytest.mark.parametrize(
-    ("axis", "expected"), [("axis/update", [1, 2, 3, 4, 5, 6]), ("axis/gradient_step", range(32, 193, 32))]
-)
+@pytest.mark.parametrize(("axis", "expected"), [("axis/update", [1, 2, 3, 4, 5, 6]), ("axis/gradient_step", range(32, 193, 32))])
 def test_the_other_axes_stand_beside_it(run_dir: Path, axis: str, expected: list[int]) -> None:
     """8 epochs of 4 minibatches are 32 gradient steps an update."""
     assert [point.value for point in tensorboard_points(run_dir)[axis]] == list(expected)
@@ -86,8 +80,7 @@ def test_every_row_of_wandb_carries_all_axes(run_dir: Path) -> None:
     records = read_run(run_dir).records
 
     assert [[row[axis] for axis in AXES] for row in rows] == [
-        [record.axes.update, record.axes.env_step, record.axes.gradient_step, record.axes.wall_time]
-        for record in records
+        [record.axes.update, record.axes.env_step, record.axes.gradient_step, record.axes.wall_time] for record in records
     ]
 
 

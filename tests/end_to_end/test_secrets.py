@@ -1,7 +1,5 @@
 """Telemetry never writes, sends or prints a secret: in a run with all backends, in commands on it, and in a script under `run`."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -66,15 +64,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_masked(files: dict[str, bytes]) -> None:
     """Check that the files of all backends exist and contain the texts around the secrets."""
-    assert {
-        "journal.jsonl",
-        "config.json",
-        "status.json",
-        "sinks.log",
-        "report.html",
-        "mlflow.db",
-        "metrics.prom",
-    } <= files.keys()
+    assert {"journal.jsonl", "config.json", "status.json", "sinks.log", "report.html", "mlflow.db", "metrics.prom"} <= files.keys()
     assert any(name.endswith(".wandb") for name in files)
     assert any(name.startswith("events.out") for name in files)
     assert b"the store says 401 (Cookie: ***)" in files["journal.jsonl"]

@@ -1,7 +1,5 @@
 """Telemetry changes nothing: weights after training are bit-identical for every level and place of measurement."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,7 @@ def trained(env: str, telemetry: Telemetry | None, **settings: Any) -> dict[str,
     while trainer.updates < UPDATES:
         trainer.learn(trainer.env_steps + 1)
     moments = {
-        f"{index}.{name}": moment
-        for index, state in trainer.optimizer.state_dict()["state"].items()
-        for name, moment in state.items()
+        f"{index}.{name}": moment for index, state in trainer.optimizer.state_dict()["state"].items() for name, moment in state.items()
     }
     return {**trainer.policy.state_dict(), **moments, "generator": torch.get_rng_state()}
 

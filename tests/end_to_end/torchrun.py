@@ -1,7 +1,5 @@
 """`torchrun` with two processes, as a terminal starts it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -22,12 +20,7 @@ PATIENCE_SECONDS = 120.0
 def started(*program: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """`torchrun --nproc-per-node 2` with this program; remaining processes are killed at the end."""
     launcher = subprocess.Popen(
-        [sys.executable, *LAUNCHER, *program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-        env=environment(),
+        [sys.executable, *LAUNCHER, *program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment()
     )
     try:
         yield launcher

@@ -362,9 +362,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "other_last_value": [lambda c: with_last(c, c.last + 1.5)],
     "current_value_bootstrap": [current_value, current_value_inside],
     "values_exchanged": [values_exchanged],
-    "rewards_discounted": [
-        lambda c: backward(c, c.gamma * c.rewards + c.next_values - c.values, c.lam * ~c.done),
-    ],
+    "rewards_discounted": [lambda c: backward(c, c.gamma * c.rewards + c.next_values - c.values, c.lam * ~c.done)],
     "not_flipped": [lambda c: right(c)[::-1].copy()],
     "forward": [forward, forward_with_ends, forward_returns],
     "exchanged": [lambda c: with_next(c, c.next_values, gamma=c.lam)],
@@ -380,9 +378,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "ends_swapped": [
         lambda c: cleanrl_style(c, c.done.T.reshape(c.values.shape)),
         lambda c: cleanrl_style(
-            c,
-            c.done.reshape(c.values.T.shape).T,
-            c.rewards.reshape(c.values.T.shape).T + c.gamma * c.final * c.truncated,
+            c, c.done.reshape(c.values.T.shape).T, c.rewards.reshape(c.values.T.shape).T + c.gamma * c.final * c.truncated
         ),
     ],
     "rewards_negated": [lambda c: with_rewards(c, -c.rewards)],
@@ -398,10 +394,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "values_missing": [without_values],
     "monte_carlo_cut": [monte_carlo_cut],
     "rewards_to_go": [rewards_to_go],
-    "axes_swapped": [
-        lambda c: right(c).T.reshape(c.values.shape),
-        lambda c: right(c).reshape(c.values.T.shape).T.copy(),
-    ],
+    "axes_swapped": [lambda c: right(c).T.reshape(c.values.shape), lambda c: right(c).reshape(c.values.T.shape).T.copy()],
     "returns_swapped": [
         lambda c: (right(c) + c.values).T.reshape(c.values.shape) - c.values,
         lambda c: (right(c) + c.values).reshape(c.values.T.shape).T - c.values,
@@ -410,10 +403,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "chained": [chained_by_step, chained_by_environment],
     "environment_mean": [lambda c: np.broadcast_to(right(c).mean(1, keepdims=True), c.values.shape).copy()],
     "broadcast_mean": [broadcast],
-    "normalized_parts": [
-        lambda c: normalize(right(c), 0),
-        lambda c: normalize(right(c), 0, 1),
-    ],
+    "normalized_parts": [lambda c: normalize(right(c), 0), lambda c: normalize(right(c), 0, 1)],
     "normalized_steps": [lambda c: normalize(right(c), 1)],
     "normalized": [lambda c: normalize(right(c)), lambda c: normalize(right(c), ddof=1)],
     "lambda_one": [lambda c: settings(c, c.gamma, 1.0)],

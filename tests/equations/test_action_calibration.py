@@ -1,7 +1,5 @@
 """Calibration of actions against their distributions: samples match, and each known mistake is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

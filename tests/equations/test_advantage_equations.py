@@ -1,7 +1,5 @@
 """Advantages compared with GAE: correct loops match, and a loop with one mistake is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,17 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gae_programs import (
-    PROGRAMS,
-    Array,
-    Columns,
-    cleanrl_style,
-    normalize,
-    random_rollout,
-    right,
-    stored_rewards,
-    with_next,
-)
+from gae_programs import PROGRAMS, Array, Columns, cleanrl_style, normalize, random_rollout, right, stored_rewards, with_next
 
 from esper_telemetry.equations.comparison import EquationCheck
 from esper_telemetry.equations.gae import GaeInputs, following_values
@@ -39,7 +27,7 @@ SEVERAL_ENVIRONMENTS = {
         "environment_mean",
         "normalized_parts",
         "normalized_steps",
-    ),
+    )
 }
 WITHOUT_EFFECT = {"std_alone", "mean_alone", "scaled", "variance", "precedence"}
 """Hypotheses that a normalisation undoes."""
@@ -65,18 +53,10 @@ def names(result: EquationCheck) -> set[str]:
 
 @pytest.mark.parametrize(
     ("shape", "settings"),
-    [
-        ((40, 4), (0.97, 0.9)),
-        ((1, 1), (1.0, 1.0)),
-        ((2, 3), (0.9, 0.0)),
-        ((16, 16), (0.0, 0.95)),
-        ((2048, 1), (1.0, 0.95)),
-    ],
+    [((40, 4), (0.97, 0.9)), ((1, 1), (1.0, 1.0)), ((2, 3), (0.9, 0.0)), ((16, 16), (0.0, 0.95)), ((2048, 1), (1.0, 0.95))],
 )
 @pytest.mark.parametrize("loop", [right, lambda c: cleanrl_style(c, c.done)])
-def test_a_right_loop_matches(
-    settings: tuple[float, float], shape: tuple[int, int], loop: Callable[..., Array]
-) -> None:
+def test_a_right_loop_matches(settings: tuple[float, float], shape: tuple[int, int], loop: Callable[..., Array]) -> None:
     for seed, ends in enumerate((0.0, 0.02, 0.2, 1.0)):
         c = replace(random_rollout(seed, *shape, ends=ends), gamma=settings[0], lam=settings[1])
 
@@ -160,21 +140,12 @@ def test_a_mistake_between_environments_is_named_where_several_rollouts_stand_si
 
 def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:
     """The hypotheses in `own` need more columns, and have tests below; those of sums of rewards have a file."""
-    own = {
-        "time_limits_end",
-        "both_lambda",
-        "raw_rewards",
-        "stale",
-        "normalized_returns",
-        "normalized_returns_over_limits",
-    }
+    own = {"time_limits_end", "both_lambda", "raw_rewards", "stale", "normalized_returns", "normalized_returns_over_limits"}
     assert {one.name for one in ADVANTAGES.hypotheses if one.needs not in ("alone", "has_critic")} == {*PROGRAMS, *own}
 
 
 @pytest.mark.parametrize(("name", "variant"), [("normalized_returns", True), ("normalized_returns_over_limits", False)])
-def test_normalised_returns_to_go_less_values_are_a_variant_unless_they_run_across_limits(
-    name: str, variant: bool
-) -> None:
+def test_normalised_returns_to_go_less_values_are_a_variant_unless_they_run_across_limits(name: str, variant: bool) -> None:
     c = random_rollout(2, 96)
     sums, running = np.zeros_like(c.values), np.zeros(c.values.shape[1])
     for step in reversed(range(len(sums))):
@@ -286,9 +257,7 @@ def test_other_settings_are_fitted(name: str, settings: dict[str, Any], paramete
     assert result.values()[f"integrity/fitted/advantages_{parameter}"] == pytest.approx(value, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"), [(one.name, one.variant) for one in ADVANTAGES.hypotheses if one.name in PROGRAMS]
-)
+@pytest.mark.parametrize(("name", "variant"), [(one.name, one.variant) for one in ADVANTAGES.hypotheses if one.name in PROGRAMS])
 def test_a_published_variant_holds_and_a_mistake_does_not(name: str, variant: bool) -> None:
     c = random_rollout(3)
     while name == "last_end_ignored" and not c.done[-1].any():
@@ -333,9 +302,7 @@ def test_rows_that_do_not_count_are_left_out() -> None:
 
 def test_one_environment_needs_no_second_axis_and_the_last_value_is_enough() -> None:
     """By hand: gamma 0.5, lambda 1. delta = [1 + 0.5*4 - 2, 0 - 4, 2 + 0.5*6 - 3] = [1, -4, 2]; the second step terminates."""
-    result = check_gae(
-        [1.0, 0.0, 2.0], [2.0, 4.0, 3.0], [-1.0, -4.0, 2.0], gamma=0.5, gae_lambda=1, ended=[0, 1, 0], last_values=6.0
-    )
+    result = check_gae([1.0, 0.0, 2.0], [2.0, 4.0, 3.0], [-1.0, -4.0, 2.0], gamma=0.5, gae_lambda=1, ended=[0, 1, 0], last_values=6.0)
 
     assert result.matches
     assert result.error == 0.0

@@ -1,7 +1,5 @@
 """Assertions about equations, as a trainer's unit tests use them."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -51,9 +49,7 @@ def test_a_mistake_is_named_with_its_equation_and_what_to_change() -> None:
         assert_gae(rewards, values, advantages, ended=ended, next_values=next_values, gamma=0.9, gae_lambda=0.8)
 
     message, reference, equal, advice = str(raised.value).splitlines()
-    assert message.startswith(
-        "the advantages equal GAE that continues over the ends of episodes, and differ from their"
-    )
+    assert message.startswith("the advantages equal GAE that continues over the ends of episodes, and differ from their")
     assert reference.startswith("reference: A_t = ")
     assert equal.startswith("equal to: A_t = ")
     assert advice
@@ -61,9 +57,7 @@ def test_a_mistake_is_named_with_its_equation_and_what_to_change() -> None:
 
 def test_mistakes_that_these_numbers_cannot_tell_apart_are_all_named() -> None:
     """A = (2 + 0, -1 + 1, 1) if ends are ignored; in three rows other mistakes give the same numbers."""
-    with pytest.raises(
-        AssertionError, match=r"continues over the ends of episodes.* or .*, and differ from their"
-    ) as raised:
+    with pytest.raises(AssertionError, match=r"continues over the ends of episodes.* or .*, and differ from their") as raised:
         assert_gae(**gae_arguments(torch.tensor([[2.0], [0.0], [1.0]])))
 
     assert str(raised.value).count("equal to: ") > 1

@@ -1,7 +1,5 @@
 """Passes of the policy over its rollout: inputs that explain a difference are named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -58,9 +56,7 @@ def test_passes_with_dropout_are_told_from_another_mode(seed: int) -> None:
     mean = column(seed)
     draws = [mean + 0.1 * column(50 * seed + place) for place in (1, 2, 3)]
 
-    active = check_replayed_log_probs(
-        draws[0], draws[1], alternatives={"random_passes": lambda: draws[2], "other_mode": lambda: mean}
-    )
+    active = check_replayed_log_probs(draws[0], draws[1], alternatives={"random_passes": lambda: draws[2], "other_mode": lambda: mean})
     in_training_only = check_replayed_log_probs(mean, draws[1], alternatives={"other_mode": lambda: mean})
 
     assert names(active) == ["random_passes"]

@@ -1,7 +1,5 @@
 """Actions that take effect late are detected from the exploration noise alone; systems that respond slowly are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -32,9 +30,7 @@ def position(force: Tensor) -> Tensor:
 def motor(force: Tensor) -> Tensor:
     """Three filters in series: the effect grows over several steps."""
     for _ in range(3):
-        force = torch.stack(
-            [0.5 * force[: t + 1].flip(0).mul(0.5 ** torch.arange(t + 1).view(-1, 1)).sum(0) for t in range(STEPS)]
-        )
+        force = torch.stack([0.5 * force[: t + 1].flip(0).mul(0.5 ** torch.arange(t + 1).view(-1, 1)).sum(0) for t in range(STEPS)])
     return force
 
 
@@ -101,9 +97,7 @@ def test_a_delay_is_named_although_the_motion_of_the_state_is_larger(system: Sys
 
     assert surprises is not None
     assert [one.fitted for one in judge_effects(inputs, surprises, ended[:-1]).explanations] == [delay] * (delay > 0)
-    assert not judge_effects(
-        inputs, observations.diff(dim=0), ended[:-1]
-    ).explanations  # without the fit none is visible
+    assert not judge_effects(inputs, observations.diff(dim=0), ended[:-1]).explanations  # without the fit none is visible
 
 
 def test_observations_with_more_entries_than_steps_allow_are_not_fitted() -> None:

@@ -1,7 +1,5 @@
 """Entropy losses and total losses as programs compute them, correctly and with mistakes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -52,12 +50,7 @@ def test_a_mistake_in_the_entropy_of_choices_is_named_and_no_other(name: str, se
     pi = Categorical(logits=logits(seed))
     actions = torch.randint(ACTIONS, (MINIBATCHES, ROWS), generator=generator(seed))
 
-    result = check_entropy(
-        CATEGORICAL[name](pi, actions),
-        logits={"": logits(seed)},
-        chosen_log_probs=pi.log_prob(actions),
-        weight=0.013,
-    )
+    result = check_entropy(CATEGORICAL[name](pi, actions), logits={"": logits(seed)}, chosen_log_probs=pi.log_prob(actions), weight=0.013)
 
     assert names(result) == {name}
     assert check_entropy(-pi.entropy().mean(-1), logits={"": logits(seed)}).matches
@@ -182,9 +175,7 @@ def test_a_total_with_further_terms_is_not_checked() -> None:
     result = check_total_loss(total, policy, value, -entropy, value_coef=VALUE_COEF, entropy_coef=ENTROPY_COEF)
 
     assert result.error is None
-    assert (
-        result.text == "the total losses could not be checked: it has further terms, or other weights than the settings"
-    )
+    assert result.text == "the total losses could not be checked: it has further terms, or other weights than the settings"
 
 
 def test_a_weight_of_the_entropy_needs_the_entropy() -> None:

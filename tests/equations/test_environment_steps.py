@@ -70,8 +70,7 @@ def test_environments_that_always_begin_alike_have_no_common_seed(step: float) -
 
 
 @pytest.mark.parametrize(
-    ("wrapped", "is_wrong"),
-    [(lambda raw: raw - 2.0, True), (lambda raw: raw / 3.0, False), (lambda raw: raw - 0.5 * (raw > 1.4), False)],
+    ("wrapped", "is_wrong"), [(lambda raw: raw - 2.0, True), (lambda raw: raw / 3.0, False), (lambda raw: raw - 0.5 * (raw > 1.4), False)]
 )
 def test_wrappers_do_not_turn_the_signs_of_rewards(wrapped: Callable[[Tensor], Tensor], is_wrong: bool) -> None:
     raw = 1.0 + 0.5 * (torch.arange(STEPS * ENVS).reshape(STEPS, ENVS) % 2)
@@ -116,14 +115,9 @@ def test_rewards_belong_to_the_observation_and_the_action_of_their_step(kind: st
 @pytest.mark.parametrize("shown", ["outcome", "nothing"])
 def test_rewards_that_are_shown_afterwards_or_drawn_by_chance_are_no_fault(shown: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    rewards, actions = (
-        torch.randn(STEPS, ENVS, generator=generator),
-        torch.randint(3, (STEPS, ENVS), generator=generator),
-    )
+    rewards, actions = (torch.randn(STEPS, ENVS, generator=generator), torch.randint(3, (STEPS, ENVS), generator=generator))
     seen = torch.randn(STEPS, ENVS, 2, generator=generator)
     if shown == "outcome":
         seen[1:, :, 0] = rewards[:-1]
 
-    assert check_environments(
-        checksums(seen), ended=ENDED, informative=True, observations=seen, actions=actions, rewards=rewards
-    ).matches
+    assert check_environments(checksums(seen), ended=ENDED, informative=True, observations=seen, actions=actions, rewards=rewards).matches

@@ -1,7 +1,5 @@
 """The comparison of numbers with an equation, and the hypotheses that explain a difference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,12 +32,7 @@ PRODUCT = Equation(
     compute=lambda inputs: inputs.left * inputs.right,
     hypotheses=(
         Hypothesis(
-            "sum",
-            "sums of the factors",
-            "p = a + b",
-            lambda inputs: inputs.left + inputs.right,
-            source="a schoolbook",
-            advice="Multiply.",
+            "sum", "sums of the factors", "p = a + b", lambda inputs: inputs.left + inputs.right, source="a schoolbook", advice="Multiply."
         ),
         Hypothesis("difference", "differences", "p = a - b", lambda inputs: inputs.left - inputs.right, variant=True),
         Hypothesis("absent", "something that needs more", "p = c", lambda inputs: None),
@@ -84,9 +77,7 @@ def test_a_variant_in_one_batch_does_not_hide_the_mistake_of_another() -> None:
     """Checks that a variant explains are independent of the update's other checks."""
     variant, mistake = check(FACTORS.left - FACTORS.right), check(FACTORS.left + FACTORS.right)
 
-    values = {
-        key: value for group in EquationCheck.together([variant, mistake]) for key, value in group.values().items()
-    }
+    values = {key: value for group in EquationCheck.together([variant, mistake]) for key, value in group.values().items()}
 
     assert set(values) == {"integrity/equation/product", "integrity/equation/product_sum"}
 
@@ -100,11 +91,7 @@ def test_a_hypothesis_that_gives_the_numbers_is_named() -> None:
     assert result.text == (
         "the products equal sums of the factors, and differ from their reference equation by 41.7 % of the largest number"
     )
-    assert result.details.splitlines()[1:] == [
-        "reference: p = a b (arithmetic)",
-        "equal to: p = a + b (a schoolbook)",
-        "Multiply.",
-    ]
+    assert result.details.splitlines()[1:] == ["reference: p = a b (arithmetic)", "equal to: p = a + b (a schoolbook)", "Multiply."]
 
 
 def test_a_published_variant_is_named_and_holds() -> None:
@@ -181,16 +168,7 @@ def test_declared_equations_have_a_place_of_their_own_among_causes() -> None:
     ranks = {equation.name: equation.rank for equation in equations().values()}
 
     assert len(set(ranks.values())) == len(ranks)
-    chain = (
-        "transitions",
-        "log_probs",
-        "advantages",
-        "returns",
-        "normalized_advantages",
-        "policy_loss",
-        "gradient",
-        "optimizer_step",
-    )
+    chain = ("transitions", "log_probs", "advantages", "returns", "normalized_advantages", "policy_loss", "gradient", "optimizer_step")
     assert sorted(chain, key=ranks.__getitem__) == [*chain]
 
 

@@ -1,7 +1,5 @@
 """A gradient compared with the PPO loss's gradient, from gradients of its terms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -101,13 +99,7 @@ def test_each_mistake_is_named_alone(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_fitted_weights_are_those_that_were_used(seed: int) -> None:
     of = terms(seed)
-    used = {
-        "value_weight": 0.7,
-        "entropy_weight": 0.001,
-        "policy_weight": 0.3,
-        "scaled": 1 / 3,
-        "clipped_by_value": 20.0,
-    }
+    used = {"value_weight": 0.7, "entropy_weight": 0.001, "policy_weight": 0.3, "scaled": 1 / 3, "clipped_by_value": 20.0}
 
     for name, value in used.items():
         (explanation,) = check(MISTAKES[name](of), of).explanations
@@ -121,9 +113,7 @@ def test_a_gradient_that_was_not_cleared_is_the_sum_with_the_one_before(seed: in
     result = check({name: g + before[name] for name, g in weighted(of).items()}, of, previous=before)
 
     assert names(result) == ["not_cleared"]
-    assert result.text.startswith(
-        "the gradients before clipping equal the sum of this minibatch's gradient and the previous gradient"
-    )
+    assert result.text.startswith("the gradients before clipping equal the sum of this minibatch's gradient and the previous gradient")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -139,11 +129,7 @@ def test_the_last_of_several_passes_is_named_if_the_others_were_cleared(seed: in
 def test_a_penalty_on_the_divergence_is_a_variant_and_a_reward_a_mistake(weight: float, name: str) -> None:
     of, divergence = terms(0), weighted(terms(100))
 
-    result = check(
-        {key: g + weight * divergence[key] for key, g in weighted(of).items()},
-        of,
-        alternatives={"kl_penalty": divergence},
-    )
+    result = check({key: g + weight * divergence[key] for key, g in weighted(of).items()}, of, alternatives={"kl_penalty": divergence})
 
     (explanation,) = result.explanations
     assert explanation.hypothesis.name == name

@@ -1,7 +1,5 @@
 """Log-probabilities at collection: exactly the known mistake is named."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -145,8 +143,7 @@ def masked_heads(seed: int) -> dict[str, Any]:
     relevant = torch.rand(STEPS, ENVS, generator=generator) < 0.5
     masked = {"move": logits["move"].masked_fill(~mask, -1e8), "aim": logits["aim"]}
     actions = {
-        head: torch.multinomial(part.softmax(-1).flatten(0, 1), 1, generator=generator).view(STEPS, ENVS)
-        for head, part in masked.items()
+        head: torch.multinomial(part.softmax(-1).flatten(0, 1), 1, generator=generator).view(STEPS, ENVS) for head, part in masked.items()
     }
     return {"logits": logits, "masked": masked, "actions": actions, "mask": mask, "relevant": relevant}
 
@@ -170,11 +167,7 @@ def test_a_mistake_with_several_heads_is_named(seed: int, mistake: str) -> None:
     }[mistake]
 
     check = check_log_probs(
-        heads["actions"],
-        numbers,
-        logits=heads["logits"],
-        action_masks={"move": heads["mask"]},
-        relevant={"aim": heads["relevant"]},
+        heads["actions"], numbers, logits=heads["logits"], action_masks={"move": heads["mask"]}, relevant={"aim": heads["relevant"]}
     )
 
     assert check.matches == (not mistake)

@@ -1,7 +1,5 @@
 """Log-ratios as programs compute them, correctly and with mistakes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -47,9 +45,7 @@ def test_a_mistake_in_the_ratio_is_named_and_no_other(name: str, seed: int) -> N
 
     def check(log_ratio: Tensor) -> EquationCheck:
         swapped = old.view(STEPS, ENVS).T.flatten()[rows]
-        return check_log_ratios(
-            log_ratio, new, old[rows], in_order=old, swapped=swapped, now_swapped=other_actions(new), dimensions=3
-        )
+        return check_log_ratios(log_ratio, new, old[rows], in_order=old, swapped=swapped, now_swapped=other_actions(new), dimensions=3)
 
     assert {one.hypothesis.name for one in check(PROGRAMS[name](new, old, rows)).explanations} == {name}
     assert check(new - old[rows]).matches

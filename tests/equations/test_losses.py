@@ -3,8 +3,6 @@
 Programs are written here as people write them, in single precision; the package recomputes in float64 with its own equations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -99,13 +97,9 @@ POLICY_PROGRAMS: dict[str, Callable[[Batch], Tensor]] = {
     "optimistic": lambda b: torch.min(-terms(b)[0], -terms(b)[1]).mean(),
     "no_minimum": lambda b: -terms(b)[1].mean(),
     "no_clip": lambda b: -(b.log_ratio.exp() * b.advantages).mean(),
-    "minimum_of_ratios": lambda b: (
-        -(torch.min(b.log_ratio.exp(), b.log_ratio.exp().clamp(1 - CLIP, 1 + CLIP)) * b.advantages).mean()
-    ),
+    "minimum_of_ratios": lambda b: -(torch.min(b.log_ratio.exp(), b.log_ratio.exp().clamp(1 - CLIP, 1 + CLIP)) * b.advantages).mean(),
     "inverted_ratio": lambda b: surrogate(b._replace(log_ratio=-b.log_ratio)),
-    "no_exponential": lambda b: (
-        -torch.min(b.log_ratio * b.advantages, b.log_ratio.clamp(1 - CLIP, 1 + CLIP) * b.advantages).mean()
-    ),
+    "no_exponential": lambda b: -torch.min(b.log_ratio * b.advantages, b.log_ratio.clamp(1 - CLIP, 1 + CLIP) * b.advantages).mean(),
     "log_ratio_as_clip": lambda b: (
         -torch.min(b.log_ratio.exp() * b.advantages, b.log_ratio.clamp(1 - CLIP, 1 + CLIP) * b.advantages).mean()
     ),

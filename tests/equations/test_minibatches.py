@@ -1,7 +1,5 @@
 """Rows of minibatches as programs draw them, correctly and with mistakes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights after a step compared with the optimizer's equation, and clipped gradients compared with unclipped ones."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,11 +38,7 @@ class Steps:
 
     def __init__(self, make: Make, seed: int, steps: int = 5) -> None:
         torch.manual_seed(seed)
-        self.parameters = [
-            nn.Parameter(torch.randn(4, 3)),
-            nn.Parameter(0.1 * torch.randn(4)),
-            nn.Parameter(torch.zeros(2, 4)),
-        ]
+        self.parameters = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(0.1 * torch.randn(4)), nn.Parameter(torch.zeros(2, 4))]
         self.optimizer = make(self.parameters)
         for _ in range(steps):
             self.draw_gradients()
@@ -324,9 +318,7 @@ def test_each_other_clip_is_named_alone(name: str, seed: int) -> None:
 def test_a_fitted_limit_is_the_one_that_was_used() -> None:
     parts = gradients(0)
 
-    assert check_clipping(parts, clipped(parts, 2.0), max_norm=0.5).explanations[0].fitted == pytest.approx(
-        2.0, rel=1e-4
-    )
+    assert check_clipping(parts, clipped(parts, 2.0), max_norm=0.5).explanations[0].fitted == pytest.approx(2.0, rel=1e-4)
 
 
 def test_clipped_gradients_of_other_shapes_are_refused() -> None:

@@ -1,7 +1,5 @@
 """Returns and normalised advantages: correct code matches, and code with one mistake is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -324,9 +322,7 @@ def in_environments(advantages: Array, index: Array, rows: Array, groups: Array,
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("over", ["minibatch", "rollout", None])
 @pytest.mark.parametrize("form", ["[T, B]", "step after step", "environment after environment"])
-def test_one_minibatch_or_several_that_are_normalised_over_each_environment_are_named(
-    form: str, over: Any, ddof: int
-) -> None:
+def test_one_minibatch_or_several_that_are_normalised_over_each_environment_are_named(form: str, over: Any, ddof: int) -> None:
     """Rewards differ between environments, so their own means are far from the mean of all rows."""
     advantages = right(random_rollout(3)) + np.array([9, 0, 0, -2], np.float32)
     steps, envs = advantages.shape
@@ -359,11 +355,7 @@ def test_zeros_in_place_of_advantages_are_not_those_of_each_environment() -> Non
 def test_without_a_setting_every_published_way_matches(seed: int) -> None:
     c = random_rollout(seed)
 
-    for program in (
-        within(lambda a: normalize(a, ddof=1)),
-        before(lambda a: normalize(a, ddof=1)),
-        before(lambda a: a),
-    ):
+    for program in (within(lambda a: normalize(a, ddof=1)), before(lambda a: normalize(a, ddof=1)), before(lambda a: a)):
         assert check_use(c, program, seed, over=None).matches
         mixed = check_use(c, lambda advantages, rows, used=program: used(advantages, rows)[:, ::-1], seed, over=None)  # type: ignore[misc]
         assert names(mixed) == {"other_rows"}
@@ -377,9 +369,7 @@ def test_padding_in_mean_and_deviation_is_named(seed: int) -> None:
     valid = rng.random((3, 20)) < 0.7
     filled = np.where(valid, advantages, 0)
     padded = np.stack([normalize(row, ddof=1) for row in filled])
-    masked = np.stack(
-        [(row - row[own].mean()) / row[own].std(ddof=1) for row, own in zip(advantages, valid, strict=True)]
-    )
+    masked = np.stack([(row - row[own].mean()) / row[own].std(ddof=1) for row, own in zip(advantages, valid, strict=True)])
 
     assert check_normalized_advantages(advantages, masked, valid=valid).matches
     assert names(check_normalized_advantages(filled, padded, valid=valid)) == {"over_padding"}

@@ -1,7 +1,5 @@
 """Advantages of programs without a critic: sums of rewards, as loops of such programs compute them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -76,9 +74,7 @@ def check(
     r, over, own, following, claimed = (
         torch.tensor(one).unsqueeze(1) for one in (rewards, ends, v, np.where(ends, 0.0, np.roll(v, -1)), advantages)
     )
-    return compare_advantages(
-        GaeInputs(r, own, following, over, over, following, claimed, GAMMA, gae_lambda, alone=values is None)
-    )
+    return compare_advantages(GaeInputs(r, own, following, over, over, following, claimed, GAMMA, gae_lambda, alone=values is None))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -125,7 +121,4 @@ def test_equal_rewards_of_one_episode_do_not_separate_past_sums_from_reversed_on
     """A normalised immediate reward is 0 in each step, as is the normalised return of the only episode."""
     ones, ends = np.ones(STEPS), np.arange(STEPS) == STEPS - 1
 
-    assert {one.name for one in check(sums(ones)[::-1].copy(), ends, ones).hypotheses} == {
-        "alone_reversed",
-        "alone_past",
-    }
+    assert {one.name for one in check(sums(ones)[::-1].copy(), ends, ones).hypotheses} == {"alone_reversed", "alone_past"}

@@ -1,7 +1,5 @@
 """Learning rates compared with the configured schedule: one program for each hypothesis."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -42,13 +40,7 @@ PROGRAMS: dict[str, Callable[[Array], Array]] = {
 def check(rates: Array, *, final: float = 0.0) -> EquationCheck:
     progress = np.arange(1, len(rates) + 1) / len(rates)
     return check_schedule(
-        list(3e-4 * rates),
-        list(progress),
-        initial=3e-4,
-        final=3e-4 * final,
-        num_epochs=EPOCHS,
-        num_minibatches=MINIBATCHES,
-        num_envs=ENVS,
+        list(3e-4 * rates), list(progress), initial=3e-4, final=3e-4 * final, num_epochs=EPOCHS, num_minibatches=MINIBATCHES, num_envs=ENVS
     )
 
 
@@ -95,9 +87,7 @@ def test_a_schedule_that_ends_too_soon_may_have_a_floor(name: str, speed: float)
         ([0.0] * 6, None),
     ],
 )
-def test_without_a_schedule_only_rates_that_train_nothing_or_climb_the_loss_differ(
-    rates: list[float], name: str | None
-) -> None:
+def test_without_a_schedule_only_rates_that_train_nothing_or_climb_the_loss_differ(rates: list[float], name: str | None) -> None:
     history = RateHistory(Facts())
     for update, rate in enumerate(rates):
         history.add(update + 1, rate)
@@ -116,11 +106,7 @@ def test_every_hypothesis_but_those_of_other_settings_has_a_program() -> None:
 
 @pytest.mark.parametrize(
     ("updates", "names"),
-    [
-        (8, ["restarting", "ending_early", "negative"]),
-        (12, ["restarting", "ending_early", "negative"]),
-        (24, ["restarting"]),
-    ],
+    [(8, ["restarting", "ending_early", "negative"]), (12, ["restarting", "ending_early", "negative"]), (24, ["restarting"])],
 )
 def test_before_the_end_of_a_line_that_is_too_fast_it_may_restart(updates: int, names: list[str]) -> None:
     rates = PROGRAMS["restarting"](np.arange(60) / 60)[:updates]
@@ -131,9 +117,7 @@ def test_before_the_end_of_a_line_that_is_too_fast_it_may_restart(updates: int, 
 
 
 def test_where_the_settings_do_not_say_the_end_another_one_is_a_variant() -> None:
-    history = RateHistory(
-        Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=40, final_is_set=False).fact())
-    )
+    history = RateHistory(Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=40, final_is_set=False).fact()))
     for update in range(40):
         history.add(update + 1, 1 - 0.6 * update / 40)
     result = history.result()
@@ -169,9 +153,7 @@ def test_a_curve_that_is_set_matches_and_a_line_in_its_place_does_not() -> None:
         return 0.5 + 0.5 * float(np.cos(np.pi * share))
 
     history = RateHistory(Facts(learning_rate_schedule=RateSchedule.tabulated(cosine, total_steps=50).fact()))
-    line = RateHistory(
-        Facts(learning_rate_schedule=RateSchedule.tabulated(lambda share: 1 - share, total_steps=50).fact())
-    )
+    line = RateHistory(Facts(learning_rate_schedule=RateSchedule.tabulated(lambda share: 1 - share, total_steps=50).fact()))
     for update in range(50):
         history.add(update + 1, cosine(update / 50))
         line.add(update + 1, cosine(update / 50))
@@ -261,9 +243,7 @@ def test_published_schedules_that_are_configured_have_no_defect(rate: Callable[[
 
 
 def test_a_last_rollout_beyond_the_planned_end_is_left_out() -> None:
-    history = RateHistory(
-        Facts(learning_rate_schedule=RateSchedule.tabulated(lambda over: 1 - over, total_steps=100).fact())
-    )
+    history = RateHistory(Facts(learning_rate_schedule=RateSchedule.tabulated(lambda over: 1 - over, total_steps=100).fact()))
     for step in (30, 60, 90, 120):
         history.add(step, 1 - step / 100)
     result = history.result()
@@ -294,9 +274,7 @@ def test_a_model_may_learn_again_but_not_in_parts_that_restart_its_schedule(upda
 
 def test_a_resumed_run_is_compared_from_where_it_went_on() -> None:
     """The run was planned for 40 steps and resumed after 20 with 100 planned: the rate becomes 1 - 20 / 100 at once."""
-    history = RateHistory(
-        Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=100, begin=20).fact())
-    )
+    history = RateHistory(Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=100, begin=20).fact()))
     for step in range(100):
         history.add(step + 1, 1 - step / (40 if step < 20 else 100))
     result = history.result()

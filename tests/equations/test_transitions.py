@@ -1,7 +1,5 @@
 """Transitions: observations, rewards and actions arrive in the row, step and environment that they belong to."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,12 +7,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.equations.comparison import EquationCheck
-from esper_telemetry.equations.transitions import (
-    check_executed,
-    check_rewards,
-    check_transitions,
-    checksums,
-)
+from esper_telemetry.equations.transitions import check_executed, check_rewards, check_transitions, checksums
 
 STEPS, ENVS, LENGTH = 96, 4, 12
 SEEDS = range(2)
@@ -136,11 +129,7 @@ def test_a_contextual_bandit_is_no_mistake() -> None:
 @pytest.mark.parametrize("mistake", ["step_before", "step_after", "axes_swapped"])
 def test_rewards_of_another_row_are_named_although_they_are_scaled(mistake: str) -> None:
     paid = torch.randn(STEPS, ENVS, generator=torch.Generator().manual_seed(1))
-    stored = {
-        "step_before": paid.roll(1, 0),
-        "step_after": paid.roll(-1, 0),
-        "axes_swapped": paid.reshape(ENVS, STEPS).t(),
-    }[mistake]
+    stored = {"step_before": paid.roll(1, 0), "step_after": paid.roll(-1, 0), "axes_swapped": paid.reshape(ENVS, STEPS).t()}[mistake]
 
     assert names(check_rewards(stored / 8, paid)) == [mistake]
 

@@ -1,7 +1,5 @@
 """A proxy in front of a server that can fail in all the usual ways."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

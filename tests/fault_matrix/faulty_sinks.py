@@ -1,7 +1,5 @@
 """Faulty sinks of a plugin: one takes ten seconds for every write, one refuses certain records."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 python faulty_trainer.py RUN_DIR UPDATES [--fork] [--clock] [--hurry] SINK...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -33,9 +31,7 @@ def main() -> None:
     patience = 0.1 if "--hurry" in flags else patience
     with Telemetry([made(uri) for uri in uris], run_dir=run_dir, close_timeout=patience) as telemetry:
         attach(telemetry, trainer)
-        trainer.hooks.on(
-            UpdateEnd, lambda _: paced(trainer, telemetry, flags, Path(os.environ["UPDATES_FILE"]), started)
-        )
+        trainer.hooks.on(UpdateEnd, lambda _: paced(trainer, telemetry, flags, Path(os.environ["UPDATES_FILE"]), started))
         trainer.learn(int(updates) * 128)
         wall, cpu = time.perf_counter() - started[0], time.thread_time() - started[1]
         print(json.dumps({"updates": trainer.updates, "wall": wall, "cpu": cpu}), flush=True)

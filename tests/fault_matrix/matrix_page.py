@@ -1,7 +1,5 @@
 """The table of docs/fault_matrix.md, made from measured outcomes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,9 +89,7 @@ def _row(fault: str, pairs: list[tuple[Outcome, Outcome]]) -> str:
 
 
 def _backends(outcomes: list[Outcome]) -> str:
-    names = sorted(
-        {name.split(":http")[0] for outcome in outcomes for name, whole in outcome.whole.items() if whole is not None}
-    )
+    names = sorted({name.split(":http")[0] for outcome in outcomes for name, whole in outcome.whole.items() if whole is not None})
     broken = [name for outcome in outcomes for name, whole in outcome.whole.items() if whole is False]
     return f"NOT equal: {', '.join(broken)}" if broken else f"equal: {', '.join(names)}"
 

@@ -23,18 +23,7 @@ import matrix_page
 import pytest
 from faulty_proxy import FORWARD, HANG, REFUSE, RESET, Proxy
 from faulty_sinks import REFUSED
-from trained_run import (
-    LIMIT_SECONDS,
-    UPDATES,
-    Outcome,
-    at_update,
-    descendants,
-    deserted,
-    outcome,
-    repaired,
-    started,
-    updates_of,
-)
+from trained_run import LIMIT_SECONDS, UPDATES, Outcome, at_update, descendants, deserted, outcome, repaired, started, updates_of
 from waiting import wait_until
 
 from esper_telemetry import doctor, read_run

@@ -1,7 +1,5 @@
 """Trainings that are disturbed from outside, and their outcomes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Hysteresis and escalation: properties of every sequence of severities and of raised alarms."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
@@ -76,9 +74,7 @@ def test_patience_must_make_sense() -> None:
 
 
 @given(DURATIONS, RAISED, st.integers(1, 8))
-def test_the_level_is_never_raised_for_longer_than_the_cap(
-    durations: dict[str, int], raised: list[set[str]], cap: int
-) -> None:
+def test_the_level_is_never_raised_for_longer_than_the_cap(durations: dict[str, int], raised: list[set[str]], cap: int) -> None:
     result = remaining(Escalation(durations, cap=cap), raised)
 
     longest = streak = 0
@@ -104,9 +100,7 @@ def test_types_raised_together_keep_the_level_for_the_longest_of_them(durations:
 
 
 @given(DURATIONS, RAISED, st.data())
-def test_going_on_from_a_state_is_going_on(
-    durations: dict[str, int], raised: list[set[str]], data: st.DataObject
-) -> None:
+def test_going_on_from_a_state_is_going_on(durations: dict[str, int], raised: list[set[str]], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(raised)))
     state = Escalation(durations)
     for kinds in raised[:cut]:

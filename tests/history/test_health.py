@@ -1,7 +1,5 @@
 """Severity, thresholds, health, pairs and noise scale."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

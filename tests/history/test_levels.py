@@ -1,7 +1,5 @@
 """Averages, drift and robust distance from history."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

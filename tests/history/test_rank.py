@@ -1,7 +1,5 @@
 """Rank correlations."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

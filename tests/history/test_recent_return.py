@@ -1,7 +1,5 @@
 """The return: the mean over the last hundred episodes, from updates that report their mean and count."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Histories of keys in a run: which values they report and when, compared with their single parts."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -95,13 +93,7 @@ def test_returns_may_be_negative_so_they_are_followed_as_they_are() -> None:
 def test_groups_of_parameters_have_levels_and_outliers_only() -> None:
     last = records(wave(100), "grad/head_op/norm_preclip")[-1]
 
-    assert {key.removeprefix("grad/head_op/norm_preclip/") for key in last} == {
-        "ema",
-        "ew_std",
-        "drift",
-        "macd",
-        "robust_z",
-    }
+    assert {key.removeprefix("grad/head_op/norm_preclip/") for key in last} == {"ema", "ew_std", "drift", "macd", "robust_z"}
 
 
 def test_updates_that_follow_the_learning_rate() -> None:

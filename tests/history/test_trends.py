@@ -3,8 +3,6 @@
 The rates come from the catalogue's null table, on autoregressive noise x_t = φ x_(t-1) + e_t, 100 points a series.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 
@@ -13,16 +11,7 @@ import pytest
 
 from esper_telemetry.core.metric import Array
 from esper_telemetry.history.deviations import CUSUM_LEVEL, Cusum, PageHinkley, level_model
-from esper_telemetry.history.trend import (
-    acf,
-    fisher_p,
-    mann_kendall,
-    memory,
-    periods,
-    prewhiten,
-    theil_sen,
-    trends,
-)
+from esper_telemetry.history.trend import acf, fisher_p, mann_kendall, memory, periods, prewhiten, theil_sen, trends
 
 SERIES, POINTS = 500, 100
 
@@ -79,9 +68,7 @@ def test_cusum_finds_a_step_of_three_deviations() -> None:
     x = noise(0.0, 150).copy()
     x[:, 100:] += 3
     cusum = Cusum(SERIES)
-    peaks = np.array(
-        [cusum.step(z).cusum for z in np.array([level_model(row[:50]).score(row[50:], row[49:-1]) for row in x]).T]
-    )
+    peaks = np.array([cusum.step(z).cusum for z in np.array([level_model(row[:50]).score(row[50:], row[49:-1]) for row in x]).T])
 
     assert (peaks[-1] > CUSUM_LEVEL).mean() >= 0.95
 

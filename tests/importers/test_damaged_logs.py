@@ -1,7 +1,5 @@
 """Damaged or malicious logs: everything readable is read, and the rest is reported in one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -59,12 +57,7 @@ def test_a_line_that_is_no_row_is_passed_over(line: str, tmp_path: Path) -> None
     ],
 )
 def test_a_log_that_cannot_be_read_is_a_sentence(
-    address: str,
-    content: str,
-    sentence: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    address: str, content: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for fifo in ("fifo", "events.out.tfevents.1.fifo"):

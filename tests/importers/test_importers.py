@@ -1,7 +1,5 @@
 """Other trainers' logs, read through every backend and judged."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -49,12 +47,7 @@ def test_episodes_belong_to_the_update_that_follows() -> None:
     run = logged(TRAINERS["cleanrl"][1])
     points = {
         **run.points,
-        "charts/episodic_return": [
-            LoggedPoint(10, 1.0),
-            LoggedPoint(20, 2.0),
-            LoggedPoint(256, 6.0),
-            LoggedPoint(600, 11.0),
-        ],
+        "charts/episodic_return": [LoggedPoint(10, 1.0), LoggedPoint(20, 2.0), LoggedPoint(256, 6.0), LoggedPoint(600, 11.0)],
     }
 
     first, second, third = read_foreign(LoggedRun("run", points)).records[:3]
@@ -73,11 +66,7 @@ def test_an_even_choice_tells_the_number_of_actions() -> None:
 
 
 def test_losses_that_are_not_finite_are_counted_and_an_undefined_fit_is_not() -> None:
-    columns = {
-        **SB3,
-        "train/value_loss": [8.0] * 20 + [math.nan] * 10,
-        "train/explained_variance": [math.nan] * UPDATES,
-    }
+    columns = {**SB3, "train/value_loss": [8.0] * 20 + [math.nan] * 10, "train/explained_variance": [math.nan] * UPDATES}
 
     records = read_foreign(logged(columns)).records
 
@@ -87,13 +76,7 @@ def test_losses_that_are_not_finite_are_counted_and_an_undefined_fit_is_not() ->
 
 def test_settings_become_facts() -> None:
     """This includes numbers logged as text; other texts are left out."""
-    config = {
-        "learning_rate": "0.0003",
-        "n_steps": 256,
-        "args/total_timesteps": 7680,
-        "clip_range": "<function>",
-        "n_envs": True,
-    }
+    config = {"learning_rate": "0.0003", "n_steps": 256, "args/total_timesteps": 7680, "clip_range": "<function>", "n_envs": True}
 
     assert read_foreign(logged(SB3, config)).facts == {"learning_rate": 0.0003, "num_steps": 256, "total_steps": 7680}
 
@@ -124,11 +107,7 @@ def test_the_same_run_from_every_backend(tmp_path: Path) -> None:
     first = read_foreign(read_source(f"tensorboard:{tmp_path}/tb"))
     table_of, offline, database = (
         read_foreign(read_source(address))
-        for address in (
-            f"csv:{tmp_path}/progress.csv",
-            f"wandb:{tmp_path}/wandb",
-            f"mlflow:sqlite:///{tmp_path}/mlflow.db?run={run_id}",
-        )
+        for address in (f"csv:{tmp_path}/progress.csv", f"wandb:{tmp_path}/wandb", f"mlflow:sqlite:///{tmp_path}/mlflow.db?run={run_id}")
     )
     assert len(first.records) == len(table_of.records) == len(offline.records) == UPDATES
     assert len(database.records) == 5
@@ -154,10 +133,7 @@ def _printed_by_openrlhf(row: dict[str, float]) -> str:
     [
         ("verl", _printed_by_verl),
         ("openrlhf", _printed_by_openrlhf),
-        (
-            "verl",
-            lambda row: json.dumps({"step": row["step"], "data": {tag: row[tag] for tag in row if tag != "step"}}),
-        ),
+        ("verl", lambda row: json.dumps({"step": row["step"], "data": {tag: row[tag] for tag in row if tag != "step"}})),
         ("trl", lambda row: f"{row['step']}/30 [00:07] " + str({tag: f"{value:.4g}" for tag, value in row.items()})),
         ("trl", lambda row: json.dumps(row)),
         ("nemo_rl", lambda row: json.dumps(row)),
@@ -207,9 +183,7 @@ def test_the_state_that_transformers_saves(tmp_path: Path) -> None:
     ]
     state = tmp_path / "checkpoint-30" / "trainer_state.json"
     state.parent.mkdir()
-    state.write_text(
-        json.dumps({"best_metric": None, "log_history": [*history, {"step": 30, "train_runtime": 9.0}]}, indent=2)
-    )
+    state.write_text(json.dumps({"best_metric": None, "log_history": [*history, {"step": 30, "train_runtime": 9.0}]}, indent=2))
 
     imported = read_foreign(read_source(f"log:{state}"))
 
@@ -245,9 +219,7 @@ def test_what_went_wrong_and_what_nobody_can_tell(tmp_path: Path, capsys: pytest
 
 def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Dead units leave the policy without a gradient, so its KL divergence is zero."""
-    directory = written(
-        tmp_path / "run", {**SB3, "train/approx_kl": [0.0] * UPDATES, "train/clip_fraction": [0.0] * UPDATES}
-    )
+    directory = written(tmp_path / "run", {**SB3, "train/approx_kl": [0.0] * UPDATES, "train/clip_fraction": [0.0] * UPDATES})
 
     (incident,) = json.loads(diagnosed(capsys, "--from", f"tensorboard:{directory}", "--json"))["incidents"]
 
@@ -257,10 +229,7 @@ def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        (
-            "runs/a",
-            "--from takes a file, a folder, tensorboard:..., wandb:..., csv:..., log:..., mlflow:..., got 'runs/a'",
-        ),
+        ("runs/a", "--from takes a file, a folder, tensorboard:..., wandb:..., csv:..., log:..., mlflow:..., got 'runs/a'"),
         ("tensorboard:", "--from tensorboard: needs what to read, such as tensorboard:runs/PPO_1"),
         ("tensorboard:nowhere", "nowhere does not exist"),
         ("tensorboard:.", "found no event files of TensorBoard in ."),
@@ -268,10 +237,7 @@ def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("csv:empty.csv", "found no rows in empty.csv"),
         ("log:nowhere.log", "nowhere.log is not a file"),
         ("log:empty.log", "found no line with metrics in empty.log"),
-        (
-            "csv:other.csv",
-            "these are the columns of no known trainer: accuracy; name what they hold: esper-telemetry diagnose",
-        ),
+        ("csv:other.csv", "these are the columns of no known trainer: accuracy; name what they hold: esper-telemetry diagnose"),
         ("wandb:nothing", "wandb: needs a folder of a run, or entity/project/run, got 'nothing'"),
         ("mlflow:sqlite:///x.db?run=a", "x.db does not exist"),
         ("mlflow:?run=a", " does not exist"),
@@ -311,13 +277,8 @@ def test_the_newest_of_several_runs_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds 2 runs, and --run asks for 3"):
         read_source(str(tmp_path), 3)
 
-    (tmp_path / "PPO_10" / "events.out.tfevents.1700000000.host.1.0").rename(
-        tmp_path / "PPO_9" / "events.out.tfevents.1700000001.host.1.0"
-    )
-    assert [read_source(str(tmp_path / "PPO_9"), number).points["train/approx_kl"][0].value for number in (1, 2)] == [
-        0,
-        1,
-    ]
+    (tmp_path / "PPO_10" / "events.out.tfevents.1700000000.host.1.0").rename(tmp_path / "PPO_9" / "events.out.tfevents.1700000001.host.1.0")
+    assert [read_source(str(tmp_path / "PPO_9"), number).points["train/approx_kl"][0].value for number in (1, 2)] == [0, 1]
 
 
 def test_a_directory_or_logs_and_not_both(capsys: pytest.CaptureFixture[str]) -> None:

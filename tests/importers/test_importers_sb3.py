@@ -1,7 +1,5 @@
 """Logs written by Stable-Baselines3 itself, of a healthy run and of one with a far too high learning rate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,7 @@ def trained(directory: Path, learning_rate: float) -> dict[int, float]:
             super().train()
             kl_by_step[self.num_timesteps] = float(self.logger.name_to_value["train/approx_kl"])
 
-    model: Any = Noting(
-        "MlpPolicy", "CartPole-v1", n_steps=128, n_epochs=4, learning_rate=learning_rate, seed=1, device="cpu"
-    )
+    model: Any = Noting("MlpPolicy", "CartPole-v1", n_steps=128, n_epochs=4, learning_rate=learning_rate, seed=1, device="cpu")
     model.set_logger(configure(str(directory), ["tensorboard", "csv"]))
     model.learn(128 * 25)
     model.logger.close()
@@ -54,15 +50,8 @@ def test_a_healthy_run_and_a_broken_one(tmp_path: Path) -> None:
 
 def test_the_table_says_the_same(tmp_path: Path) -> None:
     trained(tmp_path / "run", 3e-4)
-    events, table = (
-        read_foreign(read_source(where))
-        for where in (f"tensorboard:{tmp_path}/run", f"csv:{tmp_path}/run/progress.csv")
-    )
+    events, table = (read_foreign(read_source(where)) for where in (f"tensorboard:{tmp_path}/run", f"csv:{tmp_path}/run/progress.csv"))
 
     assert [record.axes.env_step for record in table.records] == [record.axes.env_step for record in events.records]
     for one, other in zip(events.records, table.records, strict=True):
-        assert (
-            one.values["loss/value"] == pytest.approx(other.values["loss/value"], rel=1e-4)
-            if "loss/value" in one.values
-            else True
-        )
+        assert one.values["loss/value"] == pytest.approx(other.values["loss/value"], rel=1e-4) if "loss/value" in one.values else True

@@ -1,7 +1,5 @@
 """Logs of TRL, verl, OpenRLHF and NeMo-RL: console output and files in addition to tags, and the faults of the logged runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -89,9 +87,7 @@ def test_numbers_as_numpy_and_torch_print_them(tmp_path: Path) -> None:
     ],
     ids=["epochs", "another job", "a job that continues from a checkpoint", "a heading for each batch of a step"],
 )
-def test_steps_are_counted_over_epochs_and_jobs(
-    lines: Sequence[str | int], expected: Sequence[int], tmp_path: Path
-) -> None:
+def test_steps_are_counted_over_epochs_and_jobs(lines: Sequence[str | int], expected: Sequence[int], tmp_path: Path) -> None:
     metrics = {"Loss": 0.1, "Generation KL Error": 0.001, "Avg Reward": 0.2}
     text = "\n".join(line if isinstance(line, str) else step_of_nemo_rl(line, 5, metrics) for line in lines)
 
@@ -176,12 +172,7 @@ def test_settings_of_verl_are_those_of_the_actor(separator: str) -> None:
     }
     settings = {name.replace(".", separator): str(value) for name, value in config.items()}
 
-    assert facts_of(settings, VERL.settings) == {
-        "learning_rate": 0.002,
-        "clip": 0.2,
-        "max_grad_norm": 0.5,
-        "total_steps": 40,
-    }
+    assert facts_of(settings, VERL.settings) == {"learning_rate": 0.002, "clip": 0.2, "max_grad_norm": 0.5, "total_steps": 40}
 
 
 def test_passes_over_one_batch_of_trl_are_one_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,17 +213,14 @@ def test_a_limit_that_is_not_set_is_no_fact(steps: int, facts: Mapping[str, int]
 
 def test_a_reward_that_is_not_finite_counts_once(tmp_path: Path) -> None:
     """The same reward fills several keys."""
-    imported = read_foreign(
-        read_source(log(tmp_path, printed_by_openrlhf([{**HEALTHY, "reward": 0.5}, {**HEALTHY, "reward": math.nan}])))
-    )
+    imported = read_foreign(read_source(log(tmp_path, printed_by_openrlhf([{**HEALTHY, "reward": 0.5}, {**HEALTHY, "reward": math.nan}]))))
 
     assert [record.values["numerics/nonfinite"] for record in imported.records] == [0.0, 1.0]
 
 
 def test_null_in_the_file_logger_of_verl_is_not_finite(tmp_path: Path) -> None:
     rows = [
-        {"step": step, "data": {"actor/pg_loss": 0.1 if step < 4 else None, "actor/ppo_kl": 0.0, "actor/lr": 1e-6}}
-        for step in range(1, 7)
+        {"step": step, "data": {"actor/pg_loss": 0.1 if step < 4 else None, "actor/ppo_kl": 0.0, "actor/lr": 1e-6}} for step in range(1, 7)
     ]
 
     imported = read_foreign(read_source(log(tmp_path, "\n".join(map(json.dumps, rows)))))
@@ -248,11 +236,7 @@ def test_rows_of_tables_do_not_count_as_steps() -> None:
         for kind in (0, 1)
     ]
 
-    assert runs_of("run", rows)[0].points["train/ppo_kl"] == [
-        LoggedPoint(1.0, 0.1),
-        LoggedPoint(2.0, 0.1),
-        LoggedPoint(3.0, 0.1),
-    ]
+    assert runs_of("run", rows)[0].points["train/ppo_kl"] == [LoggedPoint(1.0, 0.1), LoggedPoint(2.0, 0.1), LoggedPoint(3.0, 0.1)]
 
 
 def test_a_divergence_that_is_not_computed_is_left_out() -> None:
@@ -293,10 +277,7 @@ def of_nemo_rl(reward: Sequence[float], **others: Sequence[float]) -> dict[str, 
         (of_openrlhf([0.05] * UPDATES, ppo_kl=[0.9] * 4 + [0.0] * (UPDATES - 4)), ["policy/kl_spike"]),
         (of_openrlhf(LEARNS, ppo_kl=[-0.9, *[0.001] * (UPDATES - 1)]), []),
         (of_nemo_rl(LEARNS), []),
-        (
-            of_nemo_rl([0.5] * UPDATES, **{"advantages/max": [0.0] * UPDATES, "advantages/min": [0.0] * UPDATES}),
-            ["lm/dead_groups"],
-        ),
+        (of_nemo_rl([0.5] * UPDATES, **{"advantages/max": [0.0] * UPDATES, "advantages/min": [0.0] * UPDATES}), ["lm/dead_groups"]),
         (of_nemo_rl([0.1, 0.0] * (UPDATES // 2), approx_entropy=FALLS), ["lm/entropy_collapse"]),
         (of_nemo_rl(LEARNS, approx_entropy=[2.4 * 0.85**step for step in range(UPDATES)]), []),
         (of_nemo_rl([0.1, 0.0] * (UPDATES // 2), approx_entropy=[0.03] * UPDATES), []),
@@ -333,8 +314,7 @@ def test_a_reward_that_is_always_the_same_is_named_from_the_console(
 ) -> None:
     """The console does not print group statistics."""
     text = "\n".join(
-        step_of_nemo_rl(step, 20, {"Loss": 0.1, "Generation KL Error": 0.001, "Avg Reward": f"{reward(step):.4f}"})
-        for step in range(1, 21)
+        step_of_nemo_rl(step, 20, {"Loss": 0.1, "Generation KL Error": 0.001, "Avg Reward": f"{reward(step):.4f}"}) for step in range(1, 21)
     )
 
     assert causes(capsys, log(tmp_path, text)) == expected
@@ -343,8 +323,7 @@ def test_a_reward_that_is_always_the_same_is_named_from_the_console(
 def test_a_check_without_its_values_has_not_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The console allows four checks: non-finite numbers, equal rewards, a lower reward, and a failed run."""
     text = "\n".join(
-        step_of_nemo_rl(step, 20, {"Loss": 0.1, "Generation KL Error": 0.001, "Avg Reward": step / 20})
-        for step in range(1, 21)
+        step_of_nemo_rl(step, 20, {"Loss": 0.1, "Generation KL Error": 0.001, "Avg Reward": step / 20}) for step in range(1, 21)
     )
     out = run_cli(["diagnose", "--from", log(tmp_path, text)], capsys).out
 

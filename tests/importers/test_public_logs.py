@@ -1,7 +1,5 @@
 """Public logs: numbers of real training runs, the correct result for each, and columns of unknown trainers."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shlex
@@ -58,9 +56,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
         ("spinning_up_progress.txt", "converged", [], ""),
     ],
 )
-def test_public_logs(
-    name: str, outcome: str, causes: Sequence[tuple[str, int]], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_public_logs(name: str, outcome: str, causes: Sequence[tuple[str, int]], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`rl_games_amp` has a KL of 53.6 and a clip fraction of 0.31 in its first update; `sb3_console` has 0.12 and 0.56."""
     verdict = diagnosed(capsys, "--from", str(LOGS / name))
 
@@ -76,21 +72,14 @@ def test_public_logs(
         ((LOGS / "own_columns.csv").read_text(), {"episode/return_mean": 18.8333}),
         ((LOGS / "own_columns_2.csv").read_text(), {"episode/return_mean": 0.43950554728507996, "policy/kl_k1": 0.0}),
         ("Output,Average Reward,Total Timesteps\n1,0.03,2048\n2,0.09,4096\n", {"episode/return_mean": 0.03}),
-        (
-            "average-episode-return\tv-loss\ttotal-env-interacts\n-5\t2\t10\n-4\t1\t20\n",
-            {"episode/return_mean": -5.0, "loss/value": 2.0},
-        ),
+        ("average-episode-return\tv-loss\ttotal-env-interacts\n-5\t2\t10\n-4\t1\t20\n", {"episode/return_mean": -5.0, "loss/value": 2.0}),
         ("1,-12.5\n2,-11\n3,-9\n", {"episode/return_mean": -12.5}),
         ('{"rewards": [1, 2, 3], "pi_loss": [0.3, 0.2, 0.1]}', {"episode/return_mean": 1.0, "loss/policy": 0.3}),
     ],
     ids=["episodes", "a fine-tuning script", "names in words", "hyphens", "no names", "lists"],
 )
 def test_columns_of_an_unknown_trainer(
-    table: str,
-    expected: Mapping[str, float],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    table: str, expected: Mapping[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The refusal prints a command whose mapping reads them. Columns without a name are mapped by hand."""
     monkeypatch.chdir(tmp_path)
@@ -128,9 +117,7 @@ def test_a_wrong_column_is_a_sentence(words: Sequence[str], sentence: str, capsy
 def test_a_column_in_place_of_the_trainer_s(tmp_path: Path) -> None:
     """The evaluation replaces the returns of training; the other columns are the trainer's."""
     path = tmp_path / "progress.csv"
-    path.write_text(
-        "Epoch,AverageEpRet,LossV,TotalEnvInteracts,best\n" + "".join(f"{n},1,4,{n * 10},{n}\n" for n in range(1, 9))
-    )
+    path.write_text("Epoch,AverageEpRet,LossV,TotalEnvInteracts,best\n" + "".join(f"{n},1,4,{n * 10},{n}\n" for n in range(1, 9)))
 
     records = read_foreign(read_source(str(path)), {"episode/return_mean": "best"}).records
 
@@ -156,9 +143,7 @@ def test_each_series_keeps_its_own_positions() -> None:
 
 def test_a_long_log_is_merged() -> None:
     """1,201 rows: an update is the mean of three rows, and the last update has one row."""
-    points = {
-        tag: [LoggedPoint(10.0 * n, float(n)) for n in range(1, 1202)] for tag in ("train/loss", "train/kl_divergence")
-    }
+    points = {tag: [LoggedPoint(10.0 * n, float(n)) for n in range(1, 1202)] for tag in ("train/loss", "train/kl_divergence")}
 
     imported = read_foreign(LoggedRun("run", points))
 
@@ -172,9 +157,7 @@ def test_runs_that_stand_in_one_text(tmp_path: Path) -> None:
     """Steps that start again mark a new run; steps counted within each epoch do not."""
     table = "| time/ | |\n|    total_timesteps | {} |\n| rollout/ | |\n|    ep_rew_mean | {} |\n-------------\n"
     (tmp_path / "out.txt").write_text("".join(table.format(n % 4 * 100 + 100, n) for n in range(8)))
-    (tmp_path / "epochs.csv").write_text(
-        "epoch,step,loss,reward,grad_norm\n" + "".join(f"{n // 4},{n % 4},1,2,3\n" for n in range(8))
-    )
+    (tmp_path / "epochs.csv").write_text("epoch,step,loss,reward,grad_norm\n" + "".join(f"{n // 4},{n % 4},1,2,3\n" for n in range(8)))
 
     first, second = (read_source(str(tmp_path / "out.txt"), number) for number in (1, 2))
     epochs = read_source(str(tmp_path / "epochs.csv"))
@@ -208,13 +191,9 @@ def test_other_files_of_trainers(tmp_path: Path) -> None:
         '"Step","a - rollout/ep_rew_mean","a - rollout/ep_rew_mean__MIN","b - rollout/ep_rew_mean"\n1,5,5,\n2,6,6,8\n'
     )
     (tmp_path / "training_status.json").write_text(
-        json.dumps(
-            {"Ball": {"checkpoints": [{"steps": n, "reward": n / 10} for n in (10, 20)]}, "metadata": {"x": "1"}}
-        )
+        json.dumps({"Ball": {"checkpoints": [{"steps": n, "reward": n / 10} for n in (10, 20)]}, "metadata": {"x": "1"}})
     )
-    lines = "".join(
-        f"Fps is (10 sec: nan). Total num frames: {n}. Lag\n[1] Avg episode reward: [(0, '{n}.5')]\n" for n in (5, 9)
-    )
+    lines = "".join(f"Fps is (10 sec: nan). Total num frames: {n}. Lag\n[1] Avg episode reward: [(0, '{n}.5')]\n" for n in (5, 9))
     (tmp_path / "sf_log.txt.gz").write_bytes(gzip.compress(lines.encode()))
 
     def returns(name: str, tag: str, run: int | None = None) -> list[tuple[float, ...]]:
@@ -233,9 +212,7 @@ def test_numbers_that_are_not_finite_without_a_fault() -> None:
 
     def counted(loss: Sequence[float], returns: Sequence[float]) -> list[float]:
         columns = {"train/loss": loss, "train/kl_divergence": [0.1] * len(loss), "reward/reward": returns}
-        points = {
-            tag: [LoggedPoint(float(n), value) for n, value in enumerate(values)] for tag, values in columns.items()
-        }
+        points = {tag: [LoggedPoint(float(n), value) for n, value in enumerate(values)] for tag, values in columns.items()}
         return [record.values["numerics/nonfinite"] for record in read_foreign(LoggedRun("run", points)).records]
 
     assert counted([nan, 1, 1, 1], [nan, nan, 3, nan]) == [0, 0, 0, 0]
@@ -251,11 +228,7 @@ RISING = [n + NOISE[n] for n in range(60)]
     ("columns", "kind", "clause"),
     [
         ({"rollout/ep_rew_mean": RISING}, None, ""),
-        (
-            {"rollout/ep_rew_mean": [-50.0] * 60},
-            "reward/constant",
-            "Since update 1, every episode has had a return of exactly -50",
-        ),
+        ({"rollout/ep_rew_mean": [-50.0] * 60}, "reward/constant", "Since update 1, every episode has had a return of exactly -50"),
         (
             {"rollout/ep_rew_mean": RISING, "train/explained_variance": [n / 100 for n in NOISE]},
             "value/never_fits",
@@ -276,11 +249,7 @@ RISING = [n + NOISE[n] for n in range(60)]
     ids=["nothing", "constant returns", "a critic without a fit", "a frozen policy", "growing gradients"],
 )
 def test_findings_on_a_whole_log_are_alarms(
-    columns: Mapping[str, Sequence[float]],
-    kind: str | None,
-    clause: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    columns: Mapping[str, Sequence[float]], kind: str | None, clause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They have the types of the rules for journals, and `--fail-on warn` sees them."""
     path = tmp_path / "progress.csv"

@@ -1,7 +1,5 @@
 """Logs as other trainers leave them: real files of real backends, with the tags of each trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,11 +25,7 @@ SB3: Columns = {
 TRAINERS: Mapping[str, tuple[str, Columns, Mapping[str, float]]] = {
     "cleanrl": (
         "CleanRL or PufferLib",
-        {
-            "losses/approx_kl": [0.01] * UPDATES,
-            "losses/old_approx_kl": [-0.1] * UPDATES,
-            "losses/value_loss": [4.0] * UPDATES,
-        }
+        {"losses/approx_kl": [0.01] * UPDATES, "losses/old_approx_kl": [-0.1] * UPDATES, "losses/value_loss": [4.0] * UPDATES}
         | {"losses/entropy": [0.69] * UPDATES, "losses/clipfrac": [0.2] * UPDATES},
         {"policy/kl": 0.01, "policy/kl_k1": -0.1, "loss/value": 4.0, "policy/entropy": 0.69, "policy/clip_frac": 0.2},
     ),
@@ -84,30 +78,19 @@ TRAINERS: Mapping[str, tuple[str, Columns, Mapping[str, float]]] = {
         "RLlib",
         {"learners/default_policy/vf_loss": [8.0] * UPDATES, "learners/default_policy/mean_kl_loss": [0.02] * UPDATES}
         | {"learners/default_policy/gradients_default_optimizer_global_norm": [2.0] * UPDATES}
-        | {
-            "learners/default_policy/vf_explained_var": [0.4] * UPDATES,
-            "env_runners/episode_return_mean": [7.0] * UPDATES,
-        },
+        | {"learners/default_policy/vf_explained_var": [0.4] * UPDATES, "env_runners/episode_return_mean": [7.0] * UPDATES},
         {"loss/value": 4.0, "policy/kl": 0.02, "grad/global/norm_preclip": 2.0, "episode/return_mean_100": 7.0}
         | {"value/explained_variance": 0.4},
     ),
     "skrl": (
         "skrl",
-        {
-            "Loss / Policy loss": [0.1] * UPDATES,
-            "Loss / Value loss": [8.0] * UPDATES,
-            "Loss / Entropy loss": [-0.1] * UPDATES,
-        }
+        {"Loss / Policy loss": [0.1] * UPDATES, "Loss / Value loss": [8.0] * UPDATES, "Loss / Entropy loss": [-0.1] * UPDATES}
         | {"Reward / Total reward (mean)": [5.0] * UPDATES},
         {"loss/policy": 0.1, "loss/value": 4.0, "episode/return_mean_100": 5.0},
     ),
     "sample_factory": (
         "Sample Factory",
-        {
-            "train/kl_divergence": [0.01] * UPDATES,
-            "train/value_loss": [4.0] * UPDATES,
-            "train/grad_norm": [0.5] * UPDATES,
-        }
+        {"train/kl_divergence": [0.01] * UPDATES, "train/value_loss": [4.0] * UPDATES, "train/grad_norm": [0.5] * UPDATES}
         | {"train/fraction_clipped": [0.3] * UPDATES, "reward/reward": [2.0] * UPDATES},
         {"policy/kl": 0.01, "loss/value": 4.0, "grad/global/norm_postclip": 0.5, "policy/clip_frac": 0.3},
     ),

@@ -1,7 +1,5 @@
 """Packed journals, and a journal after the disk was full."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

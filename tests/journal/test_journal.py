@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -17,18 +15,7 @@ import pytest
 import torch
 from run_cli import run_cli
 
-from esper_telemetry.core.record import (
-    Alarm,
-    AlarmEvent,
-    AlarmLevel,
-    Axes,
-    Histogram,
-    Level,
-    MetricInfo,
-    Record,
-    RunInfo,
-    RunStatus,
-)
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Level, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.journal import file as journal_file
 from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, end_if_open
 from esper_telemetry.journal.lines import (
@@ -196,9 +183,7 @@ def test_a_read_only_directory_is_named(tmp_path: Path) -> None:
         Journal.create(tmp_path / "run")
 
 
-def test_a_line_that_is_not_strict_json_costs_that_line_and_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_line_that_is_not_strict_json_costs_that_line_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal.create(tmp_path)
 
     assert not journal.write(encode_record(record(1)), encode_record(record(2, float("nan"))), encode_record(record(3)))
@@ -273,9 +258,7 @@ def test_a_full_disk_costs_nothing_once_there_is_space_again(tmp_path: Path) -> 
     reader.close()
 
 
-def test_what_waits_for_a_full_disk_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_waits_for_a_full_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Memory holds two lines: the third is lost, and closing loses the other two as well."""
     line = encode_record(record(1))
     monkeypatch.setattr(journal_file, "MAX_BACKLOG_BYTES", 2 * len(to_json(line)))
@@ -456,9 +439,7 @@ def test_in_memory_each_reader_gets_the_head_and_what_follows() -> None:
     assert journal.records == 2
 
 
-def test_in_memory_a_reader_that_lags_too_far_loses_new_records_but_no_other_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_in_memory_a_reader_that_lags_too_far_loses_new_records_but_no_other_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("esper_telemetry.journal.memory_journal.MAX_WAITING_RECORDS", 2)
     journal = MemoryJournal()
     reader, closed = journal.reader(), journal.reader()

@@ -1,7 +1,5 @@
 """Malformed journals: each malformed line is reported as one damaged line with a reason, and all other lines are read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -11,17 +9,7 @@ from typing import Any
 import pytest
 
 from esper_telemetry import Telemetry
-from esper_telemetry.core.record import (
-    Alarm,
-    AlarmEvent,
-    AlarmLevel,
-    Axes,
-    Histogram,
-    Record,
-    RunInfo,
-    RunStatus,
-    judgeable,
-)
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record, RunInfo, RunStatus, judgeable
 from esper_telemetry.journal import file as journal_file
 from esper_telemetry.journal import packed
 from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, end_if_open, journal_path
@@ -40,9 +28,7 @@ from esper_telemetry.journal.read import read_contents, read_run, run_info
 AXES = Axes(1, 8, 4, 2.0)
 RUN = encode_run(RunInfo("id-1", "walker", None, 1.5, facts={"num_envs": 8, "max_grad_norm": 0.5}))
 RECORD = encode_record(Record(1, AXES, {"policy/kl": 0.25}, {"a": Histogram((0.0, 1.0), (3.0,))}))
-ALARM = encode_alarm(
-    Alarm(1, AXES, "policy/kl_spike", AlarmEvent.RAISE, 0.8, AlarmLevel.CRITICAL, "policy/kl", evidence={"values": {}})
-)
+ALARM = encode_alarm(Alarm(1, AXES, "policy/kl_spike", AlarmEvent.RAISE, 0.8, AlarmLevel.CRITICAL, "policy/kl", evidence={"values": {}}))
 EVENT = encode_event(JournalEvent("remark", {"update": 1, "text": "news"}, 1, AXES))
 END = encode_end(RunStatus.FINISHED, seq=2)
 
@@ -92,7 +78,7 @@ def changed(line: dict[str, Any], path: str, value: Any) -> bytes:
         (changed(RUN, "started", 1e300), "started of a run line is 1e+300, not a time in seconds since the epoch"),
         (changed(RUN, "metrics", {"a": {"unit": 1}}), "the description of a lacks question"),
         (changed(RUN, "tags", "one"), "tags of a run line is text, not a list of texts"),
-    ],
+    ]
 )  # fmt: skip
 def test_a_malformed_line_has_a_reason(line: bytes, reason: str) -> None:
     assert decode_line(line) == (None, reason)
@@ -139,9 +125,7 @@ def written(run_dir: Path, *lines: bytes) -> Path:
 
 
 def test_damaged_lines_are_numbered_with_their_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = read_run(
-        written(tmp_path / "run", to_json(RUN), b"x", to_json(RECORD), changed(RECORD, "seq", None), to_json(END))
-    )
+    run = read_run(written(tmp_path / "run", to_json(RUN), b"x", to_json(RECORD), changed(RECORD, "seq", None), to_json(END)))
 
     assert (len(run.records), run.status, run.damaged) == (1, RunStatus.FINISHED, (2, 4))
     assert [line.reason for line in run.damaged] == [
@@ -156,15 +140,11 @@ def test_a_journal_whose_only_run_line_is_damaged_says_why(tmp_path: Path) -> No
     run_dir = written(tmp_path / "run", changed(RUN, "started", "today"), to_json(RECORD))
 
     for read in (run_info, read_run, read_contents):
-        with pytest.raises(
-            ValueError, match=r"no line that describes the run: line 1 of .* \(started of a run line is text"
-        ):
+        with pytest.raises(ValueError, match=r"no line that describes the run: line 1 of .* \(started of a run line is text"):
             read(run_dir)
 
 
-def test_a_line_that_is_too_long_is_left_out_and_never_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_is_too_long_is_left_out_and_never_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of 100 bytes with a limit of 64, and a line whose end is not written yet."""
     monkeypatch.setattr(journal_file, "CHUNK_BYTES", 16)
     monkeypatch.setattr(journal_file, "MAX_LINE_BYTES", 64)
@@ -189,9 +169,7 @@ def packed_run(run_dir: Path, content: bytes) -> Path:
 @pytest.mark.system
 def test_a_truncated_packed_journal_is_read_up_to_its_end(tmp_path: Path) -> None:
     """Twenty thousand records; the last third of the file is missing."""
-    lines = [
-        encode_record(Record(seq, Axes(seq, seq, seq, 1 / seq), {"policy/kl": 1 / seq})) for seq in range(1, 20_000)
-    ]
+    lines = [encode_record(Record(seq, Axes(seq, seq, seq, 1 / seq), {"policy/kl": 1 / seq})) for seq in range(1, 20_000)]
     whole = gzip.compress(b"".join(map(to_json, [RUN, *lines])))
     run = read_run(packed_run(tmp_path / "run", whole[: len(whole) * 2 // 3]))
 

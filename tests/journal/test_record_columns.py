@@ -57,9 +57,7 @@ def test_a_long_run_is_read_as_its_records_are(tmp_path: Path) -> None:
         assert run.status is RunStatus.FINISHED and "350 of 2 keys" in repr(run)
         frame = run.to_pandas()
         assert [*frame.columns] == ["env_step", "gradient_step", "wall_time", "policy/kl", "value/r2"]
-        assert (
-            frame.iloc[5].to_list() == [60, 12, 1e9 + 6, 0.1 * 6, 6.0] and frame["value/r2"].isna().sum() == 350 - 116
-        )
+        assert frame.iloc[5].to_list() == [60, 12, 1e9 + 6, 0.1 * 6, 6.0] and frame["value/r2"].isna().sum() == 350 - 116
         assert len(cached(tmp_path / "run")) == 3
 
 
@@ -75,9 +73,7 @@ def test_a_long_run_is_read_as_its_records_are(tmp_path: Path) -> None:
         (b"7.5", b"-7.5e0"),
     ],
 )
-def test_records_with_histograms_are_damaged_for_columns_if_they_are_for_a_reader(
-    tmp_path: Path, valid: bytes, other: bytes
-) -> None:
+def test_records_with_histograms_are_damaged_for_columns_if_they_are_for_a_reader(tmp_path: Path, valid: bytes, other: bytes) -> None:
     """Columns do not parse histograms whose form they know, so the fifth of eight lines differs from the others."""
     histogram = {"adv/raw/hist": Histogram((0.0, 1.5e-7, 7.5), (3.0, 4.0))}
     lines = [to_json(encode_record(replace(record(update), histograms=histogram))) for update in range(1, 9)]

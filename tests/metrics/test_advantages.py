@@ -1,7 +1,5 @@
 """Advantages, returns and rewards against SciPy and NumPy, and the effects of masks and normalisation."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

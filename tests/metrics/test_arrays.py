@@ -1,7 +1,5 @@
 """Metric functions accept NumPy arrays and lists instead of tensors and return equal results."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -33,10 +31,7 @@ NAMES = ("actor.weight", "actor.bias", "critic.weight")
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "advantage_stats": ((A,), {"valid": VALID}),
-    "bonus_gradient": (
-        ({"a": LOGITS},),
-        {"log_std": {"b": numbers(N, 2)}, "relevant": {"b": VALID}, "valid": VALID, "entropy_coef": 0.1},
-    ),
+    "bonus_gradient": (({"a": LOGITS},), {"log_std": {"b": numbers(N, 2)}, "relevant": {"b": VALID}, "valid": VALID, "entropy_coef": 0.1}),
     "buffer_age": ((3, 1), {}),
     "entropy_rows": (({"a": LOGITS}, {"a": MASK}), {"log_std": {"b": numbers(N, 2)}, "relevant": {"b": VALID}}),
     "entropy_stats": (({"a": LOGITS}, {"a": MASK}), {"relevant": {"a": VALID}, "valid": VALID}),
@@ -77,9 +72,7 @@ def measured(name: str, convert: Callable[[Tensor], Any]) -> dict[str, float]:
     positional, keywords = CALLS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = getattr(metrics, name)(
-            *(converted(value, convert) for value in positional), **converted(keywords, convert)
-        )
+        result = getattr(metrics, name)(*(converted(value, convert) for value in positional), **converted(keywords, convert))
         if name == "entropy_rows":
             result = (metrics.policy_entropy(result, valid=convert(VALID)), metrics.head_entropy(result))
         return {key: value for group in groups_of(result) for key, value in group.values().items()}

@@ -1,7 +1,5 @@
 """Histograms with fixed edges add up, however the rows are split."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -50,9 +48,7 @@ def test_minibatches_of_one_call_add_up() -> None:
     window = Window()
     window.add(ratio_diagnostics(ROWS.view(4, 150), dim=-1), [0, 0, 1, 1], None)
 
-    assert window.send().finish(Level.NORMAL).histograms == {
-        "policy/logratio/hist": observed([ROWS]).histograms["policy/logratio/hist"]
-    }
+    assert window.send().finish(Level.NORMAL).histograms == {"policy/logratio/hist": observed([ROWS]).histograms["policy/logratio/hist"]}
 
 
 def test_outermost_bins_hold_what_lies_outside_and_masked_rows_are_nowhere() -> None:

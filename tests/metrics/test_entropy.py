@@ -1,7 +1,5 @@
 """Entropy and divergence against torch.distributions, with masks, heads and minibatches."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -103,10 +101,7 @@ def test_exact_kl_adds_over_heads_that_take_part() -> None:
     relevant = {"b": torch.tensor([False, True])}
 
     assert exact_kl(rows, relevant=relevant).values()["policy/kl_exact"] == 3.0
-    assert head_exact_kl(rows, relevant=relevant).values() == {
-        "policy/head/a/kl_exact": 2.0,
-        "policy/head/b/kl_exact": 2.0,
-    }
+    assert head_exact_kl(rows, relevant=relevant).values() == {"policy/head/a/kl_exact": 2.0, "policy/head/b/kl_exact": 2.0}
 
 
 def test_without_a_policy_gradient_the_ratio_is_absent() -> None:

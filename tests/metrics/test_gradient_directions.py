@@ -1,7 +1,5 @@
 """Interference, alignment, sparsity, concentration and noise of gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

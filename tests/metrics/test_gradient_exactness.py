@@ -1,7 +1,5 @@
 """Gradient norms at the limits of number formats and layouts, and groups without gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -93,9 +91,7 @@ def test_the_norm_is_the_one_that_torch_clips_by() -> None:
 
     result = values(gradient_health(parameters))
 
-    assert result["grad/global/norm_preclip"] == pytest.approx(
-        float(nn.utils.clip_grad_norm_(parameters, 0.5)), rel=1e-7
-    )
+    assert result["grad/global/norm_preclip"] == pytest.approx(float(nn.utils.clip_grad_norm_(parameters, 0.5)), rel=1e-7)
 
 
 def test_sparse_rows_count_like_dense_ones_at_every_scale() -> None:

@@ -1,7 +1,5 @@
 """Gradient norms, groups and clipping."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

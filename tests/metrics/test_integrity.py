@@ -1,7 +1,5 @@
 """Identities, losses, episodes, actions and normalisers: small cases worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

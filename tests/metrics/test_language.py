@@ -1,7 +1,5 @@
 """Metrics of language models, on numbers worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -38,9 +36,7 @@ def test_log_probabilities_in_bfloat16_are_recognised() -> None:
     log_probs = -torch.rand(4, 100, generator=torch.Generator().manual_seed(0)) - 0.1
     mask = torch.ones(4, 100)
 
-    exact, rounded = (
-        token_stats(x, mask).values()["lm/logprob/bf16_frac"] for x in (log_probs, log_probs.bfloat16().float())
-    )
+    exact, rounded = (token_stats(x, mask).values()["lm/logprob/bf16_frac"] for x in (log_probs, log_probs.bfloat16().float()))
 
     assert (exact < 0.05, rounded) == (True, 1.0)
 
@@ -89,9 +85,7 @@ def test_engine_that_disagrees_about_one_token_of_four() -> None:
 
 def test_distance_from_the_reference() -> None:
     """Half as likely as under the reference: 2 - ln 2 - 1. Equally likely: 0."""
-    values = reference_kl(
-        torch.log(torch.tensor([[0.25, 0.5]])), torch.log(torch.tensor([[0.5, 0.5]])), torch.ones(1, 2)
-    )
+    values = reference_kl(torch.log(torch.tensor([[0.25, 0.5]])), torch.log(torch.tensor([[0.5, 0.5]])), torch.ones(1, 2))
 
     assert values.values()["lm/kl_reference"] == pytest.approx((1 - math.log(2)) / 2)
     assert values.values()["lm/kl_reference_max"] == pytest.approx(1 - math.log(2))
@@ -156,9 +150,7 @@ def test_groups_of_one_completion() -> None:
     """Two of three prompts have one completion. Trainers that do not compare completions have no such groups."""
     rewards, prompts, lengths = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 1, 2, 2]), torch.ones(4)
 
-    assert group_stats(rewards, prompts, lengths, advantages=rewards).values()["lm/groups/single"] == pytest.approx(
-        2 / 3
-    )
+    assert group_stats(rewards, prompts, lengths, advantages=rewards).values()["lm/groups/single"] == pytest.approx(2 / 3)
     assert "lm/groups/single" not in group_stats(rewards, prompts, lengths).values()
 
 

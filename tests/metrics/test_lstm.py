@@ -1,7 +1,5 @@
 """Memory: gates against the stock LSTM; statistics of states, resets and ages on numbers worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

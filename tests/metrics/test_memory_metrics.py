@@ -1,7 +1,5 @@
 """Memory of the training process and its children in the record, and the limit it is compared with."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -24,11 +22,7 @@ def test_the_share_is_that_of_the_process_and_its_children() -> None:
     """600 and 250 MiB of 1,000 are 85 %. A process on the CPU has no device."""
     values = process_memory(MemoryUsage(600 * MIB, 250 * MIB, 1000 * MIB)).values()
 
-    assert values == {
-        "perf/memory/process_mib": 600,
-        "perf/memory/children_mib": 250,
-        "perf/memory/process_frac": pytest.approx(0.85),
-    }
+    assert values == {"perf/memory/process_mib": 600, "perf/memory/children_mib": 250, "perf/memory/process_frac": pytest.approx(0.85)}
     assert process_memory(MemoryUsage()).values() == {}
     assert process_memory(MemoryUsage(MIB)).values(Level.MINIMAL) == {"perf/memory/process_mib": 1}
 

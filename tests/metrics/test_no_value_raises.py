@@ -1,7 +1,5 @@
 """No value in the data makes telemetry raise: whole updates of NaN, infinities, constants, single rows and empty tensors."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable

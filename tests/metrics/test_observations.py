@@ -1,7 +1,5 @@
 """Copies of environments, observations that stay the same, and the scale of features."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -25,10 +23,7 @@ def test_environments_that_repeat_another_one_are_counted() -> None:
     """The first and the last of three environments have the same four numbers."""
     window = torch.tensor([[0.0, 5.0, 0.0], [1.0, 6.0, 1.0], [2.0, 7.0, 2.0], [3.0, 8.0, 3.0]]).unsqueeze(-1)
 
-    assert observation_change(window, RUNNING).values() == {
-        "obs/identical_frac": pytest.approx(2 / 3),
-        "obs/still_frac": 0.0,
-    }
+    assert observation_change(window, RUNNING).values() == {"obs/identical_frac": pytest.approx(2 / 3), "obs/still_frac": 0.0}
 
 
 def test_a_single_environment_repeats_none() -> None:

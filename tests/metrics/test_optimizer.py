@@ -1,7 +1,5 @@
 """The optimizer's steps and state."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -92,9 +90,7 @@ def test_signal_share_of_pure_noise_is_zero_on_average() -> None:
 
 
 def test_growth_is_the_logarithm_of_the_norms_ratio() -> None:
-    assert weight_growth([torch.tensor([6.0, 8.0])], torch.tensor(5.0)).values() == {
-        "opt/weight_growth": pytest.approx(math.log(2))
-    }
+    assert weight_growth([torch.tensor([6.0, 8.0])], torch.tensor(5.0)).values() == {"opt/weight_growth": pytest.approx(math.log(2))}
     assert weight_growth([torch.zeros(2)], torch.tensor(5.0)).values() == {}
 
 

@@ -1,7 +1,5 @@
 """Training speed, and telemetry's numbers about itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -23,12 +21,7 @@ def test_speed_and_phases_of_an_update() -> None:
     """1024 steps in 2 s; phases in milliseconds. A phase that the trainer does not time is absent."""
     values = update_performance(7, env_steps=1024, elapsed=2.0, seconds={"environment": 0.5, "update": 1.25}).values()
 
-    assert values == {
-        "train/update": 7.0,
-        "train/env_steps_per_second": 512.0,
-        "perf/environment_ms": 500.0,
-        "perf/update_ms": 1250.0,
-    }
+    assert values == {"train/update": 7.0, "train/env_steps_per_second": 512.0, "perf/environment_ms": 500.0, "perf/update_ms": 1250.0}
 
 
 def test_processor_time_has_phases() -> None:
@@ -135,9 +128,7 @@ def test_every_sink_has_its_lag_and_the_errors_that_it_had() -> None:
 
 def test_telemetry_reports_on_itself_at_every_level() -> None:
     """2 ms of 100 ms are 2 %."""
-    result = telemetry_health(
-        seconds=0.002, cpu_seconds=0.001, elapsed=0.1, undefined=5, copies=1, level=Level.MINIMAL, stats=Stats()
-    )
+    result = telemetry_health(seconds=0.002, cpu_seconds=0.001, elapsed=0.1, undefined=5, copies=1, level=Level.MINIMAL, stats=Stats())
 
     assert result == {
         "perf/telemetry_ms": 2.0,

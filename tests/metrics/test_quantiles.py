@@ -1,7 +1,5 @@
 """Quantiles of one sample are exact; quantiles of several samples are within one bin of 1/64 of the rows."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import numpy as np
@@ -9,16 +7,7 @@ import pytest
 import torch
 
 from esper_telemetry.core.reduction import Array
-from esper_telemetry.metrics.statistics import (
-    COARSE,
-    FINE,
-    NAMED,
-    Quantiles,
-    as_quantiles,
-    ascending,
-    quantiles,
-    sample,
-)
+from esper_telemetry.metrics.statistics import COARSE, FINE, NAMED, Quantiles, as_quantiles, ascending, quantiles, sample
 
 BIN = 1 / 64
 

@@ -1,7 +1,5 @@
 """The log-ratio family against Stable-Baselines3's formulas, its bounds and its invariances."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 
@@ -15,9 +13,7 @@ from torch import Tensor
 from esper_telemetry.core.group import pack
 from esper_telemetry.metrics.ratio import RatioDiagnostics, head_ratio_diagnostics, joint_log_ratio, ratio_diagnostics
 
-log_ratios = st.lists(st.floats(-5, 5, allow_nan=False), min_size=1, max_size=40).map(
-    lambda x: torch.tensor(x, dtype=torch.float64)
-)
+log_ratios = st.lists(st.floats(-5, 5, allow_nan=False), min_size=1, max_size=40).map(lambda x: torch.tensor(x, dtype=torch.float64))
 
 
 def after_a_step(group: RatioDiagnostics) -> dict[str, float]:
@@ -53,10 +49,7 @@ def test_the_identity_of_the_first_minibatch_reads_only_that_minibatch() -> None
 def test_one_pass_over_all_minibatches_is_one_call_per_minibatch() -> None:
     log_ratio, advantages, valid = minibatches()
     batched = pack(ratio_diagnostics(log_ratio, advantages, clip=0.2, valid=valid, dim=-1))
-    singles = [
-        pack(ratio_diagnostics(row, a, clip=0.2, valid=v)).table()
-        for row, a, v in zip(log_ratio, advantages, valid, strict=True)
-    ]
+    singles = [pack(ratio_diagnostics(row, a, clip=0.2, valid=v)).table() for row, a, v in zip(log_ratio, advantages, valid, strict=True)]
     steps, epochs = np.arange(5), np.array([0, 0, 1, 1, 2])
 
     together = batched.layout.finish(batched.table(), steps, epochs).values

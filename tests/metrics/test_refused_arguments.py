@@ -1,7 +1,5 @@
 """Invalid data and settings are refused in one sentence with the value or the shapes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,10 +24,7 @@ CHECKS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "check_clipping": ((WEIGHTS, WEIGHTS), {"max_norm": 0.5}),
     "check_entropy": ((A[0],), {"logits": {"a": LOGITS}, "weight": 0.01}),
     "check_executed": ((REWARDS, REWARDS), {}),
-    "check_gae": (
-        (REWARDS, VALUES, ADVANTAGES),
-        {"gamma": 0.9, "gae_lambda": 0.8, "ended": ENDED, "last_values": VALUES[0]},
-    ),
+    "check_gae": ((REWARDS, VALUES, ADVANTAGES), {"gamma": 0.9, "gae_lambda": 0.8, "ended": ENDED, "last_values": VALUES[0]}),
     "check_gradient": ((WEIGHTS, {"policy": WEIGHTS}), {"coefficients": {"policy": 1.0}, "previous": WEIGHTS}),
     "check_log_probs": (({"a": torch.zeros(N, dtype=torch.long)}, LOG_PROBS), {"logits": {"a": LOGITS}}),
     "check_log_ratios": ((A, LOG_PROBS, LOG_PROBS), {}),
@@ -71,9 +66,7 @@ def tensors(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
     """Yield the places of the tensors in nested arguments."""
     if isinstance(value, Tensor):
         yield place
-    for key, part in (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
-    ):
+    for key, part in value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ():
         yield from tensors(part, (*place, key))
 
 
@@ -104,9 +97,7 @@ def test_what_no_metric_can_read_is_named(name: str, kind: str) -> None:
         assert len(str(refusal.value)) < 500 and "\n" not in str(refusal.value), place
 
 
-@pytest.mark.parametrize(
-    "change", [lambda x: x[:1], lambda x: x.unsqueeze(-1), lambda x: x.reshape(-1)[0], lambda x: x[:0]]
-)
+@pytest.mark.parametrize("change", [lambda x: x[:1], lambda x: x.unsqueeze(-1), lambda x: x.reshape(-1)[0], lambda x: x[:0]])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_shapes_that_torch_cannot_combine_are_one_sentence(name: str, change: Callable[[Tensor], Tensor]) -> None:
     """Some functions accept some of these shapes."""
@@ -121,10 +112,7 @@ def test_shapes_that_torch_cannot_combine_are_one_sentence(name: str, change: Ca
 
 
 SETTINGS = [
-    (name, setting)
-    for name, (_, _, keywords) in FUNCTIONS.items()
-    for setting, value in keywords.items()
-    if isinstance(value, float)
+    (name, setting) for name, (_, _, keywords) in FUNCTIONS.items() for setting, value in keywords.items() if isinstance(value, float)
 ]
 
 
@@ -167,9 +155,7 @@ def test_booleans_and_unsigned_integers_have_differences_with_a_sign() -> None:
     """0 - 1 = -1; unsigned integers would give 255."""
     estimates, targets = torch.tensor([0, 1, 1, 0], dtype=torch.uint8), torch.tensor([True, True, False, False])
 
-    assert (
-        metrics.value_fit(estimates, targets).values() == metrics.value_fit(estimates.float(), targets.float()).values()
-    )
+    assert metrics.value_fit(estimates, targets).values() == metrics.value_fit(estimates.float(), targets.float()).values()
 
 
 @pytest.mark.parametrize("kind", ["None", "nested"])

@@ -1,19 +1,11 @@
 """Features: ranks, activity, drift and excess ratios on numbers worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
-from esper_telemetry.metrics.representation import (
-    capacity_loss,
-    excess_ratio,
-    feature_rank,
-    layer_responses,
-    unit_activity,
-)
+from esper_telemetry.metrics.representation import capacity_loss, excess_ratio, feature_rank, layer_responses, unit_activity
 
 
 def test_the_definitions_of_rank_differ() -> None:
@@ -108,10 +100,7 @@ def test_testing_capacity_leaves_the_generators_of_others_alone() -> None:
 def test_responses_of_a_layer_have_quantiles() -> None:
     """0 to 20 in some order, and a NaN. A layer without finite entries is left out."""
     first = torch.randperm(21, generator=torch.Generator().manual_seed(0)).float()
-    layers = {
-        "trunk.0": torch.cat([first, torch.tensor([math.nan])]).reshape(11, 2),
-        "trunk.1": torch.full((4, 1), math.inf),
-    }
+    layers = {"trunk.0": torch.cat([first, torch.tensor([math.nan])]).reshape(11, 2), "trunk.1": torch.full((4, 1), math.inf)}
 
     assert layer_responses(layers).values() == pytest.approx(
         {"repr/response/trunk_0/p05": 1.0, "repr/response/trunk_0/p50": 10.0, "repr/response/trunk_0/p95": 19.0}

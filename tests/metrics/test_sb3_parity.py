@@ -1,7 +1,5 @@
 """The numbers that Stable-Baselines3 logs for an update, from the rows that its `train` uses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

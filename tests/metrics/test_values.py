@@ -1,7 +1,5 @@
 """The critic against Stable-Baselines3's explained variance, and the identities between its metrics."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,13 +10,7 @@ from torch import Tensor
 
 from esper_telemetry.history.critic import CriticFit, CriticMoments, VarianceAverage, critic_fit
 from esper_telemetry.metrics.statistics import discounted_sums
-from esper_telemetry.metrics.values import (
-    ending_bias,
-    monte_carlo_fit,
-    terminal_error,
-    value_fit,
-    value_movement,
-)
+from esper_telemetry.metrics.values import ending_bias, monte_carlo_fit, terminal_error, value_fit, value_movement
 
 
 def pairs(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -142,7 +134,5 @@ def test_a_time_limit_treated_as_an_end_shows_in_the_bias_at_time_limits(bootstr
     result = ending_bias(values, returns, ended, terminated).values()
 
     assert result == pytest.approx({"value/bias_truncated": truncated, "value/bias_terminated": 9.0}, abs=1e-5)
-    assert ending_bias(values, returns, ended, terminated, valid=~terminated).values().keys() == {
-        "value/bias_truncated"
-    }
+    assert ending_bias(values, returns, ended, terminated, valid=~terminated).values().keys() == {"value/bias_truncated"}
     assert ending_bias(values, returns, torch.zeros_like(ended), torch.zeros_like(ended)).values() == {}

@@ -1,7 +1,5 @@
 """Updates of one process, and the parts of them that each of two ranks would have."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Mapping
@@ -99,10 +97,7 @@ def _context(context: RolloutContext, rank: int) -> RolloutContext:
 def _memory(memory: RecurrentState, rank: int) -> RecurrentState:
     chosen = slice(FIRST) if rank == 0 else slice(FIRST, None)
     sizes = {name: getattr(memory.size, name)[..., chosen] for name in ("total", "squares", "absolute", "largest")}
-    layers = [
-        Layer(layer.weights, *(_columns(x, rank) for x in (layer.inputs, layer.hidden, layer.memory)))
-        for layer in memory.layers
-    ]
+    layers = [Layer(layer.weights, *(_columns(x, rank) for x in (layer.inputs, layer.hidden, layer.memory))) for layer in memory.layers]
     return RecurrentState(memory.size._replace(**sizes), _columns(memory.ages, rank), tuple(layers))
 
 
@@ -150,9 +145,7 @@ def _gradients(gradients: BackwardGradients, counts: tuple[int, ...], rank: int)
     assert leaves.dots is not None
     return gradients._replace(
         leaves=LeafGradients(
-            leaves.actor.double() * actor**0.5 / share,
-            leaves.critic.double() * critic**0.5 / share,
-            leaves.dots.double() * dots / share**2,
+            leaves.actor.double() * actor**0.5 / share, leaves.critic.double() * critic**0.5 / share, leaves.dots.double() * dots / share**2
         )
     )
 

@@ -1,7 +1,5 @@
 """Groups that the halves of an update do not contain, from the rows of one rank or of all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

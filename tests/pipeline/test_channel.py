@@ -1,7 +1,5 @@
 """Messages to the worker: shared memory is reused only after release, and data that both sides have is not pickled again."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections import deque
@@ -15,17 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper_telemetry.core.record import Axes, Level
-from esper_telemetry.pipeline.channel import (
-    ALIGNMENT,
-    MAX_LAYOUTS,
-    MessagePacker,
-    Ring,
-    Vocabulary,
-    aligned,
-    messages,
-    padded,
-    shared_file,
-)
+from esper_telemetry.pipeline.channel import ALIGNMENT, MAX_LAYOUTS, MessagePacker, Ring, Vocabulary, aligned, messages, padded, shared_file
 from esper_telemetry.pipeline.worker import PAYLOAD
 from esper_telemetry.updates import update as update_module
 

@@ -1,7 +1,5 @@
 """`Telemetry` in a user's loop over two ranks: ranks report one merged run, may differ where allowed, and never wait in vain."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ranks agree on in addition to numbers: sampled updates, and the rank whose transitions are the evidence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,12 +17,7 @@ def jumping(log_ratio: torch.Tensor) -> Update:
     """An update of one minibatch."""
     return Update(
         minibatches=JoinedMinibatches(
-            epochs=(0,),
-            counts=(len(log_ratio),),
-            log_ratio=log_ratio,
-            advantages=torch.ones(len(log_ratio)),
-            valid=None,
-            losses={},
+            epochs=(0,), counts=(len(log_ratio),), log_ratio=log_ratio, advantages=torch.ones(len(log_ratio)), valid=None, losses={}
         )
     )
 

@@ -1,7 +1,5 @@
 """Two ranks report the values that one process reports for the whole update."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`Telemetry(..., resume=True)` in a user's loop over two ranks: both continue after the same update, and each update is recorded once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which updates are sampled: as many as the budget allows, and at least some."""
 
-from __future__ import annotations
-
 import pytest
 
 from esper_telemetry.core.record import Level

@@ -1,7 +1,5 @@
 """Updates on a GPU are copied to the host asynchronously and measured there like updates on the CPU."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -50,9 +48,7 @@ def calls(run_dir: Path, level: str, settings: dict[str, Any]) -> float:
 
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
 @pytest.mark.parametrize("settings", [{}, LSTM], ids=["mlp", "lstm"])
-def test_an_update_that_is_not_sampled_takes_few_operations_of_the_device(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_an_update_that_is_not_sampled_takes_few_operations_of_the_device(tmp_path: Path, settings: dict[str, Any]) -> None:
     without = calls(tmp_path / "off", "off", settings)
     for level in ("minimal", "normal"):
         more = calls(tmp_path / level, level, settings) - without

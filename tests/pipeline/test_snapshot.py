@@ -1,7 +1,5 @@
 """A resumed run continues from the state of its histories and alarms as if it had never stopped, however long it is."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -20,14 +18,7 @@ from esper_telemetry.journal.read import JournalContents, read_contents
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_NAME, known_contents
 
 UPDATES = 90
-KEYS = (
-    "policy/kl",
-    "policy/entropy",
-    "loss/value",
-    "grad/global/norm_preclip",
-    "value/explained_variance",
-    "episode/return_mean",
-)
+KEYS = ("policy/kl", "policy/entropy", "loss/value", "grad/global/norm_preclip", "value/explained_variance", "episode/return_mean")
 
 
 def numbers() -> Iterator[dict[str, float]]:
@@ -60,10 +51,7 @@ def part(run_dir: Path, rows: list[dict[str, float]], first: int, last: int) -> 
 def judged(run_dir: Path) -> list[dict[str, float]]:
     """Return the values that depend on the history, without times, memory and logged numbers."""
     own = ("perf/", "telemetry/", "system/")
-    return [
-        {key: value for key, value in record.values.items() if not key.startswith(own)}
-        for record in read_run(run_dir).records
-    ]
+    return [{key: value for key, value in record.values.items() if not key.startswith(own)} for record in read_run(run_dir).records]
 
 
 def alarms(run_dir: Path) -> list[tuple[Any, ...]]:
@@ -82,9 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.system
 @pytest.mark.parametrize("stops", [(36,), (20, 37, 71)])
-def test_values_and_alarms_are_those_of_a_run_that_was_never_stopped(
-    tmp_path: Path, whole: Path, stops: tuple[int, ...]
-) -> None:
+def test_values_and_alarms_are_those_of_a_run_that_was_never_stopped(tmp_path: Path, whole: Path, stops: tuple[int, ...]) -> None:
     trained(tmp_path, *stops)
 
     assert alarms(whole), "nothing to compare"
@@ -93,9 +79,7 @@ def test_values_and_alarms_are_those_of_a_run_that_was_never_stopped(
 
 
 @pytest.mark.system
-def test_records_after_the_last_snapshot_are_judged_again(
-    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_after_the_last_snapshot_are_judged_again(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed process leaves the snapshot of update 30. Updates 31 to 36 are read from the journal."""
     monkeypatch.setattr("esper_telemetry.pipeline.in_process.SNAPSHOT_RECORDS", 30)
     if (child := os.fork()) == 0:

@@ -1,7 +1,5 @@
 """`log` accepts plain numbers, even if the same keys come repeatedly."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

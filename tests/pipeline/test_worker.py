@@ -1,7 +1,5 @@
 """The worker: no data is lost if it dies, if it hangs, or if the trainer dies."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -80,9 +78,7 @@ def test_every_update_arrives_in_order_and_a_message_larger_than_the_pipe_piece_
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_dies_or_hangs_costs_a_warning(
-    tmp_path: Path, how: signal.Signals, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_dies_or_hangs_costs_a_warning(tmp_path: Path, how: signal.Signals, caplog: pytest.LogCaptureFixture) -> None:
     telemetry, pid = offloaded(tmp_path)
     submit(telemetry, 1)
     wait_until(lambda: '"record"' in journal(tmp_path), "the first record")
@@ -121,9 +117,7 @@ def broken(update: int) -> Update:
 
 
 @pytest.mark.parametrize("offload", [True, False])
-def test_a_bug_in_a_metric_costs_what_it_measures_and_one_warning(
-    tmp_path: Path, offload: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bug_in_a_metric_costs_what_it_measures_and_one_warning(tmp_path: Path, offload: bool, caplog: pytest.LogCaptureFixture) -> None:
     telemetry = Telemetry(run_dir=tmp_path, offload=offload)
     session_of(telemetry).expect_updates(candidates=tuple, open_update=Update)
     with caplog.at_level(logging.WARNING, "esper_telemetry"):

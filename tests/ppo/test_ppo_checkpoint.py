@@ -1,7 +1,5 @@
 """Checkpoints: training continues bit for bit. A file is complete, runs no code, and is refused if it does not fit the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

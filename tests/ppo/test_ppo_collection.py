@@ -1,7 +1,5 @@
 """Mistakes in what the bundled trainer collects are named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path

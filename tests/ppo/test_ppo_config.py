@@ -1,7 +1,5 @@
 """Wrong settings raise one sentence with the offending value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -41,14 +39,8 @@ from esper_telemetry.ppo.environments.environment_registry import make_env
         ({"activation": "swish"}, "activation must be one of tanh, relu, got 'swish'"),
         ({"seed": -1}, "seed must be between 0 and 4294967295, got -1"),
         ({"precision": "fp8"}, "precision must be one of fp32, bf16, got 'fp8'"),
-        (
-            {"state_dependent_std": True, "log_std": 3.0},
-            "log_std that depends on the state must be between -5.0 and 2.0, got 3.0",
-        ),
-        (
-            {"watchdog": True, "stop_on_nonfinite": True},
-            "watchdog repairs what stop_on_nonfinite stops at: choose one of them",
-        ),
+        ({"state_dependent_std": True, "log_std": 3.0}, "log_std that depends on the state must be between -5.0 and 2.0, got 3.0"),
+        ({"watchdog": True, "stop_on_nonfinite": True}, "watchdog repairs what stop_on_nonfinite stops at: choose one of them"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], sentence: str) -> None:

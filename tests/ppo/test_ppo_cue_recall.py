@@ -1,7 +1,5 @@
 """Learning of CueRecall: a policy with memory solves it; a policy without memory, or with the previous episode's cue, does not."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from typing import Any

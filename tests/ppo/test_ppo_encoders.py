@@ -1,7 +1,5 @@
 """Encoders: images of any size, several parts at once, and their use in a rollout."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from dataclasses import replace
@@ -140,13 +138,7 @@ def mean_reward(source: PPO, total_steps: int) -> float:
     return statistics.fmean(returns) / 8
 
 
-LEARNING: dict[str, Any] = {
-    "num_steps": 32,
-    "num_epochs": 4,
-    "learning_rate": 2e-3,
-    "gamma": 0.0,
-    "anneal_learning_rate": False,
-}
+LEARNING: dict[str, Any] = {"num_steps": 32, "num_epochs": 4, "learning_rate": 2e-3, "gamma": 0.0, "anneal_learning_rate": False}
 
 
 @pytest.mark.system
@@ -160,17 +152,13 @@ def test_a_spotlight_is_learned_from_pixels(policy: str) -> None:
 @pytest.mark.parametrize("shared_trunk", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_image_and_choice_are_combined(shared_trunk: bool) -> None:
     """The image alone pays 0.5: the shift, a Discrete of two values, decides between two answers."""
-    source = trainer(
-        "SpotlightParts-v0", num_envs=16, shared_trunk=shared_trunk, normalize_observations=True, **LEARNING
-    )
+    source = trainer("SpotlightParts-v0", num_envs=16, shared_trunk=shared_trunk, normalize_observations=True, **LEARNING)
 
     assert mean_reward(source, 12_000) > 0.6
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("env_id", "chance"), [("FrozenLake-v1", 0.02), pytest.param("Blackjack-v1", -0.4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("env_id", "chance"), [("FrozenLake-v1", 0.02), pytest.param("Blackjack-v1", -0.4, marks=pytest.mark.slow)])
 def test_choices_are_learned_from(env_id: str, chance: float) -> None:
     """A Discrete, and a Tuple of three: FrozenLake without slipping, and Blackjack."""
     kwargs = {"is_slippery": False} if env_id == "FrozenLake-v1" else {}
@@ -257,9 +245,7 @@ def test_only_vectors_are_normalised() -> None:
     assert host.dtype == np.uint8 and layout.numbers_of(host) == pytest.approx(normalised.numpy(), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("env_id", "kind"), [("Spotlight-v0", None), ("FrozenLake-v1", None), ("SpotlightParts-v0", VectorNormalizer)]
-)
+@pytest.mark.parametrize(("env_id", "kind"), [("Spotlight-v0", None), ("FrozenLake-v1", None), ("SpotlightParts-v0", VectorNormalizer)])
 def test_what_has_no_vectors_has_nothing_to_normalise(env_id: str, kind: type | None) -> None:
     source = trainer(env_id, normalize_observations=True)
 
@@ -338,9 +324,7 @@ def test_several_kinds_of_actions_are_chosen_from_pixels() -> None:
         def __init__(self) -> None:
             super().__init__(parts=True)
             box = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
-            self.action_space = gymnasium.spaces.Dict(
-                pick=gymnasium.spaces.Discrete(4), bits=gymnasium.spaces.MultiBinary(2), push=box
-            )
+            self.action_space = gymnasium.spaces.Dict(pick=gymnasium.spaces.Discrete(4), bits=gymnasium.spaces.MultiBinary(2), push=box)
 
         def step(self, action: Any) -> Any:
             assert action in self.action_space

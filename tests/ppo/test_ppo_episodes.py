@@ -1,7 +1,5 @@
 """Episode statistics, counted once per rollout."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from esper_telemetry.ppo.collectors.base import EpisodeTotals
@@ -31,8 +29,6 @@ def test_invalid_rows_count_for_nothing() -> None:
     """The episode's second row is a reset, so two of three rows count."""
     counter = EpisodeTotals(1)
 
-    counter.count(
-        np.array([[1], [9], [1]], np.float32), np.array([[0], [0], [1]], bool), np.array([[1], [0], [1]], bool)
-    )
+    counter.count(np.array([[1], [9], [1]], np.float32), np.array([[0], [0], [1]], bool), np.array([[1], [0], [1]], bool))
 
     assert (counter.returns, counter.lengths) == ([2], [2])

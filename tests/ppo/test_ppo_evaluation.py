@@ -1,7 +1,5 @@
 """Evaluation: the most likely actions, one whole episode per environment, and no effect on training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory that a minibatch frees is reused by the next one."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys
@@ -12,9 +10,7 @@ from esper_telemetry.ppo.trainer import MAX_HEAP_BLOCK_BYTES
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(
-        not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library gives memory back as it likes"
-    ),
+    pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library gives memory back as it likes"),
 ]
 
 FEW = 40_000

@@ -1,7 +1,5 @@
 """Continuous heads: their probabilities equal torch.distributions, and their actions stay within bounds."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -24,12 +22,7 @@ from esper_telemetry.ppo.environments.environment_registry import make_env
 
 ROWS, D, FEATURES = 64, 3, 5
 SPEC = ActionSpec("continuous", D, low=(-2.0, 0.0, -1.0), high=(2.0, 1.0, 5.0))
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"squash": True},
-    {"state_dependent_std": True},
-    {"squash": True, "state_dependent_std": True},
-]
+KINDS: list[dict[str, Any]] = [{}, {"squash": True}, {"state_dependent_std": True}, {"squash": True, "state_dependent_std": True}]
 
 
 def head(*, squashed: bool, state_dependent: bool, spec: ActionSpec = SPEC) -> Gaussian:
@@ -262,7 +255,7 @@ def test_continuous_heads_learn_a_constant(settings: dict[str, Any], policy: str
     """The reward is -(action - 0.7)² in bounds of [-2, 2]. A policy that stays at its start gets about -1 or less."""
     trainer = PPO(Target(), PPOConfig(
         num_steps=32, num_epochs=4, num_minibatches=4, hidden_sizes=(16,), lstm_size=8, policy=policy, seed=1,
-        learning_rate=3e-3, gamma=0.0, anneal_learning_rate=False, **settings,
+        learning_rate=3e-3, gamma=0.0, anneal_learning_rate=False, **settings
     ))  # fmt: skip
 
     trainer.learn(32 * 8 * 30)

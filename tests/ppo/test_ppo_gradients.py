@@ -1,7 +1,5 @@
 """Gradients: the split backward, the written-out network and the NumPy network against plain torch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,9 +54,7 @@ def plain_backward(trainer: PPO, batch: Batch) -> list[Tensor]:
 @pytest.mark.parametrize("make", [cartpole, pendulum])
 @pytest.mark.parametrize("shared_trunk", [False, True])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-def test_the_split_backward_equals_the_plain_one_bit_for_bit(
-    make: Make, shared_trunk: bool, entropy_coef: float
-) -> None:
+def test_the_split_backward_equals_the_plain_one_bit_for_bit(make: Make, shared_trunk: bool, entropy_coef: float) -> None:
     trainer = make(shared_trunk=shared_trunk, entropy_coef=entropy_coef)
     batch = first_batch(trainer)
 
@@ -73,9 +69,7 @@ def test_the_split_backward_equals_the_plain_one_bit_for_bit(
 def test_the_split_backward_of_memory_and_several_heads_is_the_plain_one(precision: str, shared_trunk: bool) -> None:
     """Heads add up in another order, so the last bit may differ."""
     env = make_env("cue-recall", num_envs=4, seed=0)
-    config = PPOConfig(
-        policy="lstm", lstm_size=8, num_steps=16, num_minibatches=1, shared_trunk=shared_trunk, entropy_coef=0.01
-    )
+    config = PPOConfig(policy="lstm", lstm_size=8, num_steps=16, num_minibatches=1, shared_trunk=shared_trunk, entropy_coef=0.01)
     trainer = PPO(env, replace(config, precision=precision))
     rollout = trainer.collector.collect()
     advantages = trainer.steps.advantages(rollout, 0.99, 0.95)
@@ -98,9 +92,7 @@ def test_the_critics_gradient_is_what_the_actors_leaves_of_the_whole(make: Make)
     leaves = TrunkOutputs(outputs[0], outputs[-1]).leaves()
     backward_losses(trainer._losses(batch, leaves).losses, trainer._weights)
     shared = list(trainer.policy.actor.parameters())
-    parts = [
-        torch.autograd.grad(outputs[0], shared, grad_outputs=part, retain_graph=True) for part in leaves.gradients()
-    ]
+    parts = [torch.autograd.grad(outputs[0], shared, grad_outputs=part, retain_graph=True) for part in leaves.gradients()]
     backward_trunks(outputs, leaves)
 
     for ours, theirs, parameter in zip(*parts, shared, strict=True):
@@ -139,9 +131,7 @@ def test_gradients_through_the_heads_are_those_of_one_head_at_a_time(shared: boo
     whole: list[Tensor] = []
     watched.hooks.on(HeadsBackward, through.append)
     watched.hooks.on(TrunkBackward, lambda event: whole.append(event.actor))
-    alone.steps = replace(
-        alone.steps, scores=lambda scores: {name: z if name == "op" else z.detach() for name, z in scores.items()}
-    )
+    alone.steps = replace(alone.steps, scores=lambda scores: {name: z if name == "op" else z.detach() for name, z in scores.items()})
     without: list[Tensor] = []
     alone.hooks.on(TrunkBackward, lambda event: without.append(event.actor))
     for trainer in (watched, alone, bare):
@@ -168,9 +158,7 @@ def test_separate_networks_share_nothing() -> None:
 
 @pytest.mark.parametrize("tile", [networks.TILE_ROWS, 8, 33])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
-def test_the_written_out_network_equals_plain_operations(
-    activation: str, tile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_written_out_network_equals_plain_operations(activation: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its 33 rows are also backed up in five parts."""
     monkeypatch.setattr(networks, "TILE_ROWS", tile)
     torch.manual_seed(0)

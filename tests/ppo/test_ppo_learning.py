@@ -3,8 +3,6 @@
 The numbers of all seeds are printed; `make test-slow` shows them whether a test passes or not.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from typing import Any
@@ -42,12 +40,7 @@ def median_return(env_id: str, total_steps: int, **view: Any) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("env_id", "total_steps", "goal"),
-    [
-        ("CartPole-v1", 110_000, 475),
-        ("CartPole-v1", 200_000, 475),
-        ("Acrobot-v1", 120_000, -100),
-        ("Pendulum-v1", 100_000, -300),
-    ],
+    [("CartPole-v1", 110_000, 475), ("CartPole-v1", 200_000, 475), ("Acrobot-v1", 120_000, -100), ("Pendulum-v1", 100_000, -300)],
 )
 def test_presets_learn_classic_control(env_id: str, total_steps: int, goal: float) -> None:
     assert median_return(env_id, total_steps) >= goal
@@ -55,8 +48,7 @@ def test_presets_learn_classic_control(env_id: str, total_steps: int, goal: floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env_id", "total_steps", "goal"),
-    [("CartPole-v1", 100_000, 400), ("Acrobot-v1", 120_000, -100), ("Pendulum-v1", 100_000, -400)],
+    ("env_id", "total_steps", "goal"), [("CartPole-v1", 100_000, 400), ("Acrobot-v1", 120_000, -100), ("Pendulum-v1", 100_000, -400)]
 )
 def test_memory_makes_up_for_hidden_velocities(env_id: str, total_steps: int, goal: float) -> None:
     assert median_return(env_id, total_steps, policy="lstm", hidden=True) >= goal

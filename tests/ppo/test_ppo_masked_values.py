@@ -1,7 +1,5 @@
 """Values in rows without a transition, and in irrelevant parts of actions, do not change an update."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -48,13 +46,10 @@ def poisoned(rollout: Rollout, poison: float) -> Rollout:
         shape = where.shape + (1,) * (column.dim() - where.dim())
         if column.dtype == torch.bool:
             return column & ~where.view(shape)
-        return torch.where(where.view(shape), torch.tensor(poison if column.is_floating_point() else 99), column).to(
-            column.dtype
-        )
+        return torch.where(where.view(shape), torch.tensor(poison if column.is_floating_point() else 99), column).to(column.dtype)
 
     columns: dict[str, Any] = {
-        name: spoil(getattr(rollout, name), lost)
-        for name in ("observations", "log_probs", "rewards", "values", "next_values")
+        name: spoil(getattr(rollout, name), lost) for name in ("observations", "log_probs", "rewards", "values", "next_values")
     }
     idle = {name: lost | ~rollout.relevance[name] if name in rollout.relevance else lost for name in rollout.actions}
     columns["actions"] = {name: spoil(action, idle[name]) for name, action in rollout.actions.items()}
@@ -72,14 +67,7 @@ def updated(settings: dict[str, Any], seed: int, poison: float | None) -> list[T
 
 
 @pytest.mark.parametrize(
-    "chosen",
-    [
-        {},
-        {"shared_trunk": True, "normalize_minibatches": True},
-        {"policy": "lstm"},
-        {"policy": "gru", "clip_value": 0.2},
-    ],
-    ids=str,
+    "chosen", [{}, {"shared_trunk": True, "normalize_minibatches": True}, {"policy": "lstm"}, {"policy": "gru", "clip_value": 0.2}], ids=str
 )
 @given(seed=st.integers(0, 1000), poison=POISONS)
 @settings(max_examples=6, deadline=None)

@@ -1,7 +1,5 @@
 """Masks and relevance: forbidden choices are never made, and masked values do not affect anything, not even if they are NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -96,10 +94,7 @@ def test_log_probabilities_add_up_over_the_relevant_heads(policy: str) -> None:
     for event in emitted.of(RolloutEnd)[-1:]:  # tensors of earlier rollouts have been overwritten
         assert torch.allclose(event.log_probs, sum(event.head_log_probs.values()), atol=1e-6)
         assert list(event.head_log_probs) == ["op", "arg", "size"]
-        assert {name: tuple(logits.shape) for name, logits in event.logits.items()} == {
-            "op": (16, 4, 3),
-            "arg": (16, 4, 4),
-        }
+        assert {name: tuple(logits.shape) for name, logits in event.logits.items()} == {"op": (16, 4, 3), "arg": (16, 4, 4)}
         log_prob = event.logits["op"].log_softmax(-1).gather(-1, event.actions["op"].unsqueeze(-1)).squeeze(-1)
         assert torch.allclose(log_prob, event.head_log_probs["op"], atol=1e-6)
         assert event.means["size"].shape == (16, 4, 2)
@@ -125,11 +120,7 @@ def policy_and_rows(seed: int = 0) -> tuple[ActorCritic, dict[str, Tensor], dict
     return policy, scores, masks, relevance
 
 
-ACTIONS = {
-    "op": torch.zeros(16, dtype=torch.int64),
-    "arg": torch.zeros(16, dtype=torch.int64),
-    "size": torch.ones(16, 2),
-}
+ACTIONS = {"op": torch.zeros(16, dtype=torch.int64), "arg": torch.zeros(16, dtype=torch.int64), "size": torch.ones(16, 2)}
 
 
 def test_the_joint_entropy_counts_relevant_heads_over_allowed_choices() -> None:

@@ -1,7 +1,5 @@
 """`stop_on_nonfinite`: training ends at the first gradient that is not finite, in the order of the backward pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,9 +26,7 @@ def test_the_first_gradient_of_the_pass_is_named_and_no_step_is_taken(tmp_path: 
     trainer.hooks.on(UpdateEnd, lambda _: states.append(weights(trainer)))
 
     with (
-        pytest.raises(
-            FloatingPointError, match=r"the gradient of (heads|value)\.\S+ is the first .* \(\d+ of \d+ entries\)"
-        ),
+        pytest.raises(FloatingPointError, match=r"the gradient of (heads|value)\.\S+ is the first .* \(\d+ of \d+ entries\)"),
         Telemetry(run_dir=tmp_path) as telemetry,
     ):
         attach(telemetry, trainer)

@@ -1,7 +1,5 @@
 """Running statistics: their values, and their use in acting and training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

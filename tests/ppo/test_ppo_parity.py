@@ -4,8 +4,6 @@ The losses are written here as `stable_baselines3.ppo.PPO.train` computes them, 
 clipping and optimizer are Stable-Baselines3's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -53,10 +51,7 @@ def their_policy(env_id: str, trainer: PPO) -> ActorCriticPolicy:
     env = gymnasium.make(env_id)
     sizes = list(trainer.config.hidden_sizes)
     policy = ActorCriticPolicy(
-        env.observation_space,
-        env.action_space,
-        lambda _: trainer.config.learning_rate,
-        net_arch={"pi": sizes, "vf": sizes},
+        env.observation_space, env.action_space, lambda _: trainer.config.learning_rate, net_arch={"pi": sizes, "vf": sizes}
     )
     ours = trainer.policy.state_dict()
     policy.load_state_dict({name: ours[ours_named(name)] for name in policy.state_dict()})
@@ -91,9 +86,7 @@ def moved(trainer: PPO) -> Batch:
     advantages = trainer.steps.advantages(rollout, 0.99, 0.95)
     batch = flatten(rollout, trainer.steps.normalize(advantages), advantages + rollout.values)
     shift = 0.3 * torch.randn(len(batch), generator=torch.Generator().manual_seed(0))
-    return Batch(
-        batch.observations, batch.actions, batch.log_probs + shift, batch.advantages, batch.returns, batch.values
-    )
+    return Batch(batch.observations, batch.actions, batch.log_probs + shift, batch.advantages, batch.returns, batch.values)
 
 
 @pytest.mark.parametrize(("make", "env_id"), [(cartpole, "CartPole-v1"), (pendulum, "Pendulum-v1")])

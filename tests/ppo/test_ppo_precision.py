@@ -1,7 +1,5 @@
 """Precision and compilation change the speed of an update, but its results only by rounding."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque
@@ -100,10 +98,7 @@ def again(event: TrunkBackward) -> None:
     [
         pytest.param(cartpole, {"shared_trunk": True, "entropy_coef": 0.01}, id="shared"),
         pytest.param(
-            pendulum,
-            {"squash": True, "state_dependent_std": True, "precision": "bf16"},
-            id="squashed-bf16",
-            marks=pytest.mark.slow,
+            pendulum, {"squash": True, "state_dependent_std": True, "precision": "bf16"}, id="squashed-bf16", marks=pytest.mark.slow
         ),
     ],
 )

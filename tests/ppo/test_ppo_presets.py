@@ -1,7 +1,5 @@
 """Presets: the settings of tuned tasks, and the precedence of explicit options."""
 
-from __future__ import annotations
-
 import pytest
 
 from esper_telemetry.cli.main import Train, parse

@@ -1,7 +1,5 @@
 """Two processes: they take the same steps on the same data as one process, they agree, and if one dies, the other ends."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

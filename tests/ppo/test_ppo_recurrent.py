@@ -1,7 +1,5 @@
 """Memory is the same in acting, valuing and training, and is cleared at every end of an episode."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -47,9 +45,7 @@ def step_by_step(core: RecurrentTrunk, observations: Tensor, fresh: Tensor, stat
 @pytest.mark.parametrize("layers", [1, 2])
 @given(flags=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=7))
 @settings(max_examples=15, deadline=None)
-def test_sequences_in_columns_equal_a_loop_over_steps(
-    kind: str, shared: bool, layers: int, flags: list[list[bool]]
-) -> None:
+def test_sequences_in_columns_equal_a_loop_over_steps(kind: str, shared: bool, layers: int, flags: list[list[bool]]) -> None:
     """Resets at any step, stored initial states, three environments; a column holds one sequence or several."""
     fresh = torch.tensor(flags)
     core = trunk(kind, layers)
@@ -182,9 +178,7 @@ def largest_first_ratio(trainer: PPO) -> float:
 
 def test_training_from_an_empty_state_breaks_the_identity() -> None:
     trainer = recurrent()
-    trainer.steps = replace(
-        trainer.steps, initial_state=lambda states: {name: torch.zeros_like(state) for name, state in states.items()}
-    )
+    trainer.steps = replace(trainer.steps, initial_state=lambda states: {name: torch.zeros_like(state) for name, state in states.items()})
 
     assert largest_first_ratio(trainer) > 1e-4
 
@@ -283,9 +277,7 @@ def test_a_recurrent_policy_needs_an_environment_for_every_minibatch() -> None:
 def test_the_facts_name_the_parameters_of_the_memory() -> None:
     groups = recurrent(shared_trunk=True).facts(1000)["groups"]
 
-    assert groups["lstm"] == [
-        f"actor.core.cells.0.{part}_l0" for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    ]
+    assert groups["lstm"] == [f"actor.core.cells.0.{part}_l0" for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
     assert set(groups["lstm"]) < set(groups["shared"])
     assert "lstm" not in cartpole().facts(1000)["groups"]
 

@@ -1,7 +1,5 @@
 """Replay of a rollout: the policy's outputs before and after an update, and no effect on training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -145,9 +143,7 @@ def test_layers_respond_in_order_and_the_last_before_its_nonlinearity() -> None:
 
 
 def test_a_policy_without_memory_has_nothing_to_forget() -> None:
-    answers = ask(
-        trainer("CartPole-v1", "mlp"), BeforeUpdate, lambda policy: (policy.without_memory(), policy.state_gradients())
-    )
+    answers = ask(trainer("CartPole-v1", "mlp"), BeforeUpdate, lambda policy: (policy.without_memory(), policy.state_gradients()))
 
     assert set(answers) == {(None, None)}
 

@@ -1,7 +1,5 @@
 """Members of a checkpoint in addition to the trainer, and environments that cannot be saved."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules over a run and within an update: rates, bonus, early stop, value clipping, normalisation of advantages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -10,14 +8,7 @@ from ppo_builders import EventLog, cartpole, pendulum
 
 from esper_telemetry.events import MinibatchEnd, UpdateEnd
 from esper_telemetry.ppo import PPOConfig
-from esper_telemetry.ppo.ppo_objective import (
-    adapted_rate,
-    clipped_squared_error,
-    entropy_coef,
-    mean_kl,
-    standardize,
-    steps_for,
-)
+from esper_telemetry.ppo.ppo_objective import adapted_rate, clipped_squared_error, entropy_coef, mean_kl, standardize, steps_for
 
 
 def test_a_constant_rate_stays() -> None:
@@ -108,9 +99,7 @@ def test_the_deviation_of_advantages_has_a_floor() -> None:
     advantages = torch.tensor([1.0, 2.0, 3.0])
 
     assert torch.allclose(standardize(advantages, 4.0), standardize(advantages) / 4)
-    assert torch.allclose(
-        steps_for(PPOConfig(advantage_std_floor=4.0)).normalize(advantages), standardize(advantages, 4.0)
-    )
+    assert torch.allclose(steps_for(PPOConfig(advantage_std_floor=4.0)).normalize(advantages), standardize(advantages, 4.0))
 
 
 @pytest.mark.parametrize("per_minibatch", [False, True])

@@ -1,7 +1,5 @@
 """Gradients of parts of a minibatch: they add up to the whole gradient, and training does not change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Unrolling a memory over whole environments equals unrolling step by step, gradients included."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

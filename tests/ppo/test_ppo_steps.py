@@ -1,19 +1,11 @@
 """The steps of the update, against loops and numbers worked by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from ppo_builders import random_rollout
 from torch import Tensor
 
-from esper_telemetry.ppo.ppo_objective import (
-    clipped_surrogate,
-    generalized_advantages,
-    shuffled_minibatches,
-    squared_error,
-    standardize,
-)
+from esper_telemetry.ppo.ppo_objective import clipped_surrogate, generalized_advantages, shuffled_minibatches, squared_error, standardize
 from esper_telemetry.ppo.rollout import Rollout, flatten
 
 

@@ -1,7 +1,5 @@
 """Tensor environments: rollouts on the device equal rollouts on the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -63,7 +61,7 @@ class Walk:
 def test_both_collectors_find_the_same(make: Any, policy: str, shared_trunk: bool, normalize: bool) -> None:
     config = PPOConfig(
         num_steps=24, policy=policy, shared_trunk=shared_trunk, hidden_sizes=(8,), lstm_size=8, gamma=0.9,
-        normalize_observations=normalize, normalize_rewards=normalize,
+        normalize_observations=normalize, normalize_rewards=normalize
     )  # fmt: skip
     net = build_policy(make(), config)
     first = Collector(on_host(make()), net, 24, 0, normalizers_for(make(), config))

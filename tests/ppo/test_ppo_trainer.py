@@ -1,7 +1,5 @@
 """The trainer as a whole: properties of every run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -39,16 +37,7 @@ from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.updates.joining import joined_minibatches
 
 MINIBATCH = (MinibatchStart, TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd)
-EVENTS = (
-    RunStart,
-    RolloutEnd,
-    RecurrentForward,
-    EpisodeEnd,
-    BeforeUpdate,
-    *MINIBATCH,
-    AfterUpdate,
-    UpdateEnd,
-)
+EVENTS = (RunStart, RolloutEnd, RecurrentForward, EpisodeEnd, BeforeUpdate, *MINIBATCH, AfterUpdate, UpdateEnd)
 Make = Callable[..., PPO]
 
 
@@ -132,9 +121,7 @@ def test_joined_minibatches_are_the_minibatches(make: Make) -> None:
     }
     for name in ("logits", "means", "action_masks", "relevance", "head_log_ratios"):
         columns = getattr(joined, name)
-        assert all(
-            torch.equal(columns[head], torch.cat([getattr(part, name)[head] for part in parts])) for head in columns
-        )
+        assert all(torch.equal(columns[head], torch.cat([getattr(part, name)[head] for part in parts])) for head in columns)
     for head, log_std in joined.log_std.items():
         expected = [part.log_std[head].expand(len(part.log_ratio), -1) for part in parts]
         assert torch.equal(log_std, torch.cat(expected))
@@ -310,13 +297,7 @@ def without_bootstrap(rollout: Rollout, gamma: float, gae_lambda: float) -> Tens
 @pytest.mark.parametrize("bootstrap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> None:
     """γ = 0.9: an endless reward of 1 is worth 1 / (1 - γ) = 10. With episodes that end after 4 steps it is at most 3.44."""
-    settings: dict[str, Any] = {
-        "num_steps": 32,
-        "gamma": 0.9,
-        "learning_rate": 0.01,
-        "hidden_sizes": (8,),
-        "gae_lambda": 0.9,
-    }
+    settings: dict[str, Any] = {"num_steps": 32, "gamma": 0.9, "learning_rate": 0.01, "hidden_sizes": (8,), "gae_lambda": 0.9}
     trainer = PPO(Forever(), PPOConfig(**settings, policy=policy, lstm_size=8, num_minibatches=2))
     if not bootstrap:
         trainer.steps = replace(trainer.steps, advantages=without_bootstrap)
@@ -330,12 +311,8 @@ def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> 
 
 def test_every_documented_event_is_emitted() -> None:
     """Only other trainers begin an update without a rollout."""
-    classes = {
-        name: value for name, value in vars(events).items() if getattr(value, "__module__", "") == events.__name__
-    }
-    documented = {value for name, value in classes.items() if isinstance(value, type) and name[0] != "_"} - {
-        events.Hooks
-    }
+    classes = {name: value for name, value in vars(events).items() if getattr(value, "__module__", "") == events.__name__}
+    documented = {value for name, value in classes.items() if isinstance(value, type) and name[0] != "_"} - {events.Hooks}
 
     assert len(documented) <= 16
     assert documented - {UpdateStart} == {*EVENTS, EvaluationEnd, HeadsBackward, Rollback}

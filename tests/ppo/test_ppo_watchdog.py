@@ -1,7 +1,5 @@
 """The watchdog: it restores weights after one bad rollout, ends training after three in a row, and never changes a good one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

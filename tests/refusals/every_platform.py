@@ -3,8 +3,6 @@
 Usage: python tests/refusals/every_platform.py [TRAINING], in an empty directory; prints the digest of the weights.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Train under a system limit: `refused_run.py TRAINING RESOURCE MOMENT` prints the weights and telemetry's warnings as JSON."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Systems without some of Linux's names, simulated by removing the names in the program and in its child processes."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess
@@ -83,9 +81,7 @@ def test_a_linux_whose_python_cannot_size_pipes_uses_the_worker_all_the_same(
 
 @pytest.mark.parametrize("training", ["bundled", OWN_LOOP, pytest.param("sb3", marks=pytest.mark.sb3)])
 @pytest.mark.parametrize(("names", "files"), [(MACOS, {"summary.log", "sinks.log"}), (WINDOWS, set())])
-def test_a_run_is_recorded_delivered_locked_resumed_and_read(
-    names: str, files: set[str], training: str, tmp_path: Path
-) -> None:
+def test_a_run_is_recorded_delivered_locked_resumed_and_read(names: str, files: set[str], training: str, tmp_path: Path) -> None:
     """macOS has a worker and a sink process. On Windows the trainer makes the records, and its threads feed the sinks."""
     process = without(names, tmp_path, training)
 

@@ -23,8 +23,6 @@ Real refusals are process limits (`resource`), which child processes inherit. Th
 the descriptors and files of backends. Readers (`diagnose`, `replay`, `compress`) run without training.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -121,10 +119,7 @@ MONKEY: dict[str, tuple[Patch, tuple[str, ...]]] = {
     "directory": (refuse(Path, "mkdir", errno.EROFS), (JOURNAL,)),
     "journal, read-only": (refuse(os, "open", errno.EACCES, names("journal.jsonl")), (JOURNAL,)),
     "journal, full disk": (refuse(os, "open", errno.ENOSPC, names("journal.jsonl")), (JOURNAL,)),
-    "small files": (
-        refuse(Path, "write_text", errno.ENOSPC),
-        ("cannot write config.json", "cannot save .*cursors.json"),
-    ),
+    "small files": (refuse(Path, "write_text", errno.ENOSPC), ("cannot write config.json", "cannot save .*cursors.json")),
     "reader": (refuse(os, "open", errno.EMFILE, reads("journal.jsonl")), (THREAD,)),
     "thread": (lambda patch: patch.setattr(threading.Thread, "start", no_thread), (THREAD,)),
 }
@@ -154,9 +149,7 @@ def check(warnings: list[str], expected: tuple[str, ...]) -> None:
         assert any(re.search(pattern, warning) for warning in warnings), (pattern, warnings)
 
 
-WITHOUT_WORKER = (
-    *("lock of the trainer", "lock of the sink process", "log of the sink process", "small files", "reader", "thread"),
-)
+WITHOUT_WORKER = (*("lock of the trainer", "lock of the sink process", "log of the sink process", "small files", "reader", "thread"),)
 """Resources of the trainer and the sinks. `make test` refuses them to a run without a worker, because starting one takes two seconds of a
 core.
 """
@@ -174,19 +167,10 @@ def marks(training: str, refusal: str, offload: bool) -> list[pytest.MarkDecorat
 
 @pytest.mark.parametrize(
     ("training", "refusal", "offload"),
-    [
-        pytest.param(*case, marks=marks(*case))
-        for case in product(TRAININGS, MONKEY, (True, False))
-        if case[2] or case[1] in WITHOUT_WORKER
-    ],
+    [pytest.param(*case, marks=marks(*case)) for case in product(TRAININGS, MONKEY, (True, False)) if case[2] or case[1] in WITHOUT_WORKER],
 )
 def test_training_ends_as_without_telemetry(
-    training: str,
-    refusal: str,
-    offload: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    training: str, refusal: str, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = untouched(training)
     patch, patterns = MONKEY[refusal]
@@ -269,9 +253,7 @@ LOST = r"\d+ of \d+ records are not in the journal, because the disk did not tak
 REAL = [
     ("bundled", "file_size", "start", (WORKER, "cannot write to .*journal.jsonl", LOST)),
     ("bundled", "file_size", "middle", ("cannot write to .*journal.jsonl", LOST)),
-    pytest.param(
-        "own_loop", "file_size", "start", (WORKER, "cannot write to .*journal.jsonl", LOST), marks=pytest.mark.slow
-    ),
+    pytest.param("own_loop", "file_size", "start", (WORKER, "cannot write to .*journal.jsonl", LOST), marks=pytest.mark.slow),
     pytest.param("own_loop", "file_size", "middle", ("cannot write to .*journal.jsonl", LOST), marks=pytest.mark.slow),
     ("bundled", "descriptors", "start", (JOURNAL,)),
     pytest.param("bundled", "descriptors", "middle", ("cannot save .*cursors.json",), marks=pytest.mark.slow),
@@ -295,9 +277,7 @@ def test_training_ends_as_without_telemetry_where_the_system_itself_refuses(
 ) -> None:
     words: list[str | Path] = [PROGRAM, training, resource, moment]
     if resource == "read_only":
-        program = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, timeout=300, preexec_fn=keep_to_permissions
-        )
+        program = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, preexec_fn=keep_to_permissions)
     else:
         program = run_python(*words, one_core=False)
 
@@ -307,12 +287,9 @@ def test_training_ends_as_without_telemetry_where_the_system_itself_refuses(
     check([warning for warning in report["warnings"] if not REPORTS.search(warning)], patterns)
 
 
-def test_the_command_trains_where_no_file_may_be_larger_than_60_kb_and_says_that_no_checkpoint_is_there(
-    tmp_path: Path,
-) -> None:
+def test_the_command_trains_where_no_file_may_be_larger_than_60_kb_and_says_that_no_checkpoint_is_there(tmp_path: Path) -> None:
     code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (60 << 10, 60 << 10));"
-        "from esper_telemetry.__main__ import main; main()"
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (60 << 10, 60 << 10));from esper_telemetry.__main__ import main; main()"
     )
     options = ["train", "--env", "CartPole-v1", "--total-steps", "4096", "--run-dir", "run"]
     command = run_python("-c", code, *options, cwd=tmp_path, one_core=False)
@@ -338,9 +315,7 @@ def test_a_library_that_cannot_be_imported_in_the_middle_costs_what_it_measures(
     assert len(read_run(tmp_path / "run").records) >= UPDATES
 
 
-def test_a_trainer_with_more_than_a_thousand_open_files_uses_the_worker(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trainer_with_more_than_a_thousand_open_files_uses_the_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`select` does not accept a descriptor above 1023, which would end training when `close` waits for the worker."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))

@@ -80,18 +80,12 @@ def sb3(telemetry: Telemetry | None, middle: Middle) -> str:
         from esper_telemetry.adapters.sb3 import TelemetryCallback
 
         callbacks.append(TelemetryCallback(telemetry))
-    model = stable_baselines3.PPO(
-        "MlpPolicy", "CartPole-v1", n_steps=64, batch_size=32, n_epochs=1, seed=3, device="cpu"
-    )
+    model = stable_baselines3.PPO("MlpPolicy", "CartPole-v1", n_steps=64, batch_size=32, n_epochs=1, seed=3, device="cpu")
     model.learn(UPDATES * 64, callback=callbacks)
     return digest(model.policy.state_dict().values())
 
 
-TRAININGS: dict[str, Callable[[Telemetry | None, Middle], str]] = {
-    "bundled": bundled,
-    "own_loop": own_loop,
-    "sb3": sb3,
-}
+TRAININGS: dict[str, Callable[[Telemetry | None, Middle], str]] = {"bundled": bundled, "own_loop": own_loop, "sb3": sb3}
 
 
 def nothing() -> None:

@@ -281,9 +281,7 @@ def test_an_estimate_of_the_divergence_is_a_penalty_of_its_sign(name: str, sign:
 
     assert reading.complete and reading.penalty is not None
     assert reading.penalty.weight * sign > 0
-    slopes = torch.autograd.grad(
-        sign * 0.5 * PENALTIES[name](rows.log_probs, rows.old_log_probs).mean(), rows.log_probs
-    )
+    slopes = torch.autograd.grad(sign * 0.5 * PENALTIES[name](rows.log_probs, rows.old_log_probs).mean(), rows.log_probs)
     edges = torch.autograd.grad([*reading.penalty.edges], rows.log_probs, [*reading.penalty.slopes])
     torch.testing.assert_close(edges, slopes)
 
@@ -392,10 +390,7 @@ def test_what_a_loss_leaves_out_is_known() -> None:
         (lambda logits: logits.softmax(-1)[:, 0].log(), False),
         (lambda logits: Categorical(logits=logits.softmax(-1)).log_prob(torch.zeros(ROWS)), True),
         (lambda logits: logits.softmax(-1).view(ROWS, 2).log_softmax(-1)[:, 0], True),
-        (
-            lambda logits: -F.cross_entropy(logits.softmax(-1), torch.zeros(ROWS, dtype=torch.long), reduction="none"),
-            True,
-        ),
+        (lambda logits: -F.cross_entropy(logits.softmax(-1), torch.zeros(ROWS, dtype=torch.long), reduction="none"), True),
     ],
 )
 def test_a_softmax_of_a_softmax_is_seen(log_probs: Callable[[Tensor], Tensor], twice: bool) -> None:
@@ -488,10 +483,7 @@ NONFINITE: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     "0 log 0": (masked_entropy, "a product of 0 and the logarithm of 0"),
     "0 log 1e-8": (lambda logits: masked_entropy(logits, 1e-8), None),
     "log(1 - 1)": (lambda logits: (1 - (50 + logits).tanh() ** 2).log().mean(), "the logarithm of 0"),
-    "root of a negative number": (
-        lambda logits: (-logits.exp()).sqrt().mean(),
-        "the root of -1.10517",
-    ),
+    "root of a negative number": (lambda logits: (-logits.exp()).sqrt().mean(), "the root of -1.10517"),
     "NaN from outside": (lambda logits: (torch.tensor(torch.nan) * logits.exp()).mean(), None),
 }
 

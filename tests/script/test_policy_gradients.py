@@ -11,10 +11,7 @@ from mistakes.corpus import CHANGES
 from test_script_runs import python
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "mistakes" / "programs" / "policy_gradient.py"
-BONUS = (
-    "loss = actor_loss + 0.5 * critic_loss",
-    "loss = actor_loss + 0.5 * critic_loss + 0.01 * features[0].weight.cosh().mean()",
-)
+BONUS = ("loss = actor_loss + 0.5 * critic_loss", "loss = actor_loss + 0.5 * critic_loss + 0.01 * features[0].weight.cosh().mean()")
 """A term that is none of PPO's: the loss cannot be recomputed."""
 
 pytestmark = pytest.mark.system
@@ -95,9 +92,7 @@ def test_rows_of_a_memory_that_is_never_cleared_are_named(tmp_path: Path, args: 
 @pytest.mark.parametrize(("args", "name"), [((), "alone_zero"), (("--critic",), "rewards_zero")])
 def test_rewards_that_a_normalisation_has_removed_are_named(tmp_path: Path, args: tuple[str, ...], name: str) -> None:
     """CartPole pays 1 in every step."""
-    rows = checked(
-        tmp_path, ("    returns, total = [], 0.0\n", NORMALIZED + "    returns, total = [], 0.0\n"), args=args
-    )
+    rows = checked(tmp_path, ("    returns, total = [], 0.0\n", NORMALIZED + "    returns, total = [], 0.0\n"), args=args)
 
     assert names(rows["advantages"]) == [name]
 

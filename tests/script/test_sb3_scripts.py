@@ -62,9 +62,7 @@ def test_a_script_with_a_callback_of_its_own_is_left_alone(tmp_path: Path) -> No
     assert result.code == 0
     assert not (tmp_path / "run").exists()
     assert len(read_run(tmp_path / "own").records) == 2
-    assert telemetry_lines(result)[-1].endswith(
-        "sb3_own.py: the script has its own TelemetryCallback; nothing was added"
-    )
+    assert telemetry_lines(result)[-1].endswith("sb3_own.py: the script has its own TelemetryCallback; nothing was added")
 
 
 def test_a_model_of_sb3_contrib_that_fails_is_named(tmp_path: Path) -> None:

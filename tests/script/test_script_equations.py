@@ -31,10 +31,7 @@ from esper_telemetry.updates.equation_checks import equation_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 STALE = (
-    (
-        "            next_obs = torch.Tensor(next_obs)\n",
-        "            next_obs, waiting = waiting, torch.Tensor(next_obs)\n",
-    ),
+    ("            next_obs = torch.Tensor(next_obs)\n", "            next_obs, waiting = waiting, torch.Tensor(next_obs)\n"),
     ("next_done = torch.zeros(args.num_envs)\n", "next_done = torch.zeros(args.num_envs)\n    waiting = next_obs\n"),
 )
 MATCHING = ("stored_rewards", "executed_actions", "replayed_log_probs", "values", "clipping", "advantages", "log_probs")
@@ -176,12 +173,8 @@ def test_gradients_of_two_optimizers_are_checked_in_turns(uncleared: int | None,
     assert result.code == 0, result.stderr
     first, *later = [record.values for record in read_run(tmp_path / "run").records]
     assert EQUATION_KEY + "gradient" not in first
-    assert [values[EQUATION_KEY + "gradient"] > 1e-3 for values in later] == [
-        turn == uncleared for turn in (0, 1, 0, 1)
-    ]
-    assert [EQUATION_KEY + "gradient_not_cleared" in values for values in later] == [
-        turn == uncleared for turn in (0, 1, 0, 1)
-    ]
+    assert [values[EQUATION_KEY + "gradient"] > 1e-3 for values in later] == [turn == uncleared for turn in (0, 1, 0, 1)]
+    assert [EQUATION_KEY + "gradient_not_cleared" in values for values in later] == [turn == uncleared for turn in (0, 1, 0, 1)]
 
 
 class Minibatch:
@@ -215,15 +208,11 @@ class Minibatch:
 
     def backward(self) -> Tensor:
         self.loss.backward()
-        return torch.cat(
-            [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters]
-        )
+        return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters])
 
 
 @pytest.mark.parametrize(("square", "weight"), [(0.5, 0.25), (1.0, 0.5)])
-def test_terms_of_a_loss_add_up_to_its_gradient_whatever_factor_the_value_loss_has(
-    square: float, weight: float
-) -> None:
+def test_terms_of_a_loss_add_up_to_its_gradient_whatever_factor_the_value_loss_has(square: float, weight: float) -> None:
     minibatch = Minibatch(square=square)
 
     names, weights, total = minibatch.terms(minibatch.loss / 4)
@@ -346,9 +335,7 @@ def test_parameters_that_an_optimizer_lacks_are_those_of_the_loss_and_those_with
     actor, critic = (list(minibatch.agent[name].parameters()) for name in ("actor", "critic"))
     loss = minibatch.agent["actor"](torch.ones(1, 3)).sum()
     bare = nn.Parameter(torch.ones(1))
-    assert not left_out(loss, minibatch.variables, actor) and not left_out(
-        minibatch.loss, minibatch.variables, actor, critic
-    )
+    assert not left_out(loss, minibatch.variables, actor) and not left_out(minibatch.loss, minibatch.variables, actor, critic)
     assert len(left_out(minibatch.loss, minibatch.variables, actor)) == len(critic)
     assert [*left_out(loss * bare, Variables([{"log_std": bare}]), actor)] == ["log_std"]
     minibatch.backward()
@@ -454,15 +441,8 @@ def first_minibatch(
     shape, rows = values.shape, torch.arange(values.numel())
     zeros, never = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
     ends = never if ended is None else ended
-    rollout = RolloutEnd(
-        *(1, 1, zeros, values, zeros, values, zeros - 1, ends, ends), next_values=zeros, actions={}, gamma=0.9
-    )
-    columns: dict[str, Any] = {
-        "rows": rows,
-        "values": new.flatten(),
-        "old_values": values.flatten(),
-        "returns": values.flatten(),
-    }
+    rollout = RolloutEnd(*(1, 1, zeros, values, zeros, values, zeros - 1, ends, ends), next_values=zeros, actions={}, gamma=0.9)
+    columns: dict[str, Any] = {"rows": rows, "values": new.flatten(), "old_values": values.flatten(), "returns": values.flatten()}
     minibatches = JoinedMinibatches(
         (0,), (len(rows),), (torch.as_tensor(log_ratio) + zeros).flatten(), zeros.flatten(), None, {}, **columns
     )
@@ -474,8 +454,7 @@ def first_minibatch(
     return {
         key.removeprefix(EQUATION_KEY)
         for key, value in keys.items()
-        if key.removeprefix(EQUATION_KEY).startswith(names)
-        and (value > 1e-4 or any(word in key for word in ("observation", "memory")))
+        if key.removeprefix(EQUATION_KEY).startswith(names) and (value > 1e-4 or any(word in key for word in ("observation", "memory")))
     }
 
 
@@ -529,10 +508,7 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
     actions, zeros = torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1)
     log_probs, never = logits.log_softmax(-1)[..., 0], torch.zeros(8, 1, dtype=torch.bool)
     rollout = RolloutEnd(
-        *(1, 1, zeros, zeros, advantages, advantages, log_probs, never, never),
-        next_values=zeros,
-        actions={"action": actions},
-        gamma=0.9,
+        *(1, 1, zeros, zeros, advantages, advantages, log_probs, never, never), next_values=zeros, actions={"action": actions}, gamma=0.9
     )
 
     def differs(counts: tuple[int, ...]) -> bool:
@@ -545,12 +521,7 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
         update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
         facts = Facts(columns_by_name=True, clip=0.2)
         groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
-        return any(
-            key.endswith("policy_loss_log_prob")
-            for group in groups
-            if isinstance(group, MetricGroup)
-            for key in group.values()
-        )
+        return any(key.endswith("policy_loss_log_prob") for group in groups if isinstance(group, MetricGroup) for key in group.values())
 
     assert not differs((8,))
     assert differs((4, 4))

@@ -20,23 +20,10 @@ def named_mistakes(directory: Path, text: str) -> dict[str, set[str]]:
     """Run a script; return the equations in its first record, and the names of their explanations."""
     head, parser, body = text.partition("parser = ")
     (directory / "ppo.py").write_text(f"{head}def main():\n{textwrap.indent(parser + body, '    ')}\n\nmain()\n")
-    words = [
-        "-m",
-        "esper_telemetry",
-        "run",
-        "--run-dir",
-        "run",
-        "ppo.py",
-        "--env-id",
-        "CartPole-v1",
-        "--total-timesteps",
-        "768",
-    ]
+    words = ["-m", "esper_telemetry", "run", "--run-dir", "run", "ppo.py", "--env-id", "CartPole-v1", "--total-timesteps", "768"]
     run_python(*words, cwd=directory).check_returncode()
     run = read_run(directory / "run")
-    results = [
-        one for one in equation_results(run.records[0].values, Facts.of(run.info.facts)) if one.equation.name in CHECKED
-    ]
+    results = [one for one in equation_results(run.records[0].values, Facts.of(run.info.facts)) if one.equation.name in CHECKED]
     assert all(one.matches or one.explanations for one in results)
     return {one.equation.name: {hypothesis.name for hypothesis in one.hypotheses} for one in results}
 

@@ -21,14 +21,7 @@ from esper_telemetry.adapters.script.autograd_graph import LayerOutputs, graph_o
 from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
-from esper_telemetry.adapters.script.recorders import (
-    Asked,
-    DistributionLog,
-    EpisodeLog,
-    EstimateLog,
-    IndexLog,
-    step_parts,
-)
+from esper_telemetry.adapters.script.recorders import Asked, DistributionLog, EpisodeLog, EstimateLog, IndexLog, step_parts
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout, _summands
 from esper_telemetry.adapters.script.script_taps import Taps
 from esper_telemetry.adapters.script.settings import find_discounts
@@ -239,9 +232,7 @@ def test_a_masked_distribution_of_the_script_is_recorded_with_its_masks(masks: A
 
     torch.testing.assert_close(heads.logits["action"].exp(), policy.probs.detach())
     assert bool(heads.logits["action"].isfinite().all())
-    assert {name: mask.tolist() for name, mask in heads.action_masks.items()} == (
-        {"action": (masks == 1).tolist()} if len(masks) else {}
-    )
+    assert {name: mask.tolist() for name, mask in heads.action_masks.items()} == ({"action": (masks == 1).tolist()} if len(masks) else {})
 
 
 def test_distributions_that_are_asked_after_each_step_belong_to_it() -> None:
@@ -317,9 +308,7 @@ def test_the_result_of_a_step_is_recognised_whatever_its_length(result: Any, exp
     assert [flag.tolist() for flag in flags] == [np.atleast_1d(one).tolist() for one in expected[1]]
 
 
-@pytest.mark.parametrize(
-    "result", [None, (1.0, 0.5), (0.7, -0.69, 1), ("0.5", "low", True), ([1.0], 0.5, {}), [[], []]]
-)
+@pytest.mark.parametrize("result", [None, (1.0, 0.5), (0.7, -0.69, 1), ("0.5", "low", True), ([1.0], 0.5, {}), [[], []]])
 def test_what_an_agent_returns_is_not_the_result_of_a_step(result: Any) -> None:
     """Value, log-probability and action among them."""
     assert step_parts(result) is None
@@ -363,9 +352,7 @@ class StepsInReset(gym.Env[Any, Any]):
         return np.zeros(1, np.float32), 1.0, False, False, {}
 
 
-def test_an_exception_in_a_tap_ends_only_that_tap(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_exception_in_a_tap_ends_only_that_tap(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The script sees none of it, and one warning names the function."""
     listener = ScriptListener(lambda _: None, lambda _: None)
     taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
@@ -548,9 +535,7 @@ def test_numbers_of_which_the_loss_takes_rows_are_the_log_probabilities_that_it_
         log.add(column, rows)
     now = (log_probs[rows].clone().requires_grad_() * 2 + 0.5 - 0.5).sub(log_probs[rows])
     new = values[rows].clone().requires_grad_() + 0
-    loss = (
-        -((now - log_probs[rows]).exp() * advantages[rows]).mean() + (new - (values + advantages)[rows]).pow(2).mean()
-    )
+    loss = -((now - log_probs[rows]).exp() * advantages[rows]).mean() + (new - (values + advantages)[rows]).pow(2).mean()
     reading = read_loss(loss, held=[new])
     assert reading is not None and reading.policy is not None and reading.policy.log_probs is None
     arrays = {"l": log_probs, "a": advantages, "v": values, "t": values + advantages, "o": other}
@@ -606,17 +591,10 @@ def test_the_value_after_the_last_step_is_of_the_critic_and_not_of_a_policy_with
     if not acted:
         log.add(critic, values[-1:])
     log_probs, rewards = torch.randn(32, generator=draw), torch.randn(32, generator=draw)
-    arrays = {
-        "r": rewards,
-        "z": log_probs,
-        "values": values[:-1, 0],
-        "a": rewards + 0.9 * values[1:, 0] - values[:-1, 0],
-    }
+    arrays = {"r": rewards, "z": log_probs, "values": values[:-1, 0], "a": rewards + 0.9 * values[1:, 0] - values[:-1, 0]}
     ends = torch.zeros(32, 1, dtype=torch.bool)
     reading = reading_of(log_probs, arrays["a"])
-    finder = RolloutFinder(
-        Variables([arrays]), collected(ends, rewards.view(32, 1)), reading=reading, last_estimates=log.take_last()
-    )
+    finder = RolloutFinder(Variables([arrays]), collected(ends, rewards.view(32, 1)), reading=reading, last_estimates=log.take_last())
     rollout = finder.rollout(0.9)
 
     assert rollout is not None and torch.equal(rollout.last_values, values[-1:])
@@ -678,13 +656,7 @@ def test_tensors_in_dictionaries_and_objects_are_variables() -> None:
 def test_the_value_after_the_last_step_is_not_implied_by_targets_that_are_the_advantages() -> None:
     draw = torch.Generator().manual_seed(11)
     log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))
-    arrays = {
-        "rewards": torch.ones(32),
-        "values": values,
-        "z": log_probs,
-        "a": advantages,
-        "returns": advantages.clone(),
-    }
+    arrays = {"rewards": torch.ones(32), "values": values, "z": log_probs, "a": advantages, "returns": advantages.clone()}
     rollout = rollout_of(arrays, reading_of(log_probs, advantages)).rollout(0.5)
 
     assert rollout is not None
@@ -763,9 +735,7 @@ def test_returns_are_not_taken_for_advantages_where_values_hardly_vary() -> None
     reading = reading_of(log_probs, used, values)
     assert reading.value is not None
     reading = reading._replace(value=reading.value._replace(returns=raw + values))
-    rollout = RolloutFinder(
-        Variables([arrays]), collected(torch.arange(32).reshape(32, 1) == 31), reading=reading
-    ).rollout(0.9)
+    rollout = RolloutFinder(Variables([arrays]), collected(torch.arange(32).reshape(32, 1) == 31), reading=reading).rollout(0.9)
 
     assert rollout is not None and torch.equal(rollout.advantages.flatten(), used)
 
@@ -830,12 +800,7 @@ class Walkers:
         self.time += 1
         ended = torch.tensor([False, self.time == 3])
         flags = (ended,) if self.flags == 1 else (torch.zeros(2), ended)
-        return (
-            torch.ones(2, 3),
-            torch.tensor([1.0, 2.0]),
-            *flags,
-            [{"TimeLimit.truncated": one} for one in ended.tolist()],
-        )
+        return (torch.ones(2, 3), torch.tensor([1.0, 2.0]), *flags, [{"TimeLimit.truncated": one} for one in ended.tolist()])
 
 
 class Wrapped:
@@ -990,10 +955,7 @@ def test_values_are_those_of_the_critic_that_acts_where_another_one_learns() -> 
     arrays = {"z": log_probs, "a": advantages, "q": advantages + values, "v": values, "n": new.detach()}
 
     finder = RolloutFinder(
-        Variables([arrays]),
-        collected(torch.zeros(32, 1, dtype=torch.bool)),
-        reading=reading,
-        last_estimates=log.take_last(),
+        Variables([arrays]), collected(torch.zeros(32, 1, dtype=torch.bool)), reading=reading, last_estimates=log.take_last()
     )
     rollout = finder.rollout()
 
@@ -1002,9 +964,7 @@ def test_values_are_those_of_the_critic_that_acts_where_another_one_learns() -> 
 
 
 @pytest.mark.parametrize(("bootstrap", "gae_lambda"), [(True, 0.9), (False, 0.9), (True, 1.0)])
-def test_a_discount_without_a_name_is_read_from_the_advantages_whatever_the_last_value_is(
-    bootstrap: bool, gae_lambda: float
-) -> None:
+def test_a_discount_without_a_name_is_read_from_the_advantages_whatever_the_last_value_is(bootstrap: bool, gae_lambda: float) -> None:
     draw = torch.Generator().manual_seed(24)
     rewards, values = (torch.randn(20, 3, generator=draw).double() for _ in range(2))
     last, advantages = torch.randn(3, generator=draw).double(), torch.zeros(20, 3).double()
@@ -1014,9 +974,7 @@ def test_a_discount_without_a_name_is_read_from_the_advantages_whatever_the_last
         advantages[step], following = running, values[step]
     never = torch.zeros(20, 3, dtype=torch.bool)
     following_values = torch.cat([values[1:], last[None]])
-    rollout = ScriptRollout(
-        rewards, values, advantages, advantages + values, rewards, never, never, following_values, last.reshape(1, 3)
-    )
+    rollout = ScriptRollout(rewards, values, advantages, advantages + values, rewards, never, never, following_values, last.reshape(1, 3))
     found = {"gamma": 0.97, "gae_lambda": gae_lambda}
     assert find_discounts(rollout, {}, ()) == found
     assert find_discounts(rollout, {"gamma": 0.97}, ()) == found
@@ -1037,12 +995,8 @@ def test_a_discount_without_a_name_is_read_from_the_advantages_whatever_the_last
         ("loss = policy + 0.5 * value\nweight = 0.9\nclip = min(r, 0.8)", ()),
     ],
 )
-def test_discounts_are_numbers_of_recursions_and_not_weights_of_losses_or_averages(
-    tmp_path: Path, code: str, discounts: Any
-) -> None:
-    head = (
-        "from esper_telemetry.adapters.script.variables import read_source\ndef sums(r, v, v2, d, s, a, end, deltas):\n"
-    )
+def test_discounts_are_numbers_of_recursions_and_not_weights_of_losses_or_averages(tmp_path: Path, code: str, discounts: Any) -> None:
+    head = "from esper_telemetry.adapters.script.variables import read_source\ndef sums(r, v, v2, d, s, a, end, deltas):\n"
     lines = [*code.splitlines(), "return 0"]
     (tmp_path / "script.py").write_text(head + "".join(f"    {line}\n" for line in lines) + "found = read_source()")
 
@@ -1071,14 +1025,7 @@ def test_any_index_is_left_to_the_script() -> None:
     taps.install()
     try:
         column, rows = torch.arange(6.0), torch.tensor([4, 1, 1])
-        taken = [
-            column[rows],
-            column[torch.tensor(3)],
-            column[[0, 2, 5]],
-            column[column > 3],
-            column[1:],
-            column[..., None],
-        ]
+        taken = [column[rows], column[torch.tensor(3)], column[[0, 2, 5]], column[column > 3], column[1:], column[..., None]]
         column.index_select(0, rows[:2])
     finally:
         taps.remove()

@@ -57,13 +57,7 @@ def python(directory: Path, *words: str, fresh: bool = False, cores: int = 1) ->
         os.sched_setaffinity(0, random.sample(sorted(os.sched_getaffinity(0)), cores))
 
     result = subprocess.run(
-        [sys.executable, *words],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        preexec_fn=as_in_a_terminal,
+        [sys.executable, *words], cwd=directory, capture_output=True, text=True, timeout=120, check=False, preexec_fn=as_in_a_terminal
     )
     return ProcessResult(result.returncode, SPEED.sub("SPS", result.stdout), result.stderr)
 
@@ -111,9 +105,7 @@ OPTIMIZER = "optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, e
         ),
         (  # an optimizer each after one backward pass; the variable names show which network they belong to
             "pi_opt, vf_opt = optim.Adam(agent.actor.parameters(), lr=1e-3), optim.Adam(agent.critic.parameters(), lr=3e-3)",
-            LOSS_AND_STEP.replace("optimizer.zero_grad()", "agent.zero_grad()").replace(
-                "optimizer.step()", "pi_opt.step(); vf_opt.step()"
-            ),
+            LOSS_AND_STEP.replace("optimizer.zero_grad()", "agent.zero_grad()").replace("optimizer.step()", "pi_opt.step(); vf_opt.step()"),
         ),
         (  # an optimizer and a loss each
             "first, second = optim.Adam(agent.actor.parameters(), lr=1e-3), optim.Adam(agent.critic.parameters(), lr=3e-3)",
@@ -230,9 +222,7 @@ def test_a_script_that_fails_before_its_first_update_hears_of_its_first_nonfinit
     result = python(tmp_path, "-m", "esper_telemetry", "run", "script.py")
 
     assert result.code == 1
-    assert (
-        "training raised ValueError; first non-finite tensor: state[0] = nan, assigned in script.py:3" in result.stderr
-    )
+    assert "training raised ValueError; first non-finite tensor: state[0] = nan, assigned in script.py:3" in result.stderr
 
 
 def test_a_reader_that_never_works_is_reported_at_the_end(tmp_path: Path) -> None:
@@ -288,9 +278,7 @@ def test_with_a_default_device_each_pass_counts_once(tmp_path: Path, plain: Proc
     """With a default device, torch calls `Tensor.backward` a second time from within itself."""
     text = (SCRIPTS / "categorical.py").read_text(encoding="utf-8")
     script = tmp_path / "categorical.py"
-    script.write_text(
-        text.replace("import torch\n", "import torch\ntorch.set_default_device('cpu')\n", 1), encoding="utf-8"
-    )
+    script.write_text(text.replace("import torch\n", "import torch\ntorch.set_default_device('cpu')\n", 1), encoding="utf-8")
     result = with_telemetry(tmp_path, str(script), "--seed=4")
 
     assert (result.code, weights_of(result)) == (0, weights_of(plain))
@@ -302,9 +290,7 @@ def test_with_a_default_device_each_pass_counts_once(tmp_path: Path, plain: Proc
 
 def test_the_last_kl_is_the_scripts_own(tmp_path: Path) -> None:
     """One minibatch and one epoch: the KL of the update is the minibatch's, which the script prints."""
-    result = with_telemetry(
-        tmp_path, str(SCRIPTS / "categorical.py"), "--num_minibatches=1", "--update_epochs=1", "--learning_rate=0.5"
-    )
+    result = with_telemetry(tmp_path, str(SCRIPTS / "categorical.py"), "--num_minibatches=1", "--update_epochs=1", "--learning_rate=0.5")
 
     kls = [float(kl) for kl in re.findall(r"kl (\S+)", result.stdout)]
     measured = [record.values["policy/kl"] for record in read_run(tmp_path / "run").records]
@@ -347,9 +333,7 @@ def test_a_script_in_one_piece_with_memory(tmp_path: Path) -> None:
     assert {"lstm/gate/f/mean", "lstm/cell_log_gain"} <= run.records[0].values.keys()
     norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
     for place, record in enumerate(run.records):
-        assert record.values["grad/global/norm_preclip"] == pytest.approx(
-            sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5
-        )
+        assert record.values["grad/global/norm_preclip"] == pytest.approx(sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5)
         assert record.values["integrity/ratio_init"] <= 1e-6
         assert record.values["integrity/gae_identity"] <= 1e-6
         assert "telemetry/metric_errors" not in record.values
@@ -394,9 +378,7 @@ def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
         ("forked", 0, "", RunStatus.FINISHED),
     ],
 )
-def test_a_script_ends_as_without(
-    tmp_path: Path, plain: ProcessResult, end: str, code: int, words: str, status: RunStatus | None
-) -> None:
+def test_a_script_ends_as_without(tmp_path: Path, plain: ProcessResult, end: str, code: int, words: str, status: RunStatus | None) -> None:
     """Exit code, prints and traceback are the script's own. The journal has the earlier records and says how the run ended. If the system
     kills the script, the worker process writes the end.
     """
@@ -471,9 +453,7 @@ def test_a_script_of_cleanrl(tmp_path: Path, script: str, mend: bool, arguments:
     run = read_run(tmp_path / "run")
     assert len(run.records) == 4 if script == "ppo.py" else 2
     assert run.records[-1].values.keys() >= COMMON
-    assert run.records[-1].values["value/explained_variance"] == pytest.approx(
-        before["losses/explained_variance"][-1], abs=1e-4
-    )
+    assert run.records[-1].values["value/explained_variance"] == pytest.approx(before["losses/explained_variance"][-1], abs=1e-4)
 
 
 def event_values(directory: Path) -> dict[str, list[float]]:
@@ -524,9 +504,7 @@ def test_numbers_of_a_tensor_remain_numbers_for_torch(tmp_path: Path) -> None:
 def test_other_ranks_run_the_script_and_say_nothing(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('trained')")
 
-    process = run_python(
-        *("-m", "esper_telemetry", "run", "script.py"), cwd=tmp_path, env={**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
-    )
+    process = run_python(*("-m", "esper_telemetry", "run", "script.py"), cwd=tmp_path, env={**os.environ, "RANK": "1", "WORLD_SIZE": "2"})
 
     assert (process.returncode, process.stdout, process.stderr) == (0, "trained\n", "")
 

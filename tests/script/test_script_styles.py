@@ -77,37 +77,20 @@ def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "edit", "equation", "hypothesis"),
     [
-        (
-            "worker_pipes.py",
-            ("g = G[b]\n", "g = G[torch.randperm(n * k)[:128]]\n"),
-            "normalized_advantages",
-            "other_rows",
-        ),
+        ("worker_pipes.py", ("g = G[b]\n", "g = G[torch.randperm(n * k)[:128]]\n"), "normalized_advantages", "other_rows"),
         (
             "numpy_arrays.py",
             ("torch.from_numpy(gain[part])", "torch.from_numpy(gain[rng.permutation(N)[:64]])"),
             "normalized_advantages",
             "other_rows",
         ),
-        (
-            "worker_pipes.py",
-            ("(l.exp() * l).sum(1)", "(l.exp() * l).gather(1, A[b][:, None])"),
-            "entropy_loss",
-            "chosen_term",
-        ),
+        ("worker_pipes.py", ("(l.exp() * l).sum(1)", "(l.exp() * l).gather(1, A[b][:, None])"), "entropy_loss", "chosen_term"),
         ("shuffled_columns.py", (".entropy().mean()", ".entropy().sum()"), "entropy_loss", "sum"),
         ("tensor_environment.py", ("torch.min(ratio", "torch.max(ratio"), "policy_loss", "optimistic"),
-        (
-            "tensor_environment.py",
-            ("l, g + v, v))", "l, (g + v).T.reshape(S, B), v))"),
-            "advantages",
-            "returns_swapped",
-        ),
+        ("tensor_environment.py", ("l, g + v, v))", "l, (g + v).T.reshape(S, B), v))"), "advantages", "returns_swapped"),
     ],
 )
-def test_a_mistake_is_named_in_any_style(
-    tmp_path: Path, name: str, edit: tuple[str, str], equation: str, hypothesis: str
-) -> None:
+def test_a_mistake_is_named_in_any_style(tmp_path: Path, name: str, edit: tuple[str, str], equation: str, hypothesis: str) -> None:
     rows = checked(tmp_path, name, *edit)
 
     different = [one for one, row in rows.items() if row["state"] == "differs"]
@@ -126,17 +109,12 @@ def test_swapped_flags_of_terminations_and_time_limits_are_named(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("step", "reset", "shows"),
-    [("paso", "reiniciar", "vista"), ("schritt", "neu", "bild"), ("advance", "begin", "look")],
+    ("step", "reset", "shows"), [("paso", "reiniciar", "vista"), ("schritt", "neu", "bild"), ("advance", "begin", "look")]
 )
 def test_an_environment_may_have_methods_of_any_names(tmp_path: Path, step: str, reset: str, shows: str) -> None:
     source = (SCRIPTS / "own_environment.py").read_text()
     for old, new in (("step(", f"{step}("), ("reset(", f"{reset}("), ("seen(", f"{shows}(")):
-        source = (
-            source.replace(f"def {old}", f"def {new}")
-            .replace(f"e.{old}", f"e.{new}")
-            .replace(f"self.{old}", f"self.{new}")
-        )
+        source = source.replace(f"def {old}", f"def {new}").replace(f"e.{old}", f"e.{new}").replace(f"self.{old}", f"self.{new}")
     (tmp_path / "script.py").write_text(source)
     plain = python(tmp_path, "script.py")
     result = python(tmp_path, "-m", "esper_telemetry", "run", "--run-dir", "run", "script.py")
@@ -152,9 +130,7 @@ def test_a_script_whose_environment_is_not_seen_is_told_what_to_add(tmp_path: Pa
     """The ends of its episodes are numbers, so that nothing shows which function is a step."""
     source = (SCRIPTS / "own_environment.py").read_text()
     source = source.replace("def step(", "def paso(").replace("e.step(", "e.paso(")
-    source = source.replace(
-        "self.place in (0, 8) or self.steps >= 40", "1.0 * (self.place in (0, 8) or self.steps >= 40)"
-    )
+    source = source.replace("self.place in (0, 8) or self.steps >= 40", "1.0 * (self.place in (0, 8) or self.steps >= 40)")
     (tmp_path / "script.py").write_text(source.replace("~g[i]", "(1 - g[i])"))
     result = python(tmp_path, "-m", "esper_telemetry", "run", "--run-dir", "run", "script.py")
 

@@ -23,11 +23,7 @@ from esper_telemetry.updates.update import CollectedRows, JoinedMinibatches, Rol
 CHANGES = {
     "healthy": ("", "", set()),
     "late": ("dones[t + 1])", "dones[t])", {"advantages_ends_late"}),
-    "ignored": (
-        "1.0 - (next_done if t == args.num_steps - 1 else dones[t + 1])",
-        "1.0",
-        {"advantages_ends_ignored"},
-    ),
+    "ignored": ("1.0 - (next_done if t == args.num_steps - 1 else dones[t + 1])", "1.0", {"advantages_ends_ignored"}),
     "scaled": (
         "(mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)",
         "mb_advantages / (mb_advantages.std() + 1e-8)",
@@ -36,9 +32,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["healthy", "late", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ignored", "scaled"))]
-)
+@pytest.mark.parametrize("name", ["healthy", "late", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ignored", "scaled"))])
 def test_a_script_with_a_mistake_is_named_and_a_healthy_one_follows_its_equations(tmp_path: Path, name: str) -> None:
     line, other, expected = CHANGES[name]
     source = (SCRIPTS / "categorical.py").read_text()
@@ -50,15 +44,9 @@ def test_a_script_with_a_mistake_is_named_and_a_healthy_one_follows_its_equation
     assert result.code == 0, result.stderr
     first = read_run(tmp_path / "run").records[0].values
     targets = ("advantages", "returns", "normalized_advantages")
-    named = {
-        key.removeprefix(EQUATION_KEY)
-        for key in first
-        if key.startswith(tuple(f"{EQUATION_KEY}{target}_" for target in targets))
-    }
+    named = {key.removeprefix(EQUATION_KEY) for key in first if key.startswith(tuple(f"{EQUATION_KEY}{target}_" for target in targets))}
     assert named == expected
-    wrong = {
-        one.removesuffix("_ends_late").removesuffix("_ends_ignored").removesuffix("_std_alone") for one in expected
-    }
+    wrong = {one.removesuffix("_ends_late").removesuffix("_ends_ignored").removesuffix("_std_alone") for one in expected}
     for target in targets:
         assert (first[EQUATION_KEY + target] > 1e-4) == (target in wrong)
 
@@ -101,11 +89,7 @@ FACTS = Facts(gamma=0.9, gae_lambda=0.8, columns_by_name=True, precision="fp32")
 
 
 def values_of(
-    rollout: RolloutEnd,
-    minibatches: JoinedMinibatches | None = None,
-    *,
-    later: bool = False,
-    held: Held | None = None,
+    rollout: RolloutEnd, minibatches: JoinedMinibatches | None = None, *, later: bool = False, held: Held | None = None
 ) -> dict[str, float]:
     """Return the results of the checks of targets and of a first minibatch; the update is the first one, or a later one."""
     collected, context = None, RolloutContext(previous_targets=torch.zeros(6, 1) if later else None)
@@ -114,16 +98,11 @@ def values_of(
     update = Update(rollout=rollout, minibatches=minibatches, collected=collected, context=context, sampled=True)
     groups = [group for check in equation_checks(update, FACTS, held) for group in check()]  # type: ignore[union-attr]  # all return groups
     return {
-        key.removeprefix(EQUATION_KEY): value
-        for group in groups
-        if isinstance(group, MetricGroup)
-        for key, value in group.values().items()
+        key.removeprefix(EQUATION_KEY): value for group in groups if isinstance(group, MetricGroup) for key, value in group.values().items()
     }
 
 
-def rollout(
-    ended: torch.Tensor, advantages: torch.Tensor, columns: torch.Tensor, limits: torch.Tensor | None
-) -> RolloutEnd:
+def rollout(ended: torch.Tensor, advantages: torch.Tensor, columns: torch.Tensor, limits: torch.Tensor | None) -> RolloutEnd:
     rewards, values, following = columns
     return RolloutEnd(
         *(1, 1, rewards, values, advantages, advantages + values, rewards, ended, ended),

@@ -1,7 +1,5 @@
 """Environments that fail after some steps, for Stable-Baselines3 and for scripts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium as gym

@@ -1,7 +1,5 @@
 """Users' alarms that misbehave; importable, so that a worker applies them too."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time
@@ -131,12 +129,7 @@ class Returning:
 
 
 RULE = AlarmRule(
-    type="my/alarm",
-    inputs=(KEY,),
-    meaning="My number is wrong.",
-    action="Change it.",
-    source="my own",
-    judge=Returning("nothing"),
+    type="my/alarm", inputs=(KEY,), meaning="My number is wrong.", action="Change it.", source="my own", judge=Returning("nothing")
 )
 
 

@@ -1,7 +1,5 @@
 """Arguments of the Python API: accepted forms, one-sentence errors, and one warning for lost values."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc
@@ -144,9 +142,7 @@ def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
 
 def test_one_directory_holds_one_run(tmp_path: Path, telemetry: Telemetry) -> None:
     """Its journal is still empty."""
-    with pytest.raises(
-        FileExistsError, match=r"already holds a run: pass another run directory, or .* Telemetry\(resume=True\)"
-    ):
+    with pytest.raises(FileExistsError, match=r"already holds a run: pass another run directory, or .* Telemetry\(resume=True\)"):
         Telemetry(run_dir=tmp_path / "run")
 
 
@@ -182,17 +178,7 @@ def test_one_tag_is_a_list_of_one(tmp_path: Path) -> None:
 # --- numbers
 
 
-STEPS: list[Any] = [
-    5,
-    np.int64(5),
-    np.uint8(5),
-    np.array(5),
-    np.array([5]),
-    torch.tensor(5),
-    torch.tensor([5.0]),
-    5.0,
-    np.float32(5),
-]
+STEPS: list[Any] = [5, np.int64(5), np.uint8(5), np.array(5), np.array([5]), torch.tensor(5), torch.tensor([5.0]), 5.0, np.float32(5)]
 
 
 @pytest.mark.parametrize("step", STEPS, ids=repr)
@@ -251,9 +237,7 @@ def test_logged_numbers_are_of_any_type(tmp_path: Path) -> None:
             telemetry.flush(env_step=update)
 
     for record in read_run(tmp_path / "run").records:
-        assert {key: value for key, value in record.values.items() if key.startswith("a/")} == {
-            f"a/{name}": 1.0 for name in numbers
-        }
+        assert {key: value for key, value in record.values.items() if key.startswith("a/")} == {f"a/{name}": 1.0 for name in numbers}
 
 
 def test_a_number_that_is_too_large_is_not_finite(tmp_path: Path, telemetry: Telemetry) -> None:
@@ -300,9 +284,7 @@ def test_log_takes_a_mapping(telemetry: Telemetry, values: Any) -> None:
         (3, "got 3"),
     ],
 )
-def test_a_key_that_backends_refuse_comes_back_with_one_that_they_take(
-    telemetry: Telemetry, key: Any, text: str
-) -> None:
+def test_a_key_that_backends_refuse_comes_back_with_one_that_they_take(telemetry: Telemetry, key: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         telemetry.log({key: 1.0})
 
@@ -316,25 +298,10 @@ def test_groups_hold_numbers_of_any_type(number: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"a": 1},
-        {"a": torch.ones(1)},
-        3,
-        None,
-        "a",
-        b"a",
-        torch.ones(2),
-        np.ones(2),
-        torch.tensor(1.0),
-        [1.0],
-        Curiosity,
-    ],
+    "wrong", [{"a": 1}, {"a": torch.ones(1)}, 3, None, "a", b"a", torch.ones(2), np.ones(2), torch.tensor(1.0), [1.0], Curiosity]
 )
 def test_observe_says_where_plain_numbers_go(telemetry: Telemetry, wrong: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"observe takes the results of metric functions, got .*: plain numbers go to telemetry.log"
-    ):
+    with pytest.raises(TypeError, match=r"observe takes the results of metric functions, got .*: plain numbers go to telemetry.log"):
         telemetry.observe(Curiosity(1.0), wrong)
     telemetry.flush(env_step=1)
 
@@ -421,9 +388,7 @@ def test_what_follows_the_last_flush_is_no_mistake(tmp_path: Path, caplog: pytes
     assert warned(caplog, "flush") == 0
 
 
-def test_updates_that_pile_up_are_told_while_training_goes_on(
-    telemetry: Telemetry, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_updates_that_pile_up_are_told_while_training_goes_on(telemetry: Telemetry, caplog: pytest.LogCaptureFixture) -> None:
     """Twelve updates of two epochs each."""
     for _ in range(12):
         for epoch in range(2):
@@ -452,9 +417,7 @@ def test_a_long_update_is_no_mistake(telemetry: Telemetry, caplog: pytest.LogCap
         ({"env_step": 200, "update": 2}, "update=2 after 4"),
     ],
 )
-def test_axes_that_go_back_are_told_once(
-    telemetry: Telemetry, caplog: pytest.LogCaptureFixture, axes: dict[str, int], text: str
-) -> None:
+def test_axes_that_go_back_are_told_once(telemetry: Telemetry, caplog: pytest.LogCaptureFixture, axes: dict[str, int], text: str) -> None:
     telemetry.flush(env_step=100, update=4, gradient_step=8)
     telemetry.flush(**axes)
     telemetry.flush(**axes)
@@ -545,13 +508,9 @@ class Agent(nn.Module):
 
 
 @pytest.mark.parametrize("write", [pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())])
-def test_what_holds_telemetry_cannot_be_pickled_and_says_what_to_do(
-    telemetry: Telemetry, write: Callable[[object], object]
-) -> None:
+def test_what_holds_telemetry_cannot_be_pickled_and_says_what_to_do(telemetry: Telemetry, write: Callable[[object], object]) -> None:
     for thing in (telemetry, [telemetry], Agent(telemetry)):
-        with pytest.raises(
-            TypeError, match=r"a Telemetry belongs to the process that made it .*: leave it out of what is saved"
-        ):
+        with pytest.raises(TypeError, match=r"a Telemetry belongs to the process that made it .*: leave it out of what is saved"):
             write(thing)
 
 

@@ -1,7 +1,5 @@
 """If an exception ended a run, every view begins with the exception and the first tensor that is not finite."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -59,9 +57,7 @@ def journal(directory: Path, status: RunStatus | None, failure: dict[str, Any] |
 def test_a_failure_raises_the_alarm_that_fits_and_one_of_its_own() -> None:
     """The cause of the incident is the tensor, or the exception if no tensor is known."""
     numeric = Detectors().failure(7, AXES, NAN_OBSERVATIONS).alarms
-    other = (
-        Detectors().failure(7, AXES, {"exception": "KeyError", "message": "'joint 7'", "first_nonfinite": ""}).alarms
-    )
+    other = Detectors().failure(7, AXES, {"exception": "KeyError", "message": "'joint 7'", "first_nonfinite": ""}).alarms
 
     assert [(alarm.type, alarm.cause) for alarm in numeric] == [
         ("numerics/nonfinite", "numerics/nonfinite"),
@@ -119,17 +115,7 @@ def test_no_failed_run_is_called_healthy(
 
 
 def test_pages_of_sinks_begin_with_the_failure() -> None:
-    earlier = Alarm(
-        3,
-        AXES,
-        "policy/kl_spike",
-        AlarmEvent.RAISE,
-        1.0,
-        AlarmLevel.CRITICAL,
-        "policy/kl",
-        incident=1,
-        text="KL.",
-    )
+    earlier = Alarm(3, AXES, "policy/kl_spike", AlarmEvent.RAISE, 1.0, AlarmLevel.CRITICAL, "policy/kl", incident=1, text="KL.")
     incidents = IncidentCards([earlier, *Detectors().failure(7, AXES, NAN_OBSERVATIONS).alarms])
 
     assert incidents.page().splitlines()[2].startswith("**The run failed at update 7: ValueError")
@@ -139,11 +125,7 @@ def test_an_exception_in_the_search_leaves_the_users_own() -> None:
     def broken() -> Any:
         raise RuntimeError("the device is lost")
 
-    assert failure_data(ValueError("nan"), broken) == {
-        "exception": "ValueError",
-        "message": "nan",
-        "first_nonfinite": "",
-    }
+    assert failure_data(ValueError("nan"), broken) == {"exception": "ValueError", "message": "nan", "first_nonfinite": ""}
 
 
 def test_infinite_features_are_the_fault_and_have_their_line() -> None:
@@ -237,10 +219,7 @@ def test_stable_baselines3_names_its_tensor(fault: str, tmp_path: Path, capsys: 
     env = DummyVecEnv([partial(Broken, fault, place) for place in range(8)])
     model = PPO("MlpPolicy", env, n_steps=16, batch_size=64, n_epochs=1, device="cpu", seed=3)
     memory = MemorySink()
-    with (
-        pytest.raises(KeyError if fault == "crash" else ValueError),
-        Telemetry([memory], run_dir=tmp_path / "run") as telemetry,
-    ):
+    with pytest.raises(KeyError if fault == "crash" else ValueError), Telemetry([memory], run_dir=tmp_path / "run") as telemetry:
         model.learn(8 * 16 * 8, callback=TelemetryCallback(telemetry))
 
     text = output(["diagnose", str(tmp_path / "run")], capsys)

@@ -1,7 +1,5 @@
 """Calls from signal handlers and several threads: none deadlocks, tears a line or ends training."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -198,9 +196,7 @@ def test_what_a_deferred_call_raises_does_not_reach_the_interrupted_one(caplog: 
     assert "ZeroDivisionError" in warned.getMessage()
 
 
-def test_an_exception_between_a_write_and_its_result_costs_no_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_between_a_write_and_its_result_costs_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, write, presses = Journal.create(tmp_path), os.write, [KeyboardInterrupt()]
 
     def interrupted(descriptor: int, data: bytes) -> int:

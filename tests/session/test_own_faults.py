@@ -1,7 +1,5 @@
 """A fault in telemetry's own code costs its update, with a warning; training, its weights and its exceptions do not change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +58,7 @@ def break_second_call(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_training_continues_without_the_update(
-    owner: type,
-    name: str,
-    tmp_path: Path,
-    untouched: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    owner: type, name: str, tmp_path: Path, untouched: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     break_second_call(owner, name, monkeypatch)
 

@@ -1,7 +1,5 @@
 """Resuming a run: the journal holds each update once, derived metrics keep their history, and two processes never train one run."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -73,10 +71,7 @@ def test_updates_that_are_not_recorded_again_are_judged(tmp_path: Path, capsys: 
 
     assert numbers(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
     assert (tmp_path / "journal.jsonl").read_text().count('"kind":"alarm"') == before == 0
-    assert (
-        "1 update was trained again and not recorded; their alarms: numerics/nonfinite in update 3."
-        in capsys.readouterr().out
-    )
+    assert "1 update was trained again and not recorded; their alarms: numerics/nonfinite in update 3." in capsys.readouterr().out
     assert read_run(tmp_path).events[-1].data["text"].endswith("their alarms: numerics/nonfinite in update 3")
 
 
@@ -209,9 +204,7 @@ def test_what_holds_no_run_is_said_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("left", ["", '{"kind":"run","schema":1,"run_id":"a'])
-def test_a_trainer_that_was_killed_before_its_first_line_was_whole_has_left_no_run(
-    tmp_path: Path, left: str, resume: bool
-) -> None:
+def test_a_trainer_that_was_killed_before_its_first_line_was_whole_has_left_no_run(tmp_path: Path, left: str, resume: bool) -> None:
     (tmp_path / "journal.jsonl").write_text(left)
     with Telemetry(run_dir=tmp_path, resume=resume) as telemetry:
         telemetry.log({"my/number": 1.0})
@@ -238,20 +231,14 @@ def keep_pace(telemetry: Telemetry, source: PPO) -> None:
 
 def values(run_dir: Path) -> list[dict[str, float]]:
     """Return the values of every record, without values that depend on the clock or on backends."""
-    return [
-        {key: value for key, value in record.values.items() if not key.startswith(TIMED)}
-        for record in read_run(run_dir).records
-    ]
+    return [{key: value for key, value in record.values.items() if not key.startswith(TIMED)} for record in read_run(run_dir).records]
 
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("settings", "offload"),
-    [({}, False), pytest.param({"policy": "lstm", "normalize_observations": True}, True, marks=pytest.mark.slow)],
+    ("settings", "offload"), [({}, False), pytest.param({"policy": "lstm", "normalize_observations": True}, True, marks=pytest.mark.slow)]
 )
-def test_measures_that_need_history_go_on_with_a_checkpoint(
-    tmp_path: Path, settings: dict[str, Any], offload: bool
-) -> None:
+def test_measures_that_need_history_go_on_with_a_checkpoint(tmp_path: Path, settings: dict[str, Any], offload: bool) -> None:
     """Saved around update 20, when windows of 20 updates are full, and trained to 26: the last updates are trained twice.
 
     Below DEBUG, the choice of sampled updates depends on their cost, so on time.
@@ -331,8 +318,6 @@ def test_a_new_run_may_begin_with_an_old_checkpoint(tmp_path: Path) -> None:
     assert run.info.resumed_from is None
     perf = run.records[0].values
     assert (
-        perf["train/env_steps_per_second"]
-        * 0.001
-        * sum(perf[f"perf/{part}_ms"] for part in ("environment", "inference", "update"))
+        perf["train/env_steps_per_second"] * 0.001 * sum(perf[f"perf/{part}_ms"] for part in ("environment", "inference", "update"))
         < 2 * ROLLOUT
     )

@@ -1,7 +1,5 @@
 """Run ids are part of file names, so they must not lead out of the run directory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -35,23 +33,14 @@ def test_a_journal_that_says_so_is_refused_and_nothing_is_made(tmp_path: Path) -
     run_dir.mkdir(parents=True)
     lines = [
         {"kind": "run", "schema": 1, "run_id": "../../evil", "name": "a", "started": 1.0},
-        {
-            "kind": "record",
-            "seq": 1,
-            "axes": {"update": 1, "env_step": 8, "gradient_step": 1, "wall_time": 1.0},
-            "values": {"a": 1.0},
-        },
+        {"kind": "record", "seq": 1, "axes": {"update": 1, "env_step": 8, "gradient_step": 1, "wall_time": 1.0}, "values": {"a": 1.0}},
         {"kind": "end", "seq": 2, "status": "finished"},
     ]
     (run_dir / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     with pytest.raises(ValueError, match="no line that describes the run"):
         read_run(run_dir)
-    for command in (
-        ["workspace", str(run_dir), "--project", "p"],
-        ["diagnose", str(run_dir)],
-        ["doctor", str(run_dir)],
-    ):
+    for command in (["workspace", str(run_dir), "--project", "p"], ["diagnose", str(run_dir)], ["doctor", str(run_dir)]):
         with pytest.raises(WrongUse, match="no line that describes the run"):
             run_command(command)
     with pytest.raises(ValueError, match="no line that describes the run"):

@@ -1,7 +1,5 @@
 """Telemetry: each flush makes one record of the observed groups, even after errors."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -41,9 +39,7 @@ class Curiosity(MetricGroup):
         Metric(key="curiosity/bonus", unit="reward", question="How much does novelty pay?"),
         Metric(key="curiosity/bonus_max", unit="reward", question="At most?", over="max"),
     )
-    peak: Max | None = reports(
-        Metric(key="curiosity/peak", unit="reward", question="The largest?", level=Level.DEBUG),
-    )
+    peak: Max | None = reports(Metric(key="curiosity/peak", unit="reward", question="The largest?", level=Level.DEBUG))
 
 
 def values_of(run_dir: Path, update: int = -1) -> dict[str, float]:
@@ -244,8 +240,7 @@ def test_an_exception_flushes_what_is_open_and_ends_the_run_as_failed(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
-    [(KeyboardInterrupt(), "interrupted"), (SystemExit(0), "finished"), (SystemExit(3), "failed")],
+    ("error", "status"), [(KeyboardInterrupt(), "interrupted"), (SystemExit(0), "finished"), (SystemExit(3), "failed")]
 )
 def test_the_status_tells_how_the_block_was_left(tmp_path: Path, error: BaseException, status: str) -> None:
     with pytest.raises(type(error)), Telemetry(run_dir=tmp_path / "run"):
@@ -270,11 +265,7 @@ def test_a_failing_and_a_hanging_sink_cost_training_nothing(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [
-        ("", RunStatus.FINISHED),
-        ("raise ValueError('broken')", RunStatus.FAILED),
-        ("raise KeyboardInterrupt", RunStatus.INTERRUPTED),
-    ],
+    [("", RunStatus.FINISHED), ("raise ValueError('broken')", RunStatus.FAILED), ("raise KeyboardInterrupt", RunStatus.INTERRUPTED)],
 )
 def test_a_script_that_closes_nothing_ends_as_it_ended(tmp_path: Path, end: str, status: RunStatus) -> None:
     code = f"from esper_telemetry import Telemetry; t = Telemetry(run_dir='run'); t.flush(env_step=1); {end}"

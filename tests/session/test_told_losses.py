@@ -1,7 +1,5 @@
 """Records that the journal could not store are counted at the end, and no message claims that it is complete."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -95,16 +93,11 @@ def test_a_worker_that_cannot_be_ended_costs_the_journal_and_not_the_training(
     ("totals", "taken", "sentence"),
     [
         (RecordTotals(21, 0), {}, ""),
-        (
-            RecordTotals(21, 21),
-            {},
-            "21 of 21 records are not in the journal, because the disk did not take them; 21 are lost",
-        ),
+        (RecordTotals(21, 21), {}, "21 of 21 records are not in the journal, because the disk did not take them; 21 are lost"),
         (
             RecordTotals(21, 13),
             {"console": 8, "tensorboard": 10},
-            "13 of 21 records are not in the journal, because the disk did not take them; 11 are lost"
-            " (console has 8, tensorboard has 10)",
+            "13 of 21 records are not in the journal, because the disk did not take them; 11 are lost (console has 8, tensorboard has 10)",
         ),
         (
             RecordTotals(3, 3, is_deleted=True),

@@ -1,7 +1,5 @@
 """Every update is recorded and training continues, even if a user's alarm raises, exits or returns invalid values."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -35,9 +33,7 @@ def about_alarms(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("what", RESULTS)
-def test_whatever_a_judge_returns_or_raises_every_record_is_whole(
-    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_a_judge_returns_or_raises_every_record_is_whole(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
     train(Telemetry(run_dir=tmp_path, alarms=rule(Returning(what))))
 
     run = read_run(tmp_path)
@@ -71,9 +67,7 @@ def test_numbers_of_a_judge_are_plain_in_the_journal(
 @pytest.mark.system
 @two_cores
 @pytest.mark.parametrize("what", ["text of an exception", "an exception that exits", "limits of other alarms"])
-def test_other_alarms_hear_nothing_of_it_in_a_worker(
-    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_alarms_hear_nothing_of_it_in_a_worker(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
     """A built-in alarm is raised as it is without the misbehaving alarm."""
     telemetry = Telemetry(run_dir=tmp_path, alarms=rule(Returning(what)), offload=True)
     with telemetry:
@@ -97,9 +91,7 @@ def test_the_same_in_a_worker(tmp_path: Path, what: str) -> None:
 @pytest.mark.system
 @two_cores
 @pytest.mark.parametrize("how", ENDS)
-def test_a_judge_that_ends_the_worker_is_not_called_again(
-    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_judge_that_ends_the_worker_is_not_called_again(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     telemetry = Telemetry(run_dir=tmp_path, alarms=rule(Ending(how)), offload=True, close_timeout=40.0)
     train(telemetry)
 
@@ -145,9 +137,7 @@ def test_whatever_is_noted_with_an_intervention_becomes_text(tmp_path: Path) -> 
     with Telemetry(run_dir=tmp_path) as telemetry:
         telemetry.log({KEY: 1.0})
         telemetry.flush(env_step=1)
-        telemetry.notify_intervention(
-            "\ud800", odd=Unprintable(), large=[0] * 1_000_000, deep=nested(500), nan=float("nan")
-        )
+        telemetry.notify_intervention("\ud800", odd=Unprintable(), large=[0] * 1_000_000, deep=nested(500), nan=float("nan"))
 
     (event,) = (event for event in read_run(tmp_path).events if event.type == "intervention")
     assert event.data["odd"] == "<Unprintable>"
@@ -170,9 +160,7 @@ def test_facts_and_settings_may_be_any_objects(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["facts"]["odd"] == "<Unprintable>"
 
 
-@pytest.mark.parametrize(
-    "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), ValueError("\ud800" + "a" * 5_000_000)]
-)
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), ValueError("\ud800" + "a" * 5_000_000)])
 def test_a_sink_that_raises_anything_in_its_thread_is_tried_again(
     tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,9 +184,7 @@ def test_a_sink_that_raises_anything_in_its_thread_is_tried_again(
 def test_texts_of_any_length_are_written_as_readers_take_them(tmp_path: Path) -> None:
     """Names, notes, settings, alarms and interventions of three million characters each."""
     text = "x" * 3_000_000
-    long = AlarmRule(
-        type="my/long", inputs=(KEY,), meaning=text, action=text, judge=lambda view: iter([found(view, text)]), n_on=1
-    )
+    long = AlarmRule(type="my/long", inputs=(KEY,), meaning=text, action=text, judge=lambda view: iter([found(view, text)]), n_on=1)
     settings = {"long": text, text: 1}
     with Telemetry(run_dir=tmp_path, name=text, notes=text, tags=[text], config=settings, alarms=long) as telemetry:
         for update in range(1, 4):
@@ -232,9 +218,7 @@ def test_a_judge_that_is_interrupted_in_every_update_costs_the_rest_and_the_jour
     assert (len(run.records), run.status) == (2, RunStatus.INTERRUPTED)
 
 
-def test_a_rule_that_cannot_be_asked_whether_it_applies_is_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rule_that_cannot_be_asked_whether_it_applies_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def broken(facts: object) -> bool:
         raise SystemExit(2)
 

@@ -1,7 +1,5 @@
 """A W&B server that stores what it receives and fails on request: the HTTP interface that `wandb-core` 0.31 uses."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

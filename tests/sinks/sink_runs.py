@@ -1,7 +1,5 @@
 """Runs and records for the tests of the sinks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,9 +33,7 @@ def run_info(run_dir: Path | None = None, **changes: Any) -> RunInfo:
     return RunInfo(**(settings | changes))
 
 
-def record(
-    update: int, values: Mapping[str, float] | None = None, histograms: Mapping[str, Histogram] | None = None
-) -> Record:
+def record(update: int, values: Mapping[str, float] | None = None, histograms: Mapping[str, Histogram] | None = None) -> Record:
     axes = Axes(update, update * 1000, update * 16, 1_700_000_000.0 + update)
     if values is None:
         values = {"policy/kl": 0.01 * update, "episode/return_mean": 10.0 * update}

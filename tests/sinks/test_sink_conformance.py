@@ -1,7 +1,5 @@
 """Every bundled sink passes the plugin test kit, and the kit finds the faults of deliberately broken sinks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,9 +99,7 @@ class Sanitising(MemorySink):
 
     def stored(self, run: RunInfo) -> StoredMetrics:
         rows = super().stored(run).rows
-        return StoredMetrics(
-            {u: {key.replace("/", "_"): value for key, value in row.items()} for u, row in rows.items()}
-        )
+        return StoredMetrics({u: {key.replace("/", "_"): value for key, value in row.items()} for u, row in rows.items()})
 
     def shown(self, run: RunInfo) -> Callable[[Record], dict[str, float]]:
         return lambda record: {key.replace("/", "_"): value for key, value in reversed(list(record.values.items()))}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -17,9 +15,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_a_line_holds_the_numbers_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     sink = ConsoleSink()
     sink.open(run_info())
-    sink.write(
-        [record(1, {"episode/return_mean_100": 21.04, "policy/clip_frac": 0.083, "train/env_steps_per_second": 9e3})]
-    )
+    sink.write([record(1, {"episode/return_mean_100": 21.04, "policy/clip_frac": 0.083, "train/env_steps_per_second": 9e3})])
 
     assert printed(capsys) == ["update 1  step 1,000  return 21.0  steps/s 9,000  clipped 8%"]
 
@@ -48,11 +44,7 @@ def test_a_line_a_second_is_enough_but_the_last_is_always_shown(capsys: pytest.C
         sink.write([record(update, {"policy/kl": 0.01})])
     sink.close(RunStatus.INTERRUPTED)
 
-    assert printed(capsys) == [
-        "update 1  step 1,000  kl 0.01",
-        "update 4  step 4,000  kl 0.01",
-        "interrupted after 4 updates, 4,000 steps",
-    ]
+    assert printed(capsys) == ["update 1  step 1,000  kl 0.01", "update 4  step 4,000  kl 0.01", "interrupted after 4 updates, 4,000 steps"]
 
 
 def test_a_long_line_is_not_broken_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -68,9 +66,7 @@ def test_a_request_holds_few_keys_of_many_records(store: Path, monkeypatch: pyte
     assert sink._open is not None
     sink._open.table = None
     requests: list[list[str]] = []
-    monkeypatch.setattr(
-        sink._open.client, "log_batch", lambda run, metrics, **_: requests.append([metric.key for metric in metrics])
-    )
+    monkeypatch.setattr(sink._open.client, "log_batch", lambda run, metrics, **_: requests.append([metric.key for metric in metrics]))
 
     sink.write([record(update, {f"perf/k{n:03}": float(n) for n in range(400)}) for update in range(1, 4)])
 
@@ -79,14 +75,8 @@ def test_a_request_holds_few_keys_of_many_records(store: Path, monkeypatch: pyte
     assert [*requests[0], *requests[1]] == sorted([*requests[0], *requests[1]])
 
 
-EDGES = [
-    record(update, {"policy/kl": value}) for update, value in enumerate([0.0, -1e-300, 1e308, 3, 0.1 + 0.2], start=1)
-]
-AGAIN = [
-    record(1, {"policy/kl": 9.0, "perf/once": 1.0}),
-    *[record(update) for update in (2, 3, 3)],
-    record(2, {"perf/late": 5.0}),
-]
+EDGES = [record(update, {"policy/kl": value}) for update, value in enumerate([0.0, -1e-300, 1e308, 3, 0.1 + 0.2], start=1)]
+AGAIN = [record(1, {"policy/kl": 9.0, "perf/once": 1.0}), *[record(update) for update in (2, 3, 3)], record(2, {"perf/late": 5.0})]
 
 
 @pytest.mark.parametrize("records", [EDGES, AGAIN, [*AGAIN, *AGAIN]], ids=["edges", "steps-come-again", "twice"])
@@ -108,15 +98,11 @@ def test_history_and_latest_numbers_are_what_the_client_alone_makes_of_them(
         assert sorted(history(client, ours, key)) == sorted(history(client, theirs, key))
 
 
-def test_only_the_latest_number_of_each_key_goes_through_the_client(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_latest_number_of_each_key_goes_through_the_client(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = opened(run_info(store, run_id="latest", metrics={}))
     assert sink._open is not None
     sent: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        sink._open.client, "log_batch", lambda run, metrics, **_: sent.extend((one.key, one.step) for one in metrics)
-    )
+    monkeypatch.setattr(sink._open.client, "log_batch", lambda run, metrics, **_: sent.extend((one.key, one.step) for one in metrics))
 
     sink.write([record(1, {"perf/once": 1.0}), *[record(update, {"perf/often": 1.0}) for update in range(2, 50)]])
 
@@ -158,9 +144,7 @@ def test_rows_of_no_run_are_refused(client: Any) -> None:
         rows.add("0" * 32, [Metric("a", 1.0, 1, 1)])
 
 
-def test_a_server_and_an_unknown_table_take_everything_through_the_client(
-    client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_and_an_unknown_table_take_everything_through_the_client(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert metric_table(mlflow_client("http://127.0.0.1:9")) is None
     monkeypatch.setattr(mlflow_rows, "METRIC_COLUMNS", {"key", "value"})
     assert metric_table(client) is None
@@ -181,12 +165,7 @@ def test_the_run_page_is_complete(store: Path, client: Any) -> None:
     opened(run_info(store, run_id="page"))
 
     run = mlflow_run_of(client, "page")
-    assert run.data.params == {
-        "env": "CartPole-v1",
-        "ppo.clip": "0.2",
-        "ppo.sizes": "[64, 64]",
-        "ppo.anneal": "True",
-    }
+    assert run.data.params == {"env": "CartPole-v1", "ppo.clip": "0.2", "ppo.sizes": "[64, 64]", "ppo.anneal": "True"}
     assert run.info.run_name == "cartpole"
     assert run.info.start_time == 1_700_000_000_000
     assert run.data.tags["mlflow.note.content"] == "**No outcome yet**\n\nNo alarm was raised.\n\nfirst try"
@@ -195,9 +174,7 @@ def test_the_run_page_is_complete(store: Path, client: Any) -> None:
     assert run.info.artifact_uri.startswith((store / "mlflow-artifacts").as_uri())
 
 
-def test_what_all_metrics_mean_is_an_artifact_and_the_headlines_are_in_the_description(
-    store: Path, client: Any, tmp_path: Path
-) -> None:
+def test_what_all_metrics_mean_is_an_artifact_and_the_headlines_are_in_the_description(store: Path, client: Any, tmp_path: Path) -> None:
     """The whole catalogue is too long for tags. The description begins with the return and does not have `adv/grad_corr`."""
     every = {entry.metric.key: entry.info() for entry in metric_entries()}
     sink = opened(run_info(store, run_id="all", metrics=every))
@@ -210,15 +187,10 @@ def test_what_all_metrics_mean_is_an_artifact_and_the_headlines_are_in_the_descr
     assert not [name for name in run.data.tags if name.startswith("esper.metrics")]
     rows = [line.split("|")[1:3] for line in run.data.tags["mlflow.note.content"].splitlines() if line.startswith("|")]
     assert rows[0][1] == " at update 1, step 1,000 "
-    assert [(name.split("`")[1], value) for name, value in rows[2:]] == [
-        ("episode/return_mean_100", " 7 "),
-        ("policy/kl", " 0.25 "),
-    ]
+    assert [(name.split("`")[1], value) for name, value in rows[2:]] == [("episode/return_mean_100", " 7 "), ("policy/kl", " 0.25 ")]
 
 
-def test_the_description_follows_the_values_while_nothing_happens(
-    store: Path, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_description_follows_the_values_while_nothing_happens(store: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = opened(run_info(store, run_id="note"))
     sink.write([record(1, {"policy/kl": 0.25})])
     assert "policy/kl" not in mlflow_run_of(client, "note").data.tags["mlflow.note.content"]
@@ -305,9 +277,7 @@ def test_a_parent_that_is_not_there_is_a_mistake_before_anything_is_made(store: 
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_the_files_of_a_run_are_stored_when_it_ends(
-    tmp_path: Path, store: Path, client: Any, checkpoints: bool
-) -> None:
+def test_the_files_of_a_run_are_stored_when_it_ends(tmp_path: Path, store: Path, client: Any, checkpoints: bool) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "best.pt").write_bytes(b"weights")
     (tmp_path / "config.json").write_text('{"api_key": "***"}')
@@ -330,9 +300,7 @@ def test_checkpoints_that_are_not_there_are_missed_aloud(store: Path, caplog: py
     assert "no checkpoints of run cartpole" in caplog.text
 
 
-def test_a_store_of_artifacts_that_is_away_costs_one_warning(
-    store: Path, client: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_of_artifacts_that_is_away_costs_one_warning(store: Path, client: Any, caplog: pytest.LogCaptureFixture) -> None:
     client.create_experiment("away", artifact_location="file:///proc/nobody/writes/here")
 
     opened(run_info(store, run_id="away"), MLflowSink(experiment="away")).close(RunStatus.FINISHED)
@@ -375,11 +343,7 @@ def test_a_new_database_is_made_without_a_word(store: Path) -> None:
 
 def statements(count: int) -> str:
     """Return the SQL of MLflow's first tables, as left by a process that is killed while it creates them."""
-    tables = [
-        "experiments (experiment_id INTEGER)",
-        "_alembic_tmp_metrics (key TEXT)",
-        "alembic_version (version TEXT)",
-    ]
+    tables = ["experiments (experiment_id INTEGER)", "_alembic_tmp_metrics (key TEXT)", "alembic_version (version TEXT)"]
     return "".join(f"CREATE TABLE {table};" for table in tables[:count])
 
 
@@ -430,11 +394,7 @@ def test_only_a_child_process_gets_short_time_outs(monkeypatch: pytest.MonkeyPat
 
     sink.prepare_child()
 
-    assert environment == {
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-    }
+    assert environment == {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
 def free_port() -> int:
@@ -454,21 +414,15 @@ def test_a_server_that_is_not_there_is_tried_again_later(monkeypatch: pytest.Mon
 
 USER, PASSWORD = "admin", "s3cret-p@ss/word"
 WITH_PASSWORDS = find_spec("flask_wtf") is not None
-needs_passwords = pytest.mark.skipif(
-    not WITH_PASSWORDS, reason="MLflow's server asks for passwords with Flask-WTF only"
-)
+needs_passwords = pytest.mark.skipif(not WITH_PASSWORDS, reason="MLflow's server asks for passwords with Flask-WTF only")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with a password, if supported; it takes seconds to start, so the tests share it."""
     folder, port = tmp_path_factory.mktemp("server"), free_port()
-    users = (
-        f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{folder}/users.db\nadmin_username = {USER}\n"
-    )
-    (folder / "auth.ini").write_text(
-        f"{users}auth_cache_ttl_seconds = 600\n"
-    )  # otherwise half a second for every request
+    users = f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{folder}/users.db\nadmin_username = {USER}\n"
+    (folder / "auth.ini").write_text(f"{users}auth_cache_ttl_seconds = 600\n")  # otherwise half a second for every request
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     arguments += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
     arguments += ["--app-name", "basic-auth"] if WITH_PASSWORDS else []
@@ -480,9 +434,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     }
     command = [sys.executable, "-m", "mlflow", "server", *arguments]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, stdout=log, stderr=log, env={**os.environ, **settings}, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env={**os.environ, **settings}, start_new_session=True)
     try:
         wait_until(lambda: is_healthy(f"http://127.0.0.1:{port}"), "the MLflow server", 240.0)
         yield f"http://127.0.0.1:{port}"
@@ -552,9 +504,7 @@ def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
     with monkeypatch.context() as without_variables:
         for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
             without_variables.delenv(name)
-        with Telemetry(
-            [sink], run_dir=tmp_path / "run", config={"to": sink.tracking_uri}, close_timeout=200
-        ) as telemetry:
+        with Telemetry([sink], run_dir=tmp_path / "run", config={"to": sink.tracking_uri}, close_timeout=200) as telemetry:
             (tmp_path / "run" / "checkpoints").mkdir()
             (tmp_path / "run" / "checkpoints" / "latest.pt").write_bytes(b"weights")
             telemetry.log({"my/number": 1.0})
@@ -563,12 +513,7 @@ def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
     info = read_run(tmp_path / "run").info
     run = mlflow_run_of(client, info.run_id, "secret")
     assert (run.info.status, run.data.metrics["my/number"]) == ("FINISHED", 1.0)
-    assert [file.path for file in client.list_artifacts(run.info.run_id)] == [
-        "checkpoints",
-        "config.json",
-        "metrics.md",
-        "run.md",
-    ]
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["checkpoints", "config.json", "metrics.md", "run.md"]
     expected = server.replace("://", f"://{USER}:***@")
     assert (sink.name, sink.place(info).where, info.config["to"]) == (f"mlflow:{expected}", expected, expected)
     files = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -602,9 +547,7 @@ def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, c
         f"run = RunInfo('bulk', 'bulk', Path({str(store)!r}), 0.0); print(MLflowSink().stored(run)); print('mlflow' in sys.modules)"
     )
 
-    output_lines = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    output_lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
 
     through_client = mlflow_sink._through_client(client, run, "esper_telemetry")
     assert output_lines == [str(through_client), "False"]
@@ -613,9 +556,7 @@ def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, c
 
 
 @pytest.mark.system
-def test_a_file_with_other_tables_is_read_through_the_client(
-    store: Path, monkeypatch: pytest.MonkeyPatch, client: Any
-) -> None:
+def test_a_file_with_other_tables_is_read_through_the_client(store: Path, monkeypatch: pytest.MonkeyPatch, client: Any) -> None:
     run = run_info(store, run_id="other")
     sink = opened(run)
     sink.write([record(1, {"policy/kl": 0.5})])

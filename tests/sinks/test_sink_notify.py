@@ -1,7 +1,5 @@
 """Messages through Apprise, to a local HTTP server: critical incidents once, the outcome at the end, no secret anywhere."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
@@ -60,9 +58,7 @@ def always_critical(view: View) -> Iterator[Finding]:
     yield Finding(1.0, "my/number", view.get("my/number"))
 
 
-BROKEN = AlarmRule(
-    type="my/broken", inputs=("my/number",), meaning="It is broken.", action="Mend it.", judge=always_critical
-)
+BROKEN = AlarmRule(type="my/broken", inputs=("my/number",), meaning="It is broken.", action="Mend it.", judge=always_critical)
 
 
 def train(run_dir: Path, address: str, *, updates: int = 5) -> None:
@@ -73,9 +69,7 @@ def train(run_dir: Path, address: str, *, updates: int = 5) -> None:
 
 
 @pytest.mark.system
-def test_a_critical_incident_and_the_outcome_are_sent_and_the_password_is_nowhere(
-    service: Service, tmp_path: Path
-) -> None:
+def test_a_critical_incident_and_the_outcome_are_sent_and_the_password_is_nowhere(service: Service, tmp_path: Path) -> None:
     train(tmp_path / "run", service.address)
 
     begin, end = service.messages

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import enum
 import shlex
 import subprocess
@@ -82,27 +80,14 @@ def test_a_question_is_answered_by_headlines_first(family: str, question: str, f
 
 
 def test_a_chart_is_called_what_its_numbers_are_called() -> None:
-    keys = [
-        "policy/kl",
-        "policy/kl_max",
-        "policy/kl_rev",
-        "grad/actor/rms",
-        "grad/critic/rms",
-        "adv/participation",
-        "adv/raw/pos_frac",
-    ]
+    keys = ["policy/kl", "policy/kl_max", "policy/kl_rev", "grad/actor/rms", "grad/critic/rms", "adv/participation", "adv/raw/pos_frac"]
 
-    titles = {
-        chart.keys: chart.title for section in sections(keys, run_info(metrics=EVERY)) for chart in section.charts
-    }
+    titles = {chart.keys: chart.title for section in sections(keys, run_info(metrics=EVERY)) for chart in section.charts}
 
     assert titles == {
         ("policy/kl",): "KL divergence of the update (policy/kl) [nats]",
         ("policy/kl_max", "policy/kl_rev"): "More of policy/kl [nats]",
-        (
-            "grad/actor/rms",
-            "grad/critic/rms",
-        ): "Typical size of a group's gradient (grad/*/rms) [gradient norm/√parameters]",
+        ("grad/actor/rms", "grad/critic/rms"): "Typical size of a group's gradient (grad/*/rms) [gradient norm/√parameters]",
         ("adv/participation",): "Effective share of the batch (adv/participation) [fraction]",
         ("adv/raw/pos_frac",): "Share above 0 of raw advantages (adv/raw/pos_frac) [fraction]",
     }
@@ -123,12 +108,7 @@ def test_families_stand_at_the_places_that_their_declarations_say() -> None:
     """A plugin's families, such as `seed`, are placed between bundled ones; a user's own come last."""
     questions = [section.question for section in sections(["my/key", "perf/a", "seed/active", "obs/b"], run_info())]
 
-    assert questions == [
-        "Does the policy see anything change?",
-        "Do seeds take root?",
-        "Where does the time go?",
-        "Your own: my",
-    ]
+    assert questions == ["Does the policy see anything change?", "Do seeds take root?", "Where does the time go?", "Your own: my"]
 
 
 def test_every_key_stands_in_exactly_one_chart() -> None:
@@ -174,13 +154,7 @@ class Settings:
 
 
 def test_settings_become_plain_values_by_dotted_path() -> None:
-    config: dict[Any, Any] = {
-        "ppo": Settings(0.2, Path("a/b")),
-        "kind": Kind.FAST,
-        "sizes": (64, 64),
-        3: None,
-        "empty": {},
-    }
+    config: dict[Any, Any] = {"ppo": Settings(0.2, Path("a/b")), "kind": Kind.FAST, "sizes": (64, 64), 3: None, "empty": {}}
 
     assert flattened(config) == {
         "ppo.clip": 0.2,
@@ -194,8 +168,7 @@ def test_settings_become_plain_values_by_dotted_path() -> None:
 
 def test_a_description_says_question_unit_and_bounds() -> None:
     assert (
-        metric_description(METRICS["policy/kl"])
-        == "How far did the policy move? Unit: nats. Healthy: 0.002 to 0.02; Critical: &gt; 0.1."
+        metric_description(METRICS["policy/kl"]) == "How far did the policy move? Unit: nats. Healthy: 0.002 to 0.02; Critical: &gt; 0.1."
     )
 
 
@@ -225,14 +198,7 @@ def test_the_command_that_shows_a_run_survives_a_shell(sink: Sink, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "uri",
-    [
-        "tensorboard",
-        "tensorboard:my logs",
-        "wandb:walker?mode=offline",
-        "mlflow?experiment=my+walk",
-        "mlflow:http://host:5000",
-    ],
+    "uri", ["tensorboard", "tensorboard:my logs", "wandb:walker?mode=offline", "mlflow?experiment=my+walk", "mlflow:http://host:5000"]
 )
 def test_the_command_that_sends_the_rest_means_the_same_sink(uri: str, tmp_path: Path) -> None:
     words = shlex.split(replay_command(tmp_path, as_sink(uri)))

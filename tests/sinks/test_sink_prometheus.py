@@ -1,7 +1,5 @@
 """The file and the port, read by Prometheus' own parser."""
 
-from __future__ import annotations
-
 import socket
 import urllib.request
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any
@@ -90,9 +88,7 @@ def test_a_page_says_what_the_run_is(sink: TensorBoardSink, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("status", "expected"), [(RunStatus.FINISHED, 1), (RunStatus.FAILED, 2)])
-def test_settings_and_status_stand_in_the_table_of_runs(
-    sink: TensorBoardSink, tmp_path: Path, status: RunStatus, expected: int
-) -> None:
+def test_settings_and_status_stand_in_the_table_of_runs(sink: TensorBoardSink, tmp_path: Path, status: RunStatus, expected: int) -> None:
     sink.write([record(1)])
     sink.close(status)
 
@@ -174,9 +170,7 @@ def test_the_place_is_the_directory_the_command_and_the_pages(tmp_path: Path) ->
 
     place = TensorBoardSink().place(run_info(tmp_path))
     assert place[:2] == (str(directory), f"tensorboard --logdir {tmp_path}")
-    assert [address.partition("#")[2].partition("&")[0] for _, address in place.pages] == [
-        *("timeseries", "custom_scalars", "text")
-    ]
+    assert [address.partition("#")[2].partition("&")[0] for _, address in place.pages] == [*("timeseries", "custom_scalars", "text")]
 
 
 def test_the_first_family_of_tags_repeats_the_headlines_and_the_return_is_the_first(tmp_path: Path) -> None:
@@ -209,10 +203,7 @@ def test_each_alarm_has_a_chart_of_its_own_with_its_name(tmp_path: Path) -> None
     layouts = read(tmp_path / "tensorboard").Tensors("custom_scalars__config__")
     first = layout_pb2.Layout.FromString(layouts[-1].tensor_proto.string_val[0]).category[0]
     assert first.title == "Is anything wrong?"
-    assert sorted(chart.title for chart in first.chart) == [
-        "grad/explode [severity]",
-        "policy/kl_spike [severity]",
-    ]
+    assert sorted(chart.title for chart in first.chart) == ["grad/explode [severity]", "policy/kl_spike [severity]"]
 
 
 @pytest.mark.system

@@ -1,7 +1,5 @@
 """Trackio: rows and alerts in its local database."""
 
-from __future__ import annotations
-
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,9 +21,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A separate local database, without requests to a server."""
     from trackio import sqlite_storage, utils
 
-    monkeypatch.setenv(
-        "TRACKIO_DIR", str(tmp_path)
-    )  # for processes of the kit: this one read it when it imported Trackio
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # for processes of the kit: this one read it when it imported Trackio
     monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path)
     monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -49,10 +45,7 @@ def test_alarms_and_the_outcome_are_alerts(tmp_path: Path, capfd: pytest.Capture
     assert {("policy/kl_spike", "error", 256), ("policy/kl_spike", "info", 256)} < alerts
     assert ("outcome", "info") in {one[:2] for one in alerts}
     assert sink.place(run).command == "trackio show --project walker"
-    assert [row[key] for row in SQLiteStorage.get_logs("walker", name) for key in ("step", "axis/update")] == [
-        *(128, 1.0),
-        *(256, 2.0),
-    ]
+    assert [row[key] for row in SQLiteStorage.get_logs("walker", name) for key in ("step", "axis/update")] == [*(128, 1.0), *(256, 2.0)]
     assert capfd.readouterr().out == ""
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pickle
 import tomllib
 from collections.abc import Mapping
@@ -81,18 +79,9 @@ def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
             "unknown sink 'tensorbord'; known sinks are console, mlflow, prometheus, tensorboard, trackio, wandb; did you mean "
             "tensorboard?",
         ),
-        (
-            "wandb?mood=offline",
-            "sink wandb has no option 'mood': it knows mode, entity, group, job_type; did you mean mode?",
-        ),
-        (
-            "wandb?mode=ofline",
-            "mode must be one of auto, online, offline, got 'ofline'; did you mean offline or online?",
-        ),
-        (
-            "wandb?mode=online&mode=offline",
-            "option 'mode' is given more than once in sink wandb?mode=online&mode=offline",
-        ),
+        ("wandb?mood=offline", "sink wandb has no option 'mood': it knows mode, entity, group, job_type; did you mean mode?"),
+        ("wandb?mode=ofline", "mode must be one of auto, online, offline, got 'ofline'; did you mean offline or online?"),
+        ("wandb?mode=online&mode=offline", "option 'mode' is given more than once in sink wandb?mode=online&mode=offline"),
         ("wandb:p?entity=", "entity of a W&B run must not be empty, got ''"),
         (
             "mlflow:gopher://x",
@@ -112,19 +101,10 @@ def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
             "a tracking URI of MLflow must begin with its scheme, got 'localhost:5000/base'; did you mean http://localhost:5000/base?",
         ),
         ("mlflow:http://", "the tracking URI of an MLflow server must be like http://HOST:PORT, got 'http://'"),
-        (
-            "mlflow:http://host:99999",
-            "the tracking URI 'http://host:99999' of MLflow cannot be read: Port out of range 0-65535",
-        ),
-        (
-            "mlflow:sqlite://a.db",
-            "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite://a.db'",
-        ),
+        ("mlflow:http://host:99999", "the tracking URI 'http://host:99999' of MLflow cannot be read: Port out of range 0-65535"),
+        ("mlflow:sqlite://a.db", "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite://a.db'"),
         ("mlflow:sqlite:///", "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite:///'"),
-        (
-            "mlflow:postgresql:a",
-            "the tracking URI of a database must be like postgresql://USER@HOST/NAME, got 'postgresql:a'",
-        ),
+        ("mlflow:postgresql:a", "the tracking URI of a database must be like postgresql://USER@HOST/NAME, got 'postgresql:a'"),
         ("prometheus:70000", "port must be from 1 to 65535, got 70000"),
         (
             "prometheus:localhost:9090",
@@ -233,25 +213,14 @@ def test_an_entry_point_may_be_a_class_or_a_function() -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_bundled_sinks_are_known_where_the_package_is_not_installed() -> None:
-    assert set(known_sinks()) == {
-        "console",
-        "tensorboard",
-        "wandb",
-        "mlflow",
-        "prometheus",
-        "trackio",
-        "greeter",
-        "shout",
-    }
+    assert set(known_sinks()) == {"console", "tensorboard", "wandb", "mlflow", "prometheus", "trackio", "greeter", "shout"}
 
 
 @pytest.mark.parametrize("sink", [TensorBoardSink(), WandbSink(), MLflowSink()])
 def test_a_run_without_directory_needs_a_place_in_the_settings(sink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
-    with pytest.raises(
-        PermanentSinkError, match=r"cannot be written, because run 'cartpole' is without a run directory: give"
-    ):
+    with pytest.raises(PermanentSinkError, match=r"cannot be written, because run 'cartpole' is without a run directory: give"):
         sink.open(run_info(None))
 
 

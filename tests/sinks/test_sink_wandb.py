@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -122,9 +120,7 @@ def test_the_first_names_repeat_the_headlines_over_environment_steps(tmp_path: P
     names = [name for name in sorted(rows(entries)[0]) if not name.startswith("_")]
     assert names[:3] == [*("0_overview/01 return", "0_overview/02 alarms", "0_overview/04 KL")]
     assert rows(entries)[0][names[0]] == 7.0
-    axes = {
-        metric["glob_name"]: metric["step_metric"] for metric in of_type(entries, "metric") if "glob_name" in metric
-    }
+    axes = {metric["glob_name"]: metric["step_metric"] for metric in of_type(entries, "metric") if "glob_name" in metric}
     assert axes["0_overview/*"] == "axis/env_step"
     assert sink.stored(run).rows[1].keys() == {*values, *AXES}  # type: ignore[union-attr]
 
@@ -345,15 +341,11 @@ class FakeInit:
 @pytest.mark.parametrize(
     ("mode", "key", "modes"), [("auto", False, ["offline"]), ("auto", True, ["online"]), ("online", False, ["online"])]
 )
-def test_without_a_key_the_run_is_offline(
-    mode: str, key: bool, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_key_the_run_is_offline(mode: str, key: bool, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     init = FakeInit(lambda settings: False, tmp_path / "wandb")
     monkeypatch.setattr(wandb, "init", init)
     if key:
-        monkeypatch.setattr(
-            wandb, "login", lambda **settings: True
-        )  # the real function would ask the server for the name
+        monkeypatch.setattr(wandb, "login", lambda **settings: True)  # the real function would ask the server for the name
 
     WandbSink(mode=mode).open(run_info(tmp_path))
 

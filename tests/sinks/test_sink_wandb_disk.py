@@ -1,7 +1,5 @@
 """W&B silently loses rows if the disk is full, so the sink checks the disk first, and W&B's log afterwards."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator
@@ -46,9 +44,7 @@ def test_what_the_client_says_to_its_log_only_is_told_once(tmp_path: Path, monke
     disk.check()
 
     with log.open("a") as file:
-        file.write(
-            '{"level":"ERROR","msg":"writer: failed to save record: write run.wandb: no space left on device"}\n'
-        )
+        file.write('{"level":"ERROR","msg":"writer: failed to save record: write run.wandb: no space left on device"}\n')
     with pytest.raises(OSError, match="W&B could not store some rows"):
         disk.check()
     disk.check()

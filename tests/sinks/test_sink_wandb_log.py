@@ -1,7 +1,5 @@
 """A W&B client that is killed loses rows that it had accepted, so a resumed run reads what is on disk."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -60,9 +58,7 @@ def updates(run_dir: Path) -> list[int]:
 
 def rows(file: Path) -> list[int]:
     command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(file)]
-    entries = [
-        json.loads(line) for line in subprocess.run(command, capture_output=True, check=True).stdout.splitlines()
-    ]
+    entries = [json.loads(line) for line in subprocess.run(command, capture_output=True, check=True).stdout.splitlines()]
     return [int(entry["history"]["item"]["axis/update"]) for entry in entries if entry["type"] == "history"]
 
 
@@ -94,9 +90,7 @@ def test_only_parts_of_the_same_project_and_id_count(first_part: Path, tmp_path:
     assert last_update(folder, "abc123", PROJECT, besides=files(first_part)[0].parent) is None
 
 
-@pytest.mark.parametrize(
-    "acknowledged", [2, 5], ids=["fewer acknowledged than on disk", "more acknowledged than on disk"]
-)
+@pytest.mark.parametrize("acknowledged", [2, 5], ids=["fewer acknowledged than on disk", "more acknowledged than on disk"])
 def test_a_run_goes_on_behind_the_last_row_on_disk(first_part: Path, acknowledged: int, tmp_path: Path) -> None:
     """Three of five rows are on disk; the journal has seven records."""
     run_dir = tmp_path / "run"
@@ -109,9 +103,7 @@ def test_a_run_goes_on_behind_the_last_row_on_disk(first_part: Path, acknowledge
     journal = Journal.create(run_dir)
     journal.write(encode_run(run_info()), *[encode_record(record(update)) for update in range(1, acknowledged + 1)])
     offset = journal.path.stat().st_size
-    journal.write(
-        *[encode_record(record(update)) for update in range(acknowledged + 1, 8)], encode_end(RunStatus.FINISHED)
-    )
+    journal.write(*[encode_record(record(update)) for update in range(acknowledged + 1, 8)], encode_end(RunStatus.FINISHED))
     sink = WandbSink(project=PROJECT, mode="offline")
     Cursors(run_dir).save(sink.name, Cursor(offset=offset, seq=acknowledged, records=acknowledged))
 

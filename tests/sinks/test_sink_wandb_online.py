@@ -1,7 +1,5 @@
 """W&B online: rows, alerts, settings and the exit code reach a server. A server that fails or is gone costs only time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,9 +54,7 @@ def test_a_run_reaches_the_server(tmp_path: Path, server: FakeWandb) -> None:
 
     rows = server.rows[run_id]
     assert [row["axis/update"] for row in rows] == list(range(1, RECORDS + 1))
-    assert [row["policy/key_1"] for row in rows] == [
-        record(update).values["policy/key_1"] for update in range(1, RECORDS + 1)
-    ]
+    assert [row["policy/key_1"] for row in rows] == [record(update).values["policy/key_1"] for update in range(1, RECORDS + 1)]
     assert [title for title, _ in server.alerts] == ["policy/kl_spike"]
     assert server.configs[run_id]["learning_rate"]["value"] == 3e-4
     assert server.exit_codes == {run_id: 1}
@@ -84,9 +80,7 @@ def test_a_server_that_fails_for_a_while_gets_everything_later(tmp_path: Path, s
 
 
 @pytest.mark.slow
-def test_without_a_server_the_run_is_kept_offline(
-    tmp_path: Path, server: FakeWandb, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_server_the_run_is_kept_offline(tmp_path: Path, server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
     """No server is listening. W&B waits for twice its time-out, then the run continues without it."""
     server.stop()
     journal, deliveries, run_id = begun(tmp_path)

@@ -1,7 +1,5 @@
 """The dashboard of a run as a W&B workspace: real objects of `wandb-workspaces`, saved on a fake server."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -34,13 +32,7 @@ pytestmark = [
 ]
 
 EVERY = {entry.metric.key: entry.info() for entry in metric_entries()}
-SEEN = {
-    "policy/kl": 0.01,
-    "policy/kl_max": 0.02,
-    "policy/clip_frac": 0.1,
-    "episode/return_mean_100": 10.0,
-    "alarm/active": 0.0,
-}
+SEEN = {"policy/kl": 0.01, "policy/kl_max": 0.02, "policy/clip_frac": 0.1, "episode/return_mean_100": 10.0, "alarm/active": 0.0}
 
 
 def spec_of(run: RunInfo, keys: set[str], **settings: Any) -> Any:
@@ -53,9 +45,7 @@ def sections(spec: Any) -> dict[str, list[Any]]:
 
 def axes_and_keys(panels: list[Any]) -> list[tuple[str, list[str]]]:
     """Return the x-axis and the keys of each chart that names its keys."""
-    return [
-        (panel["config"]["xAxis"], panel["config"]["metrics"]) for panel in panels if panel["config"].get("metrics")
-    ]
+    return [(panel["config"]["xAxis"], panel["config"]["metrics"]) for panel in panels if panel["config"].get("metrics")]
 
 
 @pytest.fixture
@@ -135,9 +125,7 @@ def test_alarms_are_drawn_by_their_names_whenever_they_come() -> None:
 def test_every_key_of_the_registry_finds_a_chart() -> None:
     keys = {key for key in EVERY if "{" not in key and not key.startswith("alarm/")}
 
-    charts = [
-        chart for panels in sections(spec_of(run_info(metrics=EVERY), keys)).values() for chart in axes_and_keys(panels)
-    ]
+    charts = [chart for panels in sections(spec_of(run_info(metrics=EVERY), keys)).values() for chart in axes_and_keys(panels)]
 
     assert sorted(key for _, drawn_keys in charts for key in drawn_keys) == sorted({*keys, "alarm/active"})
 
@@ -235,8 +223,7 @@ def test_without_the_package_a_sentence_says_how_to_get_it(run_dir: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("sinks", "output"),
-    [([], "was not sent to any W&B project"), (["wandb:a", "wandb:b"], "was sent to several W&B projects, a, b")],
+    ("sinks", "output"), [([], "was not sent to any W&B project"), (["wandb:a", "wandb:b"], "was sent to several W&B projects, a, b")]
 )
 def test_a_project_that_is_not_known_is_asked_for(tmp_path: Path, sinks: list[str], output: str) -> None:
     head_only(tmp_path / "new")
@@ -247,9 +234,7 @@ def test_a_project_that_is_not_known_is_asked_for(tmp_path: Path, sinks: list[st
         run_command(["workspace", str(tmp_path / "new")])
 
 
-@pytest.mark.parametrize(
-    ("options", "output"), [(["--project", "a/b"], "got 'a/b'"), (["--name", "\N{SNOWMAN}"], "got '\N{SNOWMAN}'")]
-)
+@pytest.mark.parametrize(("options", "output"), [(["--project", "a/b"], "got 'a/b'"), (["--name", "\N{SNOWMAN}"], "got '\N{SNOWMAN}'")])
 def test_names_that_wandb_refuses_are_named(run_dir: Path, options: list[str], output: str) -> None:
     with pytest.raises(WrongUse, match=output):
         run_command(["workspace", str(run_dir), *options])

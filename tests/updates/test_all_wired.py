@@ -1,7 +1,5 @@
 """A real run reports every declared metric of gradients, optimizer and costs at its level; `test_every_key.py` checks DEBUG."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +49,7 @@ def sources() -> list[PPO]:
 def declared(level: Level) -> set[str]:
     """Return the keys of these families that must be reported: all except counters of events that did not happen."""
     return {
-        metric.key
-        for metric in catalogue()
-        if metric.key.startswith(FAMILIES) and metric.level <= level and not metric.when_positive
+        metric.key for metric in catalogue() if metric.key.startswith(FAMILIES) and metric.level <= level and not metric.when_positive
     } - ELSEWHERE
 
 

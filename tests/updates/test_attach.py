@@ -1,7 +1,5 @@
 """Attaching: the trainer's events become records, wherever they are summarised, until telemetry is detached."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +24,13 @@ def values_of(run_dir: Path, *, offload: bool, level: str = "normal", **settings
         source = trainer(**settings)
         attach(telemetry, source)
         source.learn(3 * 128)
-    return [
-        {key: value for key, value in record.values.items() if not key.startswith(TIMED)}
-        for record in read_run(run_dir).records
-    ]
+    return [{key: value for key, value in record.values.items() if not key.startswith(TIMED)} for record in read_run(run_dir).records]
 
 
 @pytest.mark.system
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"shared_trunk": True, "entropy_coef": 0.01},
-        pytest.param({"max_grad_norm": None, "policy": "lstm"}, marks=pytest.mark.slow),
-    ],
+    [{"shared_trunk": True, "entropy_coef": 0.01}, pytest.param({"max_grad_norm": None, "policy": "lstm"}, marks=pytest.mark.slow)],
 )
 def test_the_worker_measures_what_the_trainer_would(tmp_path: Path, settings: dict[str, Any]) -> None:
     in_worker = values_of(tmp_path / "worker", offload=True, **settings)
@@ -67,20 +59,12 @@ def test_a_bug_in_a_probe_leaves_training_alone(
 
 @pytest.mark.system
 def test_columns_of_sampled_updates_travel_to_the_worker(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "policy": "lstm",
-        "lstm_size": 8,
-        "env": "cue-recall",
-        "level": "debug",
-        "normalize_observations": True,
-    }
+    settings: dict[str, Any] = {"policy": "lstm", "lstm_size": 8, "env": "cue-recall", "level": "debug", "normalize_observations": True}
     in_worker = values_of(tmp_path / "worker", offload=True, **settings)
     in_process = values_of(tmp_path / "process", offload=False, **settings)
 
     assert in_worker == in_process
-    assert {"policy/kl_exact", "policy/kl_post", "policy/entropy_grad_ratio", "norm/obs/clip_frac"} <= set(
-        in_process[-1]
-    )
+    assert {"policy/kl_exact", "policy/kl_post", "policy/entropy_grad_ratio", "norm/obs/clip_frac"} <= set(in_process[-1])
 
 
 def test_a_shared_trunk_has_a_gradient_of_its_own(tmp_path: Path) -> None:
@@ -123,9 +107,7 @@ def test_spread_and_bounds_of_a_continuous_policy_are_those_of_its_rollouts(
     rollouts: list[tuple[Tensor, Tensor]] = []
     with Telemetry([], run_dir=tmp_path / "run", offload=offload) as telemetry:
         source = trainer("Pendulum-v1", log_std=1.0, **settings)
-        source.hooks.on(
-            RolloutEnd, lambda event: rollouts.append((event.actions["action"].clone(), event.log_std["action"].exp()))
-        )
+        source.hooks.on(RolloutEnd, lambda event: rollouts.append((event.actions["action"].clone(), event.log_std["action"].exp())))
         attach(telemetry, source)
         source.learn(300)
 
@@ -140,9 +122,7 @@ def test_spread_and_bounds_of_a_continuous_policy_are_those_of_its_rollouts(
     assert last["policy/head/action/action_shift"] == pytest.approx(moved, rel=1e-4)
     assert "policy/head/action/action_shift" not in first
     assert 0 < last["policy/head/action/std/min"] <= last["policy/head/action/std/mean"] < 4
-    assert ("state_dependent_std" in settings) == (
-        last["policy/head/action/std/min"] < 0.999 * last["policy/head/action/std/mean"]
-    )
+    assert ("state_dependent_std" in settings) == (last["policy/head/action/std/min"] < 0.999 * last["policy/head/action/std/mean"])
 
 
 def test_minimal_reports_a_headline_per_family_and_integrity(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Copies of a policy within this process share none of its tensors, even if its classes cannot be pickled."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -78,9 +76,7 @@ def test_what_cannot_be_copied_is_named() -> None:
     own = policy()
     own.lock = threading.Lock()
 
-    with pytest.raises(
-        TypeError, match=r"^the policy cannot be copied: TypeError: cannot pickle '_thread.lock' object$"
-    ):
+    with pytest.raises(TypeError, match=r"^the policy cannot be copied: TypeError: cannot pickle '_thread.lock' object$"):
         policy_copy(own)
 
 
@@ -88,7 +84,5 @@ def test_a_huge_policy_is_not_copied() -> None:
     own = nn.Embedding(1, 1)
     own.weight = nn.Parameter(torch.zeros(1).expand(1 << 27, 1), requires_grad=False)
 
-    with pytest.raises(
-        TypeError, match=r"^the policy is not copied: it has 134,217,728 numbers, and the limit is 67,108,864$"
-    ):
+    with pytest.raises(TypeError, match=r"^the policy is not copied: it has 134,217,728 numbers, and the limit is 67,108,864$"):
         policy_copy(own)

@@ -1,7 +1,5 @@
 """Records of an attached run beyond its minibatches: DEBUG, normalisers, evaluations, reused data, and missing columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,30 +9,14 @@ import pytest
 import torch
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.events import (
-    NONE,
-    BackwardEnd,
-    EpisodeEnd,
-    EvaluationEnd,
-    Hooks,
-    MinibatchEnd,
-    RolloutEnd,
-    RunStart,
-    UpdateEnd,
-)
+from esper_telemetry.events import NONE, BackwardEnd, EpisodeEnd, EvaluationEnd, Hooks, MinibatchEnd, RolloutEnd, RunStart, UpdateEnd
 
 Change = Callable[[PPO], None]
 SMALL: dict[str, Any] = {"num_steps": 16, "num_epochs": 2, "num_minibatches": 2, "lstm_size": 8, "hidden_sizes": (8,)}
 
 
 def records(
-    run_dir: Path,
-    env: str = "cue-recall",
-    *,
-    level: str = "debug",
-    updates: int = 3,
-    change: Change | None = None,
-    **settings: Any,
+    run_dir: Path, env: str = "cue-recall", *, level: str = "debug", updates: int = 3, change: Change | None = None, **settings: Any
 ) -> list[dict[str, float]]:
     source = PPO(make_env(env, num_envs=4, seed=0), PPOConfig(**SMALL | settings))
     with Telemetry(run_dir=run_dir, offload=False, level=level) as telemetry:
@@ -80,9 +62,7 @@ def test_exact_kl_of_the_heads_adds_up_where_they_matter(tmp_path: Path) -> None
 @pytest.mark.system
 def test_training_from_another_state_than_acting_is_seen_before_the_first_step(tmp_path: Path) -> None:
     def zero(source: PPO) -> None:
-        source.steps = replace(
-            source.steps, initial_state=lambda states: {name: torch.zeros_like(x) for name, x in states.items()}
-        )
+        source.steps = replace(source.steps, initial_state=lambda states: {name: torch.zeros_like(x) for name, x in states.items()})
 
     last = records(tmp_path, change=zero, policy="lstm")[-1]
 
@@ -178,10 +158,7 @@ def test_an_evaluation_joins_the_record_of_the_update_that_ends_next(tmp_path: P
 def test_exact_divergences_are_there_at_normal_in_sampled_updates(tmp_path: Path) -> None:
     """In the first and ninth update. The numbers equal the numbers at DEBUG, which samples every update."""
     keys = {"policy/kl_exact", "policy/head/op/kl_exact", "policy/entropy_grad_ratio", "value/move_over_std"}
-    runs = {
-        level: records(tmp_path / level, level=level, updates=9, policy="lstm", entropy_coef=0.01)
-        for level in ("normal", "debug")
-    }
+    runs = {level: records(tmp_path / level, level=level, updates=9, policy="lstm", entropy_coef=0.01) for level in ("normal", "debug")}
 
     present = [keys <= set(values) for values in runs["normal"]]
     assert present == [True, *[False] * 7, True]

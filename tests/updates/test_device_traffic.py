@@ -1,7 +1,5 @@
 """Telemetry reads one packed vector per record from the device, and no single number, because that would wait for the device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

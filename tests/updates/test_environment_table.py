@@ -1,7 +1,5 @@
 """The table of single environments: returns and lengths over several rollouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +27,7 @@ def test_episodes_are_followed_over_rollouts() -> None:
 
 
 def test_a_resumed_run_does_not_know_the_episodes_under_way() -> None:
-    columns = EnvironmentTable(resumed=True)._follow(
-        np.ones((3, 2)), np.array([[False, True], [False, True], [False] * 2])
-    )
+    columns = EnvironmentTable(resumed=True)._follow(np.ones((3, 2)), np.array([[False, True], [False, True], [False] * 2]))
 
     assert np.isnan(columns["return"][0]) and np.isnan(columns["last_return"][0])
     assert (columns["return"][1], columns["last_return"][1], columns["last_length"][1]) == (1, 1, 1)

@@ -3,8 +3,6 @@
 `ELSEWHERE` names every key that does not apply to these three runs, with the reason.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections import defaultdict

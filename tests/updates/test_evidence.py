@@ -1,7 +1,5 @@
 """The evidence of a record: the steps and the worst transitions of an update, non-finite tensors, every layer's gradient."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -54,11 +52,7 @@ def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
 
     worst = flight_of(update, Facts(), rows=3).worst
 
-    assert [(row.log_ratio, row.step, row.advantage) for row in worst] == [
-        (-3.0, 0, 1.0),
-        (0.5, 1, 3.0),
-        (pytest.approx(-0.2), 1, 4.0),
-    ]
+    assert [(row.log_ratio, row.step, row.advantage) for row in worst] == [(-3.0, 0, 1.0), (0.5, 1, 3.0), (pytest.approx(-0.2), 1, 4.0)]
     assert worst[0].time is None and worst[0].heads == {}
 
 
@@ -130,9 +124,7 @@ def test_what_is_not_finite_counts_wherever_it_is() -> None:
 
 def test_every_layer_has_a_line() -> None:
     """Entries 3, -4, 0 and NaN: norm 5, mean -1/3, a quarter zero, one in each of three bins and one not finite."""
-    sample = GradientSample(
-        names=("w", "b"), numels=(4, 2), minibatches=(torch.tensor([3.0, -4.0, 0.0, math.nan, 1e-7, 20.0]),)
-    )
+    sample = GradientSample(names=("w", "b"), numels=(4, 2), minibatches=(torch.tensor([3.0, -4.0, 0.0, math.nan, 1e-7, 20.0]),))
 
     w, b = layer_table(Update(sample=sample))
 
@@ -165,9 +157,7 @@ def evidence(kind: str, update: Update | None = None, key: str = "policy/kl", **
 
 def test_an_alarm_brings_the_metrics_that_it_reads_the_deciding_one_first() -> None:
     pieces = evidence(
-        "policy/ratio_explosion",
-        key="policy/ratio/max",
-        values={"policy/ess_frac_min": 0.5, "policy/ratio/max": 11.0, "my/number": 1.0},
+        "policy/ratio_explosion", key="policy/ratio/max", values={"policy/ess_frac_min": 0.5, "policy/ratio/max": 11.0, "my/number": 1.0}
     )
 
     assert list(pieces["values"].items()) == [("policy/ratio/max", 11.0), ("policy/ess_frac_min", 0.5)]
@@ -211,9 +201,7 @@ def test_a_run_whose_gradients_explode_says_so_with_the_alarm(tmp_path: Path) ->
 def test_an_alarm_of_the_gradient_brings_a_line_for_each_tensor_in_every_update() -> None:
     """Norms of w are 1 and 3 over two steps; one norm of b is not finite."""
     part = BackwardGradients((0, 0), ("w", "b"), (3, 1), torch.tensor([[1.0, math.inf], [3.0, 2.0]]), None)
-    pieces = evidence(
-        "grad/explode", Update(gradients=(part,)), pairs={"a": {"cause": "starved"}, "b": {"cause": "ok"}}
-    )
+    pieces = evidence("grad/explode", Update(gradients=(part,)), pairs={"a": {"cause": "starved"}, "b": {"cause": "ok"}})
 
     assert pieces["layers"] == [
         {"name": "w", "entries": 3, "norm_first": 1.0, "norm_mean": 2.0, "norm_max": 3.0},
@@ -235,9 +223,7 @@ def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
     steps, names = 2000, tuple(f"encoder.block.{index}.weight" for index in range(300))
     part = BackwardGradients((0,) * steps, names, (1000,) * 300, torch.full((steps, 300), math.nan), None)
     rows = torch.full((16_000,), math.nan)
-    batch = minibatches([0.0, 0.0, 0.0])._replace(
-        epochs=(0,) * steps, counts=(8,) * steps, log_ratio=rows, advantages=rows
-    )
+    batch = minibatches([0.0, 0.0, 0.0])._replace(epochs=(0,) * steps, counts=(8,) * steps, log_ratio=rows, advantages=rows)
     spoilt = torch.full((2000, 8), math.nan)
     update = Update(rollout=rollout(spoilt, rewards=spoilt, values=spoilt), minibatches=batch, gradients=(part,))
     values = {f"grad/layer/encoder_block_{index}_weight/zero_frac": 1.0 for index in range(300)}
@@ -261,8 +247,7 @@ def pendulum(**settings: Any) -> PPO:
 
 
 @pytest.mark.parametrize(
-    ("make", "offload"),
-    [(cartpole, False), (recall, False), (pendulum, False), pytest.param(recall, True, marks=pytest.mark.system)],
+    ("make", "offload"), [(cartpole, False), (recall, False), (pendulum, False), pytest.param(recall, True, marks=pytest.mark.system)]
 )
 def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any, offload: bool) -> None:
     """The evidence is compared with the trainer's own events of the same transitions."""

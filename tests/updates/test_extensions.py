@@ -119,9 +119,7 @@ def test_a_plugin_that_raises_costs_its_record_and_a_warning(
     assert len([record for record in caplog.records if "IndexError: a bug" in record.getMessage()]) == 1
 
 
-def test_a_plugin_that_cannot_be_imported_is_named(
-    tmp_path: Path, entries: list[EntryPoint], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plugin_that_cannot_be_imported_is_named(tmp_path: Path, entries: list[EntryPoint], caplog: pytest.LogCaptureFixture) -> None:
     entries.append(EntryPoint("gone", "no_such_package:Thing", extensions.GROUP))
     explored(tmp_path, offload=False)
 

@@ -1,7 +1,5 @@
 """A recurrent or factored policy, attached: memory, heads and masks are measured on valid rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -56,9 +54,7 @@ def recorded(source: PPO, *, level: str = "normal", updates: int = 3) -> list[di
 
 
 @cache
-def records_of(
-    make: Callable[[], Environment], *, level: str = "normal", updates: int = 3, **settings: Any
-) -> list[dict[str, float]]:
+def records_of(make: Callable[[], Environment], *, level: str = "normal", updates: int = 3, **settings: Any) -> list[dict[str, float]]:
     """Values of the records of a run, which several tests read."""
     return recorded(trainer(make, **settings), level=level, updates=updates)
 

@@ -1,7 +1,5 @@
 """A module next to its host: how strongly it learns, what gradient reaches it, and why it learns little."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +97,7 @@ def test_module_and_host_need_one_optimizer(tmp_path: Path, caplog: pytest.LogCa
         telemetry.flush(env_step=1)
 
     assert not [key for record in read_run(tmp_path).records for key in record.values if "grad/pair/" in key]
-    assert caplog.messages == [
-        "pair 'head' is not measured: its module and its host need parameters that the same optimizer trains"
-    ]
+    assert caplog.messages == ["pair 'head' is not measured: its module and its host need parameters that the same optimizer trains"]
 
 
 def test_a_frozen_module_is_disconnected_and_the_journal_says_so(tmp_path: Path) -> None:
@@ -120,9 +116,7 @@ def test_watching_changes_nothing_and_ends_when_asked() -> None:
     bare, observed = trainer(), trainer()
     bare.learn(200)
     with Telemetry(run_dir=None) as telemetry:
-        stop = watch_pair(
-            telemetry, observed, "head", module=observed.policy.heads["action"], host=observed.policy.actor
-        )
+        stop = watch_pair(telemetry, observed, "head", module=observed.policy.heads["action"], host=observed.policy.actor)
         observed.learn(200)
         stop()
 

@@ -1,7 +1,5 @@
 """Sampled updates: whole gradients, their parts and Adam's state, without an effect on training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,9 +82,7 @@ def test_layers_have_a_severity_at_debug_only(tmp_path: Path) -> None:
     assert layers <= set(debug) and not layers & set(normal)
 
 
-def test_a_network_of_many_layers_has_a_health_but_no_keys_details(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_of_many_layers_has_a_health_but_no_keys_details(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "MAX_LAYERS", 3)
     (normal,) = values_of(tmp_path / "normal", trainer(), updates=1)
     (debug,) = values_of(tmp_path / "debug", trainer(), updates=1, level="debug")
@@ -139,9 +135,7 @@ def test_minimal_samples_nothing_and_still_knows_the_health(tmp_path: Path) -> N
 
 
 def test_a_shared_trunk_has_a_cosine_of_its_parameters(tmp_path: Path) -> None:
-    shared, apart = (
-        values_of(tmp_path / str(flag), trainer(shared_trunk=flag), updates=1)[0] for flag in (True, False)
-    )
+    shared, apart = (values_of(tmp_path / str(flag), trainer(shared_trunk=flag), updates=1)[0] for flag in (True, False))
 
     assert -1 <= shared["grad/interference/cos"] <= 1 and 0 <= shared["grad/interference/cancel"] <= 1
     assert not SHARED & set(apart)
@@ -156,10 +150,7 @@ def test_the_cosine_is_that_of_the_two_losses_own_gradients(tmp_path: Path) -> N
     def both(batch: Any, epoch: int, step: int) -> Tensor:
         if step == 0:
             (output,) = source.policy.trunks(batch.observations)
-            weighted = {
-                name: source._weights[name] * loss
-                for name, loss in losses(batch, TrunkOutputs(output, output)).losses.items()
-            }
+            weighted = {name: source._weights[name] * loss for name, loss in losses(batch, TrunkOutputs(output, output)).losses.items()}
             parameters = list(source.policy.actor.parameters())
             terms = {"actor": weighted["policy"] + weighted["entropy"], "critic": weighted["value"]}
             for name, loss in terms.items():
@@ -249,18 +240,14 @@ def test_hooks_of_a_probe_are_gone_as_soon_as_they_have_enough(tmp_path: Path) -
 
 @pytest.mark.system
 @pytest.mark.parametrize("make", [trainer, recall])
-def test_a_sample_too_large_to_travel_is_measured_on_the_spot(
-    tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_too_large_to_travel_is_measured_on_the_spot(tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     small = values_of(tmp_path / "small", make(), updates=2, level="debug")
     monkeypatch.setattr(recorder_module, "MAX_TRAVELLING_ENTRIES", 10)
     large = values_of(tmp_path / "large", make(), updates=2, level="debug")
 
     for left, right in zip(small, large, strict=True):
         timed = ("perf/", "train/env_steps", "telemetry/")
-        assert {k: v for k, v in left.items() if not k.startswith(timed)} == {
-            k: v for k, v in right.items() if not k.startswith(timed)
-        }
+        assert {k: v for k, v in left.items() if not k.startswith(timed)} == {k: v for k, v in right.items() if not k.startswith(timed)}
 
 
 def weights_after(source: PPO, telemetry: Telemetry | None) -> list[Tensor]:
@@ -298,9 +285,7 @@ def test_a_baseline_that_starts_anew_is_an_event_in_the_journal(tmp_path: Path) 
             hooks.emit(UpdateEnd(update, 8 * update, update, 1e-3, {}))
 
     changes = [(event.axes, event.data) for event in read_run(tmp_path).events if event.type == "rebaseline"]
-    assert [(axes.update if axes else None, data) for axes, data in changes] == [
-        (80, {"keys": ["grad/actor/norm_preclip"]})
-    ]
+    assert [(axes.update if axes else None, data) for axes, data in changes] == [(80, {"keys": ["grad/actor/norm_preclip"]})]
 
 
 REPLAYED = {"policy/kl_post", "repr/drift_cos", "repr/capacity_loss"}
@@ -316,9 +301,7 @@ REPLAYED = {"policy/kl_post", "repr/drift_cos", "repr/capacity_loss"}
         pytest.param(lambda: recall(policy="gru"), id="gru", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_shows_the_rollout_to_a_copy_of_the_policy(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_shows_the_rollout_to_a_copy_of_the_policy(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = values_of(tmp_path / "here", make(), updates=2, level="debug")
     monkeypatch.setattr(FirstPasses, "take", no_pass)
 
@@ -343,9 +326,7 @@ def test_debug_shows_in_which_layer_actor_and_critic_or_two_heads_conflict(tmp_p
 
     def by_layer(output: Tensor, parameters: Sequence[Tensor], one: Tensor, other: Tensor) -> dict[str, float]:
         gradients = (torch.autograd.grad(output, parameters, g, retain_graph=True) for g in (one, other))
-        cosines = [
-            nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in zip(*gradients, strict=True)
-        ]
+        cosines = [nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in zip(*gradients, strict=True)]
         return {names[id(parameter)]: float(cos) for parameter, cos in zip(parameters, cosines, strict=True)}
 
     def of_losses(event: TrunkBackward) -> None:

@@ -1,7 +1,5 @@
 """One step of each sampled update of the bundled trainer is recomputed: its gradient, its clip and the change of the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,9 +55,7 @@ MISTAKES: Mapping[str, Change] = {
     "gradient_policy_sign": lambda steps: replace(steps, policy_loss=negative),
     "gradient_value_doubled": lambda steps: replace(steps, value_loss=lambda v, r, old: (v - r).square().mean()),
     "gradient_value_summed": lambda steps: replace(steps, value_loss=lambda v, r, old: 0.5 * (v - r).square().sum()),
-    "gradient_value_missing": lambda steps: replace(
-        steps, value_loss=lambda v, r, old: 0.5 * (v.detach() - r).square().mean()
-    ),
+    "gradient_value_missing": lambda steps: replace(steps, value_loss=lambda v, r, old: 0.5 * (v.detach() - r).square().mean()),
     "gradient_entropy_sign": lambda steps: replace(steps, entropy_loss=lambda entropy: entropy),
     "gradient_entropy_weight": lambda steps: replace(steps, entropy_loss=lambda entropy: -7 * entropy),
     "optimizer_step_learning_rate": lambda steps: replace(steps, learning_rate=lambda rate: 3 * rate),
@@ -143,9 +139,7 @@ def test_a_worker_recomputes_the_gradient_with_a_copy_of_the_policy(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    "mistake", ["gradient_policy_sign", pytest.param("gradient_value_summed", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mistake", ["gradient_policy_sign", pytest.param("gradient_value_summed", marks=pytest.mark.slow)])
 def test_a_worker_names_what_explains_a_gradient(mistake: str, tmp_path: Path) -> None:
     source = trainer()
     source.steps = MISTAKES[mistake](source.steps)

@@ -1,7 +1,5 @@
 """Equations of the bundled trainer: they match in every setting, and a wrong step of the update is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -70,12 +68,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "frozen lake": {"env": "FrozenLake-v1", "gamma": 1.0, "gae_lambda": 1.0},
     "cliff": {"env": "CliffWalking-v1", "num_steps": 256, "gae_lambda": 0.0},
     "acrobot": {"env": "Acrobot-v1", "num_envs": 2, "num_steps": 600},
-    "mountain car": {
-        "env": "MountainCarContinuous-v0",
-        "num_envs": 1,
-        "num_steps": 1024,
-        "normalize_rewards": True,
-    },
+    "mountain car": {"env": "MountainCarContinuous-v0", "num_envs": 1, "num_steps": 1024, "normalize_rewards": True},
     "normalised over the rollout": {"normalize_minibatches": False},
     "floor": {"advantage_std_floor": 20.0},
     "as they are": {"normalize_advantages": False, "shared_trunk": True},
@@ -130,9 +123,7 @@ def overlapping(batch: Batch, count: int, generator: torch.Generator) -> Iterabl
 
 MISTAKES: dict[tuple[str, str], dict[str, Callable[..., Any]]] = {
     ("advantages", "ends_ignored"): {"advantages": without_ends},
-    ("advantages", "other_gamma"): {
-        "advantages": lambda rollout, _, gae_lambda: generalized_advantages(rollout, 0.9, gae_lambda)
-    },
+    ("advantages", "other_gamma"): {"advantages": lambda rollout, _, gae_lambda: generalized_advantages(rollout, 0.9, gae_lambda)},
     ("advantages", "sign"): {"advantages": lambda *arguments: -generalized_advantages(*arguments)},
     ("returns", "normalized"): {"returns": lambda advantages, values: of_the_batch(advantages) + values},
     ("returns", "values_missing"): {"returns": lambda advantages, values: advantages},

@@ -1,7 +1,5 @@
 """`Telemetry.watch` against gradients that the test computes itself, with common additions to an optimizer."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging
@@ -254,10 +252,7 @@ def test_learning_rates_of_actor_and_critic() -> None:
     """Two optimizers, then one with two groups. A scheduler halves the critic's rate. `opt/lr` is the first one's."""
     with loop() as own:
         actor, critic = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (own.agent.actor, own.agent.critic))
-        stops = [
-            own.telemetry.watch(own.agent, actor, actor="actor"),
-            own.telemetry.watch(own.agent, critic, critic="critic"),
-        ]
+        stops = [own.telemetry.watch(own.agent, actor, actor="actor"), own.telemetry.watch(own.agent, critic, critic="critic")]
         schedule = torch.optim.lr_scheduler.ExponentialLR(critic, 0.5)
         records = []
         for _ in range(2):
@@ -268,10 +263,7 @@ def test_learning_rates_of_actor_and_critic() -> None:
             schedule.step()
         for stop in stops:
             stop()
-        groups = [
-            {"params": part.parameters(), "lr": rate}
-            for part, rate in ((own.agent.critic, 0.3), (own.agent.actor, 0.4))
-        ]
+        groups = [{"params": part.parameters(), "lr": rate} for part, rate in ((own.agent.critic, 0.3), (own.agent.actor, 0.4))]
         both = torch.optim.SGD(groups)
         own.telemetry.watch(own.agent, both)
         own.loss(0).backward()
@@ -317,10 +309,7 @@ def test_a_sparse_gradient_that_is_not_finite() -> None:
         own.agent.add_module("table", table)
         own.telemetry.watch(own.agent, sgd(own.agent.parameters()), stop_on_nonfinite=True)
         table(torch.tensor([1, 1, 3])).sum().backward()
-        with pytest.raises(
-            FloatingPointError,
-            match=r"gradient of table\.weight is the first .* \(4 of 8 entries\)",
-        ):
+        with pytest.raises(FloatingPointError, match=r"gradient of table\.weight is the first .* \(4 of 8 entries\)"):
             (table(torch.tensor([1, 1, 3])).sum() * torch.tensor(torch.inf)).backward()
         with pytest.raises(ValueError, match="stop_on_nonfinite must be True or False, got 'no'"):
             own.telemetry.watch(own.agent, own.optimizer, stop_on_nonfinite="no")  # type: ignore[arg-type]  # on purpose
@@ -374,9 +363,7 @@ def test_parameters_of_several_types() -> None:
         optimizer = torch.optim.SGD(own.agent.parameters(), lr=0.1)
         own.telemetry.watch(own.agent, optimizer, critic="critic")
         x = own.inputs[0]
-        (
-            own.agent.actor(x).sum() + own.agent.critic(x.bfloat16()).float().sum() + (wave * wave.conj()).real.sum()
-        ).backward()
+        (own.agent.actor(x).sum() + own.agent.critic(x.bfloat16()).float().sum() + (wave * wave.conj()).real.sum()).backward()
         whole = sum(float(torch.as_tensor(p.grad).abs().double().square().sum()) for p in own.agent.parameters())
         optimizer.step()
         values = own.record().values
@@ -483,7 +470,5 @@ def test_many_tensors_are_read_twice_only_where_one_factor_does_not_explain_thei
 
     for step, norms in zip(steps, expected, strict=True):
         torch.testing.assert_close(step.after, norms, rtol=1e-5, atol=0.0)
-    whole_readings = {"one factor": 4, "nothing": 4}.get(
-        change, 6
-    )  # of 96, in three steps: before each, and after the first
+    whole_readings = {"one factor": 4, "nothing": 4}.get(change, 6)  # of 96, in three steps: before each, and after the first
     assert sum(len(call.args[0]) == 96 for call in readings.call_args_list) == whole_readings

@@ -1,7 +1,5 @@
 """`Telemetry.watch` when ranks average gradients."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -43,11 +41,7 @@ def stepped(rank: int, run_dir: str, wrapped: bool) -> dict[str, Any]:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         telemetry.flush(env_step=1)
-    return {
-        "norm": float(norm),
-        "own": float(torch.cat([g.flatten() for g in own]).norm()),
-        "warnings": handler.sentences,
-    }
+    return {"norm": float(norm), "own": float(torch.cat([g.flatten() for g in own]).norm()), "warnings": handler.sentences}
 
 
 def test_norms_are_those_of_the_average(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """One table from metric keys, or the beginnings of formulas for cases without a key, to adapters from inputs to values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,12 +17,7 @@ BY_KEY: dict[str, Adapter] = {
     **representation.ADAPTERS,
     **alarms.ADAPTERS,
 }
-BY_FORMULA: dict[str, Adapter] = {
-    **data.FORMULA_ADAPTERS,
-    **series.FORMULA_ADAPTERS,
-    **lstm.FORMULA_ADAPTERS,
-    **alarms.FORMULA_ADAPTERS,
-}
+BY_FORMULA: dict[str, Adapter] = {**data.FORMULA_ADAPTERS, **series.FORMULA_ADAPTERS, **lstm.FORMULA_ADAPTERS, **alarms.FORMULA_ADAPTERS}
 
 
 def adapters_of(case: Mapping[str, Any]) -> list[Adapter]:

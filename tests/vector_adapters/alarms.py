@@ -1,7 +1,5 @@
 """Compute the state machines of alarms from the inputs of a reference case."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compute advantages, returns, rewards, losses, episodes and integrity from the inputs of a reference case."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -48,9 +46,7 @@ def normalizer(inputs: Inputs) -> Values:
     which = inputs["which"]
     if "normalised" in inputs:
         return normalizer_clipping(which, floats(inputs["normalised"]), clip=inputs["clip"]).values()
-    return normalizer_drift(
-        which, *(floats(inputs[name]) for name in ("mean", "std", "mean_prev", "std_prev"))
-    ).values()
+    return normalizer_drift(which, *(floats(inputs[name]) for name in ("mean", "std", "mean_prev", "std_prev"))).values()
 
 
 def following_values(inputs: Inputs) -> Tensor:
@@ -101,10 +97,7 @@ def forbidden(inputs: Inputs) -> Values:
 def losses(inputs: Inputs) -> Values:
     names = ("logratio", "advantages_norm", "values", "returns", "entropy")
     return ppo_losses(
-        *(floats(inputs[name]) for name in names),
-        clip=inputs["clip_eps"],
-        value_coef=inputs["vf_coef"],
-        entropy_coef=inputs["ent_coef"],
+        *(floats(inputs[name]) for name in names), clip=inputs["clip_eps"], value_coef=inputs["vf_coef"], entropy_coef=inputs["ent_coef"]
     ).values()
 
 
@@ -115,19 +108,7 @@ def episodes(inputs: Inputs) -> Values:
 ADAPTERS = {
     **{
         f"adv/raw/{name}": raw_advantages
-        for name in [
-            "mean",
-            "mean_nonfinite",
-            "std",
-            "min",
-            "max",
-            "skew",
-            "kurtosis",
-            "pos_frac",
-            "p05",
-            "p95",
-            "absmax_over_std",
-        ]
+        for name in ["mean", "mean_nonfinite", "std", "min", "max", "skew", "kurtosis", "pos_frac", "p05", "p95", "absmax_over_std"]
     },
     "adv/std_floored": raw_advantages,
     "adv/norm/mean": used_advantages,
@@ -145,10 +126,7 @@ ADAPTERS = {
     **{f"value/td/{name}": gae for name in ["mean", "std", "absmean"]},
     "integrity/mask_violation": forbidden,
     **{f"loss/{name}": losses for name in ["policy", "value", "entropy", "total"]},
-    **{
-        f"episode/{name}": episodes
-        for name in ["return_mean", "return_std", "return_min", "return_max", "length_mean", "count"]
-    },
+    **{f"episode/{name}": episodes for name in ["return_mean", "return_std", "return_min", "return_max", "length_mean", "count"]},
 }
 """By metric key."""
 

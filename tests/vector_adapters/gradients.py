@@ -1,7 +1,5 @@
 """Compute the gradient and optimizer metrics from the inputs of a reference case."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,14 +22,7 @@ from esper_telemetry.metrics.gradients.directions import (
 )
 from esper_telemetry.metrics.gradients.gradient_health import gradient_health
 from esper_telemetry.metrics.gradients.norms import gradient_norms
-from esper_telemetry.metrics.optimizer import (
-    adam_parameters,
-    adam_state,
-    adam_step,
-    first_moment_weight,
-    weight_growth,
-    weight_norm,
-)
+from esper_telemetry.metrics.optimizer import adam_parameters, adam_state, adam_step, first_moment_weight, weight_growth, weight_norm
 
 Inputs = Mapping[str, Any]
 Values = dict[str, Any]

@@ -1,7 +1,5 @@
 """Shared by the adapters: inputs of reference cases, and values of groups at the steps that a case names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,19 +1,10 @@
 """Compute the metrics of memory from the inputs of a reference case."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
 from esper_telemetry.metrics.lstm.gates import gate_stats, lstm_gates, lstm_weights, timescales
-from esper_telemetry.metrics.lstm.states import (
-    cell_growth,
-    reset_stats,
-    state_ages,
-    state_size,
-    state_staleness,
-    state_stats,
-)
+from esper_telemetry.metrics.lstm.states import cell_growth, reset_stats, state_ages, state_size, state_staleness, state_stats
 from vector_adapters.inputs import Inputs, Values, floats
 
 

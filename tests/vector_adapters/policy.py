@@ -1,7 +1,5 @@
 """Compute the policy's metrics from the inputs of a reference case."""
 
-from __future__ import annotations
-
 import torch
 
 from esper_telemetry.alarms.rules.integrity_alarms import ratio_init_bounds
@@ -53,9 +51,7 @@ def ratio_init(inputs: Inputs) -> Values:
 
 def heads(inputs: Inputs) -> Values:
     """P5."""
-    group = head_ratio_diagnostics(
-        by_head(inputs, "head_logratio"), relevant=masks(inputs, "head_mask"), clip=inputs["clip_eps"]
-    )
+    group = head_ratio_diagnostics(by_head(inputs, "head_logratio"), relevant=masks(inputs, "head_mask"), clip=inputs["clip_eps"])
     return at_any_step(group)
 
 

@@ -1,7 +1,5 @@
 """Compute the metrics of features from the inputs of a reference case."""
 
-from __future__ import annotations
-
 from esper_telemetry.metrics.representation import (
     DORMANT,
     dormant_scores,
@@ -18,9 +16,7 @@ from vector_adapters.inputs import Inputs, Values, floats
 def activity(inputs: Inputs) -> Values:
     """R1."""
     x = floats(inputs["activations"])
-    result = unit_activity(
-        {"trunk": x}, activation=inputs.get("activation", "relu"), threshold=inputs.get("tau", DORMANT)
-    )
+    result = unit_activity({"trunk": x}, activation=inputs.get("activation", "relu"), threshold=inputs.get("tau", DORMANT))
     return {**result.all.values(), "aux:scores": dormant_scores(keep(x.t(), None)).tolist()}
 
 

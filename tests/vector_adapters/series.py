@@ -1,7 +1,5 @@
 """Compute history metrics from the inputs of a reference case."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,22 +9,8 @@ import numpy as np
 from esper_telemetry.core.metric import Array
 from esper_telemetry.history.derive import PairEvidence, diagnose_pair, pair_intensity
 from esper_telemetry.history.deviations import Cusum, Ema, LogDrift, PageHinkley, decades, robust_z
-from esper_telemetry.history.gradient_history import (
-    adaptive_thresholds,
-    explode_severity,
-    gradient_condition,
-    vanish_severity,
-)
-from esper_telemetry.history.trend import (
-    acf,
-    advantage_gradient,
-    goertzel,
-    lr_response,
-    mann_kendall,
-    periods,
-    prewhiten,
-    theil_sen,
-)
+from esper_telemetry.history.gradient_history import adaptive_thresholds, explode_severity, gradient_condition, vanish_severity
+from esper_telemetry.history.trend import acf, advantage_gradient, goertzel, lr_response, mann_kendall, periods, prewhiten, theil_sen
 
 Inputs = Mapping[str, Any]
 Values = dict[str, Any]
@@ -88,13 +72,7 @@ def whitened_trend(inputs: Inputs) -> Values:
 
 def _test(x: Array, slope: float) -> Values:
     test = mann_kendall(x)
-    return {
-        "*/trend/slope": slope,
-        "*/trend/mk_z": test.z,
-        "aux:S": test.s,
-        "aux:var": test.variance,
-        "aux:tau_a": test.tau,
-    }
+    return {"*/trend/slope": slope, "*/trend/mk_z": test.z, "aux:S": test.s, "aux:var": test.variance, "aux:tau_a": test.tau}
 
 
 def period(inputs: Inputs) -> Values:

@@ -1,7 +1,5 @@
 """Compute the critic's metrics from the inputs of a reference case."""
 
-from __future__ import annotations
-
 from esper_telemetry.history.critic import BETA, CriticMoments, VarianceAverage, critic_fit
 from esper_telemetry.metrics.values import monte_carlo_fit, terminal_error, value_fit, value_movement
 from vector_adapters.inputs import Inputs, Values, floats, mask

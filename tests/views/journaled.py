@@ -1,7 +1,5 @@
 """Journals of made-up runs, with the alarms and outcomes that such a run writes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +11,7 @@ from esper_telemetry.alarms import Detectors
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lines import (
-    JournalEvent,
-    encode_alarm,
-    encode_end,
-    encode_event,
-    encode_record,
-    encode_run,
-)
+from esper_telemetry.journal.lines import JournalEvent, encode_alarm, encode_end, encode_event, encode_record, encode_run
 
 UPDATE_SECONDS = 10.0
 SPIKE_TEXT = "Since update 4, the policy has moved 0.4 nats. Try: Lower the learning rate."
@@ -28,10 +19,7 @@ SPOILED = multiplied({"loss/value": 1e4, "grad/global/norm_preclip_max": 1e3})
 
 
 def lines_of(
-    records: Sequence[Record],
-    status: RunStatus | None = RunStatus.FINISHED,
-    facts: Mapping[str, Any] = FACTS,
-    **info: Any,
+    records: Sequence[Record], status: RunStatus | None = RunStatus.FINISHED, facts: Mapping[str, Any] = FACTS, **info: Any
 ) -> list[dict[str, Any]]:
     metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
     head = RunInfo("r1", info.pop("name", "run"), None, 1e9, facts=facts, metrics=metrics, **info)
@@ -83,17 +71,13 @@ class WrittenRun:
         """Append a record; `__` in a keyword means `/`."""
         self.updates += 1
         self._journal.write(
-            encode_record(
-                Record(self.updates, axes(self.updates), {key.replace("__", "/"): x for key, x in values.items()})
-            )
+            encode_record(Record(self.updates, axes(self.updates), {key.replace("__", "/"): x for key, x in values.items()}))
         )
 
     def alarm(self, kind: str, severity: float = 0.9, event: AlarmEvent = AlarmEvent.RAISE, **rest: Any) -> None:
         level, place = AlarmLevel.of(severity), axes(self.updates)
         details = {"since": self.updates, "incident": 1, "cause": kind, "text": SPIKE_TEXT, **rest}
-        self._journal.write(
-            encode_alarm(Alarm(self.updates, place, kind, event, severity, level, "policy/kl", 0.4, **details))
-        )
+        self._journal.write(encode_alarm(Alarm(self.updates, place, kind, event, severity, level, "policy/kl", 0.4, **details)))
 
     def event(self, kind: str, **data: Any) -> None:
         self._journal.write(encode_event(JournalEvent(kind, data, self.updates, axes(self.updates))))

@@ -1,7 +1,5 @@
 """Comparison of runs: statistics worked by hand, and journals with known values."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -21,14 +19,7 @@ from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.views.compare import Comparison, comparison
 from esper_telemetry.views.compare.compared_runs import find_runs, first_difference, read_compared
 from esper_telemetry.views.compare.comparison_page import comparison_page
-from esper_telemetry.views.compare.seed_statistics import (
-    improvement,
-    iqm,
-    iqm_interval,
-    permutation_p,
-    seeds_needed,
-    smallest_p,
-)
+from esper_telemetry.views.compare.seed_statistics import improvement, iqm, iqm_interval, permutation_p, seeds_needed, smallest_p
 from esper_telemetry.views.report import report_html
 from esper_telemetry.views.run_view import open_view
 
@@ -217,10 +208,7 @@ def test_repeats_of_a_seed_are_one_observation(tmp_path: Path) -> None:
 
 
 EDITS: Mapping[str, tuple[Callable[[dict[str, Any]], None], tuple[Any, Any]]] = {
-    "policy/kl": (
-        lambda line: line["values"].update({"policy/kl": math.nextafter(0.5, 1)}),
-        (0.5, math.nextafter(0.5, 1)),
-    ),
+    "policy/kl": (lambda line: line["values"].update({"policy/kl": math.nextafter(0.5, 1)}), (0.5, math.nextafter(0.5, 1))),
     "loss/value": (lambda line: line["values"].update({"loss/value": -0.0}), (0.0, -0.0)),
     "opt/share": (lambda line: line["values"].pop("opt/share"), (0.25, None)),
     "axes/env_step": (lambda line: line["axes"].update(env_step=701), (700, 701)),
@@ -263,19 +251,13 @@ def test_names_and_paths_are_no_settings_unless_they_are_asked_for(tmp_path: Pat
     [
         ({"resume": None, "steps": 4_000}, {"resume": "ck/a-30.pt", "steps": 2_000}, 1),
         ({"total_timesteps": 50}, {"total_timesteps": 60}, 1),
-        (
-            {"load_checkpoint": None, "train": {"num_updates": 40}},
-            {"load_checkpoint": "x", "train": {"num_updates": 7}},
-            1,
-        ),
+        ({"load_checkpoint": None, "train": {"num_updates": 40}}, {"load_checkpoint": "x", "train": {"num_updates": 7}}, 1),
         ({"steps": 50}, {"steps": 100}, 2),
         ({"num_steps": 2_000}, {"num_steps": 3_000}, 2),
         ({"env_wrappers": "RescaleAction"}, {}, 2),
     ],
 )
-def test_lengths_and_resumed_checkpoints_are_no_settings(
-    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], count: int
-) -> None:
+def test_lengths_and_resumed_checkpoints_are_no_settings(tmp_path: Path, first: dict[str, Any], second: dict[str, Any], count: int) -> None:
     """An update has 100 steps, so `steps` of at most 100 are of a rollout. The run that does not count is named."""
     places = [write_run(tmp_path / name, 1, learning(1), config=own) for name, own in (("a", first), ("b", second))]
 
@@ -354,10 +336,7 @@ def test_runs_that_are_not_alike_are_compared_as_far_as_they_go(tmp_path: Path) 
     compress(whole)
     shorter = write_run(tmp_path / "shorter", 2, learning(2), updates=30, status=None)
     broken = write_run(
-        tmp_path / "broken",
-        3,
-        lambda update: {**learning(3)(update), "numerics/nonfinite": float(update > 20)},
-        status=RunStatus.FAILED,
+        tmp_path / "broken", 3, lambda update: {**learning(3)(update), "numerics/nonfinite": float(update > 20)}, status=RunStatus.FAILED
     )
     silent = write_run(tmp_path / "silent", None, lambda update: {"policy/kl": 0.01})
     short = write_run(tmp_path / "short", 5, learning(5), updates=5, config={"learning_rate": 0.3})
@@ -394,9 +373,7 @@ def test_a_report_of_several_runs_holds_their_comparison(tmp_path: Path) -> None
 
 def test_runs_without_any_return_or_record_are_compared_by_what_they_have(tmp_path: Path) -> None:
     empty = compared(*(write_run(tmp_path / f"empty{seed}", seed, learning(seed), updates=0) for seed in (1, 2)))
-    silent = compared(
-        *(write_run(tmp_path / f"silent{seed}", seed, lambda update: {"policy/kl": 0.01}) for seed in (1, 2))
-    )
+    silent = compared(*(write_run(tmp_path / f"silent{seed}", seed, lambda update: {"policy/kl": 0.01}) for seed in (1, 2)))
 
     assert empty.reach == 0
     assert silent.return_key == ""
@@ -404,19 +381,11 @@ def test_runs_without_any_return_or_record_are_compared_by_what_they_have(tmp_pa
     assert "data-chart" not in comparison_page(silent).partition("</main>")[0]
 
 
-def test_the_command_prints_writes_a_page_and_finds_runs_in_folders(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_writes_a_page_and_finds_runs_in_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(5):
         write_run(tmp_path / "runs" / "slow" / str(seed), seed, learning(seed), versions={"torch": "2.4"})
         fast = {"learning_rate": 0.3, "note": "<b>&"}
-        write_run(
-            tmp_path / "runs" / "fast" / str(seed),
-            seed,
-            learning(seed, gain=5.0),
-            config=fast,
-            versions={"torch": "2.5"},
-        )
+        write_run(tmp_path / "runs" / "fast" / str(seed), seed, learning(seed, gain=5.0), config=fast, versions={"torch": "2.5"})
     page = tmp_path / "page.html"
 
     assert command_line(["compare", str(tmp_path / "runs"), "-o", str(page)]) == 0

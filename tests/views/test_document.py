@@ -1,7 +1,5 @@
 """A document is built once, and has the same content as HTML, as Markdown and on a terminal."""
 
-from __future__ import annotations
-
 import pytest
 
 from esper_telemetry.views.document import folded, h, items, print_document, table, text_lines, to_html, to_markdown

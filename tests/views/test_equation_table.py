@@ -1,7 +1,5 @@
 """The table of equations, from a run's facts and records alone."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -180,9 +178,7 @@ def test_rates_are_compared_with_the_schedule_of_the_facts() -> None:
 
     assert (right.state, right.updates) == ("matches", 10)
     assert constant.state == "differs"
-    assert constant.result.startswith(
-        "differs: equal the first learning rate throughout, although a schedule is configured"
-    )
+    assert constant.result.startswith("differs: equal the first learning rate throughout, although a schedule is configured")
     assert constant.since == 3
 
 

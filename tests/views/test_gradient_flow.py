@@ -1,7 +1,5 @@
 """The chart of single layers' gradients in a report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,9 +47,7 @@ def test_severities_are_those_of_the_journal(tmp_path: Path) -> None:
     assert [layer.layer for layer in flow.layers] == names
     for layer in flow.layers:
         for update, severity in zip(flow.updates, layer.severity, strict=True):
-            explode, vanish = (
-                records[update][f"grad/layer/{layer.layer}/severity_{kind}"] for kind in ("explode", "vanish")
-            )
+            explode, vanish = (records[update][f"grad/layer/{layer.layer}/severity_{kind}"] for kind in ("explode", "vanish"))
             assert severity == pytest.approx(explode if explode >= vanish else -vanish)
     assert flow.worst[0].severity[flow.worst[1]] > 0.25
 

@@ -1,7 +1,5 @@
 """The tone of a run in every view and text: a run that does not learn is never shown as clear."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,9 +103,7 @@ def test_the_exit_code_of_a_run_that_does_not_learn(
         assert run_cli(["diagnose", run_dir, "--fail-on", level], capsys).code == code
 
 
-def test_a_value_beyond_its_critical_bound_is_shown_though_no_alarm_is_about_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_beyond_its_critical_bound_is_shown_though_no_alarm_is_about_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Healthy runs explain -0.3 and more."""
     view = open_view(train(tmp_path / "run", COURSES["learning"], explained=-0.6), judged=True)
     assert view.diagnosis.tone is not Tone.GOOD

@@ -1,7 +1,5 @@
 """The registry says where a metric comes from and who reads it, and the code agrees."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Collection

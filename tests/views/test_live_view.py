@@ -1,7 +1,5 @@
 """`watch`: its pages as text, the app by its keys, and the command in a real terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess
@@ -69,9 +67,7 @@ def text_of(lines: list[Line]) -> str:
         ),
     ],
 )
-def test_the_strip_says_what_is_wrong_now(
-    values: dict[str, float], facts: dict[str, Any], expected: str, tmp_path: Path
-) -> None:
+def test_the_strip_says_what_is_wrong_now(values: dict[str, float], facts: dict[str, Any], expected: str, tmp_path: Path) -> None:
     written = WrittenRun(tmp_path / "b", **facts)
     written.record(**values)
 
@@ -132,9 +128,7 @@ def test_the_header_shows_progress_speed_and_age(run: WrittenRun) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_line_is_wider_than_the_terminal(width: int, count: int, run: WrittenRun) -> None:
     run.alarm("policy/kl_spike")
-    run.event(
-        "intervention", reason="someone has changed the learning rate by hand, and says so in a long sentence" * 2
-    )
+    run.event("intervention", reason="someone has changed the learning rate by hand, and says so in a long sentence" * 2)
     views = [open_view(run.run_dir) for _ in range(count)]
     state = WatchState(pinned=["policy/kl"])
 
@@ -173,13 +167,7 @@ def test_values_are_drawn_in_eighths_and_on_a_logarithmic_axis() -> None:
     assert bars([-1.0, 1.0], log=True) == "▁█" and bars([3.0, 3.0]) == "▄▄" and bars([]) == ""
     assert value_at(Series((1, 2), (10, 20), (5.0, 6.0)), 19) == 5.0
     assert value_at(Series((1,), (10,), (5.0,)), 9) is None
-    assert [compact(x) for x in (0.0, 1234567.0, 1234.5, 0.00012, -0.25)] == [
-        "0",
-        "1.2e6",
-        "1,234",
-        "0.00012",
-        "-0.25",
-    ]
+    assert [compact(x) for x in (0.0, 1234567.0, 1234.5, 0.00012, -0.25)] == ["0", "1.2e6", "1,234", "0.00012", "-0.25"]
     assert [duration(x) for x in (5, 200, 7500, 273600)] == ["5 s", "3 m 20 s", "2 h 05 m", "3 d 4 h"]
     assert [range_text(*x) for x in ((0.1, None), (None, 2.0), (0.0, 1.0))] == ["> 0.1", "< 2", "0 to 1"]
 
@@ -218,9 +206,7 @@ def test_runs_are_laid_over_each_other(run: WrittenRun, tmp_path: Path) -> None:
 
 
 def table_event(count: int) -> dict[str, Any]:
-    columns = {
-        name: [float(env) for env in range(count)] for name in ("return", "length", "last_return", "last_length")
-    }
+    columns = {name: [float(env) for env in range(count)] for name in ("return", "length", "last_return", "last_length")}
     return {"environments": count, **columns, "episodes": [1] * count, "constant": [env == 2 for env in range(count)]}
 
 
@@ -245,9 +231,7 @@ def screen(app: WatchApp) -> str:
     return "\n".join(app._page.render_line(y).text.rstrip() for y in range(app.size.height))
 
 
-def with_app(
-    sources: list[Path], use: Callable[[WatchApp, Pilot[None]], Coroutine[Any, Any, None]], **options: Any
-) -> None:
+def with_app(sources: list[Path], use: Callable[[WatchApp, Pilot[None]], Coroutine[Any, Any, None]], **options: Any) -> None:
     async def play() -> None:
         app = WatchApp([str(source) for source in sources], **options)
         async with app.run_test(size=(80, 24)) as pilot:
@@ -462,11 +446,7 @@ def test_without_colours_no_colour_is_drawn(run: WrittenRun, monkeypatch: pytest
     ],
 )
 def test_wrong_use_of_watch_is_one_sentence(
-    arguments: tuple[str, ...],
-    message: str,
-    run: WrittenRun,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], message: str, run: WrittenRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(run.run_dir.parent)
     Path("empty").mkdir()

@@ -1,7 +1,5 @@
 """Long journals: the verdict comes from their lines and a sample of their records, charts from columns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +56,7 @@ def test_the_answer_for_programs_is_that_by_all_records(spoiled: Path) -> None:
 @pytest.mark.system
 def test_a_key_of_one_record_is_known_to_a_sample(tmp_path: Path) -> None:
     records = learning(UPDATES, SPOILED)
-    records[77] = Record(
-        78, records[77].axes, {**records[77].values, "lstm/forget/saturated_frac": 0.1, "lstm/h/dead_frac": 0.0}
-    )
+    records[77] = Record(78, records[77].axes, {**records[77].values, "lstm/forget/saturated_frac": 0.1, "lstm/h/dead_frac": 0.0})
     run_dir = write(tmp_path / "run", lines_of(records))
 
     assert open_verdict(run_dir).diagnosis.unanswered == judged_again(run_dir).diagnosis.unanswered
@@ -72,9 +68,7 @@ def test_a_journal_without_a_verdict_is_judged(tmp_path: Path, missing: str) -> 
     records = learning(UPDATES, SPOILED)
     lines = lines_of(records)
     kept = [line for line in lines if line.get("type") != "outcome"]
-    run_dir = write(
-        tmp_path / "run", kept if missing == "the outcome" else [lines[0], *map(encode_record, records), lines[-1]]
-    )
+    run_dir = write(tmp_path / "run", kept if missing == "the outcome" else [lines[0], *map(encode_record, records), lines[-1]])
 
     view = open_verdict(run_dir)
 
@@ -83,9 +77,7 @@ def test_a_journal_without_a_verdict_is_judged(tmp_path: Path, missing: str) -> 
 
 
 @pytest.mark.system
-def test_a_run_under_way_is_judged_by_its_records_until_its_last_outcome_is_recent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_under_way_is_judged_by_its_records_until_its_last_outcome_is_recent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write(tmp_path / "run", lines_of(learning(UPDATES), None))
     monkeypatch.setattr("esper_telemetry.alarms.diagnosis.OUTCOME_UPDATES", 5)
     old = open_verdict(run_dir)

@@ -1,7 +1,5 @@
 """The page of a run: its content, that it is escaped, and that a browser draws it without a network."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -27,9 +25,7 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 def charts_of(page: str) -> dict[str, Any]:
     """Return the numbers of a page; raise for anything that is not strict JSON."""
     (text,) = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', page)
-    charts: dict[str, Any] = json.loads(
-        text, parse_constant=lambda name: pytest.fail(f"{name} is not a number in JSON")
-    )
+    charts: dict[str, Any] = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not a number in JSON"))
     return charts
 
 
@@ -106,11 +102,7 @@ def test_the_command_writes_one_file_for_one_run_or_several(tmp_path: Path, caps
     ],
 )
 def test_a_report_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    reason: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -185,16 +177,10 @@ def test_a_browser_without_network_draws_the_page_on_a_screen_a_phone_and_paper(
     chromium.execute_script("arguments[0].scrollIntoView()", layers)
     eventually(lambda: layers.find_elements("css selector", ".heatmaplayer image"), what="a picture of the layers")
     assert "encoder_weight" in layers.text
-    chromium.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
-    )
-    narrow = (
-        "return document.documentElement.scrollWidth <= 390 && document.querySelector('.plot svg').clientWidth < 390"
-    )
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True})
+    narrow = "return document.documentElement.scrollWidth <= 390 && document.querySelector('.plot svg').clientWidth < 390"
     eventually(lambda: chromium.execute_script(narrow), what="a page as wide as a phone")
-    chromium.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    )
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
     dark = chromium.execute_script("return getComputedStyle(document.body).backgroundColor")
     pdf = chromium.execute_cdp_cmd("Page.printToPDF", {})["data"]
 

@@ -1,7 +1,5 @@
 """A run view is the same from a journal at once, line by line, and judged again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +45,7 @@ def test_a_thinned_series_keeps_its_extremes_and_both_ends(values: list[float], 
         ("< 2", None, 2.0, ""),
     ],
 )
-def test_a_healthy_range_is_read_from_its_declaration(
-    text: str, low: float | None, high: float | None, condition: str
-) -> None:
+def test_a_healthy_range_is_read_from_its_declaration(text: str, low: float | None, high: float | None, condition: str) -> None:
     assert HealthyRange.parse(text) == HealthyRange(low, high, condition)
 
 
@@ -153,9 +149,7 @@ def test_progress_is_that_of_the_latest_updates(tmp_path: Path) -> None:
     assert progress.time_split == {"environment": 0.25, "update": 0.5, "other": 0.25}
     assert [view.progress(now=2e9 + 1000 + age).staleness for age in (4, 30, 90)] == ["ok", "warn", "bad"]
 
-    beyond = open_view(write(tmp_path / "beyond", lines_of(records, None, {"total_steps": 390}))).progress(
-        now=2e9 + 1003
-    )
+    beyond = open_view(write(tmp_path / "beyond", lines_of(records, None, {"total_steps": 390}))).progress(now=2e9 + 1003)
     assert (beyond.total_steps, beyond.fraction, beyond.eta_seconds) == (400, 1.0, 0.0)
 
 

@@ -1,7 +1,5 @@
 """The extension point of views: the example of docs/watch.md as an installed plugin, and plugins that raise."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
@@ -71,16 +69,11 @@ def test_the_example_of_the_page_adds_a_panel_a_part_and_a_table(plugin: Path, t
         ("def rooms(view): return TableView('rooms', '', ('a',), (('b',),))", "The table 'rooms' cannot be shown"),
         ("DECLARATIONS[0] = PanelDeclaration('p', 'Why?', 3)", "The panel 'p' cannot be shown: TypeError"),
         ("DECLARATIONS = 3", "The views of the plugin 'curiosity' (my_package.views:DECLARATIONS) cannot be used"),
-        (
-            "DECLARATIONS = [3]",
-            "cannot be used: views are made of PanelDeclaration, TableDeclaration, StripDeclaration, got 3",
-        ),
+        ("DECLARATIONS = [3]", "cannot be used: views are made of PanelDeclaration, TableDeclaration, StripDeclaration, got 3"),
         ("import nowhere", "cannot be used: No module named 'nowhere'"),
     ],
 )
-def test_a_plugin_that_raises_costs_its_own_part_and_a_sentence(
-    broken: str, problem: str, plugin: Path, tmp_path: Path
-) -> None:
+def test_a_plugin_that_raises_costs_its_own_part_and_a_sentence(broken: str, problem: str, plugin: Path, tmp_path: Path) -> None:
     code = plugin.read_text()
     before, declarations, after = code.partition("DECLARATIONS = [")
     is_function = broken.startswith("def")

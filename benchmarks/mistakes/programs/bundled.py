@@ -32,9 +32,7 @@ def main() -> None:
     parser.add_argument("--settings", type=json.loads, default={}, help="settings of PPOConfig as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    environment = (
-        FaultEnvironment(args.env, args.policy, args.mask_velocity) if args.policy else find_environment(args.env)
-    )
+    environment = FaultEnvironment(args.env, args.policy, args.mask_velocity) if args.policy else find_environment(args.env)
     trainer = environment.trainer(args.seed, **args.settings)
     broken = inject(trainer, args.fault, args.dose) if args.fault else nullcontext()
     level = "debug" if args.run_dir else "off"

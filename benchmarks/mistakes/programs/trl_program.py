@@ -18,8 +18,6 @@ parser.add_argument("--steps", type=int, default=40)
 args = parser.parse_args()
 fault = {one.name: one for one in (HEALTHY, *FAULTS)}[args.fault]
 model = save_model(Path("model").resolve(), seed=args.seed)
-trainer = build_trainer(
-    model, seed=args.seed, steps=args.steps, rewards=fault.reward, trainer=fault.trainer, **fault.settings
-)
+trainer = build_trainer(model, seed=args.seed, steps=args.steps, rewards=fault.reward, trainer=fault.trainer, **fault.settings)
 trainer.remove_callback(PrinterCallback)
 trainer.train()

@@ -38,15 +38,7 @@ from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
 from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.core.event_parts import PolicyReplay
 from esper_telemetry.core.record import Level
-from esper_telemetry.events import (
-    AfterUpdate,
-    BeforeUpdate,
-    Hooks,
-    RecurrentForward,
-    Remover,
-    RunStart,
-    UpdateEnd,
-)
+from esper_telemetry.events import AfterUpdate, BeforeUpdate, Hooks, RecurrentForward, Remover, RunStart, UpdateEnd
 from esper_telemetry.recording.recorder import UpdateRecorder
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.telemetry import Telemetry, session_of
@@ -287,9 +279,7 @@ class TelemetryCallback(BaseCallback):
         missing = [name for name in REQUIRED_ATTRIBUTES if not hasattr(self.model, name)]
         if missing:
             kind = type(self.model).__name__
-            raise TypeError(
-                f"TelemetryCallback watches PPO, A2C, RecurrentPPO and MaskablePPO, got {kind}, which has no {missing[0]}"
-            )
+            raise TypeError(f"TelemetryCallback watches PPO, A2C, RecurrentPPO and MaskablePPO, got {kind}, which has no {missing[0]}")
 
     def _on_training_start(self) -> None:
         self.detach()

@@ -18,15 +18,7 @@ from gymnasium import spaces
 from stable_baselines3.common.distributions import DiagGaussianDistribution
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.columns import (
-    HeadColumns,
-    Join,
-    chosen_log_probs,
-    head_actions,
-    head_columns,
-    head_names,
-    join_columns,
-)
+from esper_telemetry.adapters.columns import HeadColumns, Join, chosen_log_probs, head_actions, head_columns, head_names, join_columns
 from esper_telemetry.adapters.environment_facts import environment_facts
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
@@ -321,9 +313,7 @@ def is_formula(function: Any) -> bool:
 def groups_of(policy: nn.Module) -> dict[str, list[str]]:
     """Names of the parameters that serve the `actor`, the `critic` or both (`shared`), and of the memory (`lstm`)."""
     owners = {name: _owner(policy, name) for name, _ in policy.named_parameters()}
-    groups = {
-        group: [name for name, owner in owners.items() if owner == group] for group in ("actor", "shared", "critic")
-    }
+    groups = {group: [name for name, owner in owners.items() if owner == group] for group in ("actor", "shared", "critic")}
     groups["lstm"] = [name for name in owners if name.split(".")[0] in ("lstm_actor", "lstm_critic")]
     return {group: members for group, members in groups.items() if members}
 

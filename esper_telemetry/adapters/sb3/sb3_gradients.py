@@ -131,9 +131,7 @@ class TrunkListener:
         columns = torch.eye(len(counts)).repeat_interleave(torch.tensor(counts), 1).to(gradient)  # [heads, scores]
         gradients = [torch.autograd.grad(scores, output, gradient * own, retain_graph=True)[0] for own in columns]
         groups = groups_of(self._policy)
-        own = (
-            name for name in (*groups.get("shared", ()), *groups["actor"]) if name.split(".")[0] not in HEAD_PARAMETERS
-        )
+        own = (name for name in (*groups.get("shared", ()), *groups["actor"]) if name.split(".")[0] not in HEAD_PARAMETERS)
         named = dict(self._policy.named_parameters())
         epoch, step, _ = self._place()
         by_head = dict(zip(self._heads.names, gradients, strict=True))
@@ -179,9 +177,7 @@ def minibatch_forward(model: Any, samples: Any) -> MinibatchForward:
 
 
 @contextmanager
-def loss_rows(
-    policy: Any, *, samples: Any, advantages: Tensor, clip: float | None, clip_value: float | None
-) -> Iterator[LossRows]:
+def loss_rows(policy: Any, *, samples: Any, advantages: Tensor, clip: float | None, clip_value: float | None) -> Iterator[LossRows]:
     """Pass a minibatch through the policy without side effects; padding is left out.
 
     The method of the policy's class is called, because a trainer may have replaced the object's method.

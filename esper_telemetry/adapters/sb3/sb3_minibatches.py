@@ -21,15 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.columns import (
-    ADVANTAGE_EPS,
-    Array,
-    HeadColumns,
-    LossColumns,
-    cat,
-    join_columns,
-    loss_columns,
-)
+from esper_telemetry.adapters.columns import ADVANTAGE_EPS, Array, HeadColumns, LossColumns, cat, join_columns, loss_columns
 from esper_telemetry.adapters.sb3.sb3_facts import MAX_CAPTURES, ActionHeads
 from esper_telemetry.adapters.sb3.sb3_gradients import (
     MAX_PADDING,
@@ -48,9 +40,7 @@ from esper_telemetry.events import BackwardEnd, MinibatchStart, OptimizerStep, R
 from esper_telemetry.recording.recorder import UpdateRecorder
 from esper_telemetry.updates.update import JoinedMinibatches
 
-sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
-    "old_log_prob", "advantages", "old_values", "returns", "actions"
-)
+sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter("old_log_prob", "advantages", "old_values", "returns", "actions")
 """The columns of a buffer's minibatch that are kept: all except the large observations and the states."""
 
 MinibatchRow: TypeAlias = tuple[int, int, Array, Tensor | None, tuple[Tensor, ...], Tensor, Tensor, Tensor | None, Any]
@@ -289,9 +279,7 @@ class MinibatchListener:
         count, environments = int(valid.sum()), torch.zeros(len(raw), dtype=torch.long, device=raw.device)
         environments[valid] = torch.as_tensor(numbers // buffer.buffer_size, device=raw.device)
         at, own = torch.as_tensor(numbers, device=raw.device), raw.clone()
-        rows, values = (
-            torch.as_tensor(column, device=raw.device).flatten() for column in (buffer.advantages, buffer.values)
-        )
+        rows, values = (torch.as_tensor(column, device=raw.device).flatten() for column in (buffer.advantages, buffer.values))
         if torch.equal(values[at].to(raw), old_values.flatten()[valid].to(raw)):  # the order of rows in the buffer
             own[valid] = rows[at].to(raw)
         event = UsedAdvantages(
@@ -312,9 +300,7 @@ class MinibatchListener:
             if not gradients:
                 return
             names, values = tuple(gradients), list(gradients.values())
-            with (
-                torch.no_grad()
-            ):  # gradients may have a graph; `raw` are others if frozen parameters still have a gradient
+            with torch.no_grad():  # gradients may have a graph; `raw` are others if frozen parameters still have a gradient
                 fits = raw is not None and len(raw) == len(values)
                 norms = ops.checked_norms(values, raw) if raw is not None and fits else ops.gradient_norms(values)
         heads = head_norms(self._policy, self._heads)

@@ -311,8 +311,7 @@ class RolloutReplay:
         """Outputs in the policy's current mode; memory runs through the whole rollout."""
         policy, hidden, rows = self._policy, None, np.arange(inputs.starts.size)
         chunks = (
-            _features(policy, inputs.rows(rows[start : start + CHUNK_ROWS], policy.device))
-            for start in range(0, len(rows), CHUNK_ROWS)
+            _features(policy, inputs.rows(rows[start : start + CHUNK_ROWS], policy.device)) for start in range(0, len(rows), CHUNK_ROWS)
         )
         parts: Iterable[tuple[Tensor, Tensor]] = chunks
         if memory is not None:
@@ -324,9 +323,7 @@ class RolloutReplay:
         outputs = self._outputs_of(latent, inputs, rows, hidden)
         return outputs._replace(features=latent, values=policy.value_net(of_critic).flatten() if critic else None)
 
-    def _recurrent(
-        self, chunks: Iterable[tuple[Tensor, Tensor]], starts: Array, memory: Memory, *, critic: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _recurrent(self, chunks: Iterable[tuple[Tensor, Tensor]], starts: Array, memory: Memory, *, critic: bool) -> tuple[Tensor, Tensor]:
         """Hidden states [N, H] of the actor, and the critic's inputs."""
         policy = self._policy
         features, of_critic = (torch.cat(parts) for parts in zip(*chunks, strict=True))

@@ -69,9 +69,7 @@ class RolloutRecorder:
         needs_steps: every rollout must be recorded completely, because a partial record of an earlier one was not enough.
     """
 
-    def __init__(
-        self, model: Any, heads: ActionHeads, listen: Callable[[object, str, Listener], Remover], clock: Clock
-    ) -> None:
+    def __init__(self, model: Any, heads: ActionHeads, listen: Callable[[object, str, Listener], Remover], clock: Clock) -> None:
         self._model, self._policy, self._action_heads = model, model.policy, heads
         self._listen, self._clock = listen, clock
         self._stop_listening: Remover | None = None
@@ -272,15 +270,12 @@ class RolloutRecorder:
         columns = join_columns(self._heads, torch.cat)
         captured, expected = columns.log_std, {} if summary is None else summary.log_std
         agrees = captured.keys() == expected.keys() and all(
-            captured[name].shape == column.shape and torch.allclose(captured[name], column, atol=1e-5)
-            for name, column in expected.items()
+            captured[name].shape == column.shape and torch.allclose(captured[name], column, atol=1e-5) for name, column in expected.items()
         )
         self.needs_steps = self._recurrent or summary is None or not (can_be_partial and agrees)
         return columns
 
-    def _learned_rewards(
-        self, rewards: Array | None, paid: Array, time_limits: Array, last: Tensor
-    ) -> tuple[Array, Array, bool]:
+    def _learned_rewards(self, rewards: Array | None, paid: Array, time_limits: Array, last: Tensor) -> tuple[Array, Array, bool]:
         """Return rewards before bootstraps were added, the critic's estimates after time limits, [T, B] each, and whether both are known.
 
         None as `rewards` means that the buffer's rewards differ from the environments'. A correct trainer adds the critic's
@@ -375,9 +370,7 @@ def _without_bootstraps(stored: Array, paid: Array, bootstraps: Array) -> tuple[
     return stored - (late if is_late else bootstraps), False
 
 
-def joined_rollouts(
-    model: Any, heads: ActionHeads, rollouts: Sequence[RolloutEnd], states: Tensor | None
-) -> RolloutEnd:
+def joined_rollouts(model: Any, heads: ActionHeads, rollouts: Sequence[RolloutEnd], states: Tensor | None) -> RolloutEnd:
     """Return the event of rollouts that follow one another, on the model's device; `states` belong to the last one."""
     device = model.device
 

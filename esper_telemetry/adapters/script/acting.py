@@ -67,12 +67,7 @@ class Acting(NamedTuple):
     training: bool
 
     def difference(
-        self,
-        inputs: Tensor | None,
-        rows: Tensor,
-        observations: Tensor | None,
-        trained: Collection[int],
-        modules: Iterable[nn.Module],
+        self, inputs: Tensor | None, rows: Tensor, observations: Tensor | None, trained: Collection[int], modules: Iterable[nn.Module]
     ) -> str | None:
         """Return the hypothesis of `replayed_log_probs` that explains why training computes other log-probabilities; None without any.
 
@@ -110,9 +105,7 @@ def _scales_drift(acted: Tensor, stored: Tensor) -> bool:
     delayed = torch.isclose(acted[1:], stored[:-1]).all(-1), torch.isclose(acted[:-1], stored[1:]).all(-1)
     if not whole or max(float(one.double().mean()) for one in delayed) > MIN_SHARE:
         return False
-    one, other = (
-        part[:whole].unflatten(0, (-1, DRIFT_STEPS)).transpose(1, 2).flatten(0, 1) for part in (acted, stored)
-    )
+    one, other = (part[:whole].unflatten(0, (-1, DRIFT_STEPS)).transpose(1, 2).flatten(0, 1) for part in (acted, stored))
     return _are_scaled(one, other, tolerance=DRIFT)
 
 
@@ -199,8 +192,7 @@ class TrainedRows:
         if self._acted is None or not self._earlier:
             return None
         earlier, acted = (
-            are_among(inputs, table.to(inputs.device).sort().values, SAME_CHECKSUM)
-            for table in (torch.cat([*self._earlier]), self._acted)
+            are_among(inputs, table.to(inputs.device).sort().values, SAME_CHECKSUM) for table in (torch.cat([*self._earlier]), self._acted)
         )
         repeated = earlier & ~acted
         is_share = bool(acted.any()) and float(repeated.float().mean()) >= MIN_TRAINED_SHARE

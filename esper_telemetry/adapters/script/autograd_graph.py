@@ -97,12 +97,7 @@ class LossGraph:
     """
 
     def __init__(
-        self,
-        loss: Tensor,
-        nodes: Iterable[Node],
-        held: Sequence[Tensor],
-        outputs: DistributionGraphs,
-        values: Sequence[Tensor],
+        self, loss: Tensor, nodes: Iterable[Node], held: Sequence[Tensor], outputs: DistributionGraphs, values: Sequence[Tensor]
     ) -> None:
         self.loss, self.outputs, self.values = loss, outputs, values
         self.consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
@@ -252,10 +247,7 @@ def _operands(graph: LossGraph, node: Node) -> list[Tensor | None]:
     """Return the numbers of the first two operands of an operation, None for those that are not known."""
     children = [*children_of(node), None, None]
     saved = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
-    known = [
-        one if child is None or isinstance(one, Tensor) else graph.value(child)
-        for child, one in zip(children, saved, strict=False)
-    ]
+    known = [one if child is None or isinstance(one, Tensor) else graph.value(child) for child, one in zip(children, saved, strict=False)]
     return [one.detach() if isinstance(one, Tensor) else None for one in known]
 
 
@@ -325,10 +317,7 @@ def _all(node: Node, operand: Operands) -> list[Tensor]:
 def _layer_output(node: Node, _: Operands) -> Tensor:
     """The result of a linear layer, from its inputs and its parameters."""
     bias, inputs, turned = children_of(node)
-    leaf, weight = (
-        getattr(bias, "variable", None),
-        getattr(children_of(turned)[0], "variable", None) if turned else None,
-    )
+    leaf, weight = (getattr(bias, "variable", None), getattr(children_of(turned)[0], "variable", None) if turned else None)
     if (inputs is not None and node._saved_mat1 is None) or leaf is None or weight is None:
         raise LookupError
     return torch.nn.functional.linear(node._saved_mat1, weight, leaf)
@@ -348,9 +337,7 @@ FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
     "AbsBackward0": lambda _, operand: operand(0).abs(),
     "SumBackward1": lambda node, operand: operand(0).sum([*map(axis_of, node._saved_dim)], node._saved_keepdim),
     "SelectBackward0": lambda node, operand: operand(0).select(axis_of(node._saved_dim), axis_of(node._saved_index)),
-    "IndexBackward0": lambda node, operand: operand(0)[
-        tuple(slice(None) if index is None else index for index in node._saved_indices)
-    ],
+    "IndexBackward0": lambda node, operand: operand(0)[tuple(slice(None) if index is None else index for index in node._saved_indices)],
     "WhereBackward0": lambda node, operand: torch.where(node._saved_condition, operand(0), operand(1)),
     "MulBackward0": lambda _, operand: operand(0) * operand(1),
     "DivBackward0": lambda _, operand: operand(0) / operand(1),

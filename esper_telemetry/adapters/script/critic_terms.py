@@ -93,11 +93,7 @@ def _near(graph: LossGraph, node: Node) -> Tensor | None:
 def _clipped_error(graph: LossGraph, node: Node, values: Tensor | None, returns: Tensor | None, kind: str) -> ValueTerm:
     """Follow clipped values to the unclipped ones: old + clamp(values - old), or clamp(values, old - clip, old + clip)."""
     node = graph.through_views(node)
-    if (
-        kind_of(node) == "ClampBackward0"
-        and isinstance(node._saved_min, Tensor)
-        and isinstance(node._saved_max, Tensor)
-    ):
+    if kind_of(node) == "ClampBackward0" and isinstance(node._saved_min, Tensor) and isinstance(node._saved_max, Tensor):
         low, high = node._saved_min.detach(), node._saved_max.detach()
         source, now = children_of(node)[0], node._saved_self.detach()
         limit = round(float(high.reshape(-1)[0] - low.reshape(-1)[0]) / 2, 6)
@@ -131,9 +127,7 @@ def row_errors(graph: LossGraph, slopes: Mapping[Node, Tensor]) -> dict[Node, Va
     return dict(sorted(known.items(), key=lambda one: int(one[1].edge.node._sequence_nr())))
 
 
-def critic_of_rows(
-    graph: LossGraph, errors: Mapping[Node, ValueTerm], slopes: Mapping[Node, Tensor]
-) -> ValueTerm | None:
+def critic_of_rows(graph: LossGraph, errors: Mapping[Node, ValueTerm], slopes: Mapping[Node, Tensor]) -> ValueTerm | None:
     """The critic's term of the errors of single rows."""
     first = next(iter(errors.values()))
     rows = [graph.value(node) for node in errors]

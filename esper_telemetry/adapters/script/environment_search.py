@@ -98,9 +98,7 @@ class StepCall(NamedTuple):
 
     def functions(self) -> list[FunctionType]:
         """Return the functions with this code, first the called one: a function within another one may have been made several times."""
-        known = [
-            one for one in gc.get_referrers(self.code) if isinstance(one, FunctionType) and one.__code__ is self.code
-        ]
+        known = [one for one in gc.get_referrers(self.code) if isinstance(one, FunctionType) and one.__code__ is self.code]
         return sorted(known, key=lambda one: not self._has_cells_of(one))
 
     def _has_cells_of(self, function: FunctionType) -> bool:
@@ -316,9 +314,7 @@ class EnvironmentSearch:
             finally:
                 log.resetting = False
             before, steps = steps, log.steps
-            self._taps.call(
-                lambda _: None if log.begins(env, result, before) else self._patches.restore(tapped, "__code__")
-            )
+            self._taps.call(lambda _: None if log.begins(env, result, before) else self._patches.restore(tapped, "__code__"))
             return result
 
         return called

@@ -153,10 +153,7 @@ class ScriptListener:
     """
 
     def __init__(
-        self,
-        begin: Callable[[ScriptListener], None],
-        log: Callable[[Mapping[str, float]], None],
-        on_error: ErrorHandler = reraise,
+        self, begin: Callable[[ScriptListener], None], log: Callable[[Mapping[str, float]], None], on_error: ErrorHandler = reraise
     ) -> None:
         self.hooks = Hooks()
         self.findings: dict[str, None] = {}
@@ -248,9 +245,7 @@ class ScriptListener:
         self._stepping = True
         if not self._started:
             if not any(reading.policy is not None for reading in readings):
-                self._early_values += [
-                    (self._data_of(variables), reading.value) for reading in readings if reading.value
-                ]
+                self._early_values += [(self._data_of(variables), reading.value) for reading in readings if reading.value]
                 self._early_values = self._early_values[-MAX_EARLY_VALUES:]
                 self.clips.clear()
                 return
@@ -328,9 +323,7 @@ class ScriptListener:
         if self.open and self.hooks.wants(MinibatchObjective):
             self._announce(loss, reading, variables, self._reached(leaves))
 
-    def _announce(
-        self, loss: Tensor, reading: LossReading | None, variables: Variables, optimizers: list[Optimizer]
-    ) -> None:
+    def _announce(self, loss: Tensor, reading: LossReading | None, variables: Variables, optimizers: list[Optimizer]) -> None:
         """Show a sample the objective of a minibatch, with gradients of the script's graph, which reach the `optimizers`."""
         policy = None if reading is None else reading.policy
         advantages = None if policy is None else policy.advantages
@@ -362,9 +355,7 @@ class ScriptListener:
         self._emit_objective(optimizer, variables, terms=None if more else terms, more=more)
         self._scales = variables.find_instance(GradScaler)
 
-    def _terms_of(
-        self, optimizer: Optimizer, loss: Tensor, reading: LossReading | None, variables: Variables
-    ) -> LossTerms | None:
+    def _terms_of(self, optimizer: Optimizer, loss: Tensor, reading: LossReading | None, variables: Variables) -> LossTerms | None:
         parameters, passes = list(self._named_parameters(optimizer).values()), self._last_passes.get(optimizer, 1)
         return loss_terms(loss, reading, variables, parameters, self._weights(), in_parts=passes > 1)
 
@@ -392,9 +383,7 @@ class ScriptListener:
     def _climbs(self, loss: Tensor, variables: Variables) -> bool:
         """Return True for a loss that an optimizer maximises; before the first update the script's variables show its optimizers."""
         new = () if self.updates else (value for value in variables.values() if isinstance(value, Optimizer))
-        climbing = [
-            one for one in (*self._optimizers, *new) if any(group.get("maximize") for group in one.param_groups)
-        ]
+        climbing = [one for one in (*self._optimizers, *new) if any(group.get("maximize") for group in one.param_groups)]
         leaves = {id(leaf) for leaf in leaves_of(loss)} if climbing else set[int]()
         return any(not leaves.isdisjoint(map(id, _parameters_of(one))) for one in climbing)
 
@@ -415,13 +404,7 @@ class ScriptListener:
             self._emit_gradients(self._announced)
 
     def _emit_objective(
-        self,
-        optimizer: Optimizer,
-        variables: Variables,
-        terms: Any = None,
-        more: Mapping[str, Tensor] = {},
-        *,
-        cleared: bool = False,
+        self, optimizer: Optimizer, variables: Variables, terms: Any = None, more: Mapping[str, Tensor] = {}, *, cleared: bool = False
     ) -> None:
         self.hooks.emit(
             MinibatchObjective(
@@ -463,9 +446,7 @@ class ScriptListener:
         """The limit to which the last step was clipped; the setting if nothing was clipped, and None for several limits or a
         partial clip.
         """
-        positive = variables.find(
-            settings.MAX_NORM, lambda value: limit if (limit := names.as_number(value) or 0) > 0 else None
-        )
+        positive = variables.find(settings.MAX_NORM, lambda value: limit if (limit := names.as_number(value) or 0) > 0 else None)
         calls = self._last_clips.get(optimizer, [])
         if not calls:
             return None if self._several else positive
@@ -562,9 +543,7 @@ class ScriptListener:
         if not self._collects_later:
             self.end_update()
 
-    def after_env_step(
-        self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False
-    ) -> None:
+    def after_env_step(self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False) -> None:
         """The script has called `step` of an environment, or of a `foreign` object; the result shows whether it is one."""
         parts = step_parts(result)
         if parts is None:
@@ -673,9 +652,7 @@ class ScriptListener:
         steps, envs = (0, 0) if collected is None else (collected.steps, collected.envs)
         logits = self.estimates.take_logits(None if first is None else first.source, steps, envs)
         known = next(iter(heads.logits.values()), None) if logits is None and len(heads.logits) == 1 else logits
-        if (
-            known is not None and collected is not None and not acted
-        ):  # in the order of time; the script may store another
+        if known is not None and collected is not None and not acted:  # in the order of time; the script may store another
             acted = [Asked(row, None) for row in collected.log_probs(known) or ()]
         if logits is not None and first is not None and not (heads.logits or heads.means):
             name = head_names(1)[0]
@@ -713,12 +690,7 @@ class ScriptListener:
             self._emit_rollout(rollout, actions, lstm, seen, None if collected is None else collected.raw_rewards)
 
     def _found(
-        self,
-        variables: Variables,
-        collection: Collected,
-        first: LossReading | None,
-        acted: Sequence[Asked],
-        heads: HeadColumns,
+        self, variables: Variables, collection: Collected, first: LossReading | None, acted: Sequence[Asked], heads: HeadColumns
     ) -> tuple[RolloutFinder, ScriptRollout | None, Tensor | None, RolloutActions | None]:
         """Return the finder of the rollout, the rollout, its observations and its actions; None if it fails, which costs a warning."""
         policy, collected, critic = None if first is None else first.policy, collection.steps, collection.critic
@@ -755,12 +727,7 @@ class ScriptListener:
             self.hooks.emit(episodes)
 
     def _seen_difference(
-        self,
-        finder: RolloutFinder,
-        first: LossReading,
-        acting: Acting | None,
-        variables: Variables,
-        observations: Tensor | None,
+        self, finder: RolloutFinder, first: LossReading, acting: Acting | None, variables: Variables, observations: Tensor | None
     ) -> str | None:
         """Return the hypothesis why the first minibatch has other log-probabilities than acting; None if it has the same ones."""
         ratio = None if first.policy is None else first.policy.log_ratio
@@ -769,9 +736,7 @@ class ScriptListener:
         rows = finder.first_rows()
         if rows is None:
             return None
-        trained = {
-            id(parameter) for one in self._optimizers for parameter in _parameters_of(one)
-        } | self._parameters.keys()
+        trained = {id(parameter) for one in self._optimizers for parameter in _parameters_of(one)} | self._parameters.keys()
         modules = [value for value in variables.values() if isinstance(value, nn.Module)]
         return acting.difference(first.inputs, rows, observations, trained, modules)
 
@@ -802,9 +767,7 @@ class ScriptListener:
             actions=by_head,
             ended=ended,
             rewards=None if finder.rewards is None else finder.rewards.clone(),
-            bounds={}
-            if bounds is None
-            else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
+            bounds={} if bounds is None else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
             observations=observations,
             transitions=transitions,
             **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
@@ -847,9 +810,7 @@ class ScriptListener:
                 if not self._targets and reading.value.returns is not None:
                     self._targets = (name_of(reading.value.returns, self._size, variables),)
             return
-        self._read_weights = {
-            name: weight for name, weight in settings.read_coefficients(reading).items() if name not in self._weights()
-        }
+        self._read_weights = {name: weight for name, weight in settings.read_coefficients(reading).items() if name not in self._weights()}
         if policy.clip is not None and abs(policy.clip - self._facts.get("clip", policy.clip)) > SAME_CLIP:
             self._other_clip = {"clip": policy.clip}
         count = len(policy.advantages)
@@ -937,9 +898,7 @@ class ScriptListener:
         waiting = self._minibatches.minibatches
         if self._pass_key is not None:
             numbers = self._pass_finder.passes(self._pass_key)
-            self._minibatches.minibatches = [
-                one._replace(epoch=number) for one, number in zip(waiting, numbers, strict=True)
-            ]
+            self._minibatches.minibatches = [one._replace(epoch=number) for one, number in zip(waiting, numbers, strict=True)]
 
     def _named_parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """The optimizer's parameters by name; parameters that were added later are numbered."""
@@ -960,23 +919,13 @@ def _as_drawn(collected: ObservedSteps, draws: Tensor | None) -> Tensor | None:
 
 def nonfinite_result(loss: Tensor, graph: Collection[Any], variables: Variables) -> Candidate | None:
     """Return the first result of an operation in the graph of a loss that is not finite, with the variables around it."""
-    operation = (
-        nonfinite_operation(LossGraph(loss, graph, list(variables.tensors()), NO_OUTPUTS, ())) if graph else None
-    )
+    operation = nonfinite_operation(LossGraph(loss, graph, list(variables.tensors()), NO_OUTPUTS, ())) if graph else None
     if operation is None:
         return None
-    own = {
-        value.grad_fn: name
-        for name, value in variables.named_values()
-        if isinstance(value, Tensor) and value.grad_fn is not None
-    }
+    own = {value.grad_fn: name for name, value in variables.named_values() if isinstance(value, Tensor) and value.grad_fn is not None}
     near = [next((own[node] for node in nodes if node in own), "") for nodes in (operation.below, operation.above)]
     places = [f" ({place})" if name and (place := place_of(name, user_frames())) else "" for name in near]
-    texts = [
-        f"{word} `{name}`{place}"
-        for word, name, place in zip(("computed from", "for"), near, places, strict=True)
-        if name
-    ]
+    texts = [f"{word} `{name}`{place}" for word, name, place in zip(("computed from", "for"), near, places, strict=True) if name]
     return Candidate(operation.words, operation.result.clone(), made=" ".join(texts))
 
 

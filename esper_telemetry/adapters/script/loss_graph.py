@@ -34,13 +34,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
     nodes_below,
     shape_of,
 )
-from esper_telemetry.adapters.script.critic_terms import (
-    critic_of_rows,
-    critic_term,
-    error_of,
-    left_out_values,
-    row_errors,
-)
+from esper_telemetry.adapters.script.critic_terms import critic_of_rows, critic_term, error_of, left_out_values, row_errors
 from esper_telemetry.adapters.script.entropy_terms import (
     entropy_of_rows,
     entropy_term,
@@ -235,9 +229,7 @@ class _LossReader:
         if node in graph.log_probs or hasattr(node, "variable"):  # the policy's term depends on them too
             gradient = terms.own_gradient(place)
         term = (
-            entropy_term(graph, node, gradient, sampled=sampled)
-            or policy_term(graph, node, gradient)
-            or critic_term(graph, node, gradient)
+            entropy_term(graph, node, gradient, sampled=sampled) or policy_term(graph, node, gradient) or critic_term(graph, node, gradient)
         )
         if isinstance(term, PolicyTerm) and self.policy is None:
             self.policy, self.others = term, self.others + term.reshaped
@@ -359,8 +351,7 @@ def _is_log_prob(graph: LossGraph, node: Node) -> bool:
     while kind_of(node) in ("GatherBackward0", "IndexBackward0"):
         node = graph.through_views(children_of(node)[0])
     return node in graph.log_probs or (
-        kind_of(node) in ("LogSoftmaxBackward0", "LogBackward0", "SubBackward0")
-        and bool(EXPONENTIALS & kinds_below(node))
+        kind_of(node) in ("LogSoftmaxBackward0", "LogBackward0", "SubBackward0") and bool(EXPONENTIALS & kinds_below(node))
     )
 
 

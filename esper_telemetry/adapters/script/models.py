@@ -31,9 +31,7 @@ class ScriptModels:
         own: the script has its own `TelemetryCallback`.
     """
 
-    def __init__(
-        self, make: Callable[[int], Telemetry], say: Callable[[str], None], before_attach: Callable[[], None]
-    ) -> None:
+    def __init__(self, make: Callable[[int], Telemetry], say: Callable[[str], None], before_attach: Callable[[], None]) -> None:
         self.last: TelemetryCallback | trl.TelemetryCallback | None = None
         self.own = False
         self._make, self._say, self._before_attach = make, say, before_attach

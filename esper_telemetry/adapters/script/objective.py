@@ -78,22 +78,16 @@ def _through_advantages(loss: Tensor, reading: LossReading, parameters: Sequence
     return None if own is None else own * (-policy.weight if reading.climbed else policy.weight)
 
 
-def _of_advantages(
-    loss: Tensor, policy: PolicyTerm, rows: Callable[..., LossRows], parameters: Sequence[Tensor]
-) -> Tensor | None:
+def _of_advantages(loss: Tensor, policy: PolicyTerm, rows: Callable[..., LossRows], parameters: Sequence[Tensor]) -> Tensor | None:
     """Gradient [d] of the policy's term, without its weight, with respect to its advantages."""
     if policy.attached is None or (policy.log_ratio is not None and policy.clip is None):
         return None
     turn = -1 if policy.negated else 1
     numbers = turn * policy.advantages
-    return _through(
-        loss, policy.attached, numbers, lambda leaf: TERMS["policy"].of(rows(advantages=turn * leaf)), parameters
-    )
+    return _through(loss, policy.attached, numbers, lambda leaf: TERMS["policy"].of(rows(advantages=turn * leaf)), parameters)
 
 
-def left_out(
-    loss: Tensor, variables: Variables, parameters: Iterable[Tensor], others: Iterable[Tensor] = ()
-) -> dict[str, Tensor]:
+def left_out(loss: Tensor, variables: Variables, parameters: Iterable[Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor]:
     """Return the parameters, by name, that are not trained by any optimizer. They include parameters that the loss depends on, and
     parameters with a gradient in the script's smallest module that has all `parameters`. `others` are trained by other optimizers.
     """
@@ -104,25 +98,16 @@ def left_out(
         smaller = module_parameters is None or len(named) < len(module_parameters)
         if smaller and own <= {id(parameter) for parameter in named.values()}:
             module_parameters = named
-    missing = {
-        name: one for name, one in (module_parameters or {}).items() if one.requires_grad and one.grad is not None
-    }
+    missing = {name: one for name, one in (module_parameters or {}).items() if one.requires_grad and one.grad is not None}
     names = {id(value): name for name, value in variables.named_values() if isinstance(value, nn.Parameter)}
     leaves = [leaf for leaf in leaves_of(loss) if isinstance(leaf, nn.Parameter)]
     known = own | elsewhere | {id(one) for one in missing.values()}
-    missing |= {
-        names.get(id(leaf), f"parameter_{place}"): leaf for place, leaf in enumerate(leaves) if id(leaf) not in known
-    }
+    missing |= {names.get(id(leaf), f"parameter_{place}"): leaf for place, leaf in enumerate(leaves) if id(leaf) not in known}
     return {name: one for name, one in missing.items() if id(one) not in own | elsewhere}
 
 
 def _terms(
-    loss: Tensor,
-    reading: LossReading,
-    parameters: Sequence[Tensor],
-    settings: Mapping[str, float],
-    *,
-    in_parts: bool,
+    loss: Tensor, reading: LossReading, parameters: Sequence[Tensor], settings: Mapping[str, float], *, in_parts: bool
 ) -> LossTerms | None:
     """The terms of a loss whose parts are all known, with omitted terms at the weights of the settings; None for other losses."""
     policy, value, entropy = reading.policy, reading.value, reading.entropy
@@ -143,10 +128,7 @@ def _terms(
         source, policy_loss = policy.log_probs, lambda leaf: TERMS["policy"].of(rows(log_probs=leaf))
         if policy.log_ratio is not None:
             sign = -1 if policy.inverted else 1
-            source, policy_loss = (
-                (sign * policy.log_ratio).exp(),
-                lambda leaf: TERMS["policy"].of(rows(log_ratio=sign * leaf.log())),
-            )
+            source, policy_loss = ((sign * policy.log_ratio).exp(), lambda leaf: TERMS["policy"].of(rows(log_ratio=sign * leaf.log())))
         sources["policy"], weights["policy"] = (policy.edge, source, policy_loss), policy.weight / scale
     known: dict[str, Tensor] = {}
     if value is not None:
@@ -189,22 +171,14 @@ def _rows(policy: PolicyTerm | None, value: ValueTerm | None, **changes: Tensor)
         "advantages": zeros if policy is None else policy.advantages,
         "old_values": values if value is None or value.old_values is None else value.old_values,
         "returns": zeros if value is None or value.returns is None else value.returns,
-        "clip": None
-        if policy is None
-        else NO_CLIP
-        if policy.clip is None and policy.log_ratio is not None
-        else policy.clip,
+        "clip": None if policy is None else NO_CLIP if policy.clip is None and policy.log_ratio is not None else policy.clip,
         "clip_value": None if value is None else value.clip,
     }
     return LossRows(**{**columns, **changes})
 
 
 def _through(
-    loss: Tensor,
-    edge: GradientEdge,
-    numbers: Tensor | None,
-    term: Callable[[Tensor], Tensor],
-    parameters: Sequence[Tensor],
+    loss: Tensor, edge: GradientEdge, numbers: Tensor | None, term: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]
 ) -> Tensor | None:
     """Gradient [d] of a term with respect to the parameters, through the graph below an edge with these numbers."""
     (own,) = torch.autograd.grad(loss, [edge], retain_graph=True, allow_unused=True)

@@ -101,10 +101,7 @@ def policy_term(graph: LossGraph, node: Node, gradient: Tensor) -> PolicyTerm | 
     log_ratios = None
     if per_dimension and log_ratio is not None:
         log_ratios = log_ratio.reshape(number.shape) * (-1 if inverted else 1)
-        log_ratio, own = (
-            log_ratio.reshape(number.shape).sum(-1),
-            None if own is None else own.reshape(number.shape).sum(-1),
-        )
+        log_ratio, own = (log_ratio.reshape(number.shape).sum(-1), None if own is None else own.reshape(number.shape).sum(-1))
         factor, flat, valid = factor[..., 0], flat[: len(log_ratio)], valid.reshape(number.shape).any(-1)
     return PolicyTerm(
         log_ratio=-log_ratio if inverted and log_ratio is not None else log_ratio,
@@ -265,9 +262,7 @@ def is_row_log_prob(graph: LossGraph, node: Node) -> bool:
     """Return True for the log-probability of one action, which is a term if its advantage is a number."""
     if shape_of(node).numel() != 1 or node in graph.entropies or error_of(graph, node) is not None:
         return False
-    return node in graph.log_probs or (
-        kind_of(node) == "GatherBackward0" and bool(LOG_PROBABILITIES & kinds_below(node))
-    )
+    return node in graph.log_probs or (kind_of(node) == "GatherBackward0" and bool(LOG_PROBABILITIES & kinds_below(node)))
 
 
 def policy_of_rows(graph: LossGraph, nodes: Sequence[Node], slopes: Mapping[Node, Tensor]) -> PolicyTerm | None:
@@ -331,11 +326,7 @@ def gaussian_of(graph: LossGraph, node: Node) -> tuple[HeadColumns, Tensor | Non
     below = nodes_below(node)
     log_std: Tensor | None = None
     for one in below:
-        leaf = (
-            getattr(graph.through_views(children_of(one)[0]), "variable", None)
-            if kind_of(one) == "ExpBackward0"
-            else None
-        )
+        leaf = getattr(graph.through_views(children_of(one)[0]), "variable", None) if kind_of(one) == "ExpBackward0" else None
         log_std = leaf if leaf is not None and leaf.dim() <= 2 and log_std is None else log_std
     squares = (one for one in below if kind_of(one) == "PowBackward0" and one._saved_exponent == 2)
     for square in squares:
@@ -348,11 +339,7 @@ def gaussian_of(graph: LossGraph, node: Node) -> tuple[HeadColumns, Tensor | Non
         sign = -1 if own[0] == 0 else 1
         actions = means + sign * square._saved_self.detach()
         spread = log_std.detach().reshape(-1, log_std.shape[-1]).expand_as(means).clone()
-        return (
-            HeadColumns(means={"action": means}, log_std={"action": spread}),
-            actions,
-            graph.layer_at(parts[own[0]], means.shape[1]),
-        )
+        return (HeadColumns(means={"action": means}, log_std={"action": spread}), actions, graph.layer_at(parts[own[0]], means.shape[1]))
     return HeadColumns(), None, None
 
 

@@ -36,9 +36,7 @@ def run_as_main(code: CodeType, script: str, arguments: Sequence[str]) -> None:
     """
     path = str(Path(script).absolute())
     main = ModuleType("__main__")
-    main.__dict__.update(
-        __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path), __builtins__=__builtins__
-    )
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path), __builtins__=__builtins__)
     sys.modules["__main__"] = main
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
@@ -71,11 +69,7 @@ def findings_line(script: ScriptListener, name: str, run_dir: Path | None) -> st
 
 
 def last_line(
-    script: ScriptListener | None,
-    name: str,
-    run_dir: Path | None,
-    error: BaseException | None,
-    updates: int | None = None,
+    script: ScriptListener | None, name: str, run_dir: Path | None, error: BaseException | None, updates: int | None = None
 ) -> str:
     """The last line of a run; `updates` are a model's updates if the script itself was not observed."""
     if error is not None:

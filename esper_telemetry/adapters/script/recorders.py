@@ -18,14 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributions, nn
 
-from esper_telemetry.adapters.columns import (
-    FinishedEpisode,
-    HeadColumns,
-    cast_change,
-    head_columns,
-    head_names,
-    join_columns,
-)
+from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, cast_change, head_columns, head_names, join_columns
 from esper_telemetry.adapters.environment_facts import environment_facts
 from esper_telemetry.adapters.script.autograd_graph import DistributionGraphs, LayerOutputs
 from esper_telemetry.core.event_parts import Transitions
@@ -199,11 +192,7 @@ class DistributionLog:
         if steps > 1 and len(asked) % steps and not len(asked) % (steps - 1):  # asked after each step, not before
             last = [one.copied() for one in self._recent if one.log_probs.shape == asked[-1].log_probs.shape]
             asked += last[: len(asked) // (steps - 1)]
-        heads = [
-            _as_rows(head, envs)
-            for one in [one.columns for one in asked if one.columns] or drawn
-            for head in _heads_in(one)
-        ]
+        heads = [_as_rows(head, envs) for one in [one.columns for one in asked if one.columns] or drawn for head in _heads_in(one)]
         at_once = [one.columns for one in self._recent if one.columns is not None and not one.log_probs.requires_grad]
         if complete and at_once and not heads and all(_rows(head) == steps * envs != envs for head in at_once):
             return asked, _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in at_once])
@@ -453,12 +442,7 @@ class LstmLog:
         """Return the records of a rollout's T steps since the last call; None if they do not fit it."""
         recorded, self._steps, self._entries = self._steps[:steps], [], 0
         from_zero, self._trained_from_zero = self._trained_from_zero, None
-        if (
-            self._module is None
-            or not recorded
-            or len(recorded) < steps
-            or any(states.shape[2] != envs for states, _ in recorded)
-        ):
+        if self._module is None or not recorded or len(recorded) < steps or any(states.shape[2] != envs for states, _ in recorded):
             return None
         states, inputs = (torch.stack(column) for column in zip(*recorded, strict=True))
         return RecordedLstm(self._module, states, inputs, bool(from_zero))
@@ -637,10 +621,7 @@ class ObservedSteps:
         self.steps, self.envs = max(counts.values()), len(calls[0].rewards) if len(column) == 1 else len(column)
         self.in_turns = self._places == sorted(self._places)
         terminated, truncated = (self._grid([call.flags[place] for call in calls]) for place in (0, 1))
-        self.ended, self.time_limits = (
-            torch.from_numpy(terminated | truncated),
-            torch.from_numpy(truncated & ~terminated),
-        )
+        self.ended, self.time_limits = (torch.from_numpy(terminated | truncated), torch.from_numpy(truncated & ~terminated))
         self.reset = torch.zeros_like(self.ended)
         for (step, env), call in zip(self._places, calls, strict=True):
             self.reset[step, [env] if call.reset_to is not None else [env + place for place in call.finals]] = True
@@ -824,9 +805,7 @@ class EpisodeLog:
         if len(self._calls) < MAX_END_STEPS:
             rows = _rows_of(observations, size) if self._entries <= MAX_STEP_ENTRIES else None
             self._entries += 0 if rows is None else rows.size
-            finals: Any = (
-                infos.get("final_obs", infos.get("final_observation", ())) if isinstance(infos, Mapping) else ()
-            )
+            finals: Any = infos.get("final_obs", infos.get("final_observation", ())) if isinstance(infos, Mapping) else ()
             places = () if rows is None or len(finals) != size else np.flatnonzero(ended)
             last = {int(place): final for place in places if (final := _rows_of(finals[place], 1)) is not None}
             width = running.width = 0 if rows is None else rows.shape[1]
@@ -872,12 +851,7 @@ class EpisodeLog:
             call.cut = True
             self._cut_lengths |= {*running.lengths.tolist()}
         running.reset()
-        if (
-            call is not None
-            and call.returned is not None
-            and len(running.returns) == 1
-            and not hasattr(env, "num_envs")
-        ):
+        if call is not None and call.returned is not None and len(running.returns) == 1 and not hasattr(env, "num_envs"):
             rows = _rows_of(result[0] if isinstance(result, tuple) else result, 1)
             call.reset_to = rows if rows is not None and rows.shape == call.returned.shape else call.reset_to
 
@@ -1067,6 +1041,5 @@ class ScalarLog:
         """Return means by key, `script/losses/value_loss` for `losses/value_loss`, and reset them."""
         sums, self._sums = self._sums, {}
         return {
-            "/".join(["script", *(segment(part) for part in tag.split("/") if part)]): total / count
-            for tag, (total, count) in sums.items()
+            "/".join(["script", *(segment(part) for part in tag.split("/") if part)]): total / count for tag, (total, count) in sums.items()
         }

@@ -185,9 +185,7 @@ def losses_of(reading: LossReading, value: ValueTerm | None, weights: Mapping[st
     policy, entropy, losses = reading.policy, reading.entropy, dict[str, Tensor]()
     assert policy is not None
     scale = common_factor(policy, value, entropy, weights)
-    if policy.loss is not None and (
-        reading.penalty is None or policy.clip is not None
-    ):  # a penalty may replace the clip
+    if policy.loss is not None and (reading.penalty is None or policy.clip is not None):  # a penalty may replace the clip
         losses["policy"] = policy.loss
     if value is not None and value.loss is not None:
         losses["value"] = value.loss * _excess(value.weight / scale, weights.get("value"), HALF_SQUARE)
@@ -208,9 +206,7 @@ def unused_entropy(heads: HeadColumns) -> EntropyTerm | None:
     return EntropyTerm(entropy, -entropy, 0.0, None)
 
 
-def common_factor(
-    policy: PolicyTerm, value: ValueTerm | None, entropy: EntropyTerm | None, weights: Mapping[str, float]
-) -> float:
+def common_factor(policy: PolicyTerm, value: ValueTerm | None, entropy: EntropyTerm | None, weights: Mapping[str, float]) -> float:
     """Return the factor of a whole loss. It is the weight of the policy's term if the other terms have that factor times their
     settings, and 1 otherwise.
     """

@@ -274,9 +274,7 @@ class RolloutFinder:
             free = [grid for grid in free if not torch.equal(grid, grid.round())]
             columns |= {"log_probs": free[0]} if len(free) == 1 else {}
 
-    def _identify_shown(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor], roles: Sequence[str]
-    ) -> bool:
+    def _identify_shown(self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor], roles: Sequence[str]) -> bool:
         """Find the arrays, with [T, B] of them, and sorted in `tables`, that hold the numbers of the first minibatch.
 
         Returns True if that is the whole rollout in another order.
@@ -304,14 +302,8 @@ class RolloutFinder:
                 if -best[1] >= MIN_SHARE:
                     columns[role] = way_back(pairs[best[2]][1])
                     if role == "values":  # a minibatch may have no state without the value of the state before it
-                        held = (
-                            grid
-                            for (_, grid), table in zip(pairs, tables, strict=True)
-                            if _held(numbers, table) >= MIN_SHARE
-                        )
-                        columns[role] = next(
-                            (grid for grid in held if self._follows(columns[role], grid)), columns[role]
-                        )
+                        held = (grid for (_, grid), table in zip(pairs, tables, strict=True) if _held(numbers, table) >= MIN_SHARE)
+                        columns[role] = next((grid for grid in held if self._follows(columns[role], grid)), columns[role])
                     in_order |= {role} if best[0] else set()
                     is_permuted |= not best[0] and column.numel() == self.steps * self.envs
         in_time = "log_probs" in in_order and self._acted is not None and _is_same(self._acted, columns["log_probs"])
@@ -373,8 +365,7 @@ class RolloutFinder:
         rows = rows.reshape(-1, *array.shape[1:]).to(array)
         limit = SAME_NUMBER * float(array.abs().max())
         in_time, mixed = (
-            float(((array[places] - rows).abs() <= limit).double().mean())
-            for places in (self._order[self._entries], self._entries)
+            float(((array[places] - rows).abs() <= limit).double().mean()) for places in (self._order[self._entries], self._entries)
         )
         if mixed < MIN_SHARE or in_time >= MIN_SHARE:
             return array
@@ -388,9 +379,7 @@ class RolloutFinder:
             raw = [grid for grid in self._free() if not torch.equal(grid, used) and line_error(grid, used) <= SAME_LINE]
             columns["advantages"] = raw[0] if len(raw) == 1 and not self._are_returns(raw[0]) else used
             return
-        known: dict[str, Tensor] = {
-            role: columns[role][: self.steps] for role in ("log_probs", "values", "returns") if role in columns
-        }
+        known: dict[str, Tensor] = {role: columns[role][: self.steps] for role in ("log_probs", "values", "returns") if role in columns}
         rows = RowFinder(known).rows_of({role: self._shown[role] for role in known}) if known else None
         size = self.steps * self.envs
         for taken in (rows, *self._indices):
@@ -417,9 +406,7 @@ class RolloutFinder:
         own, log_probs = self._shown.get("advantages"), self._columns.get("log_probs")
         if own is None or log_probs is None or own.numel() != self.steps * self.envs:
             return {}
-        arrays = (
-            array for array, grid in pairs if grid.data_ptr() == log_probs.data_ptr() and array.numel() == own.numel()
-        )
+        arrays = (array for array, grid in pairs if grid.data_ptr() == log_probs.data_ptr() and array.numel() == own.numel())
         array = next(arrays, log_probs)
         shown = self._shown.get("log_probs")
         if shown is None or not _is_same(shown, array):
@@ -457,8 +444,7 @@ class RolloutFinder:
             same = [grid for grid in free if torch.equal(grid.float(), paid.float())]
             scaled = [grid for grid in free if line_error(grid, paid) <= SAME_LINE]
             exact = self._variables.find(
-                NAMES["rewards"],
-                lambda value: grid if (grid := self._free_grid(value)) is not None and _is_same(paid, grid) else None,
+                NAMES["rewards"], lambda value: grid if (grid := self._free_grid(value)) is not None and _is_same(paid, grid) else None
             )
             if exact is not None:
                 named = exact
@@ -653,9 +639,7 @@ class RolloutFinder:
         is_mistaken = torch.equal(returns, advantages) or torch.equal(returns, values)
         implied = None if not gamma else ((advantages + values if is_mistaken else returns) - rewards)[-1] / gamma
         if implied is not None and bool(advantages.any()) and not bool(advantages[-1].any()):
-            implied = torch.zeros_like(
-                implied
-            )  # a script that leaves the last row out is to differ from its equation, too
+            implied = torch.zeros_like(implied)  # a script that leaves the last row out is to differ from its equation, too
         estimates = bool(self._last_estimates) or "next_values" in self._columns
         if self._cut and implied is not None and not (estimates and float(implied.abs().max()) > SAME_NUMBER):
             ended = ended.clone()
@@ -820,8 +804,7 @@ class RowFinder:
         self._columns = {name: column.reshape(-1).double() for name, column in columns.items()}
         self._limits = {name: SAME_NUMBER * float(column.abs().max()) for name, column in self._columns.items()}
         self._apart = {  # how many numbers of a column are not the same as the next larger one
-            name: int((column.sort().values.diff() > self._limits[name]).sum())
-            for name, column in self._columns.items()
+            name: int((column.sort().values.diff() > self._limits[name]).sum()) for name, column in self._columns.items()
         }
         self._shape = next(iter(columns.values())).shape
         self._turns = Counter[int]()
@@ -856,9 +839,7 @@ class RowFinder:
         for name in COLUMNS:  # that distinguish most transitions
             match = self._matches(name, own) if name in own and self._apart[name] > enough else None
             if match is not None:
-                shares = [
-                    float((match[0] == other).double().mean()) for other, _ in matches if len(other) == len(match[0])
-                ]
+                shares = [float((match[0] == other).double().mean()) for other, _ in matches if len(other) == len(match[0])]
                 if any(share >= MIN_SAME_ROWS for share in shares):  # the same, up to some that are equal
                     return self._in_turns(*match)
                 matches.append(match)
@@ -912,13 +893,7 @@ class RowFinder:
         return order[low], equal
 
     def _add_nearest(
-        self,
-        equal: dict[int, list[int]],
-        own: Mapping[str, Tensor],
-        places: Tensor,
-        low: Tensor,
-        counts: Tensor,
-        order: Tensor,
+        self, equal: dict[int, list[int]], own: Mapping[str, Tensor], places: Tensor, low: Tensor, counts: Tensor, order: Tensor
     ) -> None:
         """Add the nearest transitions of some places, whose candidates are `counts` entries of `order` from `low` on."""
         owner = torch.arange(len(places), device=places.device).repeat_interleave(counts)

@@ -86,9 +86,7 @@ class AfterImport(MetaPathFinder):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Another finder's, with a loader that calls back."""
         callback = self._callbacks.pop(fullname, None)
         if callback is None:
@@ -167,9 +165,7 @@ class Taps:
         clock: telemetry's, which counts the time of the taps; None before it exists.
     """
 
-    def __init__(
-        self, make: Callable[[], ScriptListener], join: Callable[[Any, Any], Any], watch: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, make: Callable[[], ScriptListener], join: Callable[[Any, Any], Any], watch: Callable[[Any], None]) -> None:
         self.script: ScriptListener | None = None
         self.error: BaseException | None = None
         self.clock: Clock | None = None
@@ -248,9 +244,7 @@ class Taps:
         """End a tap that has failed, with a warning: the other taps continue."""
         self._ended.add(tap)
         self.error = self.error or error
-        frames = [
-            frame.f_code.co_qualname.rpartition("<locals>.")[2] for frame, _ in traceback.walk_tb(error.__traceback__)
-        ]
+        frames = [frame.f_code.co_qualname.rpartition("<locals>.")[2] for frame, _ in traceback.walk_tb(error.__traceback__)]
         named = (name for name in frames[1:] if not name.endswith("<lambda>"))  # after the caller here
         _logger.warning(
             "esper-telemetry: %s failed and is not called again; the script and other measurements continue: %s",
@@ -333,9 +327,7 @@ class Taps:
         if not _clear_item_slots(torch.Tensor):
             self._patches.undo_last()
         self._patches.replace(torch.Tensor, "index_select", lambda select: self._indexed(select, axis=True))
-        self._patches.replace(
-            optimizer.Optimizer, "__init__", lambda make: self._observed(make, self._search_environments)
-        )
+        self._patches.replace(optimizer.Optimizer, "__init__", lambda make: self._observed(make, self._search_environments))
         for kind in _subclasses(torch.distributions.Distribution):
             for record in (log_prob, entropy, sample):
                 if record.__name__ in vars(kind):
@@ -539,9 +531,7 @@ class Taps:
     def end_update(self, env: Any = None) -> None:
         """End the update that is open: the script collects again, in an `env` of training if it is given."""
         if self.script is not None and self.script.open:
-            self.call(
-                lambda script: script.before_env_step() if env is None or script.environments.includes(env) else None
-            )
+            self.call(lambda script: script.before_env_step() if env is None or script.environments.includes(env) else None)
 
     def _reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
         """Record resets by the script. Steps that an environment takes to reset itself are not the script's."""
@@ -629,9 +619,7 @@ class Taps:
         self._model_patches.replace(module.Trainer, "train", wrap)
 
     def _tap_writer(self, module: Any) -> None:
-        def record(
-            script: ScriptListener, _: Any, __: Any, tag: Any, scalar_value: Any, *___: Any, **____: Any
-        ) -> None:
+        def record(script: ScriptListener, _: Any, __: Any, tag: Any, scalar_value: Any, *___: Any, **____: Any) -> None:
             script.scalars.add(tag, scalar_value)
             label = RETURN_WORD.search(tag) if isinstance(tag, str) else None
             if label is not None and isinstance(scalar_value, SupportsFloat):

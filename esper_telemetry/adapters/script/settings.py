@@ -46,9 +46,7 @@ MIN_TRACE_DECAY = 0.5
 MIN_STEPS = 8
 """Steps within episodes that suffice to fit discounts to advantages."""
 
-MAX_NORM: Aliases = (
-    *("max_grad_norm", "max_gradient_norm", "grad_clip", "clip_grad_norm", "grad_clip_norm", "max_norm"),
-)
+MAX_NORM: Aliases = (*("max_grad_norm", "max_gradient_norm", "grad_clip", "clip_grad_norm", "grad_clip_norm", "max_norm"),)
 NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "norm_advantages")
 ANNEALS: Aliases = ("anneal_lr", "anneal_learning_rate", "lr_anneal", "use_linear_lr_decay", "linear_lr_decay")
 UPDATES: Aliases = (
@@ -70,11 +68,7 @@ def read_coefficients(reading: LossReading) -> dict[str, float]:
     """Return the weights of the losses `value` and `entropy`, and of a KL `penalty`, in a loss, relative to the policy's term."""
     weight = 0.0 if reading.policy is None else reading.policy.weight
     terms = {"value": reading.value, "entropy": reading.entropy, "penalty": reading.penalty}
-    return {
-        name: float(f"{abs(term.weight / weight):.6g}")
-        for name, term in terms.items()
-        if term and weight and term.weight
-    }
+    return {name: float(f"{abs(term.weight / weight):.6g}") for name, term in terms.items() if term and weight and term.weight}
 
 
 def find_coefficients(variables: Variables) -> dict[str, float]:
@@ -133,9 +127,7 @@ def _trace_decay(value: object) -> float | None:
     return number if number is not None and number >= MIN_TRACE_DECAY else None
 
 
-def find_discounts(
-    rollout: ScriptRollout | None, facts: Mapping[str, Any], discounts: Sequence[tuple[float, ...]]
-) -> dict[str, float]:
+def find_discounts(rollout: ScriptRollout | None, facts: Mapping[str, Any], discounts: Sequence[tuple[float, ...]]) -> dict[str, float]:
     """Return the discount factor and the lambda that fit the advantages, or the ones that the code multiplies."""
     found = {} if rollout is None else _fitted_discounts(rollout, facts)
     fitting = [one for one in discounts if facts.get("gamma", one[0]) == one[0]]
@@ -182,18 +174,14 @@ def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}
         if {"observations", what} <= traced.keys()
     }
     if SCHEDULE_FACT not in facts:
-        reasons["schedules"] = (
-            "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps"
-        )
+        reasons["schedules"] = "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps"
     if not facts.get("has_critic", True):
         reasons |= dict.fromkeys(("values", "returns", "value_loss"), "the program has no critic")
     missing = [name for name in ("gamma", "gae_lambda") if name not in facts]
     if missing:
         reasons["advantages"] = f"the settings do not say {' and '.join(missing)}"
     if facts.get("mean_noise"):
-        reasons["replayed_log_probs"] = (
-            f"training adds noise to the means of actions (rpo_alpha = {facts['mean_noise']})"
-        )
+        reasons["replayed_log_probs"] = f"training adds noise to the means of actions (rpo_alpha = {facts['mean_noise']})"
     return reasons
 
 
@@ -224,9 +212,7 @@ IN_LOSS: Final = ("policy_loss", "value_loss", "entropy_loss", "total_loss", "gr
 """Equations of the loss and of what follows it."""
 
 
-def untraced_equations(
-    traced: Mapping[str, str], loss: str, has_rollout: bool = True, unseen: str = ""
-) -> dict[str, str]:
+def untraced_equations(traced: Mapping[str, str], loss: str, has_rollout: bool = True, unseen: str = "") -> dict[str, str]:
     """Return the missing and found columns of each equation; it is used if the equation is not checked.
 
     Args:
@@ -246,9 +232,7 @@ def untraced_equations(
             texts[equation] = f"sought {' and '.join(missing)} for the loss in {loss}; {found}"
         else:
             texts[equation] = f"found {', '.join(known)}, which do not fit together; the loss is in {loss}"
-    return {
-        equation: f"{unseen}; {text}" if unseen and equation in STEPPED else text for equation, text in texts.items()
-    }
+    return {equation: f"{unseen}; {text}" if unseen and equation in STEPPED else text for equation, text in texts.items()}
 
 
 def equation_places(lines: Mapping[str, str], loss: str, clears: str) -> dict[str, str]:
@@ -288,9 +272,7 @@ def find_schedule(
         anneals, total = False, total or max(1, collected)
     if anneals is None or total <= 0 or not rate > 0:
         return {}
-    counts = {
-        name: facts[name] for name in ("num_epochs", "num_minibatches", "num_envs") if isinstance(facts.get(name), int)
-    }
+    counts = {name: facts[name] for name in ("num_epochs", "num_minibatches", "num_envs") if isinstance(facts.get(name), int)}
     is_set = scheduler is not None
     left = float(scheduler.end_factor) / float(scheduler.start_factor) if scheduler is not None else 0.0
     final = left * rate if anneals else rate
@@ -301,8 +283,4 @@ def find_schedule(
 def find_config(variables: Variables) -> dict[str, Any]:
     """Return the script's settings that are plain values."""
     settings = variables.find(SETTINGS, lambda value: settings_of(value) or None) or {}
-    return {
-        key: value
-        for key, value in settings.items()
-        if isinstance(value, str | int | float | bool | None) and not key.startswith("_")
-    }
+    return {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool | None) and not key.startswith("_")}

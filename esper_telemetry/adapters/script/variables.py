@@ -41,17 +41,7 @@ CRITIC = r"(^|\.|_)(critic|value|vf|v|val|q)(_|\.|\d|$|net|head)"
 SKIPPED_PACKAGES = {"torch", "esper_telemetry", "accelerate", "contextlib", "gymnasium", "gym"}
 """Packages whose frames are between the script and the tap."""
 
-LIBRARIES = {
-    *SKIPPED_PACKAGES,
-    "numpy",
-    "builtins",
-    "collections",
-    "argparse",
-    "logging",
-    "tensorboard",
-    "wandb",
-    "random",
-}
+LIBRARIES = {*SKIPPED_PACKAGES, "numpy", "builtins", "collections", "argparse", "logging", "tensorboard", "wandb", "random"}
 """Packages whose objects are not containers of the script."""
 
 MAX_FRAMES = 4
@@ -116,11 +106,7 @@ class Variables:
         plain = {plain_name(name) for name in names}
         for scope in (*self._scopes, *self.nested):
             for name, entry in scope.items():
-                if (
-                    plain_name(name) in plain
-                    and name.strip("_").lower() not in COUNTERS
-                    and (value := accept(entry)) is not None
-                ):
+                if plain_name(name) in plain and name.strip("_").lower() not in COUNTERS and (value := accept(entry)) is not None:
                     return name, value
         return "", None
 
@@ -157,10 +143,7 @@ class Variables:
     def integers(self) -> dict[tuple[int, str], int]:
         """Whole numbers among the variables, by scope and name."""
         return {
-            (place, name): value
-            for place, scope in enumerate(self._scopes)
-            for name, value in list(scope.items())
-            if type(value) is int
+            (place, name): value for place, scope in enumerate(self._scopes) for name, value in list(scope.items()) if type(value) is int
         }
 
     def indices(self, count: int) -> list[Tensor]:
@@ -225,9 +208,7 @@ def members_of(value: object) -> dict[str, Any]:
         return {f"array_{place}": one for place, one in enumerate(value)}
     if isinstance(value, list | deque) and len(value) > 1:
         return _columns(list(value))
-    if isinstance(value, type | ModuleType | Tensor | np.ndarray | tuple | str) or (
-        callable(value) and not hasattr(value, "__dict__")
-    ):
+    if isinstance(value, type | ModuleType | Tensor | np.ndarray | tuple | str) or (callable(value) and not hasattr(value, "__dict__")):
         return {}
     tensors = getattr(getattr(value, "dataset", value), "tensors", None)  # of a TensorDataset, also in a DataLoader
     if isinstance(tensors, tuple):
@@ -353,12 +334,7 @@ def _discounts(trees: Iterable[ast.AST], numbers: Mapping[str, float]) -> tuple[
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             weights = [sum(_factors_of(side, numbers)[0]) for side in (node.left, node.right)]
             averages |= set(ast.walk(node)) if abs(sum(weights) - 1) < ROUNDING and all(weights) else set()
-    inner = {
-        part
-        for node in nodes
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
-        for part in (node.left, node.right)
-    }
+    inner = {part for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) for part in (node.left, node.right)}
     assigned = [
         (part, {_base_name(target) for target in (node.targets if isinstance(node, ast.Assign) else [node.target])})
         for node in nodes

@@ -105,9 +105,7 @@ MIN_VARIED_UPDATES = 10
 GAP_FACTOR = 3.0  # multiple of the longest gap between varying rewards that a new gap must exceed
 MIN_EQUAL_EPISODES = 10
 """Episodes of equal length above which a constant reward per step carries no information."""
-MIN_UPDATES_WITH_ENDS = (
-    3  # updates in which these episodes must have ended, as only the mean length per update may be known
-)
+MIN_UPDATES_WITH_ENDS = 3  # updates in which these episodes must have ended, as only the mean length per update may be known
 
 EPISODE_LENGTHS = (
     "episode/length_mean",

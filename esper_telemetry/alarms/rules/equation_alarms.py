@@ -18,9 +18,7 @@ from esper_telemetry.equations.equation import EQUATION_KEY, Equation, EquationR
 from esper_telemetry.equations.schedules import RateHistory
 
 EQUATION_FACTOR = above("equation_factor", 1.0, "times the tolerances of the compute precision, for integrity/equation")
-UNEXPLAINED = count(
-    "equation_unexplained", 2.0, "checks in a row that differ without an explanation, for integrity/equation"
-)
+UNEXPLAINED = count("equation_unexplained", 2.0, "checks in a row that differ without an explanation, for integrity/equation")
 EQUATION: Final = "integrity/equation"  # type of the alarm
 RATE_KEY: Final = "opt/lr"
 MAX_OTHERS: Final = 3  # other quantities that the sentence names
@@ -117,9 +115,7 @@ def sensible_advice(advice: str, holding: Set[str]) -> str:
         return advice
     *first, last = (equations()[name].quantity for name in refuting)
     match = f"{', '.join(first)}{' and ' if first else ''}{last} match their equation{'s' if first else ''}"
-    return (
-        f"{capitalized('; '.join(kept))}. {capitalized(match)}." if kept else f"{capitalized(match)}: look elsewhere."
-    )
+    return f"{capitalized('; '.join(kept))}. {capitalized(match)}." if kept else f"{capitalized(match)}: look elsewhere."
 
 
 EXCESS: Final = "integrity/actions/"
@@ -168,8 +164,7 @@ class ActionSum(NamedTuple):
     def __str__(self) -> str:
         phrase = PHRASES[self.test][self.total < 0]
         return (
-            f"{phrase} (excess, summed over the sampled updates: {number(abs(self.total))}; chance explains at most "
-            f"{number(self.bound)})"
+            f"{phrase} (excess, summed over the sampled updates: {number(abs(self.total))}; chance explains at most {number(self.bound)})"
         )
 
 

@@ -19,9 +19,7 @@ from esper_telemetry.core.messages import number, percent
 EARLY = 0.25  # share of the run during which entropy should not crash; after it, entropy should have fallen
 PLUNGE_UPDATES = 3  # updates over which a sudden loss of entropy is measured
 MIN_SIGNED_ENTROPY = 0.01  # smallest entropy, in nats, whose sign is meaningful
-SAME_SIGN_DISTANCE = (
-    0.2  # relative distance between the entropy loss and the entropy up to which they have the same sign
-)
+SAME_SIGN_DISTANCE = 0.2  # relative distance between the entropy loss and the entropy up to which they have the same sign
 ENTROPIES = ("policy/entropy*", "policy/head/*/entropy_norm", "policy/action_mi", "loss/entropy")
 
 
@@ -107,9 +105,7 @@ def explore_advice(view: View) -> str:
 
 
 ENTROPY_CRASH = Ramp("entropy_crash", 0.1, 0.3, "share of the entropy lost per update, early in the run")
-ENTROPY_PLUNGE = Ramp(
-    "entropy_plunge", 0.3, 0.9, "decrease of the log entropy per update, over the last three updates, early in the run"
-)
+ENTROPY_PLUNGE = Ramp("entropy_plunge", 0.3, 0.9, "decrease of the log entropy per update, over the last three updates, early in the run")
 
 
 def entropy_crash(view: View, logarithms: Recent) -> Iterator[Finding]:
@@ -153,9 +149,7 @@ ENTROPY_EXPLOSION = below("entropy_explosion", 0.02, "distance of the normalised
 STARTED_UPDATES = 20  # updates that count as early if the length of the run is not known
 LOW_UPDATES = 5  # updates for which entropy must have been low before it can rise again
 ENTROPY_WAS = below("entropy_was", 0.85, "normalised entropy that the policy must have had before")
-STARVED = below(
-    "entropy_starved", 0.01, "share of the gradient left by clipping, if the policy is random from the start"
-)
+STARVED = below("entropy_starved", 0.01, "share of the gradient left by clipping, if the policy is random from the start")
 
 
 @dataclass(slots=True)
@@ -222,9 +216,7 @@ def calm_advice(view: View, *, starved: bool) -> str:
 
 
 ACTION_SHIFT = Ramp("action_shift", 0.05, 0.25, "change of the mix of actions between rollouts, Jensen-Shannon")
-ALIKE_STEPS = (
-    10  # steps in a row that count as one sample, because their actions are similar, as when swinging a pendulum
-)
+ALIKE_STEPS = 10  # steps in a row that count as one sample, because their actions are similar, as when swinging a pendulum
 
 
 @reading("policy/action_shift_js")
@@ -243,9 +235,7 @@ def action_shift(view: View, value: float) -> Iterator[Finding]:
 
 
 CRITIC_LEADS = 0.98  # critic's share of the squared gradient above which a shared network follows the critic alone
-STILL_STD = (
-    0.01  # spread of the ratios below which an update has hardly moved the policy, in directions that are chance
-)
+STILL_STD = 0.01  # spread of the ratios below which an update has hardly moved the policy, in directions that are chance
 
 DEFAULT_TRANSITIONS = 512
 """Transitions of an update if they are not counted; a correlation of n transitions differs from 0 by about 1/√n by chance."""
@@ -253,12 +243,8 @@ DEFAULT_TRANSITIONS = 512
 CHANCE_FACTOR = 4.0  # multiple of this chance deviation that the sum of the correlations must exceed
 RESTART_FACTOR = 2.0  # learning rate over the previous update's, above which a schedule has restarted
 WRONG_DIRECTION = below("wrong_direction", 0.0, "gain of the update's own objective")
-WRONG_LEAST = above(
-    "wrong_direction_least", 0.06, "negative correlation of advantages and ratios, mean of three updates"
-)
-WRONG_CORRELATION = above(
-    "wrong_direction_correlation", 0.2, "negative correlation of advantages and ratios for which two updates suffice"
-)
+WRONG_LEAST = above("wrong_direction_least", 0.06, "negative correlation of advantages and ratios, mean of three updates")
+WRONG_CORRELATION = above("wrong_direction_correlation", 0.2, "negative correlation of advantages and ratios for which two updates suffice")
 
 
 SMALLER_STEPS = "Lower the learning rate or the number of epochs."
@@ -352,9 +338,7 @@ RULES = (
         "return must not have risen, or must have fallen since.",
     )
     .shows(*ENTROPIES, pieces=("transitions",))
-    .judged(
-        StateJudge(entropy_collapse, HeadEntropies()), ENTROPY_COLLAPSE, ENTROPY_CLEAR, ENTROPY_MARGINAL, ENTROPY_LOW
-    ),
+    .judged(StateJudge(entropy_collapse, HeadEntropies()), ENTROPY_COLLAPSE, ENTROPY_CLEAR, ENTROPY_MARGINAL, ENTROPY_LOW),
     alarm("policy/entropy_crash", relative=True, warmup=5, n_on=2, debug_updates=5)
     .reads("policy/entropy_rate", "policy/entropy_norm", "loss/entropy", "loss/entropy_coef")
     .needs("policy/entropy_rate", "policy/entropy_norm", "policy/kl", facts=("total_steps",))

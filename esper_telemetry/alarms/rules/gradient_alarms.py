@@ -43,9 +43,7 @@ def explode(view: View, past: Explosion) -> Iterator[Finding]:
     past.before, past.norm = max(severity, lasting), value
     left = f"; clipping to {number(clip)} leaves {percent(min(1.0, clip / value))} of it" if clip else ""
     yield Finding(lasting if clip else severity, PEAK, value, adaptive=True, z=view.z(PEAK)).with_text(
-        lambda: (
-            f"the gradient has reached a norm of {number(value)}, {times(value / median)} its median{view.usual(PEAK)}{left}"
-        )
+        lambda: f"the gradient has reached a norm of {number(value)}, {times(value / median)} its median{view.usual(PEAK)}{left}"
     )
 
 
@@ -71,9 +69,7 @@ def vanish(view: View) -> Iterator[Finding]:
     critics = {segment_of(name) for name in groups.get("critic", ())}
     loss, usual_loss = view.get("loss/value") or 0.0, view.baselines.median("loss/value") or 0.0
     below_median = log10(usual_loss / loss) if usual_loss > loss > 0 else 0.0  # known before the highest usual level
-    solved = 0.5 * max(
-        below_median, view.baselines.fallen("loss/value")
-    )  # gradients of a squared error fall as its root
+    solved = 0.5 * max(below_median, view.baselines.fallen("loss/value"))  # gradients of a squared error fall as its root
     # Heads that are rows of one layer count as layers; heads with separate parameters are layers already.
     heads = [item for item in view.labelled(HEAD, NORM) if f"head:{item[0]}" not in groups]
     unused = [head for head, _, share in view.labelled("policy/head/", "/decision_frac") if share == 0]
@@ -122,9 +118,7 @@ def missing_group(view: View, segments: dict[str, frozenset[str]]) -> Iterator[F
 STARVED_Z = above("starved_z", 6.0, "robust z of the critic's gradient over the actor's")
 STARVED_SHARE = above("starved_share", 0.95, "critic's share of the squared gradient, in addition")
 STARVED_EFFECTIVE_Z = above("starved_effective_z", 8.0, "robust z by which the actor's clipped gradient falls")
-STARVED_FLOOR = below(
-    "starved_floor", 1e-5, "actor's clipped gradient that is negligible next to Adam's epsilon, with that share"
-)
+STARVED_FLOOR = below("starved_floor", 1e-5, "actor's clipped gradient that is negligible next to Adam's epsilon, with that share")
 
 
 def actor_starved(view: View) -> Iterator[Finding]:

@@ -67,10 +67,7 @@ def oscillation(view: View, past: Oscillations) -> Iterator[Finding]:
         past.mean,
     )
     if past.periodic:
-        words, value = (
-            "the KL divergence has oscillated with a period of {} updates, so updates undo each other",
-            length or 0.0,
-        )
+        words, value = ("the KL divergence has oscillated with a period of {} updates, so updates undo each other", length or 0.0)
     yield Finding(max(past.opposed, past.periodic), *shown).says(words, value)
 
 
@@ -200,9 +197,7 @@ def concentration(view: View, value: float) -> Iterator[Finding]:
 RULES = (
     gradient_alarm("grad/oscillation", effect=True, sampled=True, warmup=20, n_on=2, n_off=2, debug_updates=3)
     .reads("grad/align/successive_cos", "{key}/period/p", "opt/lr")
-    .needs(
-        ("grad/align/successive_cos", "policy/kl/period/p"), ("grad/align/successive_cos", "policy/kl/period/length")
-    )
+    .needs(("grad/align/successive_cos", "policy/kl/period/p"), ("grad/align/successive_cos", "policy/kl/period/length"))
     .says(
         "Updates undo each other.",
         "Lower the learning rate, use larger batches or fewer epochs.",
@@ -211,16 +206,7 @@ RULES = (
     )
     .shows("grad/align/*", "policy/kl/period/*", "opt/lr")
     .judged(StateJudge(oscillation, Oscillations()), OSCILLATION, OPPOSED_ERRORS, RATE_SWING, PERIOD_P),
-    gradient_alarm(
-        "grad/noise_dominated",
-        effect=True,
-        sampled=True,
-        default_off=True,
-        warmup=50,
-        n_on=20,
-        n_off=10,
-        debug_updates=2,
-    )
+    gradient_alarm("grad/noise_dominated", effect=True, sampled=True, default_off=True, warmup=50, n_on=20, n_off=10, debug_updates=2)
     .reads("opt/snr_share", "grad/gns/noise_dominated", "grad/gns/b_simple")
     .says(
         "The gradient is mostly noise.",

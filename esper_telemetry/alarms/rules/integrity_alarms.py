@@ -25,11 +25,7 @@ TRAINING_FAMILIES = (
 def nonfinite(view: View) -> Iterator[Finding]:
     """NaN or infinity in data, losses, gradients or weights."""
     keys = (NONFINITE_KEY, "reward/nonfinite", *view.matching("", NONFINITE))
-    counts = {
-        key: view.values[key]
-        for key in keys
-        if view.values.get(key, 0.0) > 0 and key.partition("/")[0] in TRAINING_FAMILIES
-    }
+    counts = {key: view.values[key] for key in keys if view.values.get(key, 0.0) > 0 and key.partition("/")[0] in TRAINING_FAMILIES}
     if not counts and NONFINITE_KEY not in view.values:
         return
     total = counts.get(NONFINITE_KEY) or max(counts.values(), default=0.0)
@@ -233,9 +229,7 @@ RULES = (
         "identity",
     )
     .shows("policy/head/*/decision_frac")
-    .judged(
-        AboveBound("integrity/mask_violation", 0.0, "{number} actions have been taken although their mask forbids them")
-    ),
+    .judged(AboveBound("integrity/mask_violation", 0.0, "{number} actions have been taken although their mask forbids them")),
     exact_check("integrity/rows_repeated", rank=70, claim=True, optional=True, debug_updates=5)
     .reads("integrity/rows_repeated")
     .says(

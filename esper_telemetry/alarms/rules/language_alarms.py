@@ -29,23 +29,15 @@ ENGINE_ERROR = above("lm_engine_error", 1.05, "multiplicative error of the sampl
 SURPRISE = above("lm_surprise", 6.0, "standard errors between surprise and entropy, pooled over the last updates")
 SURPRISE_GAP = above("lm_surprise_gap", 0.02, "nats per token between surprise and entropy")
 DEAD = above("lm_dead_groups", 0.95, "share of groups without advantages")
-LENGTH = above(
-    "lm_length_correlation", 0.9, "correlation of reward and length within groups, mean over the last updates"
-)
+LENGTH = above("lm_length_correlation", 0.9, "correlation of reward and length within groups, mean over the last updates")
 TRUNCATED = above("lm_truncated", 0.5, "share of completions without an end")
 TRUNCATED_BEFORE = below("lm_truncated_before", 0.2, "the same in the first updates")
 FALLEN_FACTOR = 4.0  # multiple of the entropy's bound that its first value must exceed, without statistics of groups
 FEW_NATS = below("lm_entropy", 0.05, "entropy per token in nats")
 TOGETHER = "updates over which the correlation and the rewards are pooled, and first updates of the truncation"
 UPDATES = count("lm_updates", 5, TOGETHER)
-EQUAL = count(
-    "lm_equal_updates",
-    10,
-    "updates with the same mean reward after which groups are dead, for logs without group statistics",
-)
-SURPRISE_UPDATES = count(
-    "lm_surprise_updates", 30, "updates over which surprise is pooled: barely trained models differ little"
-)
+EQUAL = count("lm_equal_updates", 10, "updates with the same mean reward after which groups are dead, for logs without group statistics")
+SURPRISE_UPDATES = count("lm_surprise_updates", 30, "updates over which surprise is pooled: barely trained models differ little")
 
 
 def signs(view: View) -> Iterator[Finding]:
@@ -100,9 +92,7 @@ def surprise(view: View, gap: float, z: float, last: FadingSum) -> Iterator[Find
     wrong = abs(together) > view.limits[SURPRISE] and abs(mean) > view.limits[SURPRISE_GAP]
     words = "sampled tokens have been {} likely than the entropy predicts, by {} nats per token ({} standard errors): they come from "
     words += "another distribution"
-    yield Finding(hard(wrong), "lm/surprise/gap", gap, z=together).says(
-        words, "less" if mean > 0 else "more", abs(mean), abs(together)
-    )
+    yield Finding(hard(wrong), "lm/surprise/gap", gap, z=together).says(words, "less" if mean > 0 else "more", abs(mean), abs(together))
 
 
 @dataclass(slots=True)
@@ -308,11 +298,7 @@ RULES = (
         ENGINE_ERROR,
     ),
     language_rule("lm/other_distribution", "lm/surprise/gap", "lm/surprise/z", rank=66, n_on=2)
-    .needs(
-        "lm/surprise/gap",
-        "lm/surprise/z",
-        applies=lambda facts: is_language_model(facts) and not facts.truncated_sampling,
-    )
+    .needs("lm/surprise/gap", "lm/surprise/z", applies=lambda facts: is_language_model(facts) and not facts.truncated_sampling)
     .says(
         "Tokens were sampled from a different distribution than the trainer assumes.",
         "Check the temperatures of sampling and of the loss, settings that exclude unlikely tokens (top_p, top_k, min_p), the weights of "

@@ -30,9 +30,7 @@ SHUT_UPDATES = 4
 FORGET_CLOSED = Ramp("forget_closed", 0.5, 0.9, "share of forget gates below 0.1")
 FORGET_OPEN = Ramp("forget_open", 0.8, 1.0, "share of forget gates above 0.9")
 ADDS_UP_GROWTH = above("adds_up_growth", 1.3, "growth of the cell state over an episode, if nothing is forgotten")
-ADDS_UP_JUMP = above(
-    "adds_up_jump", 1.5, "size of the cell state relative to the previous update, in addition", lowest=SMALLEST_DIVISOR
-)
+ADDS_UP_JUMP = above("adds_up_jump", 1.5, "size of the cell state relative to the previous update, in addition", lowest=SMALLEST_DIVISOR)
 MIN_TIMESCALE = below("timescale", 1.2, "median memory of a unit, steps")
 
 
@@ -76,9 +74,7 @@ class ForgetClosedJudge:
         if largest is not None and usual is not None and view.z(LARGEST) is not None:
             small = largest <= MAX_WRITTEN and view.previous.get(LARGEST, largest) <= MAX_WRITTEN
             gone = self.has_fallen(view) and small and usual > 1.5 * MAX_WRITTEN
-            gone = gone and (
-                self.written > 0 or self.fallen_updates <= SHUT_UPDATES
-            )  # otherwise its use declined slowly
+            gone = gone and (self.written > 0 or self.fallen_updates <= SHUT_UPDATES)  # otherwise its use declined slowly
             dropped = usual > 1.5 * MAX_WRITTEN and drops(view)
             self.written = hard((gone or dropped) and not self.gates_open(view))
         if shut is None and largest is None:
@@ -180,9 +176,7 @@ def forget_open(view: View, past: OpenGates) -> Iterator[Finding]:
 
 CELL_ABSMAX = above("cell_absmax", 50.0, "largest cell state, in the middle of a ramp from half to twice this value")
 CELL_OF_AGE = above("cell_of_age", 0.5, "the same relative to the longest age, which it cannot exceed, in addition")
-CELL_SIZE = above(
-    "cell_size", 3.0, "typical cell state above which its history counts: learning enlarges a small memory"
-)
+CELL_SIZE = above("cell_size", 3.0, "typical cell state above which its history counts: learning enlarges a small memory")
 CELL_JUMP = above("cell_jump", 4.0, "typical cell state over its median, in addition", lowest=SMALLEST_DIVISOR)
 CELL_GROWTH = Ramp("cell_growth", 4.0, 12.0, "growth of the cell state over an episode")
 
@@ -254,10 +248,7 @@ GATE_CLOSED = Ramp("gate_closed", 0.85, 0.95, "share of input or output gates be
 
 def gate_closed(view: View) -> Iterator[Finding]:
     """Closed input gates, which write nothing, and closed output gates, which read nothing."""
-    for gate, effect in (
-        ("input", "nothing is written to the memory"),
-        ("output", "the policy reads nothing from its memory"),
-    ):
+    for gate, effect in (("input", "nothing is written to the memory"), ("output", "the policy reads nothing from its memory")):
         key = f"lstm/gate/{gate[0]}/sat_lo"
         share = view.get(key)
         if share is not None:

@@ -41,8 +41,7 @@ def update_size(view: View, past: StepSizes) -> Iterator[Finding]:
     size = past.per_rate * rate
     severity = view.limits.log_severity(UPDATE_TO_WEIGHT, size)
     yield Finding(severity, SIZE, size, view.limits.log_middle(UPDATE_TO_WEIGHT)).says(
-        "optimizer steps have changed the weights by {:%} of their size (usually 0.01 % to 1 %), at a learning rate of {}",
-        *(size, rate),
+        "optimizer steps have changed the weights by {:%} of their size (usually 0.01 % to 1 %), at a learning rate of {}", *(size, rate)
     )
 
 
@@ -58,11 +57,7 @@ def jumping_rate(view: View, past: StepSizes) -> Iterator[Finding]:
         past.rate_before_jump = None
     origin = past.rate_before_jump
     yield Finding(hard(origin is not None), RATE, rate, limit, instance="rate").says(
-        "the learning rate has jumped from {} to {}, {:x} the setting of {}",
-        origin or rate,
-        rate,
-        rate / asked,
-        asked,
+        "the learning rate has jumped from {} to {}, {:x} the setting of {}", origin or rate, rate, rate / asked, asked
     )
 
 
@@ -97,9 +92,7 @@ def stalled_weights(view: View, past: Learning) -> Iterator[Finding]:
         yield finding.says("the learning rate has been 0, so the weights do not change")
         return
     advice = "Check that these weights are in the optimizer, in a parameter group with a learning rate above 0."
-    yield finding.with_advice(lambda: advice).says(
-        "weights have had a gradient but have not changed: {}", list_names(still)
-    )
+    yield finding.with_advice(lambda: advice).says("weights have had a gradient but have not changed: {}", list_names(still))
 
 
 REACH = below("memory_updates", 1.0, "updates covered by Adam's average of squared gradients, if rewards are rare")
@@ -171,9 +164,7 @@ def dormant(view: View) -> Iterator[Finding]:
     for layer, key, value in [*whole, *view.labelled(f"{DORMANT}/", "")]:
         finding = Finding(view.limits.severity(DORMANT_SHARE, value), key, value, bound, instance=layer)
         of_layer = f" of {layer}" if layer else ""
-        yield finding.says(
-            f"{{:%}} of the units{of_layer} have been dormant: they no longer respond to any input", value
-        )
+        yield finding.says(f"{{:%}} of the units{of_layer} have been dormant: they no longer respond to any input", value)
 
 
 @reading(RANK)
@@ -183,11 +174,7 @@ def rank_collapse(view: View, value: float, ranks: Recent) -> Iterator[Finding]:
     if usual is not None:
         bound = view.limits[RANK_FALL] * usual
         finding = Finding(hard(value < bound), RANK, value, bound, adaptive=True)
-        yield finding.says(
-            "the features have used {} dimensions instead of {}, so the network can tell fewer states apart",
-            value,
-            usual,
-        )
+        yield finding.says("the features have used {} dimensions instead of {}, so the network can tell fewer states apart", value, usual)
 
 
 @reading(NORM)
@@ -245,16 +232,10 @@ RULES = (
         "the first steps of a new Adam are large even if the gradient is small",
     )
     .shows("opt/state_reset", "opt/stable_rms", pieces=("layers",))
-    .judged(
-        AboveBound(
-            "opt/state_reset", 0.0, "the optimizer has been recreated without its moments, so its first steps are large"
-        )
-    ),
+    .judged(AboveBound("opt/state_reset", 0.0, "the optimizer has been recreated without its moments, so its first steps are large")),
     feature_alarm("repr/dormant", DORMANT, "repr/dead_frac", "repr/dormant_frac/{layer}", rank=200)
     .says(
-        "Many units no longer respond to any input.",
-        "Lower the learning rate, use tanh or layer norm, reset dormant units.",
-        "Sokar 2023",
+        "Many units no longer respond to any input.", "Lower the learning rate, use tanh or layer norm, reset dormant units.", "Sokar 2023"
     )
     .shows("repr/dormant_frac*", "repr/dead_frac", "grad/layer/*/zero_frac")
     .judged(dormant, DORMANT_SHARE),

@@ -16,9 +16,7 @@ from esper_telemetry.core.messages import number, percent
 
 BLOCK_UPDATES = 20  # updates whose median is one point of a slow course
 MIN_BLOCKS = 4  # points in a row that must rise
-SLOW_GROWTH = above(
-    "slow_growth", 2.5, "decades by which a group's gradient has grown steadily, beyond the growth of returns"
-)
+SLOW_GROWTH = above("slow_growth", 2.5, "decades by which a group's gradient has grown steadily, beyond the growth of returns")
 HEALTHY_GRADIENTS = 0.75  # health of the gradients that a run must have had before it can be lost
 SICK_GRADIENTS = below("sick_gradients", 0.25, "health of the gradients, median of twenty updates")
 
@@ -73,18 +71,14 @@ def slow_growth(view: View, courses: SlowCourses) -> Iterator[Finding]:
         course.add(log10(norm), view.patience)
         grown = hard(course.rise() - excused > view.limits[SLOW_GROWTH])
         words = f"the gradient of the group {group} has grown steadily to a norm of {{}}, {{:x}} its lowest level, and is still growing"
-        yield Finding(max(WARNING, severity) * grown, key, severity, instance=group).says(
-            words, norm, 10 ** min(course.rise(), 300.0)
-        )
+        yield Finding(max(WARNING, severity) * grown, key, severity, instance=group).says(words, norm, 10 ** min(course.rise(), 300.0))
     if health is None:
         return
     courses.health.add(health, view.patience)
     medians, bound = courses.health.medians, view.limits[SICK_GRADIENTS]
     lost = bool(medians) and max(medians) > HEALTHY_GRADIENTS and medians[-1] < bound and view.course.risen is False
     yield Finding(WARNING * hard(lost), "grad/health", health, bound, instance="health").with_text(
-        lambda: (
-            f"the health of the gradients has fallen from {percent(max(medians))} to {percent(medians[-1])} (healthy: above 75 %)"
-        )
+        lambda: f"the health of the gradients has fallen from {percent(max(medians))} to {percent(medians[-1])} (healthy: above 75 %)"
     )
 
 
@@ -102,9 +96,7 @@ MAX_FALLEN_LOSS = 1.0
 SMALL_ERROR = 0.1
 """Error of the critic over the size of returns up to which the critic is good, even if it explains little of nearly constant returns."""
 SHORT_SHARE = 0.9
-SHORT_MARGIN = (
-    0.1  # in this share of the updates, the explained variance must exceed the expected one by less than this margin
-)
+SHORT_MARGIN = 0.1  # in this share of the updates, the explained variance must exceed the expected one by less than this margin
 BETTER_FIT = 0.05
 """Gain of explained variance from the earlier to the later half of the updates, above which a critic still learns."""
 LEARNING_CRITIC = 0.7
@@ -144,9 +136,7 @@ class UnexplainedReturns:
         lacks = lacks and median(losses[half:]) > CLOSER_CRITIC * median(losses[:half])
         lacks = lacks and not view.course.risen  # a policy can learn without a critic
         least = "more than" if expected <= 0 else "at least"
-        yield Finding(
-            WARNING * hard(lacks), EXPLAINED, value, expected, instance="explained", held=len(fits)
-        ).with_text(
+        yield Finding(WARNING * hard(lacks), EXPLAINED, value, expected, instance="explained", held=len(fits)).with_text(
             lambda: (
                 f"the critic has explained almost none of the returns in {len(fits)} updates: its explained variance is "
                 f"{number(median(fits))}, and {least} {number(expected)} is expected by now"
@@ -206,14 +196,10 @@ class NeverFitJudge:
         never = len(fits) == needed and bad and not learning
         never = never and (view.course.risen is False or max(fits) < limits[FIT_RISING])
         words = f"the critic has been worse than a constant in each of the last {len(fits)} updates and does not improve: its R² is {{}} "
-        yield Finding(hard(never), key, value, limits[NEVER_FIT], held=len(fits)).says(
-            words + "(0 for a constant)", middle
-        )
+        yield Finding(hard(never), key, value, limits[NEVER_FIT], held=len(fits)).says(words + "(0 for a constant)", middle)
 
 
-LIMIT_BIAS = above(
-    "limit_bias", 0.5, "critic's error at time limits beyond its error elsewhere, relative to the size of returns"
-)
+LIMIT_BIAS = above("limit_bias", 0.5, "critic's error at time limits beyond its error elsewhere, relative to the size of returns")
 SMALL_BIAS = 0.3  # mean error of the critic relative to the size of returns up to which it is right elsewhere
 
 
@@ -243,9 +229,7 @@ def relative_error(view: View) -> float:
     return float((bias * bias + scatter * scatter) ** 0.5 / size) if size > 0 else 0.0
 
 
-STD_LOST = Ramp(
-    "std_lost", 0.25, 0.01, "standard deviation of a head relative to its first value, if the return does not rise"
-)
+STD_LOST = Ramp("std_lost", 0.25, 0.01, "standard deviation of a head relative to its first value, if the return does not rise")
 STD_LOST_ANYWAY = Ramp("std_lost_anyway", 0.05, 0.001, "the same if the return rises")
 
 
@@ -258,9 +242,7 @@ def std_collapse(view: View, first_values: dict[str, float]) -> Iterator[Finding
         ends = view.limits.ends(STD_LOST_ANYWAY if view.course.risen is not False else STD_LOST)
         low, high = (max(end, SMALLEST_DIVISOR) for end in ends)
         severity = decade_ramp(first / max(value, 1e-300), 1 / low, 1 / high)
-        words = (
-            f"the standard deviation of the head {head} has shrunk from {{}} to {{}}, so the policy no longer explores"
-        )
+        words = f"the standard deviation of the head {head} has shrunk from {{}} to {{}}, so the policy no longer explores"
         yield Finding(severity, key, value, first * (low * high) ** 0.5, instance=head).says(words, first, value)
 
 
@@ -277,9 +259,7 @@ def empty_state(view: View, sizes: SlowCourse) -> Iterator[Finding]:
     if rate is not None and length is not None:
         always = rate > limits[ALWAYS_RESET] and length > REMEMBERED_STEPS
         words = "the memory has been reset in {:%} of the steps, although episodes last {} steps: the policy remembers nothing"
-        yield Finding(hard(always), "lstm/reset_rate", rate, limits[ALWAYS_RESET], instance="resets").says(
-            words, rate, length
-        )
+        yield Finding(hard(always), "lstm/reset_rate", rate, limits[ALWAYS_RESET], instance="resets").says(words, rate, length)
     if size is None or (rate is not None and rate > limits[ALWAYS_RESET]):
         return
     sizes.add(size, view.patience)

@@ -37,9 +37,7 @@ def copies(view: View, share: float, steps: Total) -> Iterator[Finding]:
 
 FEATURE_SIZE = above("feature_size", 100.0, "root mean square of the largest feature of an observation")
 FEATURE_OFFSET = above("feature_offset", 100.0, "distance of a large feature from 0, in its standard deviations")
-FEATURE_RATIO = above(
-    "feature_ratio", 1000.0, "largest over smallest feature of an observation, if the largest is large"
-)
+FEATURE_RATIO = above("feature_ratio", 1000.0, "largest over smallest feature of an observation, if the largest is large")
 LARGE_FEATURE = 10.0
 """Root mean square of the largest feature above which its ratio to the smallest counts: the small one hardly affects the network."""
 
@@ -67,9 +65,7 @@ def unscaled_observations(view: View, size: float) -> Iterator[Finding]:
     yield Finding(WARNING * hard(value > bound), key, value, bound).with_text(words.__str__)
 
 
-EARLY_UPDATES = (
-    5  # updates in which actions at their bounds cannot have been learned yet: later a policy may use only the bounds
-)
+EARLY_UPDATES = 5  # updates in which actions at their bounds cannot have been learned yet: later a policy may use only the bounds
 NORMALIZED_LOW = below("normalized_low", 0.01, "size of the median feature after a normaliser")
 NORMALIZED_HIGH = above("normalized_high", 5.0, "the same at its upper end")
 MOSTLY_CUT = above("mostly_cut", 0.5, "share of entries that a normaliser clips, from the first update on")
@@ -80,12 +76,8 @@ def wrong_normalizer(view: View) -> Iterator[Finding]:
     bound, size = view.limits[MOSTLY_CUT], view.get(MEDIAN_RMS)
     if view.facts.fresh_normalizer and size is not None:
         advice = "Load its statistics with the policy (`VecNormalize.load(path, env)`), or let it see data before training continues."
-        finding = Finding(hard(view.update <= EARLY_UPDATES), MEDIAN_RMS, size, instance="fresh").with_advice(
-            advice.__str__
-        )
-        yield finding.says(
-            "the policy has been trained before, and the normaliser of its observations begins without any data"
-        )
+        finding = Finding(hard(view.update <= EARLY_UPDATES), MEDIAN_RMS, size, instance="fresh").with_advice(advice.__str__)
+        yield finding.says("the policy has been trained before, and the normaliser of its observations begins without any data")
     other = "its statistics come from other data"
     for label, key, cut in view.labelled("norm/", "/clip_frac"):
         words = f"the normaliser of {label} clips {{:%}} of its inputs (usually none): {other}"
@@ -106,9 +98,7 @@ def unscaled_rewards(view: View, mean: float, std: float, largest: float) -> Ite
     if view.facts.normalize_rewards:
         return
     size, bound = (mean * mean + std * std) ** 0.5, view.limits[REWARD_SIZE]
-    advice = (
-        "Scale rewards to about 1: divide them by {}, or normalise them by the spread of returns (NormalizeReward)."
-    )
+    advice = "Scale rewards to about 1: divide them by {}, or normalise them by the spread of returns (NormalizeReward)."
     finding = Finding(WARNING * hard(size > bound), "reward/absmax", largest, bound)
     words = "rewards have a root mean square of {} per step, at most {}, and nothing scales them, so the critic's loss is very large"
     yield finding.with_advice(lambda: advice.format(number(size))).says(words, size, largest)
@@ -135,9 +125,7 @@ def actions_cut(view: View, from_start: dict[str, bool]) -> Iterator[Finding]:
 
 def actions_cut_text(head: str, share: float, spread: float | None) -> str:
     """The clause about actions at their bounds."""
-    wide = (
-        "" if spread is None else f": the standard deviation is {times(spread)} half their range (usually below 2.5x)"
-    )
+    wide = "" if spread is None else f": the standard deviation is {times(spread)} half their range (usually below 2.5x)"
     of_head = "" if head == "action" else f" of {head}"
     return (
         f"{percent(share)} of the actions{of_head} are at or beyond their bounds{wide or ' from the first update on'}, so the policy "
@@ -156,19 +144,13 @@ def action_range(view: View, from_start: dict[str, bool]) -> Iterator[Finding]:
     for head, key, share in view.labelled("policy/head/", "/empty_range_frac"):
         of_head = "" if head == "action" else f" of {head}"
         finding = Finding(hard(share == 1) or WARNING * hard(share > 0), key, share, 0.0, instance=head)
-        words = (
-            f"the action space{of_head} has low = high in {{:%}} of its dimensions, so all actions are the same there"
-        )
+        words = f"the action space{of_head} has low = high in {{:%}} of its dimensions, so all actions are the same there"
         used_key = f"policy/head/{head}/range_used"
         used = view.get(used_key)
         if share == 0 and used is not None:
             small = from_start[head] = from_start.get(head, view.update <= EARLY_UPDATES) and used < bound
-            finding = Finding(hard(small), used_key, used, bound, instance=head).with_advice(
-                partial(rescale_advice, view, head)
-            )
-            words = (
-                f"the policy uses {{:%}} of the range of its actions{of_head}, so it takes very long to reach the rest"
-            )
+            finding = Finding(hard(small), used_key, used, bound, instance=head).with_advice(partial(rescale_advice, view, head))
+            words = f"the policy uses {{:%}} of the range of its actions{of_head}, so it takes very long to reach the rest"
         yield finding.says(words, share if share else used or 0.0)
 
 
@@ -177,9 +159,7 @@ def rescale_advice(view: View, head: str) -> str:
     std, share = (view.get(f"policy/head/{head}/{name}") for name in ("std/mean", "std_of_range"))
     if not std or not share:
         return f"{RESCALE}."
-    return (
-        f"{RESCALE} to {log(WIDE_ENOUGH * std / share):.1f}, which is a standard deviation of a quarter of the range."
-    )
+    return f"{RESCALE} to {log(WIDE_ENOUGH * std / share):.1f}, which is a standard deviation of a quarter of the range."
 
 
 LEAST_DISCOUNT = below("least_discount", 0.5, "discount factor that looks at most two steps ahead")
@@ -195,9 +175,7 @@ def short_sighted(view: View, length: Before) -> Iterator[Finding]:
     seen = "only the reward of the next step counts" if gamma <= 0 else "rewards two steps ahead hardly count"
     wrong = gamma < view.limits[LEAST_DISCOUNT] and steps > bound and view.course.risen is False
     yield Finding(hard(wrong), "episode/length_mean", steps, bound).with_text(
-        lambda: (
-            f"gamma is {number(gamma)} (published settings: 0.8 to 0.9999): {seen}, although episodes last {number(steps)} steps"
-        )
+        lambda: f"gamma is {number(gamma)} (published settings: 0.8 to 0.9999): {seen}, although episodes last {number(steps)} steps"
     )
 
 

@@ -76,8 +76,7 @@ def return_drop(view: View, value: float, past: ReturnLevels) -> Iterator[Findin
     outweighed = bonus_outweighs(view)
     yield finding.with_advice((lambda: calm_advice(view, starved=False)) if outweighed else None).with_text(
         lambda: (
-            f"the return has been {number(value)}, down from {number(best)}: "
-            f"{percent(min(1.0, lost / learned))} of the improvement is lost"
+            f"the return has been {number(value)}, down from {number(best)}: {percent(min(1.0, lost / learned))} of the improvement is lost"
         )
     )
 
@@ -103,9 +102,7 @@ def failure_findings(data: Mapping[str, Any], update: int) -> dict[str, Finding]
     tensor = first_tensor(data)
     if tensor:
         entries = float((data.get("nonfinite") or {}).get("count", 1))
-        nonfinite = Finding(1.0, NONFINITE_KEY, entries, 0.0).with_text(
-            lambda: f"the first non-finite tensor is {tensor}"
-        )
+        nonfinite = Finding(1.0, NONFINITE_KEY, entries, 0.0).with_text(lambda: f"the first non-finite tensor is {tensor}")
         findings = {NONFINITE_KEY: nonfinite, **findings}
     return findings
 
@@ -207,9 +204,7 @@ class TaskEvents:
     def _data(self, state: str, old: float, new: float, update: int) -> dict[str, Any]:
         updates = self._still * SPAN_UPDATES if state == "plateau" else SPAN_UPDATES
         low, high = self._range or (old, new)
-        place = (
-            "" if high <= low else f", {percent((new - low) / (high - low))} of the way from its lowest to its highest"
-        )
+        place = "" if high <= low else f", {percent((new - low) / (high - low))} of the way from its lowest to its highest"
         words = {
             "improvement": f"the mean return of {updates} updates has risen from {number(old)} to {number(new)}",
             "degradation": f"the mean return of {updates} updates has fallen from {number(old)} to {number(new)}",

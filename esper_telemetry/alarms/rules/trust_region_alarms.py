@@ -28,9 +28,7 @@ RATIOS = ("policy/ratio/*", "policy/head/*/blame", "policy/head/*/ratio/*", "pol
 STEP_COUNT_UPDATES = 10  # updates after which their number of optimizer steps is typical
 KL_SPIKE = Ramp("kl_spike", 0.03, 0.3, "KL divergence of an update, nats per dimension of a Gaussian action")
 KL_SUDDEN = Ramp("kl_sudden", 0.1, 1.0, "the same for a single update after a smaller one")
-KL_TYPICAL = count(
-    "kl_typical", 1 / 12, "share of the KL from typical samples, above which the KL divergence counts in full"
-)
+KL_TYPICAL = count("kl_typical", 1 / 12, "share of the KL from typical samples, above which the KL divergence counts in full")
 KL_FEW = count("kl_few", 1 / 3, "weight of a KL divergence that comes from a few samples")
 USUAL_CLIP = 0.2  # clip range if the run's facts have none
 
@@ -235,23 +233,19 @@ def kl_stall(view: View, past: PolicyMoves) -> Iterator[Finding]:
     past.penalty = min(past.penalty, penalty or inf)
     has_grown = penalty is not None and penalty > PENALTY_GROWTH * past.penalty
     if penalty is not None and has_grown:
-        conditions += (
-            f", and the weight of the penalty on it has grown from {number(past.penalty)} to {number(penalty)}"
-        )
+        conditions += f", and the weight of the penalty on it has grown from {number(past.penalty)} to {number(penalty)}"
     if size is not None and size < SMALL_FEATURES:
         conditions += f", and the largest entry of the observations is about {number(size)}"
     words = "updates have not changed the policy, so it cannot learn: their KL divergence is at most {} nats{}"
     if slow:
         words = f"{SLOW_UPDATES} updates have hardly moved the policy: their KL divergence is at most {{}} nats (usually 0.002 to 0.02){{}}"
-    yield finding.with_advice(
-        lambda: GROWN_PENALTY if has_grown else stall_advice(rate, view.facts.optimizer, size, slow=slow)
-    ).says(words, middle if slow else value, conditions)
+    yield finding.with_advice(lambda: GROWN_PENALTY if has_grown else stall_advice(rate, view.facts.optimizer, size, slow=slow)).says(
+        words, middle if slow else value, conditions
+    )
 
 
 PENALTY_GROWTH: Final = 10.0
-GROWN_PENALTY: Final = (
-    "Check how the weight of the penalty adapts: it must fall while the KL divergence is below its target."
-)
+GROWN_PENALTY: Final = "Check how the weight of the penalty adapts: it must fall while the KL divergence is below its target."
 
 
 def stall_advice(rate: float | None, optimizer: str | None, features: float | None, *, slow: bool) -> str:
@@ -268,16 +262,12 @@ def stall_advice(rate: float | None, optimizer: str | None, features: float | No
     if slow:
         return "Raise the learning rate: the policy moves too little to learn. Plain SGD needs a much higher one than Adam."
     if rate is not None and rate > published.highest:
-        return (
-            "Restart with a lower learning rate: a very large step can saturate a policy so that its gradient vanishes."
-        )
+        return "Restart with a lower learning rate: a very large step can saturate a policy so that its gradient vanishes."
     size = "" if rate is None else " If they do, raise the learning rate."
     return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
 
 
-RATIO_COLLAPSE = Ramp(
-    "ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios, per dimension of a Gaussian action"
-)
+RATIO_COLLAPSE = Ramp("ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios, per dimension of a Gaussian action")
 
 
 @reading("policy/ratio/p01")
@@ -290,9 +280,7 @@ def ratio_collapse(view: View, value: float) -> Iterator[Finding]:
 
 
 CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside the trust region")
-CLIP_KL = above(
-    "clip_kl", 0.02, "KL divergence per dimension up to which leaving a narrow trust region is harmless, nats"
-)
+CLIP_KL = above("clip_kl", 0.02, "KL divergence per dimension up to which leaving a narrow trust region is harmless, nats")
 CLIP_USUAL = above("clip_usual", 1.25, "share over its median, if the return has risen with the usual share")
 
 MIN_SAMPLES = 512
@@ -328,9 +316,7 @@ def clip_saturation(view: View, value: float, shares: list[tuple[float, int]]) -
     )
 
 
-step_alarm = partial(
-    alarm, debug_updates=3, pieces=("transitions",)
-)  # declares an alarm about the size of policy steps
+step_alarm = partial(alarm, debug_updates=3, pieces=("transitions",))  # declares an alarm about the size of policy steps
 
 RULES = (
     step_alarm("policy/kl_spike", rank=290, relative=True, n_off=2, debug_updates=5)

@@ -53,14 +53,11 @@ def fit_collapse(view: View, loss_norm: float, fits: Recent) -> Iterator[Finding
     useless = explained is not None and explained < expected_fit(view) + CONSTANT_FIT
     lost = r2 is not None and best is not None and best > limits[FIT_WAS] and r2 < limits[FIT_NOW]
     by_fit = lost and (useless or best is None) and grown
-    had_fit = (
-        best is None or best > 0
-    )  # otherwise there is no fit to lose: episodes of other lengths have other variances
+    had_fit = best is None or best > 0  # otherwise there is no fit to lose: episodes of other lengths have other variances
     severity = max(hard(by_fit), limits.log_severity(LOSS_NORM, loss_norm) if grown and had_fit else 0.0)
     if not by_fit:
         yield Finding(severity, LOSS_OVER_VARIANCE, loss_norm, limits.log_middle(LOSS_NORM), z=view.z(error)).says(
-            "the critic's squared error has been {:x} the variance of returns: it predicts worse than their mean",
-            2 * loss_norm,
+            "the critic's squared error has been {:x} the variance of returns: it predicts worse than their mean", 2 * loss_norm
         )
         return
     name = "its loss" if error == LOSS else "half its squared error over their variance"
@@ -256,9 +253,7 @@ CUT_AT, CUT_BEFORE, OVER_AT, OVER_BEFORE = "cut at", "cut before", "over at", "o
 TERMINAL_ERROR, TRUNCATED = "value/terminal_err", "episode/truncated_frac"
 SETTLE_UPDATES = 5  # updates with ends after which the usual ends of a task are known
 MIN_AT_LIMIT = 2  # updates with episodes that reach the limit, after which their usual end there is known
-REPORT_ENDS = (
-    "Report time limits as truncated and other ends as terminated; add the critic's estimate after truncations only."
-)
+REPORT_ENDS = "Report time limits as truncated and other ends as terminated; add the critic's estimate after truncations only."
 MIN_STRANGE = 2  # updates with contradictory ends that raise the alarm
 FORGET_UPDATES = 5  # updates in a row without such an end, after which an earlier one is forgotten
 

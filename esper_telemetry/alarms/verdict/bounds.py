@@ -87,9 +87,7 @@ def judge(info: MetricInfo | None, value: float, other: Other = lambda key: None
         return "warn"
     healthy = HealthyRange.parse(info.healthy)
     is_plain = RANGE.fullmatch(info.healthy) or BOUND.fullmatch(info.healthy)
-    return (
-        "outside" if healthy is not None and is_plain and not healthy.condition and not healthy.contains(value) else ""
-    )
+    return "outside" if healthy is not None and is_plain and not healthy.condition and not healthy.contains(value) else ""
 
 
 def distance_beyond(text: str, value: float, other: Other = lambda key: None) -> float | None:
@@ -112,9 +110,7 @@ def beyond_bound(text: str, value: float) -> float | None:
         return None
     size, sign, limit = match[1], match[2], float(match[3].replace(",", ""))
     judged = abs(value) if size else value
-    over = {">": judged > limit, ">=": judged >= limit, "≥": judged >= limit, "<": judged < limit}.get(
-        sign, judged <= limit
-    )
+    over = {">": judged > limit, ">=": judged >= limit, "≥": judged >= limit, "<": judged < limit}.get(sign, judged <= limit)
     if not over:
         return 0.0
     if judged > 0 and limit > 0:

@@ -57,9 +57,7 @@ PUBLISHED: Final[Mapping[str, PublishedRange]] = {
     )
 }
 
-INITIAL_STD: Final = PublishedRange(
-    *("initial standard deviation", 0.037, 0.14, 1.0, 1.0, 1.0), example=f"{CAR}; CleanRL, RSL-RL"
-)
+INITIAL_STD: Final = PublishedRange(*("initial standard deviation", 0.037, 0.14, 1.0, 1.0, 1.0), example=f"{CAR}; CleanRL, RSL-RL")
 """Of 67 configurations with continuous actions, in the units of the network's actions; bounds of the actions change it."""
 
 TOLERANCE: Final = 0.02  # relative distance beyond the end of a range that counts as rounding
@@ -102,9 +100,9 @@ def settings_of(facts: Facts) -> dict[str, float]:
 
 def is_outside(published: PublishedRange, value: float) -> bool:
     """True if a value is beyond all published values."""
-    return (
-        value < published.lowest * (1 - TOLERANCE) or value > published.highest + TOLERANCE * abs(published.highest)
-    ) and not (published.name == "gamma" and published.highest < value < 1)
+    return (value < published.lowest * (1 - TOLERANCE) or value > published.highest + TOLERANCE * abs(published.highest)) and not (
+        published.name == "gamma" and published.highest < value < 1
+    )
 
 
 def range_sentence(name: str, value: float, facts: Facts) -> str:
@@ -151,10 +149,7 @@ class SettingChange(NamedTuple):
 
 
 def setting_change(
-    names: Iterable[str],
-    changes: Iterable[tuple[str, float | str]],
-    facts: Facts,
-    rate: float | None = None,
+    names: Iterable[str], changes: Iterable[tuple[str, float | str]], facts: Facts, rate: float | None = None
 ) -> SettingChange | None:
     """Return the change to a usual value of the first setting outside all published values, otherwise the first possible change, if any.
 

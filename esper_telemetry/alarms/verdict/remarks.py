@@ -225,9 +225,7 @@ class Remarks:
             "report it as truncated, so that returns are bootstrapped from the critic's estimate"
         )
         at_ends, bias, std = (view.get(key) for key in ("value/bias_terminated", "value/bias", "ret/std"))
-        surprised = (
-            at_ends is not None and bias is not None and std is not None and abs(at_ends - bias) > LIMIT_SURPRISE * std
-        )
+        surprised = at_ends is not None and bias is not None and std is not None and abs(at_ends - bias) > LIMIT_SURPRISE * std
         data = _data(text, "episode/terminated_length_max", ends.longest, ends.longest)
         yield "fixed length", {**data, "unlikely": not surprised}
 
@@ -327,18 +325,13 @@ def changed_settings(view: View) -> Iterator[Remark]:
     for key, name in LOGGED_SETTINGS.items():
         value, limit, stated = view.get(key), FAR_OUTSIDE * PUBLISHED[name].highest, getattr(view.facts, name)
         if value is not None and value > limit >= (stated or 0.0):
-            yield (
-                name if stated is None else name + LATER,
-                _data(range_sentence(name, value, view.facts), key, value, limit),
-            )
+            yield (name if stated is None else name + LATER, _data(range_sentence(name, value, view.facts), key, value, limit))
 
 
 def initial_spread(view: View) -> Iterator[Remark]:
     """Initial standard deviations that no published configuration has, neither themselves nor relative to half the range of actions."""
     for head, key, value in view.labelled("policy/head/", "/std/mean"):
-        constant = (
-            view.values.get(f"policy/head/{head}/std/min", value) > SAME_STD * value
-        )  # otherwise it depends on the state
+        constant = view.values.get(f"policy/head/{head}/std/min", value) > SAME_STD * value  # otherwise it depends on the state
         is_low = value < INITIAL_STD.lowest
         relative = view.values.get(f"policy/head/{head}/std_of_range", value)
         nearest = max(value, relative) if is_low else min(value, relative)

@@ -44,19 +44,10 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number
 from esper_telemetry.core.record import Record, RunStatus, judgeable
 from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed, trend_scores
-from esper_telemetry.history.recent_return import (
-    COUNT,
-    MAX_RETURN,
-    RECENT_EPISODES,
-    RECENT_RETURN,
-    UPDATE_RETURN,
-    RecentMean,
-)
+from esper_telemetry.history.recent_return import COUNT, MAX_RETURN, RECENT_EPISODES, RECENT_RETURN, UPDATE_RETURN, RecentMean
 
 NOT_REPORTED: Final = "no returns are reported: check that the trainer records the returns of episodes"
-NOT_OBSERVED: Final = (
-    "no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after each rollout"
-)
+NOT_OBSERVED: Final = "no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after each rollout"
 """The reason for an empty verdict, for a trainer and for an own loop that calls this package."""
 OUTCOME: Final = "outcome"  # type of the journal's event
 OUTCOME_UPDATES: Final = 1000
@@ -89,9 +80,7 @@ STABLE_ERRORS: Final = 3.0
 MAX_STABLE_ERROR: Final = 0.15
 """Change of a stable level over the last `STABLE_SHARE` of the run: share of the rise, standard errors, and their largest share of it."""
 SOLVED_EPISODES: Final = 100  # episodes before which the return cannot have passed a threshold
-SOLVED_BAND: Final = (
-    0.1  # a solved task's return may fall below the threshold by this share of its distance from the first rollouts
-)
+SOLVED_BAND: Final = 0.1  # a solved task's return may fall below the threshold by this share of its distance from the first rollouts
 MIN_FALL_SHARE: Final = 0.02  # share of the first level that a declining run must lose
 CONFIRMING_UPDATES: Final = 2
 CONFIRMING_SHARE: Final = 0.1
@@ -338,9 +327,7 @@ class OutcomeJudge:
             lost = recent.mean < threshold - SOLVED_BAND * max(threshold - level.mean, 0.0)
             self._passed_since = None if lost else self._passed_since
 
-    def _put(
-        self, key: str, value: float, episodes: float, update: int, recent: float | None = None, **block: Any
-    ) -> None:
+    def _put(self, key: str, value: float, episodes: float, update: int, recent: float | None = None, **block: Any) -> None:
         if recent is not None and not abs(recent) <= MAX_RETURN:
             recent = None
         if math.isfinite(value) and abs(value) <= MAX_RETURN and math.isfinite(episodes) and episodes > 0:
@@ -355,9 +342,7 @@ class OutcomeJudge:
         """Return the outcome after a judgement, and the kind to be confirmed: a single judgement of another kind may be chance."""
         before, candidate = self.outcome, self._candidate
         kinds = {before.kind, judged.kind}
-        at_once = (
-            OutcomeKind.FAILED in kinds or judged.kind is OutcomeKind.SOLVED or not self._holds(before.kind, judged)
-        )
+        at_once = OutcomeKind.FAILED in kinds or judged.kind is OutcomeKind.SOLVED or not self._holds(before.kind, judged)
         if before.kind is judged.kind or at_once:
             return judged, None
         if candidate is None or candidate.kind is not judged.kind:
@@ -562,9 +547,7 @@ def _clause(outcome: Outcome, facts: Facts) -> str:
             return passed
 
 
-def outcome_of(
-    records: Iterable[Record], facts: Mapping[str, Any] | None = None, status: RunStatus | None = None
-) -> Outcome:
+def outcome_of(records: Iterable[Record], facts: Mapping[str, Any] | None = None, status: RunStatus | None = None) -> Outcome:
     """Return the outcome of some records of a run, such as a window of its updates."""
     judge = OutcomeJudge(facts)
     for record in records:

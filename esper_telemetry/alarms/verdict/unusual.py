@@ -38,9 +38,7 @@ UNITS: Final = re.compile(
     r"|normalised advantage|1/update"
 )
 """Units that do not depend on the size of rewards, gradients or weights."""
-FAMILIES_ASIDE: Final = frozenset(
-    {"perf", "telemetry", "alarm", "episode", "eval", "task", "train", "seed", "env", "norm"}
-)
+FAMILIES_ASIDE: Final = frozenset({"perf", "telemetry", "alarm", "episode", "eval", "task", "train", "seed", "env", "norm"})
 KEYS_ASIDE: Final = frozenset({"policy/entropy", "policy/entropy_marginal", "loss/entropy", "policy/logp/min"})
 """Families and keys that depend on the machine, the task or the number of actions."""
 NORMALIZED_MEAN: Final = "adv/norm/mean"
@@ -156,12 +154,7 @@ def judged_metric(key: str) -> tuple[Metric, str] | None:
         if template == key:
             return metric, ""
         before, _, after = template.partition(HEAD)
-        if (
-            after
-            and key.startswith(before)
-            and key.endswith(after)
-            and "/" not in (head := key[len(before) : -len(after)])
-        ):
+        if after and key.startswith(before) and key.endswith(after) and "/" not in (head := key[len(before) : -len(after)]):
             return metric, head
     return None
 
@@ -189,11 +182,7 @@ def healthy_values() -> Mapping[str, Mapping[str, list[float]]]:
 def notable(critical: Mapping[str, float], facts: Facts, outcome: OutcomeKind) -> dict[str, float]:
     """Return values beyond their critical bounds without those that healthy runs have too, if the run does well."""
     table = healthy_values().get(kind_of_task(facts), {}) if outcome in GOOD else {}
-    return {
-        key: value
-        for key, value in critical.items()
-        if key not in table or not table[key][0] <= value <= table[key][-1]
-    }
+    return {key: value for key, value in critical.items() if key not in table or not table[key][0] <= value <= table[key][-1]}
 
 
 def kind_of_task(facts: Facts) -> str:
@@ -205,9 +194,7 @@ def kind_of_task(facts: Facts) -> str:
     return "discrete" if set(facts.heads.values()) == {"categorical"} else "continuous"
 
 
-def judge_value(
-    metric: Metric, value: float, quantiles: list[float] | None, other: Other = lambda key: None
-) -> Unusual | None:
+def judge_value(metric: Metric, value: float, quantiles: list[float] | None, other: Other = lambda key: None) -> Unusual | None:
     """Return how unusual the median of a metric over a run is; None if it is not unusual, or better than in healthy runs.
 
     With quantiles, the score depends on the distance from the median of healthy runs, relative to their 10 % or 90 % quantile's.
@@ -235,15 +222,8 @@ def judge_value(
 
 def is_better(metric: Metric, value: float, middle: float) -> bool:
     """Return whether a value is on the good side of a healthy one: bounds on one side only say which side is bad."""
-    ranges = [
-        HealthyRange.parse(text.partition(" with ")[0].partition(" unless ")[0])
-        for text in (metric.critical, metric.warn)
-    ]
-    bad = {
-        "high" if one.low is not None else "low"
-        for one in ranges
-        if one and (one.low is None) is not (one.high is None)
-    }
+    ranges = [HealthyRange.parse(text.partition(" with ")[0].partition(" unless ")[0]) for text in (metric.critical, metric.warn)]
+    bad = {"high" if one.low is not None else "low" for one in ranges if one and (one.low is None) is not (one.high is None)}
     return (bad == {"high"} and value < middle) or (bad == {"low"} and value > middle)
 
 

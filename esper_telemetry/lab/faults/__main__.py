@@ -13,9 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # read when NumPy is imported: its threads do not help on small networks
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy is imported: its threads do not help on small networks
 
 from esper_telemetry.cli.arguments import WrongUse, parse_arguments
 

@@ -177,9 +177,7 @@ def _plan(options: Score) -> list[FaultRun]:
         except ModuleNotFoundError as missing:
             raise ValueError(f"--trainer sb3 needs {missing.name}: pip install 'esper-telemetry[sb3]'") from missing
         faults = _faults_with_doses(options)
-        return plan_sb3_runs(
-            faults, options.envs, options.seeds, healthy=options.healthy, explicit=bool(options.faults)
-        )
+        return plan_sb3_runs(faults, options.envs, options.seeds, healthy=options.healthy, explicit=bool(options.faults))
     for env in options.envs:
         find_environment(env)
     envs = options.envs or tuple(ENVIRONMENTS)

@@ -11,15 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.lab.faults.fault import (
-    Fault,
-    Undo,
-    replace_attribute,
-    replace_config,
-    replace_steps,
-    undo_all,
-    wrap_environment,
-)
+from esper_telemetry.lab.faults.fault import Fault, Undo, replace_attribute, replace_config, replace_steps, undo_all, wrap_environment
 from esper_telemetry.ppo.environments.environment_protocol import Array, Step
 from esper_telemetry.ppo.normalizer import ObservationNormalizer
 from esper_telemetry.ppo.rollout import Rollout
@@ -112,14 +104,7 @@ DATA = (
         dose=1e4,
         doses=(2, 1e8),
     ),
-    Fault(
-        "nan_reward",
-        "One environment gives one NaN as a reward, once.",
-        one_nan,
-        ("numerics/nonfinite",),
-        bound=0,
-        noisy=True,
-    ),
+    Fault("nan_reward", "One environment gives one NaN as a reward, once.", one_nan, ("numerics/nonfinite",), bound=0, noisy=True),
     Fault(
         "adv_x100",
         "Advantages are multiplied by 100 and not normalised.",
@@ -242,8 +227,7 @@ def favoured_action(trainer: PPO, dose: float) -> Undo:
         return step._replace(rewards=(dose * (np.asarray(actions[name]) == 1)).astype(np.float32))
 
     return undo_all(
-        wrap_environment(trainer, partial(StepFilter, change)),
-        replace_config(trainer, entropy_coef=0.0, final_entropy_coef=None),
+        wrap_environment(trainer, partial(StepFilter, change)), replace_config(trainer, entropy_coef=0.0, final_entropy_coef=None)
     )
 
 

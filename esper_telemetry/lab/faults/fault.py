@@ -203,47 +203,29 @@ NEEDS = {
         lambda one: "lstm" in {core.kind for core in one.policy.cores().values()},
     ),
     "restrictions": Need("Actions that are masked or matter only sometimes", "it has no action masks", _restricts),
-    "several heads": Need(
-        "An action of several parts", "its actions have one part", lambda one: len(one.env.action_specs) > 1
-    ),
-    "choices": Need(
-        "A categorical part of the action", "its actions are continuous", lambda one: "categorical" in _kinds(one)
-    ),
+    "several heads": Need("An action of several parts", "its actions have one part", lambda one: len(one.env.action_specs) > 1),
+    "choices": Need("A categorical part of the action", "its actions are continuous", lambda one: "categorical" in _kinds(one)),
     "relu": Need(
         "Hidden layers with ReLU that read the observation",
         "no layer with ReLU reads its observations",
         lambda one: first_layers(one) and one.config.activation == "relu",
     ),
     "normalized advantages": Need(
-        "Advantages that are declared as normalised",
-        "its advantages are not normalised",
-        lambda one: one.config.normalize_advantages,
+        "Advantages that are declared as normalised", "its advantages are not normalised", lambda one: one.config.normalize_advantages
     ),
     "normalized observations": Need(
-        "A running normaliser of observations",
-        "its observations are not normalised",
-        lambda one: one.normalizers.observations is not None,
+        "A running normaliser of observations", "its observations are not normalised", lambda one: one.normalizers.observations is not None
     ),
-    "numeric observations": Need(
-        "Observations that can be scaled", "its observations hold images", lambda one: not _has_images(one)
-    ),
+    "numeric observations": Need("Observations that can be scaled", "its observations hold images", lambda one: not _has_images(one)),
     "host environments": Need(
-        "Environments that are stepped as arrays",
-        "its environments step on a device",
-        lambda one: not hasattr(one.collector.env, "device"),
+        "Environments that are stepped as arrays", "its environments step on a device", lambda one: not hasattr(one.collector.env, "device")
     ),
-    "several environments": Need(
-        "More than one environment", "it has only one environment", lambda one: one.env.num_envs > 1
-    ),
+    "several environments": Need("More than one environment", "it has only one environment", lambda one: one.env.num_envs > 1),
     "scheduled rate": Need(
-        "A learning rate that does not follow the KL",
-        "its learning rate follows the KL",
-        lambda one: one.config.desired_kl is None,
+        "A learning rate that does not follow the KL", "its learning rate follows the KL", lambda one: one.config.desired_kl is None
     ),
     "several minibatches": Need(
-        "More than one minibatch in a pass",
-        "it takes one minibatch per pass",
-        lambda one: one.config.num_minibatches > 1,
+        "More than one minibatch in a pass", "it takes one minibatch per pass", lambda one: one.config.num_minibatches > 1
     ),
 }
 """Requirements on a trainer by name."""

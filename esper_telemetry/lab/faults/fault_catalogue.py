@@ -27,9 +27,7 @@ def find(name: str, dose: float | None = None) -> Fault:
         return family[0] if dose is None else min(family, key=lambda fault: _log_distance(fault.dose, dose))
     names = sorted({fault.name for fault in FAULTS} | {fault.family for fault in FAULTS if fault.family})
     near = difflib.get_close_matches(name, names, n=3) or names
-    raise ValueError(
-        f"there is no fault {name!r}; {'did you mean' if len(near) <= 3 else 'there are'} {', '.join(near)}"
-    )
+    raise ValueError(f"there is no fault {name!r}; {'did you mean' if len(near) <= 3 else 'there are'} {', '.join(near)}")
 
 
 def _log_distance(one: float, other: float) -> float:
@@ -60,9 +58,7 @@ def inject(trainer: PPO, fault: str | Fault, dose: float | None = None) -> Itera
         undo()
 
 
-def schedule(
-    trainer: PPO, fault: str | Fault, dose: float | None = None, *, at_update: int, until: int | None = None
-) -> Undo:
+def schedule(trainer: PPO, fault: str | Fault, dose: float | None = None, *, at_update: int, until: int | None = None) -> Undo:
     """Break the trainer from that update on, including its rollout, and restore it before the update `until`.
 
     Returns a function that restores the trainer at any time.

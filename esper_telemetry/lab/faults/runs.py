@@ -72,9 +72,7 @@ ENVIRONMENTS: Mapping[str, FaultEnvironment] = {
     "cartpole": FaultEnvironment("CartPole-v1", "mlp"),
     "cartpole-lstm": FaultEnvironment("CartPole-v1", "lstm", mask_velocity=True),
     "acrobot": FaultEnvironment("Acrobot-v1", "mlp", settings={"activation": "relu"}),
-    "pendulum": FaultEnvironment(
-        "Pendulum-v1", "mlp", settings={"num_steps": 128, "num_epochs": 8, "normalize_rewards": False}
-    ),
+    "pendulum": FaultEnvironment("Pendulum-v1", "mlp", settings={"num_steps": 128, "num_epochs": 8, "normalize_rewards": False}),
 }
 
 
@@ -134,9 +132,7 @@ HEALTHY_KINDS: Mapping[str, HealthyKind] = {
         anneals=True,
     ),
     "plateau": HealthyKind("training continues on a solved task", 250, ("cue-recall", "cartpole")),
-    "slow": HealthyKind(
-        "the learning rate is a tenth", 100, ("cue-recall", "acrobot", "pendulum"), {"learning_rate": 2.5e-4}
-    ),
+    "slow": HealthyKind("the learning rate is a tenth", 100, ("cue-recall", "acrobot", "pendulum"), {"learning_rate": 2.5e-4}),
     "rewards_x3": HealthyKind(
         "rewards grow threefold, and the user says so",
         80,
@@ -274,9 +270,7 @@ def training_status(training: Callable[[], None], telemetry: Telemetry) -> str:
     return "done"
 
 
-def plan_runs(
-    faults: Sequence[tuple[str, float]], envs: Sequence[str], seeds: Sequence[int], *, healthy: bool = True
-) -> list[FaultRun]:
+def plan_runs(faults: Sequence[tuple[str, float]], envs: Sequence[str], seeds: Sequence[int], *, healthy: bool = True) -> list[FaultRun]:
     """Return the runs of every fault and dose on every environment with every seed, after the healthy ones, longest first."""
     broken = [FaultRun(env, seed, name, dose) for seed in seeds for env in envs for name, dose in faults]
     sound = [

@@ -24,21 +24,8 @@ from torch import nn
 from esper_telemetry.adapters.sb3.callback import TelemetryCallback
 from esper_telemetry.lab.faults.fault import Undo, fill_parameter, freeze, undo_all
 from esper_telemetry.lab.faults.optimisation import DEFAULT_ENTROPY_COEF, OSCILLATION_UPDATES
-from esper_telemetry.lab.faults.runs import (
-    FaultRun,
-    journal_telemetry,
-    read_fault_run,
-    training_status,
-    write_atomically,
-)
-from esper_telemetry.lab.faults.sb3_models import (
-    MODELS,
-    ModelNotApplicableError,
-    VecEnvStep,
-    change_env_steps,
-    replace_attributes,
-    require,
-)
+from esper_telemetry.lab.faults.runs import FaultRun, journal_telemetry, read_fault_run, training_status, write_atomically
+from esper_telemetry.lab.faults.sb3_models import MODELS, ModelNotApplicableError, VecEnvStep, change_env_steps, replace_attributes, require
 
 
 def scaled_by_update(model: Any, factor: Callable[[int], float]) -> Undo:
@@ -146,18 +133,14 @@ def constant_observations(model: Any, dose: float) -> Undo:
 def other_observations(model: Any, dose: float) -> Undo:
     """Train on `dose` x + 1 of the observations x of acting."""
     right = model.policy.evaluate_actions
-    return replace_attributes(
-        model.policy, evaluate_actions=lambda obs, *rest, **named: right(dose * obs + 1, *rest, **named)
-    )
+    return replace_attributes(model.policy, evaluate_actions=lambda obs, *rest, **named: right(dose * obs + 1, *rest, **named))
 
 
 def no_masks(model: Any, dose: float) -> Undo:
     """Train without the masks under which actions were chosen."""
     require(hasattr(model.rollout_buffer, "action_masks"), "it has no action masks")
     right = model.policy.evaluate_actions
-    return replace_attributes(
-        model.policy, evaluate_actions=lambda obs, actions, action_masks=None: right(obs, actions)
-    )
+    return replace_attributes(model.policy, evaluate_actions=lambda obs, actions, action_masks=None: right(obs, actions))
 
 
 def zero_state(model: Any, dose: float) -> Undo:
@@ -293,9 +276,7 @@ BREAKS: Mapping[str, Break] = {
     "epochs_x5": lambda model, dose: replace_attributes(model, n_epochs=round(model.n_epochs * dose)),
     "vf_x1000": lambda model, dose: replace_attributes(model, vf_coef=dose * model.vf_coef),
     "loss_sign": flipped_loss,
-    "entropy_sign": lambda model, dose: replace_attributes(
-        model, ent_coef=-dose * (model.ent_coef or DEFAULT_ENTROPY_COEF)
-    ),
+    "entropy_sign": lambda model, dose: replace_attributes(model, ent_coef=-dose * (model.ent_coef or DEFAULT_ENTROPY_COEF)),
     "adam_beta2": sparse_rewards_short_memory,
     "repeated_minibatches": repeated_minibatches,
     "adv_x100": scaled_advantages,
@@ -304,13 +285,9 @@ BREAKS: Mapping[str, Break] = {
     "detached_head": detached_head,
     "saturated_head": saturated_head,
     "bf16_log_probs": rounded_log_probs,
-    "reward_1e4": lambda model, dose: change_env_steps(
-        model, lambda step, _: step._replace(rewards=dose * step.rewards)
-    ),
+    "reward_1e4": lambda model, dose: change_env_steps(model, lambda step, _: step._replace(rewards=dose * step.rewards)),
     "nan_reward": one_nan,
-    "adv_sign": lambda model, _: _after_returns(
-        model, lambda buffer: np.negative(buffer.advantages, out=buffer.advantages)
-    ),
+    "adv_sign": lambda model, _: _after_returns(model, lambda buffer: np.negative(buffer.advantages, out=buffer.advantages)),
     "returns_shuffled": shuffled_returns,
     "obs_mismatch": other_observations,
     "h0_zero": zero_state,
@@ -327,12 +304,7 @@ BREAKS: Mapping[str, Break] = {
 
 
 def plan_sb3_runs(
-    faults: Sequence[tuple[str, float]],
-    envs: Sequence[str],
-    seeds: Sequence[int],
-    *,
-    healthy: bool = True,
-    explicit: bool = True,
+    faults: Sequence[tuple[str, float]], envs: Sequence[str], seeds: Sequence[int], *, healthy: bool = True, explicit: bool = True
 ) -> list[FaultRun]:
     """Return the healthy runs, and the runs of every fault on every model with every seed.
 
@@ -358,9 +330,7 @@ def plan_sb3_runs(
     return [*(FaultRun(env, seed) for seed in seeds for env in names if healthy), *broken]
 
 
-def train_all_sb3(
-    runs: Sequence[FaultRun], directory: Path, pool: Executor, level: str = "normal"
-) -> Iterator[FaultRun]:
+def train_all_sb3(runs: Sequence[FaultRun], directory: Path, pool: Executor, level: str = "normal") -> Iterator[FaultRun]:
     """Train the runs that the directory does not hold yet, and yield every run when it is done or does not apply."""
     done = [run for run in runs if (directory / run.name).exists()]
     yield from (read_fault_run(directory / run.name) for run in done)

@@ -111,9 +111,7 @@ def detect(journaled: JournaledRun, factory: DetectorFactory) -> RunVerdict:
         for alarm in detector.step(record):
             causes[alarm.incident] = alarm.cause
             if alarm.event is AlarmEvent.RAISE:
-                alarms.append(
-                    RaisedAlarm(record.axes.update, alarm.type, alarm.incident, equation_hypotheses(alarm, record))
-                )
+                alarms.append(RaisedAlarm(record.axes.update, alarm.type, alarm.incident, equation_hypotheses(alarm, record)))
     return RunVerdict(journaled.run, tuple(alarms), causes, len(journaled.records), symptom_update(journaled))
 
 

@@ -34,22 +34,15 @@ SEED_EXPLODING = above(
     lowest=SMALLEST_DIVISOR,
 )
 SEED_EXPLODING_FRAC = above(
-    "seed_exploding_frac",
-    0.05,
-    "share of the learning seeds whose gradients are above ten times their clip limit",
-    lowest=SMALLEST_DIVISOR,
+    "seed_exploding_frac", 0.05, "share of the learning seeds whose gradients are above ten times their clip limit", lowest=SMALLEST_DIVISOR
 )
 SEED_ALONE = below(
     "seed_alone",
     0.005,
     "share of seeds beyond ten clip limits, below which the largest of thousands is chance, in journals of earlier versions",
 )
-SEED_VANISHING = above(
-    "seed_vanishing", 0.5, "severity of the vanishing of seeds' gradients, on average", lowest=SMALLEST_DIVISOR
-)
-SEED_DORMANT = above(
-    "seed_dormant", 0.6, "share of the learning seeds that the loss hardly reaches", lowest=SMALLEST_DIVISOR
-)
+SEED_VANISHING = above("seed_vanishing", 0.5, "severity of the vanishing of seeds' gradients, on average", lowest=SMALLEST_DIVISOR)
+SEED_DORMANT = above("seed_dormant", 0.6, "share of the learning seeds that the loss hardly reaches", lowest=SMALLEST_DIVISOR)
 SEED_SCORE_DROP = above("seed_score_drop", 0.05, "fall of the hosts' final accuracy from its best")
 
 
@@ -115,10 +108,7 @@ def place(view: View) -> str:
     names = {"stage": [stage.name.lower() for stage in Stage], "blueprint": [kind.name for kind in BLUEPRINTS]}
     places = {part: view.get(f"seed/largest/{part}") for part in ("environment", "slot", "stage", "blueprint")}
     named = {part: int(index) for part, index in places.items() if index is not None and index >= 0}
-    parts = [
-        f"{part} {names[part][index] if part in names and index < len(names[part]) else index}"
-        for part, index in named.items()
-    ]
+    parts = [f"{part} {names[part][index] if part in names and index < len(names[part]) else index}" for part, index in named.items()]
     return f", in {', '.join(parts)}" if parts else ""
 
 
@@ -131,9 +121,7 @@ def vanish(view: View) -> Iterator[Finding]:
             VANISHING,
             value,
             limit,
-            text=lambda: (
-                f"the gradients of seeds have vanished, so they do not learn: the severity averages {number(value)} of 1"
-            ),
+            text=lambda: f"the gradients of seeds have vanished, so they do not learn: the severity averages {number(value)} of 1",
         )
 
 
@@ -147,9 +135,7 @@ def dormant(view: View) -> Iterator[Finding]:
             DORMANT,
             share,
             limit,
-            text=lambda: (
-                f"the loss has hardly reached {percent(share)} of the seeds that should learn, so they do not improve"
-            ),
+            text=lambda: f"the loss has hardly reached {percent(share)} of the seeds that should learn, so they do not improve",
         )
 
 

@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis.kinds import Stage
-from esper_telemetry.lab.morphogenesis.network import (
-    ANATOMY,
-    INERT,
-    Mixing,
-    Network,
-    Owners,
-    anatomy,
-    newborn,
-    presence,
-)
+from esper_telemetry.lab.morphogenesis.network import ANATOMY, INERT, Mixing, Network, Owners, anatomy, newborn, presence
 from esper_telemetry.lab.morphogenesis.slots import ALIVE, LEARNING, Slots, among
 from esper_telemetry.lab.morphogenesis.training import (
     OPTIMIZERS,
@@ -58,9 +49,7 @@ class Colony:
         weights: parameters and optimizer state.
     """
 
-    def __init__(
-        self, task: LearningTask, envs: int, slots: int, *, optimizer: str, generator: torch.Generator
-    ) -> None:
+    def __init__(self, task: LearningTask, envs: int, slots: int, *, optimizer: str, generator: torch.Generator) -> None:
         device = generator.device
         # After one large block has been freed, glibc keeps up to twice as much freed memory for the next step. Otherwise fetching it again,
         # page by page, takes a third of every step of 64 environments.
@@ -167,9 +156,7 @@ class Colony:
         isolated = slots.stage == Stage.TRAINING
         counts = (slots.alpha > 0) | isolated if training else slots.alpha > 0
         has = self._anatomy[slots.style, slots.blueprint] & counts.unsqueeze(-1)
-        return Mixing(
-            slots.alpha, isolated, [_owners(has[:, slot], amounts) for slot, amounts in enumerate(has.sum(0).tolist())]
-        )
+        return Mixing(slots.alpha, isolated, [_owners(has[:, slot], amounts) for slot, amounts in enumerate(has.sum(0).tolist())])
 
 
 def _owners(has: Tensor, amounts: list[int]) -> Owners:

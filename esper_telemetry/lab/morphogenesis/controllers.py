@@ -140,9 +140,7 @@ class HeuristicController:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore a state."""
-        self._loss, self._stable_epochs, self._penalty, self._next = (
-            state[name] for name in ("loss", "calm", "penalty", "next")
-        )
+        self._loss, self._stable_epochs, self._penalty, self._next = (state[name] for name in ("loss", "calm", "penalty", "next"))
 
     def _update_history(self, env: Morphogenesis) -> None:
         loss = env.host.val_loss
@@ -261,12 +259,7 @@ class ScriptedRun:
     def _made_of(self) -> dict[str, Any]:
         """Return the facts that a checkpoint must share."""
         env = self.env
-        return {
-            "env": env.name,
-            "num_envs": env.num_envs,
-            "policy": self.config.policy,
-            "features": env.observation_shape,
-        }
+        return {"env": env.name, "num_envs": env.num_envs, "policy": self.config.policy, "features": env.observation_shape}
 
     def stop(self) -> None:
         """Make `learn` return after the current rollout."""

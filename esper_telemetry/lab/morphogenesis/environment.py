@@ -203,9 +203,7 @@ class Morphogenesis:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; raise ValueError if its observations have another layout."""
         if state["layout"] != VERSION:
-            raise ValueError(
-                f"observations are laid out by version {VERSION}, got a state of version {state['layout']}"
-            )
+            raise ValueError(f"observations are laid out by version {VERSION}, got a state of version {state['layout']}")
         self.colony.load_state_dict(state["colony"])
         self._slots = Slots(**{name: tensor.to(self.device) for name, tensor in state["slots"].items()})
         host = {name: torch.as_tensor(part, device=self.device) for name, part in state["host"].items()}
@@ -255,9 +253,7 @@ class Morphogenesis:
         slots.set(torch.ones_like(effective), contribution=torch.where(effective, contribution, -1.0))
         seed = epoch.seed_norm / entries.clamp(min=1).sqrt()
         host = (epoch.host_norm / host_entries**0.5).unsqueeze(1).expand_as(seed)
-        self._history, cause = diagnose(
-            self._history, ratio, seed, host, epoch.upstream, counted=learning, alpha=slots.alpha
-        )
+        self._history, cause = diagnose(self._history, ratio, seed, host, epoch.upstream, counted=learning, alpha=slots.alpha)
         present = self.colony.tensors(slots) & learning.unsqueeze(-1)
         severity = torch.where(learning, exploding(epoch.seed_norm), 0.0)
         self._severities = torch.cat([self._severities[1:], severity.unsqueeze(0)])

@@ -20,17 +20,7 @@ from torch import Tensor
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthHistory, GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
-from esper_telemetry.lab.morphogenesis.slots import (
-    CURVES,
-    EFFECTIVE,
-    GATES,
-    LEARNING,
-    ActionOutcome,
-    Slots,
-    among,
-    look_up,
-    potential,
-)
+from esper_telemetry.lab.morphogenesis.slots import CURVES, EFFECTIVE, GATES, LEARNING, ActionOutcome, Slots, among, look_up, potential
 from esper_telemetry.lab.morphogenesis.training import MAX_GRADIENT_NORM
 
 EXPLODING_DECADES = (0.0, 2.0)
@@ -120,14 +110,7 @@ class CauseHistory(NamedTuple):
 
 
 def diagnose(
-    history: CauseHistory,
-    ratio: Tensor,
-    seed: Tensor,
-    host: Tensor,
-    upstream: Tensor,
-    *,
-    counted: Tensor,
-    alpha: Tensor,
+    history: CauseHistory, ratio: Tensor, seed: Tensor, host: Tensor, upstream: Tensor, *, counted: Tensor, alpha: Tensor
 ) -> tuple[CauseHistory, Tensor]:
     """Return the history with this epoch, and each seed's cause [N, S], an index into `CAUSES`; -1 if it is not counted.
 
@@ -418,9 +401,7 @@ class StepReport(NamedTuple):
     horizon: int
     history: GrowthHistory
 
-    def event(
-        self, components: Mapping[str, Tensor], masks: Mapping[str, Tensor], *, mode: str, last: Tensor
-    ) -> GrowthStep:
+    def event(self, components: Mapping[str, Tensor], masks: Mapping[str, Tensor], *, mode: str, last: Tensor) -> GrowthStep:
         """Return the event of the step.
 
         Args:

@@ -128,12 +128,7 @@ class GrowthHistory(NamedTuple):
 
 
 def growth_event(
-    step: GrowthStep,
-    history: GrowthHistory,
-    seeds: Mapping[str, Tensor],
-    hosts: Mapping[str, Tensor],
-    *,
-    is_brief: bool = False,
+    step: GrowthStep, history: GrowthHistory, seeds: Mapping[str, Tensor], hosts: Mapping[str, Tensor], *, is_brief: bool = False
 ) -> dict[str, Any]:
     """Return the data of the event `growth`: the first `MAX_ENVIRONMENTS` environments, see docs/morphogenesis.md.
 
@@ -153,9 +148,7 @@ def growth_event(
     columns |= {f"rewards/{name}": reward for name, reward in step.rewards.items()}
     columns |= {f"rollback/{name}": hosts[name].sum(0) for name in ROLLBACKS}
     columns |= {"trend/accuracy": history.accuracy[:, -trend:], "trend/reward": history.reward[:, -trend:]}
-    columns |= {
-        f"course/{name}": getattr(history, name) for name in ("epochs", "paid", "ops", "op_counts", "fates", "status")
-    }
+    columns |= {f"course/{name}": getattr(history, name) for name in ("epochs", "paid", "ops", "op_counts", "fates", "status")}
     parts = [column[:count].double() for column in columns.values()]
     pieces = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
     data: dict[str, Any] = {"environments": total, "horizon": step.horizon, "mode": step.mode}
@@ -168,9 +161,7 @@ def growth_event(
     data["epoch"] = max(data["course"]["epochs"])
     reasons = data.pop("rollback")
     data["rollbacks"] = [
-        ", ".join(
-            name if times == 1 else f"{name} {times:.0f}x" for name, times in zip(reasons, row, strict=True) if times
-        )
+        ", ".join(name if times == 1 else f"{name} {times:.0f}x" for name, times in zip(reasons, row, strict=True) if times)
         for row in zip(*reasons.values(), strict=True)
     ]
     return data
@@ -341,10 +332,7 @@ class GrowthUpdate:
     def progress(self, _: Mapping[str, Any]) -> Iterator[Capture]:
         """Yield the event `growth` in its brief form."""
         if self.final.history is not None:
-            yield Capture(
-                "growth",
-                growth_event(self.final, self.final.history, self.steps.seeds, self.steps.hosts, is_brief=True),
-            )
+            yield Capture("growth", growth_event(self.final, self.final.history, self.steps.seeds, self.steps.hosts, is_brief=True))
 
     def alarm_evidence(self, alarm: Alarm) -> dict[str, Any]:
         """Return the seeds that an alarm is about, by environment and slot, or the hosts that a roll-back alarm is about."""

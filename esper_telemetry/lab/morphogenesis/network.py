@@ -64,11 +64,7 @@ def attended(x: Tensor, own: Parameters, tokens: int) -> tuple[Tensor, Pull]:
         at_attention = _windows(torch.bmm(own["out"].mT, d), tokens)
         at_shares = torch.bmm(at_attention.mT, value)
         at_scores = scale * shares * (at_shares - (at_shares * shares).sum(2, keepdim=True))
-        parts = {
-            "query": torch.bmm(key, at_scores.mT),
-            "key": torch.bmm(query, at_scores),
-            "value": torch.bmm(at_attention, shares),
-        }
+        parts = {"query": torch.bmm(key, at_scores.mT), "key": torch.bmm(query, at_scores), "value": torch.bmm(at_attention, shares)}
         slopes = {name: _rows(part, len(x)) for name, part in parts.items()}
         gradients = {name: torch.bmm(slope, normed.mT) for name, slope in slopes.items()}
         at_normed = sum(torch.bmm(own[name].mT, slope) for name, slope in slopes.items())
@@ -143,9 +139,7 @@ Owners = Mapping[str, Tensor | None]
 """Indices of the networks whose seeds have a part or a join; None for all; unused parts are left out."""
 
 
-def effect(
-    x: Tensor, seed: Parameters, who: Owners, tokens: int
-) -> tuple[Tensor, Callable[[Tensor, Parameters], Tensor]]:
+def effect(x: Tensor, seed: Parameters, who: Owners, tokens: int) -> tuple[Tensor, Callable[[Tensor, Parameters], Tensor]]:
     """Return the effect of a slot's seeds on features x [N, width, M], zero for networks without a seed, and its backward function.
 
     The backward function takes the gradient at the effect, writes the gradients of the parameters into tensors by name, and returns the
@@ -231,13 +225,7 @@ class Packing:
 
     def pack(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Return the rows [..., size] of all parameters, each [..., *shape]."""
-        return torch.cat(
-            [
-                parameters[name].flatten(-len(shape)) if shape else parameters[name]
-                for name, shape in self.shapes.items()
-            ],
-            -1,
-        )
+        return torch.cat([parameters[name].flatten(-len(shape)) if shape else parameters[name] for name, shape in self.shapes.items()], -1)
 
 
 GATE = ("gate", "gate_bias")
@@ -266,10 +254,7 @@ def seed_packing(width: int, *, attends: bool) -> Packing:
 
 def anatomy() -> Tensor:
     """Return the parts of a seed by style and blueprint, [styles, blueprints, `ANATOMY`], bool."""
-    rows = [
-        [[kind.scales, kind.units > 0, kind.attends, style == "gated", style == "multiply"] for kind in BLUEPRINTS]
-        for style in STYLES
-    ]
+    rows = [[[kind.scales, kind.units > 0, kind.attends, style == "gated", style == "multiply"] for kind in BLUEPRINTS] for style in STYLES]
     return torch.tensor(rows)
 
 
@@ -353,9 +338,7 @@ class Network:
         size: entries of a row for either.
     """
 
-    def __init__(
-        self, *, inputs: int, width: int, classes: int, slots: int, tokens: int = 1, linear: bool = False
-    ) -> None:
+    def __init__(self, *, inputs: int, width: int, classes: int, slots: int, tokens: int = 1, linear: bool = False) -> None:
         self.slots, self.tokens, self.linear = slots, tokens, linear
         sizes = [inputs, *[width] * slots, classes]
         weights = {f"weight_{i}": (sizes[i + 1], sizes[i]) for i in range(slots + 1)}

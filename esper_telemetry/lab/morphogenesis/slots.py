@@ -35,11 +35,7 @@ TRANSITIONS: Mapping[Stage, tuple[Stage, ...]] = {
 }
 """The stages that may follow each; a new episode begins with new slots."""
 
-ADVANCES: Mapping[Stage, Stage] = {
-    Stage.GERMINATED: Stage.TRAINING,
-    Stage.TRAINING: Stage.BLENDING,
-    Stage.BLENDING: Stage.HOLDING,
-}
+ADVANCES: Mapping[Stage, Stage] = {Stage.GERMINATED: Stage.TRAINING, Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.HOLDING}
 """Target of ADVANCE, if its gate opens."""
 
 TICKS: Mapping[Stage, tuple[Stage, int]] = {
@@ -168,9 +164,7 @@ class Slots:
         types = dict.fromkeys(("stage", "age", "life", "blueprint", "style", "tempo"), torch.int64)
         types |= dict.fromkeys(("done", "total", "curve"), torch.int64) | {"leaving": torch.bool}
         names = [item.name for item in fields(cls)]
-        tensors = {
-            name: torch.zeros(envs, slots, dtype=types.get(name, torch.float32), device=device) for name in names
-        }
+        tensors = {name: torch.zeros(envs, slots, dtype=types.get(name, torch.float32), device=device) for name in names}
         unmeasured = {name: tensors[name] - 1 for name in ("norm", "ratio", "contribution")}
         return cls(**{**tensors, **unmeasured, "stage": tensors["stage"] + Stage.DORMANT})
 
@@ -184,11 +178,7 @@ class Slots:
             return
         for name, value in values.items():
             old = getattr(self, name)
-            new = (
-                torch.where(where, value.to(old.dtype), old)
-                if isinstance(value, Tensor)
-                else old.masked_fill(where, value)
-            )
+            new = torch.where(where, value.to(old.dtype), old) if isinstance(value, Tensor) else old.masked_fill(where, value)
             setattr(self, name, new)
 
     def enter(self, where: Tensor, stage: Stage | Tensor, accuracy: Tensor) -> None:
@@ -344,10 +334,7 @@ def specs(slots: int) -> dict[str, ActionSpec]:
         "alpha_speed": (len(SPEED_EPOCHS), (Op.SET_ALPHA, Op.PRUNE)),
         "alpha_curve": (len(CURVES), (Op.SET_ALPHA, Op.PRUNE)),
     }
-    parts = {
-        name: ActionSpec("categorical", size, given="op", relevant_for=tuple(map(int, ops)))
-        for name, (size, ops) in sized.items()
-    }
+    parts = {name: ActionSpec("categorical", size, given="op", relevant_for=tuple(map(int, ops))) for name, (size, ops) in sized.items()}
     return {"op": ActionSpec("categorical", len(Op)), **parts}
 
 
@@ -413,9 +400,7 @@ def act(slots: Slots, actions: Mapping[str, Tensor], gates: TransitionGates, acc
     return ActionOutcome(op, born, pruned, moved[Stage.FOSSILIZED], answers)
 
 
-def _pass_gates(
-    slots: Slots, gates: TransitionGates, accuracy: Tensor, on: Mapping[Op, Tensor]
-) -> tuple[Tensor, dict[Stage, Tensor]]:
+def _pass_gates(slots: Slots, gates: TransitionGates, accuracy: Tensor, on: Mapping[Op, Tensor]) -> tuple[Tensor, dict[Stage, Tensor]]:
     """Return the result of every gate, and the slots that pass, by stage."""
     answers, moved = [], {}
     for gate in GATES:

@@ -89,15 +89,11 @@ class TrainingWatchdog(NamedTuple):
     @staticmethod
     def fresh(envs: int, device: torch.device) -> TrainingWatchdog:
         """Return an empty history."""
-        return TrainingWatchdog(
-            torch.full((envs, WATCHDOG_WINDOW_EPOCHS), torch.nan, device=device), torch.zeros(envs, device=device)
-        )
+        return TrainingWatchdog(torch.full((envs, WATCHDOG_WINDOW_EPOCHS), torch.nan, device=device), torch.zeros(envs, device=device))
 
     def cleared(self, where: Tensor) -> TrainingWatchdog:
         """Return a history that is empty for the selected environments [N]."""
-        return TrainingWatchdog(
-            self.losses.masked_fill(where.unsqueeze(1), torch.nan), self.strikes.masked_fill(where, 0.0)
-        )
+        return TrainingWatchdog(self.losses.masked_fill(where.unsqueeze(1), torch.nan), self.strikes.masked_fill(where, 0.0))
 
 
 class WatchdogVerdict(NamedTuple):
@@ -120,15 +116,8 @@ def watch_losses(watch: TrainingWatchdog, loss: Tensor, classes: int) -> tuple[T
     mean = watch.losses.nan_to_num().sum(1) / count.clamp(min=1)
     spread = ((watch.losses - mean.unsqueeze(1)).nan_to_num().square().sum(1) / count.clamp(min=1)).sqrt()
     nonfinite, enough, chance = ~loss.isfinite(), count >= WATCHDOG_MIN_EPOCHS, log(classes)
-    lobotomy = (
-        enough & (mean < MAX_LEARNED_LOSS_FRAC * chance) & ((loss - chance).abs() < CHANCE_LOSS_TOLERANCE * chance)
-    )
-    far = (
-        enough
-        & (loss > MIN_DIVERGENT_LOSS)
-        & (loss > mean + DIVERGENCE_SIGMAS * spread)
-        & (loss > DIVERGENCE_FACTOR * mean)
-    )
+    lobotomy = enough & (mean < MAX_LEARNED_LOSS_FRAC * chance) & ((loss - chance).abs() < CHANCE_LOSS_TOLERANCE * chance)
+    far = enough & (loss > MIN_DIVERGENT_LOSS) & (loss > mean + DIVERGENCE_SIGMAS * spread) & (loss > DIVERGENCE_FACTOR * mean)
     strikes = torch.where(far, watch.strikes + 1, 0.0)
     unusual = nonfinite | lobotomy | far
     losses = torch.where(unusual.unsqueeze(1), watch.losses, torch.cat([watch.losses[:, 1:], loss.unsqueeze(1)], 1))
@@ -240,14 +229,7 @@ def text() -> LearningTask:
 
     parts = (data(train), data(validation))
     return LearningTask(
-        "text",
-        *parts,
-        classes=len(letters),
-        width=16,
-        tokens=WINDOW_TOKENS,
-        batch=32,
-        validation_windows=64,
-        learning_rate=0.03,
+        "text", *parts, classes=len(letters), width=16, tokens=WINDOW_TOKENS, batch=32, validation_windows=64, learning_rate=0.03
     )
 
 
@@ -335,14 +317,7 @@ def minibatches(task: LearningTask, generator: torch.Generator) -> list[Data]:
 
 @torch.no_grad()
 def train_epoch(
-    network: Network,
-    weights: Weights,
-    batches: Sequence[Data],
-    mixing: Mixing,
-    *,
-    learning: Tensor,
-    optimizer: Optimizer,
-    rate: float,
+    network: Network, weights: Weights, batches: Sequence[Data], mixing: Mixing, *, learning: Tensor, optimizer: Optimizer, rate: float
 ) -> Epoch:
     """Train the hosts, and the seeds selected by `learning` [N, S], for one epoch."""
     slopes = torch.zeros_like(weights.rows)
@@ -377,9 +352,7 @@ def validate(network: Network, rows: Tensor, data: Data, mixing: Mixing) -> tupl
     occupied = [slot for slot, who in enumerate(mixing.who) if who]
     logits = network.forward(network.views(rows), data.inputs, mixing, subsets=True).logits
     by_row = scores(logits.log_softmax(1), data.targets.repeat(2 ** len(occupied)))
-    columns = [
-        sum((subset >> slot & 1) << place for place, slot in enumerate(occupied)) for subset in range(2**network.slots)
-    ]
+    columns = [sum((subset >> slot & 1) << place for place, slot in enumerate(occupied)) for subset in range(2**network.slots)]
     loss, accuracy = (part.unflatten(1, (-1, len(data.targets))).mean(2)[:, columns] for part in by_row)
     return loss, accuracy
 

@@ -64,21 +64,7 @@ MODES: Final = {"shaped": "bright_blue", "sparse": "bright_white"}
 COLUMNS: Final = ("Env", "Acc", "Status")
 """Columns before the slots, which 80 columns of a terminal show for up to three slots."""
 LAST_COLUMNS: Final = (
-    *(
-        "Last",
-        "Momentum",
-        "∑Rwd",
-        "Reward",
-        "Loss",
-        "CF",
-        "Growth",
-        "Acc▁▃▅",
-        "Rwd▁▃▅",
-        "ΔAcc",
-        "Seed Δ",
-        "Rent",
-        "Stale",
-    ),
+    *("Last", "Momentum", "∑Rwd", "Reward", "Loss", "CF", "Growth", "Acc▁▃▅", "Rwd▁▃▅", "ΔAcc", "Seed Δ", "Rent", "Stale"),
 )
 HEADINGS: Final = {
     "Env": "▶ acted in the last 5 s; ● bright blue: shaped rewards, white: sparse ones",
@@ -191,10 +177,7 @@ def environments_table(view: RunView) -> TableView | None:
     accuracies = [value if value is not None else -1.0 for value in hosts["accuracy"]]
     top = set(sorted(range(len(accuracies)), key=lambda env: -accuracies[env])[:TOP_ENVIRONMENTS])
     stale = STALENESS[view.progress().staleness]
-    rows = [
-        _row(data, env, slots, is_top=env in top, acted=age < ACTION_SECONDS, stale=stale)
-        for env in range(len(accuracies))
-    ]
+    rows = [_row(data, env, slots, is_top=env in top, acted=age < ACTION_SECONDS, stale=stale) for env in range(len(accuracies))]
     total = data["environments"]
     title = "Environments" if len(rows) == total else f"Environments ({len(rows)} of {total:,})"
     title += f", epoch {data['epoch']} of {data['horizon']}"
@@ -202,9 +185,7 @@ def environments_table(view: RunView) -> TableView | None:
     return TableView("growth", title, columns, tuple(rows), _footer(data, slots))
 
 
-def _row(
-    data: Data, env: int, slots: int, *, is_top: bool, acted: bool, stale: tuple[str, str]
-) -> tuple[TableCell, ...]:
+def _row(data: Data, env: int, slots: int, *, is_top: bool, acted: bool, stale: tuple[str, str]) -> tuple[TableCell, ...]:
     host = {name: column[env] for name, column in data["hosts"].items()}
     reason, pip = data["rollbacks"][env], MODES.get(data["mode"], "dim")
     number = Text(f"{env:>2}", "bold red" if reason else "")
@@ -358,10 +339,7 @@ def _gradient(data: Data, seed: Data) -> Text:
 def _counts(data: Data, env: int) -> Text:
     """Return numbers of seeds by stage, shares of the actions and the last ones."""
     stages = [stage for index in data["seeds"]["stage"][env] if (stage := _stage(index)) is not None]
-    text = Text(
-        "seeds    "
-        + (", ".join(f"{stages.count(stage)} {stage.name.lower()}" for stage in dict.fromkeys(stages)) or "none")
-    )
+    text = Text("seeds    " + (", ".join(f"{stages.count(stage)} {stage.name.lower()}" for stage in dict.fromkeys(stages)) or "none"))
     counts, total = data["course"]["op_counts"][env], max(1, sum(data["course"]["op_counts"][env]))
     shares = (f"{OPS[Op(op)]} {count / total:.0%}" for op, count in enumerate(counts) if count and op in OPS)
     text.append(f"\nactions  {'  '.join(shares)}")

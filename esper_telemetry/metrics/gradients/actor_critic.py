@@ -40,16 +40,12 @@ class PairGradients(MetricGroup):
         .advises("Look for detach(), no_grad or requires_grad=False between the module and the loss.")
     )
     intensity: Mean | None = reports(
-        Metric.magnitude(
-            "grad/pair/{pair}/intensity", 572, "intensity of a module's gradient", unit="gradient norm/√parameters"
-        )
+        Metric.magnitude("grad/pair/{pair}/intensity", 572, "intensity of a module's gradient", unit="gradient norm/√parameters")
         .asks("How large is a typical entry of this module's gradient?")
         .absent("the module's gradient is missing or not finite")
     )
     host_intensity: Mean | None = reports(
-        Metric.magnitude(
-            "grad/pair/{pair}/host_intensity", 573, "intensity of the host's gradient", unit="gradient norm/√parameters"
-        )
+        Metric.magnitude("grad/pair/{pair}/host_intensity", 573, "intensity of the host's gradient", unit="gradient norm/√parameters")
         .asks("How large is a typical entry of the gradient of the network that hosts this module?")
         .absent("the host's gradient is missing or not finite")
     )
@@ -69,12 +65,7 @@ class PairGradients(MetricGroup):
 
 @no_grad
 def pair_gradients(
-    pair: str,
-    module: Sequence[Tensor],
-    host: Sequence[Tensor],
-    *,
-    norms: tuple[Tensor, Tensor],
-    upstream: Tensor | None,
+    pair: str, module: Sequence[Tensor], host: Sequence[Tensor], *, norms: tuple[Tensor, Tensor], upstream: Tensor | None
 ) -> PairGradients:
     """Return the gradients of a module and its host at one optimizer step.
 
@@ -87,8 +78,7 @@ def pair_gradients(
     """
     entries, host_entries = (sum(gradient.numel() for gradient in gradients) for gradients in (module, host))
     own, hosts = (
-        defined(parts.double().norm() / count**0.5) if count else None
-        for parts, count in zip(norms, (entries, host_entries), strict=True)
+        defined(parts.double().norm() / count**0.5) if count else None for parts, count in zip(norms, (entries, host_entries), strict=True)
     )
     filled = torch.stack([torch.count_nonzero(gradient) for gradient in module]).sum() if module else None
     return PairGradients(
@@ -203,9 +193,7 @@ class Interference(MetricGroup):
     )
     cos_feat: Mean | Pull | None = reports(
         Metric.cosine("grad/interference/cos_feat", 533, "agreement of actor and critic on the features")
-        .asks(
-            "Do actor and critic pull the trunk's output in the same direction? Not the same as the parameters' cosine."
-        )
+        .asks("Do actor and critic pull the trunk's output in the same direction? Not the same as the parameters' cosine.")
         .absent("separate trunks, or either gradient is zero or not finite")
     )
 
@@ -240,18 +228,10 @@ class LayerInterference(MetricGroup):
     layer: tuple[str, ...] = label()
     cos: Mean | None = reports(
         Metric.cosine(
-            "grad/layer/{layer}/interference_cos",
-            526,
-            "agreement of actor and critic on a layer",
-            level=Level.DEBUG,
-            cost="debug",
+            "grad/layer/{layer}/interference_cos", 526, "agreement of actor and critic on a layer", level=Level.DEBUG, cost="debug"
         )
         .asks("In which layer do actor and critic pull in opposite directions? Judge its average only.")
-        .bounds(
-            healthy="> -0.3",
-            warn="< -0.7",
-            source="as grad/interference/cos; chance level 0 ± 1/√(entries of the tensor)",
-        )
+        .bounds(healthy="> -0.3", warn="< -0.7", source="as grad/interference/cos; chance level 0 ± 1/√(entries of the tensor)")
         .absent("actor and critic do not share this tensor, or either gradient is zero or not finite")
         .advises("Separate the networks of actor and critic from this layer on, or lower value_coef.")
     )
@@ -264,13 +244,9 @@ class HeadPairs(MetricGroup):
     pair: tuple[str, ...] = label()
     cos: Mean | None = reports(
         Metric.cosine("grad/heads/{pair}/cos", 536, "agreement of two heads", level=Level.DEBUG, cost="debug")
-        .asks(
-            "Do two heads of the policy pull the parameters that they share in the same direction? Judge its average only."
-        )
+        .asks("Do two heads of the policy pull the parameters that they share in the same direction? Judge its average only.")
         .bounds(
-            healthy="> -0.3",
-            warn="< -0.7",
-            source="conflict is a negative cosine (PCGrad 2001.06782); bounds as grad/interference/cos",
+            healthy="> -0.3", warn="< -0.7", source="conflict is a negative cosine (PCGrad 2001.06782); bounds as grad/interference/cos"
         )
         .absent(
             f"the policy has one head, the source does not separate the heads, or a gradient is zero or not finite; only the first "
@@ -286,21 +262,9 @@ class LayerHeads(MetricGroup):
 
     layer: tuple[str, ...] = label()
     cos: Mean | None = reports(
-        Metric.cosine(
-            "grad/layer/{layer}/heads_cos",
-            527,
-            "worst agreement of two heads on a layer",
-            level=Level.DEBUG,
-            cost="debug",
-        )
-        .asks(
-            "In which layer do two heads of the policy pull in opposite directions? The smallest cosine of any two heads."
-        )
-        .bounds(
-            healthy="> -0.3",
-            warn="< -0.7",
-            source="as grad/heads/{pair}/cos; the smallest of many cosines is below 0 by chance",
-        )
+        Metric.cosine("grad/layer/{layer}/heads_cos", 527, "worst agreement of two heads on a layer", level=Level.DEBUG, cost="debug")
+        .asks("In which layer do two heads of the policy pull in opposite directions? The smallest cosine of any two heads.")
+        .bounds(healthy="> -0.3", warn="< -0.7", source="as grad/heads/{pair}/cos; the smallest of many cosines is below 0 by chance")
         .absent("fewer than two heads have a gradient in this tensor that is finite and not zero")
         .advises("Separate the heads from this layer on, or widen the trunk.")
     )
@@ -321,12 +285,7 @@ class LeafGradients(NamedTuple):
 
 @checked_arguments()
 def interference(
-    actor: ArrayLike,
-    critic: ArrayLike,
-    *,
-    coefs: ArrayLike = 1.0,
-    dots: ArrayLike | None = None,
-    counts: Sequence[int] | None = None,
+    actor: ArrayLike, critic: ArrayLike, *, coefs: ArrayLike = 1.0, dots: ArrayLike | None = None, counts: Sequence[int] | None = None
 ) -> Interference:
     """Return the comparison of the sizes of the two gradients.
 
@@ -375,9 +334,7 @@ def leaf_interference(
     """
     of_actors, of_critics = as_floats(actors), as_floats(critics)
     if not of_actors or len(of_actors) != len(of_critics):
-        raise ValueError(
-            f"every step needs one gradient of each, got {len(of_actors)} actors and {len(of_critics)} critics"
-        )
+        raise ValueError(f"every step needs one gradient of each, got {len(of_actors)} actors and {len(of_critics)} critics")
     leaves = leaf_gradients(of_actors, of_critics)
     return interference(leaves.actor, leaves.critic, coefs=coefs, dots=leaves.dots if shared else None)
 
@@ -410,16 +367,12 @@ def parameter_interference(actor: Sequence[Tensor], critic: Sequence[Tensor]) ->
         return ParameterInterference()
     a, c = (torch.cat([part.reshape(-1) for part in parts]).double() for parts in (actor, critic))
     size = torch.linalg.vector_norm
-    return ParameterInterference(
-        cos=defined(cosine(a, c)), cancel=defined((1.0 - size(a + c) / (size(a) + size(c))).clamp(min=0.0))
-    )
+    return ParameterInterference(cos=defined(cosine(a, c)), cancel=defined((1.0 - size(a + c) / (size(a) + size(c))).clamp(min=0.0)))
 
 
 @checked_arguments()
 @no_grad
-def layer_interference(
-    actor: Sequence[ArrayLike], critic: Sequence[ArrayLike], names: Sequence[str]
-) -> LayerInterference:
+def layer_interference(actor: Sequence[ArrayLike], critic: Sequence[ArrayLike], names: Sequence[str]) -> LayerInterference:
     """Return the cosine of the actor's and the critic's gradients of each shared parameter.
 
     Args:
@@ -460,8 +413,7 @@ def head_interference(heads: Mapping[str, Sequence[ArrayLike]], names: Sequence[
     worst = torch.where(torch.isnan(by_layer), torch.inf, by_layer).min(0).values
     labels = [f"{compared_heads[one]}_vs_{compared_heads[other]}" for one, other in places]
     return HeadGroups(
-        HeadPairs(tuple(map(segment, labels)), defined(pairs[None])),
-        LayerHeads(tuple(map(segment, names)), defined(worst[None])),
+        HeadPairs(tuple(map(segment, labels)), defined(pairs[None])), LayerHeads(tuple(map(segment, names)), defined(worst[None]))
     )
 
 
@@ -525,16 +477,12 @@ class BonusGradient(MetricGroup):
 
     entropy: BonusNorm | None = reports(
         Metric.gradient_norm("grad/entropy/norm", 523, "gradient norm of the entropy bonus")
-        .asks(
-            "How large is the gradient of the entropy bonus at the outputs of the policy: logits, log standard deviations?"
-        )
+        .asks("How large is the gradient of the entropy bonus at the outputs of the policy: logits, log standard deviations?")
         .bounds(
             healthy="near its own history; c √(dimensions / rows) for Gaussian heads, independent of their outputs",
             source="∂H/∂z of a row is -p (ln p + H) for logits z, and 1 for each log standard deviation",
         )
-        .absent(
-            "there is no entropy bonus, its weight or the policy's distributions are unknown, or actions are squashed"
-        )
+        .absent("there is no entropy bonus, its weight or the policy's distributions are unknown, or actions are squashed")
     )
 
 

@@ -37,9 +37,7 @@ class SuccessiveAlignment(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
-class MinibatchAlignment(
-    MetricGroup, absent="fewer than two minibatches, or a gradient is zero or not finite", cost="sampled"
-):
+class MinibatchAlignment(MetricGroup, absent="fewer than two minibatches, or a gradient is zero or not finite", cost="sampled"):
     """Agreement of the gradients of several minibatches."""
 
     replicated: ClassVar[bool] = True
@@ -113,12 +111,7 @@ class GradientZeros(MetricGroup):
     zero_frac: Mean | None = reports(
         Metric.fraction("grad/zero_frac", 545, "share of zeros in the gradient", cost="sampled")
         .asks("What share of the gradient is exactly zero: dead units, detached branches?")
-        .bounds(
-            healthy="< 0.3",
-            warn="> 0.5",
-            critical="> 0.9",
-            source="heuristic; embedding rows are excluded by the caller",
-        )
+        .bounds(healthy="< 0.3", warn="> 0.5", critical="> 0.9", source="heuristic; embedding rows are excluded by the caller")
         .absent("no parameter has a gradient")
     )
 
@@ -236,8 +229,7 @@ def two_batch_noise(sq_norm_small: Tensor, sq_norm_big: Tensor, *, b_small: int,
         raise ValueError(f"batch sizes must satisfy 0 < b_small < b_big, got {b_small} and {b_big}")
     small, big = sq_norm_small.double(), sq_norm_big.double()
     return GradientNoise(
-        g2=defined((b_big * big - b_small * small) / (b_big - b_small)),
-        tr_sigma=defined((small - big) / (1.0 / b_small - 1.0 / b_big)),
+        g2=defined((b_big * big - b_small * small) / (b_big - b_small)), tr_sigma=defined((small - big) / (1.0 / b_small - 1.0 / b_big))
     )
 
 
@@ -249,9 +241,7 @@ class Concentration(MetricGroup, absent="the gradient is zero or not finite, or 
     entropy: Mean | None = reports(
         Metric.fraction("grad/concentration/entropy", 550, "spread of the gradient over parameters")
         .asks("Is the gradient spread over all parameters (1) or concentrated in one (0)?")
-        .bounds(
-            healthy="> 0.8; Gaussian entries give 1 - 0.73/ln n", warn="< 0.6", critical="< 0.4", source="heuristic"
-        )
+        .bounds(healthy="> 0.8; Gaussian entries give 1 - 0.73/ln n", warn="< 0.6", critical="< 0.4", source="heuristic")
     )
     participation: Mean | None = reports(
         Metric.fraction("grad/concentration/participation", 551, "share of parameters that learn")
@@ -339,14 +329,7 @@ class GradientDecades(MetricGroup):
 
     replicated: ClassVar[bool] = True
     decades: Counts | None = reports(
-        Metric.quantity(
-            "grad/decades",
-            548,
-            "sizes of the gradient's entries",
-            unit="log10 of |entry|",
-            level=Level.DEBUG,
-            cost="debug",
-        )
+        Metric.quantity("grad/decades", 548, "sizes of the gradient's entries", unit="log10 of |entry|", level=Level.DEBUG, cost="debug")
         .asks("How are the sizes of the gradient's entries distributed? Lowest bin: exactly zero; highest: not finite.")
         .bounds(
             healthy="one hump; the lowest and the highest bin nearly empty",

@@ -55,16 +55,12 @@ class GradientHealth(Postponed):
         if any(one.nonfinite is not None for one in measurements):
             zeros = torch.zeros_like(first.norms).double()
             nonfinite = torch.stack([zeros if one.nonfinite is None else one.nonfinite for one in measurements])
-        return gradient_norms(
-            norms, first.names, dict(first.groups), first.numels, max_norm=first.max_norm, nonfinite=nonfinite
-        )
+        return gradient_norms(norms, first.names, dict(first.groups), first.numels, max_norm=first.max_norm, nonfinite=nonfinite)
 
 
 @checked_arguments()
 @no_grad
-def gradient_health(
-    parameters: Parameters, *, groups: Groups | None = None, max_norm: float | None = None
-) -> GradientHealth:
+def gradient_health(parameters: Parameters, *, groups: Groups | None = None, max_norm: float | None = None) -> GradientHealth:
     """Return the norms of a model's present gradients: call it after `backward` and before clipping.
 
     Dense, sparse and non-contiguous gradients of any floating type are supported. NaN and infinite entries are
@@ -158,6 +154,4 @@ def _check_groups(groups: FrozenGroups, names: tuple[str, ...]) -> None:
     for group, members in groups:
         for member in members:
             if not any(belongs(name, [member]) for name in names):
-                raise ValueError(
-                    f"group {group!r} names {member!r}, which is not a trainable parameter or module of the model"
-                )
+                raise ValueError(f"group {group!r} names {member!r}, which is not a trainable parameter or module of the model")

@@ -104,9 +104,7 @@ class GlobalGradient(MetricGroup, absent="no parameter has a gradient, or none i
 
     replicated: ClassVar[bool] = True
     norm_preclip: Mean | None = reports(
-        Metric.gradient_norm(
-            "grad/global/norm_preclip", 500, "norm before clipping of the whole gradient", level=Level.MINIMAL
-        )
+        Metric.gradient_norm("grad/global/norm_preclip", 500, "norm before clipping of the whole gradient", level=Level.MINIMAL)
         .asks("How large is the gradient of the whole network, before clipping?")
         .bounds(
             healthy="near its own history",
@@ -115,17 +113,13 @@ class GlobalGradient(MetricGroup, absent="no parameter has a gradient, or none i
             source="AutoClip 2007.14469; measured null rates",
         ),
         Metric.gradient_norm(
-            "grad/global/norm_preclip_max",
-            501,
-            "largest norm before clipping of the whole gradient",
-            over="max",
-            level=Level.MINIMAL,
+            "grad/global/norm_preclip_max", 501, "largest norm before clipping of the whole gradient", over="max", level=Level.MINIMAL
         ).asks("How large was the gradient of the whole network at its worst step?"),
     )
     rms: Mean | None = reports(
-        Metric.magnitude(
-            "grad/global/rms", 502, "typical size of the whole gradient", unit="gradient norm/√parameters"
-        ).asks("How large is a typical entry of the gradient? Comparable between networks of any size.")
+        Metric.magnitude("grad/global/rms", 502, "typical size of the whole gradient", unit="gradient norm/√parameters").asks(
+            "How large is a typical entry of the gradient? Comparable between networks of any size."
+        )
     )
     norm_postclip: Mean | None = reports(
         Metric.gradient_norm("grad/global/norm_postclip", 503, "norm after clipping of the whole gradient")
@@ -162,14 +156,14 @@ class GroupGradients(MetricGroup, absent="no parameter of the group has a gradie
             critical="robust z of its log10 > 8",
             source="AutoClip 2007.14469; measured null rates",
         ),
-        Metric.gradient_norm(
-            "grad/{group}/norm_preclip_max", 506, "largest norm before clipping of a group's gradient", over="max"
-        ).asks("How large was the gradient of this part of the network at its worst step?"),
+        Metric.gradient_norm("grad/{group}/norm_preclip_max", 506, "largest norm before clipping of a group's gradient", over="max").asks(
+            "How large was the gradient of this part of the network at its worst step?"
+        ),
     )
     rms: Mean | None = reports(
-        Metric.magnitude(
-            "grad/{group}/rms", 507, "typical size of a group's gradient", unit="gradient norm/√parameters"
-        ).asks("How large is a typical entry of this group's gradient? Comparable between groups of any size.")
+        Metric.magnitude("grad/{group}/rms", 507, "typical size of a group's gradient", unit="gradient norm/√parameters").asks(
+            "How large is a typical entry of this group's gradient? Comparable between groups of any size."
+        )
     )
     norm_postclip: Mean | None = reports(
         Metric.gradient_norm("grad/{group}/norm_postclip", 508, "norm after clipping of a group's gradient")
@@ -211,11 +205,7 @@ class HeadGradients(MetricGroup):
     norm: Mean | None = reports(
         Metric.gradient_norm("grad/head/{head}/norm", 521, "gradient norm of a head")
         .asks("Which head of the policy learns? Heads that seldom matter naturally have small gradients.")
-        .bounds(
-            healthy="near its own history",
-            critical="exactly 0 while the head decides in 5 % of the rows",
-            source="heuristic",
-        )
+        .bounds(healthy="near its own history", critical="exactly 0 while the head decides in 5 % of the rows", source="heuristic")
         .absent("the head's gradient is missing")
     )
 
@@ -267,9 +257,7 @@ def membership(names: Sequence[str], groups: Groups, numels: Sequence[int] | Non
 
 
 @lru_cache(maxsize=64)
-def _membership(
-    names: tuple[str, ...], groups: FrozenGroups, numels: tuple[int, ...] | None, device: torch.device
-) -> Membership:
+def _membership(names: tuple[str, ...], groups: FrozenGroups, numels: tuple[int, ...] | None, device: torch.device) -> Membership:
     columns = {segment(group): [belongs(name, members) for name in names] for group, members in groups}
     present = {label: column for label, column in columns.items() if any(column)}
     table = [[True] * len(names), *present.values()]
@@ -400,9 +388,7 @@ def _sums(values: Tensor, finite: Tensor, members: Membership, nonfinite: Tensor
     return _Sums(norms * usable, usable, flaws)
 
 
-def _split(
-    sums: _Sums, members: Membership, coefs: Tensor | None, clean: Tensor, applied: Tensor | None
-) -> tuple[_Columns, _Columns]:
+def _split(sums: _Sums, members: Membership, coefs: Tensor | None, clean: Tensor, applied: Tensor | None) -> tuple[_Columns, _Columns]:
     """Return the columns of the whole network and of the groups."""
     rms = None if members.scale is None else sums.norms * members.scale
     clipped = applied if applied is not None or coefs is None else sums.norms * coefs.unsqueeze(1)

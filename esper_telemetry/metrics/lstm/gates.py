@@ -15,17 +15,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import Counts, Mean
-from esper_telemetry.metrics.statistics import (
-    SHARES,
-    Quantiles,
-    Sample,
-    as_quantiles,
-    ascending,
-    histogram,
-    keep,
-    levels_for,
-    quantiles,
-)
+from esper_telemetry.metrics.statistics import SHARES, Quantiles, Sample, as_quantiles, ascending, histogram, keep, levels_for, quantiles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,9 +39,7 @@ class GateStats(MetricGroup, absent="no valid step, or a policy without an LSTM 
     )
     sat_lo: Mean = reports(
         Metric.fraction("lstm/gate/{gate}/sat_lo", 712, "share of time that a gate is shut")
-        .asks(
-            "How often is this gate closed, below 0.1? A closed f forgets everything, a closed i or o closes the memory."
-        )
+        .asks("How often is this gate closed, below 0.1? A closed f forgets everything, a closed i or o closes the memory.")
         .bounds(
             healthy="f, i, o: < 0.5",
             warn="f: > 0.7; i, o: > 0.9",
@@ -84,11 +72,7 @@ class CellStats(MetricGroup, absent="no valid step, or a policy without an LSTM 
     timescales: Quantiles = reports(
         Metric.steps("lstm/timescale/median", 721, "median of timescales", low=1.0, of="p50")
         .asks("For how many steps does the median unit remember, 1 / (1 - mean f), z instead of f for a GRU?")
-        .bounds(
-            healthy="at least half the horizon that the task needs",
-            critical="< 1.2",
-            source="Tallec & Ollivier 2018, 1804.11188",
-        ),
+        .bounds(healthy="at least half the horizon that the task needs", critical="< 1.2", source="Tallec & Ollivier 2018, 1804.11188"),
         Metric.steps("lstm/timescale/p90", 722, "90 % quantile of timescales", low=1.0, of="p90")
         .asks("For how many steps do the 10 % of units with the longest memory remember?")
         .bounds(source="Tallec & Ollivier 2018, 1804.11188"),
@@ -112,9 +96,7 @@ class CellStats(MetricGroup, absent="no valid step, or a policy without an LSTM 
             "1/1.2)",
         )
         .absent("memory is reset at every step")
-        .advises(
-            "Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember."
-        )
+        .advises("Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember.")
     )
 
 
@@ -254,10 +236,7 @@ def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> GRUGates:
         hidden: [T, B, H] its state before each step, zero if memory was reset.
     """
     linear = torch.nn.functional.linear
-    ours, before = (
-        linear(inputs, weights.inputs, weights.input_bias),
-        linear(hidden, weights.hidden, weights.hidden_bias),
-    )
+    ours, before = (linear(inputs, weights.inputs, weights.input_bias), linear(hidden, weights.hidden, weights.hidden_bias))
     (r, z, n), (r_before, z_before, n_before) = ours.chunk(3, -1), before.chunk(3, -1)
     r, z = (r + r_before).sigmoid(), (z + z_before).sigmoid()
     n = (n + r * n_before).tanh()
@@ -279,9 +258,7 @@ def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: 
 
 
 @inference_mode
-def lstm_gates(
-    weights: LSTMWeights, inputs: Tensor, outputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor
-) -> Gates:
+def lstm_gates(weights: LSTMWeights, inputs: Tensor, outputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor) -> Gates:
     """Return the gates of a sequence from its inputs and outputs.
 
     Args:
@@ -316,9 +293,7 @@ class GateGroups(NamedTuple):
 
 
 @inference_mode
-def gate_stats(
-    gates: Gates | GRUGates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None
-) -> GateGroups:
+def gate_stats(gates: Gates | GRUGates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None) -> GateGroups:
     """Return saturation of the gates, timescales and the gain along the cell state.
 
     Timescales are 1 / (1 - mean f) of each unit, with z instead of f for a GRU. They are summarised by quantiles over units, because one

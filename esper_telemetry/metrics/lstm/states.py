@@ -74,9 +74,7 @@ class StateStats(MetricGroup, absent="no valid, finite state, or a policy withou
     )
     env_rms: Max = reports(
         Metric.magnitude("lstm/{part}/env_rms/max", 704, "largest size of the state in an environment", unit="state")
-        .asks(
-            "How large is the state in the environment with the largest state? Far above the rms: one environment went astray."
-        )
+        .asks("How large is the state in the environment with the largest state? Far above the rms: one environment went astray.")
         .bounds(healthy="close to the rms", source="heuristic")
     )
     nonfinite: Sum = reports(
@@ -170,9 +168,7 @@ class Staleness(MetricGroup):
 
     distance: RelativeDistance = reports(
         Metric.magnitude("lstm/staleness", 731, "staleness of stored states", unit="relative error", cost="sampled")
-        .asks(
-            "How far are the stored states from the states that the current weights would have reached, after the last step?"
-        )
+        .asks("How far are the stored states from the states that the current weights would have reached, after the last step?")
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 1", source=SOURCE)
         .absent("the stored states are zero, or they are not recomputed")
     )
@@ -184,11 +180,7 @@ class FirstStaleness(MetricGroup):
 
     distance: RelativeDistance = reports(
         Metric.magnitude(
-            "lstm/staleness_first",
-            735,
-            "staleness of stored states before the first step",
-            unit="relative error",
-            cost="sampled",
+            "lstm/staleness_first", 735, "staleness of stored states before the first step", unit="relative error", cost="sampled"
         )
         .asks(
             "Does training reach the stored states before the first step of an update? Any difference, up to "
@@ -238,14 +230,10 @@ class ResetStats(MetricGroup, absent="no valid step, or a policy without memory"
         )
     )
     age: Mean = reports(
-        Metric.steps("lstm/age/mean", 743, "mean of the memory's age").asks(
-            "How many steps does memory reach back on average?"
-        )
+        Metric.steps("lstm/age/mean", 743, "mean of the memory's age").asks("How many steps does memory reach back on average?")
     )
     oldest: Max = reports(
-        Metric.steps("lstm/age/max", 744, "largest of the memory's age").asks(
-            "How many steps does the oldest memory reach back?"
-        )
+        Metric.steps("lstm/age/max", 744, "largest of the memory's age").asks("How many steps does the oldest memory reach back?")
     )
 
 
@@ -298,9 +286,7 @@ class BpttStats(MetricGroup):
         .asks("How much of the loss's gradient reaches the state at the start of a sequence?")
         .bounds(healthy="1e-4 to 10", critical="> 100: gradients explode through time", source=PASCANU)
         .absent("no recurrent policy, or every environment was reset")
-        .advises(
-            "Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember."
-        )
+        .advises("Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember.")
     )
     profile: Mean = reports(
         Metric.ratio(
@@ -332,10 +318,7 @@ def bptt_stats(first: Tensor, last: Tensor) -> BpttStats:
     ratio = norm(first[-1].double()) / end
     defined = torch.isfinite(ratio)
     begin = norm(first.double())
-    return BpttStats(
-        first=Mean(begin.nan_to_num(0.0, 0.0), torch.isfinite(begin)),
-        profile=Mean(torch.where(defined, ratio, 0.0), defined),
-    )
+    return BpttStats(first=Mean(begin.nan_to_num(0.0, 0.0), torch.isfinite(begin)), profile=Mean(torch.where(defined, ratio, 0.0), defined))
 
 
 BUCKETS = 64

@@ -140,14 +140,7 @@ class RolloutCollector(ABC):
     """
 
     def __init__(
-        self,
-        env: Environment,
-        policy: ActorCritic,
-        num_steps: int,
-        seed: int,
-        normalizers: Normalizers = PLAIN,
-        *,
-        greedy: bool = False,
+        self, env: Environment, policy: ActorCritic, num_steps: int, seed: int, normalizers: Normalizers = PLAIN, *, greedy: bool = False
     ) -> None:
         self.env: Any = env
         self.policy, self.num_steps = policy, num_steps

@@ -174,9 +174,7 @@ class TensorRollout:
 
     def __init__(self, initial_states: Mapping[str, Tensor]) -> None:
         self.initial_states = dict(initial_states)
-        self.steps, self.scores, self.actions, self.masks, self.relevance, self.states = (
-            Columns(list) for _ in range(6)
-        )
+        self.steps, self.scores, self.actions, self.masks, self.relevance, self.states = (Columns(list) for _ in range(6))
         self.fresh: list[Tensor] = []
         self.final_observations: dict[int, Tensor] = {}
 

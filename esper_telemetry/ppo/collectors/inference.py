@@ -194,11 +194,7 @@ class LimitedEpisodes(NamedTuple):
 
 
 def estimate(
-    policy: HostPolicy,
-    observations: Array,
-    terminated: Array,
-    limited: Sequence[LimitedEpisodes],
-    states: StateBuffer | None,
+    policy: HostPolicy, observations: Array, terminated: Array, limited: Sequence[LimitedEpisodes], states: StateBuffer | None
 ) -> tuple[Array, Array]:
     """Return the values [T, B] of the states acted in, and of the following states, 0 after termination.
 
@@ -272,9 +268,7 @@ class Restrictor:
     def to(self, device: torch.device) -> Restrictor:
         """Return the restrictor for tensors on a device."""
         arrays = (self.relevant_choices, self.forced, self.rows)
-        return Restrictor(
-            self.spec, *(None if array is None else torch.from_numpy(array).to(device) for array in arrays)
-        )
+        return Restrictor(self.spec, *(None if array is None else torch.from_numpy(array).to(device) for array in arrays))
 
 
 def restrictors(specs: Mapping[str, ActionSpec], num_envs: int) -> dict[str, Restrictor]:
@@ -315,14 +309,11 @@ class ActionColumns(NamedTuple):
 
 
 @torch.no_grad()
-def action_columns(
-    policy: ActorCritic, scores: Tensors, actions: Tensors, *, masks: Tensors, relevance: Tensors
-) -> ActionColumns:
+def action_columns(policy: ActorCritic, scores: Tensors, actions: Tensors, *, masks: Tensors, relevance: Tensors) -> ActionColumns:
     """Return the columns with the log-probabilities of actions under the scores they were sampled from. All shapes are [T, B, ...]."""
     shape = next(iter(scores.values())).shape[:2]
     flat_scores, flat_actions, flat_masks, flat_relevance = (
-        {name: column.flatten(0, 1) for name, column in columns.items()}
-        for columns in (scores, actions, masks, relevance)
+        {name: column.flatten(0, 1) for name, column in columns.items()} for columns in (scores, actions, masks, relevance)
     )
     parts = policy.log_probs(policy.normalize(flat_scores, flat_masks), flat_actions, flat_relevance)
     parts = {name: part.view(shape) for name, part in parts.items()}
@@ -338,9 +329,7 @@ class ActionBuffer:
         greedy: take the most likely actions instead of sampling them.
     """
 
-    def __init__(
-        self, env: Task, policy: ActorCritic, num_steps: int, masked: tuple[str, ...], *, greedy: bool = False
-    ) -> None:
+    def __init__(self, env: Task, policy: ActorCritic, num_steps: int, masked: tuple[str, ...], *, greedy: bool = False) -> None:
         shape = (num_steps, env.num_envs)
         heads = {name: policy.head(name) for name in env.action_specs}
         with_masks, with_relevance = restricted_parts(env.action_specs, masked)
@@ -404,9 +393,7 @@ class ActionBuffer:
         for name, mask in self._masks.items():
             empty = np.argwhere(~mask.any(-1))
             if len(empty):
-                raise ValueError(
-                    f"the action mask of {name!r} allows no choice at (step, environment) {tuple(empty[0].tolist())}"
-                )
+                raise ValueError(f"the action mask of {name!r} allows no choice at (step, environment) {tuple(empty[0].tolist())}")
         scores, actions, masks, relevance = (
             {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
             for arrays in (self._scores, self._actions, self._masks, self._relevance)

@@ -33,14 +33,7 @@ class CueRecall:
     horizon = LENGTH
     observation_shape = (CUES + NOISE + 1,)
 
-    def __init__(
-        self,
-        num_envs: int = 16,
-        *,
-        seed: int | None = None,
-        device: str | torch.device = "cpu",
-        stale_cue: bool = False,
-    ) -> None:
+    def __init__(self, num_envs: int = 16, *, seed: int | None = None, device: str | torch.device = "cpu", stale_cue: bool = False) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, got {num_envs}")
         self.num_envs, self.device, self.stale_cue = num_envs, torch.device(device), stale_cue

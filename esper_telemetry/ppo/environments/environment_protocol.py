@@ -289,9 +289,7 @@ class ObservationLayout:
         if self.alone:
             return [rows]
         floats, at = floats_of(rows), {"float32": self.numbers, "uint8": 0}
-        at["uint8"] = FLOAT_BYTES * (
-            self.numbers + sum(image.size for image in self.images if image.dtype == "float32")
-        )
+        at["uint8"] = FLOAT_BYTES * (self.numbers + sum(image.size for image in self.images if image.dtype == "float32"))
         views = []
         for image in self.images:
             source = rows if image.dtype == "uint8" else floats

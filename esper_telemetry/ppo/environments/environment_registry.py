@@ -84,9 +84,7 @@ def controllers() -> tuple[str, ...]:
     return tuple(name for environment in every_environment().values() for name in environment.controllers)
 
 
-def make_env(
-    env_id: str, *, num_envs: int = 8, seed: int | None = None, mask_velocity: bool = False, **kwargs: Any
-) -> Environment:
+def make_env(env_id: str, *, num_envs: int = 8, seed: int | None = None, mask_velocity: bool = False, **kwargs: Any) -> Environment:
     """Return `num_envs` copies of a task: a Gymnasium id or a registered name, such as `cue-recall` or `morphogenesis`.
 
     Args:

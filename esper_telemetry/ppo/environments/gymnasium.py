@@ -61,9 +61,7 @@ class GymnasiumEnvironment:
         self.num_envs: int = vector.num_envs
         self.horizon: int | None = getattr(vector.spec, "max_episode_steps", None)
         self.reward_threshold: float | None = getattr(vector.spec, "reward_threshold", None)
-        self.observation_shape, self.observation_layout, pack = observation_form(
-            vector.single_observation_space, self.name
-        )
+        self.observation_shape, self.observation_layout, pack = observation_form(vector.single_observation_space, self.name)
         self.action_specs, self._to_native = action_parts(vector.single_action_space, self.name)
         self._vector: Any = vector
         self._rows = vector if pack is None else InRows(vector, pack)
@@ -98,9 +96,7 @@ class GymnasiumEnvironment:
         valid = None if self._resetting is None else ~self._resetting
         ended = terminated | truncated
         self._resetting = ended if ended.any() else None
-        return Step(
-            observations, rewards, terminated, truncated, valid, None if self._resetting is None else observations
-        )
+        return Step(observations, rewards, terminated, truncated, valid, None if self._resetting is None else observations)
 
     def _same_step(self, result: tuple[Any, ...]) -> Step:
         observations, rewards, terminated, truncated, info = result
@@ -219,13 +215,7 @@ def is_static(value: Any) -> bool:
     """Return True if a value is part of how an environment was made, or another layer."""
     import gymnasium
 
-    construction_types = (
-        gymnasium.Space,
-        gymnasium.Env,
-        gymnasium.vector.VectorEnv,
-        gymnasium.envs.registration.EnvSpec,
-        enum.Enum,
-    )
+    construction_types = (gymnasium.Space, gymnasium.Env, gymnasium.vector.VectorEnv, gymnasium.envs.registration.EnvSpec, enum.Enum)
     if isinstance(value, (list, tuple)) and value:
         return all(is_static(part) for part in value)
     return isinstance(value, (*construction_types, *CODE))

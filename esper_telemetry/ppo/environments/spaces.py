@@ -53,19 +53,11 @@ def describe(space: gymnasium.Space[Any], name: str, part: str) -> ActionParts:
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
-        by_key = {
-            key: describe(inner, f"{name}, part {key!r},", below(part, key)) for key, inner in space.spaces.items()
-        }
-        return ActionParts(
-            merged_specs(by_key.values(), name), lambda actions: {key: one.join(actions) for key, one in by_key.items()}
-        )
+        by_key = {key: describe(inner, f"{name}, part {key!r},", below(part, key)) for key, inner in space.spaces.items()}
+        return ActionParts(merged_specs(by_key.values(), name), lambda actions: {key: one.join(actions) for key, one in by_key.items()})
     if isinstance(space, spaces.Tuple):
-        inner_parts = [
-            describe(inner, f"{name}, part {index},", f"{part}_{index}") for index, inner in enumerate(space.spaces)
-        ]
-        return ActionParts(
-            merged_specs(inner_parts, name), lambda actions: tuple(one.join(actions) for one in inner_parts)
-        )
+        inner_parts = [describe(inner, f"{name}, part {index},", f"{part}_{index}") for index, inner in enumerate(space.spaces)]
+        return ActionParts(merged_specs(inner_parts, name), lambda actions: tuple(one.join(actions) for one in inner_parts))
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
         spec = ActionSpec("categorical", int(space.n))
@@ -78,9 +70,7 @@ def describe(space: gymnasium.Space[Any], name: str, part: str) -> ActionParts:
         spec = ActionSpec("continuous", int(np.prod(space.shape)), low=bounds(space.low), high=bounds(space.high))
         low, high, shape, dtype = space.low, space.high, (-1, *space.shape), space.dtype
         # clipped here and not in the trainer, which learns from the unclipped actions
-        return ActionParts(
-            {part: spec}, lambda actions: np.clip(actions[part].reshape(shape), low, high).astype(dtype, copy=False)
-        )
+        return ActionParts({part: spec}, lambda actions: np.clip(actions[part].reshape(shape), low, high).astype(dtype, copy=False))
     raise ValueError(f"the action space of {name} must be {ACTION_SPACES}, got {space}")
 
 

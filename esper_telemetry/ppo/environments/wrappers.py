@@ -129,6 +129,5 @@ class HiddenVelocity(Wrapper):
         step = self._env.step(actions)
         final = step.final_observations
         return step._replace(
-            observations=step.observations * self._visible,
-            final_observations=None if final is None else final * self._visible,
+            observations=step.observations * self._visible, final_observations=None if final is None else final * self._visible
         )

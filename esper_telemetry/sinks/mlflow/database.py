@@ -178,8 +178,7 @@ def split_latest(metrics: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     history = [
         metric
         for metric in metrics
-        if (newest := latest[metric.key]) is not metric
-        and (_moment(metric), metric.value) != (_moment(newest), newest.value)
+        if (newest := latest[metric.key]) is not metric and (_moment(metric), metric.value) != (_moment(newest), newest.value)
     ]
     return history, list(latest.values())
 

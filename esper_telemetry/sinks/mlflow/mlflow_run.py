@@ -185,13 +185,7 @@ def joined_run(store: str | None, run_id: str, budget: KeyBudget, *, checkpoints
 
 
 def own_run(
-    store: str | None,
-    budget: KeyBudget,
-    *,
-    experiment: str,
-    artifacts: Path | None,
-    parent: str | None,
-    checkpoints: bool,
+    store: str | None, budget: KeyBudget, *, experiment: str, artifacts: Path | None, parent: str | None, checkpoints: bool
 ) -> MlflowRun:
     """Return the MLflow run of the budget's run, marked as running again, or a new one; below its parent, if it has one."""
     run = budget.run

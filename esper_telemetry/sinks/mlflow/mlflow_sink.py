@@ -293,9 +293,7 @@ def _run_in_database(path: Path, run: RunInfo, experiment: str) -> StoredRun | N
 
 def _in_database(path: Path, run: RunInfo, experiment: str) -> StoredMetrics:
     """Return the metrics of the run; raises sqlite3.Error if the file lacks MLflow's tables, or is locked for too long."""
-    with closing(
-        sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=MAX_LOCK_SECONDS)
-    ) as database:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=MAX_LOCK_SECONDS)) as database:
         row = database.execute(FIND_RUN, (experiment, RUN_TAG, run.run_id)).fetchone()
         if row is None:
             return StoredMetrics()

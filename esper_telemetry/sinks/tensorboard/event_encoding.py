@@ -121,17 +121,9 @@ def session_end(status: RunStatus, wall_time: float) -> Any:
 
 def experiment(run: RunInfo, outcomes: Iterable[str]) -> Any:
     """Return the columns of the table that compares runs: settings and outcomes."""
-    kinds: Mapping[type, Any] = {
-        bool: api_pb2.DATA_TYPE_BOOL,
-        int: api_pb2.DATA_TYPE_FLOAT64,
-        float: api_pb2.DATA_TYPE_FLOAT64,
-    }
+    kinds: Mapping[type, Any] = {bool: api_pb2.DATA_TYPE_BOOL, int: api_pb2.DATA_TYPE_FLOAT64, float: api_pb2.DATA_TYPE_FLOAT64}
     columns = [
-        api_pb2.HParamInfo(
-            name=name,
-            type=kinds.get(type(value), api_pb2.DATA_TYPE_STRING),
-            differs=name.rpartition(".")[2] in COMPARED,
-        )
+        api_pb2.HParamInfo(name=name, type=kinds.get(type(value), api_pb2.DATA_TYPE_STRING), differs=name.rpartition(".")[2] in COMPARED)
         for name, value in flattened(run.config).items()
     ]
     metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in outcomes]

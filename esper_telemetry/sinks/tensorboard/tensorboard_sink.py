@@ -19,25 +19,9 @@ import numpy as np
 
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.layout import (
-    ALARM_FAMILY,
-    KeyBudget,
-    by_tag,
-    counts_by_tag,
-    family_of,
-    overview_names,
-    sections,
-)
+from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, by_tag, counts_by_tag, family_of, overview_names, sections
 from esper_telemetry.sinks.pages import IncidentCards, run_readme
-from esper_telemetry.sinks.sink_protocol import (
-    OpenedSink,
-    Place,
-    Shown,
-    StoredMetrics,
-    check_options,
-    require_package,
-    require_run_dir,
-)
+from esper_telemetry.sinks.sink_protocol import OpenedSink, Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
 
 SUFFIX: Final = ".esper"
 VERDICT_TAG: Final = "0_verdict"
@@ -241,9 +225,7 @@ def outcomes(run: RunInfo) -> list[str]:
         family, headline = family_of(key), run.metrics[key].headline
         return family.name == ALARM_FAMILY, family.place, not headline, headline
 
-    leading = [
-        key for key, info in run.metrics.items() if "{" not in key and (info.headline or info.level == "minimal")
-    ]
+    leading = [key for key, info in run.metrics.items() if "{" not in key and (info.headline or info.level == "minimal")]
     chosen: dict[str, list[str]] = {}
     for key in sorted(leading, key=precedence):
         chosen.setdefault(family_of(key).name, []).append(key)

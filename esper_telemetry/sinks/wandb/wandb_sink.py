@@ -26,15 +26,7 @@ from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import error_line
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
-from esper_telemetry.sinks.layout import (
-    TASK_AXIS,
-    KeyBudget,
-    by_tag,
-    counts_by_tag,
-    family_of,
-    overview_names,
-    with_at_most,
-)
+from esper_telemetry.sinks.layout import TASK_AXIS, KeyBudget, by_tag, counts_by_tag, family_of, overview_names, with_at_most
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCards, alarm_text, cause_of, run_note
 from esper_telemetry.sinks.sink_protocol import (
     OVERVIEW_FAMILY,
@@ -251,9 +243,7 @@ class _OpenRun:
             names = {self.target.chart_name(key): key for key in row if not key.startswith("axis/")}
             for name in names.keys() - self._defined:  # draw each name over the axis of its family
                 is_overview = name.startswith(f"{OVERVIEW_FAMILY}/")
-                self.target.run.define_metric(
-                    name, step_metric=TASK_AXIS if is_overview else family_of(names[name]).axis
-                )
+                self.target.run.define_metric(name, step_metric=TASK_AXIS if is_overview else family_of(names[name]).axis)
                 self._defined.add(name)
             self.target.log(row)
 

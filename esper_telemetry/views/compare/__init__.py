@@ -16,13 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from esper_telemetry.alarms.verdict.run_outcome import NONFINITE
-from esper_telemetry.views.compare.compared_runs import (
-    RETURN_KEYS,
-    ComparedRun,
-    FirstDifference,
-    configurations,
-    first_difference,
-)
+from esper_telemetry.views.compare.compared_runs import RETURN_KEYS, ComparedRun, FirstDifference, configurations, first_difference
 from esper_telemetry.views.compare.seed_statistics import (
     METRICS_LEVEL,
     RETURN_LEVEL,
@@ -179,8 +173,7 @@ def comparison(runs: Sequence[ComparedRun], *, ignore: Collection[str] = (), by:
     independent = [_one_per_seed(group) for group in groups]
     return Comparison(
         groups=tuple(
-            _summary(label, group, seeds, return_key, axis)
-            for label, group, seeds in zip(labels, groups, independent, strict=True)
+            _summary(label, group, seeds, return_key, axis) for label, group, seeds in zip(labels, groups, independent, strict=True)
         ),
         comparisons=tuple(
             _compare((labels[0], label), (independent[0], seeds), return_key, axis)
@@ -189,9 +182,7 @@ def comparison(runs: Sequence[ComparedRun], *, ignore: Collection[str] = (), by:
         repeats=tuple(difference for group in groups for difference in _repeats(group)),
         return_key=return_key,
         reach=axis.reach,
-        settings={
-            name: {label: _word(each.get(name)) for label, each in zip(labels, settings, strict=True)} for name in names
-        },
+        settings={name: {label: _word(each.get(name)) for label, each in zip(labels, settings, strict=True)} for name in names},
         versions=_versions(labels, groups),
         notes=tuple(_notes(runs, groups, independent, return_key, axis)),
     )
@@ -202,9 +193,7 @@ def _labels(settings: Sequence[Mapping[str, str]], names: Sequence[str]) -> list
     if len(settings) == 1:
         return ["all runs"]
     more = f" and {len(names) - MAX_LABEL_SETTINGS} more" if len(names) > MAX_LABEL_SETTINGS else ""
-    labels = [
-        ", ".join(f"{name}={_word(each.get(name))}" for name in names[:MAX_LABEL_SETTINGS]) + more for each in settings
-    ]
+    labels = [", ".join(f"{name}={_word(each.get(name))}" for name in names[:MAX_LABEL_SETTINGS]) + more for each in settings]
     repeated = {label for label, count in Counter(labels).items() if count > 1}
     return [f"{label} ({place})" if label in repeated else label for place, label in enumerate(labels, 1)]
 
@@ -218,9 +207,7 @@ def _repeats(group: Sequence[ComparedRun]) -> list[FirstDifference]:
     by_seed: dict[str, list[ComparedRun]] = {}
     for run in group:
         by_seed.setdefault(run.seed, []).append(run)
-    differences = [
-        first_difference(runs[0], run) for seed, runs in by_seed.items() if seed or len(group) == 2 for run in runs[1:]
-    ]
+    differences = [first_difference(runs[0], run) for seed, runs in by_seed.items() if seed or len(group) == 2 for run in runs[1:]]
     return [one for one in differences if one.seed or one.equal_updates]
 
 
@@ -234,9 +221,7 @@ def _one_per_seed(group: Sequence[ComparedRun]) -> list[ComparedRun]:
     return list(chosen.values())
 
 
-def _summary(
-    label: str, group: Sequence[ComparedRun], independent: Sequence[ComparedRun], return_key: str, axis: StepAxis
-) -> GroupSummary:
+def _summary(label: str, group: Sequence[ComparedRun], independent: Sequence[ComparedRun], return_key: str, axis: StepAxis) -> GroupSummary:
     finals = np.array([run.final_return(return_key, axis.reach) for run in independent])
     finals = finals[np.isfinite(finals)]
     courses = np.array([axis.means(run, run.column(return_key)[:, None])[:, 0] for run in independent])
@@ -278,10 +263,7 @@ def _run_summary(run: ComparedRun, final: float) -> RunSummary:
 
 
 def _compare(
-    labels: tuple[str, str],
-    groups: tuple[Sequence[ComparedRun], Sequence[ComparedRun]],
-    return_key: str,
-    axis: StepAxis,
+    labels: tuple[str, str], groups: tuple[Sequence[ComparedRun], Sequence[ComparedRun]], return_key: str, axis: StepAxis
 ) -> GroupComparison:
     """Compare two groups of runs, one per seed."""
     finals = [np.array([run.final_return(return_key, axis.reach) for run in group]) for group in groups]

@@ -46,9 +46,7 @@ TOTAL_LENGTH: Final = re.compile(
     r"|(num|n|max)_(env_steps|timesteps|frames|updates|iterations)|(time)?steps|frames|updates|iterations)"
 )
 """Settings of how long a run trains: runs are compared up to the step that all have reached."""
-PATH: Final = re.compile(
-    r'"((/|~|\.\.?/|runs/|[A-Za-z]:\\\\|[\w.+:-]+://).*|.*[\\/].*\.(ckpt|npz|onnx|pkl|pth?|safetensors|zip))"'
-)
+PATH: Final = re.compile(r'"((/|~|\.\.?/|runs/|[A-Za-z]:\\\\|[\w.+:-]+://).*|.*[\\/].*\.(ckpt|npz|onnx|pkl|pth?|safetensors|zip))"')
 """Values of settings, as JSON, that are paths or addresses."""
 TIME_UNITS: Final = frozenset({"ms", "s", "1/s", "seconds", "bytes", "MB", "GB", "MiB", "GiB"})
 """Units of time and memory, which differ between runs that are equal."""
@@ -127,9 +125,7 @@ class ComparedRun:
         return float(self.returns[key][rows[-1]]) if key in self.returns and len(rows) else math.nan
 
 
-def configurations(
-    runs: Sequence[ComparedRun], *, ignore: Collection[str] = (), by: Collection[str] = ()
-) -> list[dict[str, str]]:
+def configurations(runs: Sequence[ComparedRun], *, ignore: Collection[str] = (), by: Collection[str] = ()) -> list[dict[str, str]]:
     """Return the settings of each run that tell configurations apart.
 
     Args:
@@ -311,9 +307,7 @@ def first_difference(first: ComparedRun, second: ComparedRun) -> FirstDifference
         differing = tuple(
             key
             for key in {**mine, **other}
-            if not _same(mine.get(key), other.get(key))
-            and (keep_absent or (key in mine and key in other))
-            and comparable(key)
+            if not _same(mine.get(key), other.get(key)) and (keep_absent or (key in mine and key in other)) and comparable(key)
         )
         if differing:
             key, axes = differing[0], left.axes

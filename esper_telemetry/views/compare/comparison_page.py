@@ -181,9 +181,7 @@ def repeat_text(repeat: FirstDifference) -> str:
         "absent" if value is None else "other counts or edges" if isinstance(value, tuple) else text
         for value, text in zip(repeat.values, _distinct(*repeat.values), strict=True)
     )
-    return (
-        f"{head} differ first at update {repeat.update:,} (step {repeat.env_step:,}) in {repeat.key}{more}: {values}."
-    )
+    return f"{head} differ first at update {repeat.update:,} (step {repeat.env_step:,}) in {repeat.key}{more}: {values}."
 
 
 def _distinct(*values: Any) -> tuple[str, ...]:

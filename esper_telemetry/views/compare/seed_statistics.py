@@ -382,9 +382,7 @@ class MetricMeans:
         if smallest_p(*self.sizes) > METRICS_LEVEL:
             return {}
         parts = self.windows[0][: self.sizes[0]], self.windows[0][self.sizes[0] :]
-        (first, second), (first_high, second_high) = (
-            [pick(part, axis=0) for part in parts] for pick in (np.min, np.max)
-        )
+        (first, second), (first_high, second_high) = ([pick(part, axis=0) for part in parts] for pick in (np.min, np.max))
         columns = (first == first_high) & (first != second) & (second == second_high)
         return {self.keys[at]: (float(first[at]), float(second[at])) for at in np.flatnonzero(columns)}
 

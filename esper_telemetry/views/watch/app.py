@@ -28,15 +28,7 @@ from esper_telemetry.journal.packed import PACKED_SUFFIX
 from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.run_view import RunView, open_sample, open_view
 from esper_telemetry.views.watch.charts import Line, WatchState, chart_page, paragraph, run_names
-from esper_telemetry.views.watch.screens import (
-    footer,
-    header,
-    help_page,
-    incident_page,
-    overview,
-    strip,
-    table_page,
-)
+from esper_telemetry.views.watch.screens import footer, header, help_page, incident_page, overview, strip, table_page
 
 REFRESH_SECONDS: Final = 0.25
 READ_SECONDS: Final = 0.1
@@ -137,9 +129,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         place = ids.index(self.chosen) if self.chosen in ids else 0
         target = min(max(place + count, 0), len(ids) - 1)
         if not ids or (target == place and count):
-            self.scroll_relative(
-                y=count, animate=False
-            )  # the lines before the first and after the last one that can be chosen
+            self.scroll_relative(y=count, animate=False)  # the lines before the first and after the last one that can be chosen
         if not ids:
             return
         old, self.chosen = self.chosen, ids[target]
@@ -289,9 +279,7 @@ class WatchApp(App[None]):
         now, pause = time.monotonic(), max(MIN_REDRAW_SECONDS, self.size.width * self.size.height / CELLS_PER_SECOND)
         self._read_at = now if count else self._read_at
         if not count:
-            is_over = now - self._read_at > OVER_SECONDS and all(
-                view is not None and view.ended for view in self._views
-            )
+            is_over = now - self._read_at > OVER_SECONDS and all(view is not None and view.ended for view in self._views)
             pause = math.inf if is_over else 1.0
         if now - self._drawn_at >= pause:
             self.draw()

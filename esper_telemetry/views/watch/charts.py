@@ -18,14 +18,7 @@ from esper_telemetry.views.run_parts import HealthyRange, Series, drawable
 from esper_telemetry.views.run_view import RunView
 
 BARS: Final = "▁▂▃▄▅▆▇█"
-RUN_MARKS: Final = (
-    ("●", "bright_blue"),
-    ("▲", "yellow"),
-    ("■", "magenta"),
-    ("◆", "cyan"),
-    ("+", "green"),
-    ("×", "red"),
-)
+RUN_MARKS: Final = (("●", "bright_blue"), ("▲", "yellow"), ("■", "magenta"), ("◆", "cyan"), ("+", "green"), ("×", "red"))
 """Mark and colour of each run, which stay apart for colour-blind readers by their shapes."""
 SHORT_UNITS: Final = frozenset({"nats", "steps", "ms", "s", "MiB", "σ", "σ_R", "cores"})
 """Units that follow a number; the page of the metric names all."""
@@ -159,9 +152,7 @@ def in_columns(series: Series, columns: int, ends: tuple[int, int]) -> list[list
     return parts
 
 
-def sparkline(
-    series: Series, columns: int, ends: tuple[int, int], *, log: bool = False, until: int | None = None
-) -> str:
+def sparkline(series: Series, columns: int, ends: tuple[int, int], *, log: bool = False, until: int | None = None) -> str:
     """Return the course of the values in one line between two steps; between two values the earlier one holds, up to the step `until`."""
     held: list[float | None] = []
     last = columns if until is None else math.ceil((until - ends[0]) / max(1, ends[1] - ends[0]) * columns)
@@ -178,9 +169,7 @@ def bars(values: Sequence[float | None], *, log: bool = False) -> str:
     low, high = (pick(map(scale, present), default=0.0) for pick in (min, max))
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
         return "".join(" " if height is None else BARS[3] for height in heights)
-    return "".join(
-        " " if height is None else BARS[min(7, int((height - low) / (high - low) * 8))] for height in heights
-    )
+    return "".join(" " if height is None else BARS[min(7, int((height - low) / (high - low) * 8))] for height in heights)
 
 
 def scaling(values: Sequence[float], *, log: bool) -> Callable[[float], float]:
@@ -215,12 +204,7 @@ def chart_page(views: Sequence[RunView], key: str, state: WatchState, width: int
 
 
 def plot(
-    series: Sequence[tuple[tuple[str, str], Series]],
-    state: WatchState,
-    healthy: HealthyRange | None,
-    x_label: str,
-    width: int,
-    rows: int,
+    series: Sequence[tuple[tuple[str, str], Series]], state: WatchState, healthy: HealthyRange | None, x_label: str, width: int, rows: int
 ) -> list[Line]:
     """Return the values of some runs as rows of their marks, with both axes, the healthy range as dots, and the cursor.
 

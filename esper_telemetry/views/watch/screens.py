@@ -41,12 +41,7 @@ from esper_telemetry.views.watch.charts import (
 )
 
 LEVEL_MARKS: Final = {"": " ", "outside": "!", "warn": "!", "critical": "‼"}
-STALENESS: Final = {
-    "ok": ("●OK", "green"),
-    "warn": ("◐WARN", "yellow"),
-    "bad": ("○BAD", "bold red"),
-    "ended": ("", "dim"),
-}
+STALENESS: Final = {"ok": ("●OK", "green"), "warn": ("◐WARN", "yellow"), "bad": ("○BAD", "bold red"), "ended": ("", "dim")}
 MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
 NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 17, 16, 10
 WIDE_COLUMNS: Final = 100
@@ -104,10 +99,7 @@ def _single_header(view: RunView, width: int, now: float | None) -> list[Line]:
     progress, state = view.progress(now), _state(view, now)
     facts = " · ".join(filter(None, (view.facts.env, view.facts.trainer)))
     left, split = Text.assemble((view.name, "bold"), (f"  {facts}", "dim")), progress.time_split.items()
-    shares = (
-        "  ".join(f"{name} {share:.0%}" for name, share in split),
-        " ".join(f"{name[:3]} {share:.0%}" for name, share in split),
-    )
+    shares = ("  ".join(f"{name} {share:.0%}" for name, share in split), " ".join(f"{name[:3]} {share:.0%}" for name, share in split))
     room = width - left.cell_len - state.cell_len - 4
     fitting = next((text for text in shares if len(text) <= room), "")
     first = justified(left, Text(fitting, "dim").append("  ").append_text(state), width)
@@ -155,11 +147,7 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     problems = dict.fromkeys(problem for view in views for problem in view.problems)
     plugins = chain.from_iterable(paragraph(problem, width, "yellow") for problem in problems)
     return [
-        *(
-            line
-            for index, view in enumerate(views)
-            for line in _outcome(view, width, index if len(views) > 1 else None)
-        ),
+        *(line for index, view in enumerate(views) for line in _outcome(view, width, index if len(views) > 1 else None)),
         *pinned,
         *_section("What goes wrong", _incidents(views, width)),
         *chain.from_iterable(sections),
@@ -182,9 +170,7 @@ def _outcome(view: RunView, width: int, index: int | None) -> list[Line]:
     return lines if index is None else [Line(run_mark(index).append_text(line.text)) for line in lines]
 
 
-def _chart_line(
-    views: Sequence[RunView], key: str, state: WatchState, width: int, *, by_key: bool = False
-) -> Iterator[Line]:
+def _chart_line(views: Sequence[RunView], key: str, state: WatchState, width: int, *, by_key: bool = False) -> Iterator[Line]:
     """Yield the line of a metric: name, value, sparkline, healthy range and mark; values of several runs are side by side."""
     charts = [view.chart(key) if key in view.last else None for view in views]
     first = next((chart for chart in charts if chart), None)
@@ -299,9 +285,7 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
 
 def _item_lines(items: Sequence[Mapping[str, object]], width: int) -> Iterator[Line]:
     """Yield a heading and a row for each piece of evidence, with as many of its plain values as there is room for."""
-    names = dict.fromkeys(
-        name for item in items for name, value in item.items() if isinstance(value, str | int | float)
-    )
+    names = dict.fromkeys(name for item in items for name, value in item.items() if isinstance(value, str | int | float))
     rows = [Text() for _ in range(len(items) + 1)]
     for place, name in enumerate(names):
         column = [name, *(number_text(item.get(name, "")) for item in items)]

@@ -1,7 +1,5 @@
 """Small trainers for the tests of faults, and the records of their runs."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

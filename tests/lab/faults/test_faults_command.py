@@ -1,7 +1,5 @@
 """The command line `python -m esper_telemetry.lab.faults`. Commands that train run in their own processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -20,9 +18,7 @@ FIELDS = {"strict_recall", "lenient_recall", "false_alarms_per_100", "median_lag
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "esper_telemetry.lab.faults", *arguments], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, "-m", "esper_telemetry.lab.faults", *arguments], capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -110,19 +106,10 @@ def test_the_documentation_lists_all_faults() -> None:
         (["score", "--workers", "0"], "workers must be at least 1, got 0"),
         (["score", "--seeds", "-1"], "seeds must be 0 or more, and at least one, got (-1,)"),
         (["score", "--from", "nowhere"], "nowhere does not contain runs of the fault bench"),
-        (
-            ["score", "--from", "a", "--keep", "b"],
-            "--from scores kept journals and --keep keeps trained ones: give one of them",
-        ),
+        (["score", "--from", "a", "--keep", "b"], "--from scores kept journals and --keep keeps trained ones: give one of them"),
         (["score", "--doses", "3"], "--doses with values needs --faults, because doses differ between faults"),
-        (
-            ["score", "--doses", "--faults", "h0_zero"],
-            "--doses without values supports lr, forget, reward, got h0_zero",
-        ),
-        (
-            ["demo", "--fault", "h0_zero", "--policy", "mlp", "--no-mask-velocity"],
-            "h0_zero does not apply to CartPole-v1",
-        ),
+        (["score", "--doses", "--faults", "h0_zero"], "--doses without values supports lr, forget, reward, got h0_zero"),
+        (["demo", "--fault", "h0_zero", "--policy", "mlp", "--no-mask-velocity"], "h0_zero does not apply to CartPole-v1"),
     ],
 )
 def test_wrong_use_is_one_sentence_and_leaves_nothing(

@@ -1,7 +1,5 @@
 """Every fault breaks training, and restores the trainer afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 
@@ -59,9 +57,7 @@ EFFECTS: dict[str, Effect] = {
     "obs_mismatch": rises("integrity/ratio_init", 1e-3),
     "h0_zero": rises("integrity/ratio_init", 1e-5),
     "mask_bug": rises("integrity/ratio_init", 1e-3),
-    "no_reset": lambda now, usual: (
-        now["lstm/reset_rate"] < usual["lstm/reset_rate"] / 2
-    ),  # the ends before it still count
+    "no_reset": lambda now, usual: now["lstm/reset_rate"] < usual["lstm/reset_rate"] / 2,  # the ends before it still count
     "ent0_strong": becomes("reward/absmax", 5),
     "stuck_normalizer": rises("norm/obs/clip_frac", 0.1),
     "dead_relu": becomes("grad/layer/actor_encoder_layers_0_weight/norm", 0),
@@ -69,9 +65,7 @@ EFFECTS: dict[str, Effect] = {
     "forget_p10": becomes("lstm/gate/f/sat_hi", 1),
     "frozen_trunk": loses("grad/shared/norm_preclip"),
     "detached_head": loses("grad/head_arg/norm_preclip"),
-    "saturated_head": lambda now, usual: (
-        now["policy/head/arg/entropy_norm"] < 0.01 < usual["policy/head/arg/entropy_norm"]
-    ),
+    "saturated_head": lambda now, usual: now["policy/head/arg/entropy_norm"] < 0.01 < usual["policy/head/arg/entropy_norm"],
 }
 BY_EVENTS = {"repeated_minibatches", "constant_observations", "swapped_ends"}
 
@@ -141,9 +135,7 @@ def test_broken_updates_change_weights_and_nothing_else(fault: str) -> None:
 
 def surroundings(trainer: PPO) -> list[object]:
     """Return the parts of a trainer that are not learned."""
-    groups = [
-        {name: group[name] for name in ("betas", "eps", "weight_decay")} for group in trainer.optimizer.param_groups
-    ]
+    groups = [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in trainer.optimizer.param_groups]
     trained = [parameter.requires_grad for parameter in trainer.policy.parameters()]
     return [trainer.steps, trainer.config, groups, trained, trainer.collector.env, trainer.normalizers.observations]
 
@@ -237,16 +229,10 @@ def test_a_family_knows_its_doses() -> None:
         ("mask_bug", cartpole, "mask_bug does not apply to CartPole-v1: it has no action masks"),
         ("detached_head", cartpole, "detached_head does not apply to CartPole-v1: its actions have one part"),
         ("ent0_strong", pendulum, "ent0_strong does not apply to Pendulum-v1: its actions are continuous"),
-        (
-            "stuck_normalizer",
-            recall,
-            "stuck_normalizer does not apply to cue-recall: its observations are not normalised",
-        ),
+        ("stuck_normalizer", recall, "stuck_normalizer does not apply to cue-recall: its observations are not normalised"),
     ],
 )
-def test_a_fault_says_in_a_sentence_why_it_does_not_apply(
-    fault: str, trainer: Callable[[], PPO], sentence: str
-) -> None:
+def test_a_fault_says_in_a_sentence_why_it_does_not_apply(fault: str, trainer: Callable[[], PPO], sentence: str) -> None:
     broken = trainer()
     before = surroundings(broken)
 

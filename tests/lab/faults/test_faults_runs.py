@@ -1,7 +1,5 @@
 """Runs of the fault benchmark and the demo, read from their journals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +7,7 @@ import pytest
 
 from esper_telemetry.journal.read import read_run
 from esper_telemetry.lab.faults.__main__ import run
-from esper_telemetry.lab.faults.runs import (
-    HEALTHY_KINDS,
-    FaultRun,
-    plan_runs,
-    read_fault_run,
-    run_healthy,
-    triple_rewards,
-)
+from esper_telemetry.lab.faults.runs import HEALTHY_KINDS, FaultRun, plan_runs, read_fault_run, run_healthy, triple_rewards
 
 
 def test_a_healthy_run_stores_its_announced_updates(tmp_path: Path) -> None:

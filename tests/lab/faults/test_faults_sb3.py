@@ -1,7 +1,5 @@
 """Faults in Stable-Baselines3 begin in their update, are undone, and are scored by the same rules."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

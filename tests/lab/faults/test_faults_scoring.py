@@ -73,9 +73,7 @@ def test_a_cause_is_correct_where_the_incident_of_the_hit_has_an_accepted_cause(
     assert BrokenRun.of(broken("lr_x100", (25, OTHER), cause=LARGE)).correct_cause is None
 
 
-@pytest.mark.parametrize(
-    ("hypothesis", "named"), [("optimizer_step_learning_rate", True), ("schedules", True), ("advantages_sign", False)]
-)
+@pytest.mark.parametrize(("hypothesis", "named"), [("optimizer_step_learning_rate", True), ("schedules", True), ("advantages_sign", False)])
 def test_an_equation_counts_where_its_hypothesis_names_the_fault(hypothesis: str, named: bool) -> None:
     """The equation's alarm is the cause of the incident, three updates before a type that the fault accepts."""
     verdict = RunVerdict(
@@ -110,11 +108,7 @@ def test_figures_of_four_broken_runs() -> None:
 
 def test_updates_shared_before_a_fault_count_once() -> None:
     """Two faults of one seed share 24 updates with one alarm. With a healthy run of 60 updates, that is 1 + 2 alarms in 84."""
-    runs = [
-        broken("lr_x100", (10, OTHER), (25, KL)),
-        broken("vf_x1000", (10, OTHER), dose=1000),
-        healthy((5, OTHER), (50, KL)),
-    ]
+    runs = [broken("lr_x100", (10, OTHER), (25, KL)), broken("vf_x1000", (10, OTHER), dose=1000), healthy((5, OTHER), (50, KL))]
 
     sound = healthy_updates(runs)
 
@@ -201,9 +195,7 @@ def test_a_baseline_raises_once_until_its_check_stops() -> None:
     detector = BaselineDetector(nonfinite_check)
     counts = [0, 1, 2, 0, 1]
 
-    raised = [
-        [alarm.type for alarm in detector.step(record(at, numerics__nonfinite=n))] for at, n in enumerate(counts, 1)
-    ]
+    raised = [[alarm.type for alarm in detector.step(record(at, numerics__nonfinite=n))] for at, n in enumerate(counts, 1)]
 
     assert raised == [[], ["numerics/nonfinite"], [], [], ["numerics/nonfinite"]]
 

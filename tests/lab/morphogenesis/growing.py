@@ -1,7 +1,5 @@
 """Helpers for the tests of morphogenesis: small environments, random actions, and plain single networks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Every alarm about hosts and seeds, raised by a fault in a training run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

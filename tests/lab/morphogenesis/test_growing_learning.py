@@ -1,7 +1,5 @@
 """PPO scores above the heuristic, and the heuristic above random actions. A resumed run equals an uninterrupted one."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 
@@ -50,9 +48,7 @@ def test_ppo_beats_the_heuristic_which_beats_chance(task: str) -> None:
     torch.set_num_threads(1)
     seeds = range(1, 6)
     ppo = statistics.median(learned(task, seed) for seed in seeds)
-    heuristic, chance = (
-        statistics.median(scripted(task, policy, seed) for seed in seeds) for policy in ("heuristic", "random")
-    )
+    heuristic, chance = (statistics.median(scripted(task, policy, seed) for seed in seeds) for policy in ("heuristic", "random"))
     print(f"{task}: PPO {ppo:.3f}, heuristic {heuristic:.3f}, random {chance:.3f}")
 
     assert ppo > heuristic > chance
@@ -62,13 +58,7 @@ def test_ppo_beats_the_heuristic_which_beats_chance(task: str) -> None:
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """Three uninterrupted updates, compared with two, a checkpoint in the middle of an episode, and one more."""
     config = PPOConfig(
-        policy="lstm",
-        num_steps=12,
-        num_epochs=1,
-        num_minibatches=2,
-        lstm_size=8,
-        hidden_sizes=(8,),
-        anneal_learning_rate=False,
+        policy="lstm", num_steps=12, num_epochs=1, num_minibatches=2, lstm_size=8, hidden_sizes=(8,), anneal_learning_rate=False
     )
     uninterrupted, first, second = (PPO(tiny(4), config) for _ in range(3))
     steps = 12 * 4

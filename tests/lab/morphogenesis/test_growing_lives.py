@@ -1,7 +1,5 @@
 """Lifecycle of seeds: transitions, action masks, weight curves, gates, gradient health, the watchdog, checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -124,9 +122,7 @@ def holding(**changes: float) -> Slots:
         ("g3", {"total": 4, "done": 2, "age": 3}, False, False),
     ],
 )
-def test_gates_open_where_their_checks_hold(
-    gate: str, changes: dict[str, float], permissive: bool, strict: bool
-) -> None:
+def test_gates_open_where_their_checks_hold(gate: str, changes: dict[str, float], permissive: bool, strict: bool) -> None:
     """At an accuracy of 0.7. The seed began its stage at 0.6999, or at 0.69 if the gate tests an improvement."""
     slots = holding(**{"anchor": 0.6999, **changes})
     (tested,) = [one for one in GATES if one.name == gate]

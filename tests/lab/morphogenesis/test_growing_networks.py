@@ -1,7 +1,5 @@
 """Batched networks equal plain single networks, and the optimizers equal torch's optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -11,17 +9,7 @@ from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis.feedback import contributions, shapley_values
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, STYLES
-from esper_telemetry.lab.morphogenesis.network import (
-    ANATOMY,
-    INERT,
-    Mixing,
-    Network,
-    Owners,
-    Packing,
-    anatomy,
-    newborn,
-    presence,
-)
+from esper_telemetry.lab.morphogenesis.network import ANATOMY, INERT, Mixing, Network, Owners, Packing, anatomy, newborn, presence
 from esper_telemetry.lab.morphogenesis.training import AdamMoments, Data, adam, clip, gradients, scores, sgd, validate
 
 ENVS, SLOTS = 8, 2
@@ -42,10 +30,7 @@ def who(style: Tensor, kind: Tensor, tokens: int) -> list[Owners]:
     """Return the networks with the style and blueprint of each slot, from [N, S]."""
     has = anatomy()[style, kind]
     names = [name for name in ANATOMY if tokens > 1 or name != "attends"]
-    return [
-        {name: has[:, slot, ANATOMY.index(name)].nonzero().squeeze(1) for name in names}
-        for slot in range(style.shape[1])
-    ]
+    return [{name: has[:, slot, ANATOMY.index(name)].nonzero().squeeze(1) for name in names} for slot in range(style.shape[1])]
 
 
 @pytest.mark.parametrize("inert", [False, True])

@@ -1,7 +1,5 @@
 """Telemetry of morphogenesis: records and metrics of scripted and learning controllers, and the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -66,9 +64,7 @@ def test_single_hosts_and_seeds_are_shown_at_debug(level: str, tmp_path: Path) -
     if level == "normal":
         assert not single
         return
-    assert [single[f"host/each/{env}/accuracy"] for env in range(3)] == pytest.approx(
-        last.hosts["val_accuracy"].tolist()
-    )
+    assert [single[f"host/each/{env}/accuracy"] for env in range(3)] == pytest.approx(last.hosts["val_accuracy"].tolist())
     places = [f"{env}_{slot}" for env in range(3) for slot in range(2)]
     assert [single[f"seed/each/{place}/stage"] for place in places] == last.seeds["stage"].flatten().tolist()
     paid = sum(record.values[f"host/each/{env}/reward"] for record in (first, second) for env in range(3))
@@ -159,9 +155,7 @@ def test_nonfinite_data_do_not_raise() -> None:
     hosts["ended"] = torch.tensor([False, False, True]).unsqueeze(1).expand(3, 2)
     stages = torch.zeros(3, 2, env.slot_count, dtype=torch.int64)
 
-    values_by_group = [
-        group.values() for group in environment_stats(hosts, {"rent": hosts["score"]}, stages, ops=["wait"])
-    ]
+    values_by_group = [group.values() for group in environment_stats(hosts, {"rent": hosts["score"]}, stages, ops=["wait"])]
 
     assert not [key for values in values_by_group for key in values if key == "env/score"]
 
@@ -181,9 +175,7 @@ def test_the_command_line_trains_and_runs_scripts(
     monkeypatch.chdir(tmp_path)
     options = ("--num-envs", "4", "--num-steps", "8", "--total-steps", "64", "--run-dir", "run")
 
-    code, _, error = run_cli(
-        ["train", "--env", "morphogenesis", "--task", "digits", "--policy", policy, *options], capfd
-    )
+    code, _, error = run_cli(["train", "--env", "morphogenesis", "--task", "digits", "--policy", policy, *options], capfd)
 
     assert code == 0, error
     records = read_run(tmp_path / "run").records

@@ -1,7 +1,5 @@
 """Views of morphogenesis: the journal's event, the environments table, details, the status strip, and names of seeds in alarms."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path
@@ -206,9 +204,7 @@ def test_every_roll_back_of_an_update_is_in_its_row(tmp_path: Path) -> None:
         epoch = next(epochs)
         run.env.colony.hosts[{4: [1, 2], 15: [1]}.get(epoch, [])] = torch.nan
         if epoch == 15:
-            run.env.slots.set(
-                torch.tensor([[False] * 2, [True, False], *[[False] * 2] * 2]), stage=Stage.FOSSILIZED, life=9
-            )
+            run.env.slots.set(torch.tensor([[False] * 2, [True, False], *[[False] * 2] * 2]), stage=Stage.FOSSILIZED, life=9)
 
     with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
         attach(telemetry, run)

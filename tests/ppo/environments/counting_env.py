@@ -22,9 +22,7 @@ class Counting(gymnasium.Env[Observation, Any]):
         self.length, self.count, self.episode, self.start = length, 0, 0, 0.0
         self.actions: list[Any] = []
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
         super().reset(seed=seed)
         self.count, self.episode, self.start = 0, self.episode + 1, float(self.np_random.uniform())
         return self._observe(), {}

@@ -1,7 +1,5 @@
 """The trainer sees the same rollouts in every autoreset mode."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

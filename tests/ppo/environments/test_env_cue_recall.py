@@ -1,7 +1,5 @@
 """CueRecall: rewards worked by hand, and three policies that show whether memory works and stays in its episode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

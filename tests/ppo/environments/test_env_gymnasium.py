@@ -104,12 +104,7 @@ def test_other_tasks_step_one_after_the_other_without_wasted_rows() -> None:
             {"action_0": [1], "action_1": [3]},
             [1, 3],
         ),
-        (
-            Box(-2, 2, (1,)),
-            {"action": ActionSpec("continuous", 1, low=(-2.0,), high=(2.0,))},
-            {"action": [[5.0]]},
-            [2.0],
-        ),
+        (Box(-2, 2, (1,)), {"action": ActionSpec("continuous", 1, low=(-2.0,), high=(2.0,))}, {"action": [[5.0]]}, [2.0]),
         (
             Box(-1, 1, (2, 2)),
             {"action": ActionSpec("continuous", 4, low=(-1.0,) * 4, high=(1.0,) * 4)},
@@ -147,9 +142,7 @@ def test_an_unknown_id_names_close_ones() -> None:
 
 def test_a_module_may_register_the_environment(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_tasks.py").write_text(
-        "import gymnasium\n"
-        "from counting_env import Counting\n"
-        "gymnasium.register('MyCounting-v0', Counting, max_episode_steps=4)\n"
+        "import gymnasium\nfrom counting_env import Counting\ngymnasium.register('MyCounting-v0', Counting, max_episode_steps=4)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 

@@ -1,7 +1,5 @@
 """Environments of plugins: if one cannot be loaded, a warning names it and the others work."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint

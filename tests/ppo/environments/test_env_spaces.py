@@ -1,7 +1,5 @@
 """Gymnasium spaces: how the trainer encodes them, and the errors for unsupported ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium
@@ -14,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeing_env import spotlights
 
-from esper_telemetry.ppo.environments.environment_protocol import (
-    ActionSpec,
-    Image,
-    ObservationLayout,
-    Structured,
-    layout_of,
-)
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Image, ObservationLayout, Structured, layout_of
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 from esper_telemetry.ppo.environments.spaces import action_parts, as_image, observation_form
@@ -53,16 +45,10 @@ def samples(space: spaces.Space[Any], count: int) -> tuple[list[Any], Any]:
         (spaces.Dict(b=spaces.Discrete(5), a=FLOATS), (11,), ObservationLayout(6, 5)),
         (spaces.Tuple((spaces.Discrete(2), spaces.Tuple((FLOATS, FLOATS)))), (14,), ObservationLayout(12, 2)),
         # 6 + 5 floats of 4 bytes, and 216 pixels
-        (
-            spaces.Dict(x=FLOATS, d=spaces.Discrete(5), p=PIXELS),
-            (260,),
-            ObservationLayout(6, 5, (Image((9, 8, 3), True),)),
-        ),
+        (spaces.Dict(x=FLOATS, d=spaces.Discrete(5), p=PIXELS), (260,), ObservationLayout(6, 5, (Image((9, 8, 3), True),))),
     ],
 )
-def test_observations_have_a_layout(
-    space: spaces.Space[Any], shape: tuple[int, ...], layout: ObservationLayout
-) -> None:
+def test_observations_have_a_layout(space: spaces.Space[Any], shape: tuple[int, ...], layout: ObservationLayout) -> None:
     form = observation_form(space, "it")
 
     assert (form.shape, form.layout) == (shape, layout)
@@ -76,9 +62,7 @@ def test_vectors_and_single_images_are_passed_on_untouched() -> None:
 
 def test_one_hot_choices_stand_behind_the_vectors() -> None:
     """3 in Discrete(3, start=2) is its second choice. [1, 0] in MultiDiscrete([2, 3]) sets the second and third number."""
-    space = spaces.Dict(
-        a=spaces.Discrete(3, start=2), b=spaces.MultiDiscrete([2, 3]), c=spaces.Box(0, 9, (2,)), d=spaces.MultiBinary(2)
-    )
+    space = spaces.Dict(a=spaces.Discrete(3, start=2), b=spaces.MultiDiscrete([2, 3]), c=spaces.Box(0, 9, (2,)), d=spaces.MultiBinary(2))
     pack = observation_form(space, "it").pack
     assert pack is not None
 
@@ -141,12 +125,7 @@ def test_an_observation_that_cannot_be_used_is_named(space: spaces.Space[Any], s
 @pytest.mark.parametrize(
     ("space", "specs", "chosen", "taken"),
     [
-        (
-            spaces.MultiBinary(2),
-            {"action_0": 2, "action_1": 2},
-            {"action_0": [1, 0], "action_1": [0, 1]},
-            [[1, 0], [0, 1]],
-        ),
+        (spaces.MultiBinary(2), {"action_0": 2, "action_1": 2}, {"action_0": [1, 0], "action_1": [0, 1]}, [[1, 0], [0, 1]]),
         (
             spaces.MultiDiscrete(np.array([[2, 3]]), start=np.array([[1, 0]])),
             {"action_0": 2, "action_1": 3},
@@ -155,9 +134,7 @@ def test_an_observation_that_cannot_be_used_is_named(space: spaces.Space[Any], s
         ),
     ],
 )
-def test_choices_are_factored(
-    space: spaces.Space[Any], specs: dict[str, int], chosen: dict[str, Any], taken: Any
-) -> None:
+def test_choices_are_factored(space: spaces.Space[Any], specs: dict[str, int], chosen: dict[str, Any], taken: Any) -> None:
     parts = action_parts(space, "it")
 
     joined = parts.join({name: np.array(part) for name, part in chosen.items()})

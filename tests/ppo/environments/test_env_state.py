@@ -1,7 +1,5 @@
 """The state of an environment as plain data: supported attributes are restored, and unsupported ones are refused."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -48,13 +46,7 @@ class Keeping(gymnasium.Env[Any, Any]):
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        parts = (
-            self.attribute.values()
-            if isinstance(self.attribute, dict)
-            else self.attribute
-            if isinstance(self.attribute, list)
-            else ()
-        )
+        parts = self.attribute.values() if isinstance(self.attribute, dict) else self.attribute if isinstance(self.attribute, list) else ()
         samples = [part.normal() for part in parts if isinstance(part, np.random.Generator)]
         return np.full(1, sum(samples), np.float32), 0.0, False, False, {}
 
@@ -132,8 +124,7 @@ def itself() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda: Place(1, 2), lambda: Number(3), lambda: OrderedDict(a=1), Noise, object, itself, lambda: [Noise()]],
+    "make", [lambda: Place(1, 2), lambda: Number(3), lambda: OrderedDict(a=1), Noise, object, itself, lambda: [Noise()]]
 )
 def test_what_might_come_back_as_something_else_is_refused(make: Callable[[], Any]) -> None:
     """A subclass of a plain type would be restored as the plain type, and a callable may have state."""

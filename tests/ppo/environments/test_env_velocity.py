@@ -1,7 +1,5 @@
 """Hidden velocities are zero wherever the policy or the critic reads them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

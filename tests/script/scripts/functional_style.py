@@ -33,15 +33,7 @@ def collect(params, envs, obs, length):
             v = value(params, obs)
         nxt, rew, term, trunc, info = envs.step(a.numpy())
         for key, item in zip(
-            out,
-            (
-                obs,
-                a,
-                lp[torch.arange(len(a)), a],
-                torch.as_tensor(rew).float(),
-                torch.as_tensor(term | trunc).float(),
-                v,
-            ),
+            out, (obs, a, lp[torch.arange(len(a)), a], torch.as_tensor(rew).float(), torch.as_tensor(term | trunc).float(), v)
         ):
             out[key].append(item)
         obs = torch.as_tensor(nxt)
@@ -74,9 +66,7 @@ def objective(params, batch, eps):
 
 def train():
     torch.manual_seed(2)
-    envs = gym.vector.SyncVectorEnv(
-        [lambda: gym.make("CartPole-v1") for _ in range(4)], autoreset_mode=gym.vector.AutoresetMode.SAME_STEP
-    )
+    envs = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1") for _ in range(4)], autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     params = {"pi": init([4, 32, 2]), "v": init([4, 32, 1])}
     leaves = [t for net in params.values() for pair in net for t in pair]
     opt = torch.optim.Adam(leaves, lr=2e-3)

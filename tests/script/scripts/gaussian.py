@@ -40,9 +40,7 @@ class PPO:
             advantages, last = torch.zeros(n_steps, 1), 0.0
             for t in reversed(range(n_steps)):
                 alive = 1 - dones[t]
-                last = (
-                    rewards[t] + self.gamma * alive * values[t + 1] - values[t] + self.gamma * self.lam * alive * last
-                )
+                last = rewards[t] + self.gamma * alive * values[t + 1] - values[t] + self.gamma * self.lam * alive * last
                 advantages[t] = last
             returns = advantages + values[:-1]
             for _epoch in range(3):

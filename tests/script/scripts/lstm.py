@@ -95,9 +95,7 @@ if __name__ == "__main__":
             global_step += args.num_envs
             obs[step], dones[step] = next_obs, next_done
             with torch.no_grad():
-                action, logprob, _, value, next_lstm_state = agent.get_action_and_value(
-                    next_obs, next_lstm_state, next_done
-                )
+                action, logprob, _, value, next_lstm_state = agent.get_action_and_value(next_obs, next_lstm_state, next_done)
             values[step], actions[step], logprobs[step] = value.flatten(), action, logprob
             next_obs, reward, terminations, truncations, infos = envs.step(action.numpy())
             rewards[step] = torch.tensor(reward)

@@ -63,14 +63,7 @@ def update(agent, optimizer, rollout, advantages, initial):
             (policy_loss + 0.25 * value_loss - 0.01 * entropy.mean()).backward()
             nn.utils.clip_grad_norm_(agent.parameters(), max_norm=0.5)
             optimizer.step()
-        print(
-            "epoch",
-            epoch,
-            policy_loss.item(),
-            value_loss.item(),
-            float(rewards.sum()),
-            float(next_value.sum() + next_done.sum()),
-        )
+        print("epoch", epoch, policy_loss.item(), value_loss.item(), float(rewards.sum()), float(next_value.sum() + next_done.sum()))
 
 
 def train():

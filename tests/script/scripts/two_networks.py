@@ -39,9 +39,7 @@ for cycle in range(2):
             ep = 0.0
             ob, _ = env.reset()
     get = lambda k: (
-        torch.stack([step[k] for step in traj])
-        if isinstance(traj[0][k], torch.Tensor)
-        else torch.tensor([step[k] for step in traj])
+        torch.stack([step[k] for step in traj]) if isinstance(traj[0][k], torch.Tensor) else torch.tensor([step[k] for step in traj])
     )
     s, u, logp, v, r, end, nxt = map(get, ("s", "u", "logp", "v", "r", "end", "nv"))
     td = r + 0.95 * nxt - v
@@ -56,10 +54,7 @@ for cycle in range(2):
         for j in range(4):
             b = perm[64 * j : 64 * (j + 1)]
             rho = torch.exp(density(mu(s[b]), ls, u[b]) - logp[b])
-            la = (
-                -torch.min(rho * adv[b], rho.clamp(0.8, 1.2) * adv[b]).mean()
-                - 0.001 * (ls + 0.5 * math.log(2 * math.pi * math.e)).sum()
-            )
+            la = -torch.min(rho * adv[b], rho.clamp(0.8, 1.2) * adv[b]).mean() - 0.001 * (ls + 0.5 * math.log(2 * math.pi * math.e)).sum()
             oa.zero_grad()
             la.backward()
             oa.step()

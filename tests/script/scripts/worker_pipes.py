@@ -75,11 +75,7 @@ def main():
                 e = (l.gather(1, A[b][:, None])[:, 0] - P[b]).exp()
                 g = G[b]
                 g = (g - g.mean()) / (g.std() + 1e-8)
-                o = (
-                    -torch.min(e * g, e.clamp(0.8, 1.2) * g).mean()
-                    + 0.5 * ((v - T[b]) ** 2).mean()
-                    - 0.01 * -(l.exp() * l).sum(1).mean()
-                )
+                o = -torch.min(e * g, e.clamp(0.8, 1.2) * g).mean() + 0.5 * ((v - T[b]) ** 2).mean() - 0.01 * -(l.exp() * l).sum(1).mean()
                 y.zero_grad()
                 o.backward()
                 nn.utils.clip_grad_norm_([*m.parameters(), *f.parameters(), *h.parameters()], 0.5)

@@ -39,9 +39,7 @@ class HostStats(MetricGroup):
         ),
     )
     best: Max = reports(
-        Metric.accuracy("host/accuracy_best", 1636, "best accuracy of a host").asks(
-            "What is the best accuracy that a host has had?"
-        )
+        Metric.accuracy("host/accuracy_best", 1636, "best accuracy of a host").asks("What is the best accuracy that a host has had?")
     )
     stale: Mean = reports(
         Metric.magnitude("host/epochs_since_best", 1637, "epochs since hosts were at their best", unit="epochs").asks(
@@ -49,9 +47,7 @@ class HostStats(MetricGroup):
         )
     )
     loss: Mean = reports(
-        Metric.nats("host/loss", 1641, "validation loss of hosts")
-        .asks("What is the loss on validation data?")
-        .absent("no loss was finite")
+        Metric.nats("host/loss", 1641, "validation loss of hosts").asks("What is the loss on validation data?").absent("no loss was finite")
     )
     train_loss: Mean = reports(
         Metric.nats("host/train_loss", 1688, "training loss of hosts")
@@ -124,14 +120,10 @@ class SingleHosts(MetricGroup, absent="it is not known", level=Level.DEBUG):
         )
     )
     norm: Last = reports(
-        Metric.gradient_norm("host/each/{env}/grad_norm", 1695, "gradient of a host").asks(
-            "How strong is its gradient, before clipping?"
-        )
+        Metric.gradient_norm("host/each/{env}/grad_norm", 1695, "gradient of a host").asks("How strong is its gradient, before clipping?")
     )
     growth: Last = reports(
-        Metric.ratio("host/each/{env}/growth_ratio", 1696, "growth of a host", low=1.0)
-        .asks("How much larger has it become?")
-        .absent("")
+        Metric.ratio("host/each/{env}/growth_ratio", 1696, "growth of a host", low=1.0).asks("How much larger has it become?").absent("")
     )
     rewards: Sum = reports(
         Metric.quantity("host/each/{env}/reward", 1697, "reward of a host", unit="reward").asks(
@@ -152,9 +144,7 @@ class SingleSeeds(MetricGroup, level=Level.DEBUG):
         )
     )
     alpha: Last = reports(
-        Metric.fraction("seed/each/{place}/alpha", 1510, "weight of a seed", unit="weight").asks(
-            "What weight does its seed have?"
-        )
+        Metric.fraction("seed/each/{place}/alpha", 1510, "weight of a seed", unit="weight").asks("What weight does its seed have?")
     )
     norm: Last = reports(
         Metric.gradient_norm("seed/each/{place}/grad_norm", 1511, "gradient of a seed")
@@ -169,9 +159,7 @@ class SingleSeeds(MetricGroup, level=Level.DEBUG):
 
 
 @inference_mode
-def each_stats(
-    hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], rewards: Mapping[str, Tensor]
-) -> Iterator[MetricGroup]:
+def each_stats(hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], rewards: Mapping[str, Tensor]) -> Iterator[MetricGroup]:
     """Yield the metrics of the first `MAX_SHOWN_ENVIRONMENTS` environments and their slots, at the last of T steps.
 
     Args:
@@ -190,8 +178,7 @@ def each_stats(
     )
     row = {name: seeds[name][-1, :envs].flatten().double() for name in ("stage", "alpha", "norm", "contribution")}
     yield SingleSeeds(
-        tuple(f"{env}_{slot}" for env in range(envs) for slot in range(slots)),
-        **{name: Last(values) for name, values in row.items()},
+        tuple(f"{env}_{slot}" for env in range(envs) for slot in range(slots)), **{name: Last(values) for name, values in row.items()}
     )
 
 
@@ -228,9 +215,7 @@ class EpisodeScores(MetricGroup, absent="no episode ended"):
         )
     )
     final: Mean = reports(
-        Metric.accuracy("env/final_accuracy", 1621, "final accuracy of hosts").asks(
-            "How accurate are hosts at the end of their episodes?"
-        )
+        Metric.accuracy("env/final_accuracy", 1621, "final accuracy of hosts").asks("How accurate are hosts at the end of their episodes?")
     )
     peak: Mean = reports(
         Metric.accuracy("env/peak_accuracy", 1620, "peak accuracy of hosts").asks(
@@ -267,9 +252,7 @@ class Operations(MetricGroup):
 
     op: tuple[str, ...] = label()
     share: Mean = reports(
-        Metric.fraction("env/op/{op}", 1649, "share of an operation").asks(
-            "What share of all steps does this operation take?"
-        )
+        Metric.fraction("env/op/{op}", 1649, "share of an operation").asks("What share of all steps does this operation take?")
     )
 
 
@@ -285,11 +268,7 @@ class Decisions(MetricGroup):
     rollbacks: Sum = reports(
         Metric.count("env/rollbacks", 1632, "hosts given back older weights")
         .asks("How often did the watchdog restore older weights of a host?")
-        .bounds(
-            healthy="0",
-            warn="> 0",
-            source="a loss that is not finite, a host that has lost all it knew, a loss that runs away",
-        )
+        .bounds(healthy="0", warn="> 0", source="a loss that is not finite, a host that has lost all it knew, a loss that runs away")
     )
 
 
@@ -349,12 +328,7 @@ def environment_stats(
 
 
 def _scores(hosts: Mapping[str, Tensor], fossilized: Tensor) -> EpisodeScores:
-    columns = {
-        "score": hosts["score"],
-        "final": hosts["val_accuracy"],
-        "peak": hosts["best"],
-        "growth": hosts["growth"],
-    }
+    columns = {"score": hosts["score"], "final": hosts["val_accuracy"], "peak": hosts["best"], "growth": hosts["growth"]}
     columns["fossils"] = fossilized
     samples = {name: sample(x, hosts["ended"]) for name, x in columns.items()}
     score = samples["score"]

@@ -37,13 +37,9 @@ class SeedCounts(MetricGroup):
             "How many seeds are alive, on average?"
         )
     )
-    germinated: Sum = reports(
-        Metric.count("seed/germinated", 1505, "seeds germinated").asks("How many seeds were germinated?")
-    )
+    germinated: Sum = reports(Metric.count("seed/germinated", 1505, "seeds germinated").asks("How many seeds were germinated?"))
     fossilized: Sum = reports(
-        Metric.count("seed/fossilized", 1503, "seeds fossilised").asks(
-            "How many seeds became a permanent part of their host?"
-        )
+        Metric.count("seed/fossilized", 1503, "seeds fossilised").asks("How many seeds became a permanent part of their host?")
     )
     pruned: Sum = reports(Metric.count("seed/pruned", 1504, "seeds pruned").asks("How many seeds were given up?"))
     germination_rate: Mean = reports(
@@ -129,11 +125,7 @@ class SeedGradients(MetricGroup, absent="no seed learns"):
     vanishing: Mean = reports(
         Metric.severity("seed/vanishing", 1515, "seed has vanishing gradients")
         .asks("How far has the smallest gradient of a seed's parameters vanished, on average over seeds?")
-        .bounds(
-            healthy="< 0.5",
-            warn="≥ 0.5, a 100,000th of the clip limit",
-            source="three to seven decades below the clip limit",
-        )
+        .bounds(healthy="< 0.5", warn="≥ 0.5, a 100,000th of the clip limit", source="three to seven decades below the clip limit")
         .changed("after 0.2.0: the smallest of each parameter of a seed, not of the whole seed")
     )
     ratio: Mean = reports(
@@ -171,9 +163,7 @@ class SeedWorth(MetricGroup, absent="no seed has an effect"):
     )
     shapley: Moments = reports(
         Metric.accuracy("seed/shapley/mean", 1533, "Shapley value of a seed", low=-1.0)
-        .asks(
-            "What share of the seeds' joint contribution belongs to one seed, averaged over the orders of adding them?"
-        )
+        .asks("What share of the seeds' joint contribution belongs to one seed, averaged over the orders of adding them?")
         .bounds(source="Shapley 1953, exact over all subsets"),
         Metric.accuracy("seed/shapley/std", 1534, "spread of Shapley values", high=None, of="std").asks(
             "How much do seeds differ in what they add?"
@@ -187,9 +177,7 @@ class SeedGateStats(MetricGroup):
 
     gate: tuple[str, ...] = label()
     asked: Sum = reports(
-        Metric.count("seed/gate/{gate}/asked", 1585, "questions to a gate of growth").asks(
-            "How often did a seed ask to pass this gate?"
-        )
+        Metric.count("seed/gate/{gate}/asked", 1585, "questions to a gate of growth").asks("How often did a seed ask to pass this gate?")
     )
     passed: Mean = reports(
         Metric.fraction("seed/gate/{gate}/pass_frac", 1586, "share that a gate of growth lets pass")
@@ -203,9 +191,7 @@ ALIVE = slice(2, 7)
 
 
 @inference_mode
-def seed_stats(
-    seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]], *, horizon: int
-) -> Iterator[MetricGroup]:
+def seed_stats(seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]], *, horizon: int) -> Iterator[MetricGroup]:
     """Yield the metrics of seeds.
 
     Args:
@@ -256,9 +242,7 @@ class LargestSeed(MetricGroup, absent="no seed learns"):
         )
     )
     slot: OfLargest = reports(
-        Metric.magnitude("seed/largest/slot", 1588, "slot of the largest gradient", unit="index").asks(
-            "In which slot is it?"
-        )
+        Metric.magnitude("seed/largest/slot", 1588, "slot of the largest gradient", unit="index").asks("In which slot is it?")
     )
     stage: OfLargest = reports(
         Metric.magnitude("seed/largest/stage", 1589, "stage of the largest gradient", unit="index").asks(
