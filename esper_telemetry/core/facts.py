@@ -64,6 +64,7 @@ class Facts(Mapping[str, Any]):
     escalation: int | None = None  # updates at DEBUG after a critical alarm, as the user has set them
     thresholds: Mapping[str, Any] = field(default_factory=dict)  # bounds of alarms that the user has changed, by name
     unchecked_equations: Mapping[str, str] = field(default_factory=dict)  # see `UNCHECKED_FACT`
+    reported_returns: bool = False  # the only returns are those that a script reports now and then
     untraced_equations: Mapping[str, str] = field(default_factory=dict)  # see `UNTRACED_FACT`
     equation_places: Mapping[str, str] = field(default_factory=dict)  # file and line in the script, by equation
 

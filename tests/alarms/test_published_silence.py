@@ -491,6 +491,26 @@ def test_a_policy_that_moved_before_its_learning_rate_fell_stands_still() -> Non
     assert "cannot learn" in found.text and "although the policy has moved" not in found.text
 
 
+@pytest.mark.parametrize("entropy", [True, False])
+def test_densities_whose_entropy_is_unknown_round_more(entropy: bool) -> None:
+    def rounds(metrics: Values, _: int) -> None:
+        metrics["integrity/ratio_init"] = 1e-4
+        if not entropy:
+            del metrics["policy/entropy"]
+
+    verdicts = judged(run(40, rounds, since=1), facts={**FACTS, "columns_by_name": True})
+
+    assert ("integrity/ratio_init" in raised(verdicts)) is entropy
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_returns_that_a_script_reports_now_and_then_are_no_ends_of_episodes(reported: bool) -> None:
+    def ends(metrics: Values, ago: int) -> None:
+        metrics["episode/count"] = float(ago == 0)
+
+    assert ("task/no_episodes" in raised(judged(run(60, ends, since=1), facts={**FACTS, "reported_returns": reported}))) is not reported
+
+
 def test_a_policy_that_a_growing_penalty_holds_still_is_told_so() -> None:
     def held(metrics: Values, ago: int) -> None:
         metrics["loss/penalty_coef"] = min(1000.0, 2.0**ago)

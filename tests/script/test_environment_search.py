@@ -261,3 +261,14 @@ def test_a_result_has_a_reward_and_a_flag(result: object, expected: tuple[float,
     observed = listener.environments.collected()
     assert observed is not None
     assert (float(observed.rewards), bool(observed.ended)) == expected
+
+
+def test_environments_of_a_batch_may_share_a_flag() -> None:
+    listener, senda = ScriptListener(lambda _: None, lambda _: None), Senda()
+    for over in (False, True):
+        result = {"seen": torch.zeros(3, 2), "reward": torch.arange(3.0), "over": over}
+        listener.after_env_step(senda, result, torch.zeros(3), foreign=True)
+
+    steps = listener.environments.collected()
+    assert steps is not None and steps.ended.tolist() == [[False] * 3, [True] * 3]
+    assert [one.returned for one in listener.environments.take()[0]] == [0.0, 2.0, 4.0]

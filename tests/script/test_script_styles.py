@@ -66,6 +66,25 @@ def test_a_critic_may_be_trained_before_the_policy(tmp_path: Path) -> None:
     assert rows["value_loss"]["updates"] == rows["advantages"]["updates"] == 2
 
 
+def test_values_that_a_script_does_not_keep_follow_from_returns_and_advantages(tmp_path: Path) -> None:
+    """Its loss has no bonus, either."""
+    source = (SCRIPTS / "tensor_environment.py").read_text()
+    for old, new in (
+        ("(x_, a, l, g + v, v))", "(x_, a, l, g + v, g))"),
+        ("for z, a, l, t, v in", "for z, a, l, t, g in"),
+        ("z, a, l, t, v = (", "z, a, l, t, g = ("),
+        ("d, g = Categorical(logits=w(z)), t - v", "d = Categorical(logits=w(z))"),
+        (" - 0.01 * d.entropy().mean()", ""),
+    ):
+        source = source.replace(old, new)
+    (tmp_path / "script.py").write_text(source)
+    result = python(tmp_path, "-m", "esper_telemetry", "check", "--json", "--updates", "2", "--run-dir", "run", "script.py")
+    rows = {row["equation"]: row for row in json.loads(result.stdout)["equations"]}
+
+    assert {name for name, row in rows.items() if row["state"] not in ("matches", "variant")} == {"entropy_loss", "total_loss"}
+    assert rows["entropy_loss"]["reason"] == "the loss has no term of the entropy"
+
+
 def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -> None:
     """Its worker processes scale the rewards by 0.01 and add up the unscaled rewards."""
     checked(tmp_path, "worker_pipes.py")

@@ -222,7 +222,8 @@ class EnvironmentSearch:
         held = [name for name, value in values.items() if self._holds_choice(value)]
         action = held[-1] if held else ""
         call = StepCall(frame, frame.f_back, began, action, arguments, result)
-        size = len(returned) if isinstance(returned, tuple | list) else 0
+        parts = named_parts(returned) or returned
+        size = len(parts) if isinstance(parts, tuple | list) else 0
         if isinstance(next(iter(arguments.values()), None), nn.Module):
             return
         if not action and (size < 3 or not arguments):

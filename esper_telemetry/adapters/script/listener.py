@@ -96,6 +96,8 @@ ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, MEMORY = "rollouts", "distributions",
 SCALARS = "scalars"
 
 
+NO_ENTROPY = "the loss has no term of the entropy"
+
 SAME_CLIP = 1e-5
 """Largest difference between a clip range and its setting."""
 
@@ -589,12 +591,17 @@ class ScriptListener:
         facts = {**facts, **schedule}
         if not {"gamma", "gae_lambda"} <= facts.keys():
             facts = {**settings.find_discounts(rollout, facts, self._source.discounts), **facts}
+        unchecked = settings.unchecked_equations(facts, {} if rollout is None else traced)
+        untraced = settings.untraced_equations(traced, self._loss_place, rollout is not None, self.unseen)
+        left_out = {"entropy_loss": NO_ENTROPY} if first is not None and first.complete and first.entropy is None else {}
+        unchecked |= left_out
         facts = self._facts = {
             **facts,
-            UNCHECKED_FACT: settings.unchecked_equations(facts, {} if rollout is None else traced),
-            UNTRACED_FACT: settings.untraced_equations(traced, self._loss_place, rollout is not None, self.unseen),
+            UNCHECKED_FACT: unchecked,
+            UNTRACED_FACT: {name: text for name, text in untraced.items() if name not in left_out},
             "equation_places": settings.equation_places(places, self._loss_place, self._source.clears),
             "softmax_twice": self._softmax_twice,
+            "reported_returns": not self.environments.steps,
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))

@@ -925,6 +925,10 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     if len(sizes) != 1 or len(flags) > 2:
         return None
     paid = [place for place, column in columns.items() if place not in flags and column.size in sizes]
+    if not paid and sizes == {1}:  # environments of a batch may share a flag
+        first = as_numbers(result[0])
+        rows = len(first) if first is not None and first.ndim > 1 else 0
+        paid = [place for place, column in columns.items() if place not in flags and column.shape == (rows,)]
     columns[0] = None if paid else as_numbers(result[0])
     if not paid and (columns[0] is None or columns[0].size not in sizes):
         return None
@@ -933,7 +937,7 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     return (
         result[seen],
         columns[reward].reshape(-1),
-        *(columns[one].reshape(-1).astype(bool) for one in flags),
+        *(np.broadcast_to(columns[one].reshape(-1).astype(bool), columns[reward].size) for one in flags),
         {} if infos is None else infos,
     )
 

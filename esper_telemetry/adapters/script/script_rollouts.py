@@ -266,6 +266,7 @@ class RolloutFinder:
         if "returns" not in columns:  # the loss has another column for targets, or the critic has a separate loss
             named = self._variables.find((*self._targets, *NAMES["returns"]), self._free_grid)
             columns |= {} if named is None else {"returns": self._nearer_in_time(named)}
+        self._identify_implied_values()
         self._identify_rewards()
         self._identify_next_values()
         if "log_probs" not in columns and self._has_ratio and self._acted is None:
@@ -425,6 +426,16 @@ class RolloutFinder:
             own = [grid for grid in self._free() if any(_is_same(one.to(grid), grid) for one in self._critic)]
             following = (grid for grid in own if any(self._follows(other, grid) for other in own))
             self._columns |= {"values": next(following, own[0])} if own else {}
+
+    def _identify_implied_values(self) -> None:
+        """Take returns minus advantages for values that the script does not keep, if the critic gives them in the first minibatch."""
+        returns, advantages, shown = self._columns.get("returns"), self._columns.get("advantages"), self._shown.get("values")
+        if "values" in self._columns or returns is None or advantages is None or shown is None:
+            return
+        values, rows = returns - advantages.to(returns), self.first_rows()
+        if rows is not None and len(rows) == shown.numel():
+            apart = (values.reshape(-1)[rows.to(values.device)] - shown.reshape(-1).to(values)).abs().max()
+            self._columns |= {"values": values} if float(apart) <= SAME_NUMBER * float(returns.abs().max()) else {}
 
     def _free_grid(self, value: object) -> Tensor | None:
         """Accept an array [T, B] that is not yet assigned to a column: a script may call its returns rewards."""

@@ -328,7 +328,7 @@ class Taps:
             self._patches.undo_last()
         self._patches.replace(torch.Tensor, "index_select", lambda select: self._indexed(select, axis=True))
         self._patches.replace(optimizer.Optimizer, "__init__", lambda make: self._observed(make, self._search_environments))
-        for kind in _subclasses(torch.distributions.Distribution):
+        for kind in (torch.distributions.Distribution, *_subclasses(torch.distributions.Distribution)):
             for record in (log_prob, entropy, sample):
                 if record.__name__ in vars(kind):
                     self._patches.replace(kind, record.__name__, functools.partial(self._asked, record=record))

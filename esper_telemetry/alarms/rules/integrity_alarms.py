@@ -81,6 +81,10 @@ INVERSE_ROUNDING = 30.0
 healthy runs of TorchRL's `TanhNormal` reached ten times the plain bound."""
 
 
+OTHER_ROUNDING = 10.0
+"""Factor of the bounds if no entropy of the distributions is known, as of a Beta density, a quotient of gamma functions: a correct program
+reached 3 times the plain bound."""
+
 RATIO_FACTOR = above("ratio_init_factor", 1.0, "times the bounds of the compute precision, for integrity/ratio_init")
 
 
@@ -99,6 +103,7 @@ def ratio_init(view: View, value: float, before: Before) -> Iterator[Finding]:
     remembers = bool(view.matching("lstm/", ""))
     rounding *= MEMORY_ROUNDING if remembers else 1.0
     rounding *= INVERSE_ROUNDING if view.facts.inverts_squash else 1.0
+    rounding *= OTHER_ROUNDING if view.facts.columns_by_name and view.get("policy/entropy") is None else 1.0
     warn, severity = bounds.warn * rounding, bounds.severity(value, rounding)
     earlier = before.swap(severity)
     severity = min(severity, earlier) if remembers and severity < 1 else severity

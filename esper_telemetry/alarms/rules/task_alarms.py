@@ -33,6 +33,8 @@ class Gaps:
 @reading(COUNT)
 def no_episodes(view: View, ends: float, gaps: Gaps) -> Iterator[Finding]:
     """Episodes stopped ending, for much longer than an episode takes."""
+    if view.facts.reported_returns:
+        return
     if ends > 0:
         gaps.ended, gaps.gap, gaps.longest = True, 0, max(gaps.longest, gaps.gap)
     else:
