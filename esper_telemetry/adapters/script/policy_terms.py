@@ -43,7 +43,10 @@ MIN_SUMMED_ROWS = 4
 """Rows above which a slope of 1 for each row shows a sum, not a mean with a weight."""
 
 
-LOG_PROBABILITIES = {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0", "PowBackward0"}
+LOG_PROBABILITIES = {
+    *("LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0", "PowBackward0"),
+    *("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"),
+}
 """Operations below log-probabilities: chosen from logarithms, or of a Gaussian."""
 
 
@@ -236,8 +239,22 @@ def _log_probs(graph: LossGraph, ratio: Node) -> tuple[Tensor | None, bool]:
         return None, False
     node, is_negative = graph.without_sign(second if first is None else first)
     number, has_two = graph.value(node), None not in (first, second)
+    if _is_negative_likelihood(graph, node):
+        number, is_negative = None if number is None else -number, not is_negative
     is_subtracted = is_negative != (first is None and kind_of(below) == "SubBackward0")
     return (None if number is None else number.reshape(-1)), is_subtracted and not has_two
+
+
+def _is_negative_likelihood(graph: LossGraph, node: Node) -> bool:
+    """Return True for a cross-entropy of the chosen actions, perhaps summed over several choices: a negative log-probability."""
+    while kind_of(node) in SUMS:
+        node = graph.through_views(next(child for child in children_of(node) if child is not None))
+    return kind_of(node) in (
+        "NllLossBackward0",
+        "NllLoss2DBackward0",
+        "BinaryCrossEntropyWithLogitsBackward0",
+        "BinaryCrossEntropyBackward0",
+    )
 
 
 def _summand(graph: LossGraph, node: Node) -> Node:

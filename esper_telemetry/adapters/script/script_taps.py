@@ -302,8 +302,8 @@ class Taps:
                 self._after_network(choice)
             script.distributions.add_sample(distribution, choice)
 
-        def drawn(script: ScriptListener, choice: Any, _: Any, count: int = 1, *__: Any, **options: Any) -> None:
-            if options.get("num_samples", count) == 1:  # several are rows, not choices
+        def drawn(script: ScriptListener, choice: Any, probs: Any, count: int = 1, *_: Any, **options: Any) -> None:
+            if choice.shape == probs.shape or options.get("num_samples", count) == 1:  # several are rows, not choices
                 if self._search is not None:
                     self._after_network(choice)
                 script.distributions.draws += 1
@@ -333,7 +333,8 @@ class Taps:
                 if record.__name__ in vars(kind):
                     self._patches.replace(kind, record.__name__, functools.partial(self._asked, record=record))
         for owner in (torch, torch.Tensor):
-            self._patches.replace(owner, "multinomial", functools.partial(self._asked, record=drawn))
+            for name in ("multinomial", "bernoulli"):
+                self._patches.replace(owner, name, functools.partial(self._asked, record=drawn))
         self._patches.replace(torch.nn.Linear, "forward", self._linear)
         self._patches.replace(torch.nn.LSTM, "__init__", lambda make: self._observed(make, self._tap_modules))
         before = optimizer.register_optimizer_step_pre_hook(before_step)
