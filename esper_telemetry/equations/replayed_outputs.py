@@ -190,6 +190,10 @@ VALUES = Equation(
     tolerance=REPLAY_TOLERANCE,
     hypotheses=(
         *INPUT_HYPOTHESES[:-1],
+        mistake("other_rows", "the outputs for the observations of other rows")
+        .predicts("V(s_j), j ≠ i", _pass("other_rows"))
+        .advises("Compute values in the order of the rollout: no shuffling loader and no other index may come between both.")
+        .cites("program: test_script_targets"),
         mistake("other_output", "another output than the one that the value loss trains")
         .predicts("f_j(o), j ≠ V", _pass("other_output"))
         .advises("Store the output that the value loss reads: the same network, head and column.")

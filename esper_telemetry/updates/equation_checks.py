@@ -154,10 +154,20 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     alternatives |= dict.fromkeys([name for name in of_memory if name not in alternatives], rollout.values.double)
     values = check_values(rollout.values, replay, alternatives=alternatives, valid=valid, precision=precision)
     differs = (values.error or 0.0) > FIRST_DIFFERENCE
-    if differs and not values.explained and _of_other_output(rollout, minibatches):
+    if differs and not values.explained and _of_other_rows(rollout, new[first]):
+        values = replace(values, explanations=explained(VALUES, "other_rows").explanations)
+    elif differs and not values.explained and _of_other_output(rollout, minibatches):
         values = replace(values, explanations=explained(VALUES, "other_output").explanations)
     sure = values.explained or (moved and differs)
     yield from values if sure else unchecked(VALUES, "values may be stored in units that differ from the loss")
+
+
+def _of_other_rows(rollout: RolloutEnd, outputs: Tensor) -> bool:
+    """Return True for outputs [N] of the critic that are all among the stored values: they are in another order."""
+    table, outputs = rollout.values.detach().flatten().double().sort().values, outputs.detach().flatten().double().to(rollout.values.device)
+    above = torch.searchsorted(table, outputs).clamp(max=len(table) - 1)
+    apart = torch.minimum((table[above] - outputs).abs(), (table[(above - 1).clamp(min=0)] - outputs).abs())
+    return len(outputs.unique()) >= MIN_VALUE_ROWS and bool((apart <= SAME_RETURNS * table.abs().max()).all())
 
 
 def _of_other_output(rollout: RolloutEnd, minibatches: JoinedMinibatches) -> bool:

@@ -25,7 +25,7 @@ from esper_telemetry.adapters.script.recorders import Asked, DistributionLog, Ep
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout, _summands
 from esper_telemetry.adapters.script.script_taps import Taps
 from esper_telemetry.adapters.script.settings import find_discounts
-from esper_telemetry.adapters.script.variables import Variables, calling_variables
+from esper_telemetry.adapters.script.variables import Variables, calling_variables, stacked
 
 
 def columns(**changes: Tensor) -> dict[str, Tensor]:
@@ -1034,3 +1034,10 @@ def test_any_index_is_left_to_the_script() -> None:
     assert [one.tolist() for one in listener.indices.recent(3)] == [[0, 2, 5], [4, 1, 1]]
     assert [one.tolist() for one in listener.indices.recent(2)] == [[4, 1]]
     assert not hasattr(torch.Tensor.__getitem__, "tapped")
+
+
+def test_steps_in_a_tuple_are_stacked_like_those_in_a_list() -> None:
+    steps = torch.arange(6.0).view(3, 2).unbind()
+
+    assert torch.equal(stacked(steps), torch.stack(steps))  # type: ignore[arg-type]  # it is a tensor
+    assert stacked((1.0, "text")) is None

@@ -213,7 +213,7 @@ class RolloutFinder:
         size, visited = self.steps * self.envs, set[tuple[int, torch.Size]]()
         sizes = {count * dims for count in (size, size + self.envs) for dims in (1, self._dimensions)}
         for name, value in chain(self._variables.named_values(), (("", one) for one in self._estimates)):
-            if isinstance(value, list | deque) and _entries(value) not in sizes:
+            if isinstance(value, list | tuple | deque) and _entries(value) not in sizes:
                 continue  # without stacking what a script logs
             array = stacked(value)
             if array is not None and self._dimensions > 1 and array.shape[-1:] == (self._dimensions,):
@@ -780,7 +780,7 @@ def _held(numbers: Tensor, table: Tensor) -> float:
     return float(are_among(numbers, table, SAME_NUMBER).double().mean())
 
 
-def _entries(rows: list[Any] | deque[Any]) -> int:
+def _entries(rows: list[Any] | tuple[Any, ...] | deque[Any]) -> int:
     """Number of entries of a list of numbers, arrays or tensors as large as the first one; 0 of other lists."""
     first = rows[0] if rows else None
     if isinstance(first, Tensor):

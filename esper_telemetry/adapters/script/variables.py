@@ -481,8 +481,8 @@ def as_number(value: object) -> float | None:
 
 
 def stacked(value: object) -> Tensor | None:
-    """Accept a tensor, an array, or a list of numbers, arrays or tensors of one shape, as a detached floating tensor."""
-    if not isinstance(value, list | deque) or not value:
+    """Accept a tensor, an array, or a list or tuple of numbers, arrays or tensors of one shape, as a detached floating tensor."""
+    if not isinstance(value, list | tuple | deque) or not value:
         return as_tensor(value)
     if isinstance(value[0], Tensor):
         parts = [as_tensor(one) for one in value]
