@@ -597,3 +597,9 @@ def test_a_critic_that_follows_rising_returns_is_behind_them(off: float, rate: f
             metrics.update({"value/bias": off, "value/bias_over_std": off / 4})
 
     assert ("value/bias" in raised(judged(run(60, behind, since=1)))) is told
+
+
+def test_a_policy_that_equals_its_old_one_exactly_shares_its_weights_with_it() -> None:
+    found = next(a for a in alarms(judged(run(40, set_to({"policy/kl_max": 0.0})))) if a.type == "policy/kl_stall")
+
+    assert "`copy.deepcopy`" in found.text

@@ -239,17 +239,19 @@ def kl_stall(view: View, past: PolicyMoves) -> Iterator[Finding]:
     words = "updates have not changed the policy, so it cannot learn: their KL divergence is at most {} nats{}"
     if slow:
         words = f"{SLOW_UPDATES} updates have hardly moved the policy: their KL divergence is at most {{}} nats (usually 0.002 to 0.02){{}}"
-    yield finding.with_advice(lambda: GROWN_PENALTY if has_grown else stall_advice(rate, view.facts.optimizer, size, slow=slow)).says(
-        words, middle if slow else value, conditions
-    )
+    yield finding.with_advice(
+        lambda: GROWN_PENALTY if has_grown else stall_advice(rate, view.facts.optimizer, size, slow=slow, same=value == 0)
+    ).says(words, middle if slow else value, conditions)
 
 
 PENALTY_GROWTH: Final = 10.0
 GROWN_PENALTY: Final = "Check how the weight of the penalty adapts: it must fall while the KL divergence is below its target."
 
 
-def stall_advice(rate: float | None, optimizer: str | None, features: float | None, *, slow: bool) -> str:
-    """Advice for a policy that does not move, by the learning rate, the name of the optimizer and the size of the observations."""
+def stall_advice(rate: float | None, optimizer: str | None, features: float | None, *, slow: bool, same: bool) -> str:
+    """Advice for a policy that does not move, by the learning rate, the name of the optimizer and the size of the observations; its new
+    and old log-probabilities may be the `same`.
+    """
     if rate == 0:
         return "Set a learning rate above 0, or correct the schedule that lowered it to 0."
     if features is not None and features < SMALL_FEATURES:
@@ -263,6 +265,11 @@ def stall_advice(rate: float | None, optimizer: str | None, features: float | No
         return "Raise the learning rate: the policy moves too little to learn. Plain SGD needs a much higher one than Adam."
     if rate is not None and rate > published.highest:
         return "Restart with a lower learning rate: a very large step can saturate a policy so that its gradient vanishes."
+    if same:
+        return (
+            "Give the old policy weights of its own (`copy.deepcopy`), or store its log-probabilities when actions are taken: a KL of "
+            "exactly 0 shows that both come from the same weights. Otherwise check that the policy's parameters are in the optimizer."
+        )
     size = "" if rate is None else " If they do, raise the learning rate."
     return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
 
