@@ -21,6 +21,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.script_minibatches import PassFinder, common_factor
+from esper_telemetry.adapters.script.settings import read_coefficients
 
 ROWS, CLIP = 16, 0.2
 
@@ -261,6 +262,7 @@ def test_log_probabilities_in_place_of_the_entropy_are_its_term_and_beside_it_an
     assert float(sampled.entropy.loss) == pytest.approx(float(rows.log_probs.detach().mean()))
     assert both.complete and both.entropy is not None and both.entropy.weight == pytest.approx(0.01)
     assert both.penalty is not None and both.penalty.weight == pytest.approx(0.5) and not both.is_whole
+    assert read_coefficients(both) == pytest.approx({"entropy": 0.01, "penalty": 0.5})
 
 
 PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -55,10 +55,12 @@ def declared(level: Level) -> set[str]:
 
 @pytest.mark.system
 def test_normal_reports_what_belongs_to_it_and_nothing_else(tmp_path: Path) -> None:
-    """Two of nine updates are sampled. Two estimates of the signal may both be negative, and a correlation needs twenty."""
+    """Two of nine updates are sampled. Two estimates of the signal may both be negative, a correlation needs twenty, and the loss has no
+    penalty on the KL divergence.
+    """
     keys = {key for i, s in enumerate(sources()) for key in keys_of(tmp_path / str(i), s, level="normal", updates=9)}
 
-    assert declared(Level.NORMAL) - keys <= {"grad/gns/b_simple", "opt/update_to_weight/lr_response"}
+    assert declared(Level.NORMAL) - keys <= {"grad/gns/b_simple", "loss/penalty_coef", "opt/update_to_weight/lr_response"}
     assert not keys & (declared(Level.DEBUG) - declared(Level.NORMAL))
 
 

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "{key}/cusum": LATER,
     "alarm/{key}": "needs an alarm: tests/alarms/test_detectors.py",
     "policy/action_effect": "needs 128 steps of one rollout within episodes: tests/equations/test_effects.py",
+    "loss/penalty_coef": "needs a penalty on the KL divergence: tests/script/test_loss_graph.py",
     "opt/lr/{group}": "needs parameter groups with different rates: tests/updates/test_all_wired.py",
     "perf/memory/device_mib": ON_A_DEVICE,
     "perf/memory/device_frac": ON_A_DEVICE,
