@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ def path() -> Generator[tuple[list[float], float, bool], int, None]:
         place, reward = place + 1, action - 0.5 * place
 
 
+SIGNATURE = str(inspect.signature(Senda.paso))
 CODES = [one.__code__ for one in (Senda.paso, Senda.reiniciar, transition)]
 
 
@@ -177,6 +179,7 @@ def test_episodes_that_the_program_ends_itself_are_counted(form: str) -> None:
 def test_a_tapped_class_that_is_pickled_by_value_does_nothing_elsewhere() -> None:
     with tapped():
         act("methods", steps=3)
+        assert str(inspect.signature(Senda.paso)) == SIGNATURE
         assert Senda.paso.__code__ not in CODES and Senda.reiniciar.__code__ not in CODES
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
         try:

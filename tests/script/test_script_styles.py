@@ -82,7 +82,7 @@ def test_values_that_a_script_does_not_keep_follow_from_returns_and_advantages(t
     rows = {row["equation"]: row for row in json.loads(result.stdout)["equations"]}
 
     assert {name for name, row in rows.items() if row["state"] not in ("matches", "variant")} == {"entropy_loss", "total_loss"}
-    assert rows["entropy_loss"]["reason"] == "the loss has no term of the entropy"
+    assert rows["entropy_loss"]["reason"] == "the loss has no entropy term"
 
 
 def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -> None:

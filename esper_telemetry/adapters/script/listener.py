@@ -96,7 +96,7 @@ ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, MEMORY = "rollouts", "distributions",
 SCALARS = "scalars"
 
 
-NO_ENTROPY = "the loss has no term of the entropy"
+NO_ENTROPY = "the loss has no entropy term"
 
 SAME_CLIP = 1e-5
 """Largest difference between a clip range and its setting."""

@@ -100,7 +100,7 @@ def left_out(loss: Tensor, variables: Variables, parameters: Iterable[Tensor], o
             module_parameters = named
     missing = {name: one for name, one in (module_parameters or {}).items() if one.requires_grad and one.grad is not None}
     names = {id(value): name for name, value in variables.named_values() if isinstance(value, Tensor) and value.is_leaf}
-    # data that needs a gradient has none yet, unlike weights that are no `Parameter`
+    # weights that are plain tensors have a gradient from an earlier pass, unlike data that requires one
     leaves = [leaf for leaf in leaves_of(loss) if isinstance(leaf, nn.Parameter) or leaf.grad is not None]
     known = own | elsewhere | {id(one) for one in missing.values()}
     missing |= {names.get(id(leaf), f"parameter_{place}"): leaf for place, leaf in enumerate(leaves) if id(leaf) not in known}

@@ -43,10 +43,14 @@ MIN_SUMMED_ROWS = 4
 """Rows above which a slope of 1 for each row shows a sum, not a mean with a weight."""
 
 
-LOG_PROBABILITIES = {
-    *("LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0", "PowBackward0"),
+NEGATIVE_LIKELIHOODS = {
+    *("NllLossBackward0", "NllLoss2DBackward0"),
     *("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"),
 }
+"""Operations whose results are negative log-probabilities."""
+
+
+LOG_PROBABILITIES = {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0", "PowBackward0", *NEGATIVE_LIKELIHOODS}
 """Operations below log-probabilities: chosen from logarithms, or of a Gaussian."""
 
 
@@ -249,12 +253,7 @@ def _is_negative_likelihood(graph: LossGraph, node: Node) -> bool:
     """Return True for a cross-entropy of the chosen actions, perhaps summed over several choices: a negative log-probability."""
     while kind_of(node) in SUMS:
         node = graph.through_views(next(child for child in children_of(node) if child is not None))
-    return kind_of(node) in (
-        "NllLossBackward0",
-        "NllLoss2DBackward0",
-        "BinaryCrossEntropyWithLogitsBackward0",
-        "BinaryCrossEntropyBackward0",
-    )
+    return kind_of(node) in NEGATIVE_LIKELIHOODS
 
 
 def _summand(graph: LossGraph, node: Node) -> Node:

@@ -745,7 +745,7 @@ class EpisodeLog:
         hidden: episodes ended, and the environments report them in a way that scripts for Gymnasium 0.29 do not read.
         closed: no further environments join.
         inside, resetting: a step, or a reset, of an environment is in progress.
-        below: rewards in the current step of the innermost environments within the stepped one, by `id`.
+        inner_rewards: rewards in the current step of the innermost environments within the stepped one, by `id`.
         inner_steps: of such environments so far.
         stepped: object of a class of the script whose `step` is in progress: it may reset itself.
         seconds: spent in environments since the rollout began.
@@ -755,7 +755,7 @@ class EpisodeLog:
         self.steps = 0
         self.inside = self.resetting = False
         self.stepped: Any = None
-        self.below: dict[int, float] = {}
+        self.inner_rewards: dict[int, float] = {}
         self.inner_steps = 0
         self.hidden = False
         self.closed = False
@@ -827,15 +827,15 @@ class EpisodeLog:
         self.inner_steps += 1
         reward = result[1] if isinstance(result, tuple) and len(result) > 3 else None
         if isinstance(reward, int | float | np.number):
-            self.below[id(env)] = self.below.get(id(env), 0.0) + float(reward)
+            self.inner_rewards[id(env)] = self.inner_rewards.get(id(env), 0.0) + float(reward)
 
     def _raw_rewards(self, running: _Running, size: int) -> Any:
         """Return the rewards [size] of the environments in the stepped one; None without any, or if all have been 0 so far."""
-        below, self.below = self.below, {}
-        if len(below) == size and not running.inner and any(below.values()):
-            running.inner = [*below]
-        known = running.inner and below.keys() <= {*running.inner}
-        return np.array([below.get(one, 0.0) for one in running.inner]) if known else None
+        rewards, self.inner_rewards = self.inner_rewards, {}
+        if len(rewards) == size and not running.inner and any(rewards.values()):
+            running.inner = [*rewards]
+        known = running.inner and rewards.keys() <= {*running.inner}
+        return np.array([rewards.get(one, 0.0) for one in running.inner]) if known else None
 
     def reset(self, env: Any, result: Any = None) -> None:
         """Restart all episodes of an environment, which returned that. The script itself has ended the current episode."""

@@ -127,6 +127,9 @@ class Patches:
     def replace_code(self, function: FunctionType, wrap: Wrap) -> None:
         """Wrap a function for everybody who holds it, even a frame or a cell: its code becomes a call of the wrapped function."""
         code, original = function.__code__, copy_of(function)
+        if not hasattr(function, "__wrapped__"):  # `inspect.signature` reads it
+            self._replaced.append((function, "__wrapped__", None, False))
+            function.__wrapped__ = original  # type: ignore[attr-defined]  # functions accept any attribute
         self._replaced.append((function, "__code__", code, True))
         function.__code__ = _code_of_call(wrap(original), len(code.co_freevars))
 
@@ -517,7 +520,7 @@ class Taps:
                     script.environments.add_inner_step(env, result)
                 return result
             self.end_update()
-            script.environments.below.clear()
+            script.environments.inner_rewards.clear()
             script.environments.inside, began = True, time.perf_counter()
             try:
                 result = step(env, *args, **options)
@@ -633,7 +636,7 @@ def copy_of(function: FunctionType) -> FunctionType:
     """Return a function that does the same, whatever becomes of the code of the first one."""
     parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
     copied = FunctionType(function.__code__, *parts)
-    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__kwdefaults__, copied.__annotations__ = function.__kwdefaults__, function.__annotations__
     return copied
 
 
