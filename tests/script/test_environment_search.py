@@ -76,6 +76,14 @@ def path() -> Generator[tuple[list[float], float, bool], int, None]:
         place, reward = place + 1, action - 0.5 * place
 
 
+def walk_to_the_end() -> Generator[tuple[list[float] | None, float], int, None]:
+    place, reward = 0, 0.0
+    while place < LIMIT:
+        action = yield [place + 0.5, 1.5], reward
+        place, reward = place + 1, action - 0.5 * place
+    yield None, reward
+
+
 SIGNATURE = str(inspect.signature(Senda.paso))
 CODES = [one.__code__ for one in (Senda.paso, Senda.reiniciar, transition)]
 
@@ -115,8 +123,8 @@ def act(form: str, steps: int, cut: int = LIMIT) -> list[tuple[float, bool]]:
     torch.manual_seed(1)
     policy = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 5))
     results, length = list[tuple[float, bool]](), cut
-    senda, weg, place = Senda(), Weg(), 0
-    early = senda.paso
+    senda, weg, place, walks = Senda(), Weg(), 0, [walk_to_the_end()]
+    early = senda.paso if form == "early reference" else None
 
     def advance(action: int) -> tuple[list[float], float, bool]:
         senda.lugar += 1
@@ -125,13 +133,16 @@ def act(form: str, steps: int, cut: int = LIMIT) -> list[tuple[float, bool]]:
     for _ in range(steps):
         if length == cut or (results and results[-1][1]):
             length = place = 0
+            senda = Senda() if form == "new object" else senda
             senda.reiniciar()
             weg.neu()
+            walks = [walk_to_the_end()]
+            next(walks[0])
             holder.walk = path()
             next(holder.walk)
         with torch.no_grad():
             action = int(Categorical(logits=policy(torch.ones(2))).sample())
-        if form == "methods":
+        if form in ("methods", "new object"):
             _, reward, over = senda.paso(action)
             senda.vista()
         elif form == "dictionary":
@@ -144,8 +155,11 @@ def act(form: str, steps: int, cut: int = LIMIT) -> list[tuple[float, bool]]:
             _, reward, over = holder.walk.send(action)
         elif form == "nested":
             _, reward, over = advance(action)
-        elif form == "early reference":
+        elif early is not None:
             _, reward, over = early(action)
+        elif form == "generators":
+            seen, reward = walks[0].send(action)
+            over = seen is None
         else:
             reward, over = other(action), False
         results.append((reward, over))
@@ -155,7 +169,9 @@ def act(form: str, steps: int, cut: int = LIMIT) -> list[tuple[float, bool]]:
     return results
 
 
-@pytest.mark.parametrize("form", ["methods", "dictionary", "function", "generator", "nested", "early reference"])
+@pytest.mark.parametrize(
+    "form", ["methods", "dictionary", "function", "generator", "nested", "early reference", "new object", "generators"]
+)
 def test_an_environment_of_any_form_is_found_from_its_first_step_on(form: str) -> None:
     with tapped() as listener:
         results = act(form, steps=8)
@@ -168,7 +184,7 @@ def test_an_environment_of_any_form_is_found_from_its_first_step_on(form: str) -
     assert results == act(form, steps=8)
 
 
-@pytest.mark.parametrize("form", ["methods", "dictionary", "generator"])
+@pytest.mark.parametrize("form", ["methods", "dictionary", "generator", "new object", "generators"])
 def test_episodes_that_the_program_ends_itself_are_counted(form: str) -> None:
     with tapped() as listener:
         act(form, steps=11, cut=3)

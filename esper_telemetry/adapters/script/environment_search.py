@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.script.recorders import EpisodeLog, as_numbers, is_flag, named_parts, step_parts
+from esper_telemetry.adapters.script.recorders import EpisodeLog, as_numbers, is_flag, named_parts, step_parts, unended_step
 from esper_telemetry.adapters.script.variables import locals_of
 
 if TYPE_CHECKING:
@@ -36,8 +36,11 @@ MAX_EVENTS, MAX_EVENTS_AT_ONCE = 1 << 18, 1 << 16
 The first call of a network may import modules, which are hundreds of thousands of calls.
 """
 
+MAX_GENERATORS = 4096  # in a list
+
 NO_STEP = (
-    "no function of the program took an action and returned a reward with a flag, True or False, for the end of the episode. "
+    "no function of the program took an action and returned a reward with a flag, True or False, for the end of the episode, or with an "
+    "observation. "
     "Give the environment a method `step(action)` that returns (observation, reward, done), and a method `reset()`"
 )
 """What is said of a program whose environment was not seen."""
@@ -72,7 +75,7 @@ class StepCall(NamedTuple):
     began: int
     action: str
     arguments: Mapping[str, Any]
-    result: tuple[Any, ...]
+    result: tuple[Any, ...] | list[Any]
 
     @property
     def code(self) -> CodeType:
@@ -80,9 +83,9 @@ class StepCall(NamedTuple):
         return self.frame.f_code
 
     @property
-    def rank(self) -> tuple[bool, bool]:
-        """How well it fits: the choice is the surest sign, and objects distinguish environments."""
-        return bool(self.action), self.method_of() is not None
+    def rank(self) -> tuple[bool, bool, bool]:
+        """How well it fits: a flag and the choice are the surest signs, and objects distinguish environments."""
+        return not isinstance(self.result, list), bool(self.action), self.method_of() is not None
 
     def encloses(self, other: StepCall) -> bool:
         """Return True if this call began before another one that has returned earlier."""
@@ -120,14 +123,16 @@ def is_function(value: object, code: CodeType) -> bool:
     return isinstance(value, FunctionType) and getattr(unwrap(value), "__code__", None) is code
 
 
-def step_result(result: object) -> tuple[Any, ...] | None:
-    """Return the result of a step, also with names, or as a reward and a flag, in the form that `step_parts` reads; None of others."""
+def step_result(result: object) -> tuple[Any, ...] | list[Any] | None:
+    """Return the result of a step in the form that `step_parts` reads; None of others.
+
+    It may have names, be a reward and a flag, or an observation and a reward, which gives a list.
+    """
     result = result if (named := named_parts(result)) is None else named
-    if isinstance(result, tuple | list) and len(result) == 2:
-        result = (None, *result, {})
     if not isinstance(result, tuple | list) or not any(map(is_flag, result)):
-        return None
-    return tuple(result) if step_parts(result) is not None else None
+        return unended_step(result)
+    parts = (None, *result, {}) if len(result) == 2 else tuple(result)
+    return parts if step_parts(parts) is not None else None
 
 
 class EnvironmentSearch:
@@ -193,7 +198,8 @@ class EnvironmentSearch:
         self._began.clear()
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            locals_of(frame)
+            if is_own(frame.f_code.co_filename):  # a copy of the variables of this function would keep its own frame
+                locals_of(frame)
             frame = frame.f_back
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -226,7 +232,7 @@ class EnvironmentSearch:
         size = len(parts) if isinstance(parts, tuple | list) else 0
         if isinstance(next(iter(arguments.values()), None), nn.Module):
             return
-        if not action and (size < 3 or not arguments):
+        if not action and (size < 3 or not arguments or isinstance(result, list)):
             return
         known = self._found
         if known is None or (*call.rank, call.encloses(known)) > (*known.rank, False):
@@ -254,10 +260,12 @@ class EnvironmentSearch:
         for function in self._tapped:
             own = None if method is not None else function
             step = functools.partial(self._step, action=call.action, code=call.code, env=own)
-            self._patches.replace_code(function, functools.partial(self._generator, env=own) if is_generator else step)
+            self._patches.replace_code(function, self._generator if is_generator else step)
         env = self._tapped[0] if method is None else method[0]
-        if is_generator and not self._replace_generator(call, env):
-            return  # the next one that the function makes is tapped
+        if is_generator:
+            env = self._replace_generators(call)
+            if env is None:
+                return  # the next one that the function makes is tapped
         steps = self._adopted_steps = script.environments.steps + 1
         self._adopted = call.code
         if method is not None:
@@ -320,44 +328,47 @@ class EnvironmentSearch:
 
         return called
 
-    def _generator(self, function: Callable[..., Any], env: Any) -> Callable[..., Any]:
+    def _generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def made(*args: Any, **options: Any) -> Any:
-            return ObservedGenerator(function(*args, **options), self._taps, args[0] if env is None else env)
+            return ObservedGenerator(function(*args, **options), self._taps)
 
         return made
 
-    def _replace_generator(self, call: StepCall, env: Any) -> bool:
-        """Replace the generator that has just made a step, if a variable of a module or a member of an object holds it."""
-        frame, is_replaced = call.caller, False
+    def _replace_generators(self, call: StepCall) -> ObservedGenerator | None:
+        """Replace the generator that has just made a step, and others of its function.
+
+        They are found in variables of modules, members of objects, lists and dictionaries. Returns the replacement if there is only one.
+        """
+        frame, made = call.caller, dict[int, ObservedGenerator]()
         while frame is not None:
             owners = [*locals_of(frame).values(), *frame.f_globals.values()]
             members = [vars(one) for one in owners if is_own_object(one)]
-            for scope in (frame.f_globals, *members):
-                for name, value in list(scope.items()):
-                    if getattr(value, "gi_frame", None) is call.frame:
-                        scope[name] = ObservedGenerator(value, self._taps, env)
-                        is_replaced = True
+            held = [*owners, *(value for one in members for value in one.values())]
+            for scope in (frame.f_globals, *members, *(one for one in held if type(one) in (list, dict) and len(one) <= MAX_GENERATORS)):
+                for key, value in list(scope.items() if isinstance(scope, dict) else enumerate(scope)):
+                    if getattr(value, "gi_code", None) is call.code:
+                        scope[key] = made.setdefault(id(value), ObservedGenerator(value, self._taps))
             frame = frame.f_back
-        return is_replaced
+        return next(iter(made.values())) if len(made) == 1 else None
 
 
 class ObservedGenerator(Generator[Any, Any, Any]):
     """A generator that is an environment: it receives actions, and yields results of steps. A new one begins an episode."""
 
-    def __init__(self, generator: Generator[Any, Any, Any], taps: Taps, env: Any) -> None:
-        self._generator, self._taps, self._env = generator, taps, env
+    def __init__(self, generator: Generator[Any, Any, Any], taps: Taps) -> None:
+        self._generator, self._taps = generator, taps
 
     def send(self, value: Any) -> Any:
         """Return what the generator yields next."""
         began, is_first = time.perf_counter(), value is None
         if not is_first:
-            self._taps.end_update(self._env)
+            self._taps.end_update(self)
         result = self._generator.send(value)
         if is_first:
-            self._taps.call(lambda script: script.environments.reset(self._env, result))
+            self._taps.call(lambda script: script.environments.reset(self, result))
         else:
-            self._taps.after_step(self._env, step_result(result), value, began, foreign=True)
+            self._taps.after_step(self, step_result(result), value, began, foreign=True)
         return result
 
     def throw(self, *error: Any) -> Any:

@@ -523,14 +523,14 @@ class _Running:
     """Return and length of the current episodes in one environment, or in several that step together.
 
     Attributes:
-        env: weak reference to it.
+        env: weak reference to it, which is of class `kind`.
         index: number of the environment, in the order in which they were stepped first.
         last_call: its last step since the rollout began; None without one.
         inner: `id` of the environments in it, in the order of their rows.
     """
 
     def __init__(self, env: Any, size: int, index: int) -> None:
-        self.env = _reference(env)
+        self.env, self.kind = _reference(env), type(env)
         self.width = 0  # entries of an observation that are recorded
         self.index = index
         self.last_call: EnvCall | None = None
@@ -738,7 +738,8 @@ def _cast_by(env: Any) -> float:
 class EpisodeLog:
     """Records the steps of environments, and counts episodes there: scripts written for Gymnasium 0.29 see none under 1.x.
 
-    It records the environments that the script has stepped before its first optimizer step.
+    It records the environments that the script has stepped before its first optimizer step. A later one replaces one that is gone: a
+    script may make an environment for each episode.
 
     Attributes:
         steps: environment steps so far.
@@ -776,12 +777,22 @@ class EpisodeLog:
     def includes(self, env: Any) -> bool:
         """Return True for an environment of training; one that is stepped before training begins becomes one."""
         if self._of(env) is None and not self.closed:
-            self._running[id(env)] = _Running(env, getattr(env, "num_envs", 1), len(self._running))
+            index = 1 + max((one.index for one in self._running.values()), default=-1)
+            self._running[id(env)] = _Running(env, getattr(env, "num_envs", 1), index)
         return self._of(env) is not None
 
     def _of(self, env: Any) -> _Running | None:
+        """Return the entry of an environment: a new one takes the place of the first of its class that no longer exists."""
         running = self._running.get(id(env))
-        return running if running is not None and running.env() is env else None
+        if running is not None and running.env() is env:
+            return running
+        gone = (one for one in self._running.values() if one.kind is type(env) and one.env() is None)
+        first = min(gone, key=lambda one: one.index, default=None)
+        if first is not None:
+            first.env = _reference(env)
+            others = [one for one in self._running.values() if one is not first]
+            self._running = {-1 - one.index if (own := one.env()) is None else id(own): one for one in others} | {id(env): first}
+        return first
 
     def after_step(self, env: Any, result: Any, action: Any = None, *, foreign: bool = False) -> None:
         """Record a step. Its result has observations, rewards, terminations, truncations and infos, or `done` instead of both flags.
@@ -887,7 +898,7 @@ class EpisodeLog:
 
     def facts(self) -> dict[str, str]:
         """Return the facts of the environment that the script stepped first."""
-        first = next(iter(self._running.values()), None)
+        first = min(self._running.values(), key=lambda one: one.index, default=None)
         return {} if first is None else environment_facts(first.env())
 
     def take(self) -> tuple[list[FinishedEpisode], float]:
@@ -940,6 +951,21 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
         *(np.broadcast_to(columns[one].reshape(-1).astype(bool), columns[reward].size) for one in flags),
         {} if infos is None else infos,
     )
+
+
+def unended_step(result: object) -> list[Any] | None:
+    """Return observations, rewards, flags and information of a step that returned an observation and a reward, and perhaps information.
+
+    An observation of None is the end of the episode. Returns None of other results.
+    """
+    parts = [one for one in result if not isinstance(one, Mapping)] if isinstance(result, tuple | list) and len(result) <= 3 else []
+    for seen, reward, kinds in ((parts[0], parts[1], "fiu"), (parts[1], parts[0], "f")) if len(parts) == 2 else ():
+        paid, shown = as_numbers(reward), as_numbers(seen)
+        if paid is None or paid.ndim > 1 or paid.dtype.kind not in kinds or getattr(reward, "requires_grad", False):
+            continue
+        if seen is None or (shown is not None and shown.ndim and (not paid.ndim or len(shown) == len(paid))):
+            return [seen, paid.reshape(-1), np.full(paid.size, seen is None), {}]
+    return None
 
 
 def named_parts(result: object) -> tuple[Any, ...] | None:

@@ -635,7 +635,8 @@ class RolloutFinder:
         The discount factor gives the values after the last step if the script does not keep them.
         """
         values, advantages, returns = (self.find(role) for role in ("values", "advantages", "returns"))
-        log_probs, ended, rewards, limits = self.log_probs, self.ended, self.rewards, self._limits
+        log_probs, ended, rewards = self.log_probs, self.ended, self.rewards
+        limits = None if rewards is None or self._pays_at_limits(rewards) else self._limits
         if not self.has_critic and rewards is not None:
             values, returns, gamma = torch.zeros_like(rewards), None, None
         if advantages is None and returns is not None and values is not None:
@@ -683,6 +684,14 @@ class RolloutFinder:
             time_limits=None if bootstraps else limits,
             returns_known=stored,
         )
+
+    def _pays_at_limits(self, rewards: Tensor) -> bool:
+        """Return True for rewards [T, B] that are those of the environments times a factor, with values added at time limits only."""
+        paid, limits = self._paid, self._limits
+        if paid is None or limits is None or not bool(limits.any()) or not bool((paid != 0)[~limits].any()):
+            return False
+        apart = (rewards - (rewards / paid)[(paid != 0) & ~limits].median() * paid).abs() > SAME_LINE * rewards.abs().max()
+        return bool(apart[limits].any()) and not bool(apart[~limits].any())
 
     def _last_values(self, values: Tensor, ended: Tensor, implied: Tensor | None) -> Tensor | None:
         """Values [B] after the last step: from the script's arrays, from the network's outputs, or implied by the last returns."""

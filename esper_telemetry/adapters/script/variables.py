@@ -432,20 +432,21 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+OWN_REFERENCES = 3  # of the frame, of the variable in `locals_of`, and of the argument of `getrefcount`
+
+
 def locals_of(frame: FrameType) -> Mapping[str, Any]:
     """A copy of a frame's variables.
 
-    Python 3.11 and 3.12 keep a dictionary of a function's variables with its frame after they have been read. Tensors are removed
-    from it, as they would otherwise live longer than in the script.
+    Python 3.11 and 3.12 keep a dictionary of a function's variables with its frame after they have been read. It is emptied, as they would
+    otherwise live longer than in the script, unless the script has it too, as the result of `locals()`.
     """
     variables = frame.f_locals
     if not frame.f_code.co_flags & CO_OPTIMIZED:
         return variables
     copied = dict(variables)
-    if type(variables) is dict:
-        for name, value in copied.items():
-            if isinstance(value, Tensor):
-                del variables[name]
+    if type(variables) is dict and sys.getrefcount(variables) <= OWN_REFERENCES:
+        variables.clear()
     return copied
 
 

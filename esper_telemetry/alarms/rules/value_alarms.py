@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
+from math import ceil, inf
 
 from esper_telemetry.alarms.alarm_bounds import Ramp, above, below, hard, ramp
 from esper_telemetry.alarms.baselines import History, power
@@ -19,6 +19,8 @@ EXPECTED_FIT = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
 """Explained variance to expect up to that share of the run: an untrained critic explains nothing, a trained one should."""
 
 BEST_FIT_UPDATES = 20  # latest R² values from which the best one is taken
+FIT_STEPS = 512
+"""Environment steps for which the fit must be lost: in a small batch one episode that ends decides over R²."""
 RECENT_UPDATES = 10  # latest losses that a jump is compared with
 FOLLOWS = 0.5
 """Rise of the returns within these updates, relative to the critic's error, that explains an error below 0."""
@@ -47,14 +49,16 @@ def fit_collapse(view: View, loss_norm: float, fits: Recent) -> Iterator[Finding
     best = max(fits.values, default=None)
     if r2 is not None:
         fits.add(r2)
+    updates = min(ceil(FIT_STEPS / (view.rollout_steps or FIT_STEPS)), BEST_FIT_UPDATES // 2)
+    latest = max(fits.values[-updates:], default=-inf)
     usual_returns = view.baselines.off_median(SPREAD) < MIN_LOSS_GROWTH
     error = LOSS if LOSS in view.values else LOSS_OVER_VARIANCE  # own loops need not report their losses
     grown = view.baselines.shift.get(error, 0.0) > MIN_LOSS_GROWTH and usual_returns
     useless = explained is not None and explained < expected_fit(view) + CONSTANT_FIT
-    lost = r2 is not None and best is not None and best > limits[FIT_WAS] and r2 < limits[FIT_NOW]
+    lost = r2 is not None and best is not None and best > limits[FIT_WAS] and latest < limits[FIT_NOW]
     by_fit = lost and (useless or best is None) and grown
     had_fit = best is None or best > 0  # otherwise there is no fit to lose: episodes of other lengths have other variances
-    severity = max(hard(by_fit), limits.log_severity(LOSS_NORM, loss_norm) if grown and had_fit else 0.0)
+    severity = max(hard(by_fit), limits.log_severity(LOSS_NORM, loss_norm) if grown and had_fit and latest < limits[FIT_NOW] else 0.0)
     if not by_fit:
         yield Finding(severity, LOSS_OVER_VARIANCE, loss_norm, limits.log_middle(LOSS_NORM), z=view.z(error)).says(
             "the critic's squared error has been {:x} the variance of returns: it predicts worse than their mean", 2 * loss_norm
