@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.script.recorders import EpisodeLog, as_numbers, is_flag, named_parts, step_parts, unended_step
+from esper_telemetry.adapters.script.recorders import EpisodeLog, as_numbers, is_flag, named_parts, step_parts, unflagged_step
 from esper_telemetry.adapters.script.variables import locals_of
 
 if TYPE_CHECKING:
@@ -126,11 +126,11 @@ def is_function(value: object, code: CodeType) -> bool:
 def step_result(result: object) -> tuple[Any, ...] | list[Any] | None:
     """Return the result of a step in the form that `step_parts` reads; None of others.
 
-    It may have names, be a reward and a flag, or an observation and a reward, which gives a list.
+    It may have names, be a reward and a flag, or an observation and a reward without a logical flag, which gives a list.
     """
     result = result if (named := named_parts(result)) is None else named
     if not isinstance(result, tuple | list) or not any(map(is_flag, result)):
-        return unended_step(result)
+        return unflagged_step(result)
     parts = (None, *result, {}) if len(result) == 2 else tuple(result)
     return parts if step_parts(parts) is not None else None
 

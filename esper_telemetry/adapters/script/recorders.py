@@ -953,18 +953,23 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     )
 
 
-def unended_step(result: object) -> list[Any] | None:
-    """Return observations, rewards, flags and information of a step that returned an observation and a reward, and perhaps information.
+def unflagged_step(result: object) -> list[Any] | None:
+    """Return observations, rewards, flags and information of a step that returned an observation and a reward, perhaps with information.
 
-    An observation of None is the end of the episode. Returns None of other results.
+    An observation of None is the end of the episode. A third part that is 0 or 1 is the flag. Returns None of other results.
     """
-    parts = [one for one in result if not isinstance(one, Mapping)] if isinstance(result, tuple | list) and len(result) <= 3 else []
-    for seen, reward, kinds in ((parts[0], parts[1], "fiu"), (parts[1], parts[0], "f")) if len(parts) == 2 else ():
+    parts = [one for one in result if not isinstance(one, Mapping)] if isinstance(result, tuple | list) and len(result) <= 4 else []
+    if not 2 <= len(parts) <= 3:
+        return None
+    for seen, reward, kinds in ((parts[0], parts[1], "fiu"), (parts[1], parts[0], "f")):
         paid, shown = as_numbers(reward), as_numbers(seen)
         if paid is None or paid.ndim > 1 or paid.dtype.kind not in kinds or getattr(reward, "requires_grad", False):
             continue
+        over = np.full(paid.size, seen is None) if len(parts) == 2 else as_numbers(parts[2])
+        if over is None or over.shape not in (paid.shape, (paid.size,)) or not _is_binary(over):
+            continue
         if seen is None or (shown is not None and shown.ndim and (not paid.ndim or len(shown) == len(paid))):
-            return [seen, paid.reshape(-1), np.full(paid.size, seen is None), {}]
+            return [seen, paid.reshape(-1), over.reshape(-1).astype(bool), {}]
     return None
 
 
