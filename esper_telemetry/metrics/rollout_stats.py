@@ -236,21 +236,37 @@ class RewardStats(MetricGroup, absent="no valid, finite reward"):
         .advises("Fix the environment or its wrappers: a reward has to be a number.")
         .absent("")
     )
+    trained: Mean | None = reports(
+        Metric.correlation(
+            "reward/trained_correlation", 316, "correlation of the rewards in training and of the environment", unit="correlation"
+        )
+        .asks("Does training get the environment's rewards? Below 1 if wrappers add others, such as a bonus for progress.")
+        .absent("the same rewards, or rewards that do not vary")
+    )
 
 
 @checked_arguments()
 @inference_mode
-def reward_stats(rewards: ArrayLike, *, valid: ArrayLike | None = None) -> RewardStats:
+def reward_stats(rewards: ArrayLike, *, trained: ArrayLike | None = None, valid: ArrayLike | None = None) -> RewardStats:
     """Return mean, spread and largest magnitude of the raw rewards; zeros are counted exactly.
 
     Args:
         rewards: [T, B] or [N].
+        trained: same shape, what training gets for them; None if it gets `rewards`.
         valid: bool, same shape; None if every entry is valid.
     """
     rewards = as_tensor(rewards)
     s = sample(rewards, as_mask(valid, rewards))
     zero = s.mask & (s.values == 0)
+    correlation = None
+    if trained is not None:
+        other = sample(as_tensor(trained).to(rewards), as_mask(valid, rewards))
+        one, two = ((x.values - (x.values * s.weight).sum() / s.count) * s.weight * other.weight for x in (s, other))
+        found = (one * two).sum() / (one.square().sum() * two.square().sum()).sqrt()
+        known = torch.isfinite(found)
+        correlation = Mean(torch.where(known, found, 0.0), known.double())
     return RewardStats(
+        trained=correlation,
         moments=spread(s),
         absmax=Max(where_any(s.values.abs().amax(-1), s.count)),
         zero=Mean(zero.sum(-1), s.count),

@@ -160,7 +160,9 @@ def _rollout(rollout: RolloutEnd, constant: Tensor | None, *, has_critic: bool) 
     measurements: list[Measurement] = [
         partial(advantage_stats, rollout.advantages, valid=valid),
         partial(return_stats, rollout.returns, valid=valid),
-        partial(reward_stats, rewards if rollout.raw_rewards is None else rollout.raw_rewards, valid=valid),
+        partial(reward_stats, rewards, valid=valid)
+        if rollout.raw_rewards is None
+        else partial(reward_stats, rollout.raw_rewards, trained=rewards, valid=valid),
         partial(log_prob_stats, rollout.log_probs, valid=valid),
     ]
     of_critic: list[Measurement] = [

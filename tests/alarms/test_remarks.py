@@ -50,6 +50,13 @@ def test_published_settings_get_no_remark() -> None:
     assert [list(outside_settings(Facts.of(facts))) for facts in (atari, car, anymal, *presets)] == [[]] * (3 + len(presets))
 
 
+@pytest.mark.parametrize(("correlation", "expected"), [(0.9, False), (0.3, True), (-1.0, True)])
+def test_other_rewards_than_those_of_the_environment_are_told(correlation: float, expected: bool) -> None:
+    found = remarks(FACTS, {"reward/trained_correlation": correlation})
+
+    assert (f"their correlation is {correlation:g}, so what wrappers add" in found.get("other rewards", "")) is expected
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

@@ -45,6 +45,18 @@ def test_nothing_valid_means_nothing_reported(stats: object) -> None:
     assert stats(torch.ones(0)).values() == {}
 
 
+def test_rewards_in_training_are_compared_with_those_of_the_environment() -> None:
+    import numpy as np
+
+    raw, valid = numbers(10, 4), torch.rand(10, 4, generator=torch.Generator().manual_seed(1)) > 0.3
+    trained = 3 * raw + numbers(10, 4, seed=2)
+
+    values = reward_stats(raw, trained=trained, valid=valid).values()
+
+    assert values["reward/trained_correlation"] == pytest.approx(np.corrcoef(raw[valid], trained[valid])[0, 1])
+    assert "reward/trained_correlation" not in reward_stats(raw).values() | reward_stats(raw, trained=torch.ones(10, 4)).values()
+
+
 def test_a_single_value_has_no_shape() -> None:
     values = return_stats(torch.tensor([3.0])).values()
 

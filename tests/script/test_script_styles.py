@@ -146,11 +146,10 @@ def test_an_environment_may_have_methods_of_any_names(tmp_path: Path, step: str,
 
 
 def test_a_script_whose_environment_is_not_seen_is_told_what_to_add(tmp_path: Path) -> None:
-    """The ends of its episodes are numbers, so that nothing shows which function is a step."""
+    """Rewards and ends are attributes, so that nothing shows which function is a step."""
     source = (SCRIPTS / "own_environment.py").read_text()
-    source = source.replace("def step(", "def paso(").replace("e.step(", "e.paso(")
-    source = source.replace("self.place in (0, 8) or self.steps >= 40", "1.0 * (self.place in (0, 8) or self.steps >= 40)")
-    (tmp_path / "script.py").write_text(source.replace("~g[i]", "(1 - g[i])"))
+    source = source.replace("def step(", "def paso(").replace("n, r, f = e.step(a.item())", "e.paso(a.item()); n, r, f = e.result")
+    (tmp_path / "script.py").write_text(source.replace("return self.seen(), 5.0", "self.result = self.seen(), 5.0"))
     result = python(tmp_path, "-m", "esper_telemetry", "run", "--run-dir", "run", "script.py")
 
     assert "no environment was seen: no function of the program took an action" in result.stderr

@@ -55,6 +55,8 @@ LATER: Final = " later"  # end of the name of a remark on it
 
 MIN_ENDED_EARLY: Final = 10  # updates from the start that must all end early
 MAX_STEPS_TAKEN: Final = 0.1  # share of the planned optimizer steps that each of them takes at most
+OTHER_REWARDS: Final = (10, 0.5)
+"""Updates, and mean correlation below which the rewards in training are other ones than the environment's."""
 EARLY_END: Final = "early end"
 INITIAL_SPREAD: Final = "initial std"
 """Names of remarks."""
@@ -77,6 +79,7 @@ class RunSoFar:
         newest: length of the longest episode of the last record.
         effect_records, effect_steps: records and steps with `policy/action_effect`.
         effect: sum of `policy/action_effect`.
+        correlations: number and sum of `reward/trained_correlation`.
         first_rate: learning rate of the first update that has one.
         rated, low_rated: updates with a learning rate, and those at which it was below `LOW_RATE` of the first one.
         stepped, most_steps: updates with a known number of optimizer steps, and the largest one.
@@ -96,6 +99,7 @@ class RunSoFar:
     effect_records: int = 0
     effect_steps: int = 0
     effect: float = 0.0
+    correlations: tuple[int, float] = (0, 0.0)
     first_rate: float = 0.0
     rated: int = 0
     low_rated: int = 0
@@ -169,6 +173,7 @@ class Remarks:
             yield from self._reward_remarks()
         if self._run.add_effect(view):
             yield from self._effect_remark()
+        yield from self._other_rewards(view)
         yield from feature_sizes(view)
         yield from features_and_gradients(view)
 
@@ -278,6 +283,20 @@ class Remarks:
             else:
                 text += "only the length of an episode matters"
             yield "equal rewards", {**_data(text, "reward/std", 0.0, 0.0, quiet=True), "unlikely": not fixed}
+
+    def _other_rewards(self, view: View) -> Iterator[Remark]:
+        """Rewards in training that hardly depend on the environment's rewards."""
+        correlation, (count, total), (updates, limit) = view.get("reward/trained_correlation"), self._run.correlations, OTHER_REWARDS
+        if correlation is None:
+            return
+        self._run.correlations = count + 1, total + correlation
+        mean = (total + correlation) / (count + 1)
+        if count + 1 >= updates and mean < limit:
+            text = (
+                f"training gets other rewards than the environment's: their correlation is {number(mean)}, so what wrappers "
+                "add decides what is learned: check its sign and size, or train without it"
+            )
+            yield "other rewards", _data(text, "reward/trained_correlation", mean, limit, quiet=True)
 
     def _effect_remark(self) -> Iterator[Remark]:
         """Observations that do not depend on the actions."""
