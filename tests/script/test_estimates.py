@@ -40,8 +40,9 @@ def test_a_critic_may_be_asked_after_each_step_of_the_environments() -> None:
 
 
 def test_a_layer_with_one_unit_may_be_a_critic() -> None:
-    log = EstimateLog()
+    """Unless it is the policy's, such as one of two actions."""
+    log, layer = EstimateLog(), torch.nn.Linear(3, 1)
     log.add(torch.nn.Linear(3, 2), torch.zeros(4, 2))
-    assert not log.has_critic
-    log.add(torch.nn.Linear(3, 1), torch.zeros(4, 1))
-    assert log.has_critic
+    assert not log.has_critic(())
+    log.add(layer, torch.zeros(4, 1))
+    assert log.has_critic(()) and not log.has_critic({id(layer.weight)})

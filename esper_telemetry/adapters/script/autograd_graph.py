@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.nn import functional
 
 Node = Any
 """A node of torch's graph; the attributes that it has depend on its operation."""
@@ -323,6 +324,27 @@ def _layer_output(node: Node, _: Operands) -> Tensor:
     return torch.nn.functional.linear(node._saved_mat1, weight, leaf)
 
 
+REDUCTIONS = ("none", "mean", "sum")  # by the numbers in nodes
+
+
+def _nll_loss(node: Node, _: Operands) -> Tensor:
+    ignored, reduction = axis_of(node._saved_ignore_index), REDUCTIONS[node._saved_reduction]
+    return functional.nll_loss(node._saved_self, node._saved_target, node._saved_weight, ignore_index=ignored, reduction=reduction)
+
+
+def _binary_cross_entropy(node: Node, _: Operands) -> Tensor:
+    columns, reduction = (node._saved_self, node._saved_target, node._saved_weight), REDUCTIONS[node._saved_reduction]
+    if kind_of(node) == "BinaryCrossEntropyBackward0":
+        return functional.binary_cross_entropy(*columns, reduction=reduction)
+    return functional.binary_cross_entropy_with_logits(*columns, pos_weight=node._saved_pos_weight, reduction=reduction)
+
+
+NEGATIVE_LIKELIHOODS: dict[str, Callable[[Node, Operands], Tensor]] = {
+    **dict.fromkeys(("NllLossBackward0", "NllLoss2DBackward0"), _nll_loss),
+    **dict.fromkeys(("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"), _binary_cross_entropy),
+}
+"""Operations whose results are negative log-probabilities."""
+
 FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
     "AddmmBackward0": _layer_output,
     "MinimumBackward0": lambda node, _: torch.minimum(node._saved_self, node._saved_other),
@@ -341,6 +363,7 @@ FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
     "WhereBackward0": lambda node, operand: torch.where(node._saved_condition, operand(0), operand(1)),
     "MulBackward0": lambda _, operand: operand(0) * operand(1),
     "DivBackward0": lambda _, operand: operand(0) / operand(1),
+    **NEGATIVE_LIKELIHOODS,
     **dict.fromkeys(ERRORS, _errors),
     **dict.fromkeys(RESHAPES, lambda node, operand: operand(0).reshape(shape_of(node))),
 }

@@ -714,7 +714,7 @@ class ScriptListener:
                 critic=critic,
                 acted=acted,
                 targets=self._targets,
-                has_critic=self.estimates.has_critic,
+                has_critic=self.estimates.has_critic(self._policy_leaves),
             )
             discounts = self._source.discounts
             rollout = finder.rollout(self._facts.get("gamma", discounts[0][0] if discounts else None))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from esper_telemetry.adapters.script.autograd_graph import leaves_of
+from esper_telemetry.adapters.script.autograd_graph import NEGATIVE_LIKELIHOODS, kind_of, leaves_of
 from esper_telemetry.adapters.script.loss_reading import LossReading, PolicyTerm, ValueTerm
 from esper_telemetry.adapters.script.script_minibatches import common_factor
 from esper_telemetry.adapters.script.variables import Variables
@@ -126,9 +126,10 @@ def _terms(
     rows, weights = partial(_rows, policy, value), dict[str, float]()
     sources: dict[str, tuple[GradientEdge, Tensor | None, Callable[[Tensor], Tensor]]] = {}
     if policy is not None:
-        source, policy_loss = policy.log_probs, lambda leaf: TERMS["policy"].of(rows(log_probs=leaf))
+        sign = -1 if policy.inverted or kind_of(policy.edge.node) in NEGATIVE_LIKELIHOODS else 1
+        likelihoods = None if policy.log_probs is None else sign * policy.log_probs
+        source, policy_loss = likelihoods, lambda leaf: TERMS["policy"].of(rows(log_probs=sign * leaf))
         if policy.log_ratio is not None:
-            sign = -1 if policy.inverted else 1
             source, policy_loss = ((sign * policy.log_ratio).exp(), lambda leaf: TERMS["policy"].of(rows(log_ratio=sign * leaf.log())))
         sources["policy"], weights["policy"] = (policy.edge, source, policy_loss), policy.weight / scale
     known: dict[str, Tensor] = {}

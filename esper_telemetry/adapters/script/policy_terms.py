@@ -18,6 +18,7 @@ from esper_telemetry.adapters.columns import HeadColumns
 from esper_telemetry.adapters.script.autograd_graph import (
     EXPONENTIALS,
     EXTREMES,
+    NEGATIVE_LIKELIHOODS,
     ROUNDING,
     SAME_LINE,
     SOFTMAXES,
@@ -41,13 +42,6 @@ from esper_telemetry.adapters.script.loss_reading import PolicyTerm
 
 MIN_SUMMED_ROWS = 4
 """Rows above which a slope of 1 for each row shows a sum, not a mean with a weight."""
-
-
-NEGATIVE_LIKELIHOODS = {
-    *("NllLossBackward0", "NllLoss2DBackward0"),
-    *("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"),
-}
-"""Operations whose results are negative log-probabilities."""
 
 
 LOG_PROBABILITIES = {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0", "PowBackward0", *NEGATIVE_LIKELIHOODS}
@@ -89,6 +83,7 @@ def policy_term(graph: LossGraph, node: Node, gradient: Tensor) -> PolicyTerm | 
     number = graph.value(plain.node)
     if number is None:
         return None
+    number = -number if not plain.is_ratio and _is_negative_likelihood(graph, plain.node) else number
     per_dimension = plain.is_ratio and _is_per_dimension(graph, plain.node, factor)
     if number.numel() != factor.numel():
         factor = _of_shape(factor, shape_of(plain.node))
@@ -195,6 +190,7 @@ def _product(graph: LossGraph, node: Node) -> _Product | None:
             return _Product(factor.detach(), ratio, None, is_ratio=True, attached=None, reshaped=True)
         if is_ratio or (factor.numel() > 1 and _has_log_probs(graph, inner)):
             attached = None if other is None else GradientEdge(other, number)
+            factor = -factor if not is_ratio and _is_negative_likelihood(graph, inner) else factor
             return _Product(factor.detach(), inner, clip, is_ratio, attached)
     return None
 
@@ -278,7 +274,8 @@ def is_row_log_prob(graph: LossGraph, node: Node) -> bool:
     """Return True for the log-probability of one action, which is a term if its advantage is a number."""
     if shape_of(node).numel() != 1 or node in graph.entropies or error_of(graph, node) is not None:
         return False
-    return node in graph.log_probs or (kind_of(node) == "GatherBackward0" and bool(LOG_PROBABILITIES & kinds_below(node)))
+    is_gathered = kind_of(node) == "GatherBackward0" and bool(LOG_PROBABILITIES & kinds_below(node))
+    return node in graph.log_probs or is_gathered or kind_of(node) in NEGATIVE_LIKELIHOODS
 
 
 def policy_of_rows(graph: LossGraph, nodes: Sequence[Node], slopes: Mapping[Node, Tensor]) -> PolicyTerm | None:
@@ -293,7 +290,8 @@ def policy_of_rows(graph: LossGraph, nodes: Sequence[Node], slopes: Mapping[Node
     if not weight:  # all advantages are 0 if no place has another one
         return None
     log_probs = torch.stack([number.reshape(()) for number in numbers if number is not None])
-    advantages = -slope / weight
+    sign = torch.tensor([-1.0 if kind_of(node) in NEGATIVE_LIKELIHOODS else 1.0 for node in nodes])
+    log_probs, advantages = sign * log_probs, -sign * slope / weight
     loss = -(advantages * log_probs).mean()
     edge = GradientEdge(nodes[0], 0)
     return PolicyTerm(None, advantages, None, loss, weight * len(nodes), None, edge, log_probs, by_row=True)
@@ -331,6 +329,12 @@ def _choice(graph: LossGraph, node: Node) -> tuple[Tensor | None, Tensor | None,
         elif kind_of(one) == "IndexBackward0" and actions is None and len(one._saved_indices) == 2:
             chosen = one._saved_indices[1]  # of each row by `[range(N), actions]`
             actions = None if chosen is None or None in one._saved_indices else chosen.reshape(-1)
+        elif kind_of(one) in NEGATIVE_LIKELIHOODS and actions is None:
+            actions = one._saved_target.reshape(-1).long()
+            if kind_of(one).startswith("Binary") and logits is None:
+                chances = one._saved_self.detach().reshape(-1)
+                chances = chances.sigmoid() if "Logits" in kind_of(one) else chances
+                logits = torch.stack([1 - chances, chances], 1).log()
     return logits, actions, source
 
 

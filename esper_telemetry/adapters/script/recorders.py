@@ -269,14 +269,10 @@ class LastEstimate(NamedTuple):
 
 
 class EstimateLog:
-    """Keeps the last outputs of layers with few units, such as a critic: scripts release them after computing the targets.
-
-    Attributes:
-        has_critic: a layer has one unit, as a critic's last one.
-    """
+    """Keeps the last outputs of layers with few units, such as a critic: scripts release them after computing the targets."""
 
     def __init__(self) -> None:
-        self.has_critic = False
+        self._single = set[int]()  # weights of layers with one unit
         self._outputs: deque[tuple[int, Tensor]] = deque(maxlen=MAX_ESTIMATES)
         self._with_graph: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
         self._before_step: dict[nn.Module, Tensor] = {}
@@ -290,11 +286,15 @@ class EstimateLog:
             self._after_step.append((layer, output))
         if output.shape[-1] != 1:
             return
-        self.has_critic = True
+        self._single.add(_weight_of(layer))
         if MIN_ESTIMATE_ROWS <= output.numel() <= MAX_ESTIMATE_ROWS:
             self._outputs.append((_weight_of(layer), output.detach()))
         if output.requires_grad and output.numel() > 1:
             self._with_graph.append(output)
+
+    def has_critic(self, policy: Collection[int]) -> bool:
+        """Return True if a layer has one unit, as a critic's last one, and the policy does not have its weights."""
+        return not self._single.issubset(policy)
 
     def after_env_step(self) -> None:
         """The environments have taken a step: later outputs are of the states that it led to."""
