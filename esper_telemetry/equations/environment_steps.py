@@ -133,6 +133,7 @@ def check_environments(
     raw_rewards: Tensor | None = None,
     valid: Tensor | None = None,
     cast: float = 0.0,
+    drifting: bool = False,
 ) -> EquationCheck:
     """Return the check of what the environments do.
 
@@ -147,6 +148,7 @@ def check_environments(
         raw_rewards: [T, B], before wrappers changed them; None if they have not, or these are not known.
         valid: [T, B], bool; None if every row is valid.
         cast: largest relative change of an observation by the dtype of its space.
+        drifting: observations are normalised by running statistics, so that equal states have other observations later.
     """
     if cast > CAST_ERROR:
         return explained(ENVIRONMENTS, "cast", fitted=cast)
@@ -178,7 +180,7 @@ def check_environments(
     late = int(starts.sum()) >= MIN_STARTS and bool((repeats[1:] | ~starts).all())
     if late and float(repeats[others].double().mean()) < MAX_OTHER_REPEATS:
         return explained(ENVIRONMENTS, "late", fitted=int(starts.sum()))
-    if valid is None and _has_one_seed(inputs, ended):
+    if valid is None and not drifting and _has_one_seed(inputs, ended):
         return explained(ENVIRONMENTS, "one_seed", fitted=inputs.shape[1])
     streams = 1 if observations is None or observations.dim() != 3 else stream_count(observations, within)
     return _correct() if streams == 1 else explained(ENVIRONMENTS, "interleaved", fitted=streams)

@@ -62,7 +62,7 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
         elif transitions is None and rollout.observations is not None and informative(rollout.observations):
             yield partial(_effects, rollout, checksums(rollout.observations).diff(dim=0), facts, late=False)
     if transitions is not None or rollout.observations is not None:
-        yield partial(_environments, rollout)
+        yield partial(_environments, rollout, facts)
     if transitions is not None:
         yield _explained(
             compare_transitions,
@@ -84,7 +84,7 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
         yield partial(check_transitions, rollout.observations, ended=rollout.ended, valid=valid)
 
 
-def _environments(rollout: RolloutEnd | RolloutActions) -> EquationCheck:
+def _environments(rollout: RolloutEnd | RolloutActions, facts: Facts) -> EquationCheck:
     """Check what the environments do by the stored observations, and by what each step returned if it is known."""
     transitions, observations = rollout.transitions, rollout.observations
     if transitions is not None:
@@ -104,6 +104,7 @@ def _environments(rollout: RolloutEnd | RolloutActions) -> EquationCheck:
         observations=observations,
         valid=rollout.valid,
         cast=0.0 if transitions is None else transitions.cast,
+        drifting=bool(facts.normalize_observations),
     )
 
 

@@ -896,10 +896,11 @@ class EpisodeLog:
             observed.cut |= lengths == self._cut_lengths and len(lengths) == 1
         return observed
 
-    def facts(self) -> dict[str, str]:
+    def facts(self) -> dict[str, Any]:
         """Return the facts of the environment that the script stepped first."""
         first = min(self._running.values(), key=lambda one: one.index, default=None)
-        return {} if first is None else environment_facts(first.env())
+        found: dict[str, Any] = {} if first is None else environment_facts(first.env())
+        return {**found, "normalize_observations": True} if "NormalizeObs" in found.get("env_wrappers", "") else found
 
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
