@@ -208,9 +208,9 @@ class RolloutRecorder:
             ended = np.concatenate([buffer.episode_starts[1:], self._model._last_episode_starts[None]]).astype(bool)
         raw = np.stack(self._raw_rewards) if self._raw_rewards else None
         time_limits = self._finish_episodes(paid if raw is None else raw)
-        if raw is not None and np.array_equal(raw.astype(stored.dtype)[~ended], stored[~ended]):
-            paid = raw.astype(stored.dtype)  # the buffer has the rewards before normalisation
         stores_paid = np.array_equal(paid[~ended], stored[~ended], equal_nan=True)
+        if raw is not None and not stores_paid and np.array_equal(raw.astype(stored.dtype)[~ended], stored[~ended]):
+            paid, stores_paid = raw.astype(stored.dtype), True  # the buffer has the rewards before normalisation
         heads = self._head_columns(stored.shape, can_be_partial=stores_paid and ends_known)
         last = self._asked_last_values(last_values.detach().cpu().flatten())  # the buffer has just waited for them
         rewards = np.where(ended, paid, stored) if stores_paid else None
