@@ -45,7 +45,15 @@ from esper_telemetry.pipeline.snapshot import SNAPSHOT_RECORDS, RunState, Snapsh
 from esper_telemetry.pipeline.window import LoggedValues, Window
 from esper_telemetry.updates.environments import EVENT as ENVIRONMENTS
 from esper_telemetry.updates.environments import EnvironmentTable
-from esper_telemetry.updates.evidence import AlarmedUpdate, EvidenceChoice, captures, evidence_of, update_events, weak_pairs
+from esper_telemetry.updates.evidence import (
+    AlarmedUpdate,
+    EvidenceChoice,
+    captures,
+    evidence_of,
+    first_nonfinite,
+    update_events,
+    weak_pairs,
+)
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 from esper_telemetry.updates.target_equations import Held
@@ -494,7 +502,7 @@ class InProcessPipeline:
         self._containment.attempt(
             lambda: plain({**alarm.evidence, **evidence_of(alarm, alarmed, choice)}), evidence.append, name=f"the evidence of {alarm.type}"
         )
-        return replace(alarm, evidence=evidence[-1])
+        return replace(alarm, evidence=evidence[-1], text=alarm.text + first_nonfinite(evidence[-1]))
 
     def _report(self, alarms: tuple[Alarm, ...], remaining: int) -> None:
         """Keep news for the training thread, which need not hear about records that change nothing."""

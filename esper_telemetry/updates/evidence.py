@@ -7,9 +7,11 @@ alarm.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Final, Protocol
 
 import torch
@@ -285,8 +287,9 @@ class Offender:
 
 @dataclass(frozen=True, slots=True)
 class StabilityReport:
-    """Tensors of an update with non-finite entries, in forward order. `first` is the name of the first, empty if all are finite;
-    `largest` is the largest finite |entry| of every tensor by name.
+    """Tensors of an update with non-finite entries, by minibatch, then in forward order.
+
+    `first` is the name of the first, empty if all are finite; `largest` is the largest finite |entry| of every tensor by name.
     """
 
     first: str
@@ -296,17 +299,33 @@ class StabilityReport:
 
 def stability_report(update: Update) -> StabilityReport:
     """Return the tensors of an update with non-finite entries, in the order in which they were computed."""
-    offenders: list[Offender] = []
+    found: list[tuple[int, Offender]] = []  # with the number of the minibatch
     largest: dict[str, float] = {}
+    counts = () if update.minibatches is None else update.minibatches.counts
+    begins = [0, *accumulate(counts)]
     for name, tensor in _tensors(update):
         finite = torch.isfinite(tensor)
         if tensor.numel() and not finite.all():
             nan, bad = int(torch.isnan(tensor).sum()), ~finite
             indices = tuple(tuple(index) for index in bad.nonzero()[:MAX_INDICES].tolist())
-            offenders.append(Offender(name, tuple(tensor.shape), nan, int(bad.sum()) - nan, indices))
+            size, row = len(tensor), indices[0][0]
+            of_minibatches = update.minibatches is not None and (update.rollout is None or not hasattr(update.rollout, name))
+            place = bisect_right(begins, row) if size == begins[-1] else row + 1 if size == len(counts) else len(counts) + 1
+            found.append((place if of_minibatches else 0, Offender(name, tuple(tensor.shape), nan, int(bad.sum()) - nan, indices)))
         if len(numbers := tensor[finite]):
             largest[name] = float(numbers.abs().max())
-    return StabilityReport(offenders[0].name if offenders else "", tuple(offenders), largest)
+    offenders = tuple(offender for _, offender in sorted(found, key=lambda one: one[0]))
+    return StabilityReport(offenders[0].name if offenders else "", offenders, largest)
+
+
+def first_nonfinite(evidence: Mapping[str, Any]) -> str:
+    """Return a sentence on the first tensor with non-finite entries, after a space; empty if the evidence has none."""
+    offenders = evidence.get("stability", {}).get("offenders", ())
+    if not offenders:
+        return ""
+    first = offenders[0]
+    count, size = first["nan"] + first["infinite"], math.prod(first["shape"])
+    return f" The first non-finite tensor is {first['name']}, in {count:,} of {size:,} entries."
 
 
 def _tensors(update: Update) -> Iterator[tuple[str, Tensor]]:

@@ -19,6 +19,11 @@ from esper_telemetry.equations.schedules import RateHistory
 from esper_telemetry.journal.record_columns import RecordTable
 from esper_telemetry.views.document import Element, h, items, table
 
+IN_USE: Final = "normalized_advantages"
+TARGETS: Final = ("advantages", "returns")
+FITTING_SHARE: Final = 0.5
+"""Equation that is checked whenever a script's rollout is found, targets of that rollout, and the share of updates in which they fit."""
+
 State = Literal["matches", "variant", "differs", "untraced", "unchecked"]
 
 EQUATION_TEMPLATE: Final = "integrity/equation/{equation}"
@@ -170,7 +175,8 @@ class EquationHistory:
     def rows(self, run: RunInfo) -> list[EquationRow]:
         """Return a row for each declared equation, causes before effects; the facts of `run` name what the trainer does not show."""
         ordered = sorted(equations().values(), key=lambda equation: equation.rank)
-        rows = [_row(equation, self._results.get(equation.name, ()), run) for equation in ordered]
+        rollouts = len(self._results.get(IN_USE, ()))
+        rows = [_row(equation, self._results.get(equation.name, ()), run, rollouts) for equation in ordered]
         return [self._with_sum(row) if row.equation.name == ACTIONS else row for row in rows]
 
     def _with_sum(self, row: EquationRow) -> EquationRow:
@@ -181,9 +187,16 @@ class EquationHistory:
         return replace(row, state="differs", over_run=str(self._sum), since=self._sum_since, differing=row.updates, error=error)
 
 
-def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run: RunInfo) -> EquationRow:
+def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run: RunInfo, rollouts: int) -> EquationRow:
     facts = Facts.of(run.facts)
     place = facts.equation_places.get(equation.name, "")
+    can_fit = facts.columns_by_name and equation.name in TARGETS and equation.name not in facts.unchecked_equations
+    if can_fit and len(results) < FITTING_SHARE * rollouts:
+        reason = (
+            f"the variables that were found fit it in {len(results)} of {rollouts} updates: check which rewards, values and ends go into it"
+        )
+        if all(result.holds for _, result in results):
+            return EquationRow(equation, "untraced", reason=reason + (place and f", in {place}"), place=place)
     if not results:
         reason, sought = _reason(equation, run), facts.untraced_equations.get(equation.name)
         return EquationRow(equation, "untraced" if sought == reason else "unchecked", reason=reason, place=place)

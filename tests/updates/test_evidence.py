@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from esper_telemetry.journal.lines import plain
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.recording import recorder as recorder_module
-from esper_telemetry.updates.evidence import AlarmedUpdate, evidence_of, flight_of, layer_table, stability_report
+from esper_telemetry.updates.evidence import AlarmedUpdate, evidence_of, first_nonfinite, flight_of, layer_table, stability_report
 from esper_telemetry.updates.groups import nonfinite_in
 from esper_telemetry.updates.update import BackwardGradients, GradientSample, JoinedMinibatches, Update
 
@@ -101,6 +102,18 @@ def test_the_report_names_the_first_tensor_in_forward_order() -> None:
         ("loss value", 1, 0, ((0,),)),
     ]
     assert report.largest["values"] == 4.0 and report.largest["loss value"] == 2.0
+
+
+def test_a_tensor_of_an_earlier_minibatch_comes_first() -> None:
+    """The advantages of the first minibatch are NaN, and so are the losses, the gradients, and the log-ratios of the next minibatch."""
+    update = Update(minibatches=minibatches([0.0, 0.0, math.nan, math.nan]))
+    update.minibatches.advantages[1] = math.nan  # type: ignore[union-attr]
+
+    report = stability_report(update)
+
+    assert [one.name for one in report.offenders] == ["normalized advantages", "log_ratio"]
+    sentence = " The first non-finite tensor is normalized advantages, in 1 of 4 entries."
+    assert first_nonfinite({"stability": asdict(report)}) == sentence and first_nonfinite({}) == ""
 
 
 def test_a_healthy_update_has_no_offender() -> None:

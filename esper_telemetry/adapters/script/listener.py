@@ -607,9 +607,9 @@ class ScriptListener:
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
 
     def _data_of(self, variables: Variables) -> object:
-        """Identify the training data of updates without environment steps between them: by the steps, the script's counter, or draws."""
+        """Identify the training data of updates: by the environments' steps, the script's counter, draws, or outputs without a graph."""
         counted = self.environments.steps or variables.find(names.GLOBAL_STEP, names.as_integer)
-        return counted or self.distributions.draws
+        return counted or self.distributions.draws or self.estimates.without_graph
 
     def _begin_update(self, variables: Variables, readings: Sequence[LossReading], *, waits: bool = False) -> None:
         """Begin an update, perhaps one whose rollout `waits` for all losses of its optimizer step."""

@@ -269,9 +269,14 @@ class LastEstimate(NamedTuple):
 
 
 class EstimateLog:
-    """Keeps the last outputs of layers with few units, such as a critic: scripts release them after computing the targets."""
+    """Keeps the last outputs of layers with few units, such as a critic: scripts release them after computing the targets.
+
+    Attributes:
+        without_graph: number of outputs without a graph, which collect data.
+    """
 
     def __init__(self) -> None:
+        self.without_graph = 0
         self._single = set[int]()  # weights of layers with one unit
         self._outputs: deque[tuple[int, Tensor]] = deque(maxlen=MAX_ESTIMATES)
         self._with_graph: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
@@ -282,6 +287,7 @@ class EstimateLog:
 
     def add(self, layer: nn.Module, output: Tensor) -> None:
         """Record an output [..., K]."""
+        self.without_graph += not output.requires_grad
         if len(self._after_step) < MAX_ESTIMATES or not output.requires_grad:  # training step by step has many
             self._after_step.append((layer, output))
         if output.shape[-1] != 1:
@@ -944,7 +950,7 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     columns[0] = None if paid else as_numbers(result[0])
     if not paid and (columns[0] is None or columns[0].size not in sizes):
         return None
-    reward = paid[0] if paid else 0
+    reward = next((place for place in paid if columns[place].dtype.kind == "f"), paid[0]) if paid else 0  # integers may be of the state
     seen = next((place for place in range(len(result)) if place not in (reward, *flags)), reward)
     return (
         result[seen],

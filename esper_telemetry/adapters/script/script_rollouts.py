@@ -171,10 +171,10 @@ class RolloutFinder:
         self._has_ratio = reading is None or reading.policy is None or reading.policy.log_ratio is not None
         self._columns: dict[str, Tensor] = {}
         self.steps = self.envs = 0
-        self._cut = False
+        self._cut, self._received = False, None
         self.ended = self._paid = self._limits = self._reset = None
         if collected is not None:
-            self.steps, self.envs, self._cut = collected.steps, collected.envs, collected.cut
+            self.steps, self.envs, self._cut, self._received = collected.steps, collected.envs, collected.cut, collected.received()
             columns = (collected.ended, collected.rewards, collected.time_limits, collected.reset)
             self.ended, self._paid, self._limits, self._reset = (column.to(self._device) for column in columns)
             acted = acted if collected.in_turns else ()
@@ -272,7 +272,7 @@ class RolloutFinder:
         if "log_probs" not in columns and self._has_ratio and self._acted is None:
             # the loss does not show them: the only other numbers of which it takes rows
             free = [grid for grid in self._free() if grid.data_ptr() in self._indexed]
-            free = [grid for grid in free if not torch.equal(grid, grid.round())]
+            free = [grid for grid in free if not torch.equal(grid, grid.round()) and not self._is_executed(grid)]
             columns |= {"log_probs": free[0]} if len(free) == 1 else {}
 
     def _identify_shown(self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor], roles: Sequence[str]) -> bool:
@@ -427,15 +427,30 @@ class RolloutFinder:
             following = (grid for grid in own if any(self._follows(other, grid) for other in own))
             self._columns |= {"values": next(following, own[0])} if own else {}
 
+    def _is_executed(self, grid: Tensor) -> bool:
+        """Return True for the actions that the environments received, perhaps clipped."""
+        received = None if self._received is None else self._received.squeeze(-1).to(grid)
+        return received is not None and received.shape == grid.shape and _is_same(grid.clamp(received.min(), received.max()), received)
+
     def _identify_implied_values(self) -> None:
-        """Take returns minus advantages for values that the script does not keep, if the critic gives them in the first minibatch."""
+        """Take returns minus advantages for values that the script does not keep, if the critic gives them in the first minibatch.
+
+        Advantages may be normalised: the minibatch shows by which mean and scale.
+        """
         returns, advantages, shown = self._columns.get("returns"), self._columns.get("advantages"), self._shown.get("values")
         if "values" in self._columns or returns is None or advantages is None or shown is None:
             return
-        values, rows = returns - advantages.to(returns), self.first_rows()
-        if rows is not None and len(rows) == shown.numel():
-            apart = (values.reshape(-1)[rows.to(values.device)] - shown.reshape(-1).to(values)).abs().max()
-            self._columns |= {"values": values} if float(apart) <= SAME_NUMBER * float(returns.abs().max()) else {}
+        rows = self.first_rows()
+        if rows is None or len(rows) != shown.numel():
+            return
+        rows, own = rows.to(returns.device), advantages.to(returns).double()
+        targets, known = (returns.reshape(-1)[rows] - shown.reshape(-1).to(returns)).double(), own.reshape(-1)[rows]
+        scale, centred = torch.ones((), dtype=torch.float64), known - known.mean()
+        if line_error(known, targets) <= SAME_LINE and len(rows) > MIN_DISTINCT:
+            scale = (centred * targets).sum() / centred.square().sum()
+        raw = scale * own + (targets - scale * known).mean() * bool(scale != 1)
+        if float((raw.reshape(-1)[rows] - targets).abs().max()) <= SAME_NUMBER * float(returns.abs().max()):
+            self._columns["values"] = (returns - raw).to(returns)
 
     def _free_grid(self, value: object) -> Tensor | None:
         """Accept an array [T, B] that is not yet assigned to a column: a script may call its returns rewards."""

@@ -186,9 +186,8 @@ RULES = (
     exact_check(NONFINITE_KEY, NONFINITE_KEY, rank=10, partial=True, debug_updates=10)
     .says(
         "NaN or infinity has appeared in the data, the losses, the gradients or the weights.",
-        "Look at the first non-finite tensor, if the alarm's evidence names one; lower the learning rate, clip "
-        "gradients, check the rewards "
-        "and observations of the environment, set a lower bound for log standard deviations.",
+        "Look at the first non-finite tensor; lower the learning rate, clip gradients, check the rewards and observations of the "
+        "environment, set a lower bound for log standard deviations.",
         "always an error; ray#28283, coach#87",
     )
     .shows(*("reward/nonfinite", "grad/global/*", "loss/*", "policy/kl", "opt/lr"))
