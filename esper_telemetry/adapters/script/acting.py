@@ -176,24 +176,23 @@ class TrainedRows:
     def __init__(self) -> None:
         self._earlier: deque[Tensor] = deque(maxlen=MAX_UPDATES)
         self._now: list[Tensor] = []
-        self._acted: Tensor | None = None
+        self._tables: list[Tensor] = []  # of earlier updates, and acted on, sorted; empty without one of them
 
     def begin(self, acting: Acting | None) -> None:
         """Begin an update, with what was acted on since the last one."""
         if self._now:
             self._earlier.append(torch.cat(self._now)[:MAX_UPDATE_ROWS])
         self._now = []
-        self._acted = None if acting is None else checksums(acting.inputs.float()).flatten()
+        tables = [] if acting is None or not self._earlier else [torch.cat([*self._earlier]), checksums(acting.inputs.float()).flatten()]
+        self._tables = [table.sort().values for table in tables]
 
     def add(self, inputs: Tensor) -> Tensor | None:
         """Return which rows [N] of a loss were trained on before, by the checksums of their inputs; None if none is known."""
         if sum(map(len, self._now)) < MAX_UPDATE_ROWS:
             self._now.append(inputs)
-        if self._acted is None or not self._earlier:
+        if not self._tables:
             return None
-        earlier, acted = (
-            are_among(inputs, table.to(inputs.device).sort().values, SAME_CHECKSUM) for table in (torch.cat([*self._earlier]), self._acted)
-        )
+        earlier, acted = (are_among(inputs, table.to(inputs.device), SAME_CHECKSUM) for table in self._tables)
         repeated = earlier & ~acted
         is_share = bool(acted.any()) and float(repeated.float().mean()) >= MIN_TRAINED_SHARE
         return repeated if is_share else None

@@ -291,11 +291,12 @@ class RolloutFinder:
                     continue
                 best = min(
                     (
-                        (_is_same(form(column), array), -_held(numbers, tables[place]), place)
+                        (share >= MIN_SHARE and _is_same(form(column), array), -share, place)
                         for place, (array, grid) in enumerate(pairs)
                         if not self._is_taken(grid)
                         and not (role == "advantages" and self._is_product(array))
                         and (len(grid) == self.steps or role == "values")  # which may have those after the rollout
+                        for share in (_held(numbers, tables[place]),)
                     ),
                     default=(False, 0.0, 0),
                     key=lambda one: (one[1] > -MIN_SHARE, *one),
@@ -326,8 +327,9 @@ class RolloutFinder:
         mixed = (
             way_back(grid)
             for form, way_back in LOG_PROB_FORMS
+            for stored in (_sorted(form(acted)),)
             for grid, table in zip(self._grids, tables, strict=True)
-            if len(grid) == self.steps and _is_same(_sorted(form(acted)), table)
+            if len(grid) == self.steps and _is_same(stored, table)
         )
         shuffled = next((grid for grid in mixed if not _is_same(acted, grid)), None)
         if shuffled is None:
@@ -859,9 +861,12 @@ class RowFinder:
         if any(len(column) == steps * envs for column in own.values()):  # the whole rollout, perhaps in order
             indices = [*indices, torch.arange(steps * envs)]
         by_env = (index % steps * envs + index.div(steps, rounding_mode="floor") for index in indices)
-        candidates = [rows for pair in zip(indices, by_env, strict=True) for rows in pair]
-        best = max(candidates, key=lambda rows: self._agreement(rows, own), default=None)
-        agreement = 0 if best is None else self._agreement(best, own)
+        best, agreement, candidates = None, 0, list[Tensor]()
+        for rows in (rows for pair in zip(indices, by_env, strict=True) for rows in pair):
+            if agreement < len(own) and not any(rows.device == other.device and torch.equal(rows, other) for other in candidates):
+                candidates.append(rows)
+                count = self._agreement(rows, own)
+                best, agreement = (rows, count) if count > agreement else (best, agreement)
         if agreement > 1 or (agreement and len(own) < 3):
             return best
         by_numbers = self._rows_by_numbers(own)  # the rows of a single column may be the mistake
@@ -888,14 +893,12 @@ class RowFinder:
 
     def _agreement(self, rows: Tensor, own: Mapping[str, Tensor]) -> int:
         """Return the number of columns of a minibatch whose numbers these transitions have."""
-        if int(rows.min()) < 0 or int(rows.max()) >= self._shape.numel():
+        names = [name for name, column in own.items() if len(column) == len(rows)]
+        if not names or int(rows.min()) < 0 or int(rows.max()) >= self._shape.numel():
             return 0
-        count = 0
-        for name, column in own.items():
-            if len(rows) == len(column):
-                apart = (column - self._columns[name][rows.to(column.device)]).abs()
-                count += float((apart <= self._limits[name]).double().mean()) >= MIN_SHARE
-        return count
+        apart = torch.stack([own[name] - self._columns[name][rows.to(own[name].device)] for name in names]).abs()
+        limits = apart.new_tensor([self._limits[name] for name in names]).unsqueeze(1)
+        return int(((apart <= limits).double().mean(1) >= MIN_SHARE).sum())
 
     def rows_of_advantages(self, used: Tensor, rows: Tensor, indices: Sequence[Tensor]) -> Tensor | None:
         """Return the transitions [N] that the advantages in use are of, perhaps normalised, if they are others than `rows`."""

@@ -157,12 +157,18 @@ class Variables:
         for value in self.values():
             if isinstance(value, Tensor):
                 yield value
-            elif not isinstance(value, list | deque | str | int | float):
+            elif not isinstance(value, PLAIN):
                 yield from (entry for entry in members_of(value).values() if isinstance(entry, Tensor))
 
 
 MAX_ARRAYS = 12
 """Most arrays of a tuple or a list that are the columns of a rollout, not its steps."""
+
+NO_MEMBERS = (type, ModuleType, Tensor, np.ndarray, str)
+"""Types of the usual variables without members; a tuple, because a union would be made in each call."""
+
+PLAIN = (list, deque, int, float, *NO_MEMBERS)
+"""The same, and types with too many members or none that are tensors."""
 
 COUNTERS = frozenset({"epoch", "step", "update", "iteration", "minibatch"})
 """Names of loop variables, whose plural is the name of a setting."""
@@ -198,6 +204,8 @@ def members_of(value: object) -> dict[str, Any]:
     A list of records is one of columns: `[Step(reward=1), Step(reward=2)]` has the member `reward` with [1, 2]. Arrays in a tuple
     or a short list are numbered.
     """
+    if isinstance(value, NO_MEMBERS):
+        return {}
     if isinstance(value, Mapping):
         if len(value) > MAX_MEMBERS:
             return {}
@@ -208,7 +216,7 @@ def members_of(value: object) -> dict[str, Any]:
         return {f"array_{place}": one for place, one in enumerate(value)}
     if isinstance(value, list | deque) and len(value) > 1:
         return _columns(list(value))
-    if isinstance(value, type | ModuleType | Tensor | np.ndarray | tuple | str) or (callable(value) and not hasattr(value, "__dict__")):
+    if isinstance(value, tuple) or (callable(value) and not hasattr(value, "__dict__")):
         return {}
     tensors = getattr(getattr(value, "dataset", value), "tensors", None)  # of a TensorDataset, also in a DataLoader
     if isinstance(tensors, tuple):
