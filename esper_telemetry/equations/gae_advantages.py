@@ -15,7 +15,7 @@ from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.advantage_fits import ADVANTAGE_TOLERANCE, FITTED, normalized_whole
 from esper_telemetry.equations.advantage_mistakes import MISTAKES, VARIANTS, normalized
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
-from esper_telemetry.equations.equation import Equation
+from esper_telemetry.equations.equation import Equation, Explanation
 from esper_telemetry.equations.gae import GaeInputs, following_values, gae, is_standard, rows_that_count
 from esper_telemetry.equations.rewards_to_go import SUMS, SUMS_MINUS_VALUES
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
@@ -186,6 +186,8 @@ def compare_advantages(
         precision=precision,
         tolerance=tolerance,
     )
+    if normalized.matches:  # values that are large next to the spread of the advantages are rounded by more
+        return replace(check, explanations=(Explanation(ADVANTAGES["normalized"], normalized.error or 0.0),))
     return replace(check, explanations=distinguished(normalized).explanations)
 
 

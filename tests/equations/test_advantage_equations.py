@@ -92,6 +92,16 @@ def test_a_mistake_is_named_exactly(name: str, shape: tuple[int, int]) -> None:
         assert named or name == "last_end_ignored"
 
 
+@pytest.mark.parametrize(("noise", "expected"), [(3e-6, {"normalized"}), (3e-2, set())])
+def test_normalised_advantages_that_hardly_vary_are_rounded_by_more(noise: float, expected: set[str]) -> None:
+    """Single precision rounds values of 1 by more than a ten-thousandth of a spread of 0.001."""
+    c = random_rollout(3, 64, 4, ends=0.0)
+    c = replace(c, rewards=1e-3 * c.rewards, values=1 + 1e-3 * c.values, last=1 + 1e-3 * c.last, gamma=1.0)
+    rounded = right(c) + noise * np.random.default_rng(1).standard_normal(c.rewards.shape)
+
+    assert names(check(c, normalize(rounded))) == expected
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mistake_is_named_where_only_normalised_advantages_are_kept(name: str) -> None:
     """Some fitted parameters are then unnamed, but none gets a wrong name."""
