@@ -46,6 +46,12 @@ class Senda:
         return self.vista(), accion - self.coste(), self.lugar == LIMIT
 
 
+class Steps(Senda):
+    """The same with the usual names."""
+
+    step, reset = Senda.paso, Senda.reiniciar
+
+
 class Weg:
     """The same with German names: `schritt` returns a dictionary, and the observation is asked for."""
 
@@ -124,6 +130,7 @@ def act(form: str, steps: int, cut: int = LIMIT) -> list[tuple[float, bool]]:
     policy = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 5))
     results, length = list[tuple[float, bool]](), cut
     senda, weg, place, walks = Senda(), Weg(), 0, [walk_to_the_end()]
+    path_of_steps = Steps()
     early = senda.paso if form == "early reference" else None
 
     def advance(action: int) -> tuple[list[float], float, bool]:
@@ -149,6 +156,8 @@ def act(form: str, steps: int, cut: int = LIMIT) -> list[tuple[float, bool]]:
             answer = weg.schritt(action)
             reward, over = answer["belohnung"], answer["ende"]
             weg.bild()
+        elif form == "stepped":
+            _, reward, over = path_of_steps.step(action)
         elif form == "function":
             (place, _), reward, over = transition(place, action)
         elif form == "generator":
@@ -204,6 +213,16 @@ def test_a_tapped_class_that_is_pickled_by_value_does_nothing_elsewhere() -> Non
             cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
     assert cloudpickle.loads(pickled)(Senda(), 1) == ([1.5, 1.5], 0.5, False)
+
+
+def test_a_step_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of the recorder are not among those that are searched for environments."""
+    calls, plain = list[object](), Taps.after_step
+    monkeypatch.setattr(Taps, "after_step", lambda taps, env, *args, **options: (calls.append(env), plain(taps, env, *args, **options)))
+    with tapped() as listener:
+        act("stepped", steps=8)
+
+    assert listener.environments.steps == len(calls) == 8
 
 
 def test_other_functions_are_no_environments() -> None:

@@ -357,7 +357,7 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     }
     paid = torch.tensor([[1.0], [2], [3]])
     flags = {"ended": ends, "reset": ends, "time_limits": torch.zeros_like(ends)}
-    steps: Any = SimpleNamespace(steps=3, envs=1, rewards=paid, in_turns=True, cut=False, **flags)
+    steps: Any = SimpleNamespace(steps=3, envs=1, rewards=paid, in_turns=True, cut=False, received=lambda: None, **flags)
     finder = RolloutFinder(Variables([columns]), steps)
     rollout = finder.rollout()
 

@@ -125,7 +125,7 @@ def collected(ends: Tensor, paid: Tensor | None = None, limits: Tensor | None = 
     rewards = torch.ones(ends.shape) if paid is None else paid
     steps, envs = ends.shape
     columns = {"ended": ends, "reset": ends, "rewards": rewards, "time_limits": cut}
-    return SimpleNamespace(steps=steps, envs=envs, in_turns=True, cut=False, **columns)
+    return SimpleNamespace(steps=steps, envs=envs, in_turns=True, cut=False, received=lambda: None, **columns)
 
 
 def rollout_of(arrays: dict[str, Any], reading: LossReading) -> RolloutFinder:
@@ -294,6 +294,7 @@ def test_environments_in_other_processes_are_seen_by_their_pipes() -> None:
         ((3, 1.0, False, True), (1.0, [False, True])),
         (({"a": 1}, 1, np.False_, 0.3, {}), (1, [False])),
         (([0.5], 2.0, 1, {}), (2, [True])),
+        ((torch.ones(2, 3), torch.tensor([4, 5]), torch.tensor([1.0, 2]), torch.tensor([False, True])), ([1, 2], [[False, True]])),
         ((0.25, [1.0, 2.0], True), (0.25, [True])),
         (([0.5], 2.0, 0.1, True, False, {}), (2, [True, False])),
         (([[1.0], [1.0, 2.0]], 1.0, False), (1, [False])),

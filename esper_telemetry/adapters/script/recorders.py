@@ -548,7 +548,7 @@ class _Running:
         mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
         self._resets_next = "NEXT_STEP" in mode or "NEXTSTEP" in mode
 
-    def step(self, rewards: Any, ended: Any) -> list[tuple[float, int]]:
+    def count(self, rewards: Any, ended: Any) -> list[tuple[float, int]]:
         """Add a step, [size] each, and return the episodes that ended; the step after an end may be a reset, which does not count."""
         over, self._over = np.zeros(len(ended), dtype=bool) if self._over is None else self._over, None
         self.returns += np.where(over, 0.0, rewards)
@@ -564,8 +564,8 @@ class _Running:
         repeated, self._limited = self._limited, flags.shape[1] == 1 and bool(flags[1, 0])
         return repeated and self._limited
 
-    def reset(self) -> None:
-        """Reset all of them."""
+    def restart(self) -> None:
+        """Restart all of them."""
         self.returns[:], self.lengths[:], self._over, self._limited = 0.0, 0, None, False
 
 
@@ -832,7 +832,7 @@ class EpisodeLog:
             self._calls.append(running.last_call)
         self.steps += size
         self._count += 1
-        counted = running.step(paid if raw is None else raw, ended)
+        counted = running.count(paid if raw is None else raw, ended)
         reported = _reported_episodes(infos)
         self._reported = self._reported or reported is not None
         self.hidden = self.hidden or (bool(counted) and not foreign and "final_info" not in infos)
@@ -867,7 +867,7 @@ class EpisodeLog:
         if call is not None and running.lengths.any():
             call.cut = True
             self._cut_lengths |= {*running.lengths.tolist()}
-        running.reset()
+        running.restart()
         if call is not None and call.returned is not None and len(running.returns) == 1 and not hasattr(env, "num_envs"):
             rows = _rows_of(result[0] if isinstance(result, tuple) else result, 1)
             call.reset_to = rows if rows is not None and rows.shape == call.returned.shape else call.reset_to
@@ -950,7 +950,9 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     columns[0] = None if paid else as_numbers(result[0])
     if not paid and (columns[0] is None or columns[0].size not in sizes):
         return None
-    reward = next((place for place in paid if columns[place].dtype.kind == "f"), paid[0]) if paid else 0  # integers may be of the state
+    # whole numbers may be of the state
+    real = (place for place in paid if columns[place].dtype.kind == "f" and place < flags[0])
+    reward = next(real, paid[0]) if paid else 0
     seen = next((place for place in range(len(result)) if place not in (reward, *flags)), reward)
     return (
         result[seen],

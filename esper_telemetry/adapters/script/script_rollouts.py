@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.adapters.columns import next_values
-from esper_telemetry.adapters.script.acting import are_among
 from esper_telemetry.adapters.script.autograd_graph import SAME_LINE, line_error
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.recorders import Asked, LastEstimate, ObservedSteps
@@ -244,7 +243,8 @@ class RolloutFinder:
 
     def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Find the columns from the inputs of the first minibatch's loss."""
-        columns, tables = self._columns, [_sorted(grid[: self.steps]) for grid in self._grids]
+        columns, grids = self._columns, [grid[: self.steps].reshape(-1).double() for grid in self._grids]
+        tables = torch.stack(grids).sort().values if grids else torch.empty(0, 1, dtype=torch.float64)
         is_permuted = self._identify_shown(pairs, tables, ("log_probs", "values", "advantages"))
         self._restore_order(tables)
         self._identify_advantages()
@@ -275,7 +275,7 @@ class RolloutFinder:
             free = [grid for grid in free if not torch.equal(grid, grid.round()) and not self._is_executed(grid)]
             columns |= {"log_probs": free[0]} if len(free) == 1 else {}
 
-    def _identify_shown(self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor], roles: Sequence[str]) -> bool:
+    def _identify_shown(self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Tensor, roles: Sequence[str]) -> bool:
         """Find the arrays, with [T, B] of them, and sorted in `tables`, that hold the numbers of the first minibatch.
 
         Returns True if that is the whole rollout in another order.
@@ -289,14 +289,14 @@ class RolloutFinder:
                 numbers = form(column).reshape(-1).double()
                 if len(numbers.unique()) < min(MIN_DISTINCT, len(numbers)):
                     continue
+                shares = _held(numbers, tables)
                 best = min(
                     (
                         (share >= MIN_SHARE and _is_same(form(column), array), -share, place)
-                        for place, (array, grid) in enumerate(pairs)
+                        for place, ((array, grid), share) in enumerate(zip(pairs, shares, strict=True))
                         if not self._is_taken(grid)
                         and not (role == "advantages" and self._is_product(array))
                         and (len(grid) == self.steps or role == "values")  # which may have those after the rollout
-                        for share in (_held(numbers, tables[place]),)
                     ),
                     default=(False, 0.0, 0),
                     key=lambda one: (one[1] > -MIN_SHARE, *one),
@@ -304,7 +304,7 @@ class RolloutFinder:
                 if -best[1] >= MIN_SHARE:
                     columns[role] = way_back(pairs[best[2]][1])
                     if role == "values":  # a minibatch may have no state without the value of the state before it
-                        held = (grid for (_, grid), table in zip(pairs, tables, strict=True) if _held(numbers, table) >= MIN_SHARE)
+                        held = (grid for (_, grid), share in zip(pairs, shares, strict=True) if share >= MIN_SHARE)
                         columns[role] = next((grid for grid in held if self._follows(columns[role], grid)), columns[role])
                     in_order |= {role} if best[0] else set()
                     is_permuted |= not best[0] and column.numel() == self.steps * self.envs
@@ -315,7 +315,7 @@ class RolloutFinder:
                 del columns[role]
         return is_permuted
 
-    def _restore_order(self, tables: Sequence[Tensor]) -> None:
+    def _restore_order(self, tables: Tensor) -> None:
         """Put columns that the script has shuffled together back into the order in which actions were taken.
 
         A shuffled array has all log-probabilities in another order, and its rows match the minibatch in other columns too.
@@ -402,7 +402,7 @@ class RolloutFinder:
         targets, values = self._shown.get("returns"), self._columns.get("values")
         if targets is None or values is None or float(values.std()) > NEARLY_CONSTANT * float(raw.std()):
             return False
-        return _held(targets.reshape(-1).double(), _sorted(raw)) >= MIN_SHARE
+        return _held(targets.reshape(-1).double(), _sorted(raw)[None])[0] >= MIN_SHARE
 
     def _advantages_of_loss(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         """Return the advantages of a loss over the whole rollout, if the script keeps none, in the order of its log-probabilities."""
@@ -747,7 +747,7 @@ def name_of(column: Tensor, size: int, variables: Variables) -> str:
         array = stacked(value)
         if array is None or not array.numel() == size > 1:
             continue
-        if _held(column.reshape(-1).double(), _sorted(array.to(column.device))) >= MIN_SHARE:
+        if _held(column.reshape(-1).double(), _sorted(array.to(column.device))[None])[0] >= MIN_SHARE:
             return name
     return ""
 
@@ -799,11 +799,14 @@ def _sorted(array: Tensor) -> Tensor:
     return array.reshape(-1).double().sort().values
 
 
-def _held(numbers: Tensor, table: Tensor) -> float:
-    """Share of these numbers that a sorted table holds, up to rounding; 0 if it is not finite: NaN and infinity come first or last."""
-    if not bool(table[[0, -1]].isfinite().all()):
-        return 0.0
-    return float(are_among(numbers, table, SAME_NUMBER).double().mean())
+def _held(numbers: Tensor, tables: Tensor) -> list[float]:
+    """Shares of these numbers [N] that sorted tables [K, R] hold, up to rounding; 0 if a table is not finite, which its ends show."""
+    ends, rows = tables[:, [0, -1]], numbers.expand(len(tables), -1).contiguous()
+    right = torch.searchsorted(tables, rows).clamp(max=tables.shape[1] - 1)
+    near = torch.stack([tables.gather(1, right), tables.gather(1, (right - 1).clamp(min=0))])
+    among = (near - rows).abs().amin(0) <= SAME_NUMBER * ends.abs().amax(1, keepdim=True)
+    shares: list[float] = (among.double().mean(1) * ends.isfinite().all(1)).tolist()
+    return shares
 
 
 def _entries(rows: list[Any] | tuple[Any, ...] | deque[Any]) -> int:
