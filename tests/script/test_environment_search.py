@@ -218,7 +218,12 @@ def test_a_tapped_class_that_is_pickled_by_value_does_nothing_elsewhere() -> Non
 def test_a_step_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Classes of the recorder are not among those that are searched for environments."""
     calls, plain = list[object](), Taps.after_step
-    monkeypatch.setattr(Taps, "after_step", lambda taps, env, *args, **options: (calls.append(env), plain(taps, env, *args, **options)))
+
+    def counted(taps: Taps, env: object, *args: Any, **options: Any) -> None:
+        calls.append(env)
+        plain(taps, env, *args, **options)
+
+    monkeypatch.setattr(Taps, "after_step", counted)
     with tapped() as listener:
         act("stepped", steps=8)
 
