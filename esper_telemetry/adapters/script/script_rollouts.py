@@ -534,7 +534,11 @@ class RolloutFinder:
         if 1 in (self.steps, self.envs):
             return False
         flat = [array.float().reshape(-1) for array in arrays if array.numel() == size in array.shape]
-        grids = [array for array in arrays if [one for one in array.shape if one != 1] == [self.steps, self.envs]]
+        shapes = [[one for one in array.shape if one != 1] for array in arrays]
+        grids = [array for array, shape in zip(arrays, shapes, strict=True) if shape == [self.steps, self.envs]]
+        if self.steps != self.envs:
+            columns = (array for array, shape in zip(arrays, shapes, strict=True) if shape == [self.envs, self.steps])
+            grids += [array.reshape(self.envs, self.steps).T for array in columns]
         grids += [one for one in (self._paid, self._acted, self.ended) if one is not None]
         grids += [] if self._acted is None else [-self._acted]
         votes = 0

@@ -168,8 +168,11 @@ def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}
         facts: that were found.
         traced: columns of a rollout that was found, as in `untraced_equations`.
     """
+    shown = f"observations {traced.get('observations', '')}".strip()
+    others = f"the {shown} differ from those of the environments"
     reasons = {
-        equation: f"the {f'{what} {traced[what]}'.strip()} differ from those of the environments: the script may transform them on purpose"
+        equation: f"{others}: the script may transform them on purpose"
+        + ("" if what == "observations" else ", and its steps are not compared")
         for equation, what in TRANSFORMED.items()
         if {"observations", what} <= traced.keys()
     }
