@@ -478,14 +478,15 @@ def test_outputs_of_the_critic_are_the_values_where_the_first_loss_is_of_the_pol
     assert torch.equal(rollout.last_values[0], last[:1])
 
 
-def test_columns_of_one_environment_after_the_other_may_have_an_axis_of_size_1() -> None:
-    """The buffer is [B, T, 1], and is flattened to [R, 1]."""
+@pytest.mark.parametrize("rounding", [0.0, 1e-6])
+def test_columns_of_one_environment_after_the_other_may_have_an_axis_of_size_1(rounding: float) -> None:
+    """The buffer is [B, T, 1], and is flattened to [R, 1]. Its log-probabilities may be rounded in another way than those of acting."""
     draw = torch.Generator().manual_seed(9)
     log_probs, advantages, values = (torch.randn(2, 16, 1, generator=draw) for _ in range(3))
     log_probs[0, 3] = log_probs[0, 5]
     arrays = {"l": log_probs, "v": values, "a": advantages, "rewards": torch.ones(2, 16)}
     arrays |= {f"flat_{name}": array.reshape(32, 1) for name, array in arrays.items()}
-    acted = [Asked(row, None) for row in log_probs[..., 0].T]
+    acted = [Asked(row, None) for row in (1 + rounding) * log_probs[..., 0].T]
     ends = torch.zeros(16, 2, dtype=torch.bool)
 
     rollout = RolloutFinder(
@@ -495,7 +496,7 @@ def test_columns_of_one_environment_after_the_other_may_have_an_axis_of_size_1()
     ).rollout(0.9)
 
     assert rollout is not None and torch.equal(rollout.advantages, advantages[..., 0].T)
-    assert torch.equal(rollout.log_probs, log_probs[..., 0].T)
+    assert torch.allclose(rollout.log_probs, log_probs[..., 0].T)
 
 
 def test_ends_of_episodes_show_the_order_of_buffers_with_equal_rewards() -> None:
