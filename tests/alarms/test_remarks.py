@@ -190,6 +190,13 @@ def test_a_softmax_of_a_softmax_is_said_at_once_with_its_place() -> None:
     assert "the policy (ppo.py:63) takes a softmax of the outputs of another softmax" in remarks(facts, updates=1)["softmax twice"]
 
 
+def test_ratios_of_all_pairs_are_told_with_their_place() -> None:
+    facts = {**FACTS, "ratio_pairs": True, "equation_places": {"policy_loss": "ppo.py:63"}}
+
+    assert "the probability ratios (ppo.py:63) are those of each new log-probability to all" in remarks(facts, updates=1)["ratio of pairs"]
+    assert "ratio of pairs" not in remarks(FACTS, updates=1)
+
+
 def test_rewards_that_are_missing_tiny_or_equal() -> None:
     """Ten updates of 512 steps are 5,120 steps."""
     none = {"reward/absmax": 0.0, "reward/std": 0.0, "reward/mean": 0.0}

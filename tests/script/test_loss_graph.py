@@ -383,6 +383,23 @@ def test_what_a_loss_leaves_out_is_known() -> None:
     assert reading.entropy is not None and reading.entropy.weight == 0
 
 
+@pytest.mark.parametrize("ratio", [lambda new, old: (new.log() - old).exp(), lambda new, old: new / old.exp()])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_ratios_of_all_pairs_of_log_probabilities_are_seen(ratio: Callable[[Tensor, Tensor], Tensor], swapped: bool) -> None:
+    """New ones [N, 1] and old ones [N] are broadcast to [N, N], or the reverse."""
+    layer, old, advantages = nn.Linear(3, 2), -torch.rand(ROWS), torch.randn(ROWS)
+    new = layer(torch.randn(ROWS, 3)).softmax(-1)[:, 0].unsqueeze(-1)
+    pairs = ratio(new.squeeze(-1), old.unsqueeze(-1)) if swapped else ratio(new, old)
+    loss = -torch.min(pairs * advantages, pairs.clamp(0.8, 1.2) * advantages).mean()
+
+    reading = read_loss(loss, held=[pairs, new])
+
+    assert reading is not None and reading.policy is not None and reading.policy.pairs
+    assert reading.policy.log_ratio is not None
+    assert torch.allclose(reading.policy.log_ratio, (new.squeeze(-1).log() - old.mean()).detach(), atol=1e-5)
+    assert len(reading.policy.advantages) == ROWS
+
+
 @pytest.mark.parametrize(
     ("log_probs", "twice"),
     [

@@ -162,7 +162,7 @@ class ScriptListener:
         self.updates = 0
         self.lstm_count = 0
         self.value_loss_alone = self._loss_place = ""
-        self._softmax_twice = False
+        self._softmax_twice = self._ratio_pairs = False
         self.origin: Candidate | None = None
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
@@ -306,6 +306,7 @@ class ScriptListener:
                 self.value_loss_alone = names.calling_place()
             if reading.policy is not None:
                 self._softmax_twice = takes_softmax_twice(graph) if not self._loss_place else self._softmax_twice
+                self._ratio_pairs = self._ratio_pairs or reading.policy.pairs
                 self._loss_place = names.calling_place()
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph)
                 reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
@@ -601,6 +602,7 @@ class ScriptListener:
             UNTRACED_FACT: {name: text for name, text in untraced.items() if name not in left_out},
             "equation_places": settings.equation_places(places, self._loss_place, self._source.clears),
             "softmax_twice": self._softmax_twice,
+            "ratio_pairs": self._ratio_pairs,
             "reported_returns": not self.environments.steps,
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))

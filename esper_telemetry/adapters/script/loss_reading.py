@@ -35,6 +35,7 @@ class PolicyTerm(NamedTuple):
         stored: [N], log-probabilities at collection, if the ratio is not their exponential difference.
         log_ratios: [N, D], if each action dimension has its own ratio; `log_ratio` and `log_probs` are the sums.
         by_row: the loss adds a term of each row; `edge` is of the first one.
+        pairs: the ratio is [N, N], of each new log-probability to each old one; `log_ratio` is the mean over the old ones.
     """
 
     log_ratio: Tensor | None
@@ -51,6 +52,7 @@ class PolicyTerm(NamedTuple):
     reshaped: bool = False
     log_ratios: Tensor | None = None
     by_row: bool = False
+    pairs: bool = False
     stored: Tensor | None = None
 
     def preferred(self, other: PolicyTerm) -> PolicyTerm:

@@ -40,6 +40,8 @@ from esper_telemetry.adapters.script.autograd_graph import (
 from esper_telemetry.adapters.script.critic_terms import error_of
 from esper_telemetry.adapters.script.loss_reading import PolicyTerm
 
+PAIRS_ERROR = 1e-4  # of log-ratios whose rows differ by those of the new log-probabilities
+
 MIN_SUMMED_ROWS = 4
 """Rows above which a slope of 1 for each row shows a sum, not a mean with a weight."""
 
@@ -85,7 +87,9 @@ def policy_term(graph: LossGraph, node: Node, gradient: Tensor) -> PolicyTerm | 
         return None
     number = -number if not plain.is_ratio and _is_negative_likelihood(graph, plain.node) else number
     per_dimension = plain.is_ratio and _is_per_dimension(graph, plain.node, factor)
-    if number.numel() != factor.numel():
+    own, inverted = _log_probs(graph, plain.node) if plain.is_ratio else (number.reshape(-1), False)
+    pairs = plain.is_ratio and own is not None and 1 < len(own) == factor.numel() and number.shape == (len(own), len(own))
+    if number.numel() != factor.numel() and not pairs:
         factor = _of_shape(factor, shape_of(plain.node))
     negated = _is_negated(graph, node, factor, gradient, is_ratio=plain.is_ratio)
     rows = graph.value(node)
@@ -93,18 +97,21 @@ def policy_term(graph: LossGraph, node: Node, gradient: Tensor) -> PolicyTerm | 
     # a mean has slopes of weight / N; a sum gets weight 1, so that its size shows
     is_sum = plain.is_ratio and len(slopes) > MIN_SUMMED_ROWS and bool(((slopes.abs() - 1).abs() < ROUNDING).all())
     weight, valid = 1.0 if is_sum else float(slopes.abs().sum()), slopes != 0
-    reshaped = any(one.reshaped for one in products)
+    reshaped = pairs or any(one.reshaped for one in products)
     loss = None if rows is None or not weight or reshaped else (rows * gradient).sum() / weight
     flat = number.reshape(-1)
     # a ratio that is not a quotient of probabilities may be negative
     log_ratio = flat.abs().log().clamp(*exponents(flat.dtype)) if plain.is_ratio else None
-    own, inverted = _log_probs(graph, plain.node) if plain.is_ratio else (flat, False)
     stored = _stored(graph, plain.node, own, flat) if plain.is_ratio else None
     log_ratios = None
     if per_dimension and log_ratio is not None:
         log_ratios = log_ratio.reshape(number.shape) * (-1 if inverted else 1)
         log_ratio, own = (log_ratio.reshape(number.shape).sum(-1), None if own is None else own.reshape(number.shape).sum(-1))
         factor, flat, valid = factor[..., 0], flat[: len(log_ratio)], valid.reshape(number.shape).any(-1)
+    if pairs and log_ratio is not None and own is not None:
+        table = log_ratio.reshape(number.shape)  # of each new log-probability to each old one
+        axis = 1 if torch.allclose(table[:, 0] - table[0, 0], own - own[0], atol=PAIRS_ERROR) else 0
+        log_ratio, flat, valid = table.mean(axis), flat[: len(own)], torch.ones_like(own, dtype=torch.bool)
     return PolicyTerm(
         log_ratio=-log_ratio if inverted and log_ratio is not None else log_ratio,
         advantages=(-factor if negated else factor).reshape(-1),
@@ -120,6 +127,7 @@ def policy_term(graph: LossGraph, node: Node, gradient: Tensor) -> PolicyTerm | 
         reshaped=reshaped,
         log_ratios=log_ratios,
         stored=stored,
+        pairs=pairs,
     )
 
 

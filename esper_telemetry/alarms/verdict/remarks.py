@@ -160,6 +160,7 @@ class Remarks:
                 yield name, {"text": text, "key": "", "value": value, "limit": limit, "quiet": False}
             yield from initial_spread(view)
             yield from softmax_of_softmax(view)
+            yield from ratio_of_pairs(view)
         yield from changed_settings(view)
         yield from self._low_rate(view)
         yield from self._early_ends(view)
@@ -368,6 +369,17 @@ def softmax_of_softmax(view: View) -> Iterator[Remark]:
             "likely as another one: pass the outputs of the last layer as `logits`, or the softmax as `probs`"
         )
         yield "softmax twice", _data(text, "", 1.0, 0.0)
+
+
+def ratio_of_pairs(view: View) -> Iterator[Remark]:
+    """Ratios of each new probability to each old one."""
+    if view.facts.ratio_pairs:
+        place = view.facts.equation_places.get("policy_loss", "")
+        text = (
+            f"the probability ratios{place and f' ({place})'} are those of each new log-probability to all old ones, N² numbers of N rows: "
+            "[N, 1] was broadcast against [N]: give both the same shape"
+        )
+        yield "ratio of pairs", _data(text, "", 1.0, 0.0)
 
 
 def feature_sizes(view: View) -> Iterator[Remark]:
