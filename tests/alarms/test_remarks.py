@@ -11,6 +11,7 @@ from esper_telemetry.alarms import diagnose
 from esper_telemetry.alarms.verdict.published_settings import PUBLISHED, in_trainers_names, outside_settings, range_sentence, settings_of
 from esper_telemetry.alarms.verdict.remarks import is_setting
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.record import AlarmEvent
 from esper_telemetry.ppo.config import PRESETS, PPOConfig
 
 SB3 = {**FACTS, "setting_names": SETTING_NAMES, "value_coef_scale": 0.5}
@@ -195,6 +196,8 @@ def test_ratios_of_all_pairs_are_told_with_their_place() -> None:
 
     assert "the probability ratios (ppo.py:63) are those of each new log-probability to all" in remarks(facts, updates=1)["ratio of pairs"]
     assert "ratio of pairs" not in remarks(FACTS, updates=1)
+    (raised,) = alarms(judged(run(3, set_to({"integrity/ratio_init": 0.5}), since=1), facts), AlarmEvent.RAISE)
+    assert "Give new and old log-probabilities the same shape" in raised.text
 
 
 def test_rewards_that_are_missing_tiny_or_equal() -> None:

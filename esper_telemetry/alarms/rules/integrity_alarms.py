@@ -88,6 +88,13 @@ reached 3 times the plain bound."""
 RATIO_FACTOR = above("ratio_init_factor", 1.0, "times the bounds of the compute precision, for integrity/ratio_init")
 
 
+OF_PAIRS = (
+    "Give new and old log-probabilities the same shape: [N, 1] is broadcast against [N], and the loss has the ratios of each new one to "
+    "all old ones."
+)
+"""Advice for a ratio of N² numbers; see `Facts.ratio_pairs`."""
+
+
 @reading("integrity/ratio_init")
 def ratio_init(view: View, value: float, before: Before) -> Iterator[Finding]:
     """Stored log-probabilities that differ from the policy's before the first optimizer step.
@@ -107,7 +114,8 @@ def ratio_init(view: View, value: float, before: Before) -> Iterator[Finding]:
     warn, severity = bounds.warn * rounding, bounds.severity(value, rounding)
     earlier = before.swap(severity)
     severity = min(severity, earlier) if remembers and severity < 1 else severity
-    yield Finding(severity, "integrity/ratio_init", value, warn).says(
+    finding = Finding(severity, "integrity/ratio_init", value, warn).with_advice((lambda: OF_PAIRS) if view.facts.ratio_pairs else None)
+    yield finding.says(
         "log-probabilities computed before the first optimizer step have differed from the stored ones by up to {} nats "
         f"(rounding in {precision} explains {{}}): training has other inputs or another formula than the acting policy",
         *(value, warn),
