@@ -35,6 +35,7 @@ OF_ITS_OWN = {
     "grad/pair/{pair}/host_intensity": "as above",
     "grad/pair/{pair}/upstream": "as above",
     "grad/pair/{pair}/zero_frac": "as above",
+    "reward/trained_correlation": "the rows of each rank: the mean of their correlations",
 }
 """Keys that each rank measures on its own data, and why that is enough."""
 
