@@ -309,3 +309,11 @@ def _merged(rows: Array, levels: tuple[float, ...]) -> Array:
     mass = masses.reshape(-1)[order]
     values = np.interp(levels, np.cumsum(mass) - mass / 2, present[:, 1:].reshape(-1)[order])
     return np.concatenate([[counts.sum()], values])
+
+
+def are_among(numbers: Tensor, tables: Tensor, rounding: float) -> Tensor:
+    """Return which numbers [N] equal one in each of the sorted tables [K, R], up to this share of its largest number: [K, N], bool."""
+    rows, last = numbers.expand(len(tables), -1).contiguous(), tables.shape[1] - 1
+    right = torch.searchsorted(tables, rows).clamp(max=last)
+    near = torch.stack([tables.gather(1, right), tables.gather(1, (right - 1).clamp(min=0))])
+    return (near - rows).abs().amin(0) <= rounding * tables[:, [0, -1]].abs().amax(1, keepdim=True)

@@ -35,6 +35,7 @@ from esper_telemetry.equations.transitions import (
 )
 from esper_telemetry.equations.value_loss import check_value_loss
 from esper_telemetry.events import RolloutEnd
+from esper_telemetry.metrics.statistics import are_among
 from esper_telemetry.updates.target_equations import Held, certain, first_values, target_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
@@ -166,9 +167,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
 def _of_other_rows(rollout: RolloutEnd, outputs: Tensor) -> bool:
     """Return True for outputs [N] of the critic that are all among the stored values: they are in another order."""
     table, outputs = rollout.values.detach().flatten().double().sort().values, outputs.detach().flatten().double().to(rollout.values.device)
-    above = torch.searchsorted(table, outputs).clamp(max=len(table) - 1)
-    apart = torch.minimum((table[above] - outputs).abs(), (table[(above - 1).clamp(min=0)] - outputs).abs())
-    return len(outputs.unique()) >= MIN_VALUE_ROWS and bool((apart <= SAME_RETURNS * table.abs().max()).all())
+    return len(outputs.unique()) >= MIN_VALUE_ROWS and bool(are_among(outputs, table[None], SAME_RETURNS).all())
 
 
 def _of_other_output(rollout: RolloutEnd, minibatches: JoinedMinibatches) -> bool:

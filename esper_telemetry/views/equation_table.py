@@ -191,12 +191,11 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
     facts = Facts.of(run.facts)
     place = facts.equation_places.get(equation.name, "")
     can_fit = facts.columns_by_name and equation.name in TARGETS and equation.name not in facts.unchecked_equations
-    if can_fit and len(results) < FITTING_SHARE * rollouts:
+    if can_fit and len(results) < FITTING_SHARE * rollouts and all(result.holds for _, result in results):
         reason = (
             f"the variables that were found fit it in {len(results)} of {rollouts} updates: check which rewards, values and ends go into it"
         )
-        if all(result.holds for _, result in results):
-            return EquationRow(equation, "untraced", reason=reason + (place and f", in {place}"), place=place)
+        return EquationRow(equation, "untraced", reason=reason + (place and f", in {place}"), place=place)
     if not results:
         reason, sought = _reason(equation, run), facts.untraced_equations.get(equation.name)
         return EquationRow(equation, "untraced" if sought == reason else "unchecked", reason=reason, place=place)

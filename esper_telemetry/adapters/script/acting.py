@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from esper_telemetry.equations.transitions import checksums
+from esper_telemetry.metrics.statistics import are_among
 
 MAX_INPUT_ENTRIES = 1 << 22
 """Entries of the inputs of one rollout that are copied."""
@@ -192,15 +193,7 @@ class TrainedRows:
             self._now.append(inputs)
         if not self._tables:
             return None
-        earlier, acted = (are_among(inputs, table.to(inputs.device), SAME_CHECKSUM) for table in self._tables)
+        earlier, acted = (are_among(inputs, table.to(inputs.device)[None], SAME_CHECKSUM)[0] for table in self._tables)
         repeated = earlier & ~acted
         is_share = bool(acted.any()) and float(repeated.float().mean()) >= MIN_TRAINED_SHARE
         return repeated if is_share else None
-
-
-def are_among(numbers: Tensor, table: Tensor, rounding: float) -> Tensor:
-    """Return which numbers [N] equal one in a sorted table, up to this share of its largest number."""
-    limit = rounding * float(table[[0, -1]].abs().max())
-    right = torch.searchsorted(table, numbers.contiguous()).clamp(max=len(table) - 1)
-    near = torch.stack([table[right], table[(right - 1).clamp(min=0)]])
-    return (near - numbers).abs().amin(0) <= limit

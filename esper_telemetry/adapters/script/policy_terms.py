@@ -298,7 +298,7 @@ def policy_of_rows(graph: LossGraph, nodes: Sequence[Node], slopes: Mapping[Node
     if not weight:  # all advantages are 0 if no place has another one
         return None
     log_probs = torch.stack([number.reshape(()) for number in numbers if number is not None])
-    sign = torch.tensor([-1.0 if kind_of(node) in NEGATIVE_LIKELIHOODS else 1.0 for node in nodes])
+    sign = log_probs.new_tensor([-1.0 if kind_of(node) in NEGATIVE_LIKELIHOODS else 1.0 for node in nodes])
     log_probs, advantages = sign * log_probs, -sign * slope / weight
     loss = -(advantages * log_probs).mean()
     edge = GradientEdge(nodes[0], 0)

@@ -25,6 +25,7 @@ from esper_telemetry.adapters.script.autograd_graph import SAME_LINE, line_error
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.recorders import Asked, LastEstimate, ObservedSteps
 from esper_telemetry.adapters.script.variables import Variables, as_number, stacked
+from esper_telemetry.metrics.statistics import are_among
 
 NAMES = {
     "rewards": ("rewards", "rews", "reward", "rs", "r"),
@@ -244,7 +245,7 @@ class RolloutFinder:
     def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Find the columns from the inputs of the first minibatch's loss."""
         columns, grids = self._columns, [grid[: self.steps].reshape(-1).double() for grid in self._grids]
-        tables = torch.stack(grids).sort().values if grids else torch.empty(0, 1, dtype=torch.float64)
+        tables = torch.stack(grids).sort().values if grids else torch.empty(0, 1, dtype=torch.float64, device=self._device)
         is_permuted = self._identify_shown(pairs, tables, ("log_probs", "values", "advantages"))
         self._restore_order(tables)
         self._identify_advantages()
@@ -805,11 +806,8 @@ def _sorted(array: Tensor) -> Tensor:
 
 def _held(numbers: Tensor, tables: Tensor) -> list[float]:
     """Shares of these numbers [N] that sorted tables [K, R] hold, up to rounding; 0 if a table is not finite, which its ends show."""
-    ends, rows = tables[:, [0, -1]], numbers.expand(len(tables), -1).contiguous()
-    right = torch.searchsorted(tables, rows).clamp(max=tables.shape[1] - 1)
-    near = torch.stack([tables.gather(1, right), tables.gather(1, (right - 1).clamp(min=0))])
-    among = (near - rows).abs().amin(0) <= SAME_NUMBER * ends.abs().amax(1, keepdim=True)
-    shares: list[float] = (among.double().mean(1) * ends.isfinite().all(1)).tolist()
+    among = are_among(numbers, tables, SAME_NUMBER).double().mean(1)
+    shares: list[float] = (among * tables[:, [0, -1]].isfinite().all(1)).tolist()
     return shares
 
 

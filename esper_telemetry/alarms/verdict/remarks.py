@@ -159,8 +159,7 @@ class Remarks:
             for name, value, limit, text in outside_settings(with_logged_rate(view.facts, view.get("opt/lr"))):
                 yield name, {"text": text, "key": "", "value": value, "limit": limit, "quiet": False}
             yield from initial_spread(view)
-            yield from softmax_of_softmax(view)
-            yield from ratio_of_pairs(view)
+            yield from in_loss(view)
         yield from changed_settings(view)
         yield from self._low_rate(view)
         yield from self._early_ends(view)
@@ -360,26 +359,27 @@ def initial_spread(view: View) -> Iterator[Remark]:
             yield f"{INITIAL_SPREAD} {head}", _data(spread_sentence(value), key, value, limit)
 
 
-def softmax_of_softmax(view: View) -> Iterator[Remark]:
-    """Probabilities that were passed as logits."""
-    if view.facts.softmax_twice:
-        place = view.facts.equation_places.get("policy_loss", "")
-        text = (
-            f"the policy{place and f' ({place})'} takes a softmax of the outputs of another softmax, so one action is at most e times as "
-            "likely as another one: pass the outputs of the last layer as `logits`, or the softmax as `probs`"
-        )
-        yield "softmax twice", _data(text, "", 1.0, 0.0)
+IN_LOSS: Final = {
+    "softmax_twice": (
+        "softmax twice",
+        "the policy{} takes a softmax of the outputs of another softmax, so one action is at most e times as likely as another one: pass "
+        "the outputs of the last layer as `logits`, or the softmax as `probs`",
+    ),
+    "ratio_pairs": (
+        "ratio of pairs",
+        "the probability ratios{} are those of each new log-probability to all old ones, N² numbers of N rows: [N, 1] was broadcast "
+        "against [N]: give both the same shape",
+    ),
+}
+"""Names and texts of remarks on the graph of the policy's loss, by fact."""
 
 
-def ratio_of_pairs(view: View) -> Iterator[Remark]:
-    """Ratios of each new probability to each old one."""
-    if view.facts.ratio_pairs:
-        place = view.facts.equation_places.get("policy_loss", "")
-        text = (
-            f"the probability ratios{place and f' ({place})'} are those of each new log-probability to all old ones, N² numbers of N rows: "
-            "[N, 1] was broadcast against [N]: give both the same shape"
-        )
-        yield "ratio of pairs", _data(text, "", 1.0, 0.0)
+def in_loss(view: View) -> Iterator[Remark]:
+    """What the graph of the policy's loss shows."""
+    place = view.facts.equation_places.get("policy_loss", "")
+    for fact, (name, text) in IN_LOSS.items():
+        if getattr(view.facts, fact):
+            yield name, _data(text.format(place and f" ({place})"), "", 1.0, 0.0)
 
 
 def feature_sizes(view: View) -> Iterator[Remark]:
