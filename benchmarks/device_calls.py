@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="put the counts into docs/benchmarks.json")
     options = parser.parse_args()
     logging.getLogger("esper_telemetry").setLevel(logging.ERROR)
-    Sampling.begin = lambda self, *, raised=False: False  # type: ignore[method-assign]  # no update is sampled
+    Sampling.begin = lambda self, **_: False  # type: ignore[method-assign]  # no update is sampled
     rows = []
     for name, (package, prepare) in TRAINERS.items():
         if importlib.util.find_spec(package) is None:

@@ -191,12 +191,13 @@ class RolloutEnd:
 class UpdateStart:
     """The start of an update whose rollout is not known, instead of `RolloutEnd`; `actions` holds the actions that are known.
 
-    Without actions, the rollout may follow while the update is under way.
+    Without actions, the rollout may follow while the update is under way. An update that is not `traced` has only its start and end.
     """
 
     update: int
     env_step: int
     actions: RolloutActions | None = None
+    traced: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,14 +232,18 @@ class ScriptTelemetry:
 
     def _attach(self, script: ScriptListener) -> None:
         """Attach telemetry at the first step of PPO."""
+        from esper_telemetry.adapters.script.traced_updates import TracedUpdates
         from esper_telemetry.telemetry import attach, session_of
 
         self.telemetry = self._make_telemetry()
+        session = session_of(self.telemetry)
         attach(self.telemetry, script)
-        session_of(self.telemetry).search_on_failure(lambda: [] if script.origin is None else [script.origin])
-        self._taps.clock = session_of(self.telemetry).clock
+        session.search_on_failure(lambda: [] if script.origin is None else [script.origin])
+        self._taps.clock = session.clock
+        script.traced_updates = TracedUpdates(every_one=self.on_update is not None or self.options.level == "debug")
+        script.asks_for_traces = lambda: session.escalated
         for function, error in self._early_failures:
-            session_of(self.telemetry).failed(function, error)
+            session.failed(function, error)
 
     def _make_telemetry(self, number: int = 1) -> Telemetry:
         """Return the telemetry of the script, or of the model with that number, which has its own directory."""

@@ -210,12 +210,12 @@ class PolicyTrend(Derived):
     )
 
 
-def entropy_rate(entropies: Sequence[float] | Array, *, window: int = ENTROPY_WINDOW) -> PolicyTrend:
-    """Theil-Sen slope of ln entropy over the last `window` updates, oldest first."""
+def entropy_rate(entropies: Sequence[float] | Array, updates: Array | None = None, *, window: int = ENTROPY_WINDOW) -> PolicyTrend:
+    """Theil-Sen slope of ln entropy over the last `window` values, oldest first; `updates` are their numbers if some have none."""
     latest = np.asarray(entropies, dtype=np.float64)[-window:]
     if len(latest) < 2 or not (latest > 0).all():
         return PolicyTrend()
-    return PolicyTrend(float(theil_sen(np.log(latest))))
+    return PolicyTrend(theil_sen(np.log(latest), None if updates is None else updates[-window:]))
 
 
 @dataclass(frozen=True, slots=True)

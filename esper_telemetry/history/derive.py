@@ -306,6 +306,7 @@ class KeyHistories:
         self._changes, self._slow = ChangeState(len(self._rows)), TwoSided(len(self._rows))
         self._pairs = RobustHistory(2, PAIRS)
         self._updates = 0
+        self._untested = np.zeros(len(self._rows), dtype=bool)
         self._begun = False
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
@@ -322,7 +323,11 @@ class KeyHistories:
         scaled = np.where(self._positive, decades(x), x)
         groups = [*self._steps(x, scaled, np.isfinite(x))]
         if self._updates % TEST_EVERY_UPDATES == 0:
-            groups += self._tests(np.isfinite(x))
+            self._untested[:] = True
+        due = self._untested & np.isfinite(x)
+        if due.any():
+            self._untested &= ~due
+            groups += self._tests(due)
         result = {key: number for group in groups for key, number in group.values(level).items() if key in self._history_keys}
         return result | self._response(values, level)
 
@@ -389,7 +394,8 @@ class RunHistory:
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
         facts = Facts.of(facts)
         self._variance = VarianceAverage()
-        self._entropies: deque[float] = deque(maxlen=ENTROPY_WINDOW)
+        self._records = 0
+        self._entropies: deque[tuple[int, float]] = deque(maxlen=ENTROPY_WINDOW)  # with the numbers of their records
         self.pairs = PairHistories()
         self.gradients = GradientHistory([segment(name) for name in facts.groups], facts.max_grad_norm)
         self._temporal = KeyHistories(facts)
@@ -400,9 +406,11 @@ class RunHistory:
         values = judgeable(values)
         returns = recent_return(values, self._return)
         entropy: dict[str, float] = {}
+        self._records += 1
         if "policy/entropy" in values:
-            self._entropies.append(values["policy/entropy"])
-            entropy = entropy_rate(np.array(self._entropies)).values(level)
+            self._entropies.append((self._records, values["policy/entropy"]))
+            numbers, entropies = np.array(self._entropies).T
+            entropy = entropy_rate(entropies, numbers).values(level)
         advantages = [values.get(f"adv/raw/{name}") for name in ("mean", "std", "min", "max")]
         shifts = [value for key, value in values.items() if key.startswith(HEADS) and key.endswith(SHIFT)]
         return {

@@ -187,12 +187,12 @@ def _pairs(n: int) -> tuple[Array, Array]:
     return i, j  # type: ignore[return-value]  # integers, used as indices
 
 
-def theil_sen(x: Array) -> float:
-    """Median slope over all pairs of points of x [n], per point; NaN for fewer than two."""
+def theil_sen(x: Array, at: Array | None = None) -> float:
+    """Median slope over all pairs of points of x [n], per point, or per unit of their places `at` [n]; NaN for fewer than two."""
     if len(x) < 2:
         return math.nan
     i, j = _pairs(len(x))
-    return float(np.median((x[j] - x[i]) / (j - i)))
+    return float(np.median((x[j] - x[i]) / (j - i if at is None else at[j] - at[i])))
 
 
 def mann_kendall(x: Array) -> MannKendall:

@@ -180,10 +180,10 @@ class TelemetryHealth(Derived):
     )
     unmeasured: float | None = reports(
         Metric.count("telemetry/unmeasured", 986, "updates that were not measured", level=Level.MINIMAL, when_positive=True)
-        .asks("Was this update recorded without its metrics, because the process that computes them was too far behind?")
-        .bounds(healthy="absent", warn="> 0: other programs take the processor")
+        .asks("Was this update not measured, because the worker was too far behind, or because a script's update was only counted?")
+        .bounds(healthy="absent, or in the updates of a script that were only counted")
         .absent("the update was measured")
-        .advises("Leave a second core free, or lower the level.")
+        .advises("Leave a second core free, or lower the level; `esper-telemetry run --level debug` traces every update of a script.")
     )
     minibatch_stride: float | None = reports(
         Metric.count("telemetry/minibatch_stride", 987, "minibatches for each one that was measured", when_positive=True)
@@ -333,7 +333,7 @@ def telemetry_health(
         stats: how far the sinks are behind, and their errors.
         dropped: records that will not reach any sink.
         metric_errors: metric functions that raised.
-        unmeasured: the update was not measured, because the worker was too far behind.
+        unmeasured: the update was not measured: the worker was too far behind, or a script's update was only counted.
         minibatch_stride: one in this many minibatches was measured.
         cpu_seconds: processor time of telemetry on the training thread since the last record.
         memory: memory of the training process.

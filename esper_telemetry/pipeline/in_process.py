@@ -324,7 +324,7 @@ class InProcessPipeline:
                 level=update.level,
                 stats=update.backlog,
                 metric_errors=cost.metric_errors + self._containment.take(),
-                unmeasured=update.unmeasured,
+                unmeasured=update.unmeasured or any(one.is_counted for one in update.updates),
                 minibatch_stride=update.minibatch_stride,
                 cpu_seconds=cost.cpu_seconds,
                 memory=self._memory.sample(update.devices),

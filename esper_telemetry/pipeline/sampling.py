@@ -94,14 +94,15 @@ class Sampling:
         if self.level is Level.DEBUG:
             self.every = self.proposed = 1
 
-    def begin(self, *, raised: bool = False) -> bool:
+    def begin(self, *, raised: bool = False, possible: bool = True) -> bool:
         """Return whether the update that begins now is sampled; call it once per update.
 
         Args:
             raised: whether an alarm has raised its level; it is then sampled regardless of the cost, unless the worker is behind.
+            possible: whether the source shows the update.
         """
-        raised = raised and not self.is_late
-        self._sampled, self._escalated = self.due, raised
+        raised = raised and possible and not self.is_late
+        self._sampled, self._escalated = possible and self.due, raised
         self._updates += 1
         if self._sampled:
             self._last_sample = self._updates

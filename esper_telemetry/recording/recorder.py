@@ -282,7 +282,10 @@ class UpdateRecorder:
         self._waits_for = None if is_found else event.update
         self._telemetry.begin_update(event.env_step)
         self._collected = event.update
-        self._sampled = self._telemetry.sampling.begin(raised=self._telemetry.escalated)
+        traced = not isinstance(event, UpdateStart) or event.traced
+        self._sampled = self._telemetry.sampling.begin(raised=self._telemetry.escalated, possible=traced)
+        if not traced:
+            self._history.skip()
         if self._sampled:
             self._gradient_probe.begin(every_step=self._telemetry.update_level is Level.DEBUG)
             self._replay_probe.begin()

@@ -123,6 +123,10 @@ class RolloutHistory:
         kept |= {} if sampled else {"logits": NONE, "means": NONE}
         return replace(event, **kept), context
 
+    def skip(self) -> None:
+        """Forget the last rollout: the next one does not follow it."""
+        self._choices, self._means, self._ages, self._targets = {}, {}, None, None
+
     def _normalizer(self, name: str, scale: Scale, valid: Tensor | None) -> Normalizer:
         """Count the cut entries here, because the normalised entries do not travel."""
         history = self._scales.setdefault(name, deque(maxlen=DRIFT_UPDATES + 1))

@@ -310,6 +310,11 @@ class Update(NamedTuple):
         return bool(self.rollout or self.minibatches or self.gradients or self.progress)
 
     @property
+    def is_counted(self) -> bool:
+        """True if the update has ended, and its source has shown nothing else of it than episodes."""
+        return self.progress is not None and not (self.rollout or self.minibatches or self.gradients or self.extensions)
+
+    @property
     def on_device(self) -> bool:
         """True if tensors must be copied to the host before another process can receive them."""
         rollout = [] if self.rollout is None else [self.rollout.rewards]

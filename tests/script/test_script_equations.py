@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -540,10 +541,9 @@ def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> No
         for _ in range(2):
             old = torch.zeros(3)
             loss = -((weights - old).exp() * torch.arange(3.0)).mean()
-            variables = Variables([{"lr": 0.1, **settings, "loss": loss}])
             listener.before_backward(loss)
             loss.backward()
-            listener.before_step(optimizer, variables)
+            listener.before_step(optimizer, partial(Variables, [{"lr": 0.1, **settings, "loss": loss}]))
             listener.after_step(optimizer)
             listener.end_update()
         return [one.learning_rate for one in announced]
@@ -566,7 +566,7 @@ def test_of_two_optimizers_each_is_checked_whether_they_take_turns_or_not(in_tur
             loss = -((weights - weights.detach()).exp() * torch.arange(3.0)).mean()
             listener.before_backward(loss)
             loss.backward()
-            listener.before_step(optimizers[place], Variables([{"loss": loss}]))
+            listener.before_step(optimizers[place], partial(Variables, [{"loss": loss}]))
             listener.after_step(optimizers[place])
         listener.end_update()
 

@@ -65,6 +65,7 @@ from esper_telemetry.adapters.script.script_minibatches import (
     without_graph,
 )
 from esper_telemetry.adapters.script.script_rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout, name_of
+from esper_telemetry.adapters.script.traced_updates import TracedUpdates
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.adapters.taps import ErrorHandler, reraise
 from esper_telemetry.core.event_parts import RolloutActions
@@ -149,6 +150,9 @@ class ScriptListener:
         updates: that have ended.
         lstm_count: modules of that type that the script has made.
         open: an update is under way.
+        resting: nothing but steps of environments and optimizers is recorded now.
+        traced_updates: which updates are traced.
+        asks_for_traces: returns True while the next updates should be traced at any cost.
         origin: first variable that was not finite when a loss or a gradient was not; None on an accelerator, which would have to be
             awaited.
         value_loss_alone: place of a loss with an error of values before the first one of a policy; empty without any.
@@ -164,7 +168,9 @@ class ScriptListener:
         self.value_loss_alone = self._loss_place = ""
         self._softmax_twice = self._ratio_pairs = False
         self.origin: Candidate | None = None
-        self.open = False
+        self.open = self.resting = False
+        self.traced_updates = TracedUpdates()
+        self.asks_for_traces: Callable[[], bool] = bool
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
         self.estimates, self.acting, self._trained_rows = EstimateLog(), ActingLog(), TrainedRows()
         self.environments, self.scalars, self.indices = EpisodeLog(), ScalarLog(), IndexLog()
@@ -240,8 +246,12 @@ class ScriptListener:
         """True if the script itself misses the episodes."""
         return "final_info" in self._source.words and self.environments.hidden and not self.scalars.tags & EPISODE_TAGS
 
-    def before_step(self, optimizer: Optimizer, variables: Variables) -> None:
+    def before_step(self, optimizer: Optimizer, calling_variables: Callable[[], Variables]) -> None:
         """An optimizer is about to take a step with the gradients that are there."""
+        if not self.traced_updates.includes_this:
+            self._count_step(optimizer, calling_variables)
+            return
+        variables = calling_variables()
         readings, self._readings = self._readings, []
         passes, self._unapplied = self._unapplied, 0
         self._stepping = True
@@ -282,6 +292,11 @@ class ScriptListener:
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward pass is about to begin: read the loss, and show a sample the minibatch's objective."""
+        if not self.traced_updates.includes_this:
+            self.acting.before_backward()
+            if loss.is_cpu and not bool(loss.isfinite().all()):
+                self._seek_origin(loss, graph_of(loss))
+            return
         if self._stepping or (not self._started and self._other_losses > MAX_OTHER_LOSSES):
             return
         self.acting.before_backward()
@@ -402,6 +417,8 @@ class ScriptListener:
 
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         """Gradients are about to be clipped together."""
+        if not self.traced_updates.includes_this:
+            return
         self.clips.before_clip(parameters, max_norm)
         if self._announced is not None and not self._shown:
             self._emit_gradients(self._announced)
@@ -476,6 +493,9 @@ class ScriptListener:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has taken the step."""
+        if not self.traced_updates.includes_this:
+            self._after_counted_step(optimizer)
+            return
         call, self._call = self._call, None
         if self._announced in (None, optimizer):
             self._announced, self._passes, self._shown = None, 1, False
@@ -496,6 +516,29 @@ class ScriptListener:
             self._early[self._step - 1] = own
         self._step += 1
         self._gradient_step += 1
+
+    def _count_step(self, optimizer: Optimizer, variables: Callable[[], Variables]) -> None:
+        """Begin an update that is not traced with its first step."""
+        if self.open:
+            return
+        self.open, self._step = True, 0
+        self._rates = {id(optimizer): self._rates_of(optimizer, Variables([]), ())}
+        self._learning_rate = float(optimizer.param_groups[0]["lr"])
+        counted = variables().find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
+        self._env_step = max(counted, self._env_step)
+        finished, self._seconds = self.environments.take()
+        self._emit_episodes(finished)
+        self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, traced=False))
+        self.resting = not self.traced_updates.includes_next  # the next rollout begins with the choice of an action
+
+    def _after_counted_step(self, optimizer: Optimizer) -> None:
+        self._steps_of.update(id(one) for one in _parameters_of(optimizer) if one.grad is not None)
+        self._step += 1
+        self._gradient_step += 1
+        if not self.resting:
+            self.distributions.after_optimizer_step()
+            self.estimates.take_graphs()
+            self.indices.take(0)
 
     def end_update(self) -> None:
         """End the update: the environments continue, or the script is over. Nothing happens between updates."""
@@ -543,8 +586,11 @@ class ScriptListener:
 
     def before_env_step(self) -> None:
         """The environments continue: end the update, unless passes over several rollouts come before its step."""
-        if not self._collects_later:
+        if not self._collects_later and self.open:
             self.end_update()
+            self.traced_updates.end_update(raised=self.asks_for_traces())
+            self.resting = not self.traced_updates.includes_this
+            self.environments.sums_inner = not self.resting or self.environments.inner_differ
 
     def after_env_step(self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False) -> None:
         """The script has called `step` of an environment, or of a `foreign` object; the result shows whether it is one."""
@@ -553,10 +599,10 @@ class ScriptListener:
             return
         self.environments.seconds += seconds
         if self.environments.includes(env):
-            self.environments.after_step(env, parts, action, foreign=foreign)
-            self.distributions.after_env_step()
-            self.estimates.after_env_step()
-            self.acting.after_env_step()
+            traced = self.traced_updates.includes_this
+            self.environments.after_step(env, parts, action, foreign=foreign, traced=traced)
+            for log in (self.distributions, self.estimates, self.acting) if traced else ():
+                log.after_env_step()
 
     def _start(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> None:
         self._started = self.environments.closed = True

@@ -80,7 +80,9 @@ def last_line(
         reason = "torch was not imported" if script is None else "no optimizer step with a loss of a policy was seen"
         return f"{name}: found nothing to measure: {reason}"
     count = updates if updates is not None else script.updates if script else 0
-    return f"{name}: {count} update{'' if count == 1 else 's'}; the verdict on them: esper-telemetry diagnose {run_dir}"
+    counted = 0 if script is None else script.traced_updates.counted
+    only = f", {counted} of which were only counted to save time" if counted else ""
+    return f"{name}: {count} update{'' if count == 1 else 's'}{only}; the verdict on them: esper-telemetry diagnose {run_dir}"
 
 
 class PrefixFormatter(logging.Formatter):

@@ -754,6 +754,8 @@ class EpisodeLog:
         inside, resetting: a step, or a reset, of an environment is in progress.
         inner_rewards: rewards in the current step of the innermost environments within the stepped one, by `id`.
         inner_steps: of such environments so far.
+        sums_inner: record these rewards; else they are assumed to be those that the stepped environment returns.
+        inner_differ: they have differed from those.
         stepped: object of a class of the script whose `step` is in progress: it may reset itself.
         seconds: spent in environments since the rollout began.
     """
@@ -764,6 +766,7 @@ class EpisodeLog:
         self.stepped: Any = None
         self.inner_rewards: dict[int, float] = {}
         self.inner_steps = 0
+        self.sums_inner, self.inner_differ = True, False
         self.hidden = False
         self.closed = False
         self.seconds = 0.0
@@ -800,10 +803,12 @@ class EpisodeLog:
             self._running = {-1 - one.index if (own := one.env()) is None else id(own): one for one in others} | {id(env): first}
         return first
 
-    def after_step(self, env: Any, result: Any, action: Any = None, *, foreign: bool = False) -> None:
+    def after_step(self, env: Any, result: Any, action: Any = None, *, foreign: bool = False, traced: bool = True) -> None:
         """Record a step. Its result has observations, rewards, terminations, truncations and infos, or `done` instead of both flags.
 
-        A `foreign` environment is not of a class of Gymnasium, whose reports of episodes scripts may miss.
+        Args:
+            foreign: the environment is not of a class of Gymnasium, whose reports of episodes scripts may miss.
+            traced: keep the step itself; else only its episodes are counted.
         """
         if len(result) == 4:
             result = _with_two_flags(result)
@@ -814,12 +819,13 @@ class EpisodeLog:
         if len(running.returns) != size:  # several environments of a class that does not say so
             running = self._running[id(env)] = _Running(env, size, running.index)
         paid = np.array(rewards, dtype=np.float64).reshape(size)
-        raw = self._raw_rewards(running, size)
+        raw = self._raw_rewards(running, size) if self.sums_inner else None
+        self.inner_differ = self.inner_differ or (raw is not None and not np.array_equal(raw, paid))
         if running.last_call is not None and running.last_call.cut:
             running.last_call.flags[1] = True
         if running.goes_on(flags):
             flags[1], ended = False, flags[0]
-        if len(self._calls) < MAX_END_STEPS:
+        if traced and len(self._calls) < MAX_END_STEPS:
             rows = _rows_of(observations, size) if self._entries <= MAX_STEP_ENTRIES else None
             self._entries += 0 if rows is None else rows.size
             finals: Any = infos.get("final_obs", infos.get("final_observation", ())) if isinstance(infos, Mapping) else ()
@@ -928,10 +934,13 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     result = result if named is None or not any(map(is_flag, named)) else named
     if not isinstance(result, tuple | list) or not 3 <= len(result) <= MAX_STEP_PARTS:
         return None
-    if len(result) == 5 and all(isinstance(one, bool | np.bool_) for one in result[2:4]):
-        first, amount, *ends, information = result  # the usual case: one environment of Gymnasium
-        if isinstance(amount, int | float | np.number) and isinstance(information, Mapping):
+    if len(result) == 5 and isinstance(result[4], dict):  # the usual case: environments of Gymnasium
+        first, amount, *ends, information = result
+        if isinstance(amount, int | float | np.number) and all(isinstance(one, bool | np.bool_) for one in ends):
             return first, np.asarray([amount]), *(np.asarray([one], dtype=bool) for one in ends), information
+        arrays = isinstance(amount, np.ndarray) and all(isinstance(one, np.ndarray) and one.dtype == bool for one in ends)
+        if arrays and amount.ndim == 1 and amount.dtype.kind in "fiu" and ends[0].shape == ends[1].shape == amount.shape:
+            return first, amount, *ends, information
     columns = {place: column for place, one in enumerate(result) if place and (column := as_numbers(one)) is not None}
     infos = next((one for one in result if _is_information(one)), None)
     # without information, numbers may be an agent's: actions, log-probabilities, values

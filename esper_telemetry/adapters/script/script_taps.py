@@ -48,6 +48,9 @@ MAX_HEAD_OUTPUTS = 32
 MAX_SEARCHES = 8
 """Optimizers and passes before the first step of a known environment, at which environments of other classes are searched for."""
 
+NO_ROWS = (int, slice, tuple, type(None), type(...))
+"""Types of indices that are not the rows of a minibatch."""
+
 POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 
 AS_SEQUENCE, ITEM, SQ_ITEM = 11, 3, 44
@@ -216,6 +219,11 @@ class Taps:
             remove()
         self._removers, self.script = [], None
 
+    @property
+    def traces(self) -> bool:
+        """True unless the script is not there yet, or the update is only counted."""
+        return self.script is not None and not self.script.resting
+
     def call(self, function: Callable[[ScriptListener], object], weight: int = 1, tap: object = None) -> None:
         """Call a function with the listener, if it listens. An exception ends the tap and is not raised.
 
@@ -289,7 +297,7 @@ class Taps:
         from esper_telemetry.adapters.script.variables import calling_variables
 
         def before_step(optimizer: Any, *_: Any) -> None:
-            self.call(lambda script: script.before_step(optimizer, calling_variables()))
+            self.call(lambda script: script.before_step(optimizer, calling_variables))
 
         def after_step(optimizer: Any, *_: Any) -> None:
             self.call(lambda script: script.after_step(optimizer))
@@ -329,7 +337,7 @@ class Taps:
         self._patches.replace(torch.Tensor, "__getitem__", self._indexed)
         if not _clear_item_slots(torch.Tensor):
             self._patches.undo_last()
-        self._patches.replace(torch.Tensor, "index_select", lambda select: self._indexed(select, axis=True))
+        self._patches.replace(torch.Tensor, "index_select", self._indexed)
         self._patches.replace(optimizer.Optimizer, "__init__", lambda make: self._observed(make, self._search_environments))
         for kind in (torch.distributions.Distribution, *_subclasses(torch.distributions.Distribution)):
             for record in (log_prob, entropy, sample):
@@ -379,15 +387,15 @@ class Taps:
 
         return passed
 
-    def _indexed(self, take: Callable[..., Any], *, axis: bool = False) -> Callable[..., Any]:
-        """Record by which rows a script indexes what it has stored; `axis`: the rows follow an axis."""
+    def _indexed(self, take: Callable[..., Any]) -> Callable[..., Any]:
+        """Record by which rows a script indexes what it has stored: the last argument, perhaps after an axis."""
 
         @functools.wraps(take)
         def taken(source: Any, *args: Any, **options: Any) -> Any:
-            script = self.script
-            plain = type(source).__name__ == "Tensor" and not source.requires_grad  # not a compiler's placeholder
-            if script is not None and plain and args and not self._calling:
-                self.call(lambda script: script.indices.add(source, args[-1] if axis else args[0]), 0)
+            rows = args[-1] if args else None
+            if type(rows) not in NO_ROWS and self.traces and not self._calling:
+                plain = type(source).__name__ == "Tensor" and not source.requires_grad  # not a compiler's placeholder
+                self.call(lambda script: script.indices.add(source, rows) if plain else None, 0)
             return take(source, *args, **options)
 
         return taken
@@ -397,7 +405,7 @@ class Taps:
 
         @functools.wraps(method)
         def tapped(*args: Any, **options: Any) -> Any:
-            if self._asking or _compiling():
+            if self._asking or not self.traces or _compiling():
                 return method(*args, **options)
             self._asking = True
             try:
@@ -410,18 +418,20 @@ class Taps:
         return tapped
 
     def _linear(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def called(script: ScriptListener, layer: Any, inputs: Any, output: Any) -> None:
+            if layer.out_features <= MAX_HEAD_OUTPUTS:
+                script.estimates.add(layer, output)
+            script.acting.add(layer, inputs, has_graph=output.requires_grad)
+
         @functools.wraps(forward)
         def passed(layer: Any, inputs: Any) -> Any:
             output = forward(layer, inputs)
-            if not _compiling():
+            if self.traces and not _compiling():
                 if self._searches:
                     self.call(lambda script: self._search_environments(script))
                 if self._search is not None:
                     self._after_network()
-                if layer.out_features <= MAX_HEAD_OUTPUTS:
-                    self._call_briefly(lambda script: script.estimates.add(layer, output))
-                graph = output.requires_grad
-                self._call_briefly(lambda script: script.acting.add(layer, inputs, has_graph=graph))
+                self._call_briefly(lambda script: called(script, layer, inputs, output))
             return output
 
         return passed
@@ -438,7 +448,7 @@ class Taps:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         def before_forward(module: Any, arguments: tuple[Any, ...]) -> None:
-            if not _compiling():
+            if self.traces and not _compiling():
                 self._call_briefly(lambda script: script.lstm.add(module, arguments))
 
         script.lstm_count += 1
@@ -511,14 +521,16 @@ class Taps:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if script is None or not script.listens:
-                return step(env, *args, **options)
-            if script.environments.busy:  # a wrapper steps another one
+            if script is not None and script.environments.busy:  # a wrapper steps another one
+                if not script.environments.sums_inner:
+                    return step(env, *args, **options)
                 count = script.environments.inner_steps
                 result = step(env, *args, **options)
                 if script.environments.inner_steps == count:
                     script.environments.add_inner_step(env, result)
                 return result
+            if script is None or not script.listens:
+                return step(env, *args, **options)
             self.end_update()
             script.environments.inner_rewards.clear()
             script.environments.inside, began = True, time.perf_counter()
