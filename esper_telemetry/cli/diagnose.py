@@ -57,7 +57,8 @@ def _diagnose_journal(options: Diagnose) -> int:
         # a sample of the records lacks most results of equations
         rows = () if view.sampled or not verdict.shows_remarks else view.equations()
         untraced = by_reason(rows, "untraced")
-        print_document(verdict_document(head, verdict, view.ending, untraced=untraced, list_unanswered=options.all))
+        asks = not view.info.facts.get("columns_by_name")  # a script cannot give any
+        print_document(verdict_document(head, verdict, view.ending, untraced=untraced, list_unanswered=options.all, asks_facts=asks))
         if view.damage:
             echo(f"\n{damage_sentence(journal_path(options.run_dir), view.damage)}.")
     return _exit_code(verdict, view.ending, options.fail_on)

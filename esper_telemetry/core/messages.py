@@ -28,6 +28,11 @@ def question(names: Sequence[str]) -> str:
     return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
 
 
+def without_numbers(text: str) -> str:
+    """Return a sentence without its numbers, to recognise one that is said again."""
+    return re.sub(r"[+-]?\d[\d.,]*(?:e[+-]?\d+)?", "", text)
+
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -446,10 +446,10 @@ class JournalReader:
         entries = self._earlier(before, lambda line: line.startswith(ALARM_HEAD))
         return tuple(entry for entry in entries if isinstance(entry, Alarm))
 
-    def last_event(self, kind: str) -> JournalEvent | None:
-        """Return the last event of a type in the whole file, without parsing records, or None."""
-        entries = self._earlier(None, lambda line: _event_type(line) == kind)
-        return next((entry for entry in reversed(entries) if isinstance(entry, JournalEvent)), None)
+    def events_of(self, kinds: Collection[str]) -> list[JournalEvent]:
+        """Return the events of these types in the whole file, without parsing records."""
+        entries = self._earlier(None, lambda line: _event_type(line) in kinds)
+        return [entry for entry in entries if isinstance(entry, JournalEvent)]
 
     def close(self) -> None:
         """Release the file, and warn of damaged lines that this process has not warned of; harmless when repeated."""

@@ -152,13 +152,18 @@ def alarms(run_dir: str | os.PathLike[str]) -> tuple[Alarm, ...]:
         reader.close()
 
 
-def last_outcome(run_dir: str | os.PathLike[str]) -> JournalEvent | None:
-    """Return the last outcome in a journal, without parsing its records, or None."""
+def events_of(run_dir: str | os.PathLike[str], *kinds: str) -> list[JournalEvent]:
+    """Return the events of these types in the order of a journal's lines, without parsing its records."""
     reader = JournalReader(journal_path(run_dir))
     try:
-        return reader.last_event("outcome")
+        return reader.events_of(kinds)
     finally:
         reader.close()
+
+
+def last_outcome(run_dir: str | os.PathLike[str]) -> JournalEvent | None:
+    """Return the last outcome in a journal, without parsing its records, or None."""
+    return next(reversed(events_of(run_dir, "outcome")), None)
 
 
 def _required(info: RunInfo | None, path: Path) -> RunInfo:

@@ -183,7 +183,6 @@ class TelemetryHealth(Derived):
         .asks("Was this update not measured, because the worker was too far behind, or because a script's update was only counted?")
         .bounds(healthy="absent, or in the updates of a script that were only counted")
         .absent("the update was measured")
-        .advises("Leave a second core free, or lower the level; `esper-telemetry run --level debug` traces every update of a script.")
     )
     minibatch_stride: float | None = reports(
         Metric.count("telemetry/minibatch_stride", 987, "minibatches for each one that was measured", when_positive=True)

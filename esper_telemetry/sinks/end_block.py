@@ -14,17 +14,19 @@ from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.verdict.headline import COLOURS as TONE_COLOURS
 from esper_telemetry.alarms.verdict.headline import Tone
+from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.run_outcome import outcome_of
-from esper_telemetry.core.messages import capitalized
+from esper_telemetry.core.messages import capitalized, without_numbers
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmLevel, RunInfo, RunStatus
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.journal.read import alarms, last_outcome, read_run
+from esper_telemetry.journal.read import alarms, events_of, last_outcome, read_run
 from esper_telemetry.sinks.console import ConsoleSink, make_console, takes_output
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, alarm_text
 from esper_telemetry.sinks.sink_protocol import PermanentSinkError, Place, Sink, SupportsPlace
 
 MAX_INCIDENTS: Final = 5
 """Number of incidents in the block. The first incidents tend to cause the others; the report and `diagnose` list all."""
+MAX_REMARKS: Final = 3
 LABEL_COLUMNS: Final = 13
 LEVEL_COLOURS: Final = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
 VIEWS: Final = {"report": "report {run}", "terminal": "watch {run}", "causes": "diagnose {run}", "comparison": "compare {run} OTHER_RUN"}
@@ -74,6 +76,7 @@ class RunEnd:
             yield EndBlockLine(f"{capitalized(self.repeated)}. The following lines describe the recorded updates", "bold")
         try:
             cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
+            remarks = [event.data for event in events_of(self.run_dir, REMARK) if not event.data.get("quiet")]
         except OSError as error:
             yield EndBlockLine(f"the journal cannot be read: {error}", "bold red")
             return
@@ -81,6 +84,8 @@ class RunEnd:
             yield EndBlockLine(capitalized(text), "bold red" if cards.failure else TONE_COLOURS[cards.tone])
         else:
             yield EndBlockLine(_outcome_of_short_run(self.run_dir))
+        for data in remarks[:MAX_REMARKS]:
+            yield EndBlockLine(f"update {data['update']}: {data['text']}")
         numbers = sorted({alarm.incident for alarm in cards.raised})
         causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
         if not numbers:
@@ -88,10 +93,17 @@ class RunEnd:
             yield EndBlockLine("the journal does not contain an alarm" if self.loss else explained)
         elif causes:
             yield EndBlockLine("what went wrong", "bold")
-            for cause in causes[:MAX_INCIDENTS]:
-                yield from _incident(cause, cards)
-            if len(causes) > MAX_INCIDENTS:
-                yield EndBlockLine(f"  and {len(causes) - MAX_INCIDENTS} later incidents")
+            by_words: dict[str, list[Alarm]] = {}
+            for cause in causes:
+                by_words.setdefault(without_numbers(alarm_text(cause)), []).append(cause)
+            shown = list(by_words.values())[:MAX_INCIDENTS]
+            for first, *others in shown:
+                yield from _incident(first, cards)
+                if others:
+                    times = f"{len(others)} more time{'s' * (len(others) > 1)}"
+                    yield EndBlockLine(f"    {times}, the last one since update {others[-1].since:,}, {cards.state(others[-1])}")
+            if left := len(causes) - sum(map(len, shown)):
+                yield EndBlockLine(f"  and {left} later incidents")
 
     def openings(self) -> Iterator[EndBlockLine]:
         """Yield the locations of the run and its backends, and the commands and addresses that open them."""

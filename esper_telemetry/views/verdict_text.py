@@ -28,7 +28,7 @@ from esper_telemetry.alarms.verdict.remarks import LATER, REMARK, is_setting
 from esper_telemetry.alarms.verdict.run_outcome import GOOD, OutcomeKind
 from esper_telemetry.alarms.verdict.unusual import OBSERVE
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.messages import capitalized, end_text, number
+from esper_telemetry.core.messages import capitalized, end_text, number, without_numbers
 from esper_telemetry.core.record import RUN_FAILED, AlarmEvent, Record, RunInfo, template_of
 from esper_telemetry.equations.equation import EQUATION_KEY, equations
 from esper_telemetry.history.recent_return import RECENT_RETURN
@@ -46,7 +46,13 @@ OUTCOME_VERBS: Final = {OutcomeKind.FLAT: "is flat", OutcomeKind.DECLINING: "dec
 
 
 def verdict_document(
-    head: str, diagnosis: Diagnosis, ending: str = "", *, untraced: Mapping[str, Sequence[str]] = {}, list_unanswered: bool = False
+    head: str,
+    diagnosis: Diagnosis,
+    ending: str = "",
+    *,
+    untraced: Mapping[str, Sequence[str]] = {},
+    list_unanswered: bool = False,
+    asks_facts: bool = True,
 ) -> Iterator[Element]:
     """Yield a verdict: the sentence of a bad ending, what the run does, its incidents, and what is open.
 
@@ -58,6 +64,7 @@ def verdict_document(
         ending: the sentence of a bad ending, or nothing.
         untraced: quantities that were not traced to the program's columns, by reason.
         list_unanswered: also list the questions that could not be answered.
+        asks_facts: name the facts that would answer some of them, for a program that can give them.
     """
     yield h("p", head)
     if ending:  # this is the sentence of a failed run
@@ -71,8 +78,14 @@ def verdict_document(
     if any(incident.cause in diagnosis.certain for incident in diagnosis.incidents):
         causes = []
     yield from _remarks(causes)
+    known: set[str] = set()
     for incident in diagnosis.incidents:
-        if not (ending and incident.cause == RUN_FAILED):
+        words = without_numbers(incident.main.text)
+        if words in known:
+            ends = ", ".join(f"{kind} ({end_text(end)})" for kind, end in incident.ends().items())
+            yield h("p", f"incident {incident.number}, update {incident.since}: again {ends}")
+        elif not (ending and incident.cause == RUN_FAILED):
+            known.add(words)
             note = " (a symptom; its cause is unknown)" if is_symptom_alone(diagnosis, incident) else ""
             states = ", ".join(f"{kind} ({end_text(end)})" for kind, end in incident.ends().items())
             yield h(
@@ -96,7 +109,7 @@ def verdict_document(
             folded(questions, items(lines)) if list_unanswered else h("p", f"{questions}, as values were not reported; --all lists them.")
         )
         facts = [remedy for reason, remedy in groups if reason.startswith(LACKS_FACTS) and remedy]
-        if facts and not list_unanswered:
+        if facts and asks_facts and not list_unanswered:
             yield h("p", f"Some of them need only facts that you know: {', '.join(facts)}.")
 
 

@@ -634,6 +634,9 @@ class ScriptListener:
         traced |= {} if first is None or first.entropy is None else {"entropy": ""}
         size = 0 if rollout is None else rollout.rewards.numel()
         known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts
+        rows = len(first.policy.advantages) if first is not None and first.policy is not None else 0
+        if rows and size > rows and size % rows == 0:  # minibatches that the script does not count
+            facts = {"num_minibatches": size // rows, **facts}
         schedule = settings.find_schedule(known, facts, rate, size, sets_rate=self._source.sets_rate)
         facts = {**facts, **schedule}
         if not {"gamma", "gae_lambda"} <= facts.keys():

@@ -235,7 +235,8 @@ def untraced_equations(traced: Mapping[str, str], loss: str, has_rollout: bool =
             texts[equation] = f"sought {' and '.join(missing)} for the loss in {loss}; {found}"
         else:
             texts[equation] = f"found {', '.join(known)}, which do not fit together; the loss is in {loss}"
-    return {equation: f"{unseen}; {text}" if unseen and equation in STEPPED else text for equation, text in texts.items()}
+    unseen_by = next((equation for equation in texts if equation in STEPPED), "") if unseen else ""  # said once
+    return {equation: f"{unseen}; {text}" if equation == unseen_by else text for equation, text in texts.items()}
 
 
 def equation_places(lines: Mapping[str, str], loss: str, clears: str) -> dict[str, str]:

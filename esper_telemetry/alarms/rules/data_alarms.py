@@ -15,25 +15,38 @@ ADVANTAGE_OUTLIER = above("advantage_outlier", 40.0, "largest advantage, in stan
 
 
 USED_STD = "adv/norm/std"
+SOLVED_SHARE = 0.1  # share of steps with advantages below which a task is nearly solved
+
 NO_SPREAD = (
     "Check the axis over which the advantages are normalised (over one entry each becomes 0), whether something overwrites them, and "
     "whether rewards differ."
 )
 
 
-def degenerate_advantages(view: View) -> Iterator[Finding]:
-    """Advantages that are all equal, or that come from a handful of steps."""
+@dataclass(slots=True)
+class LastShare:
+    """The last share of steps with advantages, before all were 0."""
+
+    value: float = 1.0
+
+
+def degenerate_advantages(view: View, last: LastShare) -> Iterator[Finding]:
+    """Advantages that are all equal, or that come from a handful of steps.
+
+    Advantages of groups are all 0 in a solved task, after ever fewer steps have had any.
+    """
     bound, floored, share = view.limits[PARTICIPATION], view.get("adv/std_floored"), view.get("adv/participation")
     outlier = view.get("adv/raw/absmax_over_std") or 0.0
     if view.get(USED_STD) == 0:
         yield (
-            Finding(1.0, USED_STD, 0.0, 0.0)
+            Finding(hard(last.value > SOLVED_SHARE), USED_STD, 0.0, 0.0)
             .with_advice(lambda: NO_SPREAD)
             .says("the advantages in the loss have all been equal, so the policy has had no gradient from them")
         )
         return
     if share is None and floored is None:
         return
+    last.value = last.value if share is None else share
     few = share is not None and share < bound and outlier > view.limits[ADVANTAGE_OUTLIER]
     finding = Finding(hard(bool(floored) or few), "adv/participation", share, bound)
     if floored:
@@ -252,7 +265,7 @@ RULES = (
         "A rare success is a large outlier for an update or two, not for five in a row.",
     )
     .shows("adv/participation", "adv/raw/*", "reward/zero_frac", pieces=("transitions",))
-    .judged(degenerate_advantages, PARTICIPATION, ADVANTAGE_OUTLIER),
+    .judged(StateJudge(degenerate_advantages, LastShare()), PARTICIPATION, ADVANTAGE_OUTLIER),
     alarm("obs/constant", CONSTANT_OBS, STILL_OBS, rank=104, claim=True, optional=True, n_off=1, debug_updates=3)
     .says(
         "Some environments return the same observation in every step, or all of them do within an episode.",

@@ -159,8 +159,10 @@ class DriftJudge:
     def unexplained_fall(self, view: View, decades: float) -> bool:
         """True if the norm has fallen by more than the critic's error explains while the return has not risen.
 
-        Gradients of a solved task fall because there is little left to learn.
+        Gradients of a solved task fall because there is little left to learn, and are almost 0 while all advantages are.
         """
+        if view.get("adv/norm/std") == 0:
+            return False
         return view.course.risen is not True and decades - 0.5 * view.baselines.fallen("loss/value") > MIN_FALL
 
     def creeping_rate(self, view: View) -> Iterator[Finding]:

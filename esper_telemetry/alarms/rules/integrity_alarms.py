@@ -208,9 +208,9 @@ RULES = (
     .needs(facts=("precision",))
     .says(
         "The stored log-probabilities differ from the log-probabilities that the trainer computes before the first optimizer step.",
-        "Store the observation, the mask and the hidden state that the policy acted on; keep the rows of all columns in the same order; "
-        "sum both log-probabilities over the action dimensions; freeze normalisers and dropout between the rollout and training; check "
-        "that no operation, such as a softmax over the wrong axis, mixes the rows of a batch.",
+        "Store what the policy acted on (observation, mask, hidden state), and the action before it is squashed or cut; keep the rows of "
+        "all columns in the same order; sum both log-probabilities over the action dimensions; freeze normalisers and dropout between the "
+        "rollout and training; check that no operation, such as a softmax or a GRU over the wrong axis, mixes the rows of a batch.",
         "bounds by precision, times max(1, 1/σ_min), and wider for actions of tiny probability; trl#454, sb3-contrib#75",
     )
     .shows("policy/kl_first", "policy/head/*/std/min", "policy/head/*/blame", "lstm/staleness_first", "norm/*/drift")

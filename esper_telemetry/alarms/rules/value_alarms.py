@@ -87,9 +87,15 @@ def recent_severity(view: View, key: str, last: Recent) -> float:
 
 @dataclass(slots=True)
 class Losses:
-    """Outliers of the critic's loss and its latest values, absolute and relative to the variance of returns, as rewards may be scaled."""
+    """Outliers of the critic's loss and its latest values, absolute and relative to the variance of returns, as rewards may be scaled.
+
+    Attributes:
+        updates, unpaid: number of updates, and of those whose rewards were all equal.
+    """
 
     outlier: Outlier = field(default_factory=Outlier)
+    updates: int = 0
+    unpaid: int = 0
     last: Recent = field(default_factory=partial(Recent, RECENT_UPDATES))
     last_relative: Recent = field(default_factory=partial(Recent, RECENT_UPDATES))
 
@@ -106,6 +112,10 @@ def loss_jump(view: View, losses: Losses) -> Iterator[Finding]:
     median = view.baselines.median(LOSS) or value
     paid_more = (view.z("reward/absmax") or 0.0) >= view.limits.high(Z)
     severity = max(severity, recently if paid_more else 0.0)
+    spread = view.get("reward/std") or 0.0
+    losses.updates, losses.unpaid = losses.updates + 1, losses.unpaid + (spread == 0)
+    if spread > 0 and losses.unpaid > losses.updates / 2:  # a rollout with a rare reward has larger returns than most
+        severity = 0.0
     yield Finding(severity, LOSS, value, adaptive=True, z=view.z(LOSS)).with_text(
         lambda: f"the critic's loss has jumped to {number(value)}, {times(value / median)} its median{view.usual(LOSS)}"
     )
@@ -338,15 +348,18 @@ def confusion_text(strange: str, limit: float, error: float | None) -> str:
 
 
 BIAS = Ramp("bias", 0.5, 1.5, "critic's mean error, in standard deviations of the returns")
+BIAS_STEPS = 128  # optimizer steps in which a critic learns the mean of the returns
+MIN_UPDATE_STEPS = 16  # of an update whose steps are not counted
 BIAS_SHARE = above("bias_share", 0.3, "critic's mean error relative to the size of returns, in addition")
 
 
 @dataclass(slots=True)
 class Bias:
-    """Ends of episodes, smallest mean error in standard deviations of the returns, and the latest severities and mean returns."""
+    """Ends of episodes, smallest mean error in standard deviations of the returns, optimizer steps, latest severities and mean returns."""
 
     ends: TimeLimitEnds = field(default_factory=TimeLimitEnds)
     best: float | None = None
+    steps: int = 0
     severities: Recent = field(default_factory=partial(Recent, BIAS_UPDATES))
     means: Recent = field(default_factory=partial(Recent, BIAS_UPDATES))
 
@@ -365,7 +378,8 @@ def bias(view: View, past: Bias) -> Iterator[Finding]:
     share = abs(off) / size if size > 0 else 0.0
     severity = min(limits.severity(BIAS, abs(value)), ramp(share, 0.0, 2 * limits[BIAS_SHARE]))
     risen = mean - past.means.add(mean)[0]
-    if off < 0 and risen > FOLLOWS * -off:  # a critic is behind returns that rise
+    past.steps += MIN_UPDATE_STEPS if view.steps is None else view.steps
+    if (off < 0 and risen > FOLLOWS * -off) or past.steps < BIAS_STEPS:  # a critic is behind returns that rise, and behind its start
         severity = 0.0
     last = past.severities.add(severity if best < limits.low(BIAS) else 0.0)
     yield Finding(min(last) if past.severities.full else 0.0, key, value, limits.middle(BIAS)).says(

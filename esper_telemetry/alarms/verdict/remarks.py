@@ -6,6 +6,7 @@ many correct runs have `quiet` in their data and are shown only with such a retu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -37,6 +38,10 @@ TINY_REWARD: Final = 1e-3  # largest reward below which the scale of rewards cau
 
 SAME_STD: Final = 0.8
 """Smallest over mean standard deviation above which a head has the same one in all states, as the setting says."""
+
+WHOLE_NUMBERS: Final = re.compile(r"Box\((?P<low>-?[\d.]+), (?P<high>[\d.]+), \(\d+,\), (?P<dtype>u?int\d+)\)")
+"""A space of vectors of whole numbers, as a fact."""
+FEW_VALUES: Final = 10.0  # span of such a space that hardly tells anything of real numbers
 
 UNEQUAL_FEATURES: Final = 1000.0  # largest over smallest feature of an observation
 
@@ -160,6 +165,7 @@ class Remarks:
                 yield name, {"text": text, "key": "", "value": value, "limit": limit, "quiet": False}
             yield from initial_spread(view)
             yield from in_loss(view)
+            yield from whole_numbers(view)
         yield from changed_settings(view)
         yield from self._low_rate(view)
         yield from self._early_ends(view)
@@ -380,6 +386,18 @@ def in_loss(view: View) -> Iterator[Remark]:
     for fact, (name, text) in IN_LOSS.items():
         if getattr(view.facts, fact):
             yield name, _data(text.format(place and f" ({place})"), "", 1.0, 0.0)
+
+
+def whole_numbers(view: View) -> Iterator[Remark]:
+    """Observations of a continuous task whose space has only a few whole numbers."""
+    space, actions = (str(view.facts.get(f"{name}_space", "")) for name in ("observation", "action"))
+    whole = WHOLE_NUMBERS.fullmatch(space)
+    if whole and "float" in actions and float(whole["high"]) - float(whole["low"]) <= FEW_VALUES:
+        text = (
+            f"observations are whole numbers from {whole['low']} to {whole['high']} ({whole['dtype']}): if the environment computes real "
+            "numbers, its space cuts them; give the space dtype=np.float32"
+        )
+        yield "whole numbers", _data(text, "", float(whole["high"]), FEW_VALUES)
 
 
 def feature_sizes(view: View) -> Iterator[Remark]:

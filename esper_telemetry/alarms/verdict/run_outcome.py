@@ -223,6 +223,7 @@ class OutcomeJudge:
         self._updates = self._next = self._returned = 0
         self._env_step = 0
         self._episodes, self._counted, self._all_cut_off = 0.0, False, True
+        self._per_return = BLOCK_EPISODES if self._facts.reported_returns else 1  # a script prints means of its own
         self._nonfinite = self._nonfinite_since = 0
         self._passed_since: int | None = None
         self._ending, self._ended = "", False
@@ -298,6 +299,7 @@ class OutcomeJudge:
         is_counted = length > 0 and steps > 0 and self._facts.step_unit is None
         estimate = max(1.0, steps / length) if is_counted else float(BLOCK_EPISODES)
         episodes = values.get(COUNT, estimate if RETURN in values or RECENT_RETURN in values else 0.0)
+        episodes *= self._per_return
         self._episodes += episodes
         self._counted |= COUNT in values
         if episodes > 0:
@@ -314,6 +316,9 @@ class OutcomeJudge:
                     block = {"std": std, "settling": settling, "steps": passed}
                     own = recent if key in (RETURN, RECENT_RETURN) else None
                     self._put(key, values[key], episodes, update, own, **block)
+
+    def _number_of(self, episodes: int) -> str:
+        return f"{episodes:,} episodes" if self._per_return == 1 else f"{round(episodes / self._per_return):,} reported returns"
 
     def _note_threshold(self, update: int) -> None:
         """Record since when the return has been above the environment's threshold, or not far below it."""
@@ -432,8 +437,8 @@ class OutcomeJudge:
             if direction:
                 kind = OutcomeKind.LEARNING if direction * sign > 0 else OutcomeKind.DECLINING
                 return self._worded(replace(levels, kind=kind, first=start))
-            needed = f"{MIN_EPISODES} episodes" if not enough else f"{MIN_BLOCKS} blocks"
-            counted = f"{base.episodes:,} episodes in {len(values)} blocks of updates; at least {needed} are needed"
+            needed = self._number_of(MIN_EPISODES) if not enough else f"{MIN_BLOCKS} blocks"
+            counted = f"{self._number_of(base.episodes)} in {len(values)} blocks of updates; at least {needed} are needed"
             return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}")
         base = levels
         noise, shift = noise_of(values), round(sign) * blocks.shift()
@@ -464,7 +469,7 @@ class OutcomeJudge:
         name = NAMES.get(outcome.key, outcome.key)
         first, last, best = (0.0 if level is None else level for level in (outcome.first, outcome.last, outcome.best))
         is_few = self._counted and outcome.episodes < RECENT_EPISODES
-        few = f" (mean of all {outcome.episodes:,} episodes)" if is_few else ""
+        few = f" (mean of all {self._number_of(outcome.episodes)})" if is_few else ""
         reach = f"-> {number(last)} in {outcome.updates:,} updates{few}"
         if outcome.kind is OutcomeKind.DECLINING and self._sign * (best - first) > self._sign * (first - last):
             return f"{name} {number(best)} at best {reach}, {number(first)} in the first rollouts"
