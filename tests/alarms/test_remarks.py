@@ -333,3 +333,21 @@ def test_an_actor_without_a_gradient_may_have_decided_by_steps_that_were_too_lar
 
     assert "learning_rate is 0.2; published settings range from 2.0e-5 to 0.003." in text(0.001)
     assert "become deterministic" in text(0.001) and "Check that advantages vary" in text(0.6)
+
+
+SPACE = "Box(-1, 1, (3,), int8)"
+
+
+@pytest.mark.parametrize(
+    ("observations", "actions", "expected"),
+    [
+        (SPACE, "Box(-1.0, 1.0, (1,), float32)", True),
+        (SPACE, "Discrete(9)", False),  # a board
+        ("Box(-1.0, 1.0, (3,), float32)", "Box(-1.0, 1.0, (1,), float32)", False),
+        ("Box(0, 255, (16,), uint8)", "Box(-1.0, 1.0, (1,), float32)", False),
+    ],
+)
+def test_a_space_of_few_whole_numbers_is_told_in_continuous_tasks(observations: str, actions: str, expected: bool) -> None:
+    found = remarks({**FACTS, "observation_space": observations, "action_space": actions})
+
+    assert ("whole numbers from -1 to 1 (int8)" in found.get("whole numbers", "")) is expected

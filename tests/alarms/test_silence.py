@@ -536,3 +536,47 @@ def test_a_normaliser_settles_again_after_what_was_changed_on_purpose() -> None:
 
     assert "norm/drift" not in raised(verdicts)
     assert raised(judged(run(85, set_to({"norm/ret/drift": 1.0}), since=51)))["norm/drift"] == 60
+
+
+def test_groups_of_a_solved_task_have_no_advantages() -> None:
+    """Ever fewer groups have rewards that differ, until none has; a trainer that suddenly loses them all has a fault."""
+
+    def solved(metrics: Values, ago: int) -> None:
+        metrics.update({"adv/participation": 0.05} if ago < 5 else {"adv/norm/std": 0.0, "grad/global/norm_preclip": 1e-4})
+        if ago >= 5:
+            metrics.pop("adv/participation", None)
+
+    def lost(metrics: Values, ago: int) -> None:
+        metrics["adv/norm/std"] = 0.0
+        metrics.pop("adv/participation", None)
+
+    assert not {"adv/degenerate", "grad/drift"} & {alarm.type for alarm in alarms(judged(run(45, solved)))}
+    assert "adv/degenerate" in {alarm.type for alarm in alarms(judged(run(45, lost)))}
+
+
+def test_a_rare_reward_is_no_jump_of_the_critics_loss() -> None:
+    """The critic's loss jumps with the rewards, which are all equal in the other rollouts; or alone, which is a fault."""
+
+    def jumps(spread: float) -> set[str]:
+        def rare(metrics: Values, ago: int) -> None:
+            metrics.update({"loss/value": 60.0 * metrics["loss/value"], "reward/std": spread})
+
+        records = [
+            replace(one, values={**one.values, "reward/std": 0.0}) if one.axes.update < SINCE else one for one in run(SINCE + 2, rare)
+        ]
+        return {alarm.type for alarm in alarms(judged(records))}
+
+    assert "value/loss_jump" not in jumps(spread=0.9)
+    assert "value/loss_jump" in jumps(spread=0.0)
+
+
+def test_a_critic_needs_optimizer_steps_before_its_bias_counts() -> None:
+    """A2C takes one step in each update."""
+    far = {"value/bias": 2.0, "value/bias_over_std": 2.0, "ret/mean": 0.0, "ret/std": 1.0}
+
+    def first_update(steps: int) -> int:
+        records = [replace(one, axes=replace(one.axes, gradient_step=steps * one.axes.update)) for one in run(60, set_to(far), since=12)]
+        return raised(judged(records)).get("value/bias", 0)
+
+    assert 12 <= first_update(steps=32) < 30
+    assert first_update(steps=1) == 0

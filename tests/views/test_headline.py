@@ -111,3 +111,20 @@ def test_a_value_beyond_its_critical_bound_is_shown_though_no_alarm_is_about_it(
     line = "value/explained_variance: -0.6 (critical: < 0 unless value/loss_norm < 0.1)"
     assert line in run_cli(["diagnose", view.run_dir], capsys).out
     assert "value/explained\\_variance: -0.6" in report_markdown([view])
+
+
+def test_the_end_of_a_run_names_unusual_settings_and_says_repeated_incidents_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Telemetry([], run_dir=tmp_path / "run", facts={"gamma": 0.5}) as telemetry:
+        for update in range(1, 61):
+            telemetry.log({"policy/kl": 5.0 if update in (20, 40) else 0.01, "policy/clip_frac": 0.6})
+            telemetry.flush(env_step=240 * update)
+    view = open_view(tmp_path / "run")
+    block = [line.text for line in RunEnd(view.info, tmp_path / "run", status=RunStatus.FINISHED).verdict()]
+    diagnosed = run_cli(["diagnose", tmp_path / "run"], capsys).out
+
+    assert "update 1: gamma is 0.5; published settings range from 0.8 to 0.9999" in block
+    assert sum(line.startswith("    Since update ") for line in block) == 1
+    assert any(line.startswith("    1 more time, the last one since update 40") for line in block)
+    assert "incident 2, update 40: again policy/kl_spike (ended at update" in diagnosed
