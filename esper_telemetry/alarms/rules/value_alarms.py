@@ -111,6 +111,9 @@ def loss_jump(view: View, losses: Losses) -> Iterator[Finding]:
         return
     median = view.baselines.median(LOSS) or value
     paid_more = (view.z("reward/absmax") or 0.0) >= view.limits.high(Z)
+    ends = view.baselines.usual(LOSS)
+    if ends is not None and value < view.limits.low(LOSS_RECENT) * ends[1]:  # losses of rollouts with and without a fall differ
+        severity = 0.0
     severity = max(severity, recently if paid_more else 0.0)
     spread = view.get("reward/std") or 0.0
     losses.updates, losses.unpaid = losses.updates + 1, losses.unpaid + (spread == 0)

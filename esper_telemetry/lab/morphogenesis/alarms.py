@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from esper_telemetry.alarms.alarm_bounds import SMALLEST_DIVISOR, above, below, hard
+from esper_telemetry.alarms.judges import Recent, StateJudge
 from esper_telemetry.alarms.rule import AlarmRule, Finding, View
 from esper_telemetry.core.messages import number, percent
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, ROLLBACK_ALARM, Stage
@@ -46,14 +47,22 @@ SEED_DORMANT = above("seed_dormant", 0.6, "share of the learning seeds that the 
 SEED_SCORE_DROP = above("seed_score_drop", 0.05, "fall of the hosts' final accuracy from its best")
 
 
-def roll_back(view: View) -> Iterator[Finding]:
-    """Hosts that have lost their weights; the severity is 1 if there are as many roll-backs as environments."""
+MIN_ROLLBACKS, ROLLBACK_UPDATES = 2, 10
+"""Hosts that are rolled back within so many updates."""
+
+
+def roll_back(view: View, counts: Recent) -> Iterator[Finding]:
+    """Hosts that have lost their weights; the severity is 1 if there are as many roll-backs as environments.
+
+    A single loss far above its history may be chance, one that is not finite is not.
+    """
     count = view.get(ROLLBACKS)
     if count is not None:
+        alone = sum(counts.add(count)) < MIN_ROLLBACKS and not view.get("env/rollback/nonfinite")
         hosts, envs = view.labelled("host/each/", "/rollbacks"), view.facts.num_envs
         frac = count / envs if isinstance(envs, int | float) and envs > 0 else 1.0
         yield Finding(
-            min(1.0, 0.5 + 0.5 * frac) if count > 0 else 0.0,
+            min(1.0, 0.5 + 0.5 * frac) if count > 0 and not alone else 0.0,
             ROLLBACKS,
             count,
             0.0,
@@ -207,8 +216,8 @@ RULES = (
         meaning="Hosts have lost their weights: their loss is not finite, at chance level, or far above its history. They continue with "
         "older weights, and lose the seeds that had not fossilised.",
         action="Lower the learning rate of the hosts, and of the seeds if seed/exploding is high; look for NaN in data and weights.",
-        judge=roll_back,
-        source="No host of a healthy run is rolled back.",
+        judge=StateJudge(roll_back, Recent(ROLLBACK_UPDATES)),
+        source="In a healthy run hosts are hardly ever rolled back.",
         rank=480,
         debug_updates=2,
         evidence=(ROLLBACKS, "env/rollback/*", "host/each/*/rollbacks", "host/loss", EXPLODING),
