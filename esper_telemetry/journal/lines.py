@@ -359,6 +359,9 @@ def record_without_values(line: bytes) -> Record | None:
 
 
 def _decode_run(line: Line, run_dir: Path | None) -> RunInfo:
+    version = line.get("schema", SCHEMA)
+    if schema.COUNT.accepts(version) and version > SCHEMA:
+        raise ValueError(f"its schema {version} is newer than {SCHEMA}: update esper-telemetry")
     schema.check(line, schema.RUN, "a run line", required=("run_id", "started"))
     facts = line.get("facts", {})
     left_out = schema.wrong_facts(facts)
