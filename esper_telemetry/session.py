@@ -749,4 +749,5 @@ class TelemetrySession:
         """Return the summary at the end of the run; `resume` is its line on how to resume an interrupted run."""
         loss = self._loss(self._deliveries.close()) if self._closed and self._deliveries else ""
         sinks, repeated = (self._sinks, self._recorder.repeated) if self._recorder else ((), "")
-        return RunEnd(self.run, self.run_dir, sinks, status, resume, loss, repeated)
+        is_readable = self._recorder is None or self._recorder.totals.is_readable
+        return RunEnd(self.run, self.run_dir, sinks, status, resume, loss, repeated, is_readable)

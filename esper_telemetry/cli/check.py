@@ -106,7 +106,9 @@ def parse(arguments: Sequence[str]) -> CheckOptions:
 
 def check(options: CheckOptions) -> int:
     """Print the table of a run, or run a script and print its table; returns the exit code."""
-    if not Path(options.target).is_dir():
+    with wrong_use():  # the name may be too long
+        is_directory = Path(options.target).is_dir()
+    if not is_directory:
         return check_script(options)
     if [*options.arguments] not in ([], ["--json"]):
         raise WrongUse(f"{options.target} is the directory of a run and cannot take arguments, got {options.arguments[0]!r}")

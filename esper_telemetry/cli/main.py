@@ -90,7 +90,7 @@ class Train:
     device: str = "cpu"
     """Device that trains the policy: cpu, cuda, cuda:1, ..."""
     checkpoint_every: int = 50_000
-    """Environment steps between checkpoints in RUN_DIR/checkpoints; 0 for none."""
+    """Environment steps between checkpoints in RUN_DIR/checkpoints; 0 for none. With --level off, --run-dir must be given."""
     eval_every: int = 0
     """Environment steps between evaluations, one episode in each of --eval-episodes environments; 0 for none."""
     eval_episodes: int = 10

@@ -75,7 +75,7 @@ def _replay_progress(options: Replay, sink: Sink) -> Iterator[Callable[[int], ob
 
 
 def doctor(options: Doctor) -> int:
-    """Print the comparison of every backend with the journal; 1 if something is missing, differs, is stored twice or cannot be read."""
+    """Print the comparison of every backend with the journal; 1 if something is missing, damaged, different, stored twice or unreadable."""
     with wrong_use(), without_warnings():
         named_sinks = [prepared_sink(uri) for uri in options.sink]
         directory = Path(options.run_dir).absolute()
@@ -89,7 +89,7 @@ def doctor(options: Doctor) -> int:
             run = catch_up.doctor(options.run_dir, agreed=agreed, without=names, progress=progress)
         named = [catch_up.check_backend(directory, sink, name=name, ended=False) for name, sink in names.items()]
     sinks = [*run.sinks, *named]
-    is_healthy = not run.lost and all(sink.healthy for sink in sinks)
+    is_healthy = not run.lost and not run.damaged and all(sink.healthy for sink in sinks)
     event = run.failure
     failures = [] if event is None or event.axes is None else [Failure(event.seq, event.axes, event.data)]
     ending = bad_ending(run.status, run.last_update, failures)

@@ -30,8 +30,9 @@ from esper_telemetry.cli.rank_agreement import (
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.core.requirements import require_count
+from esper_telemetry.core.requirements import require_count, require_path
 from esper_telemetry.events import RolloutEnd
+from esper_telemetry.journal.file import HOLDS_RUN, holds_run
 from esper_telemetry.ppo.checkpoint import Checkpoints, TrainingRun
 from esper_telemetry.ppo.config import POLICIES, PPOConfig
 from esper_telemetry.ppo.environments.environment_protocol import Environment, layout_of
@@ -115,6 +116,17 @@ def _check_task(options: Train) -> None:
         raise WrongUse(f"--policy {policy} does not learn, so --eval-every cannot be used with it")
 
 
+def _check_level_off(options: Train) -> None:
+    """Refuse options without effect at level off: only checkpoints are written then, into a run directory that is given."""
+    for option, is_given in (("--profile", options.profile), ("--report", options.report)):
+        if is_given:
+            raise WrongUse(f"{option} writes into the run directory, which level off does not create")
+    if options.run_dir is None and options.checkpoint_every not in (0, type(options).checkpoint_every):
+        raise WrongUse("--checkpoint-every needs --run-dir with --level off, which does not create a run directory")
+    if options.run_dir is not None and holds_run(Path(options.run_dir)):
+        raise WrongUse(f"{options.run_dir} {HOLDS_RUN}")
+
+
 def _make_env(options: Train, num_envs: int, device: torch.device) -> Environment:
     """Return the environments; a registered environment gets the options that it accepts."""
     environment = registered(options.env)
@@ -126,8 +138,8 @@ def _make_env(options: Train, num_envs: int, device: torch.device) -> Environmen
 def _prepared(options: Train) -> Prepared:
     _check_numbers(options)
     _profiler(options, Path())
-    if options.profile and Level.parse(options.level) is Level.OFF:
-        raise WrongUse("--profile writes into the run directory, which level off does not create")
+    if Level.parse(options.level) is Level.OFF:
+        _check_level_off(options)
     _check_task(options)
     _thresholds(options)
     device = _device(own_device(options.device))
@@ -212,6 +224,8 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
                 _evaluate(trainer, options)
             with _profiled(trainer, telemetry, options):
                 run_dir, every = telemetry.run_dir, options.checkpoint_every
+                if telemetry.level is Level.OFF and options.run_dir is not None:
+                    run_dir = require_path("run_dir", options.run_dir)
                 checkpoints = Checkpoints(trainer, run_dir / "checkpoints", every=every) if run_dir and every > 0 else None
                 trainer.learn(options.total_steps)
             saved = checkpoints is None or checkpoints.save()

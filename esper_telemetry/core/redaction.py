@@ -13,7 +13,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, TextIO
 from urllib.parse import quote, quote_plus, unquote
 
@@ -64,6 +64,8 @@ PLACES: Final[tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...]] = 
     ("redis", re.compile(r"\bredis-\w+[ \t][^\n|;]{0,200}?(?<![\w-])-a[ \t]+([^\s\"']+)"), bool),
     ("sshpass", re.compile(r"\bsshpass[ \t]+-p[ \t]*([^\s\"']+)"), bool),
     ("jdbc:", re.compile(r"\bjdbc:[\w:]{1,80}:[\w$]{1,80}/([^\s@]{1,200})@"), bool),
+    ("wandb", re.compile(r"\bwandb[ \t]+login[ \t]+(?:--[\w-]{1,40}(?:=\S{1,200})?[ \t]+){0,5}([\w-]{16,})"), is_mixed),
+    ("pwd", re.compile(r"""(?i)(?:^|[;"'])[ \t]*pwd=([^;\s"']{1,300})(?=[;"']|$)"""), partial(hides, Suspicion.ANY)),
     ("login", re.compile(r"\blogin[ \t]+\S{1,80}\s+(?:account\s+\S{1,80}\s+)?password[ \t]+(\S+)"), bool),
 )
 """Places of secrets: a lower-case word that the text must contain, the place with the secret as its group, and a check of the secret."""
@@ -73,12 +75,13 @@ ASSIGNMENT: Final = re.compile(
     r"[ \t]{0,8}(?P<sign>:=|=>|={1,2}|:)[ \t]{0,8}"
 )
 OPTION: Final = re.compile(r"""(?<![\w.-])--?(?P<name>[A-Za-z][\w-]*+)\\?["']?(?P<sign>,|[ \t])[ \t]{0,8}""")
+SETX: Final = re.compile(r"\b(?i:setx)[ \t]{1,8}(?P<name>[A-Za-z_]\w*+)(?P<sign>[ \t])[ \t]{0,8}")
 ELEMENT: Final = re.compile(r"<(?P<name>[A-Za-z][\w.-]{0,80}+)(?P<sign>>)")
 SENTENCE: Final = re.compile(
     r"(?i)(?<![\w.-])(?P<name>(?:key|token|password|passphrase|secret|credential)s?)"
     r"(?P<sign>(?:[ ](?:is|was|of|value|provided|given|used):?){0,2}[ ])(?=\S)"
 )
-"""What comes before a value: `name=`, `--name `, `<name>`, `the key is `."""
+"""What comes before a value: `name=`, `--name `, `setx name `, `<name>`, `the key is `."""
 VALUE: Final = re.compile(
     r"""(?s)[brfu]{0,2}(?P<quote>\\?["'`])(?P<quoted>(?:(?!(?P=quote))(?:\\.|.))*+)|"""
     r"""(?:[A-Za-z_][\w.]{0,80}+)?(?P<list>[\[({][^\])}]{0,2000}+)|(?P<bare>[^\s"'`,;&<>()\[\]{}|\\]{1,2000}+)"""
@@ -198,11 +201,11 @@ def _redacted(value: Any, level: Suspicion) -> Any:
 
 
 def _redacted_mapping(values: Mapping[Any, Any], level: Suspicion) -> dict[Any, Any]:
-    """Return the mapping without secrets; in `{"name": N, "value": V}`, as in the settings of a container, the value belongs to N."""
+    """Return the mapping without secrets; in `{"name": N, "value": V}`, as in a container's settings, or with `key`, V belongs to N."""
     level = Suspicion.RANDOM if level is Suspicion.MIXED else level  # the values have names
     result: dict[Any, Any] = {}
     for (name, own), (original, value) in zip(_masked_names(tuple(map(str, values))), values.items(), strict=True):
-        label = suspicion(str(values.get("name"))) if name == "value" else own
+        label = max(suspicion(str(values.get(each))) for each in ("name", "key")) if name == "value" else own
         result[name if isinstance(original, str) else original] = _redacted(value, max(level, own, label))
     return result
 
@@ -331,6 +334,7 @@ def _option_suspicion(name: str) -> Suspicion:
 BEGINNINGS: Final[tuple[tuple[tuple[str, ...], re.Pattern[str], Callable[[re.Match[str]], Suspicion]], ...]] = (
     (("=", ":"), ASSIGNMENT, lambda match: suspicion(match["name"])),
     (("-",), OPTION, lambda match: _option_suspicion(match["name"])),
+    (("setx ", "SETX "), SETX, lambda match: suspicion(match["name"])),
     (("<",), ELEMENT, lambda match: suspicion(match["name"])),
     ((" ",), SENTENCE, lambda match: Suspicion.MIXED if match["name"][0] in "pPsS" else Suspicion.RANDOM),
 )

@@ -51,16 +51,16 @@ OWNERS: Final = (
 )
 SURE_NAME: Final = re.compile(
     rf"secrets?_|(?:secret|{OWNERS})_?(?:key|token|pat|pass|auth|pwd)s?_|_(?:credential|cred|cookie)s?_|_(?:authorization|bearer|pw|mfa|otp)_|"
-    r"_(?:db|database|smtp|ftp|redis|rediscli|mysql|pg|user|my|admin|root)_?(?:pass|auth|pwd)_|_conn(?:ection)?_str(?:ing)?_|token_$"
+    r"_(?:db|database|smtp|ftp|redis|rediscli|mysql|pg|user|my|admin|root)_?(?:pass|auth|pwd)_|_(?:user|admin|root)_?pw_|_conn(?:ection)?_str(?:ing)?_|token_$"
 )
-LIKELY_NAME: Final = re.compile("_(?:tokens|auth|pwd|pass|pat|jwt|pin|sig|signature|sas|webhook|sessionid|jsessionid|phpsessid)_$")
+LIKELY_NAME: Final = re.compile("_(?:tokens|auth|pwd|pass|pat|jwt|pin|psk|hmac|sig|signature|sas|webhook|sessionid|jsessionid|phpsessid)_$")
 KEY_NAME: Final = re.compile("keys?_$")
 LANGUAGE_MODEL_NAME: Final = re.compile(
     "_(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|special|image|video|audio|first|next|last|max|min|num|n|new|prompt|completion|output|input|"
     "generated|response|added|extra|decoder|vocab|begin|think|tool|separator|padding|truncation|per|total|reward|value)_tokens?_$"
 )
 QUALIFIER: Final = re.compile(
-    "_(?:prod|production|dev|test|staging|value|str|text|raw|old|new|current|main|primary|secondary|backup|b64|base64|plain|plaintext|hex|pem)_$"
+    "(?<!_conn)(?<!_connection)_(?:prod|production|dev|test|staging|value|str|text|raw|old|new|current|main|primary|secondary|backup|b64|base64|plain|plaintext|hex|pem)_$"
 )
 NAME_ABOUT_A_SECRET: Final = re.compile(
     "_(?:file|path|dir|directory|folder|name|id|ids|env|var|variable|size|len|length|count|num|number|type|kind|mode|method|policy|ttl|expiry|"
@@ -68,7 +68,7 @@ NAME_ABOUT_A_SECRET: Final = re.compile(
     "scope|scopes|loss|level|prefix|suffix|index|usage|rate|hash|algorithm|attempts|rotation|strength|rules|valid|changed|set)_$"
 )
 PASSWORD_NAME: Final = re.compile(
-    "(?:pass(?:word|wd|phrase|code|wort)s?|kennwort|mots?_de_passe|contrasena|contrase_a|senha|parola|haslo|wachtwoord)_"
+    "(?:pass(?:word|wd?|_?phrase|code|wort)s?|_pin_?code|kennwort|mots?_de_passe|contrasena|contrase_a|senha|parola|haslo|wachtwoord)_"
 )
 """These patterns search in the words of a name, written as `_api_key_`."""
 WORDS: Final = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -93,12 +93,13 @@ LONG_PIECE: Final = re.compile("[A-Za-z0-9]{12,}")
 
 SHAPE: Final = re.compile(
     r"(?<![A-Za-z0-9])(?:"
-    r"(?:hf_|api_org_|gh[oprsu]_|gsk_|npm_|r8_|dckr_pat_|rubygems_|rdme_|pul-|figd_|ntn_|lin_api_|shp(?:at|ca|pa|ss)_|nvapi-|xai-|pplx-|tvly-|"
+    r"(?:hf_|api_org_|gh[oprsu]_|gsk_|npm_|r8_|dckr_pat_|rubygems_|rdme_|pul-|figd_|ntn_|sbp_|ATATT3|HRKU-|tskey-[a-z]{3,9}-|dp\.pt\.|GR1348941|lin_api_|shp(?:at|ca|pa|ss)_|nvapi-|xai-|pplx-|tvly-|"
     r"dapi|do[opr]_v1_|sntryu_|LTAI|EAAA|PMAK-|NRAK-|sha256~)[A-Za-z0-9_~-]{16,}|"
     r"(?:[rs]k_(?:live|test|prod)_|whsec_|github_pat_|wandb_v1_|AIza|ya29\.|GOCSPX-|SG\.|xkeysib-|sntrys_|hv[sb]\.|sq0[a-z]{3}-|tfp_|lsv2_[ps][kt]_|"
     r"pcsk_|glsa_|pypi-Ag|sk-(?=[\w-]{0,60}\d)|gl[a-z]{2,5}-(?=[\w-]{0,60}\d)|key-(?=[a-z]{0,20}\d)|tk-us-|pscale_(?:tkn|pw|oauth)_)[\w.=-]{12,}|"
     r"xox[abeoprs]-[\w-]{8,}|xapp-\d-[\w-]{8,}|(?:A3T[A-Z0-9]|AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|"
     r"eyJ[\w-]{14,}={0,2}(?:\.[\w-]*){0,2}|AGE-SECRET-KEY-1[A-Z0-9]{16,}|\d{8,10}:AA[\w-]{30,}|"
+    r"pat[A-Za-z0-9]{14}\.[0-9a-f]{32,}|"
     r"[\w~.]{3}\dQ~[\w~.-]{31,34}"
     r")"
 )

@@ -27,13 +27,14 @@ from esper_telemetry.delivery.status import (
     clear_under_way,
     count_records_after,
     deliveries_under_way,
+    hung_process,
     read_status,
     replay_command,
     sink_report,
 )
 from esper_telemetry.journal.file import JournalReader, end_if_open, journal_path
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
+from esper_telemetry.journal.lock import HELPER_ROLES, Role, holder_pid, is_held
 from esper_telemetry.journal.read import entries, read_contents, run_info
 from esper_telemetry.sinks.sink_protocol import Shown, Sink, StoredMetrics, SupportsAudit, SupportsForwardOnly, sink_name
 from esper_telemetry.sinks.sink_registry import as_sink, leads_outside
@@ -184,7 +185,7 @@ def replay(
 
     Raises:
         FileNotFoundError: the journal is missing.
-        BlockingIOError: the trainer delivers to this sink itself.
+        BlockingIOError: the trainer delivers to this sink itself, or the background process hangs.
         ValueError: without `follow`, the journal does not say which run it is.
         Exception: with `missing`, reading the backend failed.
     """
@@ -212,14 +213,17 @@ def replay(
 def _await_other_delivery(run_dir: Path, name: str) -> None:
     """Wait for a process that continues after the end of the run: two writers on one cursor would send records twice.
 
-    Raises BlockingIOError if the trainer has not ended: this may take forever, and it may be this process.
+    Raises BlockingIOError if the trainer has not ended or the process hangs: this may take forever, and it may be this process.
     """
     warned = False
     while name in deliveries_under_way(run_dir):
         if is_held(run_dir, Role.TRAINER):
             raise BlockingIOError(f"{run_dir} is still being trained, and delivers to {name} itself: wait for its end")
+        if sentence := hung_process(run_dir):
+            raise BlockingIOError(sentence)
         if not warned:
-            _logger.warning("esper-telemetry: waiting for the background process that delivers %s to %s", run_dir, name)
+            message = "esper-telemetry: waiting for the background process that delivers %s to %s (PID %s)"
+            _logger.warning(message, run_dir, name, holder_pid(run_dir, Role.SINKS))
             warned = True
         time.sleep(WAIT_POLL_SECONDS)
 
@@ -380,7 +384,7 @@ def doctor(
             continue
         check = _check_uri(directory, name, uri, ended=ended)
         if name in delivering and not check.equal:  # missing records may still arrive
-            check = replace(check, under_way=True, note="still being delivered", command="")
+            check = replace(check, under_way=True, note=hung_process(directory) or "still being delivered", command="")
         sinks.append(check)
     return RunHealth(
         *(contents.records, contents.status, under_way, closed, contents.lost, tuple(sinks)),

@@ -273,7 +273,7 @@ class Deliveries:
         for name, status in statuses.items():
             pending = status.lag(self._journal.records)
             goes_on = alive and name in self._remote and status.state not in SETTLED
-            command = replay_command(self._journal.run_dir, self._sinks[name])
+            command = replay_command(self._journal.run_dir, self._sinks[name]) if self._journal.records else ""
             yield sink_report(status, pending=pending, command=command, goes_on=goes_on)
 
     def _statuses(self) -> Mapping[str, SinkStatus]:

@@ -23,7 +23,7 @@ from esper_telemetry.core.redaction import known_secrets, redacted
 from esper_telemetry.core.supervisor import ProcessSupervisor
 from esper_telemetry.delivery.status import FRESH_PROCESS_STATES, SETTLED, SinkState, SinkStatus
 from esper_telemetry.journal.file import JOURNAL_NAME
-from esper_telemetry.journal.lock import Role, lock_for, remove_lock
+from esper_telemetry.journal.lock import Role, lock_for, remove_lock, write_holder
 from esper_telemetry.sinks.sink_protocol import Sink
 
 LOG_NAME: Final = "sinks.log"
@@ -129,6 +129,7 @@ class SinkProcess:
             lock = lock_for(self.run_dir, Role.SINKS)  # the process holds it until it ends
             try:
                 self._supervisor.start([lock])
+                write_holder(lock, self._supervisor.pid or 0)
             finally:
                 os.close(lock)
         except (OSError, MemoryError) as error:

@@ -26,7 +26,7 @@ from esper_telemetry.core.record import Record, RunStatus, SinkLag
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.core.supervisor import HAS_HELPERS
 from esper_telemetry.journal.file import JOURNAL_NAME, JournalReader, journal_path
-from esper_telemetry.journal.lock import Role, is_held, lock_file
+from esper_telemetry.journal.lock import Role, holder_pid, is_held, lock_file
 from esper_telemetry.journal.schema import COUNT, FLAG, check
 from esper_telemetry.sinks.sink_protocol import Sink, sink_name, sink_uri
 from esper_telemetry.sinks.sink_registry import BUNDLED, known_sinks
@@ -34,6 +34,8 @@ from esper_telemetry.sinks.sink_registry import BUNDLED, known_sinks
 CURSORS_NAME: Final = "cursors.json"
 COUNT_LINES: Final = 1000
 """Lines that are read at once to count records."""
+MIN_HUNG_SECONDS: Final = 330.0
+"""Longer than a sink process without a trainer lives; it writes its files when it loses the trainer."""
 CURSOR: Final = {**dict.fromkeys(("offset", "seq", "records", "quarantined"), COUNT), "closed": FLAG}
 
 _logger = logging.getLogger("esper_telemetry")
@@ -364,6 +366,18 @@ def deliveries_under_way(run_dir: Path) -> dict[str, SinkState]:
     under_way = {name: entry for name, entry in read_status(run_dir).items() if entry.get("under_way")}
     states = {name: str(entry.get("state")) for name, entry in under_way.items()}
     return {name: SinkState(state) for name, state in states.items() if state in {*SinkState} - SETTLED}
+
+
+def hung_process(run_dir: Path) -> str:
+    """Return the sentence on a sink process that should have ended by itself, because its trainer is gone; empty without one."""
+    if is_held(run_dir, Role.TRAINER):
+        return ""
+    written = [path.stat().st_mtime for name in (STATUS_NAME, CURSORS_NAME) if (path := run_dir / name).is_file()]
+    seconds = time.time() - max(written, default=time.time())
+    if seconds < MIN_HUNG_SECONDS:
+        return ""
+    pid = holder_pid(run_dir, Role.SINKS)
+    return f"the background process {pid} hangs: it has delivered nothing for {seconds / 60:.0f} minutes. End it with `kill -9 {pid}`"
 
 
 def _entry(delivery: SinkStatus | SinkReport, sent: int) -> dict[str, Any]:

@@ -46,7 +46,7 @@ MAX_INTEGER_BITS: Final = 1024
 
 
 def plain(value: Any, *, depth: int = 16) -> Any:
-    """Return the value as readable JSON: enums by name, paths as text, dataclasses and mappings as objects, arrays as lists.
+    """Return the value as readable JSON: enums by name, paths as text, dataclasses, named tuples and mappings as objects, arrays as lists.
 
     Functions and classes become their names; non-finite floats and everything else become text. Nesting beyond `depth`
     also becomes text, so recursive structures end. Any value is accepted: if its code raises, it becomes the name of its class.
@@ -90,6 +90,8 @@ class _PlainConverter:
             return rows if len(rows) >= len(value) else {**rows, "...": f"{len(value) - len(rows):,} more"}
         if is_dataclass(value) and not isinstance(value, type):
             return {field.name: self.convert(getattr(value, field.name), depth) for field in fields(value)}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple: names say which values are secrets
+            return {name: self.convert(item, depth) for name, item in zip(value._fields, value, strict=True)}
         if isinstance(value, (list, tuple, deque, set, frozenset)):
             items = [self.convert(item, depth) for item in self._some(value)]
             ordered = sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
@@ -357,6 +359,9 @@ def record_without_values(line: bytes) -> Record | None:
 
 
 def _decode_run(line: Line, run_dir: Path | None) -> RunInfo:
+    version = line.get("schema", SCHEMA)
+    if schema.COUNT.accepts(version) and version > SCHEMA:
+        raise ValueError(f"its schema {version} is newer than {SCHEMA}: update esper-telemetry")
     schema.check(line, schema.RUN, "a run line", required=("run_id", "started"))
     facts = line.get("facts", {})
     left_out = schema.wrong_facts(facts)

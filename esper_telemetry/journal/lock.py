@@ -112,6 +112,23 @@ def lock_for(run_dir: Path, helper: Role) -> int:
     return descriptor
 
 
+def write_holder(descriptor: int, pid: int) -> None:
+    """Write the ID of the process that holds a lock into its file."""
+    with suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(pid).encode())
+
+
+def holder_pid(run_dir: Path, role: Role) -> str:
+    """Return the ID of the process that holds a lock; `?` if it is not known."""
+    try:
+        with os.fdopen(open_regular(run_dir / role, os.O_RDONLY), "rb") as file:
+            pid = file.read(20).decode()
+    except (OSError, ValueError):
+        return "?"
+    return pid if pid.isdecimal() else "?"
+
+
 def remove_lock(run_dir: Path, role: Role) -> None:
     """Remove the lock file of a process that has ended."""
     with suppress(OSError):

@@ -109,15 +109,15 @@ class AlarmResponse:
         """Call back with the alarms so far, in order.
 
         An exception of a callback is logged once and caught, like a sink's errors, because callbacks often run for the first time when
-        training is in trouble. KeyboardInterrupt and SystemExit end training, as they do anywhere else.
+        training is in trouble. Only KeyboardInterrupt and SystemExit end training, as they do anywhere else.
         """
         while (alarm := self._next_alarm()) is not None:
             with self._clock.paused():
                 for callback in tuple(self._callbacks):
                     try:
                         callback(alarm)
-                    except Exception as error:  # a callback may raise anything
-                        if is_interrupt(error):
+                    except BaseException as error:  # a callback may raise anything
+                        if isinstance(error, KeyboardInterrupt | SystemExit) or is_interrupt(error):
                             raise
                         self._warn(callback, error)
 
@@ -127,7 +127,7 @@ class AlarmResponse:
             return self._alarms.popleft()
         return None
 
-    def _warn(self, callback: AlarmCallback, error: Exception) -> None:
+    def _warn(self, callback: AlarmCallback, error: BaseException) -> None:
         if id(callback) in self._failed:
             return
         self._failed.add(id(callback))

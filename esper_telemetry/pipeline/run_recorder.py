@@ -101,19 +101,35 @@ class RunPosition(NamedTuple):
 
 
 class RecordTotals(NamedTuple):
-    """Records of a run: how many were made, how many of them the journal lacks, and whether the journal was deleted."""
+    """Records of a run.
+
+    Attributes:
+        made: number of records that were made.
+        missing: number of them that cannot be read from the journal.
+        is_deleted: whether the journal was deleted.
+        fault: why they cannot be read, if another program has changed the journal; empty otherwise.
+    """
 
     made: int = 0
     missing: int = 0
     is_deleted: bool = False
+    fault: str = ""
+
+    @property
+    def is_readable(self) -> bool:
+        """False if no record can be read."""
+        return not self.made or self.missing < self.made
 
     def loss(self, taken: Mapping[str, int] = MappingProxyType({})) -> str:
         """Return the sentence on missing records, empty if the journal is complete; `taken` is the number of records of each sink."""
         if not self.missing:
             return ""
-        why = "the journal was deleted" if self.is_deleted else "the disk did not take them"
         nowhere = self.made - max([self.made - self.missing, *taken.values()])
         held = ", ".join(f"{name} has {count:,}" for name, count in taken.items() if count)
+        if self.fault:
+            cause = f"{self.missing:,} of {self.made:,} records cannot be read from the journal, because {self.fault}"
+            return f"{cause}; {held}" if held else cause
+        why = "the journal was deleted" if self.is_deleted else "the disk did not take them"
         kept = f"; {nowhere:,} are lost" + (f" ({held})" if held else "") if nowhere else f", but {held}"
         return f"{self.missing:,} of {self.made:,} records are not in the journal, because {why}{kept}"
 
@@ -307,9 +323,15 @@ class RunRecorder:
             data = {"name": "repeated", "update": self.earlier.axes.update, "text": self.repeated, "quiet": False}
             self.event(REMARK, self.earlier.axes, data)
         self.pipeline.end(status, self._next_seq(), timeout)
-        made = self._records
-        missing = made if self.journal.is_deleted else min(made, self.pipeline.missing_records)
-        self.totals = RecordTotals(made, missing, self.journal.is_deleted)
+        made, is_deleted = self._records, self.journal.is_deleted
+        missing = made if is_deleted else min(made, self.pipeline.missing_records)
+        readable, fault = made, ""
+        if self.run_dir is not None and not is_deleted:
+            with suppress(OSError):  # such as too many open files
+                readable, fault = _readable_records(self.run_dir)
+        fault = "" if missing else fault
+        missing = max(missing, made - readable)
+        self.totals = RecordTotals(made, missing, is_deleted, fault)
         self.journal.records = made - missing
 
     def release(self) -> None:
@@ -328,6 +350,15 @@ class RunRecorder:
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq
+
+
+def _readable_records(run_dir: Path) -> tuple[int, str]:
+    """Return how many records the journal has, and why the others cannot be read."""
+    try:
+        contents = read_contents(run_dir, values=False)
+    except (FileNotFoundError, ValueError) as error:
+        return 0, str(error)
+    return contents.records, "lines of it are damaged" if contents.damaged else "they were removed from it"
 
 
 def default_name(run_dir: Path) -> str:

@@ -20,6 +20,9 @@ from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.sink_protocol import Place, check_options
 
+MIN_COLUMNS, DEFAULT_COLUMNS = 20, 80
+"""Narrowest width that is believed, and the width otherwise: some programs set COLUMNS=0, and rich then prints nothing."""
+
 
 def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:
     """Return a rich console that makes every text `printable`; with NO_COLOR it writes no escape sequences, not even bold and dim.
@@ -44,6 +47,8 @@ def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:
     console = PrintableConsole(**{**settings, **plain})
     if piped_width is not None and not console.file.isatty() and "COLUMNS" not in os.environ:
         console.width = piped_width
+    if console.width < MIN_COLUMNS:
+        console.width = DEFAULT_COLUMNS
     return console
 
 

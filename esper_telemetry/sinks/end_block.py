@@ -56,6 +56,7 @@ class RunEnd:
         resume: the line on how to resume an interrupted run; None for the user's own loop, empty for no line.
         loss: the sentence on records that the journal lacks; empty if it is complete.
         repeated: the sentence on updates that were trained again and not recorded; empty if there are none.
+        is_readable: whether records can be read from the journal.
     """
 
     run: RunInfo | None
@@ -65,13 +66,17 @@ class RunEnd:
     resume: str | None = None
     loss: str = ""
     repeated: str = ""
+    is_readable: bool = True
 
     def verdict(self) -> Iterator[EndBlockLine]:
         """Yield the exception that ended the run, or its outcome, and its first incidents."""
         if self.run is None or self.run_dir is None:
             return
         if self.loss:
-            yield EndBlockLine(f"{capitalized(self.loss)}: the following lines describe the other records", "bold red")
+            described = ": the following lines describe the other records" if self.is_readable else ""
+            yield EndBlockLine(f"{capitalized(self.loss)}{described}", "bold red")
+        if not self.is_readable:
+            return
         if self.repeated:
             yield EndBlockLine(f"{capitalized(self.repeated)}. The following lines describe the recorded updates", "bold")
         try:
@@ -112,14 +117,14 @@ class RunEnd:
             return
         yield EndBlockLine("where it is", "bold")
         if self.run_dir is not None:
-            has = "lacks records" if self.loss else "has every number"
-            yield _labelled("run", f"{self.run_dir} (journal.jsonl in it {has})")
+            state = "lacks records" if self.loss else "has every number"
+            yield _labelled("run", f"{self.run_dir} (journal.jsonl in it {state if self.is_readable else 'cannot be read'})")
             if (self.run_dir / REPORT_NAME).is_file():
                 yield _labelled("report", str(self.run_dir / REPORT_NAME))
         for name, place in places:
             yield _labelled(name, f"{place.where} ({place.note})" if place.note else place.where)
         yield EndBlockLine("open it with", "bold")
-        if self.run_dir is not None:
+        if self.run_dir is not None and self.is_readable:
             has_views = find_spec("textual") is not None and find_spec("plotly") is not None
             for label, command in VIEWS.items():
                 if has_views or label not in VIEWS_EXTRA:

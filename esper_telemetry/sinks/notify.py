@@ -52,6 +52,10 @@ class NotifySink:
         if match is None:
             raise ValueError("notify takes addresses of Apprise such as slack://TOKEN_A/TOKEN_B/TOKEN_C or mailto://USER:PASSWORD@HOST")
         self._scheme = match[1].lower()
+        from apprise import NotificationManager
+
+        if self._scheme not in NotificationManager():
+            raise ValueError(f"Apprise knows no {self._scheme}:// address: see https://github.com/caronc/apprise/wiki")
         remember([self.address, match[2], *SEPARATORS.split(match[2])])
 
     @property

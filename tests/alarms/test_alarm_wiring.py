@@ -1,5 +1,6 @@
 """The path of an alarm: into the journal after its record, back to the trainer, and its effect on the next updates."""
 
+import asyncio
 import json
 import logging
 import math
@@ -251,12 +252,15 @@ def test_a_callback_may_stop_training(tmp_path: Path) -> None:
     assert source.updates == 2
 
 
-def test_what_a_callback_raises_is_logged_once_and_an_interrupt_is_not_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError, GeneratorExit])
+def test_what_a_callback_raises_is_logged_once_and_an_interrupt_is_not_held(
+    kind: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     script = {1: SPIKE, 2: ScriptedAlarm("grad/explode"), 3: CLEAR}
     heard: list[str] = []
 
     def fail(alarm: Alarm) -> None:
-        raise RuntimeError("no such trainer")
+        raise kind("no such trainer")
 
     with caplog.at_level(logging.WARNING, "esper_telemetry"), Telemetry(run_dir=None, detect=scripted(script)) as telemetry:
         telemetry.on_alarm(fail)

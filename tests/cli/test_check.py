@@ -187,6 +187,7 @@ def test_a_run_of_which_nothing_was_checked(tmp_path: Path, capsys: pytest.Captu
     ("words", "sentence"),
     [
         (["missing.py"], "cannot read the script missing.py: No such file or directory"),
+        (["x" * 300], "File name too long"),
         (["--seconds", "0", "a.py"], "--seconds must be positive, got 0"),
         (["--updates", "0", "a.py"], "--updates must be 1 or more, got 0"),
         ([".", "--seed=1"], "is the directory of a run and cannot take arguments, got '--seed=1'"),

@@ -59,6 +59,8 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         ([*CARTPOLE, "--close-timeout", "0"], "close_timeout must be positive and at most 100,000,000 seconds, got 0.0"),
         ([*CARTPOLE, "--profile-schedule", "1", "1", "0"], "traces 1 or more, got 1, 1 and 0"),
         ([*CARTPOLE, "--profile", "--level", "off"], "--profile writes into the run directory, which level off does not create"),
+        ([*CARTPOLE, "--report", "--level", "off"], "--report writes into the run directory, which level off does not create"),
+        ([*CARTPOLE, "--checkpoint-every", "9", "--level", "off"], "--checkpoint-every needs --run-dir with --level off"),
         ([*CARTPOLE, "--levle", "debug"], "Unrecognized options: --levle, debug; did you mean --level? see esper-telemetry train"),
         ([*CARTPOLE, "--device", "abacus"], "device 'abacus' cannot be used here"),
         ([*CARTPOLE, "--total-steps", "0"], "total_steps must be at least 1, got 0"),
@@ -460,6 +462,13 @@ def test_at_level_off_nothing_is_written(here: Path, capfd: pytest.CaptureFixtur
 
     assert (code, err) == (0, "")
     assert list(here.iterdir()) == []
+
+
+def test_at_level_off_checkpoints_are_written_into_the_run_directory_that_is_given(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_cli([*CARTPOLE, *ONE_UPDATE, "--level", "off", "--run-dir", "run"], capfd)
+
+    assert (code, err) == (0, "")
+    assert [path.relative_to(here) for path in here.rglob("*.*")] == [Path("run/checkpoints/latest.pt")]
 
 
 @pytest.mark.system

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,6 +18,7 @@ from esper_telemetry import Telemetry, read_run
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core import redaction
 from esper_telemetry.core.redaction import MASKED_LOG, MaskedStream, known_secrets, masked, redacted, remember
+from esper_telemetry.journal.lines import plain
 from esper_telemetry.testing import FailingSink
 
 TAIL = "Ab3dEf6hIj9kLmNoPq2s"
@@ -54,7 +55,7 @@ PREFIXES = (
         "xai-",
         "pplx-",
     ),
-    *("dop_v1_", "lin_api_", "glsa_", "whsec_"),
+    *("dop_v1_", "lin_api_", "glsa_", "whsec_", "ATATT3x", "sbp_", "HRKU-", "tskey-auth-", "dp.pt.", "GR1348941"),
 )
 
 
@@ -75,6 +76,9 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         *((name, "abc") for name in ("aws_secret_access_key", "secretkey", "wandb_key", "signing_key", "ssh_key", "token")),
         *((name, "abc") for name in ("hf_pat", "api_key_prod", "db_pass", "PGPASSWORD", "privateKey2", "hub_token")),
         *((name, "swordfish") for name in ("password", "passwords", "passwd", "passphrase", "db_password")),
+        *((name, "swordfish") for name in ("conn_str", "connection_str", "db_passw", "pass_phrase", "userpw")),
+        *((name, "hunter2") for name in ("wifi_psk", "webhook_hmac")),
+        ("pin_code", 4711),
         *((name, "hunter2") for name in ("tokens", "auth", "pwd", "pass", "jwt", "webhook")),
         *(("password", value) for value in (12345678, "12345678", "/etc", "<abc>", "two words")),
         ("signature", "a+b/c3=="),
@@ -101,6 +105,9 @@ def test_secret_settings(name: str, value: Any) -> None:
         *((name, "/home/me/.keys/a1") for name in ("token_file", "pwd", "ssh_key", "PWD", "api_key_path")),
         *(("password", value) for value in (None, True, 8, 0.5)),
         ("token_level_loss", "dapo2024"),
+        *(("hmac", value) for value in ("sha256", True)),
+        *((name, 4096) for name in ("hmac_steps", "psk", "conn_str")),
+        *((name, "resnet50-v2") for name in ("connection", "spin_code", "passwise", "raw_str")),
         ("pat", "images/*.png"),
         ("api_key_id", "main"),
     ],
@@ -116,7 +123,13 @@ def test_keys_of_known_issuers(prefix: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [f"ASIA{TAIL[:16].upper()}", f"AKIA{TAIL[:16].upper()}", f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{TAIL}", f"123456789:AA{TAIL}{TAIL}"],
+    [
+        f"ASIA{TAIL[:16].upper()}",
+        f"AKIA{TAIL[:16].upper()}",
+        f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{TAIL}",
+        f"123456789:AA{TAIL}{TAIL}",
+        f"pat{TAIL[:14]}.{'0123456789abcdef' * 4}",
+    ],
 )
 def test_keys_without_a_prefix_of_letters(key: str) -> None:
     assert masked(f"refused {key}") == "refused ***"
@@ -140,6 +153,9 @@ def test_keys_without_a_prefix_of_letters(key: str) -> None:
         ("Server=h;User Id=sa;Password=a b;X=1", "Server=h;User Id=sa;Password=*** b;X=1"),
         ("--api-key abc --lr 3", "--api-key *** --lr 3"),
         ("Command '['mysql', '--password', 'abc']' failed", "Command '['mysql', '--password', '***']' failed"),
+        ("Driver={SQL};Server=x;UID=sa;PWD=abc;", "Driver={SQL};Server=x;UID=sa;PWD=***;"),
+        ("setx API_KEY abc /M", "setx API_KEY *** /M"),
+        (f"wandb login --relogin {TAIL}", "wandb login --relogin ***"),
         ("curl -u me:abc host", "curl -u me:*** host"),
         ("mysqldump -h db -u me -phunter2 --port 3306 x", "mysqldump -h db -u me -p*** --port 3306 x"),
         ("mariadb -pabc -P3306", "mariadb -p*** -P3306"),
@@ -185,6 +201,7 @@ def test_secrets_in_texts(text: str, shown: str) -> None:
         "password: must be at least eight characters",
         "http://host:5000/a@b, git@github.com:me/x, mailto:alice@host.org, ssh://git@host, https://alice@host",
         "key=policy/kl pwd=/some/path auth=oauth2 author=me keys=a1,b2",
+        "cd /a;PWD=/some/path;ls, setx LR 0.0003, run wandb login, or wandb login --relogin",
         "commit 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b, run 3f2a9c11d0ab, 550e8400-e29b-41d4-a716-446655440000",
         "hf_transformers, sk-learn, scikit-learn-1.5.0, ASIA-Pacific, policy.token_embedding.weight",
         "the token 12 of group a3 is masked; the key policy/kl_first is not",
@@ -208,7 +225,7 @@ def test_structures() -> None:
         "names": (f"hf_{TAIL}", "plain"),
         "auth": ("me", "hunter2"),
         "headers": [("X-Api-Key", "abc"), ("accept", "json")],
-        "container": [{"name": "DB_PASSWORD", "value": "abc"}, {"name": "LR", "value": "3"}],
+        "container": [{"name": "DB_PASSWORD", "value": "abc"}, {"name": "LR", "value": "3"}, {"key": "api_key", "value": "abc"}],
         f"gsk_{TAIL}": 1,
         f"gsk_{TAIL}2": 2,
         "1": "one",
@@ -221,12 +238,20 @@ def test_structures() -> None:
         "names": ("***", "plain"),
         "auth": ("me", "***"),
         "headers": [("X-Api-Key", "***"), ("accept", "json")],
-        "container": [{"name": "DB_PASSWORD", "value": "***"}, {"name": "LR", "value": "3"}],
+        "container": [{"name": "DB_PASSWORD", "value": "***"}, {"name": "LR", "value": "3"}, {"key": "api_key", "value": "***"}],
         "***": 1,
         "****": 2,
         "1": "one",
         1: "number one",
     }
+
+
+def test_fields_of_a_named_tuple_are_masked_by_their_names() -> None:
+    class Login(NamedTuple):
+        user: str
+        password: str
+
+    assert redacted(plain({"db": Login("me", "abc")})) == {"db": {"user": "me", "password": "***"}}
 
 
 def test_a_secret_is_masked_wherever_it_appears_later_and_earlier() -> None:
@@ -288,7 +313,20 @@ def test_a_log_is_masked_with_its_traceback() -> None:
 
 def test_time_grows_with_the_length_of_a_text_not_faster() -> None:
     """Each of these took minutes with a pattern whose look-ahead was unlimited."""
-    for piece in ("sk-", "a-", "://a:b/", "glpat-", "password='", "a.b:", "eyJ", "cookie: a=b;", "token=(", "x_key="):
+    for piece in (
+        "sk-",
+        "a-",
+        "://a:b/",
+        "glpat-",
+        "password='",
+        "a.b:",
+        "eyJ",
+        "cookie: a=b;",
+        "wandb login --a ",
+        ";pwd=",
+        "token=(",
+        "x_key=",
+    ):
         masked(piece * 20_000)
 
 

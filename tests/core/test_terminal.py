@@ -47,3 +47,12 @@ def test_a_console_writes_its_own_colours_and_no_others() -> None:
     console.print("a\x1b[2Jb", style="red")
 
     assert file.getvalue() == "\x1b[31mab\x1b[0m\n"
+
+
+def test_a_width_of_no_columns_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    file = io.StringIO()
+
+    make_console(file=file, piped_width=120).print("text")
+
+    assert file.getvalue() == "text\n"

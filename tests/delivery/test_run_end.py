@@ -26,8 +26,8 @@ from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery import live as waiting
 from esper_telemetry.delivery.catch_up import doctor, replay
 from esper_telemetry.delivery.live import Deliveries, DeliveryWait
-from esper_telemetry.delivery.status import SinkState, SinkStatus, read_status
-from esper_telemetry.journal.lock import Role, is_held
+from esper_telemetry.delivery.status import CURSORS_NAME, STATUS_NAME, SinkState, SinkStatus, read_status
+from esper_telemetry.journal.lock import Role, holder_pid, is_held
 from esper_telemetry.pipeline.run_recorder import lease_existing_run
 
 pytestmark = pytest.mark.system
@@ -231,6 +231,25 @@ def test_doctor_tells_that_it_goes_on_and_when_it_is_done(tmp_path: Path, left: 
     output = capsys.readouterr().out
     assert "the run ended as finished\n" in output
     assert "still" not in output
+
+
+def test_a_process_that_hangs_is_named(tmp_path: Path, left: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is stopped, and has written nothing for ten minutes."""
+    pid = int(holder_pid(left, Role.SINKS))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for name in (STATUS_NAME, CURSORS_NAME):
+            if (left / name).is_file():
+                os.utime(left / name, (time.time() - 600,) * 2)
+        sentence = f"the background process {pid} hangs: it has delivered nothing for 10 minutes. End it with `kill -9 {pid}`"
+        with pytest.raises(BlockingIOError, match=sentence):
+            replay(left, RecordingSink(tmp_path / "slow", "slow"))
+        run_command(["doctor", str(left)])
+        assert sentence in capsys.readouterr().out
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        open_gate(tmp_path)
+    delivered(tmp_path)
 
 
 def test_a_replay_waits_for_the_process_that_goes_on(tmp_path: Path, left: Path, caplog: pytest.LogCaptureFixture) -> None:

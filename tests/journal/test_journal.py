@@ -341,7 +341,9 @@ def test_every_reader_says_once_which_lines_are_damaged(
 
     assert f"{sentence}." in run_cli(["diagnose", run_dir], capsys).out
     assert json.loads(run_cli(["diagnose", run_dir, "--json"], capsys).out)["damaged_lines"] == [17]
-    assert sentence in run_cli(["doctor", run_dir], capsys).out
+    doctor = run_cli(["doctor", run_dir], capsys)
+    assert (doctor.code, sentence in doctor.out) == (1, True)
+    assert json.loads(run_cli(["doctor", run_dir, "--json"], capsys).out)["equal"] is False
     assert "packed as it is" in run_cli(["compress", run_dir], capsys).out
     assert read_run(run_dir).damaged == (17,)
     assert f"line 17 of {run_dir / JOURNAL_NAME}.gz is damaged" in caplog.text

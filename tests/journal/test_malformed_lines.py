@@ -136,11 +136,15 @@ def test_damaged_lines_are_numbered_with_their_reasons(tmp_path: Path, caplog: p
     assert "(2: it is not JSON: Expecting value; 4: seq of a record is null" in caplog.text
 
 
-def test_a_journal_whose_only_run_line_is_damaged_says_why(tmp_path: Path) -> None:
-    run_dir = written(tmp_path / "run", changed(RUN, "started", "today"), to_json(RECORD))
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [("started", "today", "started of a run line is text"), ("schema", 99, "its schema 99 is newer than 1: update esper-telemetry")],
+)
+def test_a_journal_whose_only_run_line_is_damaged_says_why(field: str, value: Any, reason: str, tmp_path: Path) -> None:
+    run_dir = written(tmp_path / "run", changed(RUN, field, value), to_json(RECORD))
 
     for read in (run_info, read_run, read_contents):
-        with pytest.raises(ValueError, match=r"no line that describes the run: line 1 of .* \(started of a run line is text"):
+        with pytest.raises(ValueError, match=rf"no line that describes the run: line 1 of .* \({reason}"):
             read(run_dir)
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,44 @@ def test_a_run_directory_that_is_deleted_meanwhile_is_told_of(
     messages = [record.getMessage() for record in caplog.records]
     assert any("3 of 3 records are not in the journal, because the journal was deleted" in text for text in messages)
     assert "has every number" not in capsys.readouterr().out
+
+
+def tear(journal: Path) -> None:
+    """Like another writer: the next record becomes part of its line."""
+    with journal.open("ab") as file:
+        file.write(b"half a line")
+
+
+def move(journal: Path) -> None:
+    journal.parent.rename(journal.parent.with_name("elsewhere"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file in use can be moved")
+@pytest.mark.parametrize(
+    ("change", "sentence", "state"),
+    [
+        (tear, "1 of 3 records cannot be read from the journal, because lines of it are damaged; console has 2", "lacks records"),
+        (lambda journal: os.truncate(journal, 0), "3 of 3 records cannot be read from the journal", "cannot be read"),
+        (move, "3 of 3 records cannot be read from the journal", "cannot be read"),
+    ],
+    ids=["torn", "emptied", "moved"],
+)
+def test_a_journal_that_another_program_changes_is_not_called_complete(
+    change: Callable[[Path], None], sentence: str, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    with Telemetry([ConsoleSink()], run_dir=run_dir) as telemetry:
+        for update in range(1, 4):
+            telemetry.log({"my/number": 1.0})
+            telemetry.flush(env_step=update)
+            if update == 2:
+                telemetry.state_dict()
+                change(run_dir / "journal.jsonl")
+
+    out = capsys.readouterr().out
+    assert sentence in out
+    assert f"(journal.jsonl in it {state})" in out
+    assert ("esper-telemetry diagnose" in out) == (state == "lacks records")
 
 
 @pytest.mark.system

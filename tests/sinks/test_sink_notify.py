@@ -117,6 +117,8 @@ def test_a_dead_service_costs_one_warning(
 def test_a_wrong_address_is_refused_where_it_is_given() -> None:
     with pytest.raises(ValueError, match="notify takes addresses of Apprise such as slack://"):
         Telemetry(run_dir=None, notify="my-channel")
+    with pytest.raises(ValueError, match="Apprise knows no foo:// address"):
+        Telemetry(run_dir=None, notify="foo://x")
 
 
 @pytest.mark.system
