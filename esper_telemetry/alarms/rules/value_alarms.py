@@ -91,11 +91,13 @@ class Losses:
 
     Attributes:
         updates, unpaid: number of updates, and of those whose rewards were all equal.
+        largest_reward: largest magnitude of a reward so far.
     """
 
     outlier: Outlier = field(default_factory=Outlier)
     updates: int = 0
     unpaid: int = 0
+    largest_reward: float = 0.0
     last: Recent = field(default_factory=partial(Recent, RECENT_UPDATES))
     last_relative: Recent = field(default_factory=partial(Recent, RECENT_UPDATES))
 
@@ -103,6 +105,8 @@ class Losses:
 def loss_jump(view: View, losses: Losses) -> Iterator[Finding]:
     """A jump of the critic's error; in a history that spans decades, shown by the last ten losses together with larger rewards."""
     severity, value = losses.outlier.severity(view, LOSS), view.get(LOSS)
+    reward, before = view.get("reward/absmax") or 0.0, losses.largest_reward
+    losses.largest_reward = max(before, reward)
     if value is None:
         return
     recently = recent_severity(view, LOSS, losses.last)
@@ -110,7 +114,7 @@ def loss_jump(view: View, losses: Losses) -> Iterator[Finding]:
     if severity is None:
         return
     median = view.baselines.median(LOSS) or value
-    paid_more = (view.z("reward/absmax") or 0.0) >= view.limits.high(Z)
+    paid_more = reward > before and (view.z("reward/absmax") or 0.0) >= view.limits.high(Z)
     ends = view.baselines.usual(LOSS)
     if ends is not None and value < view.limits.low(LOSS_RECENT) * ends[1]:  # losses of rollouts with and without a fall differ
         severity = 0.0
