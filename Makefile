@@ -92,6 +92,7 @@ bench: install  ## every figure of docs/benchmarks.md, side by side with other t
 	@$(BIN)/python benchmarks/device_calls.py --save
 	@$(BIN)/python benchmarks/delivery.py --save
 	@$(BIN)/python benchmarks/paced.py --save
+	@$(BIN)/python benchmarks/script_runs.py --save
 	@$(BIN)/python benchmarks/detection.py --updates 45 --rounds 10 --save
 	@$(BIN)/python benchmarks/equation_cost.py --save
 
