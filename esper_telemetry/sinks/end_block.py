@@ -82,6 +82,8 @@ class RunEnd:
         try:
             cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
             remarks = [event.data for event in events_of(self.run_dir, REMARK) if not event.data.get("quiet")]
+            if cards.tone is Tone.GOOD:  # what was measured does no harm, unlike a setting or a mistake in the program
+                remarks = [data for data in remarks if not data.get("key")]
         except OSError as error:
             yield EndBlockLine(f"the journal cannot be read: {error}", "bold red")
             return
