@@ -150,7 +150,7 @@ class ScriptListener:
         updates: that have ended.
         lstm_count: modules of that type that the script has made.
         open: an update is under way.
-        resting: nothing but steps of environments and optimizers is recorded now.
+        counts_only: only steps of environments and optimizers are recorded now.
         traced_updates: which updates are traced.
         asks_for_traces: returns True while the next updates should be traced at any cost.
         origin: first variable that was not finite when a loss or a gradient was not; None on an accelerator, which would have to be
@@ -168,7 +168,7 @@ class ScriptListener:
         self.value_loss_alone = self._loss_place = ""
         self._softmax_twice = self._ratio_pairs = False
         self.origin: Candidate | None = None
-        self.open = self.resting = False
+        self.open = self.counts_only = False
         self.traced_updates = TracedUpdates()
         self.asks_for_traces: Callable[[], bool] = bool
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
@@ -529,13 +529,13 @@ class ScriptListener:
         finished, self._seconds = self.environments.take()
         self._emit_episodes(finished)
         self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, traced=False))
-        self.resting = not self.traced_updates.includes_next  # the next rollout begins with the choice of an action
+        self.counts_only = not self.traced_updates.includes_next  # the next rollout begins with the choice of an action
 
     def _after_counted_step(self, optimizer: Optimizer) -> None:
         self._steps_of.update(id(one) for one in _parameters_of(optimizer) if one.grad is not None)
         self._step += 1
         self._gradient_step += 1
-        if not self.resting:
+        if not self.counts_only:
             self.distributions.after_optimizer_step()
             self.estimates.take_graphs()
             self.indices.take(0)
@@ -588,9 +588,9 @@ class ScriptListener:
         """The environments continue: end the update, unless passes over several rollouts come before its step."""
         if not self._collects_later and self.open:
             self.end_update()
-            self.traced_updates.end_update(raised=self.asks_for_traces())
-            self.resting = not self.traced_updates.includes_this
-            self.environments.sums_inner = not self.resting or self.environments.inner_differ
+            self.traced_updates.end_update(raised=self.asks_for_traces() or self.origin is not None)
+            self.counts_only = not self.traced_updates.includes_this
+            self.environments.sums_inner = not self.counts_only or self.environments.inner_differ
 
     def after_env_step(self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False) -> None:
         """The script has called `step` of an environment, or of a `foreign` object; the result shows whether it is one."""

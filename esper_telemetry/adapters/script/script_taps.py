@@ -222,7 +222,7 @@ class Taps:
     @property
     def traces(self) -> bool:
         """True unless the script is not there yet, or the update is only counted."""
-        return self.script is not None and not self.script.resting
+        return self.script is not None and not self.script.counts_only
 
     def call(self, function: Callable[[ScriptListener], object], weight: int = 1, tap: object = None) -> None:
         """Call a function with the listener, if it listens. An exception ends the tap and is not raised.
