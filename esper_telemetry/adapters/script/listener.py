@@ -296,6 +296,7 @@ class ScriptListener:
             self.acting.before_backward()
             if loss.is_cpu and not bool(loss.isfinite().all()):
                 self._seek_origin(loss, graph_of(loss))
+                self.origin = self.origin or Candidate("loss", loss.detach().clone())
             return
         if self._stepping or (not self._started and self._other_losses > MAX_OTHER_LOSSES):
             return
