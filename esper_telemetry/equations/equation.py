@@ -285,6 +285,13 @@ def _keys_of(equation: Equation) -> EquationKeys:
     )
 
 
+@cache
+def _ranked(precision: str | None) -> tuple[tuple[Equation, EquationKeys, float], ...]:
+    """Return the equations, causes before effects, with their keys and tolerances."""
+    ordered = sorted(equations().values(), key=lambda equation: equation.rank)
+    return tuple([(equation, _keys_of(equation), equation.tolerance_at(precision)) for equation in ordered])
+
+
 def equation_results(values: Mapping[str, float], facts: Facts, factor: float = 1.0) -> list[EquationResult]:
     """Return the results of the equations that a record has, causes before effects.
 
@@ -294,12 +301,10 @@ def equation_results(values: Mapping[str, float], facts: Facts, factor: float = 
         factor: applied to the tolerances.
     """
     results = []
-    for equation in equations().values():
-        keys = _keys_of(equation)
+    for equation, keys, tolerance in _ranked(facts.precision):
         error = values.get(keys.error)
-        if error is None:
-            continue
-        tolerance = factor * max(equation.tolerance_at(facts.precision), values.get(keys.tolerance, 0.0))
-        explained = [Explanation(one, values[key], values.get(fitted)) for one, key, fitted in keys.explanations if key in values]
-        results.append(EquationResult(equation, error, tolerance, tuple(explained)))
-    return sorted(results, key=lambda result: result.equation.rank)
+        if error is not None:
+            explained = [Explanation(one, values[key], values.get(fitted)) for one, key, fitted in keys.explanations if key in values]
+            allowed = factor * max(tolerance, values.get(keys.tolerance, 0.0))
+            results.append(EquationResult(equation, error, allowed, tuple(explained)))
+    return results

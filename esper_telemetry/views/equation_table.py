@@ -191,7 +191,9 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
     facts = Facts.of(run.facts)
     place = facts.equation_places.get(equation.name, "")
     can_fit = facts.columns_by_name and equation.name in TARGETS and equation.name not in facts.unchecked_equations
-    if can_fit and len(results) < FITTING_SHARE * rollouts and all(result.holds for _, result in results):
+    differing = [(update, result) for update, result in results if not result.matches]
+    wrong = [(update, result) for update, result in differing if not result.holds]
+    if can_fit and len(results) < FITTING_SHARE * rollouts and not wrong:
         reason = (
             f"the variables that were found fit it in {len(results)} of {rollouts} updates: check which rewards, values and ends go into it"
         )
@@ -199,9 +201,7 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
     if not results:
         reason, sought = _reason(equation, run), facts.untraced_equations.get(equation.name)
         return EquationRow(equation, "untraced" if sought == reason else "unchecked", reason=reason, place=place)
-    wrong = [(update, result) for update, result in results if not result.holds]
-    variants = [(update, result) for update, result in results if result.holds and not result.matches]
-    shown = wrong or variants
+    shown = wrong or differing
     latest = shown[-1:] if equation.over_run else shown
     explanations = _common([result.hypotheses for _, result in latest])
     if explanations and not equation.over_run:
@@ -209,7 +209,7 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
     fitted = {name: value for _, result in shown for name, value in result.fitted.items()}
     return EquationRow(
         equation,
-        state="differs" if wrong else "variant" if variants else "matches",
+        state="differs" if wrong else "variant" if differing else "matches",
         updates=len(results),
         differing=len(shown),
         since=shown[0][0] if shown else None,
