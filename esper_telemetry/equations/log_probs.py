@@ -125,20 +125,34 @@ def _with_log_det(inputs: LogProbInputs) -> Tensor | None:
     return log_prob(replace(inputs, squashed=frozenset(inputs.means)))
 
 
+def _scale(actions: Tensor, bounds: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
+    """Return the middle and the half range of actions after a tanh: 0 and 1, or those of the bounds for actions beyond 1."""
+    if bounds is None or not bool(bounds.isfinite().all()) or actions.abs().max() <= 1:
+        return 0.0, 1.0
+    return bounds.sum(0) / 2, (bounds[1] - bounds[0]).clamp(min=1e-9) / 2
+
+
 def _of_atanh(inputs: LogProbInputs, *, slope: bool) -> Tensor | None:
-    """Log-probabilities of the draws whose tanh is stored; the stored numbers if the tanh has lost its digits."""
-    if not inputs.means or inputs.squashed or any(inputs.actions[head].abs().max() > 1 for head in inputs.means):
+    """Log-probabilities of the draws whose tanh, scaled or not, is stored; the stored numbers if the tanh has lost its digits."""
+    if not inputs.means or inputs.squashed:
         return None
     lost = torch.zeros_like(inputs.stored, dtype=torch.bool)
-    drawn = {}
+    drawn, stretch = {}, torch.zeros_like(inputs.stored)
     for head in inputs.means:
         actions = inputs.actions[head]
-        lost |= (actions.abs() > math.tanh(MAX_SQUASHED)).any(-1)
-        drawn[head] = actions.clamp(-1 + 1e-9, 1 - 1e-9).atanh()
+        middle, half = _scale(actions, inputs.bounds.get(head))
+        tanh = (actions - middle) / half
+        if tanh.abs().max() > 1 + 1e-6:
+            return None
+        lost |= (tanh.abs() > math.tanh(MAX_SQUASHED)).any(-1)
+        drawn[head] = tanh.clamp(-1 + 1e-9, 1 - 1e-9).atanh()
+        stretch += torch.as_tensor(half).expand(actions.shape[-1:]).log().sum()
     if lost.double().mean() > MAX_LOST_ROWS:
         return None
     squashed = frozenset(drawn) if slope else frozenset()
     numbers = log_prob(replace(inputs, actions={**inputs.actions, **drawn}, squashed=squashed))
+    if slope and (inputs.stored - numbers).median().abs() > (inputs.stored - numbers + stretch).median().abs():
+        numbers = numbers - stretch  # many leave out the slope of the scaling, which is constant
     return torch.where(lost, inputs.stored, numbers)
 
 

@@ -174,6 +174,13 @@ REPLAYED_LOG_PROBS = Equation(
         .predicts("1/D Σ_i log π(a_i | s) instead of Σ_i log π(a_i | s)", _pass("mean_at_collection"))
         .advises("Sum the stored log-probabilities over the action dimensions, too.")
         .cites("program: test_log_ratios"),
+        mistake(
+            "squashed_in_loss",
+            "those of the draws before a tanh, while the loss takes the stored actions, which are after it, for the draws",
+        )
+        .predicts("log π(u | s), stored a = tanh u", _pass("squashed_in_loss"))
+        .advises("Store the action before the tanh and the scale, and pass the environment the one after them.")
+        .cites("program: test_squashed_actions"),
     ),
     advice="Look for differences between acting and training: observations, states, masks, modes, and weights of an earlier update.",
 )

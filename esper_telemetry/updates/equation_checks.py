@@ -134,6 +134,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     known: dict[str, Callable[[], Tensor | None]] = dict.fromkeys(of_memory, rollout.log_probs.double)
     if (dimensions := _dimensions(minibatches)) > 1:
         known |= {"mean_in_loss": lambda: now * dimensions, "mean_at_collection": lambda: now / dimensions}
+    known["squashed_in_loss"] = lambda: rollout.log_probs.double() if _takes_squashed_for_draws(rollout, now, valid) else None
     log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
     moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
     if REPLAYED_LOG_PROBS.name not in facts.unchecked_equations:
@@ -162,6 +163,18 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
         values = replace(values, explanations=explained(VALUES, "other_output").explanations)
     sure = values.explained or (moved and differs)
     yield from values if sure else unchecked(VALUES, "values may be stored in units that differ from the loss")
+
+
+def _takes_squashed_for_draws(rollout: RolloutEnd, now: Tensor, valid: Tensor) -> bool:
+    """Return True if the stored actions are after a tanh, by the stored log-probabilities, and these [T, B] take them for the draws."""
+    if not rollout.means or len(rollout.actions) != len(rollout.means):
+        return False
+    columns: dict[str, Any] = {"means": rollout.means, "log_std": rollout.log_std, "bounds": rollout.bounds}
+    acting = check_log_probs(rollout.actions, rollout.log_probs, valid=rollout.valid, **columns)
+    if not {one.name for one in acting.hypotheses} & {"squashed_actions", "squashed_before_storing"}:
+        return False
+    training = check_log_probs(rollout.actions, now, valid=valid, **columns)
+    return training.matches or "squashed_gaussian" in [one.name for one in training.hypotheses]
 
 
 def _of_other_rows(rollout: RolloutEnd, outputs: Tensor) -> bool:

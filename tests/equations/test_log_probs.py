@@ -1,5 +1,6 @@
 """Log-probabilities at collection: exactly the known mistake is named."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -119,6 +120,25 @@ def test_a_tanh_that_nobody_declares_is_a_variant(seed: int) -> None:
 
     assert before.holds
     assert names(before) == ["squashed_gaussian"]
+    assert after.holds
+    assert names(after) == ["squashed_actions"]
+
+
+@pytest.mark.parametrize("stretched", [False, True])
+def test_a_tanh_that_is_scaled_to_the_bounds_is_a_variant(stretched: bool) -> None:
+    policy = Gaussians(0)
+    narrow = policy.actions.clamp(-1.5, 1.5)
+    density = policy.of(narrow).sum(-1) - torch.log(1 - narrow.tanh().square()).sum(-1)
+    scaled = torch.tensor([[-1.0], [3.0]]).expand(2, DIMENSIONS)
+
+    after = check_log_probs(
+        1 + 2 * narrow.tanh(),
+        density - stretched * DIMENSIONS * math.log(2),
+        means=policy.means,
+        log_std=policy.log_std,
+        bounds=scaled,
+    )
+
     assert after.holds
     assert names(after) == ["squashed_actions"]
 
