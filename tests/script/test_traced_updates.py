@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import pytest
 from test_script_runs import SCRIPTS, python
 
 from esper_telemetry import read_run
+from esper_telemetry.adapters.script.recorders import EpisodeLog, step_parts
 from esper_telemetry.adapters.script.traced_updates import ALL_TRACED, MAX_PERIOD, TracedUpdates
 
 RUN = """
@@ -92,3 +95,39 @@ def test_an_alarm_asks_for_traces_from_the_next_whole_rollout_on(monkeypatch: py
 
 def test_debug_traces_every_update(monkeypatch: pytest.MonkeyPatch) -> None:
     assert traced(monkeypatch, (1.0, 9.0), 50, every_one=True) == list(range(1, 51))
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize("mode", [gymnasium.vector.AutoresetMode.NEXT_STEP, gymnasium.vector.AutoresetMode.SAME_STEP])
+def test_counted_steps_give_the_episodes_of_recorded_ones(num_envs: int | None, mode: gymnasium.vector.AutoresetMode) -> None:
+    def single() -> Any:
+        return gymnasium.make("CartPole-v1", max_episode_steps=13)
+
+    env: Any = single() if num_envs is None else gymnasium.vector.SyncVectorEnv([single] * num_envs, autoreset_mode=mode)
+    counting, recording = EpisodeLog(), EpisodeLog()
+    env.action_space.seed(0)
+    for log in (counting, recording):
+        log.sums_inner = False
+        assert log.includes(env)
+    env.reset(seed=0)
+    counted = 0
+    for _ in range(200):
+        action = env.action_space.sample()
+        result = env.step(action)
+        fast = counting.counts(env, result)
+        counted += fast
+        parts = step_parts(result)
+        assert parts is not None
+        if not fast:
+            counting.after_step(env, parts, action, traced=False)
+        recording.after_step(env, parts, action, traced=False)
+        if num_envs is None and any(result[2:4]):
+            observation = env.reset()
+            for log in (counting, recording):
+                log.reset(env, observation)
+
+    assert counted > 100
+    assert (counting.steps, counting.hidden) == (recording.steps, recording.hidden)
+    episodes = counting.take()[0]
+    assert episodes == recording.take()[0]
+    assert len(episodes) > 10

@@ -564,6 +564,21 @@ class _Running:
         repeated, self._limited = self._limited, flags.shape[1] == 1 and bool(flags[1, 0])
         return repeated and self._limited
 
+    def adds(self, rewards: Any, *flags: Any) -> bool:
+        """Add a step at which no episode ends, and that is like the steps before; return False, without adding it, for any other step."""
+        if self.last_call is not None or self._over is not None or self._limited:
+            return False
+        one = isinstance(rewards, int | float | np.number)
+        if one:
+            fits = len(self.returns) == 1 and all(isinstance(flag, bool | np.bool_) and not flag for flag in flags)
+        else:
+            fits = all(isinstance(part, np.ndarray) and part.shape == self.returns.shape for part in (rewards, *flags))
+            fits = fits and not any(flag.dtype != bool or flag.any() for flag in flags)
+        if fits:
+            self.returns += rewards
+            self.lengths += 1
+        return fits
+
     def restart(self) -> None:
         """Restart all of them."""
         self.returns[:], self.lengths[:], self._over, self._limited = 0.0, 0, None, False
@@ -802,6 +817,20 @@ class EpisodeLog:
             others = [one for one in self._running.values() if one is not first]
             self._running = {-1 - one.index if (own := one.env()) is None else id(own): one for one in others} | {id(env): first}
         return first
+
+    def counts(self, env: Any, result: Any) -> bool:
+        """Count a step of an environment of Gymnasium within its episodes, as most steps are; return False for any other step."""
+        running = self._running.get(id(env))
+        if running is None or running.env() is not env or self.sums_inner or type(result) is not tuple or len(result) != 5:
+            return False
+        _, rewards, terminated, truncated, infos = result
+        plain = (
+            type(infos) is dict and "episode" not in infos and "final_info" not in infos and running.adds(rewards, terminated, truncated)
+        )
+        if plain:
+            self.steps += len(running.returns)
+            self._count += 1
+        return plain
 
     def after_step(self, env: Any, result: Any, action: Any = None, *, foreign: bool = False, traced: bool = True) -> None:
         """Record a step. Its result has observations, rewards, terminations, truncations and infos, or `done` instead of both flags.

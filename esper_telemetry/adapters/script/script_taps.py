@@ -521,13 +521,14 @@ class Taps:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if script is not None and script.environments.busy:  # a wrapper steps another one
-                if not script.environments.sums_inner:
+            log = None if script is None else script.environments
+            if log is not None and (log.inside or log.resetting):  # a wrapper steps another one
+                if not log.sums_inner:
                     return step(env, *args, **options)
-                count = script.environments.inner_steps
+                count = log.inner_steps
                 result = step(env, *args, **options)
-                if script.environments.inner_steps == count:
-                    script.environments.add_inner_step(env, result)
+                if log.inner_steps == count:
+                    log.add_inner_step(env, result)
                 return result
             if script is None or not script.listens:
                 return step(env, *args, **options)
