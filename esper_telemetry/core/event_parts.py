@@ -122,6 +122,7 @@ class Transitions(NamedTuple):
         resets: how often other code has reset an environment since the previous recorded rollout, while the trainer
             acted on the observation from before the reset.
         cast: largest change of an observation by the dtype of its space, relative to the observation's largest entry.
+        whole: checksums of the outcomes without the digits after the point; None if they have none, or are not known.
     """
 
     inputs: Tensor
@@ -133,6 +134,7 @@ class Transitions(NamedTuple):
     received: Tensor | None = None
     resets: int = 0
     cast: float = 0.0
+    whole: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

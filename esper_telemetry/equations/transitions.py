@@ -59,11 +59,13 @@ class TransitionInputs:
         inputs: stored observation of each step.
         outcomes: observation that each step returned; after an end, the next episode's first observation.
         finals: last observation of the episode that ended in each step; NaN elsewhere.
+        whole: outcomes without the digits after the point; None if they have none, or are not known.
     """
 
     inputs: Tensor
     outcomes: Tensor
     finals: Tensor
+    whole: Tensor | None = None
 
 
 def _final_observations(columns: TransitionInputs) -> Tensor | None:
@@ -81,8 +83,13 @@ def _are_last(columns: TransitionInputs) -> bool:
     return of_episodes or any(bool((inputs == last).all()) for last in (outcomes[-1], finals[-1]))
 
 
+def _whole_numbers(columns: TransitionInputs) -> Tensor | None:
+    return None if columns.whole is None else columns.whole[:-1]
+
+
 def _never_updated(columns: TransitionInputs) -> Tensor | None:
-    return None if _are_last(columns) else columns.inputs[:-1]
+    is_cut = columns.whole is not None and bool((columns.whole[:-1] == columns.inputs[1:]).all())
+    return None if is_cut or _are_last(columns) else columns.inputs[:-1]
 
 
 def _in_place(columns: TransitionInputs) -> Tensor | None:
@@ -118,6 +125,10 @@ TRANSITIONS = Equation(
     tolerance=0.01,
     advice="Compare what `env.step` returns with what is stored and acted on.",
     hypotheses=(
+        mistake("whole_numbers", "the environment's observations without the digits after the point")
+        .predicts("o_t stored as a whole number", _whole_numbers)
+        .advises("Store observations in an array of type float32: an array of an integer type, such as uint8, cuts numbers below 1 to 0.")
+        .cites("program: test_transitions"),
         mistake("never_updated", "the previous step's observations: they are never updated")
         .predicts("o_{t+1} = o_t", _never_updated)
         .advises(
@@ -417,6 +428,7 @@ def check_transitions(
         finals=None if finals is None else torch.where(ends, checksums(finals), torch.nan),
         valid=as_mask(valid, sums),
         informative=informative(own),
+        whole=None if returned is None or bool((returned == returned.round()).all()) else checksums(returned.trunc()),
     )
 
 
@@ -429,6 +441,7 @@ def compare_transitions(
     valid: Tensor | None,
     informative: bool,
     resets: int = 0,
+    whole: Tensor | None = None,
 ) -> EquationCheck:
     """Return the comparison of checksums; see `check_transitions`.
 
@@ -438,7 +451,7 @@ def compare_transitions(
         finals: [T, B], of the last observations of episodes, NaN if no episode ended.
         valid: [T, B], bool.
         informative: observations that never change are a mistake, not a property of the environment.
-        resets: see `events.Transitions`.
+        resets, whole: see `events.Transitions`.
     """
     if resets:
         return explained(TRANSITIONS, "reset_elsewhere", fitted=resets)
@@ -446,7 +459,7 @@ def compare_transitions(
     within = ~ended[:-1] if valid is None else ~ended[:-1] & valid[:-1] & valid[1:]
     frozen = bool(((inputs[1:] == inputs[:-1]) | ~within).all()) and int(within.sum()) >= MIN_FROZEN_STEPS
     none = torch.full_like(inputs, torch.nan)
-    columns = None if outcomes is None else TransitionInputs(inputs, outcomes, none if finals is None else finals)
+    columns = None if outcomes is None else TransitionInputs(inputs, outcomes, none if finals is None else finals, whole)
     if frozen and informative:
         return explained(TRANSITIONS, "in_place" if columns is not None and _are_last(columns) else "never_updated")
     if columns is None or len(inputs) < 2:

@@ -74,6 +74,7 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
             valid=valid,
             informative=transitions.informative,
             resets=transitions.resets,
+            whole=transitions.whole,
         )
         if rollout.rewards is not None:
             raw = rollout.raw_rewards if isinstance(rollout, RolloutEnd) else None

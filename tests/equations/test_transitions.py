@@ -60,11 +60,12 @@ def test_observations_that_are_not_updated_in_some_steps_are_named(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("mistake", ["never_updated", "stale", "next_stored", "final_observation", "other_environment"])
+@pytest.mark.parametrize("mistake", ["whole_numbers", "never_updated", "stale", "next_stored", "final_observation", "other_environment"])
 def test_a_mistake_is_named(seed: int, mistake: str) -> None:
     data = rollout(seed)
     before = data.ended.unsqueeze(-1).roll(1, 0)
     stored = {
+        "whole_numbers": data.observations.trunc(),
         "never_updated": data.observations[:1].expand_as(data.observations),
         "stale": delayed(data.observations),
         "next_stored": data.returned,
@@ -271,3 +272,10 @@ def test_wrong_shapes_are_refused() -> None:
         check_transitions(data.observations, data.returned[:-1], **settings)
     with pytest.raises(ValueError, match="shapes must agree"):
         check_transitions(data.observations[:-1], **settings)
+
+
+def test_observations_below_one_that_an_integer_array_cuts_to_zero_are_named() -> None:
+    data = rollout(0)
+    small = data._replace(returned=data.returned.sigmoid(), final=data.final.sigmoid())
+
+    assert names(check(small, torch.zeros_like(data.observations))) == ["whole_numbers"]

@@ -702,7 +702,8 @@ class ObservedSteps:
         width = len(range(0, size, -(-size // MAX_CHECKSUM_ENTRIES)))
         if table is None or table.shape != (*stored.shape[:2], width):
             return None
-        outcomes = torch.from_numpy(table).to(observations.dtype)
+        outcomes = torch.from_numpy(table).to(observations.dtype if observations.is_floating_point() else torch.float64)
+        whole = outcomes.trunc()
         ends = torch.full(outcomes.shape[:2], torch.nan, dtype=torch.float64)
         for (step, env), call in zip(self._places, calls, strict=True):
             for place, final in (call.finals if call.reset_to is None else {0: call.returned[0]}).items():
@@ -720,6 +721,7 @@ class ObservedSteps:
             sent=None if sent is None else checksums(sent),
             received=None if received is None else checksums(torch.from_numpy(received).double()),
             cast=max(call.cast for call in calls),
+            whole=None if torch.equal(whole, outcomes) else checksums(whole),
         )
 
 
