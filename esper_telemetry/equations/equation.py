@@ -286,9 +286,9 @@ def _keys_of(equation: Equation) -> EquationKeys:
 
 
 @cache
-def _ranked(precision: str | None) -> tuple[tuple[Equation, EquationKeys, float], ...]:
+def _ranked(declared: tuple[Equation, ...], precision: str | None) -> tuple[tuple[Equation, EquationKeys, float], ...]:
     """Return the equations, causes before effects, with their keys and tolerances."""
-    ordered = sorted(equations().values(), key=lambda equation: equation.rank)
+    ordered = sorted(declared, key=lambda equation: equation.rank)
     return tuple([(equation, _keys_of(equation), equation.tolerance_at(precision)) for equation in ordered])
 
 
@@ -301,7 +301,7 @@ def equation_results(values: Mapping[str, float], facts: Facts, factor: float = 
         factor: applied to the tolerances.
     """
     results = []
-    for equation, keys, tolerance in _ranked(facts.precision):
+    for equation, keys, tolerance in _ranked((*equations().values(),), facts.precision):
         error = values.get(keys.error)
         if error is not None:
             explained = [Explanation(one, values[key], values.get(fitted)) for one, key, fitted in keys.explanations if key in values]

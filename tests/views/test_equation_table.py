@@ -48,7 +48,6 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {one.name: one for one in (SUM, CAUSE, RATES)}
     for module in ("equations.equation", "views.equation_table"):
         monkeypatch.setattr(f"esper_telemetry.{module}.equations", lambda: by_name)
-    monkeypatch.setattr(declarations, "_ranked", declarations._ranked.__wrapped__)
 
 
 def run(**facts: Any) -> RunInfo:

@@ -43,21 +43,22 @@ LOSS_NORM = Ramp("loss_norm", 1.0, 25.0, "critic's error over the variance of re
 
 
 @reading(LOSS_OVER_VARIANCE)
-def fit_collapse(view: View, loss_norm: float, fits: Recent) -> Iterator[Finding]:
-    """A critic that has lost its fit, with a larger error than before."""
-    limits, r2, explained = view.limits, view.get(R2), view.get(EXPLAINED)
-    best = max(fits.values, default=None)
+def fit_collapse(view: View, loss_norm: float, fits: list[tuple[float, float]]) -> Iterator[Finding]:
+    """A critic that has lost its fit, with a larger error than before. A fit to returns that varied far less does not count."""
+    limits, r2, explained, spread = view.limits, view.get(R2), view.get(EXPLAINED), view.get(SPREAD) or 0.0
+    before = fits[-BEST_FIT_UPDATES:]
+    best = max((fit for fit, usual in before if spread <= usual * 10**MIN_LOSS_GROWTH), default=None)
     if r2 is not None:
-        fits.add(r2)
+        fits[:] = [*before, (r2, spread)]
     updates = min(ceil(FIT_STEPS / (view.rollout_steps or FIT_STEPS)), BEST_FIT_UPDATES // 2)
-    latest = max(fits.values[-updates:], default=-inf)
+    latest = max((fit for fit, _ in fits[-updates:]), default=-inf)
     usual_returns = view.baselines.off_median(SPREAD) < MIN_LOSS_GROWTH
     error = LOSS if LOSS in view.values else LOSS_OVER_VARIANCE  # own loops need not report their losses
     grown = view.baselines.shift.get(error, 0.0) > MIN_LOSS_GROWTH and usual_returns
     useless = explained is not None and explained < expected_fit(view) + CONSTANT_FIT
     lost = r2 is not None and best is not None and best > limits[FIT_WAS] and latest < limits[FIT_NOW]
     by_fit = lost and (useless or best is None) and grown
-    had_fit = best is None or best > 0  # otherwise there is no fit to lose: episodes of other lengths have other variances
+    had_fit = best > 0 if best is not None else not before  # otherwise there is no fit to lose: episodes of other lengths have other variances
     severity = max(hard(by_fit), limits.log_severity(LOSS_NORM, loss_norm) if grown and had_fit and latest < limits[FIT_NOW] else 0.0)
     if not by_fit:
         yield Finding(severity, LOSS_OVER_VARIANCE, loss_norm, limits.log_middle(LOSS_NORM), z=view.z(error)).says(
@@ -411,7 +412,7 @@ RULES = (
         "The critic of a solved task cannot predict the next failure: if returns vary more than ever, the fit means nothing.",
     )
     .shows("value/*", "ret/std", "loss/value")
-    .judged(StateJudge(fit_collapse, Recent(BEST_FIT_UPDATES)), FIT_WAS, FIT_NOW, LOSS_NORM),
+    .judged(StateJudge(fit_collapse, list[tuple[float, float]]()), FIT_WAS, FIT_NOW, LOSS_NORM),
     critic_alarm("value/loss_jump", LOSS, rank=270, effect=True, debug_updates=5)
     .follows(LOSS, REWARD_HISTORIES[0])
     .says(
