@@ -20,6 +20,7 @@ from torch.distributions import Categorical
 from esper_telemetry.adapters.script.environment_search import step_result
 from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.script_taps import Taps
+from esper_telemetry.equations.transitions import checksums
 
 LIMIT = 4
 """Steps of an episode."""
@@ -321,3 +322,37 @@ def test_environments_of_a_batch_may_share_a_flag() -> None:
     steps = listener.environments.collected()
     assert steps is not None and steps.ended.tolist() == [[False] * 3, [True] * 3]
     assert [one.returned for one in listener.environments.take()[0]] == [0.0, 2.0, 4.0]
+
+
+class Halves:
+    """A wrapper that shows half of each state."""
+
+    def __init__(self) -> None:
+        self.inner = Steps()
+
+    def reset(self) -> list[float]:
+        return [0.5 * one for one in self.inner.reset()]
+
+    def step(self, action: int) -> tuple[list[float], float, bool]:
+        state, reward, over = self.inner.step(action)
+        return [0.5 * one for one in state], reward, over
+
+
+def test_the_observations_of_a_wrapper_are_those_that_the_script_sees() -> None:
+    policy = nn.Linear(2, 2)
+    with tapped() as listener:
+        env = Halves()
+        policy(torch.ones(2))  # from here on the classes are known
+        seen = [env.reset()]
+        for _ in range(LIMIT + 2):
+            state, _, over = env.step(1)
+            seen.append(env.reset() if over else state)
+        collected = listener.environments.collected()
+
+    assert collected is not None
+    stored = torch.tensor(seen[:-1]).unsqueeze(1)
+    transitions = collected.transitions(stored, None)
+    assert transitions is not None
+    assert torch.equal(transitions.inputs[1:], transitions.outcomes[:-1])
+    assert transitions.outcomes[-1] == checksums(torch.tensor([[seen[-1]]]))
+    assert listener.environments.steps == LIMIT + 2

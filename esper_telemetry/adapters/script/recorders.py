@@ -774,6 +774,7 @@ class EpisodeLog:
         sums_inner: record these rewards; else they are assumed to be those that the stepped environment returns.
         inner_differ: they have differed from those.
         stepped: object of a class of the script whose `step` is in progress: it may reset itself.
+        resets: of the environments so far.
         seconds: spent in environments since the rollout began.
     """
 
@@ -781,6 +782,7 @@ class EpisodeLog:
         self.steps = 0
         self.inside = self.resetting = False
         self.stepped: Any = None
+        self.resets = 0
         self.inner_rewards: dict[int, float] = {}
         self.inner_steps = 0
         self.sums_inner, self.inner_differ = True, False
@@ -896,7 +898,7 @@ class EpisodeLog:
         running = self._of(env)
         if running is None:
             return
-        call = running.last_call
+        call, self.resets = running.last_call, self.resets + 1
         # an episode that a rollout's end cuts has a partial return, unless it is the whole rollout
         for total, length in zip(running.returns.tolist(), running.lengths.tolist(), strict=True):
             if length and (call is not None or length >= self._last_count):
@@ -908,6 +910,23 @@ class EpisodeLog:
         if call is not None and call.returned is not None and len(running.returns) == 1 and not hasattr(env, "num_envs"):
             rows = _rows_of(result[0] if isinstance(result, tuple) else result, 1)
             call.reset_to = rows if rows is not None and rows.shape == call.returned.shape else call.reset_to
+
+    @property
+    def recorded(self) -> int:
+        """Number of steps in the rollout that have been recorded."""
+        return len(self._calls)
+
+    def show(self, result: Any, *, reset: bool = False) -> None:
+        """A wrapper of a class of the script has returned that for the last recorded step, or for the reset after it."""
+        call = self._calls[-1] if self._calls else None
+        parts = (result[0] if isinstance(result, tuple) else result,) if reset else step_parts(result)
+        rows = None if call is None or call.returned is None or parts is None else _rows_of(parts[0], len(call.rewards))
+        if call is None or rows is None:
+            return
+        if not reset:
+            call.returned = rows
+        elif rows.shape == call.returned.shape:
+            call.reset_to = rows
 
     def begins(self, env: Any, result: Any, steps: int) -> bool:
         """Record the result of a method that may be the reset of an environment; return False if it is not one.

@@ -492,13 +492,15 @@ class Taps:
             self.end_update(env)
             log = script.environments
             outer, log.stepped = log.stepped, env
-            before, began = log.steps, time.perf_counter()
+            before, recorded, began = log.steps, log.recorded, time.perf_counter()
             try:
                 result = step(env, *args, **options)
             finally:
                 log.stepped = outer
             if log.steps == before:
                 self.after_step(env, result, _action(*args, **options), began, foreign=True)
+            elif log.recorded == recorded + 1:  # of an environment in this one, which is a wrapper
+                self._call_briefly(lambda script: script.environments.show(result))
             return result
 
         return stepped
@@ -558,12 +560,16 @@ class Taps:
             script = self.script
             if script is None or script.environments.inside or script.environments.stepped is env:
                 return reset(env, *args, **options)
-            before, script.environments.resetting = script.environments.resetting, True
+            log = script.environments
+            (before, log.resetting), resets = (log.resetting, True), log.resets
             try:
                 result = reset(env, *args, **options)
             finally:
-                script.environments.resetting = before
-            self._call_briefly(lambda script: script.environments.reset(env, result))
+                log.resetting = before
+            if log.resets == resets:
+                self._call_briefly(lambda script: script.environments.reset(env, result))
+            else:  # an environment in this one
+                self._call_briefly(lambda script: script.environments.show(result, reset=True), "reset")
             return result
 
         return was_reset

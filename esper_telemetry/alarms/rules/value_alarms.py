@@ -58,7 +58,7 @@ def fit_collapse(view: View, loss_norm: float, fits: list[tuple[float, float]]) 
     useless = explained is not None and explained < expected_fit(view) + CONSTANT_FIT
     lost = r2 is not None and best is not None and best > limits[FIT_WAS] and latest < limits[FIT_NOW]
     by_fit = lost and (useless or best is None) and grown
-    had_fit = best > 0 if best is not None else not before  # otherwise there is no fit to lose: episodes of other lengths have other variances
+    had_fit = best > 0 if best is not None else not before  # episodes of other lengths have other variances
     severity = max(hard(by_fit), limits.log_severity(LOSS_NORM, loss_norm) if grown and had_fit and latest < limits[FIT_NOW] else 0.0)
     if not by_fit:
         yield Finding(severity, LOSS_OVER_VARIANCE, loss_norm, limits.log_middle(LOSS_NORM), z=view.z(error)).says(
