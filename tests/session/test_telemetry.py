@@ -1,6 +1,5 @@
 """Telemetry: each flush makes one record of the observed groups, even after errors."""
 
-import errno
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from esper_telemetry import (
 from esper_telemetry.metrics.gradients import gradient_health as health
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.telemetry import session_of
-from esper_telemetry.testing import FailingSink, MemorySink
+from esper_telemetry.testing import MemorySink
 from esper_telemetry.updates.failure import Candidate
 from esper_telemetry.updates.update import Update
 
@@ -56,12 +55,10 @@ def test_observed_groups_and_logged_numbers_become_one_record(tmp_path: Path) ->
     run = read_run(tmp_path / "run")
     record = run.records[0]
     assert len(run.records) == 1
-    assert {key: record.values[key] for key in ("curiosity/bonus", "curiosity/bonus_max", "my/schedule")} == {
-        "curiosity/bonus": 2.0,
-        "curiosity/bonus_max": 3.0,
-        "my/schedule": 0.3,
-    }
+    assert [record.values[key] for key in ("curiosity/bonus", "curiosity/bonus_max", "my/schedule")] == [2.0, 3.0, 0.3]
     assert (record.axes.update, record.axes.env_step, record.axes.gradient_step) == (1, 64, 2)
+    info = run.info.describe("curiosity/bonus")
+    assert info is not None and info.question == "How much does novelty pay?"
 
 
 def test_a_record_is_in_every_sink(tmp_path: Path) -> None:
@@ -72,8 +69,7 @@ def test_a_record_is_in_every_sink(tmp_path: Path) -> None:
             telemetry.log({"a/b": float(update)})
             telemetry.flush(env_step=update)
 
-    assert [record.values["a/b"] for record in memory.records] == [0.0, 1.0, 2.0]
-    assert [record.values["a/b"] for record in received] == [0.0, 1.0, 2.0]
+    assert [record.values["a/b"] for record in memory.records] == [record.values["a/b"] for record in received] == [0.0, 1.0, 2.0]
     assert memory.statuses == [RunStatus.FINISHED]
 
 
@@ -116,16 +112,6 @@ def test_off_does_and_leaves_nothing(tmp_path: Path) -> None:
         telemetry.flush(env_step=1)
 
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_logged_number_that_is_not_finite_is_counted(tmp_path: Path) -> None:
-    with Telemetry(run_dir=tmp_path / "run") as telemetry:
-        telemetry.log({"a/b": math.nan, "a/c": 1.0})
-        telemetry.flush(env_step=1)
-
-    values = values_of(tmp_path / "run")
-    assert "a/b" not in values
-    assert values["a/b_nonfinite"] == 1.0
 
 
 def test_step_overrides_the_count_under_gradient_accumulation(tmp_path: Path) -> None:
@@ -210,16 +196,6 @@ def test_a_limit_that_is_none_is_refused_at_once() -> None:
         gradient_health([], max_norm=0.0)
 
 
-def test_a_group_of_user_code_is_described_in_the_journal(tmp_path: Path) -> None:
-    with Telemetry(run_dir=tmp_path / "run") as telemetry:
-        telemetry.observe(Curiosity(bonus=torch.tensor(1.0)))
-        telemetry.flush(env_step=1)
-
-    info = read_run(tmp_path / "run").info.describe("curiosity/bonus")
-    assert info is not None
-    assert info.question == "How much does novelty pay?"
-
-
 @pytest.mark.system
 def test_an_exception_flushes_what_is_open_and_ends_the_run_as_failed(tmp_path: Path) -> None:
     memory = MemorySink()
@@ -249,20 +225,6 @@ def test_the_status_tells_how_the_block_was_left(tmp_path: Path, error: BaseExce
     assert read_run(tmp_path / "run").status == status
 
 
-def test_a_failing_and_a_hanging_sink_cost_training_nothing(tmp_path: Path) -> None:
-    memory = MemorySink()
-    sinks = [FailingSink(fail_in={"write"}), FailingSink(fail_in={"write"}, hang_seconds=60), memory]
-    telemetry = Telemetry(sinks, run_dir=tmp_path / "run", close_timeout=1.0)
-    for update in range(20):
-        telemetry.log({"a/b": float(update)})
-        telemetry.flush(env_step=update)
-    report = telemetry.close()
-
-    assert len(memory.records) == 20
-    assert report is not None
-    assert not report.complete  # so neither a flush nor the end waited for the hanging sink
-
-
 @pytest.mark.parametrize(
     ("end", "status"),
     [("", RunStatus.FINISHED), ("raise ValueError('broken')", RunStatus.FAILED), ("raise KeyboardInterrupt", RunStatus.INTERRUPTED)],
@@ -273,21 +235,6 @@ def test_a_script_that_closes_nothing_ends_as_it_ended(tmp_path: Path, end: str,
     run_python("-c", code, cwd=tmp_path)
 
     assert read_run(tmp_path / "run").status is status
-
-
-def test_a_full_disk_does_not_stop_a_run_from_starting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: object, **__: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with Telemetry(run_dir=tmp_path / "run") as telemetry:
-        monkeypatch.setattr(Path, "write_text", full)
-        telemetry.flush(env_step=1)
-        monkeypatch.undo()
-
-    assert len(read_run(tmp_path / "run").records) == 1
-    assert "cannot write config.json" in caplog.text
 
 
 def test_a_forked_copy_writes_nothing(tmp_path: Path) -> None:

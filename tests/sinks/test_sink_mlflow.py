@@ -116,7 +116,6 @@ def test_nan_and_infinity_are_stored_as_mlflow_stores_them(store: Path, client: 
     run_id = opened(run_info(store, run_id="nonfinite"))._open.run_id  # type: ignore[union-attr]
     rows = metric_table(client)
     assert rows is not None
-
     for step, value in enumerate((math.nan, math.inf, -math.inf)):
         client.log_metric(run_id, "plain", value, timestamp=1, step=step)
         rows.add(run_id, [Metric("fast", value, 1, step)])
@@ -222,20 +221,11 @@ def test_settings_with_odd_names_and_long_values_are_kept(store: Path, client: A
     assert data.tags["esper.keymap"] == '{"ar_100": "ar@100"}'
 
 
-@pytest.mark.parametrize(
-    ("status", "expected"),
-    [
-        (RunStatus.FINISHED, "FINISHED"),
-        (RunStatus.FAILED, "FAILED"),
-        (RunStatus.INTERRUPTED, "KILLED"),
-        (RunStatus.PREEMPTED, "KILLED"),
-        (RunStatus.KILLED, "KILLED"),
-    ],
-)
-def test_the_status_says_how_the_run_ended(store: Path, client: Any, status: RunStatus, expected: str) -> None:
+@pytest.mark.parametrize("status", [RunStatus.FAILED, RunStatus.INTERRUPTED, RunStatus.PREEMPTED, RunStatus.KILLED])
+def test_the_status_says_how_the_run_ended(store: Path, client: Any, status: RunStatus) -> None:
     opened(run_info(store, run_id=status.value)).close(status)
 
-    assert mlflow_run_of(client, status.value).info.status == expected
+    assert mlflow_run_of(client, status.value).info.status == ("FAILED" if status is RunStatus.FAILED else "KILLED")
 
 
 def test_a_run_that_goes_on_is_the_same_run_and_keeps_its_settings(store: Path, client: Any) -> None:
@@ -341,17 +331,15 @@ def test_a_new_database_is_made_without_a_word(store: Path) -> None:
     assert (output.returncode, output.stdout, output.stderr) == (0, b"", b"")
 
 
-def statements(count: int) -> str:
-    """Return the SQL of MLflow's first tables, as left by a process that is killed while it creates them."""
-    tables = ["experiments (experiment_id INTEGER)", "_alembic_tmp_metrics (key TEXT)", "alembic_version (version TEXT)"]
-    return "".join(f"CREATE TABLE {table};" for table in tables[:count])
+TABLES = ["experiments (experiment_id INTEGER)", "_alembic_tmp_metrics (key TEXT)"]
+"""MLflow's first tables, as left by a process that is killed while it creates them."""
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_database_that_was_never_finished_is_made_anew(tmp_path: Path, count: int) -> None:
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        database.executescript(statements(count))
+        database.executescript("".join(f"CREATE TABLE {table};" for table in TABLES[:count]))
     (tmp_path / "mlflow.db").touch()
 
     sink = opened(run_info(tmp_path, run_id="again"))
@@ -372,7 +360,7 @@ def test_a_database_that_holds_runs_is_never_set_aside(tmp_path: Path) -> None:
     ensure_database(path)
 
     assert path.read_bytes() == before
-    assert [mlflow_run_of.name for mlflow_run_of in tmp_path.iterdir()] == ["mlflow.db"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 @pytest.mark.system
@@ -383,7 +371,7 @@ def test_a_database_is_made_once_however_many_want_it(tmp_path: Path) -> None:
         list(makers.map(ensure_database, [path] * 3))
 
     mlflow_client(tmp_path).create_experiment("usable")
-    assert [mlflow_run_of.name for mlflow_run_of in tmp_path.iterdir()] == ["mlflow.db"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 def test_only_a_child_process_gets_short_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,37 +447,23 @@ def is_healthy(address: str) -> bool:
 
 @pytest.mark.system
 @pytest.mark.usefixtures("logged_in")
-def test_a_server_holds_what_was_sent(server: str) -> None:
-    sink = opened(run_info(), MLflowSink(server, experiment="walker"))
-    sink.write([record(1), record(2)])
+def test_a_server_holds_what_was_sent_and_its_first_names_repeat_the_headlines(server: str) -> None:
+    """MLflow lists and draws metrics in alphabetical order. `doctor` ignores these keys, because they repeat other numbers."""
+    run = run_info(metrics={entry.metric.key: entry.info() for entry in metric_entries()})
+    sink = opened(run, MLflowSink(server, experiment="walker"))
+    values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
+    sink.write([record(1, values), record(2, {**values, "alarm/active": 2.0})])
     sink.close(RunStatus.FAILED)
 
     client: Any = mlflow_client(server)
-    run = mlflow_run_of(client, "abc123", "walker")
-    assert run.info.status == "FAILED"
-    assert history(client, run, "policy/kl") == [(1000, 0.01, 1_700_000_001_000), (2000, 0.02, 1_700_000_002_000)]
-    address = f"{server}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}?workflowType=machine_learning"
-    assert sink.place(run_info()).pages[0] == ("run", address)
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("logged_in")
-def test_the_first_names_on_a_server_repeat_the_headlines_and_the_return_is_the_first(server: str) -> None:
-    """MLflow lists and draws metrics in alphabetical order. `doctor` ignores these keys, because they repeat other numbers."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    run = run_info(run_id="headlines", metrics=every)
-    sink = opened(run, MLflowSink(server))
-    values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
-    sink.write([record(1, values), record(2, {**values, "alarm/active": 2.0})])
-    sink.close(RunStatus.FINISHED)
-
-    client: Any = mlflow_client(server)
-    stored = mlflow_run_of(client, "headlines")
+    stored = mlflow_run_of(client, "abc123", "walker")
+    assert stored.info.status == "FAILED" and "esper.keymap" not in stored.data.tags
+    assert history(client, stored, "alarm/active") == [(1000, 0.0, 1_700_000_001_000), (2000, 2.0, 1_700_000_002_000)]
     assert sorted(stored.data.metrics)[:3] == [*("0_overview/01 return", "0_overview/02 alarms", "0_overview/04 KL")]
-    repeated = history(client, stored, "0_overview/02 alarms")
-    assert repeated == history(client, stored, "alarm/active") and [value for _, value, _ in repeated] == [0.0, 2.0]
-    assert "esper.keymap" not in stored.data.tags
+    assert history(client, stored, "0_overview/02 alarms") == history(client, stored, "alarm/active")
     assert sink.stored(run).rows[2].keys() == {*values, "axis/update", "axis/gradient_step"}  # type: ignore[union-attr]
+    address = f"{server}/#/experiments/{stored.info.experiment_id}/runs/{stored.info.run_id}?workflowType=machine_learning"
+    assert sink.place(run).pages[0] == ("run", address)
 
 
 @pytest.mark.system

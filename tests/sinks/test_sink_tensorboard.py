@@ -34,31 +34,6 @@ def sink(tmp_path: Path) -> TensorBoardSink:
     return opened
 
 
-def test_every_number_is_read_back_at_its_environment_step(sink: TensorBoardSink, tmp_path: Path) -> None:
-    sink.write([record(1), record(2)])
-    sink.close(RunStatus.FINISHED)
-
-    directory = tmp_path / "tensorboard"
-    assert scalars(directory, "policy/kl") == [(1000, pytest.approx(0.01)), (2000, pytest.approx(0.02))]
-    assert scalars(directory, "axis/update") == [(1000, 1.0), (2000, 2.0)]
-    assert scalars(directory, "axis/gradient_step") == [(1000, 16.0), (2000, 32.0)]
-    assert [event.wall_time for event in read(directory).Scalars("policy/kl")] == [1_700_000_001.0, 1_700_000_002.0]
-
-
-def test_what_is_written_is_on_disk_before_the_run_is_closed(sink: TensorBoardSink, tmp_path: Path) -> None:
-    sink.write([record(1)])
-
-    assert scalars(tmp_path / "tensorboard", "policy/kl") == [(1000, pytest.approx(0.01))]
-
-
-def test_the_first_event_of_a_tag_says_what_the_number_means(sink: TensorBoardSink, tmp_path: Path) -> None:
-    sink.write([record(1)])
-
-    metadata = read(tmp_path / "tensorboard").SummaryMetadata("policy/kl")
-    assert metadata.summary_description.startswith("How far did the policy move? Unit: nats. Healthy: 0.002 to 0.02")
-    assert metadata.plugin_data.plugin_name == "scalars"
-
-
 def test_histograms_keep_our_bins(sink: TensorBoardSink, tmp_path: Path) -> None:
     """Midpoints 0.5, 1.5, 2.5 with counts 1, 2, 1: the sum is 6, the sum of squares 0.25 + 4.5 + 6.25."""
     sink.write([record(1, {}, {"policy/ratio": HISTOGRAM})])

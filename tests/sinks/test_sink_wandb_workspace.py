@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from fake_wandb import ENTITY, KEY, FakeWandb
+from run_cli import CommandOutput
 from sink_runs import HISTOGRAM, record, run_info
 
 from esper_telemetry.alarms.metric_entries import metric_entries
@@ -67,12 +68,6 @@ def server() -> Iterator[FakeWandb]:
     one.stop()
 
 
-class CommandOutput(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 def command(run_dir: Path, *options: str, server: FakeWandb | None = None) -> CommandOutput:
     """Run `esper-telemetry workspace` as in a terminal, for a user with or without a key for that server."""
     home = run_dir.parent
@@ -85,30 +80,16 @@ def command(run_dir: Path, *options: str, server: FakeWandb | None = None) -> Co
     return CommandOutput(done.returncode, done.stdout, done.stderr)
 
 
-def test_charts_stand_under_the_question_that_they_answer_headlines_first() -> None:
+def test_charts_stand_under_the_question_that_they_answer_below_what_its_headlines_mean() -> None:
     dashboard = sections(spec_of(run_info(metrics=EVERY), {*SEEN, "value/r2", "my/key"}))
 
-    assert list(dashboard) == [
-        "Is anything wrong?",
-        "Is it learning?",
-        "Is the policy moving too far?",
-        "Is the critic useful?",
-        "Your own: my",
-    ]
+    questions = ["Is anything wrong?", "Is it learning?", "Is the policy moving too far?", "Is the critic useful?", "Your own: my"]
+    assert list(dashboard) == questions
     assert axes_and_keys(dashboard["Is it learning?"]) == [("axis/env_step", ["episode/return_mean_100"])]
-    assert axes_and_keys(dashboard["Is the policy moving too far?"]) == [
-        ("axis/update", ["policy/kl"]),
-        ("axis/update", ["policy/clip_frac"]),
-        ("axis/update", ["policy/kl_max"]),
-    ]
-
-
-def test_a_section_begins_with_what_its_headlines_mean() -> None:
-    first = sections(spec_of(run_info(metrics=EVERY), set(SEEN)))["Is the policy moving too far?"][0]
-
-    kl = EVERY["policy/kl"]
-    assert first["viewType"] == "Markdown Panel"
-    rows = first["config"]["value"].splitlines()
+    panels, kl = dashboard["Is the policy moving too far?"], EVERY["policy/kl"]
+    assert axes_and_keys(panels) == [("axis/update", [key]) for key in ("policy/kl", "policy/clip_frac", "policy/kl_max")]
+    assert panels[0]["viewType"] == "Markdown Panel"
+    rows = panels[0]["config"]["value"].splitlines()
     assert [row.split("`")[1] for row in rows[2:]] == ["policy/kl", "policy/clip_frac"]
     assert kl.question in rows[2] and safe(kl.action) in rows[2]
 
@@ -169,9 +150,7 @@ def test_the_command_writes_the_specification(run_dir: Path) -> None:
 def test_a_run_without_records_gets_the_charts_of_what_it_declares(tmp_path: Path) -> None:
     head_only(tmp_path / "new")
 
-    run = read_run(tmp_path / "new")
-
-    assert {"policy/kl", "value/r2", "lstm/reset_rate"} <= keys(run, WandbSink(project="walker"))
+    assert {"policy/kl", "value/r2", "lstm/reset_rate"} <= keys(read_run(tmp_path / "new"), WandbSink(project="walker"))
 
 
 def test_pushed_again_it_is_one_workspace_and_under_another_name_another(run_dir: Path, server: FakeWandb) -> None:
