@@ -62,21 +62,6 @@ def test_a_resumed_run_is_bit_identical(make: Any, settings: dict[str, Any], tmp
     assert returns[len(returns) - len(later.of(EpisodeEnd)) :] == [event.returns for event in later.of(EpisodeEnd)]
 
 
-def test_where_the_environment_cannot_be_saved_new_episodes_begin(tmp_path: Path) -> None:
-    trainer = cartpole()
-    trainer.learn(200)
-    env: Any = trainer.env
-    env._vector.engine = object()
-    trainer.save(tmp_path / "a.pt")
-
-    resumed = cartpole(seed=1)
-    resumed.load(tmp_path / "a.pt")
-    resumed.learn(400)
-
-    assert trainer.env.state_dict() is None  # type: ignore[union-attr] # it has one
-    assert resumed.env_steps > 400
-
-
 def test_a_file_runs_no_code_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     trainer = cartpole(**SCALED)
     trainer.learn(200)

@@ -1,12 +1,10 @@
 """Learning of CueRecall: a policy with memory solves it; a policy without memory, or with the previous episode's cue, does not."""
 
-import statistics
-from collections import deque
 from typing import Any
 
 import pytest
+from recent_returns import mean_return
 
-from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.ppo import PPO, preset
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
 
@@ -18,10 +16,7 @@ CHANCE = 5.25  # always the same op except 0, and the right arguments: 9 / 4 + 3
 def final_return(steps: int = 25_000, *, stale_cue: bool = False, **changes: Any) -> float:
     tuned = preset("cue-recall", "lstm")
     trainer = PPO(CueRecall(tuned.num_envs, seed=1, stale_cue=stale_cue), tuned.config(seed=1, **changes))
-    returns: deque[float] = deque(maxlen=100)
-    trainer.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
-    trainer.learn(steps)
-    return statistics.fmean(returns)
+    return mean_return(trainer, steps)
 
 
 def test_memory_recalls_the_cue() -> None:

@@ -1,7 +1,6 @@
 """Encoders: images of any size, several parts at once, and their use in a rollout."""
 
 import statistics
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +10,20 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from ppo_builders import EventLog
+from recent_returns import mean_return
 from seeing_env import Spotlight, spotlights
 from torch import Tensor, nn
 
-from esper_telemetry.events import EpisodeEnd, MinibatchEnd, RolloutEnd
+from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.collectors.collector import TensorCollector
-from esper_telemetry.ppo.collectors.inference import host_policy, torch_network
+from esper_telemetry.ppo.collectors.inference import torch_network
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Image, ObservationLayout, TensorStep
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 from esper_telemetry.ppo.networks import Encoded, ImageEncoder
 from esper_telemetry.ppo.normalizer import VectorNormalizer
-from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.rollout import Rollout
 
 SETTINGS: dict[str, Any] = {"num_steps": 16, "num_epochs": 2, "hidden_sizes": (16,), "lstm_size": 16, "seed": 3}
 ENVS = ["Spotlight-v0", "SpotlightParts-v0"]
@@ -117,35 +117,14 @@ def test_a_rollout_keeps_bytes(env_id: str) -> None:
     assert rollout.observations.shape == (16, 4, *((76,) if "Parts" in env_id else (8, 8, 1)))
 
 
-@pytest.mark.parametrize("settings", [{}, {"shared_trunk": True}, {"policy": "lstm"}, {"policy": "gru"}], ids=str)
-@pytest.mark.parametrize("env_id", ENVS)
-def test_the_first_minibatch_finds_what_collection_found(env_id: str, settings: dict[str, Any]) -> None:
-    source = trainer(env_id, **settings)
-    emitted = EventLog().listen(source, MinibatchEnd)
-
-    source.learn(1)
-
-    first = emitted.events[0]
-    assert first.log_ratio.abs().max() < 1e-5
-    assert (first.values - first.old_values).abs().max() < 1e-5
-
-
-def mean_reward(source: PPO, total_steps: int) -> float:
-    """Return the mean reward per step over the last hundred episodes of 8 steps."""
-    returns: deque[float] = deque(maxlen=100)
-    source.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
-    source.learn(total_steps)
-    return statistics.fmean(returns) / 8
-
-
 LEARNING: dict[str, Any] = {"num_steps": 32, "num_epochs": 4, "learning_rate": 2e-3, "gamma": 0.0, "anneal_learning_rate": False}
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("policy", ["mlp", pytest.param("lstm", marks=pytest.mark.slow)])
 def test_a_spotlight_is_learned_from_pixels(policy: str) -> None:
-    """Guessing pays 0.25; the image has all the information."""
-    assert mean_reward(trainer(num_envs=8, policy=policy, **LEARNING), 6_000) > 0.7
+    """Guessing pays 0.25 a step of 8; the image has all the information."""
+    assert mean_return(trainer(num_envs=8, policy=policy, **LEARNING), 6_000) > 0.7 * 8
 
 
 @pytest.mark.system
@@ -154,7 +133,7 @@ def test_image_and_choice_are_combined(shared_trunk: bool) -> None:
     """The image alone pays 0.5: the shift, a Discrete of two values, decides between two answers."""
     source = trainer("SpotlightParts-v0", num_envs=16, shared_trunk=shared_trunk, normalize_observations=True, **LEARNING)
 
-    assert mean_reward(source, 12_000) > 0.6
+    assert mean_return(source, 12_000) > 0.6 * 8
 
 
 @pytest.mark.system
@@ -164,21 +143,16 @@ def test_choices_are_learned_from(env_id: str, chance: float) -> None:
     kwargs = {"is_slippery": False} if env_id == "FrozenLake-v1" else {}
     env = make_env(env_id, num_envs=8, seed=1, **kwargs)
     source = PPO(env, PPOConfig(num_steps=64, seed=2, hidden_sizes=(32,), entropy_coef=0.02, learning_rate=5e-3))
-    returns: deque[float] = deque(maxlen=300)
-    source.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
 
-    source.learn(16_000)
-
-    assert statistics.fmean(returns) > chance + 0.2
+    assert mean_return(source, 16_000, episodes=300) > chance + 0.2
 
 
-def next_values(mode: AutoresetMode, source: PPO, *, parts: bool) -> tuple[Any, Any]:
-    """Return a rollout in environments of 3 and 5 steps, and the values after its steps."""
+def short_episodes(mode: AutoresetMode, source: PPO, *, parts: bool) -> Rollout:
+    """Return a rollout in environments of 3 and 5 steps."""
     env = GymnasiumEnvironment(spotlights(mode, parts=parts), seed=5)
     other = PPO(env, replace(source.config, num_minibatches=2))
     other.policy.load_state_dict(source.policy.state_dict())
-    rollout = other.collector.collect()
-    return rollout, rollout.next_values
+    return other.collector.collect()
 
 
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
@@ -186,17 +160,15 @@ def next_values(mode: AutoresetMode, source: PPO, *, parts: bool) -> tuple[Any, 
 def test_a_cut_episode_is_valued_by_its_last_observation(parts: bool, policy: str) -> None:
     """SAME_STEP gives this observation as `final_obs`; in NEXT_STEP it is the next observation."""
     source = trainer(ENVS[parts], num_envs=2, policy=policy, num_minibatches=1)
-    same, same_values = next_values(AutoresetMode.SAME_STEP, source, parts=parts)
-    after, after_values = next_values(AutoresetMode.NEXT_STEP, source, parts=parts)
-    following = source.policy
+    same = short_episodes(AutoresetMode.SAME_STEP, source, parts=parts)
+    after = short_episodes(AutoresetMode.NEXT_STEP, source, parts=parts)
 
     assert same.valid is None and after.valid is not None
     # Environment 0 has episodes of 3 steps: in both modes its third step is cut before their actions can differ.
     assert same.ended[2, 0] and after.ended[2, 0] and not same.terminated.any()
     assert torch.equal(same.observations[:3, 0], after.observations[:3, 0])
-    assert float(same_values[2, 0]) == pytest.approx(float(after_values[2, 0]), abs=1e-6)
-    assert float(same_values[2, 0]) != pytest.approx(float(same.values[3, 0]), abs=1e-6)
-    assert isinstance(following, ActorCritic)
+    assert float(same.next_values[2, 0]) == pytest.approx(float(after.next_values[2, 0]), abs=1e-6)
+    assert float(same.next_values[2, 0]) != pytest.approx(float(same.values[3, 0]), abs=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
@@ -209,20 +181,6 @@ def test_many_rows_go_through_in_parts(rows: int, monkeypatch: pytest.MonkeyPatc
     features = torch_network(encoder, torch.device("cpu"))(pixels)
 
     assert features == pytest.approx(encoder(torch.from_numpy(pixels)).detach().numpy(), abs=1e-5)
-
-
-@pytest.mark.parametrize("policy", ["mlp", "lstm"])
-def test_acting_on_the_host_is_the_policy(policy: str) -> None:
-    source = trainer("SpotlightParts-v0", policy=policy)
-    rows = source.collector.collect().observations[0]
-    act = host_policy(source.policy)
-    states = {name: torch.zeros(core.state_shape(len(rows))) for name, core in source.policy.cores().items()}
-
-    features = act.actor(rows.numpy(), states["actor"].numpy().copy() if states else None)
-
-    actor: Any = source.policy.actor
-    expected = actor.step(rows, states["actor"])[0] if states else actor(rows)
-    assert act.scores(features)["action"] == pytest.approx(source.policy.scores(expected)["action"].detach(), abs=1e-6)
 
 
 def test_only_vectors_are_normalised() -> None:

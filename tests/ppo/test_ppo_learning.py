@@ -4,12 +4,11 @@ The numbers of all seeds are printed; `make test-slow` shows them whether a test
 """
 
 import statistics
-from collections import deque
 from typing import Any
 
 import pytest
+from recent_returns import mean_return
 
-from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.ppo import PPO, preset
 from esper_telemetry.ppo.environments.environment_registry import make_env
 
@@ -21,10 +20,7 @@ def final_return(env_id: str, total_steps: int, seed: int, *, policy: str = "mlp
     tuned = preset(env_id, policy, mask_velocity=hidden)
     env = make_env(env_id, num_envs=tuned.num_envs, seed=seed, mask_velocity=hidden)
     trainer = PPO(env, tuned.config(seed=seed))
-    returns: deque[float] = deque(maxlen=100)
-    trainer.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
-    trainer.learn(total_steps)
-    return statistics.fmean(returns)
+    return mean_return(trainer, total_steps)
 
 
 def median_return(env_id: str, total_steps: int, **view: Any) -> float:

@@ -45,21 +45,3 @@ def test_only_the_faulty_part_of_a_loss_is_named() -> None:
 
     with pytest.raises(FloatingPointError, match=r"the gradient of heads\.action\.\S+ is the first that is not finite"):
         trainer.learn(10_000)
-
-
-def test_without_the_option_the_update_is_finished() -> None:
-    trainer = cartpole()
-    trainer.steps = replace(trainer.steps, rewards=poisoned({1}))
-
-    with pytest.raises(FloatingPointError, match="weights are not finite after this update"):
-        trainer.learn(10_000)
-
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in trainer.policy.parameters())
-
-
-def test_healthy_training_is_the_same() -> None:
-    checked, plain = cartpole(stop_on_nonfinite=True), cartpole()
-    for trainer in (checked, plain):
-        trainer.learn(1_000)
-
-    assert equal(weights(checked), weights(plain))

@@ -57,7 +57,7 @@ def test_invalid_rows_never_reach_a_minibatch() -> None:
     assert torch.isfinite(batch.values).all()
 
 
-def test_minibatches_hold_every_row_once() -> None:
+def test_minibatches_hold_every_row_once_with_its_columns() -> None:
     """185 rows in 4 parts: 47, 46, 46, 46."""
     rollout = random_rollout()
     batch = flatten(rollout, rollout.rewards, rollout.rewards)
@@ -65,17 +65,10 @@ def test_minibatches_hold_every_row_once() -> None:
     minibatches = list(shuffled_minibatches(batch, 4, torch.Generator().manual_seed(0)))
 
     assert [len(minibatch) for minibatch in minibatches] == [47, 46, 46, 46]
+    assert all(torch.equal(minibatch.observations.squeeze(-1), minibatch.log_probs) for minibatch in minibatches)
     values = torch.cat([minibatch.values for minibatch in minibatches])
     assert torch.equal(values.sort().values, batch.values.sort().values)
     assert not torch.equal(values, batch.values)
-
-
-def test_the_columns_of_a_minibatch_stay_together() -> None:
-    rollout = random_rollout()
-    batch = flatten(rollout, rollout.rewards, rollout.rewards)
-
-    for minibatch in shuffled_minibatches(batch, 4, torch.Generator().manual_seed(0)):
-        assert torch.equal(minibatch.observations.squeeze(-1), minibatch.log_probs)
 
 
 def test_fewer_rows_than_minibatches_make_fewer_minibatches() -> None:
@@ -86,28 +79,22 @@ def test_fewer_rows_than_minibatches_make_fewer_minibatches() -> None:
 
 
 def test_standardized_advantages_have_mean_zero_and_unbiased_deviation_one() -> None:
-    """(1, 2, 3) has mean 2 and unbiased deviation 1."""
+    """(1, 2, 3) has mean 2 and unbiased deviation 1. A single advantage stays as it is."""
     assert torch.allclose(standardize(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([-1.0, 0.0, 1.0]))
-
-
-def test_a_single_advantage_stays_as_it_is() -> None:
     assert standardize(torch.tensor([7.0])).tolist() == [7.0]
 
 
 def test_the_surrogate_takes_the_worse_of_both_ratios() -> None:
-    """Ratios 2 and 0.5 with ε = 0.2. A = 1: min(2, 1.2) = 1.2 and 0.5. A = -1: -2 and min(-0.5, -0.8) = -0.8."""
-    log_ratio = torch.tensor([2.0, 0.5, 2.0, 0.5]).log()
+    """Ratios 2 and 0.5 with ε = 0.2. A = 1: min(2, 1.2) = 1.2 and 0.5. A = -1: -2 and min(-0.5, -0.8) = -0.8.
 
-    loss = clipped_surrogate(log_ratio, torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2)
-
-    assert loss.item() == pytest.approx(-(1.2 + 0.5 - 2 - 0.8) / 4)
-
-
-def test_clipped_rows_have_no_gradient() -> None:
+    The clipped rows, the first and the last, have no gradient.
+    """
     log_ratio = torch.tensor([2.0, 0.5, 2.0, 0.5]).log().requires_grad_()
 
-    clipped_surrogate(log_ratio, torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2).backward()
+    loss = clipped_surrogate(log_ratio, torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2)
+    loss.backward()
 
+    assert loss.item() == pytest.approx(-(1.2 + 0.5 - 2 - 0.8) / 4)
     assert log_ratio.grad is not None
     assert torch.allclose(log_ratio.grad, torch.tensor([0.0, -0.125, 0.5, 0.0]))
 

@@ -5,11 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ppo_builders import EventLog
 from torch import Tensor
 
-from esper_telemetry.events import MinibatchEnd
-from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo import PPOConfig
 from esper_telemetry.ppo.collectors.collector import Collector, TensorCollector
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, TensorStep
@@ -81,16 +79,3 @@ def test_both_collectors_find_the_same(make: Any, policy: str, shared_trunk: boo
             for name, state in host.recurrence.states.items():
                 assert torch.allclose(state, device.recurrence.states[name], atol=1e-5)
             assert torch.allclose(host.recurrence.before(), device.recurrence.before(), atol=1e-5)
-
-
-@pytest.mark.system
-def test_training_on_rollouts_of_the_device_keeps_the_identity() -> None:
-    env = CueRecall(8, seed=1)
-    trainer = PPO(env, PPOConfig(num_steps=16, policy="lstm", hidden_sizes=(8,), lstm_size=8, num_minibatches=2))
-    trainer.collector = TensorCollector(env, trainer.policy, 16, 0)
-    emitted = EventLog().listen(trainer, MinibatchEnd)
-
-    trainer.learn(1000)
-
-    first = [event for event in emitted.events if event.step == 0]
-    assert len(first) == 8 and max(event.log_ratio.abs().max().item() for event in first) < 1e-5

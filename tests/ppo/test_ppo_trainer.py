@@ -41,23 +41,9 @@ EVENTS = (RunStart, RolloutEnd, RecurrentForward, EpisodeEnd, BeforeUpdate, *MIN
 Make = Callable[..., PPO]
 
 
-@pytest.mark.parametrize("make", [cartpole, pendulum])
-@pytest.mark.parametrize("shared_trunk", [False, True])
-def test_the_first_minibatch_finds_the_probabilities_of_collection(make: Make, shared_trunk: bool) -> None:
-    """The rollout acts in NumPy, the update runs in torch. Before the first step of an update they must agree."""
-    trainer = make(shared_trunk=shared_trunk)
-    emitted = EventLog().listen(trainer, MinibatchEnd)
-
-    trainer.learn(1000)
-
-    first = [event for event in emitted.events if event.step == 0]
-    assert len(first) > 5
-    assert max(event.log_ratio.abs().max().item() for event in first) < 2e-6
-
-
-@pytest.mark.parametrize("make", [cartpole, pendulum])
-def test_the_same_seed_gives_the_same_weights(make: Make) -> None:
-    first, second, other = make(3), make(3), make(4)
+@pytest.mark.parametrize(("make", "policy"), [(cartpole, "mlp"), (pendulum, "mlp"), (cartpole, "lstm"), (pendulum, "gru")])
+def test_the_same_seed_gives_the_same_weights(make: Make, policy: str) -> None:
+    first, second, other = (make(seed, policy=policy, num_minibatches=2) for seed in (3, 3, 4))
     for trainer in (first, second, other):
         torch.rand(17)  # other users of torch's generator must not affect the trainer
         trainer.learn(600)
@@ -66,9 +52,10 @@ def test_the_same_seed_gives_the_same_weights(make: Make) -> None:
     assert not equal(weights(first), weights(other))
 
 
+@pytest.mark.parametrize("settings", [{}, {"watchdog": True}, {"stop_on_nonfinite": True}], ids=str)
 @pytest.mark.parametrize("make", [cartpole, pendulum])
-def test_watching_changes_nothing(make: Make) -> None:
-    watched, alone = make(), make()
+def test_watching_changes_nothing(make: Make, settings: dict[str, Any]) -> None:
+    watched, alone = make(**settings), make()
     EventLog().listen(watched, *EVENTS)
 
     watched.learn(600)
@@ -175,15 +162,9 @@ def test_the_facts_name_every_parameter_once() -> None:
 
 
 def test_the_facts_hold_what_detectors_need() -> None:
-    facts = pendulum(max_grad_norm=None).facts(1000)
+    expected = {"precision": "fp32", "max_grad_norm": None, "num_envs": 2, "total_steps": 1000, "heads": {"action": "continuous"}}
 
-    assert {name: facts[name] for name in ("precision", "max_grad_norm", "num_envs", "total_steps", "heads")} == {
-        "precision": "fp32",
-        "max_grad_norm": None,
-        "num_envs": 2,
-        "total_steps": 1000,
-        "heads": {"action": "continuous"},
-    }
+    assert expected.items() <= pendulum(max_grad_norm=None).facts(1000).items()
 
 
 def test_norms_are_those_before_clipping() -> None:
@@ -223,28 +204,20 @@ def test_the_entropy_of_a_fresh_gaussian_is_that_of_the_standard_normal() -> Non
     assert emitted.events[0].log_std["action"].shape == (1,) and not emitted.events[0].logits
 
 
-def test_the_learning_rate_falls_to_zero_over_the_run() -> None:
-    """Four rollouts of 64 steps: 1, 3/4, 1/2, 1/4 of the rate."""
-    trainer = pendulum(learning_rate=0.4, max_grad_norm=1e-9)
+def test_the_end_of_an_update_says_where_the_run_is() -> None:
+    trainer = pendulum()
     emitted = EventLog().listen(trainer, UpdateEnd)
 
-    trainer.learn(256)
+    trainer.learn(192)
 
-    assert [event.learning_rate for event in emitted.events] == pytest.approx([0.4, 0.3, 0.2, 0.1])
-    assert [event.env_step for event in emitted.events] == [64, 128, 192, 256]
-    assert [event.gradient_step for event in emitted.events] == [8, 16, 24, 32]
+    assert [(event.env_step, event.gradient_step) for event in emitted.events] == [(64, 8), (128, 16), (192, 24)]
     assert set(emitted.events[0].seconds) == {"environment", "inference", "update"}
 
 
 @pytest.mark.system
 def test_a_stopped_trainer_ends_after_the_update() -> None:
     trainer = cartpole()
-
-    def stop(event: UpdateEnd) -> None:
-        if event.update == 2:
-            trainer.stop()
-
-    trainer.hooks.on(UpdateEnd, stop)
+    trainer.hooks.on(UpdateEnd, lambda event: trainer.stop() if event.update == 2 else None)
 
     trainer.learn(10_000)
     assert trainer.updates == 2

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ppo_builders import EventLog, cartpole, equal, pendulum, weights
+from ppo_builders import EventLog, equal, pendulum, weights
 from torch import Tensor
 
 from esper_telemetry.events import Rollback, UpdateEnd
@@ -64,12 +64,3 @@ def test_bad_rollouts_apart_are_survived() -> None:
     trainer.learn(500)
 
     assert trainer.watchdog is not None and trainer.watchdog.rollbacks == 4
-
-
-def test_watching_changes_nothing() -> None:
-    watched, alone = cartpole(watchdog=True), cartpole()
-
-    for trainer in (watched, alone):
-        trainer.learn(400)
-
-    assert equal(weights(watched), weights(alone))

@@ -9,7 +9,7 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -28,13 +28,6 @@ from esper_telemetry.testing import MemorySink
 @dataclass(frozen=True, slots=True)
 class Curiosity(MetricGroup):
     bonus: Any = reports(Metric(key="curiosity/bonus", unit="reward", question="How much does novelty pay?"))
-
-
-@pytest.fixture
-def telemetry(tmp_path: Path) -> Iterator[Telemetry]:
-    """Open telemetry in `tmp_path / "run"`."""
-    with Telemetry(run_dir=tmp_path / "run") as opened:
-        yield opened
 
 
 def warned(caplog: pytest.LogCaptureFixture, text: str) -> int:
@@ -155,10 +148,9 @@ STEPS: list[Any] = [5, np.int64(5), np.uint8(5), np.array(5), np.array([5]), tor
 
 
 @pytest.mark.parametrize("step", STEPS, ids=repr)
-def test_steps_are_whole_numbers_of_any_type(tmp_path: Path, step: Any) -> None:
-    with Telemetry(run_dir=tmp_path / "run") as telemetry:
-        telemetry.observe(Curiosity(torch.tensor(1.0)), epoch=step, step=step)
-        telemetry.flush(env_step=step, update=step, gradient_step=step)
+def test_steps_are_whole_numbers_of_any_type(tmp_path: Path, telemetry: Telemetry, step: Any) -> None:
+    telemetry.observe(Curiosity(torch.tensor(1.0)), epoch=step, step=step)
+    telemetry.flush(env_step=step, update=step, gradient_step=step)
 
     axes = read_run(tmp_path / "run").records[0].axes
     assert (axes.env_step, axes.update, axes.gradient_step) == (5, 5, 5)
@@ -225,42 +217,30 @@ def test_a_number_that_is_not_finite_or_too_large_is_counted(tmp_path: Path, tel
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("values", "error", "text"),
     [
-        ("0.3", "a/b must be one number, got '0.3'"),
-        ({"c": 1.0}, "a/b must be one number, got {'c': 1.0}"),
-        (np.zeros(3), r"a/b must be one number, got a NumPy array of shape \[3\]"),
-        (torch.zeros(2, 2), r"a/b must be one number, got a tensor of shape \[2, 2\]"),
-        (1j, "a/b must be one number, got 1j"),
+        ({"a/b": "0.3"}, TypeError, "a/b must be one number, got '0.3'"),
+        ({"a/b": {"c": 1.0}}, TypeError, "a/b must be one number, got {'c': 1.0}"),
+        ({"a/b": np.zeros(3)}, TypeError, r"a/b must be one number, got a NumPy array of shape \[3\]"),
+        ({"a/b": torch.zeros(2, 2)}, TypeError, r"a/b must be one number, got a tensor of shape \[2, 2\]"),
+        ({"a/b": 1j}, TypeError, "a/b must be one number, got 1j"),
+        ({"Loss/Policy Loss": 1.0}, ValueError, "got 'Loss/Policy Loss': write 'loss/policy_loss'"),
+        ({"charts/episodic-return": 1.0}, ValueError, "write 'charts/episodic_return'"),
+        ({"": 1.0}, ValueError, "got ''"),
+        ({3: 1.0}, ValueError, "got 3"),
+        (None, TypeError, "log takes a mapping from keys to numbers"),
+        ("a/b", TypeError, "log takes a mapping from keys to numbers"),
+        ([("a/b", 1.0)], TypeError, "log takes a mapping from keys to numbers"),
     ],
 )
-def test_what_is_no_number_is_quoted_and_nothing_is_logged(tmp_path: Path, value: Any, text: str) -> None:
-    with Telemetry(run_dir=tmp_path / "run") as telemetry:
-        with pytest.raises(TypeError, match=text):
-            telemetry.log({"a/a": 1.0, "a/b": value})
-        telemetry.flush(env_step=1)
+def test_what_cannot_be_logged_is_quoted_and_nothing_is_logged(
+    tmp_path: Path, telemetry: Telemetry, values: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        telemetry.log({"a/a": 1.0, **values} if isinstance(values, dict) else values)
+    telemetry.flush(env_step=1)
 
     assert "a/a" not in read_run(tmp_path / "run").records[0].values
-
-
-@pytest.mark.parametrize("values", [None, "a/b", [("a/b", 1.0)]])
-def test_log_takes_a_mapping(telemetry: Telemetry, values: Any) -> None:
-    with pytest.raises(TypeError, match="log takes a mapping from keys to numbers"):
-        telemetry.log(values)
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("Loss/Policy Loss", "got 'Loss/Policy Loss': write 'loss/policy_loss'"),
-        ("charts/episodic-return", "write 'charts/episodic_return'"),
-        ("", "got ''"),
-        (3, "got 3"),
-    ],
-)
-def test_a_key_that_backends_refuse_comes_back_with_one_that_they_take(telemetry: Telemetry, key: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        telemetry.log({key: 1.0})
 
 
 @pytest.mark.parametrize("number", [np.float32(2), np.array([2.0])])
@@ -272,13 +252,12 @@ def test_groups_hold_numbers_of_any_type(number: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"a": 1}, 3, None, "a", b"a", torch.ones(2), np.ones(2), torch.tensor(1.0), [1.0], Curiosity])
-def test_observe_says_where_plain_numbers_go(telemetry: Telemetry, wrong: Any) -> None:
+def test_observe_says_where_plain_numbers_go(tmp_path: Path, telemetry: Telemetry, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"observe takes the results of metric functions, got .*: plain numbers go to telemetry.log"):
         telemetry.observe(Curiosity(1.0), wrong)
     telemetry.flush(env_step=1)
 
-    assert telemetry.run_dir is not None
-    assert "curiosity/bonus" not in read_run(telemetry.run_dir).records[0].values
+    assert "curiosity/bonus" not in read_run(tmp_path / "run").records[0].values
 
 
 def test_groups_come_alone_and_in_lists_tuples_and_generators(tmp_path: Path, telemetry: Telemetry) -> None:
@@ -402,13 +381,25 @@ def test_updates_may_be_counted_from_nought(telemetry: Telemetry, caplog: pytest
 # --- watch, attach, on_alarm
 
 
-def test_watch_takes_a_module_and_an_optimizer(telemetry: Telemetry) -> None:
-    model = nn.Linear(2, 2)
-    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+MODEL = nn.Linear(2, 2)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), 0.1)
+WRONG_CALLS: list[tuple[Callable[..., object], tuple[Any, ...], str]] = [
+    *[
+        (Telemetry.watch, pair, "watch takes a torch module and its optimizer, got")
+        for pair in ((None, OPTIMIZER), (MODEL, None), (OPTIMIZER, MODEL), (MODEL, MODEL.parameters()), (nn.Linear, OPTIMIZER))
+    ],
+    *[(attach, (source,), "attach takes a Telemetry and a trainer with hooks, got") for source in (None, MODEL, object())],
+    *[(Telemetry.on_alarm, (callback,), "on_alarm takes a function of one alarm, got") for callback in (None, "print", 3)],
+]
 
-    for wrong in ((None, optimizer), (model, None), (optimizer, model), (model, model.parameters()), (nn.Linear, optimizer)):
-        with pytest.raises(TypeError, match="watch takes a torch module and its optimizer, got"):
-            telemetry.watch(*wrong)
+
+@pytest.mark.parametrize(("call", "arguments", "text"), WRONG_CALLS)
+def test_calls_say_what_they_take(telemetry: Telemetry, call: Callable[..., object], arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call(telemetry, *arguments)
+    if call is attach:
+        with pytest.raises(TypeError, match=text):
+            call(*arguments, *arguments)
 
 
 def test_a_model_that_is_watched_twice_is_measured_once(tmp_path: Path, telemetry: Telemetry) -> None:
@@ -434,20 +425,6 @@ def test_an_optimizer_is_watched_with_one_model(telemetry: Telemetry) -> None:
 
     with pytest.raises(ValueError, match="this optimizer is watched already: watch it once"):
         telemetry.watch(both[1], optimizer)
-
-
-@pytest.mark.parametrize("source", [None, nn.Linear(2, 2), object()])
-def test_attach_says_what_it_takes(telemetry: Telemetry, source: Any) -> None:
-    with pytest.raises(TypeError, match="attach takes a Telemetry and a trainer with hooks, got"):
-        attach(telemetry, source)
-    with pytest.raises(TypeError, match="attach takes a Telemetry and a trainer with hooks, got"):
-        attach(source, source)
-
-
-@pytest.mark.parametrize("callback", [None, "print", 3])
-def test_on_alarm_takes_a_function(telemetry: Telemetry, callback: Any) -> None:
-    with pytest.raises(TypeError, match="on_alarm takes a function of one alarm, got"):
-        telemetry.on_alarm(callback)
 
 
 # --- copies, other processes, threads

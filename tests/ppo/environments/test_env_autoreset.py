@@ -70,23 +70,3 @@ def test_rows_of_a_reset_are_not_counted_as_steps() -> None:
 
     assert steps == [12] and rows == [12] * trainer.config.num_epochs
     assert [(event.returns, event.lengths) for event in episodes] == [([6] * 4, [3] * 4)]
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_rows_of_a_reset_leave_a_recurrent_policy_consistent(mode: AutoresetMode) -> None:
-    """The first minibatch of every update has the probabilities of collection."""
-    trainer = counting(mode, policy="lstm", lstm_size=8, num_minibatches=2)
-    largest_log_ratios: list[float] = []
-    rows: list[int] = []
-
-    def look(event: MinibatchEnd) -> None:
-        rows.append(len(event.log_ratio))
-        if event.step == 0:
-            largest_log_ratios.append(event.log_ratio.abs().max().item())
-
-    trainer.hooks.on(MinibatchEnd, look)
-    trainer.learn(176)
-
-    assert len(largest_log_ratios) > 10 and max(largest_log_ratios) < 1e-5
-    assert (min(rows) < 8) == (mode is AutoresetMode.NEXT_STEP)

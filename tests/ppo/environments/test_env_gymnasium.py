@@ -8,20 +8,15 @@ import gymnasium
 import numpy as np
 import pytest
 from counting_env import Counting, counting_vector
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from seeing_env import spotlights
 
-from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Step
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
-
-
-def single(action_space: gymnasium.Space[Any]) -> tuple[GymnasiumEnvironment, Counting]:
-    inner = Counting(action_space=action_space)
-    return GymnasiumEnvironment(SyncVectorEnv([lambda: inner])), inner
 
 
 def transitions(vector: VectorEnv, steps: int) -> list[list[list[float]]]:
@@ -53,86 +48,38 @@ def test_every_autoreset_mode_gives_the_same_transitions(make: Any) -> None:
         assert len(next_step[index]) >= 30
 
 
-def test_the_row_after_an_episode_is_invalid_under_next_step() -> None:
-    env = GymnasiumEnvironment(counting_vector(AutoresetMode.NEXT_STEP, (2, 9)), seed=0)
-    env.reset()
-
-    steps = [env.step({"action": np.zeros(2, np.int64)}) for _ in range(4)]
-
-    assert [None if step.valid is None else step.valid.tolist() for step in steps] == [None, None, [False, True], None]
-    assert steps[1].terminated.tolist() == [True, False]
-
-
-def test_final_observations_are_those_before_the_reset() -> None:
-    env = GymnasiumEnvironment(counting_vector(AutoresetMode.SAME_STEP, (2, 9)), seed=0)
-    env.reset()
-    env.step({"action": np.zeros(2, np.int64)})
-
-    step = env.step({"action": np.zeros(2, np.int64)})
-
-    assert step.final_observations is not None
-    assert step.final_observations[0, 0] == 2 and step.observations[0, 0] == 0
-
-
 def test_a_seed_makes_episodes_repeatable_and_the_one_of_construction_comes_first() -> None:
     env = make_env("CartPole-v1", num_envs=3, seed=1)
 
     assert np.array_equal(np.asarray(env.reset(7)), np.asarray(make_env("CartPole-v1", num_envs=3).reset(1)))
 
 
-def test_native_vector_environments_are_used_where_registered() -> None:
+def test_native_vector_environments_are_used_where_registered_and_others_waste_no_rows() -> None:
     env: Any = make_env("CartPole-v1", num_envs=2)
 
     assert type(env._vector).__name__ == "CartPoleVectorEnv"
     assert (env.name, env.num_envs, env.observation_shape) == ("CartPole-v1", 2, (4,))
-
-
-def test_other_tasks_step_one_after_the_other_without_wasted_rows() -> None:
-    env: Any = make_env("Acrobot-v1", num_envs=2)
-
-    assert env._vector.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    other: Any = make_env("Acrobot-v1", num_envs=2)
+    assert other._vector.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
 
 
 @pytest.mark.parametrize(
-    ("space", "specs", "chosen", "taken"),
+    ("space", "spec", "chosen", "taken"),
     [
-        (Discrete(3), {"action": ActionSpec("categorical", 3)}, {"action": [2]}, 2),
-        (Discrete(3, start=5), {"action": ActionSpec("categorical", 3)}, {"action": [2]}, 7),
-        (
-            MultiDiscrete([2, 4]),
-            {"action_0": ActionSpec("categorical", 2), "action_1": ActionSpec("categorical", 4)},
-            {"action_0": [1], "action_1": [3]},
-            [1, 3],
-        ),
-        (Box(-2, 2, (1,)), {"action": ActionSpec("continuous", 1, low=(-2.0,), high=(2.0,))}, {"action": [[5.0]]}, [2.0]),
-        (
-            Box(-1, 1, (2, 2)),
-            {"action": ActionSpec("continuous", 4, low=(-1.0,) * 4, high=(1.0,) * 4)},
-            {"action": [[0.1, -3, 0, 1]]},
-            np.array([[0.1, -1], [0, 1]], np.float32),
-        ),
+        (Discrete(3, start=5), ActionSpec("categorical", 3), [2], 7),
+        (Box(-2, 2, (1,)), ActionSpec("continuous", 1, low=(-2.0,), high=(2.0,)), [[5.0]], [2.0]),
+        (Box(-1, 1, (2, 2)), ActionSpec("continuous", 4, low=(-1.0,) * 4, high=(1.0,) * 4), [[0.5, -3, 0, 1]], [[0.5, -1], [0, 1]]),
     ],
 )
-def test_parts_of_an_action_are_joined_into_what_the_space_takes(
-    space: gymnasium.Space[Any], specs: dict[str, ActionSpec], chosen: dict[str, Any], taken: Any
-) -> None:
-    env, inner = single(space)
+def test_an_action_becomes_what_the_space_takes(space: gymnasium.Space[Any], spec: ActionSpec, chosen: list[Any], taken: Any) -> None:
+    inner = Counting(action_space=space)
+    env = GymnasiumEnvironment(SyncVectorEnv([lambda: inner]))
     env.reset(0)
 
-    env.step({name: np.array(part, np.float32 if "Box" in str(space) else np.int64) for name, part in chosen.items()})
+    env.step({"action": np.array(chosen, np.int64 if spec.kind == "categorical" else np.float32)})
 
-    assert env.action_specs == specs
+    assert env.action_specs == {"action": spec}
     assert np.array_equal(inner.actions[0], taken)
-
-
-def test_steps_unpack_in_the_order_of_gymnasium() -> None:
-    env: Any = make_env("Pendulum-v1", num_envs=2, seed=0)
-    env.reset()
-
-    step = env.step({"action": np.zeros((2, 1), np.float32)})
-
-    assert isinstance(step, Step) and step.valid is None and step.final_observations is None
-    assert step.observations.shape == (2, 3) and step.rewards.shape == (2,)
 
 
 def test_an_unknown_id_names_close_ones() -> None:
