@@ -1,7 +1,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,54 +151,46 @@ def test_rows_of_an_owner_who_passes_steps_are_never_lost(theirs: Any, tmp_path:
     assert sum("shows only the newest of several" in entry.getMessage() for entry in caplog.records) == 1
 
 
-def test_an_owner_who_passes_no_steps_gets_rows_in_between(theirs: Any, tmp_path: Path) -> None:
-    """The first record waits for the owner's first call, which shows how the owner counts steps."""
+Call = Callable[[WandbSink, Any], object]
+
+
+def ours(*updates: int) -> Call:
+    return lambda sink, theirs: sink.write([record(update) for update in updates])
+
+
+def logs(loss: int, **settings: Any) -> Call:
+    return lambda sink, theirs: theirs.log({"loss": loss}, **settings)
+
+
+def fills(row: int) -> tuple[Call, ...]:
+    """Return an owner's two calls for one row, with our record in between."""
+    return logs(row, commit=False), ours(row), lambda sink, theirs: theirs.log({"again": row})
+
+
+@pytest.mark.parametrize(
+    ("calls", "pairs"),
+    [
+        # Without steps: the first record waits for the owner's first call, which shows how the owner counts them.
+        (
+            (ours(1), logs(1), ours(2), logs(2), ours(3, 4)),
+            [(1, None), (None, 1), (None, 2), (2, None), (None, 3), (None, 4)],
+        ),
+        ((*fills(1), *fills(2)), [(1, 1), (2, 2)]),
+        # Steps are seen through the module, too.
+        ((lambda *_: wandb.log({"loss": 1}, step=100), ours(1), lambda *_: wandb.log({"loss": 2}, step=200), ours(2)), [(1, 1), (2, 2)]),
+        # An owner who never logs gets a row per record.
+        (map(ours, range(1, MAX_WAITING_ROWS + 4)), [(None, update) for update in range(1, MAX_WAITING_ROWS + 4)]),
+        # Three records wait until an owner who comes late passes a step. The newest joins that row.
+        ((ours(1, 2, 3), logs(0, step=0), ours(4), logs(1, step=1)), [(0, 4), (1, None)]),
+    ],
+    ids=["without steps", "row in two calls", "steps of the module", "no calls", "late"],
+)
+def test_rows_are_shared_with_the_owner(theirs: Any, tmp_path: Path, calls: Iterable[Call], pairs: list[tuple[Any, Any]]) -> None:
     sink = joined(theirs)
-    for update in (1, 2):
-        sink.write([record(update)])
-        theirs.log({"loss": update})
-    sink.write([record(3), record(4)])
+    for call in calls:
+        call(sink, theirs)
 
-    assert logged_pairs(ended(sink, theirs, tmp_path)) == [(1, None), (None, 1), (None, 2), (2, None), (None, 3), (None, 4)]
-
-
-def test_a_row_that_its_owner_fills_in_two_calls_is_not_torn(theirs: Any, tmp_path: Path) -> None:
-    sink = joined(theirs)
-    for update in (1, 2):
-        theirs.log({"loss": update}, commit=False)
-        sink.write([record(update)])
-        theirs.log({"again": update})
-    entries = ended(sink, theirs, tmp_path)
-    assert logged_pairs(entries) == [(1, 1), (2, 2)]
-    assert [row["again"] for row in rows(entries)] == [1, 2]
-
-
-def test_steps_are_seen_through_the_module_too(theirs: Any, tmp_path: Path) -> None:
-    sink = joined(theirs)
-    for update in (1, 2):
-        wandb.log({"loss": update}, step=100 * update)
-        sink.write([record(update)])
-
-    assert logged_pairs(ended(sink, theirs, tmp_path)) == [(1, 1), (2, 2)]
-
-
-def test_an_owner_who_never_logs_gets_a_row_per_record(theirs: Any, tmp_path: Path) -> None:
-    sink = joined(theirs)
-    for update in range(1, MAX_WAITING_ROWS + 4):
-        sink.write([record(update)])
-
-    assert [update for _, update in logged_pairs(ended(sink, theirs, tmp_path))] == list(range(1, MAX_WAITING_ROWS + 4))
-
-
-def test_the_first_step_of_an_owner_who_comes_late_is_kept(theirs: Any, tmp_path: Path) -> None:
-    """Three records wait until the owner's first call shows that it passes steps. The newest joins that row."""
-    sink = joined(theirs)
-    sink.write([record(1), record(2), record(3)])
-    theirs.log({"loss": 0}, step=0)
-    sink.write([record(4)])
-    theirs.log({"loss": 1}, step=1)
-
-    assert logged_pairs(ended(sink, theirs, tmp_path)) == [(0, 4), (1, None)]
+    assert logged_pairs(ended(sink, theirs, tmp_path)) == pairs
 
 
 def test_a_joined_run_stays_open_as_it_was(theirs: Any, tmp_path: Path) -> None:
