@@ -98,15 +98,8 @@ def broken(update: int) -> Update:
     """An update with a bug: its returns do not match its values."""
     steps = torch.zeros(4, 2)
     flags = torch.zeros(4, 2, dtype=torch.bool)
-    columns: dict[str, Any] = {
-        "rewards": steps,
-        "values": steps,
-        "log_probs": steps,
-        "next_values": steps,
-        "ended": flags,
-        "terminated": flags,
-    }
-    columns |= {"advantages": torch.randn(4, 2), "returns": torch.zeros(5, 3)}
+    columns: dict[str, Any] = dict.fromkeys(("rewards", "values", "log_probs", "next_values"), steps)
+    columns |= {"ended": flags, "terminated": flags, "advantages": torch.randn(4, 2), "returns": torch.zeros(5, 3)}
     return Update(rollout=RolloutEnd(update=update, env_step=update, actions={}, gamma=0.9, valid=None, **columns))
 
 
