@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from ppo_builders import EventLog
-from recent_returns import mean_return
 from seeing_env import Spotlight, spotlights
+from short_trainings import learned, mean_return
 from torch import Tensor, nn
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
@@ -290,9 +289,7 @@ def test_several_kinds_of_actions_are_chosen_from_pixels() -> None:
 
     vector = gymnasium.vector.SyncVectorEnv([Many, Many], autoreset_mode=AutoresetMode.SAME_STEP)
     source = PPO(GymnasiumEnvironment(vector), PPOConfig(**{**SETTINGS, "num_minibatches": 2, "squash": True}))
-    emitted = EventLog().listen(source, RolloutEnd, MinibatchEnd)
-
-    source.learn(64)
+    emitted = learned(source, 64, RolloutEnd, MinibatchEnd)
 
     rollout = emitted.of(RolloutEnd)[0]
     assert set(rollout.actions) == {"bits_0", "bits_1", "pick", "push"}

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from ppo_builders import SMALL, EventLog, cartpole, pendulum
+from ppo_builders import SMALL, cartpole, pendulum
+from short_trainings import learned
 
 from esper_telemetry.events import MinibatchEnd
 from esper_telemetry.ppo import PPO, PPOConfig
@@ -57,9 +58,7 @@ def test_so_it_does_with_rollouts_of_the_device() -> None:
 
 
 def expect_identity(trainer: PPO, *, bound: float, updates: int = 8) -> None:
-    emitted = EventLog().listen(trainer, MinibatchEnd)
-
-    trainer.learn(updates * trainer.config.num_steps * trainer.env.num_envs)
+    emitted = learned(trainer, updates * trainer.config.num_steps * trainer.env.num_envs, MinibatchEnd)
 
     first = [event for event in emitted.events if event.step == 0]
     assert len(first) >= updates

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ppo_builders import EventLog, pendulum
+from ppo_builders import pendulum
+from short_trainings import learned
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo.normalizer import ObservationNormalizer, RewardNormalizer, RunningMoments
@@ -96,10 +97,7 @@ def test_a_limit_is_bootstrapped_from_the_normalised_last_observation() -> None:
 
 
 def test_episodes_report_raw_rewards() -> None:
-    trainer = pendulum(normalize_rewards=True)
-    emitted = EventLog().listen(trainer, RolloutEnd)
-
-    trainer.learn(64)
+    emitted = learned(pendulum(normalize_rewards=True), 64, RolloutEnd)
 
     event = emitted.events[0]
     assert event.raw_rewards is not None and not torch.equal(event.rewards, event.raw_rewards)

@@ -7,7 +7,7 @@ import pytest
 import seeing_env  # noqa: F401  # registers the environments
 import torch
 from ppo_builders import EventLog, cartpole, equal, pendulum, weights
-from recent_returns import mean_return
+from short_trainings import learned, mean_return
 from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd, TrunkBackward
@@ -37,9 +37,7 @@ KINDS: list[Any] = [
 def test_bf16_acts_and_trains_alike(make: Any, settings: dict[str, Any]) -> None:
     """The first minibatch has the probabilities of collection to three digits; the bound for bf16 is 2e-2."""
     trainer = make(precision="bf16", **settings)
-    emitted = EventLog().listen(trainer, MinibatchEnd)
-
-    trainer.learn(1)
+    emitted = learned(trainer, 1, MinibatchEnd)
 
     assert emitted.events[0].log_ratio.abs().max() < 5e-3
     assert all(math.isfinite(float(loss)) for event in emitted.events for loss in event.losses.values())

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ppo_builders import EventLog, cartpole, pendulum, random_rollout
+from short_trainings import learned
 from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
@@ -155,8 +156,7 @@ def recurrent(**changes: Any) -> PPO:
 
 
 def largest_first_ratio(trainer: PPO) -> float:
-    emitted = EventLog().listen(trainer, MinibatchEnd)
-    trainer.learn(1500)
+    emitted = learned(trainer, 1500, MinibatchEnd)
     return float(max(event.log_ratio.abs().max() for event in emitted.events if event.step == 0))
 
 

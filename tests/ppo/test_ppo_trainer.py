@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ppo_builders import EventLog, cartpole, equal, pendulum, weights
+from short_trainings import learned
 from torch import Tensor
 
 from esper_telemetry import events
@@ -75,10 +76,7 @@ def test_the_trainer_leaves_the_generators_of_others_alone() -> None:
 
 def test_events_come_in_their_order() -> None:
     """Two epochs of four minibatches."""
-    trainer = cartpole()
-    emitted = EventLog().listen(trainer, *EVENTS)
-
-    trainer.learn(64)
+    emitted = learned(cartpole(), 64, *EVENTS)
 
     minibatch = [TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd]
     before = [RunStart, RolloutEnd, EpisodeEnd, BeforeUpdate]
@@ -185,9 +183,7 @@ def test_norms_are_those_before_clipping() -> None:
 def test_the_entropy_is_computed_only_where_it_counts() -> None:
     names = []
     for coefficient in (0.0, 0.01):
-        trainer = pendulum(entropy_coef=coefficient)
-        emitted = EventLog().listen(trainer, MinibatchEnd)
-        trainer.learn(64)
+        emitted = learned(pendulum(entropy_coef=coefficient), 64, MinibatchEnd)
         names.append(set(emitted.events[-1].losses))
 
     assert names == [{"policy", "value"}, {"policy", "value", "entropy"}]
@@ -195,20 +191,14 @@ def test_the_entropy_is_computed_only_where_it_counts() -> None:
 
 def test_the_entropy_of_a_fresh_gaussian_is_that_of_the_standard_normal() -> None:
     """½ ln(2πe) = 1.4189 nats per dimension."""
-    trainer = pendulum(entropy_coef=0.01)
-    emitted = EventLog().listen(trainer, MinibatchEnd)
-
-    trainer.learn(64)
+    emitted = learned(pendulum(entropy_coef=0.01), 64, MinibatchEnd)
 
     assert emitted.events[0].losses["entropy"].item() == pytest.approx(-1.4189385, abs=1e-6)
     assert emitted.events[0].log_std["action"].shape == (1,) and not emitted.events[0].logits
 
 
 def test_the_end_of_an_update_says_where_the_run_is() -> None:
-    trainer = pendulum()
-    emitted = EventLog().listen(trainer, UpdateEnd)
-
-    trainer.learn(192)
+    emitted = learned(pendulum(), 192, UpdateEnd)
 
     assert [(event.env_step, event.gradient_step) for event in emitted.events] == [(64, 8), (128, 16), (192, 24)]
     assert set(emitted.events[0].seconds) == {"environment", "inference", "update"}
@@ -274,9 +264,7 @@ def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> 
     trainer = PPO(Forever(), PPOConfig(**settings, policy=policy, lstm_size=8, num_minibatches=2))
     if not bootstrap:
         trainer.steps = replace(trainer.steps, advantages=without_bootstrap)
-    emitted = EventLog().listen(trainer, RolloutEnd)
-
-    trainer.learn(5120)
+    emitted = learned(trainer, 5120, RolloutEnd)
 
     value = emitted.events[-1].values.mean().item()
     assert value == pytest.approx(10, abs=0.7) if bootstrap else value < 3.5

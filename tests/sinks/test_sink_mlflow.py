@@ -16,17 +16,17 @@ from urllib.request import urlopen
 
 import pytest
 from backends_read import mlflow_client
-from sink_runs import HISTOGRAM, record, run_info
+from sink_runs import EVERY, HISTOGRAM, record, run_info
 from waiting import wait_until
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow import database as mlflow_rows
 from esper_telemetry.sinks.mlflow import mlflow_run as mlflow_run
 from esper_telemetry.sinks.mlflow import mlflow_sink as mlflow_sink
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table
+from esper_telemetry.testing.sinks import delivered
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -175,14 +175,12 @@ def test_the_run_page_is_complete(store: Path, client: Any) -> None:
 
 def test_what_all_metrics_mean_is_an_artifact_and_the_headlines_are_in_the_description(store: Path, client: Any, tmp_path: Path) -> None:
     """The whole catalogue is too long for tags. The description begins with the return and does not have `adv/grad_corr`."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    sink = opened(run_info(store, run_id="all", metrics=every))
-    sink.write([record(1, {"adv/grad_corr": 0.5, "policy/kl": 0.25, "episode/return_mean_100": 7.0})])
-    sink.close(RunStatus.FINISHED)
+    values = {"adv/grad_corr": 0.5, "policy/kl": 0.25, "episode/return_mean_100": 7.0}
+    delivered(MLflowSink(), run_info(store, run_id="all", metrics=EVERY), [record(1, values)])
 
     run = mlflow_run_of(client, "all")
     page = Path(client.download_artifacts(run.info.run_id, "metrics.md", str(tmp_path))).read_text()
-    assert all(f"`{key}` |" in page for key in every)
+    assert all(f"`{key}` |" in page for key in EVERY)
     assert not [name for name in run.data.tags if name.startswith("esper.metrics")]
     rows = [line.split("|")[1:3] for line in run.data.tags["mlflow.note.content"].splitlines() if line.startswith("|")]
     assert rows[0][1] == " at update 1, step 1,000 "
@@ -229,9 +227,7 @@ def test_the_status_says_how_the_run_ended(store: Path, client: Any, status: Run
 
 
 def test_a_run_that_goes_on_is_the_same_run_and_keeps_its_settings(store: Path, client: Any) -> None:
-    sink = opened(run_info(store, run_id="resumed"))
-    sink.write([record(1)])
-    sink.close(RunStatus.KILLED)
+    delivered(MLflowSink(), run_info(store, run_id="resumed"), [record(1)], RunStatus.KILLED)
 
     sink = opened(run_info(store, run_id="resumed", config={"env": "other", "new": 1}))
     assert mlflow_run_of(client, "resumed").info.status == "RUNNING"
@@ -301,9 +297,8 @@ def test_a_store_of_artifacts_that_is_away_costs_one_warning(store: Path, client
 
 def test_a_joined_run_is_left_open_and_keeps_its_settings(store: Path, client: Any) -> None:
     theirs = client.create_run(client.create_experiment("joined"), run_name="theirs")
-    sink = opened(run_info(), MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id))
-    sink.write([record(1)])
-    sink.close(RunStatus.FINISHED)
+    sink = MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id)
+    delivered(sink, run_info(), [record(1)])
 
     run = client.get_run(theirs.info.run_id)
     assert sink.in_process
@@ -342,9 +337,7 @@ def test_a_database_that_was_never_finished_is_made_anew(tmp_path: Path, count: 
         database.executescript("".join(f"CREATE TABLE {table};" for table in TABLES[:count]))
     (tmp_path / "mlflow.db").touch()
 
-    sink = opened(run_info(tmp_path, run_id="again"))
-    sink.write([record(1)])
-    sink.close(RunStatus.FINISHED)
+    delivered(MLflowSink(), run_info(tmp_path, run_id="again"), [record(1)])
 
     run = mlflow_run_of(mlflow_client(tmp_path), "again")
     assert run.data.metrics["policy/kl"] == 0.01
@@ -449,7 +442,7 @@ def is_healthy(address: str) -> bool:
 @pytest.mark.usefixtures("logged_in")
 def test_a_server_holds_what_was_sent_and_its_first_names_repeat_the_headlines(server: str) -> None:
     """MLflow lists and draws metrics in alphabetical order. `doctor` ignores these keys, because they repeat other numbers."""
-    run = run_info(metrics={entry.metric.key: entry.info() for entry in metric_entries()})
+    run = run_info(metrics=EVERY)
     sink = opened(run, MLflowSink(server, experiment="walker"))
     values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
     sink.write([record(1, values), record(2, {**values, "alarm/active": 2.0})])
@@ -509,9 +502,7 @@ def test_nobody_is_let_in_without_the_password_and_nothing_is_tried_again(server
 def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, client: Any) -> None:
     """Metrics that MLflow does not list for a run are left out, even if the table has rows for them."""
     run = run_info(store, run_id="bulk")
-    sink = opened(run)
-    sink.write([record(update, {"policy/kl": 0.5, "policy/entropy": float(update)}) for update in (1, 2, 3)])
-    sink.close(RunStatus.FINISHED)
+    delivered(MLflowSink(), run, [record(update, {"policy/kl": 0.5, "policy/entropy": float(update)}) for update in (1, 2, 3)])
     with closing(sqlite3.connect(store / "mlflow.db")) as database, database:
         run_uuid = mlflow_run_of(client, "bulk").info.run_id
         database.execute("DELETE FROM latest_metrics WHERE run_uuid = ? AND key = 'policy/entropy'", (run_uuid,))
@@ -532,9 +523,7 @@ def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, c
 @pytest.mark.system
 def test_a_file_with_other_tables_is_read_through_the_client(store: Path, monkeypatch: pytest.MonkeyPatch, client: Any) -> None:
     run = run_info(store, run_id="other")
-    sink = opened(run)
-    sink.write([record(1, {"policy/kl": 0.5})])
-    sink.close(RunStatus.FINISHED)
+    delivered(MLflowSink(), run, [record(1, {"policy/kl": 0.5})])
     monkeypatch.setattr(mlflow_sink, "READ_METRICS", "SELECT no_such_column FROM metrics WHERE run_uuid = ?1")
 
     assert MLflowSink().stored(run) == mlflow_sink._through_client(client, run, "esper_telemetry")

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sink_runs import HISTOGRAM, METRICS, record, run_info
+from sink_runs import EVERY, HISTOGRAM, METRICS, record, run_info
 
-from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.metric import family_name
 from esper_telemetry.core.record import Histogram, MetricInfo
 from esper_telemetry.delivery.status import replay_command
@@ -52,9 +51,6 @@ def test_charts_hold_what_belongs_together_in_one_unit() -> None:
         ),
         "Your own: my": (Chart("my/key", ("my/key",)),),
     }
-
-
-EVERY = {entry.metric.key: entry.info() for entry in metric_entries()}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sink_runs import HISTOGRAM, record, run_info
+from sink_runs import EVERY, HISTOGRAM, record, run_info
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -13,9 +13,9 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from esper_telemetry import Telemetry
-from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import TensorBoardSink
+from esper_telemetry.testing.sinks import delivered
 
 
 def read(directory: Path) -> Any:
@@ -83,10 +83,8 @@ def test_settings_and_status_stand_in_the_table_of_runs(sink: TensorBoardSink, t
 
 def test_the_table_of_runs_begins_with_what_runs_differ_in_and_with_returns(tmp_path: Path) -> None:
     """TensorBoard shows five of the settings marked as differing, and the first outcome."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    sink = TensorBoardSink()
-    sink.open(run_info(tmp_path, metrics=every, config={"ppo": {"learning_rate": 1e-3, "clip": 0.2}, "env": "a"}))
-    sink.close(RunStatus.FINISHED)
+    config = {"ppo": {"learning_rate": 1e-3, "clip": 0.2}, "env": "a"}
+    delivered(TensorBoardSink(), run_info(tmp_path, metrics=EVERY, config=config), [])
 
     directory = tmp_path / "tensorboard"
     content = read(directory).SummaryMetadata(hparams.EXPERIMENT_TAG).plugin_data.content
@@ -114,10 +112,7 @@ def test_in_a_directory_of_somebody_elses_nothing_of_theirs_is_touched(tmp_path:
     theirs.add_event(Event(step=5000, summary=Summary(value=[Summary.Value(tag="theirs", simple_value=1.0)])))
     theirs.close()
     for _ in range(2):
-        sink = TensorBoardSink(tmp_path)
-        sink.open(run_info())
-        sink.write([record(1)])
-        sink.close(RunStatus.FINISHED)
+        delivered(TensorBoardSink(tmp_path), run_info(), [record(1)])
 
     assert scalars(tmp_path, "theirs") == [(5000, 1.0)]
     assert scalars(tmp_path, "policy/kl")[0] == (1000, pytest.approx(0.01))
@@ -150,8 +145,7 @@ def test_the_place_is_the_directory_the_command_and_the_pages(tmp_path: Path) ->
 
 def test_the_first_family_of_tags_repeats_the_headlines_and_the_return_is_the_first(tmp_path: Path) -> None:
     """`doctor` ignores these tags, because they repeat numbers of other tags."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    run = run_info(tmp_path, metrics=every)
+    run = run_info(tmp_path, metrics=EVERY)
     sink = TensorBoardSink()
     sink.open(run)
     values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
@@ -169,9 +163,8 @@ def test_the_first_family_of_tags_repeats_the_headlines_and_the_return_is_the_fi
 
 def test_each_alarm_has_a_chart_of_its_own_with_its_name(tmp_path: Path) -> None:
     """TensorBoard draws all lines of a run in one colour. The 3 keys of `max_keys` are used up when the alarms are raised."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
     sink = TensorBoardSink(max_keys=3)
-    sink.open(run_info(tmp_path, metrics=every))
+    sink.open(run_info(tmp_path, metrics=EVERY))
     taken = {"policy/kl": 0.1, "policy/clip_frac": 0.1, "value/r2": 0.1}
     sink.write([record(1, taken), record(2, {**taken, "alarm/policy/kl_spike": 1.0, "alarm/grad/explode": 0.5})])
 

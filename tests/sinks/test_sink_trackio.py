@@ -10,7 +10,7 @@ from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks import sink_from_uri
 from esper_telemetry.sinks.trackio import TrackioSink
 from esper_telemetry.testing import CHECKS, check_sink
-from esper_telemetry.testing.sinks import alarm, record, run_in
+from esper_telemetry.testing.sinks import alarm, delivered, record, run_in
 
 pytestmark = pytest.mark.skipif(find_spec("trackio") is None, reason="needs trackio")
 
@@ -52,9 +52,7 @@ def test_the_overview_comes_first_and_details_stay_in_the_journal(tmp_path: Path
     from trackio.sqlite_storage import SQLiteStorage
 
     sink, run = TrackioSink("walker"), run_in(tmp_path / "run", name="first")
-    sink.open(run)
-    sink.write([record(1, values={"policy/kl": 0.1, "grad/layer/core_weight/norm": 2.0})])
-    sink.close(RunStatus.FINISHED)
+    delivered(sink, run, [record(1, values={"policy/kl": 0.1, "grad/layer/core_weight/norm": 2.0})])
 
     (row,) = SQLiteStorage.get_logs("walker", f"first-{run.run_id[:6]}")
     numbers = {key: value for key, value in row.items() if key not in ("step", "timestamp")}

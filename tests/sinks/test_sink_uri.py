@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sink_runs import record, run_info
 
-from esper_telemetry.core.record import Record, RunStatus
+from esper_telemetry.core.record import Record
 from esper_telemetry.sinks import (
     ConsoleSink,
     FunctionSink,
@@ -26,6 +26,7 @@ from esper_telemetry.sinks import (
 from esper_telemetry.sinks import sink_registry as uri_module
 from esper_telemetry.sinks.sink_registry import BUNDLED, GROUP
 from esper_telemetry.testing import MemorySink
+from esper_telemetry.testing.sinks import delivered
 
 
 @pytest.mark.parametrize(
@@ -147,9 +148,7 @@ def test_a_function_is_a_sink_that_is_called_with_each_record() -> None:
     records_received: list[Record] = []
 
     sink = as_sink(records_received.append)
-    sink.open(run_info())
-    sink.write([record(1), record(2)])
-    sink.close(RunStatus.FINISHED)
+    delivered(sink, run_info(), [record(1), record(2)])
 
     assert isinstance(sink, FunctionSink)
     assert [each.seq for each in records_received] == [1, 2]

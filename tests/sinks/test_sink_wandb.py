@@ -10,12 +10,12 @@ import wandb
 from backends_read import AXES
 from backends_read import wandb_entries as inspect
 from permissions import keep_to_permissions
-from sink_runs import record, run_info
+from sink_runs import EVERY, record, run_info
 
-from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import PermanentSinkError, WandbSink
 from esper_telemetry.sinks.wandb.wandb_run import MAX_WAITING_ROWS
+from esper_telemetry.testing.sinks import delivered
 
 pytestmark = pytest.mark.system
 
@@ -70,13 +70,10 @@ def test_returns_are_drawn_over_steps_and_the_policy_over_updates(offline: list[
 
 def test_the_first_names_repeat_the_headlines(tmp_path: Path) -> None:
     """W&B orders the sections of its charts by name. `doctor` ignores these keys, because they repeat other numbers."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    run = run_info(tmp_path, metrics=every)
+    run = run_info(tmp_path, metrics=EVERY)
     sink = WandbSink(mode="offline")
-    sink.open(run)
     values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
-    sink.write([record(1, values)])
-    sink.close(RunStatus.FINISHED)
+    delivered(sink, run, [record(1, values)])
 
     entries = inspect(tmp_path)
     names = [name for name in sorted(rows(entries)[0]) if not name.startswith("_")]
@@ -99,9 +96,7 @@ def test_the_run_has_its_name_settings_and_exit_code(offline: list[dict[str, Any
 def test_what_wandb_refuses_costs_that_item_and_no_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A tag has at most 64 characters."""
     sink = WandbSink(mode="offline")
-    sink.open(run_info(tmp_path, tags=("t" * 65, "good"), name="n" * 3000))
-    sink.write([record(1, {"policy/kl": 0.5})])
-    sink.close(RunStatus.FINISHED)
+    delivered(sink, run_info(tmp_path, tags=("t" * 65, "good"), name="n" * 3000), [record(1, {"policy/kl": 0.5})])
 
     (run,) = of_type(inspect(tmp_path), "run")[:1]
     assert run["tags"] == ["good"] and len(rows(inspect(tmp_path))) == 1
@@ -218,7 +213,7 @@ def test_a_run_that_its_owner_has_ended_takes_no_more(theirs: Any) -> None:
 
 KILL_CORE = """
 import os, pathlib, signal, sys, time
-from sink_runs import record, run_info
+from sink_runs import EVERY, record, run_info
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import DeadClientError, WandbSink
 
@@ -300,9 +295,7 @@ def test_with_a_key_that_is_none_the_run_is_offline_with_a_warning(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "garbage")
     sink = WandbSink()
-    sink.open(run_info(tmp_path))
-    sink.write([record(1)])
-    sink.close(RunStatus.FINISHED)
+    delivered(sink, run_info(tmp_path), [record(1)])
 
     assert len(rows(inspect(tmp_path))) == 1
     assert "W&B refuses the key that is set" in caplog.text

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from fake_wandb import ENTITY, KEY, FakeWandb
 from run_cli import CommandOutput
-from sink_runs import HISTOGRAM, record, run_info
+from sink_runs import EVERY, HISTOGRAM, record, run_info
 
-from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.cli.stored_runs import keys
@@ -32,7 +31,6 @@ pytestmark = [
     pytest.mark.system,
 ]
 
-EVERY = {entry.metric.key: entry.info() for entry in metric_entries()}
 SEEN = {"policy/kl": 0.01, "policy/kl_max": 0.02, "policy/clip_frac": 0.1, "episode/return_mean_100": 10.0, "alarm/active": 0.0}
 
 

@@ -1,20 +1,28 @@
-"""The bridge to Gymnasium: transitions are the same in every autoreset mode, and errors name the wrong use."""
+"""The bridge to Gymnasium: every autoreset mode gives the same transitions and rollouts, and errors name the wrong use."""
 
-import sys
+import logging
+from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from counting_env import Counting, counting_vector
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from seeing_env import spotlights
 
+from esper_telemetry.events import EpisodeEnd, MinibatchEnd, UpdateEnd
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import environment_registry as registry
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
+from esper_telemetry.ppo.environments.wrappers import VELOCITIES
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 
@@ -108,8 +116,112 @@ def test_there_must_be_environments(count: int) -> None:
         make_env("CartPole-v1", num_envs=count)
 
 
-def test_without_gymnasium_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
+@pytest.mark.parametrize("env_id", [env_id for env_id in VELOCITIES if env_id in gymnasium.registry])
+def test_velocities_are_zero_and_the_rest_is_as_it_was(env_id: str) -> None:
+    hidden: Any = make_env(env_id, num_envs=2, seed=0, mask_velocity=True)
+    plain: Any = make_env(env_id, num_envs=2, seed=0)
+    visible = [index for index in range(plain.observation_shape[0]) if index not in VELOCITIES[env_id]]
+    observations, expected = hidden.reset(), plain.reset()
+    kind = plain.action_specs["action"]
+    action = np.ones((2, 1), np.float32) if kind.kind == "continuous" else np.ones(2, np.int64)
+    for _ in range(250):
+        assert (observations[:, list(VELOCITIES[env_id])] == 0).all()
+        assert np.array_equal(observations[:, visible], expected[:, visible])
+        left, right = hidden.step({"action": action}), plain.step({"action": action})
+        if left.final_observations is not None:
+            assert (left.final_observations[:, list(VELOCITIES[env_id])] == 0).all()
+            assert np.array_equal(left.final_observations[:, visible], right.final_observations[:, visible])
+        observations, expected = left.observations, right.observations
 
-    with pytest.raises(ImportError, match=r"pip install 'esper-telemetry\[train\]'"):
-        make_env("CartPole-v1")
+
+def test_the_name_says_so_and_other_tasks_are_refused() -> None:
+    assert make_env("CartPole-v1", mask_velocity=True).name == "CartPole-v1 without velocities"
+    with pytest.raises(ValueError, match=r"mask_velocity supports CartPole-v0, .*, got 'Blackjack-v1'"):
+        make_env("Blackjack-v1", mask_velocity=True)
+
+
+COLUMNS = ("observations", "log_probs", "rewards", "values", "next_values", "ended", "terminated")
+
+
+def counting(mode: AutoresetMode, lengths: tuple[int, ...] = (3, 5), **settings: Any) -> PPO:
+    """Return a small trainer for counting environments."""
+    env = GymnasiumEnvironment(counting_vector(mode, lengths), seed=1)
+    return PPO(env, PPOConfig(num_steps=8, hidden_sizes=(16,), **settings))
+
+
+def valid_rows(mode: AutoresetMode) -> tuple[list[dict[str, Any]], list[float], int]:
+    """Return each environment's transitions in order, under a policy without noise; returns of episodes; counted steps."""
+    trainer = counting(mode)
+    head = trainer.policy.head("action")
+    head.noise = lambda shape, generator: torch.zeros(*shape, 2)  # type: ignore[method-assign]  # actions depend on observations alone
+    columns: list[dict[str, list[Any]]] = [{name: [] for name in COLUMNS} for _ in range(2)]
+    returns: list[float] = []
+    steps = 0
+    for _ in range(5):
+        rollout = trainer.collector.collect()
+        returns += trainer.collector.episodes.returns
+        valid = torch.ones_like(rollout.ended) if rollout.valid is None else rollout.valid
+        steps += int(valid.sum())
+        for env, collected in enumerate(columns):
+            for name in COLUMNS:
+                collected[name] += getattr(rollout, name)[:, env][valid[:, env]].tolist()
+    return [{name: np.array(rows) for name, rows in collected.items()} for collected in columns], returns, steps
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+def test_every_autoreset_mode_gives_the_same_valid_rollout(mode: AutoresetMode) -> None:
+    """Episodes of 3 and 5 steps over five rollouts of 8. Some end inside a rollout, some on its edge."""
+    reference, reference_returns, reference_steps = valid_rows(AutoresetMode.SAME_STEP)
+    columns, returns, steps = valid_rows(mode)
+
+    for collected, expected in zip(columns, reference, strict=True):
+        rows = len(collected["rewards"])
+        inside = slice(0, rows - 1)  # the last row's next value depends on where the rollout stops
+        assert rows >= 30
+        for name in COLUMNS:
+            assert np.allclose(collected[name][inside], expected[name][:rows][inside], atol=1e-6), name
+    assert sum(len(collected["rewards"]) for collected in columns) == steps <= reference_steps == 80
+    assert sorted(set(returns)) == sorted(set(reference_returns)) == [6, 15]
+
+
+def test_rows_of_a_reset_are_not_counted_as_steps() -> None:
+    """Episodes of 3 steps and a reset: 6 of 8 rows are steps in both environments."""
+    trainer = counting(AutoresetMode.NEXT_STEP, (3, 3), num_minibatches=1)
+    steps: list[int] = []
+    episodes: list[EpisodeEnd] = []
+    rows: list[int] = []
+    trainer.hooks.on(UpdateEnd, lambda event: steps.append(event.env_step))
+    trainer.hooks.on(EpisodeEnd, episodes.append)
+    trainer.hooks.on(MinibatchEnd, lambda event: rows.append(len(event.log_ratio)))
+
+    trainer.learn(12)
+
+    assert steps == [12] and rows == [12] * trainer.config.num_epochs
+    assert [(event.returns, event.lengths) for event in episodes] == [([6] * 4, [3] * 4)]
+
+
+@pytest.fixture
+def broken_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A plugin whose module exits the process with a message for the terminal."""
+    (tmp_path / "exiting_plugin.py").write_text("raise SystemExit('\\x1b[31mno')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entries = {
+        name: EntryPoint(name, target, registry.ENTRY_POINT_GROUP)
+        for name, target in {**registry.BUNDLED, "broken": "exiting_plugin:make"}.items()
+    }
+    monkeypatch.setattr(registry, "_registered", lambda: entries)
+    registry.every_environment.cache_clear()
+    yield
+    registry.every_environment.cache_clear()
+
+
+@pytest.mark.usefixtures("broken_plugin")
+def test_a_plugin_that_ends_the_process_costs_its_environment(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "esper_telemetry"):
+        assert list(registry.every_environment()) == ["cue-recall"]
+        assert registry.controllers() == ()
+
+    sentence = "the environment 'broken' of exiting_plugin:make cannot be loaded: SystemExit: no"
+    assert [one.getMessage() for one in caplog.records] == [sentence]
+    with pytest.raises(ValueError, match=sentence):
+        registry.make_env("broken")
