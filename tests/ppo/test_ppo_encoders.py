@@ -157,16 +157,17 @@ def short_episodes(mode: AutoresetMode, source: PPO, *, parts: bool) -> Rollout:
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_cut_episode_is_valued_by_its_last_observation(parts: bool, policy: str) -> None:
-    """SAME_STEP gives this observation as `final_obs`; in NEXT_STEP it is the next observation."""
+    """SAME_STEP gives this observation as `final_obs`; in the other modes it is the next observation."""
     source = trainer(ENVS[parts], num_envs=2, policy=policy, num_minibatches=1)
     same = short_episodes(AutoresetMode.SAME_STEP, source, parts=parts)
-    after = short_episodes(AutoresetMode.NEXT_STEP, source, parts=parts)
+    for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED):
+        other = short_episodes(mode, source, parts=parts)
 
-    assert same.valid is None and after.valid is not None
-    # Environment 0 has episodes of 3 steps: in both modes its third step is cut before their actions can differ.
-    assert same.ended[2, 0] and after.ended[2, 0] and not same.terminated.any()
-    assert torch.equal(same.observations[:3, 0], after.observations[:3, 0])
-    assert float(same.next_values[2, 0]) == pytest.approx(float(after.next_values[2, 0]), abs=1e-6)
+        assert same.valid is None and (other.valid is None) == (mode is AutoresetMode.DISABLED)
+        # Environment 0 has episodes of 3 steps: in all modes its third step is cut before their actions can differ.
+        assert same.ended[2, 0] and other.ended[2, 0] and not same.terminated.any()
+        assert torch.equal(same.observations[:3, 0], other.observations[:3, 0])
+        assert float(same.next_values[2, 0]) == pytest.approx(float(other.next_values[2, 0]), abs=1e-6)
     assert float(same.next_values[2, 0]) != pytest.approx(float(same.values[3, 0]), abs=1e-6)
 
 

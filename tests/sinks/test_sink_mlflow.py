@@ -149,15 +149,6 @@ def test_a_server_and_an_unknown_table_take_everything_through_the_client(client
     assert metric_table(client) is None
 
 
-def test_a_histogram_becomes_three_quantiles(store: Path, client: Any) -> None:
-    """Counts 1, 2, 1 between 0, 1, 2, 3: 5 % is a fifth into the first bin."""
-    sink = opened(run_info(store, run_id="histogram"))
-    sink.write([record(1, {}, {"policy/ratio": HISTOGRAM})])
-
-    metrics = mlflow_run_of(client, "histogram").data.metrics
-    assert metrics["policy/ratio_p05"] == pytest.approx(0.2)
-    assert metrics["policy/ratio_p50"] == pytest.approx(1.5)
-    assert metrics["policy/ratio_p95"] == pytest.approx(2.8)
 
 
 def test_the_run_page_is_complete(store: Path, client: Any) -> None:

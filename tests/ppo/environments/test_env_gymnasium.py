@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 import torch
 from counting_env import Counting, counting_vector
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from seeing_env import spotlights
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper_telemetry.events import EpisodeEnd, MinibatchEnd, UpdateEnd
 from esper_telemetry.ppo import PPO, PPOConfig
@@ -23,37 +21,6 @@ from esper_telemetry.ppo.environments.environment_protocol import ActionSpec
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 from esper_telemetry.ppo.environments.wrappers import VELOCITIES
-
-MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
-
-
-def transitions(vector: VectorEnv, steps: int) -> list[list[list[float]]]:
-    """Return each environment's valid transitions in one row: observation, reward, both ends, next observation."""
-    env = GymnasiumEnvironment(vector, seed=5)
-    observations = env.reset().copy()
-    transitions_of_envs: list[list[list[float]]] = [[], []]
-    for _ in range(steps):
-        step = env.step({"action": np.zeros(2, np.int64)})
-        for index in np.flatnonzero(np.ones(2) if step.valid is None else step.valid):
-            following = step.observations[index]
-            if step.terminated[index] or step.truncated[index]:
-                assert step.final_observations is not None
-                following = step.final_observations[index]
-            outcome = [float(x[index]) for x in (step.rewards, step.terminated, step.truncated)]
-            transitions_of_envs[index].append([*observations[index].ravel(), *outcome, *following.ravel()])
-        observations = step.observations.copy()
-    return transitions_of_envs
-
-
-@pytest.mark.parametrize("make", [counting_vector, partial(spotlights, parts=False), partial(spotlights, parts=True)])
-def test_every_autoreset_mode_gives_the_same_transitions(make: Any) -> None:
-    """Episodes of 3 and 5 steps with vectors, images and several parts. NEXT_STEP needs more calls for the same transitions."""
-    next_step, same_step, disabled = (transitions(make(mode), 40) for mode in MODES)
-
-    assert same_step == disabled
-    for index in range(2):
-        assert next_step[index] == same_step[index][: len(next_step[index])]
-        assert len(next_step[index]) >= 30
 
 
 def test_a_seed_makes_episodes_repeatable_and_the_one_of_construction_comes_first() -> None:
