@@ -1,6 +1,8 @@
 """Checkpoints: training continues bit for bit. A file is complete, runs no code, and is refused if it does not fit the run."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +22,30 @@ SMALL: dict[str, Any] = {"num_steps": 16, "num_minibatches": 2, "hidden_sizes": 
 SCALED: dict[str, Any] = {"normalize_observations": True, "normalize_rewards": True}
 
 
-def acrobot(**changes: Any) -> PPO:
-    return PPO(make_env("Acrobot-v1", num_envs=3, seed=0), PPOConfig(**{**SMALL, **changes}))
-
-
-def hidden(**changes: Any) -> PPO:
-    return PPO(make_env("CartPole-v1", num_envs=3, seed=0, mask_velocity=True), PPOConfig(**{**SMALL, **changes}))
-
-
-def parts(**changes: Any) -> PPO:
-    return PPO(make_env("seeing_env:SpotlightParts-v0", num_envs=3, seed=0), PPOConfig(**{**SMALL, **changes}))
-
-
-def recall(**changes: Any) -> PPO:
-    return PPO(CueRecall(4, seed=0), PPOConfig(**{**SMALL, **changes}))
+def small(env_id: str, *, mask_velocity: bool = False, **changes: Any) -> PPO:
+    env = make_env(env_id, num_envs=3, seed=0, mask_velocity=mask_velocity)
+    return PPO(env, PPOConfig(**{**SMALL, **changes}))
 
 
 def recall_in_tensors(**changes: Any) -> PPO:
-    trainer = recall(**changes)
-    trainer.collector = TensorCollector(CueRecall(4, seed=0), trainer.policy, 16, 0, trainer.normalizers)
+    trainer = small("cue-recall", **changes)
+    trainer.collector = TensorCollector(CueRecall(3, seed=0), trainer.policy, 16, 0, trainer.normalizers)
     return trainer
 
 
+MAKERS: dict[str, Callable[..., PPO]] = {
+    "cartpole": cartpole,
+    "pendulum": pendulum,
+    "acrobot": partial(small, "Acrobot-v1"),
+    "hidden": partial(small, "CartPole-v1", mask_velocity=True),
+    "parts": partial(small, "seeing_env:SpotlightParts-v0"),
+    "recall": partial(small, "cue-recall"),
+    "recall in tensors": recall_in_tensors,
+}
+
+
 @pytest.mark.system
-@pytest.mark.parametrize("make", [cartpole, pendulum, acrobot, hidden, parts, recall, recall_in_tensors])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("settings", [{}, {"policy": "lstm", "num_minibatches": 2, **SCALED}])
 def test_a_resumed_run_is_bit_identical(make: Any, settings: dict[str, Any], tmp_path: Path) -> None:
     """Saved after the third update; both runs continue to the same end."""

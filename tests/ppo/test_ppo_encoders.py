@@ -203,24 +203,16 @@ def test_only_vectors_are_normalised() -> None:
     assert host.dtype == np.uint8 and layout.numbers_of(host) == pytest.approx(normalised.numpy(), abs=1e-6)
 
 
-@pytest.mark.parametrize(("env_id", "kind"), [("Spotlight-v0", None), ("FrozenLake-v1", None), ("SpotlightParts-v0", VectorNormalizer)])
-def test_what_has_no_vectors_has_nothing_to_normalise(env_id: str, kind: type | None) -> None:
-    source = trainer(env_id, normalize_observations=True)
-
-    source.learn(1)
-
-    normalizer = source.normalizers.observations
-    assert normalizer is None if kind is None else isinstance(normalizer, kind)
-
-
-def test_statistics_of_vectors_follow_the_rollouts() -> None:
+def test_statistics_of_vectors_follow_the_rollouts_and_what_has_no_vectors_has_none() -> None:
     """Time runs from 0 to 7 in episodes of 8, so its mean over whole episodes is 3.5."""
-    source = trainer("SpotlightParts-v0", normalize_observations=True)
+    of_parts, of_images, of_choices = (trainer(env_id, normalize_observations=True) for env_id in (*reversed(ENVS), "FrozenLake-v1"))
 
-    source.learn(1)
+    of_parts.learn(1)
 
-    normalizer = source.normalizers.observations
-    assert normalizer is not None and normalizer.mean.tolist() == pytest.approx([3.5]) and float(normalizer.count) == 64
+    normalizer = of_parts.normalizers.observations
+    assert isinstance(normalizer, VectorNormalizer)
+    assert normalizer.mean.tolist() == pytest.approx([3.5]) and float(normalizer.count) == 64
+    assert of_images.normalizers.observations is None and of_choices.normalizers.observations is None
 
 
 @pytest.mark.system

@@ -233,13 +233,3 @@ def test_asking_for_parts_leaves_no_trace(make: Any) -> None:
     observed.learn(500)
 
     assert equal(weights(bare), weights(observed))
-
-
-def test_a_minibatch_announces_itself_before_the_first_step_only() -> None:
-    trainer, steps = cartpole(), []
-    trainer.hooks.on(MinibatchStart, lambda event: steps.append((event.epoch, event.step)))
-
-    trainer.learn(400)
-
-    assert len(steps) == trainer.updates > 1
-    assert set(steps) == {(0, 0)}

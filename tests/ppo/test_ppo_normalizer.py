@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ppo_builders import pendulum
-from short_trainings import learned
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo.normalizer import ObservationNormalizer, RewardNormalizer, RunningMoments
@@ -94,11 +93,3 @@ def test_a_limit_is_bootstrapped_from_the_normalised_last_observation() -> None:
         expected = trainer.policy.values(trainer.policy.trunks(last)[-1])
     assert torch.allclose(rollout.next_values[199], expected, atol=1e-5)
     assert last.abs().max() < 10
-
-
-def test_episodes_report_raw_rewards() -> None:
-    emitted = learned(pendulum(normalize_rewards=True), 64, RolloutEnd)
-
-    event = emitted.events[0]
-    assert event.raw_rewards is not None and not torch.equal(event.rewards, event.raw_rewards)
-    assert torch.allclose(event.rewards / event.raw_rewards, (event.rewards / event.raw_rewards)[0, 0], rtol=1e-4)

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 import pytest
 from backends_read import mlflow_client
-from sink_runs import EVERY, HISTOGRAM, record, run_info
+from sink_runs import EVERY, record, run_info
 from waiting import wait_until
 
 from esper_telemetry import Telemetry, read_run
@@ -147,8 +147,6 @@ def test_a_server_and_an_unknown_table_take_everything_through_the_client(client
     assert metric_table(mlflow_client("http://127.0.0.1:9")) is None
     monkeypatch.setattr(mlflow_rows, "METRIC_COLUMNS", {"key", "value"})
     assert metric_table(client) is None
-
-
 
 
 def test_the_run_page_is_complete(store: Path, client: Any) -> None:

@@ -12,7 +12,6 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from esper_telemetry import Telemetry
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import TensorBoardSink
 from esper_telemetry.testing.sinks import delivered
@@ -172,18 +171,3 @@ def test_each_alarm_has_a_chart_of_its_own_with_its_name(tmp_path: Path) -> None
     first = layout_pb2.Layout.FromString(layouts[-1].tensor_proto.string_val[0]).category[0]
     assert first.title == "Is anything wrong?"
     assert sorted(chart.title for chart in first.chart) == ["grad/explode [severity]", "policy/kl_spike [severity]"]
-
-
-@pytest.mark.system
-def test_the_response_to_the_learning_rate_is_shown_with_its_own_meaning(tmp_path: Path) -> None:
-    """Twenty updates whose learning rate and step size fall together: a rank correlation of 1, which is healthy."""
-    with Telemetry(["tensorboard"], run_dir=tmp_path) as telemetry:
-        for update in range(1, 21):
-            telemetry.log({"opt/lr": 1 / update, "opt/update_to_weight": 0.01 / update})
-            telemetry.flush(env_step=1000 * update)
-
-    key = "opt/update_to_weight/lr_response"
-    metadata = read(tmp_path / "tensorboard").SummaryMetadata(key)
-    assert scalars(tmp_path / "tensorboard", key) == [(10_000, pytest.approx(1)), (20_000, pytest.approx(1))]
-    assert metadata.display_name == key
-    assert "Do the optimizer's steps shrink as the learning rate is lowered?" in metadata.summary_description
