@@ -16,7 +16,6 @@ from esper_telemetry.core.event_parts import Shard
 from esper_telemetry.events import BackwardEnd, HeadsBackward, MinibatchStart, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig, networks
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
-from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.networks import MLP
 from esper_telemetry.ppo.ppo_objective import TrunkOutputs, backward_losses, backward_trunks
 from esper_telemetry.ppo.rollout import Batch, flatten
@@ -70,13 +69,8 @@ def test_the_split_backward_equals_the_plain_one_bit_for_bit(make: Make, shared_
 @pytest.mark.parametrize("shared_trunk", [False, True])
 def test_the_split_backward_of_memory_and_several_heads_is_the_plain_one(precision: str, shared_trunk: bool) -> None:
     """Heads add up in another order, so the last bit may differ."""
-    env = make_env("cue-recall", num_envs=4, seed=0)
-    config = PPOConfig(policy="lstm", lstm_size=8, num_steps=16, num_minibatches=1, shared_trunk=shared_trunk, entropy_coef=0.01)
-    trainer = PPO(env, replace(config, precision=precision))
-    rollout = trainer.collector.collect()
-    advantages = trainer.steps.advantages(rollout, 0.99, 0.95)
-    batch = flatten(rollout, trainer.steps.normalize(advantages), advantages + rollout.values)
-    (batch,) = trainer.steps.minibatches(batch, 1, trainer.generator)
+    trainer = recall(shared_trunk=shared_trunk, entropy_coef=0.01, precision=precision)
+    (batch,) = trainer.steps.minibatches(first_batch(trainer), 1, trainer.generator)
 
     split, plain = split_backward(trainer, batch), plain_backward(trainer, batch)
 
