@@ -344,12 +344,12 @@ def test_updates_that_pile_up_are_told_while_training_goes_on(telemetry: Telemet
     telemetry.flush(env_step=1)
 
 
-def test_a_long_update_is_no_mistake(telemetry: Telemetry, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_updates_that_are_counted_from_nought_are_no_mistake(telemetry: Telemetry, caplog: pytest.LogCaptureFixture) -> None:
     for update in range(20):
         for epoch in range(3):
             for _ in range(4):
                 telemetry.observe(Curiosity(1.0), epoch=epoch)
-        telemetry.flush(env_step=update)
+        telemetry.flush(env_step=8 * update, update=update)
 
     assert caplog.records == []
 
@@ -370,13 +370,6 @@ def test_axes_that_go_back_are_told_once(telemetry: Telemetry, caplog: pytest.Lo
 
     assert warned(caplog, text) == 1
     assert warned(caplog, "esper-telemetry: flush was given") <= 2
-
-
-def test_updates_may_be_counted_from_nought(telemetry: Telemetry, caplog: pytest.LogCaptureFixture) -> None:
-    for update in range(3):
-        telemetry.flush(env_step=update * 8, update=update)
-
-    assert caplog.records == []
 
 
 # --- watch, attach, on_alarm
