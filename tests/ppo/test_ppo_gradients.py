@@ -15,6 +15,7 @@ from torch import Tensor
 from esper_telemetry.core.event_parts import Shard
 from esper_telemetry.events import BackwardEnd, HeadsBackward, MinibatchStart, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig, networks
+from esper_telemetry.ppo.collectors.inference import in_numpy, in_torch
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.ppo.networks import MLP
 from esper_telemetry.ppo.ppo_objective import TrunkOutputs, backward_losses, backward_trunks
@@ -178,6 +179,16 @@ def test_the_network_in_numpy_agrees_and_follows_the_weights(activation: str) ->
         network.get_parameter("layers.0.bias").add_(0.1)
 
     assert np.allclose(in_numpy(rows.numpy()), network(rows).detach().numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [cartpole, pendulum])
+def test_acting_in_numpy_agrees_with_acting_in_torch(make: Make) -> None:
+    policy = make().policy
+    rows = np.random.default_rng(0).normal(size=(8, policy.actor.inputs)).astype(np.float32)
+
+    fast, slow = in_numpy(policy), in_torch(policy)
+    assert np.allclose(fast.scores(fast.actor(rows))["action"], slow.scores(slow.actor(rows))["action"], atol=1e-6)
+    assert np.allclose(fast.value(fast.critic(rows)), slow.value(slow.critic(rows)), atol=1e-6)
 
 
 def flat(parameters: dict[str, Tensor]) -> Tensor:

@@ -242,8 +242,12 @@ def test_measures_that_need_history_go_on_with_a_checkpoint(tmp_path: Path, sett
             if resume:
                 source.load(tmp_path / f"{name} 26" / checkpoints.latest.name)
             attach(telemetry, source)
-            # Every update waits for its record: on a busy machine a worker may fall behind updates this small.
-            source.hooks.on(UpdateEnd, lambda event: telemetry.state_dict(), last=True)
+
+            def wait(event: UpdateEnd) -> None:
+                """Let every update wait for its record: on a busy machine a worker may fall behind updates this small."""
+                telemetry.state_dict()
+
+            source.hooks.on(UpdateEnd, wait, last=True)
             source.hooks.on(UpdateEnd, lambda event: source.stop() if event.update == until else None)
             source.learn(30 * ROLLOUT)
 
