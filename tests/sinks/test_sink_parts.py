@@ -179,7 +179,8 @@ def test_the_command_that_shows_a_run_survives_a_shell(sink: Sink, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "uri", ["tensorboard", "tensorboard:my logs", "wandb:walker?mode=offline", "mlflow?experiment=my+walk", "mlflow:http://host:5000"]
+    "uri",
+    ["tensorboard:my logs", "wandb:walker?mode=offline", "mlflow?experiment=my+walk", "mlflow:http://host:5000", "prometheus:/a.prom"],
 )
 def test_the_command_that_sends_the_rest_means_the_same_sink(uri: str, tmp_path: Path) -> None:
     words = shlex.split(replay_command(tmp_path, as_sink(uri)))
