@@ -17,14 +17,13 @@ from sink_runs import EVERY, HISTOGRAM, record, run_info
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.cli.stored_runs import keys
-from esper_telemetry.core.record import MetricInfo, RunInfo, RunStatus
+from esper_telemetry.core.record import MetricInfo, RunInfo
 from esper_telemetry.delivery.status import Cursor, Cursors
-from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.journal.read import read_run
 from esper_telemetry.sinks import WandbSink, sink_protocol
 from esper_telemetry.sinks.pages import safe
 from esper_telemetry.sinks.wandb.workspace import specification, workspace
+from esper_telemetry.testing.sinks import journalled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators"),  # in wandb-workspaces 0.4
@@ -50,11 +49,7 @@ def axes_and_keys(panels: list[Any]) -> list[tuple[str, list[str]]]:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run that has been sent to the project `walker`."""
-    journal = Journal.create(tmp_path / "run")
-    journal.write(encode_run(run_info(tmp_path / "run", metrics=EVERY)))
-    journal.write(encode_record(record(1, SEEN, {"ret/hist": HISTOGRAM})))
-    journal.write(encode_end(RunStatus.FINISHED, seq=2))
-    journal.close()
+    journalled(run_info(tmp_path / "run", metrics=EVERY), [record(1, SEEN, {"ret/hist": HISTOGRAM})])
     Cursors(tmp_path / "run").save("wandb:walker", Cursor(records=1))
     return tmp_path / "run"
 
@@ -146,7 +141,7 @@ def test_the_command_writes_the_specification(run_dir: Path) -> None:
 
 
 def test_a_run_without_records_gets_the_charts_of_what_it_declares(tmp_path: Path) -> None:
-    head_only(tmp_path / "new")
+    journalled(run_info(tmp_path / "new", metrics=EVERY), [], status=None)
 
     assert {"policy/kl", "value/r2", "lstm/reset_rate"} <= keys(read_run(tmp_path / "new"), WandbSink(project="walker"))
 
@@ -203,7 +198,7 @@ def test_without_the_package_a_sentence_says_how_to_get_it(run_dir: Path, monkey
     ("sinks", "output"), [([], "was not sent to any W&B project"), (["wandb:a", "wandb:b"], "was sent to several W&B projects, a, b")]
 )
 def test_a_project_that_is_not_known_is_asked_for(tmp_path: Path, sinks: list[str], output: str) -> None:
-    head_only(tmp_path / "new")
+    journalled(run_info(tmp_path / "new", metrics=EVERY), [], status=None)
     for sink in sinks:
         Cursors(tmp_path / "new").save(sink, Cursor())
 
@@ -217,10 +212,3 @@ def test_names_that_wandb_refuses_are_named(run_dir: Path, options: list[str], o
         run_command(["workspace", str(run_dir), *options])
 
     assert not (run_dir / "wandb_workspace.json").exists()
-
-
-def head_only(run_dir: Path) -> None:
-    """A run without records."""
-    journal = Journal.create(run_dir)
-    journal.write(encode_run(run_info(run_dir, metrics=EVERY)))
-    journal.close()
