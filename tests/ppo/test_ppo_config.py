@@ -33,6 +33,7 @@ from esper_telemetry.ppo.environments.environment_registry import make_env
         ({"target_kl": float("inf")}, "target_kl must be positive and at most 1,000,000, got inf"),
         ({"clip_value": float("nan")}, "clip_value must be positive and at most 1,000,000, got nan"),
         ({"final_entropy_coef": float("inf")}, "final_entropy_coef must be between 0 and 1,000,000, got inf"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm must be positive, got nan"),
         ({"log_std": float("-inf")}, "log_std must be between -20 and 20, got -inf"),
         ({"num_steps": 10**10}, "num_steps must be at most 1,073,741,824, got 10000000000"),
         ({"lstm_size": 10**9}, "lstm_size must be at most 65,536, got 1000000000"),
