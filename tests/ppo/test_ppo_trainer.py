@@ -256,6 +256,8 @@ def test_every_documented_event_is_emitted() -> None:
     assert documented - {UpdateStart} == {*EVENTS, EvaluationEnd, HeadsBackward, Rollback}
 
 
+# The rollout acts in NumPy, the update runs in torch. Before the first step of an update they must agree.
+
 NORMALIZED: dict[str, Any] = {"normalize_observations": True, "normalize_rewards": True}
 
 
@@ -288,23 +290,23 @@ def test_the_first_minibatch_finds_the_probabilities_and_values_of_collection(ma
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", ["Spotlight", "SpotlightParts"])
-def test_so_it_does_with_images(name: str, settings: dict[str, Any]) -> None:
-    expect_identity(seeing(name, num_minibatches=2, lstm_size=16, **settings), bound=1e-5, updates=2)
+def test_the_first_minibatch_of_images_finds_them_too(name: str, settings: dict[str, Any]) -> None:
+    expect_identity(seeing(name, num_minibatches=2, lstm_size=16, **settings), bound=1e-5, value_bound=1e-5, updates=2)
 
 
 @pytest.mark.parametrize(("squash", "state_dependent"), [(True, False), (False, True), (True, True)])
-def test_so_it_does_with_other_gaussians(squash: bool, state_dependent: bool) -> None:
+def test_the_first_minibatch_of_other_gaussians_finds_them_too(squash: bool, state_dependent: bool) -> None:
     expect_identity(pendulum(squash=squash, state_dependent_std=state_dependent), bound=1e-5)
 
 
-def test_so_it_does_with_rollouts_of_the_device() -> None:
+def test_the_first_minibatch_of_a_rollout_on_the_device_finds_them_too() -> None:
     expect_identity(recall_on_the_device(policy="lstm", lstm_size=8, num_minibatches=2), bound=1e-5)
 
 
-def expect_identity(trainer: PPO, *, bound: float, updates: int = 8) -> None:
+def expect_identity(trainer: PPO, *, bound: float, value_bound: float = 1e-4, updates: int = 8) -> None:
     emitted = learned(trainer, updates * trainer.config.num_steps * trainer.env.num_envs, MinibatchEnd)
 
     first = [event for event in emitted.events if event.step == 0]
     assert len(first) >= updates
     assert max(event.log_ratio.abs().max().item() for event in first) < bound
-    assert max((event.values - event.old_values).abs().max().item() for event in first) < 1e-4
+    assert max((event.values - event.old_values).abs().max().item() for event in first) < value_bound
