@@ -59,12 +59,17 @@ def half(update: Update, rank: int) -> Update:
         rollout=_rollout(update.rollout, rank),
         context=_context(update.context, rank),
         minibatches=_minibatches(update.minibatches, rank),
-        features=_features(update.features, update.minibatches.counts[0] // 3, rank),
-        collected=_collected(update.collected, update.minibatches.counts, rank),
+        features=_part(update.features, update.minibatches.counts[0] // 3, rank),
+        collected=update.collected and CollectedRows(*map(_rows_of(update.minibatches.counts, rank), update.collected)),
         gradients=tuple(_gradients(part, update.minibatches.counts, rank) for part in update.gradients),
         episodes=_episodes(update.episodes, update.rollout, rank),
         extensions=tuple(_growth(part, rank) for part in update.extensions if isinstance(part, GrowthUpdate)),
     )
+
+
+def _part(x: Any, first: int, rank: int) -> Any:
+    """Select a rank's rows, of which rank 0 has the first; None if there are none."""
+    return None if x is None else x[:first] if rank == 0 else x[first:]
 
 
 def _columns(x: Any, rank: int) -> Any:
@@ -86,11 +91,10 @@ def _rollout(rollout: RolloutEnd, rank: int) -> RolloutEnd:
 
 
 def _context(context: RolloutContext, rank: int) -> RolloutContext:
-    constant = context.constant
     return context._replace(
         previous_choices=_columns(context.previous_choices, rank),
         memory=None if context.memory is None else _memory(context.memory, rank),
-        constant=None if constant is None else constant[:FIRST] if rank == 0 else constant[FIRST:],
+        constant=_part(context.constant, FIRST, rank),
     )
 
 
@@ -130,10 +134,6 @@ def _minibatches(minibatches: JoinedMinibatches, rank: int) -> JoinedMinibatches
     )
 
 
-def _collected(collected: CollectedRows | None, counts: tuple[int, ...], rank: int) -> CollectedRows | None:
-    return None if collected is None else CollectedRows(*map(_rows_of(counts, rank), collected))
-
-
 def _gradients(gradients: BackwardGradients, counts: tuple[int, ...], rank: int) -> BackwardGradients:
     """Keep the norms. The ranks' gradients at the trunk, weighted by rows, add up to the whole gradient."""
     if gradients.leaves is None:
@@ -148,10 +148,6 @@ def _gradients(gradients: BackwardGradients, counts: tuple[int, ...], rank: int)
             leaves.actor.double() * actor**0.5 / share, leaves.critic.double() * critic**0.5 / share, leaves.dots.double() * dots / share**2
         )
     )
-
-
-def _features(features: Tensor | None, cut: int, rank: int) -> Tensor | None:
-    return None if features is None else features[:cut] if rank == 0 else features[cut:]
 
 
 def _episodes(episodes: Episodes, rollout: RolloutEnd, rank: int) -> Episodes:

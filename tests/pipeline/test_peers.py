@@ -1,4 +1,4 @@
-"""`Telemetry` in a user's loop over two ranks: ranks report one merged run, may differ where allowed, and never wait in vain."""
+"""`Telemetry` over two ranks: they report one merged run, agree on samples and evidence, resume together, and never wait in vain."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,13 +9,14 @@ import pytest
 import torch
 from two_ranks import run_together
 
-from esper_telemetry import Telemetry, read_run
+from esper_telemetry import RunStatus, Telemetry, read_run
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import Counts, Last, Max, Mean, Moments, Sum
 from esper_telemetry.metrics.advantages import advantage_stats
 from esper_telemetry.pipeline import rank_exchange as peers
 from esper_telemetry.telemetry import session_of
+from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,29 +149,57 @@ def test_fields_and_rows_of_one_rank_only_are_merged_with_what_there_is(tmp_path
     assert run_together(partly, tmp_path, str(tmp_path / "run")) == [None, None]
 
     first, second = read_run(tmp_path / "run").records
-    assert {key: first.values[key] for key in ("my/seen", "my/bonus", "my/bonus_max")} == {
-        "my/seen": 7.0,
-        "my/bonus": 5.0,
-        "my/bonus_max": 8.0,
-    }
+    assert [first.values[key] for key in ("my/seen", "my/bonus", "my/bonus_max")] == [7.0, 5.0, 8.0]
     assert second.values["my/seen"] == 7.0
 
 
-def taken(rank: int, run_dir: str) -> str:
-    """Use a run directory that holds a journal; only rank 0 reads it."""
+def updates(telemetry: Telemetry, rank: int, numbers: range) -> None:
+    """Rank r measures 10 u + r in update u."""
+    for update in numbers:
+        telemetry.observe(Bonus(Mean(10.0 * update + rank, 1.0)))
+        telemetry.flush(env_step=100 * update)
+
+
+def gone_on(rank: int, run_dir: str, saved: bool) -> dict[str, Any]:
+    """Run four updates, then resume with updates 3 to 6, from a saved state or by counting only."""
+    with Telemetry(run_dir=run_dir) as telemetry:
+        updates(telemetry, rank, range(1, 3))
+        state = telemetry.state_dict()
+        updates(telemetry, rank, range(3, 5))
+    with Telemetry(run_dir=run_dir, resume=True) as telemetry:
+        if saved:
+            telemetry.load_state_dict(state)
+        updates(telemetry, rank, range(3, 7))
+        return {"state": telemetry.state_dict(), "run_dir": str(telemetry.run_dir)}
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_is_recorded_stands_and_the_rest_is_of_both_ranks(saved: bool, tmp_path: Path) -> None:
+    """The mean of 10 u and 10 u + 1."""
+    run_dir = tmp_path / "run"
+
+    first, second = run_together(gone_on, tmp_path, str(run_dir), saved)
+
+    run = read_run(run_dir)
+    assert [(record.axes.update, record.values["my/bonus"]) for record in run.records] == [(u, 10 * u + 0.5) for u in range(1, 7)]
+    assert run.status is RunStatus.FINISHED and run.info.resumed_from is not None
+    assert run.info.resumed_from["recorded"] == 4
+    assert first == second == {"state": {"update": 6, "env_step": 600, "gradient_step": 0}, "run_dir": str(run_dir)}
+
+
+def refused(rank: int, run_dir: str) -> str:
     try:
-        Telemetry(run_dir=run_dir)
-    except FileExistsError as error:
+        Telemetry(run_dir=run_dir, resume=True)
+    except FileNotFoundError as error:
         return str(error)
     return ""
 
 
-def test_a_mistake_that_rank_0_finds_is_raised_on_all(tmp_path: Path) -> None:
-    Telemetry(run_dir=tmp_path / "run").close()
+def test_what_cannot_be_resumed_is_said_on_every_rank(tmp_path: Path) -> None:
+    """Only rank 0 looks for the run."""
+    first, second = run_together(refused, tmp_path, str(tmp_path / "nothing"))
 
-    first, second = run_together(taken, tmp_path, str(tmp_path / "run"))
-
-    assert first == second != ""
+    assert first == second and first.startswith("there is no run directory ")
 
 
 def alone(rank: int, run_dir: str) -> int:
@@ -207,7 +236,41 @@ def test_a_rank_without_telemetry_is_missed_and_named(tmp_path: Path) -> None:
     assert "not all 2 ranks made a Telemetry within 2 s" in first and "ranks='alone'" in first
 
 
-def test_without_a_process_group_nobody_is_met() -> None:
-    assert peers.Peers.meet() is None
-    with Telemetry(run_dir=None) as telemetry:
-        assert session_of(telemetry).ranks == 1
+EXPLODED = torch.tensor([0.0, 5.0, -0.1, 0.1])
+
+
+def jumping(log_ratio: torch.Tensor) -> Update:
+    """An update of one minibatch."""
+    return Update(
+        minibatches=JoinedMinibatches(
+            epochs=(0,), counts=(len(log_ratio),), log_ratio=log_ratio, advantages=torch.ones(len(log_ratio)), valid=None, losses={}
+        )
+    )
+
+
+def update(rank: int, run_dir: str) -> list[int]:
+    """Run one update whose ratios explode in different places; return the sampling periods before and after."""
+    telemetry = Telemetry(run_dir=run_dir)
+    session_of(telemetry).start(facts={"ranks": 2, "clip": 0.2})
+    found = [session_of(telemetry).sampling.every]
+    session_of(telemetry).sampling.proposed = 4 if rank == 0 else 32
+    session_of(telemetry).submit(jumping(EXPLODED + rank))
+    telemetry.flush(env_step=4)
+    telemetry.close()
+    return [*found, session_of(telemetry).sampling.every]
+
+
+@pytest.mark.system
+def test_ranks_look_closely_as_often_as_the_first_one_can_afford(tmp_path: Path) -> None:
+    assert run_together(update, tmp_path, str(tmp_path / "run")) == [[8, 4], [8, 4]]
+
+
+def test_evidence_is_of_the_first_rank_and_says_so(tmp_path: Path) -> None:
+    """Rank 1 has a log-ratio of 6: the record has it, but the evidence shows rank 0's transitions."""
+    run_together(update, tmp_path, str(tmp_path / "run"))
+    run = read_run(tmp_path / "run")
+    (alarm,) = [alarm for alarm in run.alarms if alarm.type == "policy/kl_spike"]
+
+    assert run.records[0].values["policy/logratio/absmax"] == 6.0
+    assert alarm.evidence["rank"] == 0
+    assert [row["log_ratio"] for row in alarm.evidence["worst"]] == pytest.approx([5.0, 0.1, -0.1, 0.0])

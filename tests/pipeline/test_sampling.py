@@ -71,12 +71,6 @@ def test_the_first_update_warms_up_and_does_not_count() -> None:
     assert INITIAL_PERIOD == 8
 
 
-@pytest.mark.parametrize("budget", [0.0, -0.1, 1.5, float("nan")])
-def test_a_budget_is_a_share(budget: float) -> None:
-    with pytest.raises(ValueError, match="budget must be a fraction of the wall time over 0 and at most 1, got"):
-        Sampling(Level.NORMAL, budget)
-
-
 def test_a_worker_that_is_behind_makes_samples_rarer_at_debug_too_until_it_keeps_up() -> None:
     """The period is 1, 2, 4 and 8 while the worker is late in updates 1 to 3, then halves again."""
     sampling, periods = Sampling(Level.DEBUG), []

@@ -78,16 +78,8 @@ def untimed(values: Any) -> dict[str, float]:
 
 def minibatches(counts: tuple[int, ...]) -> JoinedMinibatches:
     rows = torch.arange(float(sum(counts)))
-    return JoinedMinibatches(
-        epochs=tuple(range(len(counts))),
-        counts=counts,
-        log_ratio=rows,
-        advantages=-rows,
-        valid=None,
-        losses={"policy": torch.arange(float(len(counts)))},
-        logits={"action": torch.stack([rows, rows], -1)},
-        rows=rows.long(),
-    )
+    losses, logits = {"policy": torch.arange(float(len(counts)))}, {"action": torch.stack([rows, rows], -1)}
+    return JoinedMinibatches(tuple(range(len(counts))), counts, rows, -rows, None, losses, logits=logits, rows=rows.long())
 
 
 @pytest.fixture

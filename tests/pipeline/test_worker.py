@@ -34,10 +34,11 @@ LARGE = {f"text_{number}": f"{number} " * 12_000 for number in range(10, 110)}
 """Details of an intervention, larger than the pipe to the worker."""
 
 
-def submit(telemetry: Telemetry, update: int) -> None:
-    progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
-    session_of(telemetry).submit(Update(progress=progress))
-    telemetry.flush(env_step=update)
+def submit(telemetry: Telemetry, number: int, update: Update | None = None) -> None:
+    """Flush an update, by default one without data."""
+    progress = TrainingProgress(UpdateEnd(number, number, number, float(number), {}), env_steps=1, elapsed=1.0)
+    session_of(telemetry).submit((update or Update())._replace(progress=progress))
+    telemetry.flush(env_step=number)
 
 
 def offloaded(run_dir: Path) -> tuple[Telemetry, int]:
@@ -97,23 +98,9 @@ def broken(update: int) -> Update:
     """An update with a bug: its returns do not match its values."""
     steps = torch.zeros(4, 2)
     flags = torch.zeros(4, 2, dtype=torch.bool)
-    rollout = RolloutEnd(
-        update=update,
-        env_step=update,
-        actions={},
-        rewards=steps,
-        values=steps,
-        advantages=torch.randn(4, 2),
-        returns=torch.zeros(5, 3),
-        log_probs=steps,
-        next_values=steps,
-        ended=flags,
-        terminated=flags,
-        gamma=0.9,
-        valid=None,
-    )
-    progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
-    return Update(rollout=rollout, progress=progress)
+    columns: dict[str, Any] = dict.fromkeys(("rewards", "values", "log_probs", "next_values"), steps)
+    columns |= {"ended": flags, "terminated": flags, "advantages": torch.randn(4, 2), "returns": torch.zeros(5, 3)}
+    return Update(rollout=RolloutEnd(update=update, env_step=update, actions={}, gamma=0.9, valid=None, **columns))
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -122,8 +109,7 @@ def test_a_bug_in_a_metric_costs_what_it_measures_and_one_warning(tmp_path: Path
     session_of(telemetry).expect_updates(candidates=tuple, open_update=Update)
     with caplog.at_level(logging.WARNING, "esper_telemetry"):
         for update in range(1, 4):
-            session_of(telemetry).submit(broken(update))
-            telemetry.flush(env_step=update)
+            submit(telemetry, update, broken(update))
         telemetry.close()
 
     for record in read_run(tmp_path).records:
@@ -165,11 +151,10 @@ def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
         assert {k: (a.get(k), b.get(k)) for k in a.keys() | b.keys() if a.get(k) != b.get(k)} == {}
 
 
-def wide(update: int) -> Update:
+def wide() -> Update:
     """An update of six megabytes."""
     rows = torch.full((750_000,), 0.01)
-    minibatches = JoinedMinibatches((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {})
-    return Update(minibatches=minibatches, progress=TrainingProgress(UpdateEnd(update, update, 1, 1e-3, {}), 1, 1.0))
+    return Update(minibatches=JoinedMinibatches((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {}))
 
 
 def test_large_updates_that_waited_are_measured_as_soon_as_the_worker_goes_on(tmp_path: Path) -> None:
@@ -177,8 +162,7 @@ def test_large_updates_that_waited_are_measured_as_soon_as_the_worker_goes_on(tm
     telemetry, pid = offloaded(tmp_path)
     os.kill(pid, signal.SIGSTOP)
     for update in range(1, 8):
-        session_of(telemetry).submit(wide(update))
-        telemetry.flush(env_step=update)
+        submit(telemetry, update, wide())
     os.kill(pid, signal.SIGCONT)
 
     wait_until(worker_of(telemetry).idle, "the worker to measure all updates")
@@ -193,8 +177,7 @@ def test_updates_that_a_worker_could_not_be_given_are_recorded_marked_and_raise_
     """Six updates are measured, then the worker is stopped. Ten updates of six megabytes fit into the backlog; the rest are marked."""
     telemetry, pid = offloaded(tmp_path)
     for update in range(1, 27):
-        session_of(telemetry).submit(wide(update))
-        telemetry.flush(env_step=update)
+        submit(telemetry, update, wide())
         if update == 6:
             wait_until(worker_of(telemetry).idle, "the worker to measure six updates")
             os.kill(pid, signal.SIGSTOP)
@@ -390,7 +373,6 @@ def test_the_run_is_announced_before_its_first_numbers(tmp_path: Path) -> None:
         with Telemetry(run_dir=tmp_path, resume=resume, offload=True) as telemetry:
             logged(telemetry, range(1 + 2 * resume, 3 + 2 * resume))
 
-    lines = journal(tmp_path).splitlines()
-    first, again = ["run", "event"], ["run"]  # the first part described all keys of the second
+    kinds = [json.loads(line)["kind"] for line in journal(tmp_path).splitlines()]
     numbers = ["record", "record", "end"]
-    assert [json.loads(line)["kind"] for line in lines] == [*first, *numbers, *again, *numbers]
+    assert kinds == ["run", "event", *numbers, "run", *numbers]  # the first part described all keys of the second

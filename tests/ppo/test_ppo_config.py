@@ -1,14 +1,16 @@
-"""Wrong settings raise one sentence with the offending value."""
+"""Wrong settings raise one sentence with the offending value; presets set what explicit options do not."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ppo_builders import EventLog
+from short_trainings import learned
 
+from esper_telemetry.cli.main import Train, parse
 from esper_telemetry.events import UpdateEnd
-from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo import PPO, PPOConfig, preset
+from esper_telemetry.ppo.config import PRESETS
 from esper_telemetry.ppo.environments.environment_registry import make_env
 
 
@@ -19,7 +21,6 @@ from esper_telemetry.ppo.environments.environment_registry import make_env
         ({"num_epochs": -1}, "num_epochs must be at least 1, got -1"),
         ({"num_minibatches": 0}, "num_minibatches must be at least 1, got 0"),
         ({"learning_rate": 0.0}, "learning_rate must be positive and at most 1,000,000, got 0.0"),
-        ({"learning_rate": float("inf")}, "learning_rate must be positive and at most 1,000,000, got inf"),
         ({"clip": -0.1}, "clip must be positive and at most 1,000,000, got -0.1"),
         ({"gamma": 1.1}, "gamma must be between 0 and 1, got 1.1"),
         ({"gae_lambda": float("nan")}, "gae_lambda must be between 0 and 1, got nan"),
@@ -109,9 +110,7 @@ def test_ranks_need_rows_for_every_minibatch(settings: dict[str, Any], sentence:
 def test_a_rollout_without_a_transition_trains_nothing(policy: str) -> None:
     """One environment and one step: the step after an episode's end is a reset."""
     trainer = PPO(make_env("CartPole-v1", num_envs=1, seed=0), PPOConfig(num_steps=1, num_minibatches=1, policy=policy))
-    emitted = EventLog().listen(trainer, UpdateEnd)
-
-    trainer.learn(60)
+    emitted = learned(trainer, 60, UpdateEnd)
 
     assert {event.epochs for event in emitted.events} == {0, 8}
     assert trainer.gradient_steps == 8 * 60 == 8 * trainer.env_steps < 8 * trainer.updates
@@ -123,3 +122,56 @@ def test_steps_that_are_collected_already_are_no_goal() -> None:
 
     with pytest.raises(ValueError, match="total_steps must exceed the 16 steps already collected, got 16"):
         trainer.learn(16)
+
+
+def train(*options: str) -> Train:
+    command = parse(["train", *options])
+    assert isinstance(command, Train)
+    return command
+
+
+@pytest.mark.parametrize("key", list(PRESETS), ids=str)
+def test_every_preset_fits_its_task(key: tuple[str, str, bool]) -> None:
+    env_id, policy, hidden = key
+    tuned = preset(env_id, policy, mask_velocity=hidden)
+
+    config = tuned.config(seed=3)
+
+    assert (config.policy, config.seed) == (policy, 3)
+    config.check_rollout(tuned.num_envs)
+    make_env(env_id, num_envs=tuned.num_envs, mask_velocity=hidden).close()
+
+
+def test_an_unknown_task_gets_the_defaults() -> None:
+    defaults = preset("Somewhere-v0")
+
+    assert (defaults.name, defaults.num_envs, defaults.config()) == ("none", 8, PPOConfig())
+
+
+def test_an_unknown_task_with_memory_is_normalised() -> None:
+    """Rewards and observations may have any scale. Without normalisation, an LSTM that must see small differences does not learn."""
+    defaults = preset("Somewhere-v0", "gru")
+
+    assert (defaults.name, defaults.config().policy) == ("memory", "gru")
+    assert defaults.config().normalize_observations and defaults.config().normalize_rewards
+
+
+def test_the_command_line_starts_from_the_preset_and_explicit_options_win() -> None:
+    command = train("--env", "Pendulum-v1", "--gae-lambda", "0.5")
+
+    assert command.preset_name == "Pendulum-v1 mlp"
+    assert (command.ppo.gamma, command.ppo.gae_lambda) == (0.9, 0.5)
+    assert train("--env", "Pendulum-v1", "--gamma", "0.99").ppo.gamma == 0.99
+
+
+def test_the_preset_depends_on_policy_and_view() -> None:
+    command = train("--env", "cue-recall", "--policy", "lstm", "--num-envs", "32")
+
+    assert (command.preset_name, command.num_envs, command.ppo.lstm_size) == ("cue-recall lstm", 32, 32)
+    assert train("--env", "CartPole-v1", "--mask-velocity").preset_name != "CartPole-v1 mlp"
+
+
+def test_without_a_preset_the_defaults_stay() -> None:
+    command = train("--env", "Pendulum-v1", "--preset", "none")
+
+    assert (command.preset_name, command.ppo, command.num_envs) == ("none", PPOConfig(), 8)

@@ -1,7 +1,6 @@
 """Encoders: images of any size, several parts at once, and their use in a rollout."""
 
 import statistics
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -10,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from ppo_builders import EventLog
 from seeing_env import Spotlight, spotlights
+from short_trainings import learned, mean_return
 from torch import Tensor, nn
 
-from esper_telemetry.events import EpisodeEnd, MinibatchEnd, RolloutEnd
+from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.collectors.collector import TensorCollector
-from esper_telemetry.ppo.collectors.inference import host_policy, torch_network
+from esper_telemetry.ppo.collectors.inference import torch_network
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Image, ObservationLayout, TensorStep
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 from esper_telemetry.ppo.networks import Encoded, ImageEncoder
 from esper_telemetry.ppo.normalizer import VectorNormalizer
-from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.rollout import Rollout
 
 SETTINGS: dict[str, Any] = {"num_steps": 16, "num_epochs": 2, "hidden_sizes": (16,), "lstm_size": 16, "seed": 3}
 ENVS = ["Spotlight-v0", "SpotlightParts-v0"]
@@ -117,35 +116,14 @@ def test_a_rollout_keeps_bytes(env_id: str) -> None:
     assert rollout.observations.shape == (16, 4, *((76,) if "Parts" in env_id else (8, 8, 1)))
 
 
-@pytest.mark.parametrize("settings", [{}, {"shared_trunk": True}, {"policy": "lstm"}, {"policy": "gru"}], ids=str)
-@pytest.mark.parametrize("env_id", ENVS)
-def test_the_first_minibatch_finds_what_collection_found(env_id: str, settings: dict[str, Any]) -> None:
-    source = trainer(env_id, **settings)
-    emitted = EventLog().listen(source, MinibatchEnd)
-
-    source.learn(1)
-
-    first = emitted.events[0]
-    assert first.log_ratio.abs().max() < 1e-5
-    assert (first.values - first.old_values).abs().max() < 1e-5
-
-
-def mean_reward(source: PPO, total_steps: int) -> float:
-    """Return the mean reward per step over the last hundred episodes of 8 steps."""
-    returns: deque[float] = deque(maxlen=100)
-    source.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
-    source.learn(total_steps)
-    return statistics.fmean(returns) / 8
-
-
 LEARNING: dict[str, Any] = {"num_steps": 32, "num_epochs": 4, "learning_rate": 2e-3, "gamma": 0.0, "anneal_learning_rate": False}
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("policy", ["mlp", pytest.param("lstm", marks=pytest.mark.slow)])
 def test_a_spotlight_is_learned_from_pixels(policy: str) -> None:
-    """Guessing pays 0.25; the image has all the information."""
-    assert mean_reward(trainer(num_envs=8, policy=policy, **LEARNING), 6_000) > 0.7
+    """Guessing pays 0.25 a step of 8; the image has all the information."""
+    assert mean_return(trainer(num_envs=8, policy=policy, **LEARNING), 6_000) > 0.7 * 8
 
 
 @pytest.mark.system
@@ -154,7 +132,7 @@ def test_image_and_choice_are_combined(shared_trunk: bool) -> None:
     """The image alone pays 0.5: the shift, a Discrete of two values, decides between two answers."""
     source = trainer("SpotlightParts-v0", num_envs=16, shared_trunk=shared_trunk, normalize_observations=True, **LEARNING)
 
-    assert mean_reward(source, 12_000) > 0.6
+    assert mean_return(source, 12_000) > 0.6 * 8
 
 
 @pytest.mark.system
@@ -164,39 +142,33 @@ def test_choices_are_learned_from(env_id: str, chance: float) -> None:
     kwargs = {"is_slippery": False} if env_id == "FrozenLake-v1" else {}
     env = make_env(env_id, num_envs=8, seed=1, **kwargs)
     source = PPO(env, PPOConfig(num_steps=64, seed=2, hidden_sizes=(32,), entropy_coef=0.02, learning_rate=5e-3))
-    returns: deque[float] = deque(maxlen=300)
-    source.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
 
-    source.learn(16_000)
-
-    assert statistics.fmean(returns) > chance + 0.2
+    assert mean_return(source, 16_000, episodes=300) > chance + 0.2
 
 
-def next_values(mode: AutoresetMode, source: PPO, *, parts: bool) -> tuple[Any, Any]:
-    """Return a rollout in environments of 3 and 5 steps, and the values after its steps."""
+def short_episodes(mode: AutoresetMode, source: PPO, *, parts: bool) -> Rollout:
+    """Return a rollout in environments of 3 and 5 steps."""
     env = GymnasiumEnvironment(spotlights(mode, parts=parts), seed=5)
     other = PPO(env, replace(source.config, num_minibatches=2))
     other.policy.load_state_dict(source.policy.state_dict())
-    rollout = other.collector.collect()
-    return rollout, rollout.next_values
+    return other.collector.collect()
 
 
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_cut_episode_is_valued_by_its_last_observation(parts: bool, policy: str) -> None:
-    """SAME_STEP gives this observation as `final_obs`; in NEXT_STEP it is the next observation."""
+    """SAME_STEP gives this observation as `final_obs`; in the other modes it is the next observation."""
     source = trainer(ENVS[parts], num_envs=2, policy=policy, num_minibatches=1)
-    same, same_values = next_values(AutoresetMode.SAME_STEP, source, parts=parts)
-    after, after_values = next_values(AutoresetMode.NEXT_STEP, source, parts=parts)
-    following = source.policy
+    same = short_episodes(AutoresetMode.SAME_STEP, source, parts=parts)
+    for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED):
+        other = short_episodes(mode, source, parts=parts)
 
-    assert same.valid is None and after.valid is not None
-    # Environment 0 has episodes of 3 steps: in both modes its third step is cut before their actions can differ.
-    assert same.ended[2, 0] and after.ended[2, 0] and not same.terminated.any()
-    assert torch.equal(same.observations[:3, 0], after.observations[:3, 0])
-    assert float(same_values[2, 0]) == pytest.approx(float(after_values[2, 0]), abs=1e-6)
-    assert float(same_values[2, 0]) != pytest.approx(float(same.values[3, 0]), abs=1e-6)
-    assert isinstance(following, ActorCritic)
+        assert same.valid is None and (other.valid is None) == (mode is AutoresetMode.DISABLED)
+        # Environment 0 has episodes of 3 steps: in all modes its third step is cut before their actions can differ.
+        assert same.ended[2, 0] and other.ended[2, 0] and not same.terminated.any()
+        assert torch.equal(same.observations[:3, 0], other.observations[:3, 0])
+        assert float(same.next_values[2, 0]) == pytest.approx(float(other.next_values[2, 0]), abs=1e-6)
+    assert float(same.next_values[2, 0]) != pytest.approx(float(same.values[3, 0]), abs=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
@@ -209,20 +181,6 @@ def test_many_rows_go_through_in_parts(rows: int, monkeypatch: pytest.MonkeyPatc
     features = torch_network(encoder, torch.device("cpu"))(pixels)
 
     assert features == pytest.approx(encoder(torch.from_numpy(pixels)).detach().numpy(), abs=1e-5)
-
-
-@pytest.mark.parametrize("policy", ["mlp", "lstm"])
-def test_acting_on_the_host_is_the_policy(policy: str) -> None:
-    source = trainer("SpotlightParts-v0", policy=policy)
-    rows = source.collector.collect().observations[0]
-    act = host_policy(source.policy)
-    states = {name: torch.zeros(core.state_shape(len(rows))) for name, core in source.policy.cores().items()}
-
-    features = act.actor(rows.numpy(), states["actor"].numpy().copy() if states else None)
-
-    actor: Any = source.policy.actor
-    expected = actor.step(rows, states["actor"])[0] if states else actor(rows)
-    assert act.scores(features)["action"] == pytest.approx(source.policy.scores(expected)["action"].detach(), abs=1e-6)
 
 
 def test_only_vectors_are_normalised() -> None:
@@ -245,24 +203,16 @@ def test_only_vectors_are_normalised() -> None:
     assert host.dtype == np.uint8 and layout.numbers_of(host) == pytest.approx(normalised.numpy(), abs=1e-6)
 
 
-@pytest.mark.parametrize(("env_id", "kind"), [("Spotlight-v0", None), ("FrozenLake-v1", None), ("SpotlightParts-v0", VectorNormalizer)])
-def test_what_has_no_vectors_has_nothing_to_normalise(env_id: str, kind: type | None) -> None:
-    source = trainer(env_id, normalize_observations=True)
-
-    source.learn(1)
-
-    normalizer = source.normalizers.observations
-    assert normalizer is None if kind is None else isinstance(normalizer, kind)
-
-
-def test_statistics_of_vectors_follow_the_rollouts() -> None:
+def test_statistics_of_vectors_follow_the_rollouts_and_what_has_no_vectors_has_none() -> None:
     """Time runs from 0 to 7 in episodes of 8, so its mean over whole episodes is 3.5."""
-    source = trainer("SpotlightParts-v0", normalize_observations=True)
+    of_parts, of_images, of_choices = (trainer(env_id, normalize_observations=True) for env_id in (*reversed(ENVS), "FrozenLake-v1"))
 
-    source.learn(1)
+    of_parts.learn(1)
 
-    normalizer = source.normalizers.observations
-    assert normalizer is not None and normalizer.mean.tolist() == pytest.approx([3.5]) and float(normalizer.count) == 64
+    normalizer = of_parts.normalizers.observations
+    assert isinstance(normalizer, VectorNormalizer)
+    assert normalizer.mean.tolist() == pytest.approx([3.5]) and float(normalizer.count) == 64
+    assert of_images.normalizers.observations is None and of_choices.normalizers.observations is None
 
 
 @pytest.mark.system
@@ -332,9 +282,7 @@ def test_several_kinds_of_actions_are_chosen_from_pixels() -> None:
 
     vector = gymnasium.vector.SyncVectorEnv([Many, Many], autoreset_mode=AutoresetMode.SAME_STEP)
     source = PPO(GymnasiumEnvironment(vector), PPOConfig(**{**SETTINGS, "num_minibatches": 2, "squash": True}))
-    emitted = EventLog().listen(source, RolloutEnd, MinibatchEnd)
-
-    source.learn(64)
+    emitted = learned(source, 64, RolloutEnd, MinibatchEnd)
 
     rollout = emitted.of(RolloutEnd)[0]
     assert set(rollout.actions) == {"bits_0", "bits_1", "pick", "push"}

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from ppo_builders import EventLog, cartpole, equal, weights
+from ppo_builders import cartpole, equal, weights
+from short_trainings import learned
 from test_ppo_masks import Restricted, restricted
 from test_ppo_trainer import Forever
 
@@ -37,8 +38,7 @@ def test_evaluating_leaves_training_as_it_is(settings: dict[str, Any]) -> None:
 
 def test_actions_are_the_likeliest_so_the_same_seed_gives_the_same_episodes() -> None:
     trainer = cartpole()
-    emitted = EventLog().listen(trainer, EvaluationEnd)
-    trainer.learn(400)
+    emitted = learned(trainer, 400, EvaluationEnd)
 
     first, second = (trainer.evaluate(make_env("CartPole-v1", num_envs=5), seed=7) for _ in range(2))
 

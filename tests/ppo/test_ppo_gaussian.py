@@ -1,6 +1,7 @@
 """Continuous heads: their probabilities equal torch.distributions, and their actions stay within bounds."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from ppo_builders import EventLog, pendulum
+from ppo_builders import pendulum
 from torch import Tensor
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
-from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.action_distributions import Gaussian, Squash, StateDependentGaussian, make_gaussian
 from esper_telemetry.ppo.collectors.collector import TensorCollector
-from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Step, TensorStep
-from esper_telemetry.ppo.environments.environment_registry import make_env
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, TensorStep
 
 ROWS, D, FEATURES = 64, 3, 5
 SPEC = ActionSpec("continuous", D, low=(-2.0, 0.0, -1.0), high=(2.0, 1.0, 5.0))
@@ -164,81 +163,45 @@ def test_a_squashed_action_never_leaves_its_bounds(ends: np.ndarray[Any, Any], d
     assert (np.abs(far - high) <= 1e-6 * (np.abs(low) + np.abs(high)) + 1e-40).all()
 
 
-@settings(max_examples=100, deadline=None)
-@given(arrays.arrays(np.float32, (6, 2), elements=st.floats(-50, 50, width=32)))
-def test_squashing_keeps_the_order_of_draws(draws: np.ndarray[Any, Any]) -> None:
-    squash = Squash("move", ActionSpec("continuous", 2, low=(-3.0, 0.0), high=(1.0, 1e-3)))
+class Stateless:
+    """Tensor environments with constant observations. They record the actions, and pay for them."""
 
-    assert (np.diff(squash.as_numpy(np.sort(draws, 0)), axis=0) >= 0).all()
+    name, observation_shape, device = "stateless", (3,), torch.device("cpu")
 
+    def __init__(self, num_envs: int, specs: dict[str, ActionSpec], pay: Callable[[Any], Tensor]) -> None:
+        self.num_envs, self.action_specs, self.pay = num_envs, specs, pay
+        self.received_actions: list[dict[str, Tensor]] = []
 
-@settings(max_examples=100, deadline=None)
-@given(arrays.arrays(np.float32, (7, 2, 2), elements=st.floats(-9, 9, width=32)))
-def test_an_environment_cuts_what_is_stored_uncut(actions: np.ndarray[Any, Any]) -> None:
-    import gymnasium
-    from gymnasium.spaces import Box
+    def reset(self, seed: int | None = None) -> Tensor:
+        return torch.ones(self.num_envs, 3)
 
-    from esper_telemetry.ppo.environments.spaces import action_parts
+    def step(self, actions: Any) -> TensorStep:
+        self.received_actions.append({name: action.clone() for name, action in actions.items()})
+        never = torch.zeros(self.num_envs, dtype=torch.bool)
+        return TensorStep(self.reset(), self.pay(actions), never, never)
 
-    space = Box(np.array([-1, 0], np.float32), np.array([1, np.inf], np.float32))
-    before = actions.copy()
+    def close(self) -> None:
+        """Nothing to free."""
 
-    joined = [action_parts(space, "it").join({"action": row}) for row in actions]
-
-    assert np.array_equal(np.stack(joined), np.clip(actions, space.low, space.high))
-    assert np.array_equal(actions, before)
-    assert isinstance(space, gymnasium.Space)
+    def received(self, name: str) -> Tensor:
+        return torch.stack([actions[name] for actions in self.received_actions])
 
 
-class Witness:
-    """Pendulum that records its actions."""
-
-    def __init__(self) -> None:
-        self._env: Any = make_env("Pendulum-v1", num_envs=2, seed=0)
-        self.received_actions: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._env, name)
-
-    def step(self, actions: Any) -> Step:
-        self.received_actions.append(actions["action"].copy())
-        step: Step = self._env.step(actions)
-        return step
+def target() -> Stateless:
+    """Eight environments that pay for actions near 0.7, clipped to [-2, 2]."""
+    spec = ActionSpec("continuous", 1, low=(-2.0,), high=(2.0,))
+    return Stateless(8, {"action": spec}, lambda actions: -(actions["action"][:, 0].clamp(-2, 2) - 0.7).square())
 
 
-def test_the_draw_is_stored_and_its_tanh_is_acted_on() -> None:
-    env: Any = Witness()
-    trainer = PPO(env, PPOConfig(num_steps=32, squash=True, log_std=1.0))
+@pytest.mark.parametrize("squash", [True, False])
+def test_the_draw_is_stored_uncut_and_it_or_its_tanh_is_acted_on(squash: bool) -> None:
+    env = target()
+    trainer = PPO(env, PPOConfig(num_steps=32, squash=squash, log_std=1.0))
 
-    rollout = trainer.collector.collect()
+    stored = trainer.collector.collect().actions["action"]
 
-    stored = rollout.actions["action"].numpy()
-    assert np.stack(env.received_actions) == pytest.approx(2 * np.tanh(stored), abs=1e-6)
-    assert np.abs(stored).max() > 2.5
-
-
-def test_without_a_squash_the_environment_gets_what_is_stored() -> None:
-    env: Any = Witness()
-    trainer = PPO(env, PPOConfig(num_steps=32, log_std=1.0))
-
-    rollout = trainer.collector.collect()
-
-    assert np.array_equal(np.stack(env.received_actions), rollout.actions["action"].numpy())
-    assert np.abs(np.stack(env.received_actions)).max() > 2.5
-
-
-@pytest.mark.parametrize("settings", KINDS, ids=str)
-def test_the_first_minibatch_finds_the_probabilities_of_collection(settings: dict[str, Any]) -> None:
-    trainer = pendulum(**settings)
-    emitted = EventLog().listen(trainer, MinibatchEnd, RolloutEnd)
-
-    trainer.learn(1)
-
-    assert emitted.of(MinibatchEnd)[0].log_ratio.abs().max() < 1e-5
-    assert emitted.of(MinibatchEnd)[4].log_ratio.abs().max() > 1e-4
-    (rollout,) = emitted.of(RolloutEnd)
-    wide = (32, 2, 1) if "state_dependent_std" in settings else (1,)
-    assert rollout.means["action"].shape == (32, 2, 1) and rollout.log_std["action"].shape == wide
+    torch.testing.assert_close(env.received("action"), 2 * stored.tanh() if squash else stored, rtol=0, atol=1e-6 if squash else 0)
+    assert stored.abs().max() > 2.5
 
 
 @pytest.mark.system
@@ -253,7 +216,7 @@ def test_the_first_minibatch_finds_the_probabilities_of_collection(settings: dic
 )
 def test_continuous_heads_learn_a_constant(settings: dict[str, Any], policy: str) -> None:
     """The reward is -(action - 0.7)² in bounds of [-2, 2]. A policy that stays at its start gets about -1 or less."""
-    trainer = PPO(Target(), PPOConfig(
+    trainer = PPO(target(), PPOConfig(
         num_steps=32, num_epochs=4, num_minibatches=4, hidden_sizes=(16,), lstm_size=8, policy=policy, seed=1,
         learning_rate=3e-3, gamma=0.0, anneal_learning_rate=False, **settings
     ))  # fmt: skip
@@ -261,26 +224,6 @@ def test_continuous_heads_learn_a_constant(settings: dict[str, Any], policy: str
     trainer.learn(32 * 8 * 30)
 
     assert float(trainer.collector.collect().rewards.mean()) > -0.3
-
-
-class Target:
-    """Eight stateless environments that pay for actions near 0.7, clipped to [-2, 2]."""
-
-    name, num_envs, observation_shape = "target", 8, (2,)
-
-    def __init__(self) -> None:
-        self.action_specs = {"action": ActionSpec("continuous", 1, low=(-2.0,), high=(2.0,))}
-
-    def reset(self, seed: int | None = None) -> np.ndarray[Any, Any]:
-        return np.ones((8, 2), np.float32)
-
-    def step(self, actions: Any) -> Step:
-        amounts = np.clip(actions["action"][:, 0], -2, 2)
-        never = np.zeros(8, bool)
-        return Step(np.ones((8, 2), np.float32), -np.square(amounts - 0.7), never, never)
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 @pytest.mark.parametrize("high", [math.inf, 1.0])
@@ -299,34 +242,12 @@ def test_a_checkpoint_of_a_squashed_policy_fits_no_other(tmp_path: Any) -> None:
     pendulum(squash=True).load(path)
 
 
-class Throws:
-    """Tensor environments in which an amount is relevant only for the second of two ways. They record their actions."""
-
-    name, num_envs, observation_shape = "throws", 5, (3,)
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        amount = ActionSpec("continuous", 2, given="way", relevant_for=(1,), low=(0.0, -1.0), high=(4.0, 1.0))
-        self.action_specs = {"way": ActionSpec("categorical", 2), "amount": amount}
-        self.received_actions: list[Tensor] = []
-
-    def reset(self, seed: int | None = None) -> Tensor:
-        return torch.ones(5, 3)
-
-    def step(self, actions: Any) -> TensorStep:
-        self.received_actions.append(actions["amount"].clone())
-        never = torch.zeros(5, dtype=torch.bool)
-        return TensorStep(torch.ones(5, 3), torch.ones(5), never, never)
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("state_dependent_std", [False, True])
 def test_squashed_parts_may_depend_on_others(on_device: bool, state_dependent_std: bool) -> None:
-    """An irrelevant amount is stored as 0, which the squash maps to the middle: [2, 0]."""
-    env = Throws()
+    """An amount is relevant for the second of two ways only. Else it is stored as 0, which the squash maps to the middle: [2, 0]."""
+    amount = ActionSpec("continuous", 2, given="way", relevant_for=(1,), low=(0.0, -1.0), high=(4.0, 1.0))
+    env = Stateless(5, {"way": ActionSpec("categorical", 2), "amount": amount}, lambda actions: torch.ones(5))
     config = PPOConfig(num_steps=20, seed=1, squash=True, state_dependent_std=state_dependent_std, log_std=1.0)
     trainer = PPO(env, config)
     collector = TensorCollector(env, trainer.policy, 20, seed=1) if on_device else trainer.collector
@@ -335,6 +256,6 @@ def test_squashed_parts_may_depend_on_others(on_device: bool, state_dependent_st
 
     amounts, matters = rollout.actions["amount"], rollout.relevance["amount"]
     expected = torch.tensor([2.0, 0.0]) + torch.tensor([2.0, 1.0]) * amounts.tanh()
-    torch.testing.assert_close(torch.stack(env.received_actions), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(env.received("amount"), expected, rtol=0, atol=1e-5)
     assert 0 < int(matters.sum()) < matters.numel()
     assert not amounts[~matters].any() and torch.equal(rollout.head_log_probs["amount"] != 0, matters)

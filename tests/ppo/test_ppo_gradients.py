@@ -1,20 +1,22 @@
-"""Gradients: the split backward, the written-out network and the NumPy network against plain torch."""
+"""Gradients: the split backward, its parts, the written-out network and the NumPy network against plain torch."""
 
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ppo_builders import EventLog, cartpole, pendulum
+from ppo_builders import cartpole, equal, pendulum, weights
+from short_trainings import learned
 from torch import Tensor
 
-from esper_telemetry.events import HeadsBackward, TrunkBackward
+from esper_telemetry.core.event_parts import Shard
+from esper_telemetry.events import BackwardEnd, HeadsBackward, MinibatchStart, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig, networks
 from esper_telemetry.ppo.collectors.inference import in_numpy, in_torch
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
-from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.networks import MLP
 from esper_telemetry.ppo.ppo_objective import TrunkOutputs, backward_losses, backward_trunks
 from esper_telemetry.ppo.rollout import Batch, flatten
@@ -68,13 +70,8 @@ def test_the_split_backward_equals_the_plain_one_bit_for_bit(make: Make, shared_
 @pytest.mark.parametrize("shared_trunk", [False, True])
 def test_the_split_backward_of_memory_and_several_heads_is_the_plain_one(precision: str, shared_trunk: bool) -> None:
     """Heads add up in another order, so the last bit may differ."""
-    env = make_env("cue-recall", num_envs=4, seed=0)
-    config = PPOConfig(policy="lstm", lstm_size=8, num_steps=16, num_minibatches=1, shared_trunk=shared_trunk, entropy_coef=0.01)
-    trainer = PPO(env, replace(config, precision=precision))
-    rollout = trainer.collector.collect()
-    advantages = trainer.steps.advantages(rollout, 0.99, 0.95)
-    batch = flatten(rollout, trainer.steps.normalize(advantages), advantages + rollout.values)
-    (batch,) = trainer.steps.minibatches(batch, 1, trainer.generator)
+    trainer = recall(shared_trunk=shared_trunk, entropy_coef=0.01, precision=precision)
+    (batch,) = trainer.steps.minibatches(first_batch(trainer), 1, trainer.generator)
 
     split, plain = split_backward(trainer, batch), plain_backward(trainer, batch)
 
@@ -146,10 +143,7 @@ def test_gradients_through_the_heads_are_those_of_one_head_at_a_time(shared: boo
 
 
 def test_separate_networks_share_nothing() -> None:
-    trainer = cartpole()
-    emitted = EventLog().listen(trainer, TrunkBackward)
-
-    trainer.learn(128)
+    emitted = learned(cartpole(), 128, TrunkBackward)
 
     event = emitted.events[0]
     assert len(event.outputs) == 2 and list(event.shared) == []
@@ -195,3 +189,52 @@ def test_acting_in_numpy_agrees_with_acting_in_torch(make: Make) -> None:
     fast, slow = in_numpy(policy), in_torch(policy)
     assert np.allclose(fast.scores(fast.actor(rows))["action"], slow.scores(slow.actor(rows))["action"], atol=1e-6)
     assert np.allclose(fast.value(fast.critic(rows)), slow.value(slow.critic(rows)), atol=1e-6)
+
+
+def flat(parameters: dict[str, Tensor]) -> Tensor:
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    return torch.cat([(zeros[name] if p.grad is None else p.grad).reshape(-1) for name, p in parameters.items()])
+
+
+def recall(**settings: Any) -> PPO:
+    config = PPOConfig(policy="lstm", num_steps=32, num_epochs=2, num_minibatches=2, lstm_size=8, **settings)
+    return PPO(CueRecall(8, seed=0), config)
+
+
+@pytest.mark.parametrize("make", [cartpole, pendulum, recall])
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_the_parts_add_up_to_the_gradient_of_the_minibatch(make: Any, shared_trunk: bool) -> None:
+    """The loss is a mean over rows, so the mean of the parts' gradients, weighted by rows, is the minibatch's gradient."""
+    trainer = make(shared_trunk=shared_trunk, entropy_coef=0.01)
+    parts: list[Shard] = []
+    whole: list[Tensor] = []
+    trainer.hooks.on(MinibatchStart, lambda event: parts.extend(event.shards(4)))
+    trainer.hooks.on(BackwardEnd, lambda event: whole.append(flat(event.parameters)) if event.step == 0 else None)
+
+    trainer.learn(1)
+
+    assert len(parts) == 4
+    share = torch.tensor([part.samples for part in parts], dtype=torch.float64)
+    mean = (share / share.sum()) @ torch.stack([part.gradient for part in parts]).double()
+    torch.testing.assert_close(mean, whole[0].double(), rtol=1e-4, atol=1e-6)
+
+
+def test_sequences_are_the_samples_of_a_policy_with_memory() -> None:
+    """Eight environments in two minibatches: four whole sequences each."""
+    trainer, counts = recall(), []
+    trainer.hooks.on(MinibatchStart, lambda event: counts.append([part.samples for part in event.shards(8)]))
+
+    trainer.learn(1)
+
+    assert counts == [[1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("make", [cartpole, recall])
+def test_asking_for_parts_leaves_no_trace(make: Any) -> None:
+    bare, observed = make(), make()
+    observed.hooks.on(MinibatchStart, lambda event: event.shards(3))
+
+    bare.learn(500)
+    observed.learn(500)
+
+    assert equal(weights(bare), weights(observed))

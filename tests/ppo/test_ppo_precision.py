@@ -1,17 +1,16 @@
 """Precision and compilation change the speed of an update, but its results only by rounding."""
 
 import math
-import statistics
-from collections import deque
 from typing import Any
 
 import pytest
 import seeing_env  # noqa: F401  # registers the environments
 import torch
 from ppo_builders import EventLog, cartpole, equal, pendulum, weights
+from short_trainings import learned, mean_return
 from torch import Tensor
 
-from esper_telemetry.events import EpisodeEnd, MinibatchEnd, TrunkBackward
+from esper_telemetry.events import MinibatchEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.rollout import flatten
@@ -38,9 +37,7 @@ KINDS: list[Any] = [
 def test_bf16_acts_and_trains_alike(make: Any, settings: dict[str, Any]) -> None:
     """The first minibatch has the probabilities of collection to three digits; the bound for bf16 is 2e-2."""
     trainer = make(precision="bf16", **settings)
-    emitted = EventLog().listen(trainer, MinibatchEnd)
-
-    trainer.learn(1)
+    emitted = learned(trainer, 1, MinibatchEnd)
 
     assert emitted.events[0].log_ratio.abs().max() < 5e-3
     assert all(math.isfinite(float(loss)) for event in emitted.events for loss in event.losses.values())
@@ -78,12 +75,8 @@ def test_a_memory_stays_in_float32() -> None:
 def test_bf16_learns_cartpole() -> None:
     """A policy that does not learn balances for about 22 steps."""
     trainer = cartpole(precision="bf16", num_steps=64, num_epochs=4, learning_rate=2.5e-3)
-    returns: deque[float] = deque(maxlen=30)
-    trainer.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
 
-    trainer.learn(12_000)
-
-    assert statistics.fmean(returns) > 60
+    assert mean_return(trainer, 12_000, episodes=30) > 60
 
 
 def again(event: TrunkBackward) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ppo_builders import EventLog, cartpole, equal, pendulum, random_rollout, weights
+from ppo_builders import EventLog, cartpole, pendulum, random_rollout
+from short_trainings import learned
 from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
@@ -150,29 +151,12 @@ def test_a_step_in_numpy_equals_one_in_torch(kind: str) -> None:
     assert np.allclose(moving, after.numpy(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("make", [cartpole, pendulum])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shared_trunk", [False, True])
-def test_the_first_minibatch_finds_the_probabilities_of_collection(make: Any, kind: str, shared_trunk: bool) -> None:
-    trainer = make(policy=kind, shared_trunk=shared_trunk, num_minibatches=2, lstm_size=16)
-    emitted = EventLog().listen(trainer, MinibatchEnd)
-
-    trainer.learn(1000)
-
-    first = [event for event in emitted.events if event.step == 0]
-    assert len(first) > 5
-    assert max(event.log_ratio.abs().max().item() for event in first) < 1e-5
-    assert max((event.values - event.old_values).abs().max().item() for event in first) < 1e-4
-
-
 def recurrent(**changes: Any) -> PPO:
     return cartpole(**{"policy": "lstm", "lstm_size": 16, "num_minibatches": 2, "learning_rate": 0.01, **changes})
 
 
 def largest_first_ratio(trainer: PPO) -> float:
-    emitted = EventLog().listen(trainer, MinibatchEnd)
-    trainer.learn(1500)
+    emitted = learned(trainer, 1500, MinibatchEnd)
     return float(max(event.log_ratio.abs().max() for event in emitted.events if event.step == 0))
 
 
@@ -260,15 +244,6 @@ def test_minibatches_hold_whole_environments_once_per_pass() -> None:
     assert torch.equal(rows.sort().values, batch.values.sort().values)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_gives_the_same_weights(kind: str) -> None:
-    first, second = recurrent(policy=kind), recurrent(policy=kind)
-    for trainer in (first, second):
-        trainer.learn(400)
-
-    assert equal(weights(first), weights(second))
-
-
 def test_a_recurrent_policy_needs_an_environment_for_every_minibatch() -> None:
     with pytest.raises(ValueError, match="must not exceed the 4 environments, got 5"):
         cartpole(policy="lstm", num_minibatches=5)
@@ -280,13 +255,3 @@ def test_the_facts_name_the_parameters_of_the_memory() -> None:
     assert groups["lstm"] == [f"actor.core.cells.0.{part}_l0" for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
     assert set(groups["lstm"]) < set(groups["shared"])
     assert "lstm" not in cartpole().facts(1000)["groups"]
-
-
-def test_without_memory_the_event_tells_nothing_of_it() -> None:
-    trainer = pendulum()
-    emitted = EventLog().listen(trainer, RolloutEnd)
-
-    trainer.learn(64)
-
-    event = emitted.events[0]
-    assert event.states is None

@@ -3,16 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ppo_builders import EventLog, equal, weights
+from short_trainings import learned
 from torch import Tensor
 
 from esper_telemetry.core.event_parts import Activations, Copy, Outputs, PolicyReplay, StateGradients
 from esper_telemetry.events import AfterUpdate, BeforeUpdate, MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments.environment_registry import make_env
-from esper_telemetry.ppo.trainer_replay import TrainerReplay
+from esper_telemetry.ppo.networks import MLP, Core, RecurrentTrunk
+from esper_telemetry.ppo.trainer_replay import TrainerReplay, unroll
 
 POLICIES = [("CartPole-v1", "mlp"), ("CartPole-v1", "lstm"), ("cue-recall", "gru"), ("cue-recall", "lstm")]
 
@@ -37,18 +40,18 @@ def both(policy: PolicyReplay) -> tuple[Outputs, Outputs]:
 
 
 @pytest.mark.parametrize(("env", "policy"), POLICIES)
-def test_before_an_update_training_says_what_was_acted_on(env: str, policy: str) -> None:
-    for stored, now in ask(trainer(env, policy), BeforeUpdate, both):
+def test_before_an_update_training_says_what_was_acted_on_and_after_it_something_else(env: str, policy: str) -> None:
+    source, before = trainer(env, policy), list[tuple[Outputs, Outputs]]()
+    source.hooks.on(BeforeUpdate, lambda event: before.append(both(event.policy)))
+    after = ask(source, AfterUpdate, both)
+
+    for stored, now in before:
         for head, logits in now.logits.items():
             assert torch.softmax(stored.logits[head], -1) == pytest.approx(torch.softmax(logits, -1), abs=1e-5)
         assert (stored.memory is None) == (policy == "mlp")
         if stored.memory is not None:
             assert stored.memory == pytest.approx(now.memory, abs=1e-5)
-
-
-@pytest.mark.parametrize(("env", "policy"), POLICIES)
-def test_after_an_update_the_policy_says_something_else(env: str, policy: str) -> None:
-    for stored, now in ask(trainer(env, policy), AfterUpdate, both):
+    for stored, now in after:
         assert all(len(logits) == len(now.features) for logits in now.logits.values())
         assert any((now.logits[head] - logits).abs().max() > 1e-4 for head, logits in stored.logits.items())
 
@@ -67,9 +70,7 @@ def test_rows_that_are_no_transitions_are_not_shown() -> None:
 
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 def test_rows_of_minibatches_are_those_of_the_rollout(policy: str) -> None:
-    source = trainer("CartPole-v1", policy)
-    emitted = EventLog().listen(source, RolloutEnd, MinibatchEnd)
-    source.learn(1)
+    emitted = learned(trainer("CartPole-v1", policy), 1, RolloutEnd, MinibatchEnd)
     rollout, minibatches = emitted.events[0], emitted.of(MinibatchEnd)
 
     for minibatch in minibatches:
@@ -87,9 +88,8 @@ def everything(policy: PolicyReplay) -> tuple[Outputs, Outputs | None, Activatio
 
 @pytest.mark.parametrize(("env", "policy"), POLICIES)
 def test_asking_for_everything_leaves_no_trace(env: str, policy: str) -> None:
-    watched, alone = trainer(env, policy), trainer(env, policy)
-    torch.manual_seed(1)
     before = torch.get_rng_state()
+    watched, alone = trainer(env, policy), trainer(env, policy)
 
     ask(watched, BeforeUpdate, everything)
     ask(alone, AfterUpdate, lambda policy: None)
@@ -133,12 +133,8 @@ def test_gradients_at_the_first_state_are_those_of_the_fused_pass(policy: str, s
 def test_layers_respond_in_order_and_the_last_before_its_nonlinearity() -> None:
     (activations, *_) = ask(trainer("CartPole-v1", "lstm"), BeforeUpdate, lambda policy: policy.activations())
 
-    assert {name: layer.shape[1] for name, layer in activations.layers.items()} == {
-        "encoder_0": 8,
-        "core": 5,
-        "decoder_0": 8,
-        "decoder_1": 6,
-    }
+    sizes = {name: layer.shape[1] for name, layer in activations.layers.items()}
+    assert sizes == {"encoder_0": 8, "core": 5, "decoder_0": 8, "decoder_1": 6}
     assert activations.last.tanh() == pytest.approx(activations.layers["decoder_1"], abs=1e-6)
 
 
@@ -160,3 +156,34 @@ def test_the_first_step_of_an_episode_does_the_same_without_memory() -> None:
         fresh = begins.flatten(1, 2).all(1).t().flatten()
         same = torch.isclose(stored.logits["op"], without.logits["op"], atol=1e-5).all(-1)
         assert fresh.any() and same[fresh].all()
+
+
+STEPS, ENVS, SIZE = 6, 3, 5
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("begins", [[], [(2, 0)], [(0, 1), (3, 2), (3, 0), (5, 1)]])
+def test_features_and_gradients_are_those_of_single_steps(kind: str, begins: list[tuple[int, int]]) -> None:
+    torch.manual_seed(1)
+    trunk = RecurrentTrunk(MLP(4, [4], "tanh"), Core(kind, 4, SIZE, 2), MLP(SIZE, [7], "tanh"))
+    observations = torch.randn(STEPS, ENVS, 4)
+    fresh = np.zeros((STEPS, ENVS), bool)
+    for when, env in begins:
+        fresh[when, env] = True
+    first = torch.randn(trunk.core.state_shape(ENVS)).requires_grad_()
+    weights = torch.randn(STEPS * ENVS, 7)
+
+    features, outputs = unroll(trunk, observations, first, fresh)
+    state, rows = first, []
+    for x, new in zip(observations, torch.from_numpy(fresh), strict=True):
+        row, state = trunk.step(x, state.masked_fill(new[:, None], 0.0))
+        rows.append(row)
+    last = outputs[-1].detach().requires_grad_()
+    expected = torch.cat(rows)
+
+    torch.testing.assert_close(features, expected, atol=1e-6, rtol=1e-5)
+    at_first, at_outputs = torch.autograd.grad((weights * features).sum(), [first, outputs])
+    (step_by_step,) = torch.autograd.grad((weights * expected).sum(), first)
+    (own,) = torch.autograd.grad((weights[-ENVS:] * trunk.decoder(last)).sum(), last)
+    torch.testing.assert_close(at_first, step_by_step, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(at_outputs[-1], own, atol=1e-6, rtol=1e-5)

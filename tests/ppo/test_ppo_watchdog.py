@@ -1,13 +1,15 @@
-"""The watchdog: it restores weights after one bad rollout, ends training after three in a row, and never changes a good one."""
+"""The watchdog restores weights after a bad rollout; `stop_on_nonfinite` ends training at the first gradient that is not finite."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from ppo_builders import EventLog, cartpole, equal, pendulum, weights
 from torch import Tensor
 
+from esper_telemetry import Telemetry, attach, read_run
 from esper_telemetry.events import Rollback, UpdateEnd
 
 
@@ -66,10 +68,35 @@ def test_bad_rollouts_apart_are_survived() -> None:
     assert trainer.watchdog is not None and trainer.watchdog.rollbacks == 4
 
 
-def test_watching_changes_nothing() -> None:
-    watched, alone = cartpole(watchdog=True), cartpole()
+def infinite(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    return (log_ratio * torch.inf).sum()
 
-    for trainer in (watched, alone):
-        trainer.learn(400)
 
-    assert equal(weights(watched), weights(alone))
+@pytest.mark.system
+def test_the_first_gradient_of_the_pass_is_named_and_no_step_is_taken(tmp_path: Path) -> None:
+    """A reward of the second rollout is NaN, so every loss is. The pass reaches a head first, and no weight changes."""
+    trainer = cartpole(stop_on_nonfinite=True)
+    trainer.steps = replace(trainer.steps, rewards=poisoned({2}))
+    states: list[list[Tensor]] = []
+    trainer.hooks.on(UpdateEnd, lambda _: states.append(weights(trainer)))
+
+    with (
+        pytest.raises(FloatingPointError, match=r"the gradient of (heads|value)\.\S+ is the first .* \(\d+ of \d+ entries\)"),
+        Telemetry(run_dir=tmp_path) as telemetry,
+    ):
+        attach(telemetry, trainer)
+        trainer.learn(10_000)
+
+    (before,) = states
+    assert equal(weights(trainer), before)
+    (failure,) = [event for event in read_run(tmp_path).events if event.type == "failure"]
+    assert failure.data["exception"] == "FloatingPointError"
+
+
+def test_only_the_faulty_part_of_a_loss_is_named() -> None:
+    """Only the policy loss is infinite. The value head's gradients come first and are finite."""
+    trainer = cartpole(stop_on_nonfinite=True)
+    trainer.steps = replace(trainer.steps, policy_loss=infinite)
+
+    with pytest.raises(FloatingPointError, match=r"the gradient of heads\.action\.\S+ is the first that is not finite"):
+        trainer.learn(10_000)

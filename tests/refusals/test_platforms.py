@@ -1,6 +1,5 @@
 """Systems without some of Linux's names, simulated by removing the names in the program and in its child processes."""
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -8,8 +7,6 @@ from pathlib import Path
 
 import pytest
 from trainings import TRAININGS, nothing
-
-from esper_telemetry import Telemetry
 
 pytestmark = pytest.mark.system
 
@@ -62,24 +59,11 @@ def without(names: str, place: Path, training: str) -> subprocess.CompletedProce
     )
 
 
-OWN_LOOP = pytest.param("own_loop", marks=pytest.mark.slow)  # processes and pipes do not depend on the trainer
-
-
-@pytest.mark.parametrize("training", ["bundled", OWN_LOOP])
-def test_a_linux_whose_python_cannot_size_pipes_uses_the_worker_all_the_same(
-    training: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.delattr(fcntl, "F_SETPIPE_SZ")
-    with Telemetry([], run_dir=tmp_path / "run", offload=True, close_timeout=120.0) as telemetry:
-        weights = TRAININGS[training](telemetry, nothing)
-
-    assert (tmp_path / "run" / "summary.log").exists(), "the worker was started"
-    assert weights == TRAININGS[training](None, nothing)
-    assert not caplog.messages
-
-
-@pytest.mark.parametrize("training", ["bundled", OWN_LOOP, pytest.param("sb3", marks=pytest.mark.sb3)])
+@pytest.mark.parametrize(
+    "training",
+    # Processes and pipes do not depend on the trainer.
+    ["bundled", pytest.param("own_loop", marks=pytest.mark.slow), pytest.param("sb3", marks=pytest.mark.sb3)],
+)
 @pytest.mark.parametrize(("names", "files"), [(MACOS, {"summary.log", "sinks.log"}), (WINDOWS, set())])
 def test_a_run_is_recorded_delivered_locked_resumed_and_read(names: str, files: set[str], training: str, tmp_path: Path) -> None:
     """macOS has a worker and a sink process. On Windows the trainer makes the records, and its threads feed the sinks."""

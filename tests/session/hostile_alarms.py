@@ -17,11 +17,7 @@ FROM_UPDATE = 4
 
 
 def yields(**changes: Any) -> Callable[[View], Iterator[Any]]:
-    return lambda view: iter([replace_finding(view, changes)])
-
-
-def replace_finding(view: View, changes: dict[str, Any]) -> Finding:
-    return Finding(1.0, KEY, view.get(KEY))._replace(**changes)
+    return lambda view: iter([Finding(1.0, KEY, view.get(KEY))._replace(**changes)])
 
 
 def clears_the_view(view: View) -> Iterator[Finding]:
@@ -62,10 +58,6 @@ def raises(error: BaseException) -> Callable[[View], Iterator[Finding]]:
     return judge
 
 
-def crash() -> None:
-    ctypes.string_at(0)
-
-
 RESULTS: dict[str, Callable[[View], Any]] = {
     "infinite severity": yields(severity=float("inf")),
     "NaN severity": yields(severity=float("nan")),
@@ -97,7 +89,7 @@ RESULTS: dict[str, Callable[[View], Any]] = {
 
 ENDS: dict[str, Callable[[], object]] = {
     "exit": lambda: os._exit(7),
-    "crash": crash,
+    "crash": lambda: ctypes.string_at(0),
     "SIGKILL": lambda: os.kill(os.getpid(), 9),
     "hang": lambda: time.sleep(1e6),
 }

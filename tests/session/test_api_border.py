@@ -4,15 +4,12 @@ import argparse
 import copy
 import gc
 import io
-import json
 import math
 import pickle
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +21,6 @@ from forked import run_python
 from torch import nn
 
 from esper_telemetry import Metric, MetricGroup, Record, RunStatus, Telemetry, attach, read_run, reports, value_fit
-from esper_telemetry.alarms import Thresholds
 from esper_telemetry.core.group import Postponed
 from esper_telemetry.testing import MemorySink
 
@@ -32,17 +28,6 @@ from esper_telemetry.testing import MemorySink
 @dataclass(frozen=True, slots=True)
 class Curiosity(MetricGroup):
     bonus: Any = reports(Metric(key="curiosity/bonus", unit="reward", question="How much does novelty pay?"))
-
-
-@pytest.fixture
-def telemetry(tmp_path: Path) -> Iterator[Telemetry]:
-    """Open telemetry in `tmp_path / "run"`."""
-    with Telemetry(run_dir=tmp_path / "run") as opened:
-        yield opened
-
-
-def journal(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
 
 
 def warned(caplog: pytest.LogCaptureFixture, text: str) -> int:
@@ -84,14 +69,13 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sinks": ["console", None]}, TypeError, "got None"),
     ({"level": "debgu"}, ValueError, "level must be one of off, minimal, normal, debug, got 'debgu'"),
     ({"level": 7}, ValueError, "got 7"),
-    ({"level": None}, ValueError, "got None"),
-    ({"budget": -1}, ValueError, "budget must be .* got -1"),
+    ({"budget": 0}, ValueError, "budget must be a fraction of the wall time over 0 and at most 1, got 0"),
+    ({"budget": 1.5}, ValueError, "got 1.5"),
     ({"budget": math.nan}, ValueError, "got nan"),
     ({"budget": "2 %"}, TypeError, "budget must be one number, got '2 %'"),
     ({"close_timeout": 0}, ValueError, "got 0"),
     ({"close_timeout": None}, TypeError, "close_timeout must be one number, got None"),
     ({"detect": "strict"}, TypeError, "detect takes True, False or Thresholds.*got 'strict'"),
-    ({"detect": Thresholds}, TypeError, "detect takes True, False or Thresholds"),
     ({"ranks": "one"}, ValueError, "ranks must be 'all' or 'alone', got 'one'"),
     ({"offload": "no"}, ValueError, "offload must be True or False, got 'no'"),
     ({"resume": "runs/a"}, ValueError, "resume must be True or False, got 'runs/a'"),
@@ -101,7 +85,6 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"run_dir": ""}, ValueError, "run_dir must name a directory, got ''"),
     ({"run_dir": 3}, TypeError, "run_dir must be a path, 'auto' or None, got 3"),
     ({"rundir": "x"}, TypeError, "no argument 'rundir': did you mean 'run_dir'?"),
-    ({"sink": "x"}, TypeError, "no argument 'sink': did you mean 'sinks'?"),
     ({"xyzzy": 1}, TypeError, "no argument 'xyzzy': it takes sinks, run_dir"),
 ]
 
@@ -118,12 +101,6 @@ def test_a_wrong_argument_is_quoted_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("level", ["debug", "DEBUG", "Debug"])
-def test_a_level_has_any_case(level: str) -> None:
-    with Telemetry(run_dir=None, level=level) as telemetry:
-        assert telemetry.level.name == "DEBUG"
-
-
 def test_a_run_directory_is_a_path_or_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for run_dir in (tmp_path / "a", str(tmp_path / "b"), "~/c"):
@@ -133,15 +110,12 @@ def test_a_run_directory_is_a_path_or_a_text(tmp_path: Path, monkeypatch: pytest
     assert len(read_run("~/c").records) == 1
 
 
-def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
+def test_a_file_and_the_directory_of_another_run_are_refused(tmp_path: Path, telemetry: Telemetry) -> None:
+    """The other run's journal is still empty."""
     (tmp_path / "file").touch()
 
     with pytest.raises(NotADirectoryError, match="file' is a file: pass the path of a directory"):
         Telemetry(run_dir=tmp_path / "file")
-
-
-def test_one_directory_holds_one_run(tmp_path: Path, telemetry: Telemetry) -> None:
-    """Its journal is still empty."""
     with pytest.raises(FileExistsError, match=r"already holds a run: pass another run directory, or .* Telemetry\(resume=True\)"):
         Telemetry(run_dir=tmp_path / "run")
 
@@ -161,18 +135,11 @@ class Settings:
         ({"own": Settings(), 1: np.float32(0.5)}, {"own": {"lr": 0.1, "path": "data"}, "1": 0.5}),
     ],
 )
-def test_settings_are_written_as_json(tmp_path: Path, config: object, expected: dict[str, object]) -> None:
-    with Telemetry(run_dir=tmp_path / "run", config=config) as telemetry:
-        telemetry.flush(env_step=1)
+def test_settings_are_written_as_json_and_one_tag_is_a_list_of_one(tmp_path: Path, config: object, expected: dict[str, object]) -> None:
+    Telemetry(run_dir=tmp_path / "run", config=config, tags="baseline", notes=None).close()
 
-    assert journal(tmp_path / "run")[0]["config"] == expected
-
-
-def test_one_tag_is_a_list_of_one(tmp_path: Path) -> None:
-    with Telemetry(run_dir=tmp_path / "run", tags="baseline", notes=None) as telemetry:
-        telemetry.flush(env_step=1)
-
-    assert read_run(tmp_path / "run").info.tags == ("baseline",)
+    info = read_run(tmp_path / "run").info
+    assert (info.config, info.tags) == (expected, ("baseline",))
 
 
 # --- numbers
@@ -182,10 +149,9 @@ STEPS: list[Any] = [5, np.int64(5), np.uint8(5), np.array(5), np.array([5]), tor
 
 
 @pytest.mark.parametrize("step", STEPS, ids=repr)
-def test_steps_are_whole_numbers_of_any_type(tmp_path: Path, step: Any) -> None:
-    with Telemetry(run_dir=tmp_path / "run") as telemetry:
-        telemetry.observe(Curiosity(torch.tensor(1.0)), epoch=step, step=step)
-        telemetry.flush(env_step=step, update=step, gradient_step=step)
+def test_steps_are_whole_numbers_of_any_type(tmp_path: Path, telemetry: Telemetry, step: Any) -> None:
+    telemetry.observe(Curiosity(torch.tensor(1.0)), epoch=step, step=step)
+    telemetry.flush(env_step=step, update=step, gradient_step=step)
 
     axes = read_run(tmp_path / "run").records[0].axes
     assert (axes.env_step, axes.update, axes.gradient_step) == (5, 5, 5)
@@ -196,7 +162,6 @@ def test_steps_are_whole_numbers_of_any_type(tmp_path: Path, step: Any) -> None:
     [
         (2.5, ValueError, "must be a whole number, got 2.5"),
         (math.nan, ValueError, "must be a whole number, got nan"),
-        (math.inf, ValueError, "must be a whole number, got inf"),
         (-1, ValueError, "must be at least 0, got -1"),
         (2**63, ValueError, "must be at most 9223372036854775807, got 9223372036854775808"),
         ("5", TypeError, "must be one number, got '5'"),
@@ -240,56 +205,45 @@ def test_logged_numbers_are_of_any_type(tmp_path: Path) -> None:
         assert {key: value for key, value in record.values.items() if key.startswith("a/")} == {f"a/{name}": 1.0 for name in numbers}
 
 
-def test_a_number_that_is_too_large_is_not_finite(tmp_path: Path, telemetry: Telemetry) -> None:
-    telemetry.log({"a/b": 10**400, "a/c": -(10**400)})
+def test_a_number_that_is_not_finite_or_too_large_is_counted(tmp_path: Path, telemetry: Telemetry) -> None:
+    telemetry.log({"a/b": 10**400, "a/c": -(10**400), "a/d": math.nan, "a/e": 1.0})
     telemetry.flush(env_step=1)
 
     values = read_run(tmp_path / "run").records[0].values
-    assert (values["a/b_nonfinite"], values["a/c_nonfinite"]) == (1.0, 1.0)
+    assert {key: value for key, value in values.items() if key.startswith("a/")} == {
+        **dict.fromkeys(("a/b_nonfinite", "a/c_nonfinite", "a/d_nonfinite"), 1.0),
+        "a/e": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("values", "error", "text"),
     [
-        ("0.3", "a/b must be one number, got '0.3'"),
-        (None, "a/b must be one number, got None"),
-        ([1.0], r"a/b must be one number, got \[1.0\]"),
-        ({"c": 1.0}, "a/b must be one number, got {'c': 1.0}"),
-        (np.zeros(3), r"a/b must be one number, got a NumPy array of shape \[3\]"),
-        (torch.zeros(2, 2), r"a/b must be one number, got a tensor of shape \[2, 2\]"),
-        (1j, "a/b must be one number, got 1j"),
+        ({"a/b": "0.3"}, TypeError, "a/b must be one number, got '0.3'"),
+        ({"a/b": {"c": 1.0}}, TypeError, "a/b must be one number, got {'c': 1.0}"),
+        ({"a/b": np.zeros(3)}, TypeError, r"a/b must be one number, got a NumPy array of shape \[3\]"),
+        ({"a/b": torch.zeros(2, 2)}, TypeError, r"a/b must be one number, got a tensor of shape \[2, 2\]"),
+        ({"a/b": 1j}, TypeError, "a/b must be one number, got 1j"),
+        ({"Loss/Policy Loss": 1.0}, ValueError, "got 'Loss/Policy Loss': write 'loss/policy_loss'"),
+        ({"charts/episodic-return": 1.0}, ValueError, "write 'charts/episodic_return'"),
+        ({"": 1.0}, ValueError, "got ''"),
+        ({3: 1.0}, ValueError, "got 3"),
+        (None, TypeError, "log takes a mapping from keys to numbers"),
+        ("a/b", TypeError, "log takes a mapping from keys to numbers"),
+        ([("a/b", 1.0)], TypeError, "log takes a mapping from keys to numbers"),
     ],
 )
-def test_what_is_no_number_is_quoted_and_nothing_is_logged(tmp_path: Path, value: Any, text: str) -> None:
-    with Telemetry(run_dir=tmp_path / "run") as telemetry:
-        with pytest.raises(TypeError, match=text):
-            telemetry.log({"a/a": 1.0, "a/b": value})
-        telemetry.flush(env_step=1)
+def test_what_cannot_be_logged_is_quoted_and_nothing_is_logged(
+    tmp_path: Path, telemetry: Telemetry, values: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        telemetry.log({"a/a": 1.0, **values} if isinstance(values, dict) else values)
+    telemetry.flush(env_step=1)
 
     assert "a/a" not in read_run(tmp_path / "run").records[0].values
 
 
-@pytest.mark.parametrize("values", [3.0, None, "a/b", [("a/b", 1.0)]])
-def test_log_takes_a_mapping(telemetry: Telemetry, values: Any) -> None:
-    with pytest.raises(TypeError, match="log takes a mapping from keys to numbers"):
-        telemetry.log(values)
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("Loss/Policy Loss", "got 'Loss/Policy Loss': write 'loss/policy_loss'"),
-        ("charts/episodic-return", "write 'charts/episodic_return'"),
-        ("", "got ''"),
-        (3, "got 3"),
-    ],
-)
-def test_a_key_that_backends_refuse_comes_back_with_one_that_they_take(telemetry: Telemetry, key: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        telemetry.log({key: 1.0})
-
-
-@pytest.mark.parametrize("number", [2, np.float32(2), np.array(2.0), np.array([2.0]), torch.tensor(2.0)])
+@pytest.mark.parametrize("number", [np.float32(2), np.array([2.0])])
 def test_groups_hold_numbers_of_any_type(number: Any) -> None:
     assert Curiosity(number).values() == {"curiosity/bonus": 2.0}
 
@@ -297,16 +251,13 @@ def test_groups_hold_numbers_of_any_type(number: Any) -> None:
 # --- observe
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"a": 1}, {"a": torch.ones(1)}, 3, None, "a", b"a", torch.ones(2), np.ones(2), torch.tensor(1.0), [1.0], Curiosity]
-)
-def test_observe_says_where_plain_numbers_go(telemetry: Telemetry, wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", [{"a": 1}, 3, None, "a", b"a", torch.ones(2), np.ones(2), torch.tensor(1.0), [1.0], Curiosity])
+def test_observe_says_where_plain_numbers_go(tmp_path: Path, telemetry: Telemetry, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"observe takes the results of metric functions, got .*: plain numbers go to telemetry.log"):
         telemetry.observe(Curiosity(1.0), wrong)
     telemetry.flush(env_step=1)
 
-    assert telemetry.run_dir is not None
-    assert "curiosity/bonus" not in read_run(telemetry.run_dir).records[0].values
+    assert "curiosity/bonus" not in read_run(tmp_path / "run").records[0].values
 
 
 def test_groups_come_alone_and_in_lists_tuples_and_generators(tmp_path: Path, telemetry: Telemetry) -> None:
@@ -315,12 +266,6 @@ def test_groups_come_alone_and_in_lists_tuples_and_generators(tmp_path: Path, te
     telemetry.flush(env_step=1)
 
     assert read_run(tmp_path / "run").records[0].values["curiosity/bonus"] == 2.0
-
-
-def test_a_flush_without_anything_is_a_record(tmp_path: Path, telemetry: Telemetry) -> None:
-    telemetry.flush(env_step=1)
-
-    assert [record.axes.update for record in read_run(tmp_path / "run").records] == [1]
 
 
 # --- lost values are reported
@@ -398,12 +343,12 @@ def test_updates_that_pile_up_are_told_while_training_goes_on(telemetry: Telemet
     telemetry.flush(env_step=1)
 
 
-def test_a_long_update_is_no_mistake(telemetry: Telemetry, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_updates_that_are_counted_from_nought_are_no_mistake(telemetry: Telemetry, caplog: pytest.LogCaptureFixture) -> None:
     for update in range(20):
         for epoch in range(3):
             for _ in range(4):
                 telemetry.observe(Curiosity(1.0), epoch=epoch)
-        telemetry.flush(env_step=update)
+        telemetry.flush(env_step=8 * update, update=update)
 
     assert caplog.records == []
 
@@ -426,30 +371,28 @@ def test_axes_that_go_back_are_told_once(telemetry: Telemetry, caplog: pytest.Lo
     assert warned(caplog, "esper-telemetry: flush was given") <= 2
 
 
-def test_updates_may_be_counted_from_nought(telemetry: Telemetry, caplog: pytest.LogCaptureFixture) -> None:
-    for update in range(3):
-        telemetry.flush(env_step=update * 8, update=update)
-
-    assert caplog.records == []
-
-
 # --- watch, attach, on_alarm
 
 
-def test_watch_takes_a_module_and_an_optimizer(telemetry: Telemetry) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+MODEL = nn.Linear(2, 2)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), 0.1)
+WRONG_CALLS: list[tuple[Callable[..., object], tuple[Any, ...], str]] = [
+    *[
+        (Telemetry.watch, pair, "watch takes a torch module and its optimizer, got")
+        for pair in ((None, OPTIMIZER), (MODEL, None), (OPTIMIZER, MODEL), (MODEL, MODEL.parameters()), (nn.Linear, OPTIMIZER))
+    ],
+    *[(attach, (source,), "attach takes a Telemetry and a trainer with hooks, got") for source in (None, MODEL, object())],
+    *[(Telemetry.on_alarm, (callback,), "on_alarm takes a function of one alarm, got") for callback in (None, "print", 3)],
+]
 
-    pairs: list[tuple[Any, Any]] = [
-        (None, optimizer),
-        (model, None),
-        (optimizer, model),
-        (model, model.parameters()),
-        (nn.Linear, optimizer),
-    ]
-    for wrong in pairs:
-        with pytest.raises(TypeError, match="watch takes a torch module and its optimizer, got"):
-            telemetry.watch(*wrong)
+
+@pytest.mark.parametrize(("call", "arguments", "text"), WRONG_CALLS)
+def test_calls_say_what_they_take(telemetry: Telemetry, call: Callable[..., object], arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call(telemetry, *arguments)
+    if call is attach:
+        with pytest.raises(TypeError, match=text):
+            call(*arguments, *arguments)
 
 
 def test_a_model_that_is_watched_twice_is_measured_once(tmp_path: Path, telemetry: Telemetry) -> None:
@@ -465,9 +408,7 @@ def test_a_model_that_is_watched_twice_is_measured_once(tmp_path: Path, telemetr
         telemetry.flush(env_step=update)
         stop()
 
-    values = [record.values for record in read_run(tmp_path / "run").records]
-    assert values[0]["grad/global/norm_preclip"] == 5.0
-    assert "grad/global/norm_preclip" not in values[1]
+    assert [record.values.get("grad/global/norm_preclip") for record in read_run(tmp_path / "run").records] == [5.0, None]
 
 
 def test_an_optimizer_is_watched_with_one_model(telemetry: Telemetry) -> None:
@@ -477,20 +418,6 @@ def test_an_optimizer_is_watched_with_one_model(telemetry: Telemetry) -> None:
 
     with pytest.raises(ValueError, match="this optimizer is watched already: watch it once"):
         telemetry.watch(both[1], optimizer)
-
-
-@pytest.mark.parametrize("source", [None, nn.Linear(2, 2), object()])
-def test_attach_says_what_it_takes(telemetry: Telemetry, source: Any) -> None:
-    with pytest.raises(TypeError, match="attach takes a Telemetry and a trainer with hooks, got"):
-        attach(telemetry, source)
-    with pytest.raises(TypeError, match="attach takes a Telemetry and a trainer with hooks, got"):
-        attach(source, source)
-
-
-@pytest.mark.parametrize("callback", [None, "print", 3])
-def test_on_alarm_takes_a_function(telemetry: Telemetry, callback: Any) -> None:
-    with pytest.raises(TypeError, match="on_alarm takes a function of one alarm, got"):
-        telemetry.on_alarm(callback)
 
 
 # --- copies, other processes, threads
@@ -519,22 +446,6 @@ def test_a_copy_of_what_holds_telemetry_holds_the_same(telemetry: Telemetry) -> 
 
     assert agent.telemetry is telemetry
     assert copy.copy(telemetry) is telemetry
-
-
-@pytest.mark.system
-def test_a_spawned_process_is_refused_with_the_same_sentence(tmp_path: Path) -> None:
-    script = tmp_path / "spawns.py"
-    script.write_text(
-        "import multiprocessing\n"
-        "from esper_telemetry import Telemetry\n"
-        "if __name__ == '__main__':\n"
-        "    with Telemetry(run_dir=None) as telemetry:\n"
-        "        multiprocessing.get_context('spawn').Process(target=print, args=(telemetry,)).start()\n"
-    )
-
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-
-    assert "TypeError: a Telemetry belongs to the process that made it" in ended.stderr
 
 
 @pytest.mark.system
@@ -595,17 +506,6 @@ def test_threads_are_served_one_at_a_time(tmp_path: Path) -> None:
         telemetry.flush(env_step=2)
 
     assert [record.values.get("curiosity/bonus") for record in read_run(tmp_path / "run").records] == [1.0, None]
-
-
-def test_a_callback_may_call_it_back(tmp_path: Path) -> None:
-    """An alarm's callback runs within `flush`, and logs."""
-    with Telemetry(run_dir=tmp_path / "run") as telemetry:
-        telemetry.on_alarm(lambda alarm: telemetry.log({"seen/alarms": 1.0}))
-        telemetry.log({"numerics/nonfinite": 3.0})
-        telemetry.flush(env_step=1)
-        telemetry.flush(env_step=2)
-
-    assert any("seen/alarms" in record.values for record in read_run(tmp_path / "run").records)
 
 
 @pytest.mark.system

@@ -18,9 +18,15 @@ from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_event, encode_record, encode_run
 from esper_telemetry.sinks.pages import IncidentCards
 from esper_telemetry.testing import MemorySink
+from esper_telemetry.testing.sinks import journalled
 from esper_telemetry.updates.failure import failure_data
 
-AXES = Axes(update=6, env_step=600, gradient_step=60, wall_time=1e9)
+
+def axes_of(update: int) -> Axes:
+    return Axes(update=update, env_step=100 * update, gradient_step=10 * update, wall_time=1e9)
+
+
+AXES = axes_of(6)
 NAN_OBSERVATIONS = {
     "exception": "ValueError",
     "message": "Expected parameter logits:\ntensor([[nan]])",
@@ -44,8 +50,7 @@ def journal(directory: Path, status: RunStatus | None, failure: dict[str, Any] |
     book = Journal.create(path)
     book.write(encode_run(RunInfo("r1", "run", path, 1e9)))
     for update in range(1, 7):
-        axes = Axes(update=update, env_step=100 * update, gradient_step=10 * update, wall_time=1e9)
-        book.write(encode_record(Record(update, axes, {"policy/kl": 0.01, "loss/value": 1.0})))
+        book.write(encode_record(Record(update, axes_of(update), {"policy/kl": 0.01, "loss/value": 1.0})))
     if failure is not None:
         book.write(encode_event(JournalEvent("failure", failure, seq=7, axes=AXES)))
     if status is not None:
@@ -240,16 +245,10 @@ def test_stable_baselines3_names_its_tensor(fault: str, tmp_path: Path, capsys: 
 def test_gradients_alone_name_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exploding gradients are a symptom, so advice would be a guess. The run that also has losses gets a full diagnosis."""
     for name, more in (("alone", {}), ("explained", {"policy/kl": 0.01, "loss/value": 1.0})):
-        path = tmp_path / name
-        book = Journal.create(path)
-        book.write(encode_run(RunInfo("r1", "run", path, 1e9, facts={"max_grad_norm": 0.5})))
-        for update in range(1, 41):
-            norm = 1.0 + 0.01 * (update % 5) if update < 35 else 1e4 * update
-            axes = Axes(update=update, env_step=100 * update, gradient_step=10 * update, wall_time=1e9)
-            keys = ("grad/global/norm_preclip", "grad/global/norm_preclip_max")
-            book.write(encode_record(Record(update, axes, {**dict.fromkeys(keys, norm), **more})))
-        book.write(encode_end(RunStatus.FINISHED, seq=41))
-        book.close()
+        norms = [1.0 + 0.01 * (update % 5) if update < 35 else 1e4 * update for update in range(1, 41)]
+        keys = ("grad/global/norm_preclip", "grad/global/norm_preclip_max")
+        records = [Record(update, axes_of(update), {**dict.fromkeys(keys, norm), **more}) for update, norm in enumerate(norms, 1)]
+        journalled(RunInfo("r1", "run", tmp_path / name, 1e9, facts={"max_grad_norm": 0.5}), records)
 
     alone = output(["diagnose", str(tmp_path / "alone")], capsys)
     diagnosis = json.loads(output(["diagnose", str(tmp_path / "alone"), "--json"], capsys))

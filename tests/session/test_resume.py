@@ -220,15 +220,6 @@ def trainer(**settings: Any) -> PPO:
     return PPO(make_env("CartPole-v1", num_envs=4), config)
 
 
-def keep_pace(telemetry: Telemetry, source: PPO) -> None:
-    """Let every update wait for its record: on a busy machine a worker may fall behind updates this small."""
-
-    def wait(event: UpdateEnd) -> None:
-        telemetry.state_dict()
-
-    source.hooks.on(UpdateEnd, wait, last=True)
-
-
 def values(run_dir: Path) -> list[dict[str, float]]:
     """Return the values of every record, without values that depend on the clock or on backends."""
     return [{key: value for key, value in record.values.items() if not key.startswith(TIMED)} for record in read_run(run_dir).records]
@@ -243,29 +234,29 @@ def test_measures_that_need_history_go_on_with_a_checkpoint(tmp_path: Path, sett
 
     Below DEBUG, the choice of sampled updates depends on their cost, so on time.
     """
-    settled: dict[str, Any] = {"offload": offload, "level": "debug"}
-    with Telemetry(run_dir=tmp_path / "whole", **settled) as telemetry:
-        whole = trainer(**settings)
-        attach(telemetry, whole)
-        keep_pace(telemetry, whole)
-        whole.learn(30 * ROLLOUT)
 
-    with Telemetry(run_dir=tmp_path / "cut", **settled) as telemetry:
-        cut = trainer(**settings)
-        checkpoints = Checkpoints(cut, tmp_path, every=20 * ROLLOUT)
-        attach(telemetry, cut)
-        keep_pace(telemetry, cut)
-        cut.hooks.on(UpdateEnd, lambda event: cut.stop() if event.update == 26 else None)
-        cut.learn(30 * ROLLOUT)
+    def train(name: str, *, until: int = 30, resume: bool = False) -> None:
+        with Telemetry(run_dir=tmp_path / name, offload=offload, level="debug", resume=resume) as telemetry:
+            source = trainer(**settings)
+            checkpoints = Checkpoints(source, tmp_path / f"{name} {until}", every=20 * ROLLOUT)
+            if resume:
+                source.load(tmp_path / f"{name} 26" / checkpoints.latest.name)
+            attach(telemetry, source)
 
-    with Telemetry(run_dir=tmp_path / "cut", resume=True, **settled) as telemetry:
-        resumed = trainer(**settings)
-        resumed.load(checkpoints.latest)
-        attach(telemetry, resumed)
-        keep_pace(telemetry, resumed)
-        assert 20 <= resumed.updates < cut.updates == 26
-        resumed.learn(30 * ROLLOUT)
+            def wait(event: UpdateEnd) -> None:
+                """Let every update wait for its record: on a busy machine a worker may fall behind updates this small."""
+                telemetry.state_dict()
 
+            source.hooks.on(UpdateEnd, wait, last=True)
+            source.hooks.on(UpdateEnd, lambda event: source.stop() if event.update == until else None)
+            source.learn(30 * ROLLOUT)
+
+    train("whole")
+    train("cut", until=26)
+    train("cut", resume=True)
+
+    resumed_from = read_run(tmp_path / "cut").info.resumed_from
+    assert resumed_from is not None and 20 <= resumed_from["update"] < resumed_from["recorded"] == 26
     assert values(tmp_path / "cut") == values(tmp_path / "whole")
     assert "episode/return_mean_100" in values(tmp_path / "cut")[-1]
 

@@ -1,6 +1,6 @@
 """Run ids are part of file names, so they must not lead out of the run directory."""
 
-import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,10 @@ from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.core.record import RunInfo
 from esper_telemetry.delivery.catch_up import replay
 from esper_telemetry.sinks import TensorBoardSink
+from esper_telemetry.testing.sinks import journalled, record, run_in
 
-HOSTILE = ["../../evil", "/tmp/evil", "a/b", "..", ".hidden", "", "x'y\"*", "two words", "a\nb", "a" * 129]
 
-
-@pytest.mark.parametrize("run_id", HOSTILE)
+@pytest.mark.parametrize("run_id", ["../../evil", "/tmp/evil", "..", ".hidden", "", "x'y\"*", "two words", "a\nb", "a" * 129])
 def test_an_id_that_could_be_a_path_is_refused(run_id: str) -> None:
     with pytest.raises(ValueError) as refused:
         RunInfo(run_id, name="a", run_dir=None, started=0.0)
@@ -30,13 +29,9 @@ def test_what_ids_look_like_is_taken(run_id: str) -> None:
 
 def test_a_journal_that_says_so_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "a"
-    run_dir.mkdir(parents=True)
-    lines = [
-        {"kind": "run", "schema": 1, "run_id": "../../evil", "name": "a", "started": 1.0},
-        {"kind": "record", "seq": 1, "axes": {"update": 1, "env_step": 8, "gradient_step": 1, "wall_time": 1.0}, "values": {"a": 1.0}},
-        {"kind": "end", "seq": 2, "status": "finished"},
-    ]
-    (run_dir / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    journalled(run_in(run_dir), [record(1)])
+    journal = run_dir / "journal.jsonl"
+    journal.write_text(re.sub('"run_id":"[^"]*"', '"run_id":"../../evil"', journal.read_text()))
 
     with pytest.raises(ValueError, match="no line that describes the run"):
         read_run(run_dir)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import Axes, Histogram, MetricInfo, Record, RunInfo
 
 METRICS = {
@@ -15,6 +16,9 @@ METRICS = {
     "policy/head/{head}/kl": MetricInfo(unit="nats", question="Which head moved?"),
     "grad/layer/{layer}/norm": MetricInfo(unit="gradient norm", question="Which layer?"),
 }
+
+EVERY = {entry.metric.key: entry.info() for entry in metric_entries()}
+"""All metrics of the package."""
 
 HISTOGRAM = Histogram(edges=(0.0, 1.0, 2.0, 3.0), counts=(1.0, 2.0, 1.0))
 

@@ -1,15 +1,17 @@
 """Every bundled sink passes the plugin test kit, and the kit finds the faults of deliberately broken sinks."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sink_runs import run_info
 
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import ConsoleSink, FunctionSink, MLflowSink, PrometheusSink, TensorBoardSink, WandbSink
 from esper_telemetry.sinks.sink_protocol import StoredMetrics
-from esper_telemetry.testing import CHECKS, MemorySink, check_sink
+from esper_telemetry.testing import CHECKS, FailingSink, MemorySink, check_sink
 from esper_telemetry.testing import sinks as conformance
 
 SLOW = ("many records", "sigterm")
@@ -42,28 +44,24 @@ def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("name", BUNDLED)
-def test_a_bundled_sink_passes(name: str) -> None:
-    assert set(check_sink(BUNDLED[name], leave_out=SLOW)) == CHECKS.keys() - set(SLOW)
+@pytest.fixture(params=[*BUNDLED, "mlflow"])
+def factory(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    if request.param == "mlflow":
+        store = request.getfixturevalue("mlflow_store")
+        return lambda: MLflowSink(store)
+    return BUNDLED[request.param]
 
 
 @pytest.mark.system
-def test_mlflow_passes(mlflow_store: str) -> None:
-    assert set(check_sink(lambda: MLflowSink(mlflow_store), leave_out=SLOW)) == CHECKS.keys() - set(SLOW)
+def test_a_bundled_sink_passes(factory: Callable[[], Any]) -> None:
+    assert set(check_sink(factory, leave_out=SLOW)) == CHECKS.keys() - set(SLOW)
 
 
 @pytest.mark.slow
-def test_mlflow_passes_what_takes_long_too(mlflow_store: str) -> None:
-    check_sink(lambda: MLflowSink(mlflow_store), only=SLOW)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUNDLED)
-def test_a_bundled_sink_passes_what_takes_long_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundled_sink_passes_what_takes_long_too(factory: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "MANY_RECORDS", 10_000)
 
-    check_sink(BUNDLED[name], only=SLOW)
+    check_sink(factory, only=SLOW)
 
 
 def test_a_sink_that_remembers_passes_everything() -> None:
@@ -136,6 +134,18 @@ def test_a_broken_sink_is_told_what_is_wrong(kind: Callable[[], Any], check: str
 
     with pytest.raises(AssertionError, match=f"the sink fails the check '{check}'.*{sentence}"):
         check_sink(lambda: sink, only=[check])
+
+
+def test_a_failing_sink_can_only_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    sink = FailingSink(fail_in={"open"}, error=None, hang_seconds=0.05)
+
+    sink.open(run_info())
+
+    assert pauses == [0.05] and sink.runs
+    with pytest.raises(ValueError, match=r"got \['flush'\]"):
+        FailingSink(fail_in={"flush"})
 
 
 def test_a_check_that_does_not_exist_is_named() -> None:

@@ -12,9 +12,14 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_line_holds_the_numbers_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink()
-    sink.open(run_info())
+@pytest.fixture
+def sink() -> ConsoleSink:
+    opened = ConsoleSink()
+    opened.open(run_info())
+    return opened
+
+
+def test_a_line_holds_the_numbers_that_are_there(sink: ConsoleSink, capsys: pytest.CaptureFixture[str]) -> None:
     sink.write([record(1, {"episode/return_mean_100": 21.04, "policy/clip_frac": 0.083, "train/env_steps_per_second": 9e3})])
 
     assert printed(capsys) == ["update 1  step 1,000  return 21.0  steps/s 9,000  clipped 8%"]
@@ -28,10 +33,8 @@ def test_a_line_holds_the_numbers_that_are_there(capsys: pytest.CaptureFixture[s
     ],
 )
 def test_the_return_is_that_of_the_last_hundred_episodes_or_says_what_it_is(
-    values: dict[str, float], text: str, capsys: pytest.CaptureFixture[str]
+    values: dict[str, float], text: str, sink: ConsoleSink, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sink = ConsoleSink()
-    sink.open(run_info())
     sink.write([record(1, values)])
 
     assert printed(capsys) == [f"update 1  step 1,000  {text}"]
@@ -47,18 +50,14 @@ def test_a_line_a_second_is_enough_but_the_last_is_always_shown(capsys: pytest.C
     assert printed(capsys) == ["update 1  step 1,000  kl 0.01", "update 4  step 4,000  kl 0.01", "interrupted after 4 updates, 4,000 steps"]
 
 
-def test_a_long_line_is_not_broken_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_line_is_not_broken_where_there_is_no_terminal(sink: ConsoleSink, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("episode/return_mean", "policy/kl", "policy/clip_frac", "policy/entropy", "value/explained_variance")
-    sink = ConsoleSink()
-    sink.open(run_info())
     sink.write([record(1, dict.fromkeys([*keys, "grad/global/norm_preclip", "train/env_steps_per_second"], 0.123456))])
 
     assert len(printed(capsys)) == 1
 
 
-def test_a_run_without_updates_only_says_how_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink()
-    sink.open(run_info())
+def test_a_run_without_updates_only_says_how_it_ended(sink: ConsoleSink, capsys: pytest.CaptureFixture[str]) -> None:
     sink.close(RunStatus.FAILED)
     sink.close(RunStatus.FAILED)
 

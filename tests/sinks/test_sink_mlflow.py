@@ -16,17 +16,17 @@ from urllib.request import urlopen
 
 import pytest
 from backends_read import mlflow_client
-from sink_runs import HISTOGRAM, record, run_info
+from sink_runs import EVERY, record, run_info
 from waiting import wait_until
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow import database as mlflow_rows
 from esper_telemetry.sinks.mlflow import mlflow_run as mlflow_run
 from esper_telemetry.sinks.mlflow import mlflow_sink as mlflow_sink
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table
+from esper_telemetry.testing.sinks import delivered
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -116,7 +116,6 @@ def test_nan_and_infinity_are_stored_as_mlflow_stores_them(store: Path, client: 
     run_id = opened(run_info(store, run_id="nonfinite"))._open.run_id  # type: ignore[union-attr]
     rows = metric_table(client)
     assert rows is not None
-
     for step, value in enumerate((math.nan, math.inf, -math.inf)):
         client.log_metric(run_id, "plain", value, timestamp=1, step=step)
         rows.add(run_id, [Metric("fast", value, 1, step)])
@@ -150,17 +149,6 @@ def test_a_server_and_an_unknown_table_take_everything_through_the_client(client
     assert metric_table(client) is None
 
 
-def test_a_histogram_becomes_three_quantiles(store: Path, client: Any) -> None:
-    """Counts 1, 2, 1 between 0, 1, 2, 3: 5 % is a fifth into the first bin."""
-    sink = opened(run_info(store, run_id="histogram"))
-    sink.write([record(1, {}, {"policy/ratio": HISTOGRAM})])
-
-    metrics = mlflow_run_of(client, "histogram").data.metrics
-    assert metrics["policy/ratio_p05"] == pytest.approx(0.2)
-    assert metrics["policy/ratio_p50"] == pytest.approx(1.5)
-    assert metrics["policy/ratio_p95"] == pytest.approx(2.8)
-
-
 def test_the_run_page_is_complete(store: Path, client: Any) -> None:
     opened(run_info(store, run_id="page"))
 
@@ -176,14 +164,12 @@ def test_the_run_page_is_complete(store: Path, client: Any) -> None:
 
 def test_what_all_metrics_mean_is_an_artifact_and_the_headlines_are_in_the_description(store: Path, client: Any, tmp_path: Path) -> None:
     """The whole catalogue is too long for tags. The description begins with the return and does not have `adv/grad_corr`."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    sink = opened(run_info(store, run_id="all", metrics=every))
-    sink.write([record(1, {"adv/grad_corr": 0.5, "policy/kl": 0.25, "episode/return_mean_100": 7.0})])
-    sink.close(RunStatus.FINISHED)
+    values = {"adv/grad_corr": 0.5, "policy/kl": 0.25, "episode/return_mean_100": 7.0}
+    delivered(MLflowSink(), run_info(store, run_id="all", metrics=EVERY), [record(1, values)])
 
     run = mlflow_run_of(client, "all")
     page = Path(client.download_artifacts(run.info.run_id, "metrics.md", str(tmp_path))).read_text()
-    assert all(f"`{key}` |" in page for key in every)
+    assert all(f"`{key}` |" in page for key in EVERY)
     assert not [name for name in run.data.tags if name.startswith("esper.metrics")]
     rows = [line.split("|")[1:3] for line in run.data.tags["mlflow.note.content"].splitlines() if line.startswith("|")]
     assert rows[0][1] == " at update 1, step 1,000 "
@@ -222,26 +208,15 @@ def test_settings_with_odd_names_and_long_values_are_kept(store: Path, client: A
     assert data.tags["esper.keymap"] == '{"ar_100": "ar@100"}'
 
 
-@pytest.mark.parametrize(
-    ("status", "expected"),
-    [
-        (RunStatus.FINISHED, "FINISHED"),
-        (RunStatus.FAILED, "FAILED"),
-        (RunStatus.INTERRUPTED, "KILLED"),
-        (RunStatus.PREEMPTED, "KILLED"),
-        (RunStatus.KILLED, "KILLED"),
-    ],
-)
-def test_the_status_says_how_the_run_ended(store: Path, client: Any, status: RunStatus, expected: str) -> None:
+@pytest.mark.parametrize("status", [RunStatus.FAILED, RunStatus.INTERRUPTED, RunStatus.PREEMPTED, RunStatus.KILLED])
+def test_the_status_says_how_the_run_ended(store: Path, client: Any, status: RunStatus) -> None:
     opened(run_info(store, run_id=status.value)).close(status)
 
-    assert mlflow_run_of(client, status.value).info.status == expected
+    assert mlflow_run_of(client, status.value).info.status == ("FAILED" if status is RunStatus.FAILED else "KILLED")
 
 
 def test_a_run_that_goes_on_is_the_same_run_and_keeps_its_settings(store: Path, client: Any) -> None:
-    sink = opened(run_info(store, run_id="resumed"))
-    sink.write([record(1)])
-    sink.close(RunStatus.KILLED)
+    delivered(MLflowSink(), run_info(store, run_id="resumed"), [record(1)], RunStatus.KILLED)
 
     sink = opened(run_info(store, run_id="resumed", config={"env": "other", "new": 1}))
     assert mlflow_run_of(client, "resumed").info.status == "RUNNING"
@@ -311,9 +286,8 @@ def test_a_store_of_artifacts_that_is_away_costs_one_warning(store: Path, client
 
 def test_a_joined_run_is_left_open_and_keeps_its_settings(store: Path, client: Any) -> None:
     theirs = client.create_run(client.create_experiment("joined"), run_name="theirs")
-    sink = opened(run_info(), MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id))
-    sink.write([record(1)])
-    sink.close(RunStatus.FINISHED)
+    sink = MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id)
+    delivered(sink, run_info(), [record(1)])
 
     run = client.get_run(theirs.info.run_id)
     assert sink.in_process
@@ -341,22 +315,18 @@ def test_a_new_database_is_made_without_a_word(store: Path) -> None:
     assert (output.returncode, output.stdout, output.stderr) == (0, b"", b"")
 
 
-def statements(count: int) -> str:
-    """Return the SQL of MLflow's first tables, as left by a process that is killed while it creates them."""
-    tables = ["experiments (experiment_id INTEGER)", "_alembic_tmp_metrics (key TEXT)", "alembic_version (version TEXT)"]
-    return "".join(f"CREATE TABLE {table};" for table in tables[:count])
+TABLES = ["experiments (experiment_id INTEGER)", "_alembic_tmp_metrics (key TEXT)"]
+"""MLflow's first tables, as left by a process that is killed while it creates them."""
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_database_that_was_never_finished_is_made_anew(tmp_path: Path, count: int) -> None:
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        database.executescript(statements(count))
+        database.executescript("".join(f"CREATE TABLE {table};" for table in TABLES[:count]))
     (tmp_path / "mlflow.db").touch()
 
-    sink = opened(run_info(tmp_path, run_id="again"))
-    sink.write([record(1)])
-    sink.close(RunStatus.FINISHED)
+    delivered(MLflowSink(), run_info(tmp_path, run_id="again"), [record(1)])
 
     run = mlflow_run_of(mlflow_client(tmp_path), "again")
     assert run.data.metrics["policy/kl"] == 0.01
@@ -372,7 +342,7 @@ def test_a_database_that_holds_runs_is_never_set_aside(tmp_path: Path) -> None:
     ensure_database(path)
 
     assert path.read_bytes() == before
-    assert [mlflow_run_of.name for mlflow_run_of in tmp_path.iterdir()] == ["mlflow.db"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 @pytest.mark.system
@@ -383,7 +353,7 @@ def test_a_database_is_made_once_however_many_want_it(tmp_path: Path) -> None:
         list(makers.map(ensure_database, [path] * 3))
 
     mlflow_client(tmp_path).create_experiment("usable")
-    assert [mlflow_run_of.name for mlflow_run_of in tmp_path.iterdir()] == ["mlflow.db"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 def test_only_a_child_process_gets_short_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,37 +429,23 @@ def is_healthy(address: str) -> bool:
 
 @pytest.mark.system
 @pytest.mark.usefixtures("logged_in")
-def test_a_server_holds_what_was_sent(server: str) -> None:
-    sink = opened(run_info(), MLflowSink(server, experiment="walker"))
-    sink.write([record(1), record(2)])
+def test_a_server_holds_what_was_sent_and_its_first_names_repeat_the_headlines(server: str) -> None:
+    """MLflow lists and draws metrics in alphabetical order. `doctor` ignores these keys, because they repeat other numbers."""
+    run = run_info(metrics=EVERY)
+    sink = opened(run, MLflowSink(server, experiment="walker"))
+    values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
+    sink.write([record(1, values), record(2, {**values, "alarm/active": 2.0})])
     sink.close(RunStatus.FAILED)
 
     client: Any = mlflow_client(server)
-    run = mlflow_run_of(client, "abc123", "walker")
-    assert run.info.status == "FAILED"
-    assert history(client, run, "policy/kl") == [(1000, 0.01, 1_700_000_001_000), (2000, 0.02, 1_700_000_002_000)]
-    address = f"{server}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}?workflowType=machine_learning"
-    assert sink.place(run_info()).pages[0] == ("run", address)
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("logged_in")
-def test_the_first_names_on_a_server_repeat_the_headlines_and_the_return_is_the_first(server: str) -> None:
-    """MLflow lists and draws metrics in alphabetical order. `doctor` ignores these keys, because they repeat other numbers."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    run = run_info(run_id="headlines", metrics=every)
-    sink = opened(run, MLflowSink(server))
-    values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
-    sink.write([record(1, values), record(2, {**values, "alarm/active": 2.0})])
-    sink.close(RunStatus.FINISHED)
-
-    client: Any = mlflow_client(server)
-    stored = mlflow_run_of(client, "headlines")
+    stored = mlflow_run_of(client, "abc123", "walker")
+    assert stored.info.status == "FAILED" and "esper.keymap" not in stored.data.tags
+    assert history(client, stored, "alarm/active") == [(1000, 0.0, 1_700_000_001_000), (2000, 2.0, 1_700_000_002_000)]
     assert sorted(stored.data.metrics)[:3] == [*("0_overview/01 return", "0_overview/02 alarms", "0_overview/04 KL")]
-    repeated = history(client, stored, "0_overview/02 alarms")
-    assert repeated == history(client, stored, "alarm/active") and [value for _, value, _ in repeated] == [0.0, 2.0]
-    assert "esper.keymap" not in stored.data.tags
+    assert history(client, stored, "0_overview/02 alarms") == history(client, stored, "alarm/active")
     assert sink.stored(run).rows[2].keys() == {*values, "axis/update", "axis/gradient_step"}  # type: ignore[union-attr]
+    address = f"{server}/#/experiments/{stored.info.experiment_id}/runs/{stored.info.run_id}?workflowType=machine_learning"
+    assert sink.place(run).pages[0] == ("run", address)
 
 
 @pytest.mark.system
@@ -535,9 +491,7 @@ def test_nobody_is_let_in_without_the_password_and_nothing_is_tried_again(server
 def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, client: Any) -> None:
     """Metrics that MLflow does not list for a run are left out, even if the table has rows for them."""
     run = run_info(store, run_id="bulk")
-    sink = opened(run)
-    sink.write([record(update, {"policy/kl": 0.5, "policy/entropy": float(update)}) for update in (1, 2, 3)])
-    sink.close(RunStatus.FINISHED)
+    delivered(MLflowSink(), run, [record(update, {"policy/kl": 0.5, "policy/entropy": float(update)}) for update in (1, 2, 3)])
     with closing(sqlite3.connect(store / "mlflow.db")) as database, database:
         run_uuid = mlflow_run_of(client, "bulk").info.run_id
         database.execute("DELETE FROM latest_metrics WHERE run_uuid = ? AND key = 'policy/entropy'", (run_uuid,))
@@ -558,9 +512,7 @@ def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, c
 @pytest.mark.system
 def test_a_file_with_other_tables_is_read_through_the_client(store: Path, monkeypatch: pytest.MonkeyPatch, client: Any) -> None:
     run = run_info(store, run_id="other")
-    sink = opened(run)
-    sink.write([record(1, {"policy/kl": 0.5})])
-    sink.close(RunStatus.FINISHED)
+    delivered(MLflowSink(), run, [record(1, {"policy/kl": 0.5})])
     monkeypatch.setattr(mlflow_sink, "READ_METRICS", "SELECT no_such_column FROM metrics WHERE run_uuid = ?1")
 
     assert MLflowSink().stored(run) == mlflow_sink._through_client(client, run, "esper_telemetry")

@@ -22,36 +22,35 @@ pytest.importorskip("apprise")
 pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated")  # imported by Apprise
 PASSWORD = "hunter2-Zk94xQp1"
 
-Message = dict[str, Any]
 
-
-class Service:
+class Service(ThreadingHTTPServer):
     """A server that keeps the messages that it receives."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
-        messages = self.messages
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.messages: list[dict[str, Any]] = []
+        self.address = f"json://robot:{PASSWORD}@127.0.0.1:{self.server_address[1]}/hook"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(200)
-                self.end_headers()
 
-            def log_message(self, *_: object) -> None:
-                pass
+class Handler(BaseHTTPRequestHandler):
+    server: Service
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"json://robot:{PASSWORD}@127.0.0.1:{self.server.server_address[1]}/hook"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    def do_POST(self) -> None:
+        self.server.messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
     service = Service()
     yield service
-    service.server.shutdown()
-    service.server.server_close()
+    service.shutdown()
+    service.server_close()
 
 
 def always_critical(view: View) -> Iterator[Finding]:
@@ -61,9 +60,9 @@ def always_critical(view: View) -> Iterator[Finding]:
 BROKEN = AlarmRule(type="my/broken", inputs=("my/number",), meaning="It is broken.", action="Mend it.", judge=always_critical)
 
 
-def train(run_dir: Path, address: str, *, updates: int = 5) -> None:
+def train(run_dir: Path, address: str) -> None:
     with Telemetry(run_dir=run_dir, name="a run", notify=address, alarms=BROKEN, close_timeout=20) as telemetry:
-        for update in range(1, updates + 1):
+        for update in range(1, 6):
             telemetry.log({"my/number": 1.0})
             telemetry.flush(env_step=100 * update)
 
@@ -103,8 +102,8 @@ def test_an_incident_has_one_message_and_what_is_not_critical_has_none(service: 
 def test_a_dead_service_costs_one_warning(
     service: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    service.server.server_close()
-    service.server.shutdown()
+    service.server_close()
+    service.shutdown()
     caplog.set_level(logging.WARNING, "esper_telemetry")
 
     train(tmp_path / "run", service.address)

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from esper_telemetry.core.record import AlarmEvent, RunStatus
-from esper_telemetry.sinks import PrometheusSink, as_sink
+from esper_telemetry.sinks import PrometheusSink
 from esper_telemetry.testing import alarm, record, run_in
 
 
@@ -20,6 +20,12 @@ def samples(text: str) -> dict[tuple[str, str], float]:
             assert sample.labels["run"] == "conformance"
             numbers[sample.name, sample.labels.get("type", sample.labels.get("status", ""))] = sample.value
     return numbers
+
+
+def opened(run_dir: Path, port: int | None = None) -> PrometheusSink:
+    sink = PrometheusSink(port=port)
+    sink.open(run_in(run_dir))
+    return sink
 
 
 def free_port() -> int:
@@ -34,8 +40,7 @@ def fetched(port: int, path: str = "/metrics") -> str:
 
 
 def test_the_file_holds_the_latest_values_and_how_the_run_ended(tmp_path: Path) -> None:
-    sink = PrometheusSink()
-    sink.open(run_in(tmp_path))
+    sink = opened(tmp_path)
     sink.write((record(1), record(2)))
 
     running = samples((tmp_path / "metrics.prom").read_text())
@@ -51,8 +56,7 @@ def test_the_file_holds_the_latest_values_and_how_the_run_ended(tmp_path: Path) 
 
 
 def test_alarms_are_counted_and_told_while_they_last(tmp_path: Path) -> None:
-    sink = PrometheusSink()
-    sink.open(run_in(tmp_path))
+    sink = opened(tmp_path)
     sink.recall([alarm(1, AlarmEvent.RAISE), alarm(2, AlarmEvent.CLEAR)])
     sink.alarm(alarm(3, AlarmEvent.RAISE))
     raised = samples((tmp_path / "metrics.prom").read_text())
@@ -64,9 +68,7 @@ def test_alarms_are_counted_and_told_while_they_last(tmp_path: Path) -> None:
 
 
 def test_keys_that_become_the_same_name_are_told_apart(tmp_path: Path) -> None:
-    sink = PrometheusSink()
-    sink.open(run_in(tmp_path))
-    sink.write((record(1, values={"my/key": 1.0, "my_key": 2.0}),))
+    opened(tmp_path).write((record(1, values={"my/key": 1.0, "my_key": 2.0}),))
 
     numbers = samples((tmp_path / "metrics.prom").read_text())
 
@@ -75,8 +77,7 @@ def test_keys_that_become_the_same_name_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_port_is_served_on_this_machine_only_and_free_again_after_the_run(tmp_path: Path) -> None:
     port = free_port()
-    sink = PrometheusSink(port=port)
-    sink.open(run_in(tmp_path))
+    sink = opened(tmp_path, port)
     sink.write((record(3),))
     numbers_on_port = samples(fetched(port))
     listening = Path("/proc/net/tcp").read_text()
@@ -97,23 +98,4 @@ def test_a_port_that_is_taken_is_an_error_that_is_tried_again(tmp_path: Path) ->
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(OSError, match="in use"):
-            PrometheusSink(port=other.getsockname()[1]).open(run_in(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("uri", "sink"),
-    [
-        ("prometheus", PrometheusSink()),
-        ("prometheus:9101", PrometheusSink(port=9101)),
-        ("prometheus:/var/lib/node/run.prom", PrometheusSink("/var/lib/node/run.prom")),
-    ],
-)
-def test_a_uri_names_a_file_or_a_port(uri: str, sink: PrometheusSink) -> None:
-    assert as_sink(uri) == sink
-    assert sink.name == uri
-
-
-@pytest.mark.parametrize("port", [0, 70_000])
-def test_a_port_that_cannot_be_is_named(port: int) -> None:
-    with pytest.raises(ValueError, match=f"port must be from 1 to 65535, got {port}"):
-        as_sink(f"prometheus:{port}")
+            opened(tmp_path, other.getsockname()[1])

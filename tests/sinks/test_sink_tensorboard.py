@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sink_runs import HISTOGRAM, record, run_info
+from sink_runs import EVERY, HISTOGRAM, record, run_info
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -12,10 +12,9 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from esper_telemetry import Telemetry
-from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import TensorBoardSink
+from esper_telemetry.testing.sinks import delivered
 
 
 def read(directory: Path) -> Any:
@@ -32,31 +31,6 @@ def sink(tmp_path: Path) -> TensorBoardSink:
     opened = TensorBoardSink()
     opened.open(run_info(tmp_path))
     return opened
-
-
-def test_every_number_is_read_back_at_its_environment_step(sink: TensorBoardSink, tmp_path: Path) -> None:
-    sink.write([record(1), record(2)])
-    sink.close(RunStatus.FINISHED)
-
-    directory = tmp_path / "tensorboard"
-    assert scalars(directory, "policy/kl") == [(1000, pytest.approx(0.01)), (2000, pytest.approx(0.02))]
-    assert scalars(directory, "axis/update") == [(1000, 1.0), (2000, 2.0)]
-    assert scalars(directory, "axis/gradient_step") == [(1000, 16.0), (2000, 32.0)]
-    assert [event.wall_time for event in read(directory).Scalars("policy/kl")] == [1_700_000_001.0, 1_700_000_002.0]
-
-
-def test_what_is_written_is_on_disk_before_the_run_is_closed(sink: TensorBoardSink, tmp_path: Path) -> None:
-    sink.write([record(1)])
-
-    assert scalars(tmp_path / "tensorboard", "policy/kl") == [(1000, pytest.approx(0.01))]
-
-
-def test_the_first_event_of_a_tag_says_what_the_number_means(sink: TensorBoardSink, tmp_path: Path) -> None:
-    sink.write([record(1)])
-
-    metadata = read(tmp_path / "tensorboard").SummaryMetadata("policy/kl")
-    assert metadata.summary_description.startswith("How far did the policy move? Unit: nats. Healthy: 0.002 to 0.02")
-    assert metadata.plugin_data.plugin_name == "scalars"
 
 
 def test_histograms_keep_our_bins(sink: TensorBoardSink, tmp_path: Path) -> None:
@@ -108,10 +82,8 @@ def test_settings_and_status_stand_in_the_table_of_runs(sink: TensorBoardSink, t
 
 def test_the_table_of_runs_begins_with_what_runs_differ_in_and_with_returns(tmp_path: Path) -> None:
     """TensorBoard shows five of the settings marked as differing, and the first outcome."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    sink = TensorBoardSink()
-    sink.open(run_info(tmp_path, metrics=every, config={"ppo": {"learning_rate": 1e-3, "clip": 0.2}, "env": "a"}))
-    sink.close(RunStatus.FINISHED)
+    config = {"ppo": {"learning_rate": 1e-3, "clip": 0.2}, "env": "a"}
+    delivered(TensorBoardSink(), run_info(tmp_path, metrics=EVERY, config=config), [])
 
     directory = tmp_path / "tensorboard"
     content = read(directory).SummaryMetadata(hparams.EXPERIMENT_TAG).plugin_data.content
@@ -139,10 +111,7 @@ def test_in_a_directory_of_somebody_elses_nothing_of_theirs_is_touched(tmp_path:
     theirs.add_event(Event(step=5000, summary=Summary(value=[Summary.Value(tag="theirs", simple_value=1.0)])))
     theirs.close()
     for _ in range(2):
-        sink = TensorBoardSink(tmp_path)
-        sink.open(run_info())
-        sink.write([record(1)])
-        sink.close(RunStatus.FINISHED)
+        delivered(TensorBoardSink(tmp_path), run_info(), [record(1)])
 
     assert scalars(tmp_path, "theirs") == [(5000, 1.0)]
     assert scalars(tmp_path, "policy/kl")[0] == (1000, pytest.approx(0.01))
@@ -175,8 +144,7 @@ def test_the_place_is_the_directory_the_command_and_the_pages(tmp_path: Path) ->
 
 def test_the_first_family_of_tags_repeats_the_headlines_and_the_return_is_the_first(tmp_path: Path) -> None:
     """`doctor` ignores these tags, because they repeat numbers of other tags."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    run = run_info(tmp_path, metrics=every)
+    run = run_info(tmp_path, metrics=EVERY)
     sink = TensorBoardSink()
     sink.open(run)
     values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
@@ -194,9 +162,8 @@ def test_the_first_family_of_tags_repeats_the_headlines_and_the_return_is_the_fi
 
 def test_each_alarm_has_a_chart_of_its_own_with_its_name(tmp_path: Path) -> None:
     """TensorBoard draws all lines of a run in one colour. The 3 keys of `max_keys` are used up when the alarms are raised."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
     sink = TensorBoardSink(max_keys=3)
-    sink.open(run_info(tmp_path, metrics=every))
+    sink.open(run_info(tmp_path, metrics=EVERY))
     taken = {"policy/kl": 0.1, "policy/clip_frac": 0.1, "value/r2": 0.1}
     sink.write([record(1, taken), record(2, {**taken, "alarm/policy/kl_spike": 1.0, "alarm/grad/explode": 0.5})])
 
@@ -204,18 +171,3 @@ def test_each_alarm_has_a_chart_of_its_own_with_its_name(tmp_path: Path) -> None
     first = layout_pb2.Layout.FromString(layouts[-1].tensor_proto.string_val[0]).category[0]
     assert first.title == "Is anything wrong?"
     assert sorted(chart.title for chart in first.chart) == ["grad/explode [severity]", "policy/kl_spike [severity]"]
-
-
-@pytest.mark.system
-def test_the_response_to_the_learning_rate_is_shown_with_its_own_meaning(tmp_path: Path) -> None:
-    """Twenty updates whose learning rate and step size fall together: a rank correlation of 1, which is healthy."""
-    with Telemetry(["tensorboard"], run_dir=tmp_path) as telemetry:
-        for update in range(1, 21):
-            telemetry.log({"opt/lr": 1 / update, "opt/update_to_weight": 0.01 / update})
-            telemetry.flush(env_step=1000 * update)
-
-    key = "opt/update_to_weight/lr_response"
-    metadata = read(tmp_path / "tensorboard").SummaryMetadata(key)
-    assert scalars(tmp_path / "tensorboard", key) == [(10_000, pytest.approx(1)), (20_000, pytest.approx(1))]
-    assert metadata.display_name == key
-    assert "Do the optimizer's steps shrink as the learning rate is lowered?" in metadata.summary_description

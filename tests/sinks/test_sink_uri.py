@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sink_runs import record, run_info
 
-from esper_telemetry.core.record import Record, RunStatus
+from esper_telemetry.core.record import Record
 from esper_telemetry.sinks import (
     ConsoleSink,
     FunctionSink,
@@ -26,6 +26,7 @@ from esper_telemetry.sinks import (
 from esper_telemetry.sinks import sink_registry as uri_module
 from esper_telemetry.sinks.sink_registry import BUNDLED, GROUP
 from esper_telemetry.testing import MemorySink
+from esper_telemetry.testing.sinks import delivered
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,6 @@ from esper_telemetry.testing import MemorySink
         ("tensorboard:runs/a", TensorBoardSink("runs/a")),
         ("wandb", WandbSink()),
         ("wandb:walker?mode=offline", WandbSink(project="walker", mode="offline")),
-        ("wandb?mode=online", WandbSink(mode="online")),
         ("mlflow", MLflowSink()),
         ("mlflow:http://host:5000?experiment=walker", MLflowSink("http://host:5000", experiment="walker")),
         ("mlflow:sqlite:////tmp/a.db", MLflowSink("sqlite:////tmp/a.db")),
@@ -47,8 +47,9 @@ from esper_telemetry.testing import MemorySink
         ("mlflow:databricks", MLflowSink("databricks")),
         ("mlflow:uc:http://host", MLflowSink("uc:http://host")),
         ("mlflow:mlruns", MLflowSink("mlruns")),
+        ("prometheus", PrometheusSink()),
         ("prometheus:9090", PrometheusSink(port=9090)),
-        ("prometheus:a.prom", PrometheusSink("a.prom")),
+        ("prometheus:/var/lib/run.prom", PrometheusSink("/var/lib/run.prom")),
     ],
 )
 def test_a_uri_gives_the_sink_with_these_settings(uri: str, sink: Sink) -> None:
@@ -65,10 +66,7 @@ def test_a_uri_gives_the_sink_with_these_settings(uri: str, sink: Sink) -> None:
     ],
 )
 def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
-    sink = sink_from_uri(uri)
-
-    assert isinstance(sink, WandbSink | MLflowSink)
-    assert sink.uri == uri
+    assert getattr(sink_from_uri(uri), "uri") == uri  # noqa: B009  # an optional part of the protocol
 
 
 @pytest.mark.parametrize(
@@ -96,15 +94,12 @@ def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
             "mlflow:127.0.0.1:5000",
             "a tracking URI of MLflow must begin with its scheme, got '127.0.0.1:5000'; did you mean http://127.0.0.1:5000?",
         ),
-        (
-            "mlflow:localhost:5000/base",
-            "a tracking URI of MLflow must begin with its scheme, got 'localhost:5000/base'; did you mean http://localhost:5000/base?",
-        ),
         ("mlflow:http://", "the tracking URI of an MLflow server must be like http://HOST:PORT, got 'http://'"),
         ("mlflow:http://host:99999", "the tracking URI 'http://host:99999' of MLflow cannot be read: Port out of range 0-65535"),
         ("mlflow:sqlite://a.db", "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite://a.db'"),
         ("mlflow:sqlite:///", "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite:///'"),
         ("mlflow:postgresql:a", "the tracking URI of a database must be like postgresql://USER@HOST/NAME, got 'postgresql:a'"),
+        ("prometheus:0", "port must be from 1 to 65535, got 0"),
         ("prometheus:70000", "port must be from 1 to 65535, got 70000"),
         (
             "prometheus:localhost:9090",
@@ -112,7 +107,6 @@ def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
         ),
         ("prometheus:-1", "PrometheusSink takes a file, or a port of this machine such as prometheus:9090, got '-1'"),
         ("tensorboard:s3://bucket", "TensorBoardSink writes into a directory of this machine, got 's3://bucket'"),
-        ("wandb?mode=sideways", "mode must be one of auto, online, offline, got 'sideways'"),
         ("mlflow?checkpoints=yes", "option checkpoints of sink mlflow must be true or false, got 'yes'"),
         ("mlflow?parent=", "parent must be the id of a run and cannot be combined with run_id, got ''"),
         ("tensorboard:a?b=c", "sink tensorboard has no option 'b': it takes none"),
@@ -154,18 +148,10 @@ def test_a_function_is_a_sink_that_is_called_with_each_record() -> None:
     records_received: list[Record] = []
 
     sink = as_sink(records_received.append)
-    sink.open(run_info())
-    sink.write([record(1), record(2)])
-    sink.close(RunStatus.FINISHED)
+    delivered(sink, run_info(), [record(1), record(2)])
 
     assert isinstance(sink, FunctionSink)
     assert [each.seq for each in records_received] == [1, 2]
-
-
-def test_a_sink_stays_itself() -> None:
-    sink = MemorySink()
-
-    assert as_sink(sink) is sink
 
 
 @pytest.mark.parametrize(

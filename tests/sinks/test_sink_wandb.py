@@ -1,25 +1,23 @@
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
+from backends_read import AXES
+from backends_read import wandb_entries as inspect
 from permissions import keep_to_permissions
-from sink_runs import HISTOGRAM, record, run_info
-from waiting import wait_until
+from sink_runs import EVERY, record, run_info
 
-from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import PermanentSinkError, WandbSink
 from esper_telemetry.sinks.wandb.wandb_run import MAX_WAITING_ROWS
+from esper_telemetry.testing.sinks import delivered
 
 pytestmark = pytest.mark.system
-
-AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 
 
 @pytest.fixture(autouse=True)
@@ -39,23 +37,6 @@ def alone() -> Iterator[None]:
     wandb.teardown()
 
 
-def inspect(directory: Path) -> list[dict[str, Any]]:
-    """Return all entries of the offline run, once its end is on disk."""
-    (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
-
-    def entries_with_an_end() -> list[dict[str, Any]]:
-        entries = read(file)
-        return entries if any(entry["type"] == "exit" for entry in entries) else []
-
-    return wait_until(entries_with_an_end, f"the end of the run in {file.name}")
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(file)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [json.loads(line) for line in printed.splitlines()]
-
-
 def of_type(entries: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [entry[kind] for entry in entries if entry["type"] == kind]
 
@@ -66,33 +47,14 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """An offline run of three updates that failed, read back."""
+    """An offline run of two updates that failed, read back."""
     directory = tmp_path_factory.mktemp("offline")
     sink = WandbSink(project="walker", mode="offline", group="sweep", job_type="rank3")
     sink.open(run_info(directory))
-    sink.write([record(1), record(2)])
-    sink.write([record(3, {"my_number": 1.0, "policy/kl": 0.5}, {"policy/ratio": HISTOGRAM})])
+    sink.write([record(1)])
+    sink.write([record(2, {"my_number": 1.0, "policy/kl": 0.5})])
     sink.close(RunStatus.FAILED)
     return inspect(directory)
-
-
-@pytest.mark.system
-def test_every_record_is_a_row_with_all_axes(offline: list[dict[str, Any]]) -> None:
-    history = rows(offline)
-
-    assert [row["policy/kl"] for row in history] == [0.01, 0.02, 0.5]
-    assert [[row[axis] for axis in AXES] for row in history] == [
-        [update, update * 1000, update * 16, 1_700_000_000 + update] for update in (1, 2, 3)
-    ]
-    assert [row["_step"] for row in history] == [0, 1, 2]
-
-
-def test_histograms_keep_our_bins(offline: list[dict[str, Any]]) -> None:
-    row = rows(offline)[2]
-
-    assert row["policy/ratio._type"] == "histogram"
-    assert row["policy/ratio.bins"] == [0, 1, 2, 3]
-    assert row["policy/ratio.values"] == [1, 2, 1]
 
 
 def test_returns_are_drawn_over_steps_and_the_policy_over_updates(offline: list[dict[str, Any]]) -> None:
@@ -106,22 +68,17 @@ def test_returns_are_drawn_over_steps_and_the_policy_over_updates(offline: list[
     }
 
 
-def test_the_first_names_repeat_the_headlines_over_environment_steps(tmp_path: Path) -> None:
+def test_the_first_names_repeat_the_headlines(tmp_path: Path) -> None:
     """W&B orders the sections of its charts by name. `doctor` ignores these keys, because they repeat other numbers."""
-    every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    run = run_info(tmp_path, metrics=every)
+    run = run_info(tmp_path, metrics=EVERY)
     sink = WandbSink(mode="offline")
-    sink.open(run)
     values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
-    sink.write([record(1, values)])
-    sink.close(RunStatus.FINISHED)
+    delivered(sink, run, [record(1, values)])
 
     entries = inspect(tmp_path)
     names = [name for name in sorted(rows(entries)[0]) if not name.startswith("_")]
     assert names[:3] == [*("0_overview/01 return", "0_overview/02 alarms", "0_overview/04 KL")]
     assert rows(entries)[0][names[0]] == 7.0
-    axes = {metric["glob_name"]: metric["step_metric"] for metric in of_type(entries, "metric") if "glob_name" in metric}
-    assert axes["0_overview/*"] == "axis/env_step"
     assert sink.stored(run).rows[1].keys() == {*values, *AXES}  # type: ignore[union-attr]
 
 
@@ -139,9 +96,7 @@ def test_the_run_has_its_name_settings_and_exit_code(offline: list[dict[str, Any
 def test_what_wandb_refuses_costs_that_item_and_no_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A tag has at most 64 characters."""
     sink = WandbSink(mode="offline")
-    sink.open(run_info(tmp_path, tags=("t" * 65, "good"), name="n" * 3000))
-    sink.write([record(1, {"policy/kl": 0.5})])
-    sink.close(RunStatus.FINISHED)
+    delivered(sink, run_info(tmp_path, tags=("t" * 65, "good"), name="n" * 3000), [record(1, {"policy/kl": 0.5})])
 
     (run,) = of_type(inspect(tmp_path), "run")[:1]
     assert run["tags"] == ["good"] and len(rows(inspect(tmp_path))) == 1
@@ -163,6 +118,13 @@ def joined(run: Any) -> WandbSink:
     return sink
 
 
+def ended(sink: WandbSink, theirs: Any, directory: Path) -> list[dict[str, Any]]:
+    """End both, and return all entries."""
+    sink.close(RunStatus.FINISHED)
+    theirs.finish()
+    return inspect(directory)
+
+
 def logged_pairs(entries: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
     """Return the owner's and the sink's number in each row."""
     return [(row.get("loss"), row.get("axis/update")) for row in rows(entries)]
@@ -177,75 +139,53 @@ def test_rows_of_an_owner_who_passes_steps_are_never_lost(theirs: Any, tmp_path:
         sink.write([record(update, {"policy/kl": update, f"perf/only_{update}": 1.0})])
         if update in (1, 4, 5):
             theirs.log({"again": update}, step=update)
-    sink.close(RunStatus.FINISHED)
-    theirs.finish()
-
-    entries = inspect(tmp_path)
+    entries = ended(sink, theirs, tmp_path)
     assert logged_pairs(entries) == [(1, 3), (4, 4), (5, 6)]
     assert [row["again"] for row in rows(entries)] == [1, 4, 5]
     assert rows(entries)[0].get("perf/only_1") is None
     assert sum("shows only the newest of several" in entry.getMessage() for entry in caplog.records) == 1
 
 
-def test_an_owner_who_passes_no_steps_gets_rows_in_between(theirs: Any, tmp_path: Path) -> None:
-    """The first record waits for the owner's first call, which shows how the owner counts steps."""
+Call = Callable[[WandbSink, Any], object]
+
+
+def ours(*updates: int) -> Call:
+    return lambda sink, theirs: sink.write([record(update) for update in updates])
+
+
+def logs(loss: int, **settings: Any) -> Call:
+    return lambda sink, theirs: theirs.log({"loss": loss}, **settings)
+
+
+def fills(row: int) -> tuple[Call, ...]:
+    """Return an owner's two calls for one row, with our record in between."""
+    return logs(row, commit=False), ours(row), lambda sink, theirs: theirs.log({"again": row})
+
+
+@pytest.mark.parametrize(
+    ("calls", "pairs"),
+    [
+        # Without steps: the first record waits for the owner's first call, which shows how the owner counts them.
+        (
+            (ours(1), logs(1), ours(2), logs(2), ours(3, 4)),
+            [(1, None), (None, 1), (None, 2), (2, None), (None, 3), (None, 4)],
+        ),
+        ((*fills(1), *fills(2)), [(1, 1), (2, 2)]),
+        # Steps are seen through the module, too.
+        ((lambda *_: wandb.log({"loss": 1}, step=100), ours(1), lambda *_: wandb.log({"loss": 2}, step=200), ours(2)), [(1, 1), (2, 2)]),
+        # An owner who never logs gets a row per record.
+        (map(ours, range(1, MAX_WAITING_ROWS + 4)), [(None, update) for update in range(1, MAX_WAITING_ROWS + 4)]),
+        # Three records wait until an owner who comes late passes a step. The newest joins that row.
+        ((ours(1, 2, 3), logs(0, step=0), ours(4), logs(1, step=1)), [(0, 4), (1, None)]),
+    ],
+    ids=["without steps", "row in two calls", "steps of the module", "no calls", "late"],
+)
+def test_rows_are_shared_with_the_owner(theirs: Any, tmp_path: Path, calls: Iterable[Call], pairs: list[tuple[Any, Any]]) -> None:
     sink = joined(theirs)
-    for update in (1, 2):
-        sink.write([record(update)])
-        theirs.log({"loss": update})
-    sink.write([record(3), record(4)])
-    sink.close(RunStatus.FINISHED)
-    theirs.finish()
+    for call in calls:
+        call(sink, theirs)
 
-    assert logged_pairs(inspect(tmp_path)) == [(1, None), (None, 1), (None, 2), (2, None), (None, 3), (None, 4)]
-
-
-def test_a_row_that_its_owner_fills_in_two_calls_is_not_torn(theirs: Any, tmp_path: Path) -> None:
-    sink = joined(theirs)
-    for update in (1, 2):
-        theirs.log({"loss": update}, commit=False)
-        sink.write([record(update)])
-        theirs.log({"again": update})
-    sink.close(RunStatus.FINISHED)
-    theirs.finish()
-
-    entries = inspect(tmp_path)
-    assert logged_pairs(entries) == [(1, 1), (2, 2)]
-    assert [row["again"] for row in rows(entries)] == [1, 2]
-
-
-def test_steps_are_seen_through_the_module_too(theirs: Any, tmp_path: Path) -> None:
-    sink = joined(theirs)
-    for update in (1, 2):
-        wandb.log({"loss": update}, step=100 * update)
-        sink.write([record(update)])
-    sink.close(RunStatus.FINISHED)
-    theirs.finish()
-
-    assert logged_pairs(inspect(tmp_path)) == [(1, 1), (2, 2)]
-
-
-def test_an_owner_who_never_logs_gets_a_row_per_record(theirs: Any, tmp_path: Path) -> None:
-    sink = joined(theirs)
-    for update in range(1, MAX_WAITING_ROWS + 4):
-        sink.write([record(update)])
-    sink.close(RunStatus.FINISHED)
-    theirs.finish()
-
-    assert [update for _, update in logged_pairs(inspect(tmp_path))] == list(range(1, MAX_WAITING_ROWS + 4))
-
-
-def test_the_first_step_of_an_owner_who_comes_late_is_kept(theirs: Any, tmp_path: Path) -> None:
-    """Three records wait until the owner's first call shows that it passes steps. The newest joins that row."""
-    sink = joined(theirs)
-    sink.write([record(1), record(2), record(3)])
-    theirs.log({"loss": 0}, step=0)
-    sink.write([record(4)])
-    theirs.log({"loss": 1}, step=1)
-    sink.close(RunStatus.FINISHED)
-    theirs.finish()
-
-    assert logged_pairs(inspect(tmp_path)) == [(0, 4), (1, None)]
+    assert logged_pairs(ended(sink, theirs, tmp_path)) == pairs
 
 
 def test_a_joined_run_stays_open_as_it_was(theirs: Any, tmp_path: Path) -> None:
@@ -273,7 +213,7 @@ def test_a_run_that_its_owner_has_ended_takes_no_more(theirs: Any) -> None:
 
 KILL_CORE = """
 import os, pathlib, signal, sys, time
-from sink_runs import record, run_info
+from sink_runs import EVERY, record, run_info
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import DeadClientError, WandbSink
 
@@ -338,10 +278,8 @@ class FakeInit:
         """Define nothing."""
 
 
-@pytest.mark.parametrize(
-    ("mode", "key", "modes"), [("auto", False, ["offline"]), ("auto", True, ["online"]), ("online", False, ["online"])]
-)
-def test_without_a_key_the_run_is_offline(mode: str, key: bool, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "key", "used"), [("auto", False, "offline"), ("auto", True, "online"), ("online", False, "online")])
+def test_without_a_key_the_run_is_offline(mode: str, key: bool, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     init = FakeInit(lambda settings: False, tmp_path / "wandb")
     monkeypatch.setattr(wandb, "init", init)
     if key:
@@ -349,7 +287,7 @@ def test_without_a_key_the_run_is_offline(mode: str, key: bool, modes: list[str]
 
     WandbSink(mode=mode).open(run_info(tmp_path))
 
-    assert [call["mode"] for call in init.calls] == modes
+    assert [call["mode"] for call in init.calls] == [used]
 
 
 def test_with_a_key_that_is_none_the_run_is_offline_with_a_warning(
@@ -357,9 +295,7 @@ def test_with_a_key_that_is_none_the_run_is_offline_with_a_warning(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "garbage")
     sink = WandbSink()
-    sink.open(run_info(tmp_path))
-    sink.write([record(1)])
-    sink.close(RunStatus.FINISHED)
+    delivered(sink, run_info(tmp_path), [record(1)])
 
     assert len(rows(inspect(tmp_path))) == 1
     assert "W&B refuses the key that is set" in caplog.text

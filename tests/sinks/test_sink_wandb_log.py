@@ -1,6 +1,7 @@
-"""A W&B client that is killed loses rows that it had accepted, so a resumed run reads what is on disk."""
+"""W&B loses rows if its client is killed or the disk is full: a resumed run reads what is on disk, and the sink checks the disk."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from esper_telemetry.delivery.status import Cursor, Cursors
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.sinks import WandbSink
+from esper_telemetry.sinks.wandb import wandb_run as wandb_run
 from esper_telemetry.sinks.wandb import wandb_sink as wandb_sink
+from esper_telemetry.sinks.wandb.wandb_run import DiskWatch
 from esper_telemetry.sinks.wandb.wandb_sink import last_update, summary_of
 
 pytestmark = pytest.mark.system
@@ -114,3 +117,40 @@ def test_a_run_goes_on_behind_the_last_row_on_disk(first_part: Path, acknowledge
     assert updates(run_dir) == [1, 2, 3, 4, 5, 6, 7]
     assert delivery.status.records == 7
     journal.close()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A disk of two megabytes."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_an_error_that_is_over_when_there_is_room_again(small: Path) -> None:
+    disk = DiskWatch(small)
+    disk.check()
+
+    (small / "ballast").write_bytes(bytes(1_500_000))
+    with pytest.raises(OSError, match="the disk is full: W&B would lose rows"):
+        disk.check()
+
+    (small / "ballast").unlink()
+    disk.check()
+
+
+def test_what_the_client_says_to_its_log_only_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_run, "LOG_CHECK_SECONDS", 0.0)
+    log = tmp_path / "logs" / "debug-internal.log"
+    log.parent.mkdir()
+    log.write_text('{"level":"INFO","msg":"all is well"}\n')
+    disk = DiskWatch(tmp_path)
+    disk.check()
+
+    with log.open("a") as file:
+        file.write('{"level":"ERROR","msg":"writer: failed to save record: write run.wandb: no space left on device"}\n')
+    with pytest.raises(OSError, match="W&B could not store some rows"):
+        disk.check()
+    disk.check()

@@ -7,31 +7,29 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from fake_wandb import ENTITY, KEY, FakeWandb
-from sink_runs import HISTOGRAM, record, run_info
+from run_cli import CommandOutput
+from sink_runs import EVERY, HISTOGRAM, record, run_info
 
-from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.cli.stored_runs import keys
-from esper_telemetry.core.record import MetricInfo, RunInfo, RunStatus
+from esper_telemetry.core.record import MetricInfo, RunInfo
 from esper_telemetry.delivery.status import Cursor, Cursors
-from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.journal.read import read_run
 from esper_telemetry.sinks import WandbSink, sink_protocol
 from esper_telemetry.sinks.pages import safe
 from esper_telemetry.sinks.wandb.workspace import specification, workspace
+from esper_telemetry.testing.sinks import journalled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators"),  # in wandb-workspaces 0.4
     pytest.mark.system,
 ]
 
-EVERY = {entry.metric.key: entry.info() for entry in metric_entries()}
 SEEN = {"policy/kl": 0.01, "policy/kl_max": 0.02, "policy/clip_frac": 0.1, "episode/return_mean_100": 10.0, "alarm/active": 0.0}
 
 
@@ -51,11 +49,7 @@ def axes_and_keys(panels: list[Any]) -> list[tuple[str, list[str]]]:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run that has been sent to the project `walker`."""
-    journal = Journal.create(tmp_path / "run")
-    journal.write(encode_run(run_info(tmp_path / "run", metrics=EVERY)))
-    journal.write(encode_record(record(1, SEEN, {"ret/hist": HISTOGRAM})))
-    journal.write(encode_end(RunStatus.FINISHED, seq=2))
-    journal.close()
+    journalled(run_info(tmp_path / "run", metrics=EVERY), [record(1, SEEN, {"ret/hist": HISTOGRAM})])
     Cursors(tmp_path / "run").save("wandb:walker", Cursor(records=1))
     return tmp_path / "run"
 
@@ -65,12 +59,6 @@ def server() -> Iterator[FakeWandb]:
     one = FakeWandb()
     yield one
     one.stop()
-
-
-class CommandOutput(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 def command(run_dir: Path, *options: str, server: FakeWandb | None = None) -> CommandOutput:
@@ -85,30 +73,16 @@ def command(run_dir: Path, *options: str, server: FakeWandb | None = None) -> Co
     return CommandOutput(done.returncode, done.stdout, done.stderr)
 
 
-def test_charts_stand_under_the_question_that_they_answer_headlines_first() -> None:
+def test_charts_stand_under_the_question_that_they_answer_below_what_its_headlines_mean() -> None:
     dashboard = sections(spec_of(run_info(metrics=EVERY), {*SEEN, "value/r2", "my/key"}))
 
-    assert list(dashboard) == [
-        "Is anything wrong?",
-        "Is it learning?",
-        "Is the policy moving too far?",
-        "Is the critic useful?",
-        "Your own: my",
-    ]
+    questions = ["Is anything wrong?", "Is it learning?", "Is the policy moving too far?", "Is the critic useful?", "Your own: my"]
+    assert list(dashboard) == questions
     assert axes_and_keys(dashboard["Is it learning?"]) == [("axis/env_step", ["episode/return_mean_100"])]
-    assert axes_and_keys(dashboard["Is the policy moving too far?"]) == [
-        ("axis/update", ["policy/kl"]),
-        ("axis/update", ["policy/clip_frac"]),
-        ("axis/update", ["policy/kl_max"]),
-    ]
-
-
-def test_a_section_begins_with_what_its_headlines_mean() -> None:
-    first = sections(spec_of(run_info(metrics=EVERY), set(SEEN)))["Is the policy moving too far?"][0]
-
-    kl = EVERY["policy/kl"]
-    assert first["viewType"] == "Markdown Panel"
-    rows = first["config"]["value"].splitlines()
+    panels, kl = dashboard["Is the policy moving too far?"], EVERY["policy/kl"]
+    assert axes_and_keys(panels) == [("axis/update", [key]) for key in ("policy/kl", "policy/clip_frac", "policy/kl_max")]
+    assert panels[0]["viewType"] == "Markdown Panel"
+    rows = panels[0]["config"]["value"].splitlines()
     assert [row.split("`")[1] for row in rows[2:]] == ["policy/kl", "policy/clip_frac"]
     assert kl.question in rows[2] and safe(kl.action) in rows[2]
 
@@ -167,11 +141,9 @@ def test_the_command_writes_the_specification(run_dir: Path) -> None:
 
 
 def test_a_run_without_records_gets_the_charts_of_what_it_declares(tmp_path: Path) -> None:
-    head_only(tmp_path / "new")
+    journalled(run_info(tmp_path / "new", metrics=EVERY), [], status=None)
 
-    run = read_run(tmp_path / "new")
-
-    assert {"policy/kl", "value/r2", "lstm/reset_rate"} <= keys(run, WandbSink(project="walker"))
+    assert {"policy/kl", "value/r2", "lstm/reset_rate"} <= keys(read_run(tmp_path / "new"), WandbSink(project="walker"))
 
 
 def test_pushed_again_it_is_one_workspace_and_under_another_name_another(run_dir: Path, server: FakeWandb) -> None:
@@ -226,7 +198,7 @@ def test_without_the_package_a_sentence_says_how_to_get_it(run_dir: Path, monkey
     ("sinks", "output"), [([], "was not sent to any W&B project"), (["wandb:a", "wandb:b"], "was sent to several W&B projects, a, b")]
 )
 def test_a_project_that_is_not_known_is_asked_for(tmp_path: Path, sinks: list[str], output: str) -> None:
-    head_only(tmp_path / "new")
+    journalled(run_info(tmp_path / "new", metrics=EVERY), [], status=None)
     for sink in sinks:
         Cursors(tmp_path / "new").save(sink, Cursor())
 
@@ -240,10 +212,3 @@ def test_names_that_wandb_refuses_are_named(run_dir: Path, options: list[str], o
         run_command(["workspace", str(run_dir), *options])
 
     assert not (run_dir / "wandb_workspace.json").exists()
-
-
-def head_only(run_dir: Path) -> None:
-    """A run without records."""
-    journal = Journal.create(run_dir)
-    journal.write(encode_run(run_info(run_dir, metrics=EVERY)))
-    journal.close()

@@ -1,77 +1,26 @@
-"""The bridge to Gymnasium: transitions are the same in every autoreset mode, and errors name the wrong use."""
+"""The bridge to Gymnasium: every autoreset mode gives the same transitions and rollouts, and errors name the wrong use."""
 
-import sys
-from functools import partial
+import logging
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from counting_env import Counting, counting_vector
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from seeing_env import spotlights
+from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Step
+from esper_telemetry.events import EpisodeEnd, MinibatchEnd, UpdateEnd
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import environment_registry as registry
+from esper_telemetry.ppo.environments.environment_protocol import ActionSpec
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
-
-MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
-
-
-def single(action_space: gymnasium.Space[Any]) -> tuple[GymnasiumEnvironment, Counting]:
-    inner = Counting(action_space=action_space)
-    return GymnasiumEnvironment(SyncVectorEnv([lambda: inner])), inner
-
-
-def transitions(vector: VectorEnv, steps: int) -> list[list[list[float]]]:
-    """Return each environment's valid transitions in one row: observation, reward, both ends, next observation."""
-    env = GymnasiumEnvironment(vector, seed=5)
-    observations = env.reset().copy()
-    transitions_of_envs: list[list[list[float]]] = [[], []]
-    for _ in range(steps):
-        step = env.step({"action": np.zeros(2, np.int64)})
-        for index in np.flatnonzero(np.ones(2) if step.valid is None else step.valid):
-            following = step.observations[index]
-            if step.terminated[index] or step.truncated[index]:
-                assert step.final_observations is not None
-                following = step.final_observations[index]
-            outcome = [float(x[index]) for x in (step.rewards, step.terminated, step.truncated)]
-            transitions_of_envs[index].append([*observations[index].ravel(), *outcome, *following.ravel()])
-        observations = step.observations.copy()
-    return transitions_of_envs
-
-
-@pytest.mark.parametrize("make", [counting_vector, partial(spotlights, parts=False), partial(spotlights, parts=True)])
-def test_every_autoreset_mode_gives_the_same_transitions(make: Any) -> None:
-    """Episodes of 3 and 5 steps with vectors, images and several parts. NEXT_STEP needs more calls for the same transitions."""
-    next_step, same_step, disabled = (transitions(make(mode), 40) for mode in MODES)
-
-    assert same_step == disabled
-    for index in range(2):
-        assert next_step[index] == same_step[index][: len(next_step[index])]
-        assert len(next_step[index]) >= 30
-
-
-def test_the_row_after_an_episode_is_invalid_under_next_step() -> None:
-    env = GymnasiumEnvironment(counting_vector(AutoresetMode.NEXT_STEP, (2, 9)), seed=0)
-    env.reset()
-
-    steps = [env.step({"action": np.zeros(2, np.int64)}) for _ in range(4)]
-
-    assert [None if step.valid is None else step.valid.tolist() for step in steps] == [None, None, [False, True], None]
-    assert steps[1].terminated.tolist() == [True, False]
-
-
-def test_final_observations_are_those_before_the_reset() -> None:
-    env = GymnasiumEnvironment(counting_vector(AutoresetMode.SAME_STEP, (2, 9)), seed=0)
-    env.reset()
-    env.step({"action": np.zeros(2, np.int64)})
-
-    step = env.step({"action": np.zeros(2, np.int64)})
-
-    assert step.final_observations is not None
-    assert step.final_observations[0, 0] == 2 and step.observations[0, 0] == 0
+from esper_telemetry.ppo.environments.wrappers import VELOCITIES
 
 
 def test_a_seed_makes_episodes_repeatable_and_the_one_of_construction_comes_first() -> None:
@@ -80,59 +29,32 @@ def test_a_seed_makes_episodes_repeatable_and_the_one_of_construction_comes_firs
     assert np.array_equal(np.asarray(env.reset(7)), np.asarray(make_env("CartPole-v1", num_envs=3).reset(1)))
 
 
-def test_native_vector_environments_are_used_where_registered() -> None:
+def test_native_vector_environments_are_used_where_registered_and_others_waste_no_rows() -> None:
     env: Any = make_env("CartPole-v1", num_envs=2)
 
     assert type(env._vector).__name__ == "CartPoleVectorEnv"
     assert (env.name, env.num_envs, env.observation_shape) == ("CartPole-v1", 2, (4,))
-
-
-def test_other_tasks_step_one_after_the_other_without_wasted_rows() -> None:
-    env: Any = make_env("Acrobot-v1", num_envs=2)
-
-    assert env._vector.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    other: Any = make_env("Acrobot-v1", num_envs=2)
+    assert other._vector.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
 
 
 @pytest.mark.parametrize(
-    ("space", "specs", "chosen", "taken"),
+    ("space", "spec", "chosen", "taken"),
     [
-        (Discrete(3), {"action": ActionSpec("categorical", 3)}, {"action": [2]}, 2),
-        (Discrete(3, start=5), {"action": ActionSpec("categorical", 3)}, {"action": [2]}, 7),
-        (
-            MultiDiscrete([2, 4]),
-            {"action_0": ActionSpec("categorical", 2), "action_1": ActionSpec("categorical", 4)},
-            {"action_0": [1], "action_1": [3]},
-            [1, 3],
-        ),
-        (Box(-2, 2, (1,)), {"action": ActionSpec("continuous", 1, low=(-2.0,), high=(2.0,))}, {"action": [[5.0]]}, [2.0]),
-        (
-            Box(-1, 1, (2, 2)),
-            {"action": ActionSpec("continuous", 4, low=(-1.0,) * 4, high=(1.0,) * 4)},
-            {"action": [[0.1, -3, 0, 1]]},
-            np.array([[0.1, -1], [0, 1]], np.float32),
-        ),
+        (Discrete(3, start=5), ActionSpec("categorical", 3), [2], 7),
+        (Box(-2, 2, (1,)), ActionSpec("continuous", 1, low=(-2.0,), high=(2.0,)), [[5.0]], [2.0]),
+        (Box(-1, 1, (2, 2)), ActionSpec("continuous", 4, low=(-1.0,) * 4, high=(1.0,) * 4), [[0.5, -3, 0, 1]], [[0.5, -1], [0, 1]]),
     ],
 )
-def test_parts_of_an_action_are_joined_into_what_the_space_takes(
-    space: gymnasium.Space[Any], specs: dict[str, ActionSpec], chosen: dict[str, Any], taken: Any
-) -> None:
-    env, inner = single(space)
+def test_an_action_becomes_what_the_space_takes(space: gymnasium.Space[Any], spec: ActionSpec, chosen: list[Any], taken: Any) -> None:
+    inner = Counting(action_space=space)
+    env = GymnasiumEnvironment(SyncVectorEnv([lambda: inner]))
     env.reset(0)
 
-    env.step({name: np.array(part, np.float32 if "Box" in str(space) else np.int64) for name, part in chosen.items()})
+    env.step({"action": np.array(chosen, np.int64 if spec.kind == "categorical" else np.float32)})
 
-    assert env.action_specs == specs
+    assert env.action_specs == {"action": spec}
     assert np.array_equal(inner.actions[0], taken)
-
-
-def test_steps_unpack_in_the_order_of_gymnasium() -> None:
-    env: Any = make_env("Pendulum-v1", num_envs=2, seed=0)
-    env.reset()
-
-    step = env.step({"action": np.zeros((2, 1), np.float32)})
-
-    assert isinstance(step, Step) and step.valid is None and step.final_observations is None
-    assert step.observations.shape == (2, 3) and step.rewards.shape == (2,)
 
 
 def test_an_unknown_id_names_close_ones() -> None:
@@ -161,8 +83,112 @@ def test_there_must_be_environments(count: int) -> None:
         make_env("CartPole-v1", num_envs=count)
 
 
-def test_without_gymnasium_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
+@pytest.mark.parametrize("env_id", [env_id for env_id in VELOCITIES if env_id in gymnasium.registry])
+def test_velocities_are_zero_and_the_rest_is_as_it_was(env_id: str) -> None:
+    hidden: Any = make_env(env_id, num_envs=2, seed=0, mask_velocity=True)
+    plain: Any = make_env(env_id, num_envs=2, seed=0)
+    visible = [index for index in range(plain.observation_shape[0]) if index not in VELOCITIES[env_id]]
+    observations, expected = hidden.reset(), plain.reset()
+    kind = plain.action_specs["action"]
+    action = np.ones((2, 1), np.float32) if kind.kind == "continuous" else np.ones(2, np.int64)
+    for _ in range(250):
+        assert (observations[:, list(VELOCITIES[env_id])] == 0).all()
+        assert np.array_equal(observations[:, visible], expected[:, visible])
+        left, right = hidden.step({"action": action}), plain.step({"action": action})
+        if left.final_observations is not None:
+            assert (left.final_observations[:, list(VELOCITIES[env_id])] == 0).all()
+            assert np.array_equal(left.final_observations[:, visible], right.final_observations[:, visible])
+        observations, expected = left.observations, right.observations
 
-    with pytest.raises(ImportError, match=r"pip install 'esper-telemetry\[train\]'"):
-        make_env("CartPole-v1")
+
+def test_the_name_says_so_and_other_tasks_are_refused() -> None:
+    assert make_env("CartPole-v1", mask_velocity=True).name == "CartPole-v1 without velocities"
+    with pytest.raises(ValueError, match=r"mask_velocity supports CartPole-v0, .*, got 'Blackjack-v1'"):
+        make_env("Blackjack-v1", mask_velocity=True)
+
+
+COLUMNS = ("observations", "log_probs", "rewards", "values", "next_values", "ended", "terminated")
+
+
+def counting(mode: AutoresetMode, lengths: tuple[int, ...] = (3, 5), **settings: Any) -> PPO:
+    """Return a small trainer for counting environments."""
+    env = GymnasiumEnvironment(counting_vector(mode, lengths), seed=1)
+    return PPO(env, PPOConfig(num_steps=8, hidden_sizes=(16,), **settings))
+
+
+def valid_rows(mode: AutoresetMode) -> tuple[list[dict[str, Any]], list[float], int]:
+    """Return each environment's transitions in order, under a policy without noise; returns of episodes; counted steps."""
+    trainer = counting(mode)
+    head = trainer.policy.head("action")
+    head.noise = lambda shape, generator: torch.zeros(*shape, 2)  # type: ignore[method-assign]  # actions depend on observations alone
+    columns: list[dict[str, list[Any]]] = [{name: [] for name in COLUMNS} for _ in range(2)]
+    returns: list[float] = []
+    steps = 0
+    for _ in range(5):
+        rollout = trainer.collector.collect()
+        returns += trainer.collector.episodes.returns
+        valid = torch.ones_like(rollout.ended) if rollout.valid is None else rollout.valid
+        steps += int(valid.sum())
+        for env, collected in enumerate(columns):
+            for name in COLUMNS:
+                collected[name] += getattr(rollout, name)[:, env][valid[:, env]].tolist()
+    return [{name: np.array(rows) for name, rows in collected.items()} for collected in columns], returns, steps
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+def test_every_autoreset_mode_gives_the_same_valid_rollout(mode: AutoresetMode) -> None:
+    """Episodes of 3 and 5 steps over five rollouts of 8. Some end inside a rollout, some on its edge."""
+    reference, reference_returns, reference_steps = valid_rows(AutoresetMode.SAME_STEP)
+    columns, returns, steps = valid_rows(mode)
+
+    for collected, expected in zip(columns, reference, strict=True):
+        rows = len(collected["rewards"])
+        inside = slice(0, rows - 1)  # the last row's next value depends on where the rollout stops
+        assert rows >= 30
+        for name in COLUMNS:
+            assert np.allclose(collected[name][inside], expected[name][:rows][inside], atol=1e-6), name
+    assert sum(len(collected["rewards"]) for collected in columns) == steps <= reference_steps == 80
+    assert sorted(set(returns)) == sorted(set(reference_returns)) == [6, 15]
+
+
+def test_rows_of_a_reset_are_not_counted_as_steps() -> None:
+    """Episodes of 3 steps and a reset: 6 of 8 rows are steps in both environments."""
+    trainer = counting(AutoresetMode.NEXT_STEP, (3, 3), num_minibatches=1)
+    steps: list[int] = []
+    episodes: list[EpisodeEnd] = []
+    rows: list[int] = []
+    trainer.hooks.on(UpdateEnd, lambda event: steps.append(event.env_step))
+    trainer.hooks.on(EpisodeEnd, episodes.append)
+    trainer.hooks.on(MinibatchEnd, lambda event: rows.append(len(event.log_ratio)))
+
+    trainer.learn(12)
+
+    assert steps == [12] and rows == [12] * trainer.config.num_epochs
+    assert [(event.returns, event.lengths) for event in episodes] == [([6] * 4, [3] * 4)]
+
+
+@pytest.fixture
+def broken_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A plugin whose module exits the process with a message for the terminal."""
+    (tmp_path / "exiting_plugin.py").write_text("raise SystemExit('\\x1b[31mno')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entries = {
+        name: EntryPoint(name, target, registry.ENTRY_POINT_GROUP)
+        for name, target in {**registry.BUNDLED, "broken": "exiting_plugin:make"}.items()
+    }
+    monkeypatch.setattr(registry, "_registered", lambda: entries)
+    registry.every_environment.cache_clear()
+    yield
+    registry.every_environment.cache_clear()
+
+
+@pytest.mark.usefixtures("broken_plugin")
+def test_a_plugin_that_ends_the_process_costs_its_environment(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "esper_telemetry"):
+        assert list(registry.every_environment()) == ["cue-recall"]
+        assert registry.controllers() == ()
+
+    sentence = "the environment 'broken' of exiting_plugin:make cannot be loaded: SystemExit: no"
+    assert [one.getMessage() for one in caplog.records] == [sentence]
+    with pytest.raises(ValueError, match=sentence):
+        registry.make_env("broken")

@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seeing_env import spotlights
 
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Image, ObservationLayout, Structured, layout_of
 from esper_telemetry.ppo.environments.environment_registry import make_env
-from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment
 from esper_telemetry.ppo.environments.spaces import action_parts, as_image, observation_form
 
 FLOATS = spaces.Box(-1, 1, (2, 3), np.float32)
@@ -52,12 +49,7 @@ def test_observations_have_a_layout(space: spaces.Space[Any], shape: tuple[int, 
     form = observation_form(space, "it")
 
     assert (form.shape, form.layout) == (shape, layout)
-    assert form.pack is None or form.layout.shape == shape
-
-
-def test_vectors_and_single_images_are_passed_on_untouched() -> None:
-    assert observation_form(FLOATS, "it").pack is None
-    assert observation_form(PIXELS, "it").pack is None
+    assert layout.shape == shape if form.pack is not None else isinstance(space, spaces.Box)
 
 
 def test_one_hot_choices_stand_behind_the_vectors() -> None:
@@ -192,43 +184,9 @@ def test_an_action_that_cannot_be_used_is_named(space: spaces.Space[Any], senten
         action_parts(space, "it")
 
 
-def test_the_state_of_an_environment_of_parts_can_be_saved() -> None:
-    ahead, behind = (GymnasiumEnvironment(spotlights(AutoresetMode.SAME_STEP, parts=True), seed=1) for _ in range(2))
-    ahead.reset()
-    for _ in range(4):
-        ahead.step({"action": np.zeros(2, np.int64)})
-    state = ahead.state_dict()
-    assert state is not None
-
-    behind.load_state_dict(state)
-
-    left, right = (env.step({"action": np.ones(2, np.int64)}) for env in (ahead, behind))
-    assert np.array_equal(left.observations, right.observations) and np.array_equal(left.rewards, right.rewards)
-
-
 def test_an_environment_may_say_what_it_observes() -> None:
     plain, choices = make_env("CartPole-v1", num_envs=2), make_env("FrozenLake-v1", num_envs=2)
 
     assert layout_of(plain) == ObservationLayout(4)
     assert isinstance(choices, Structured) and layout_of(choices) == ObservationLayout(0, 16)
     assert np.asarray(choices.reset(0)).tolist() == [[1.0, *[0.0] * 15]] * 2
-
-
-def test_gymnasium_takes_what_a_dict_of_actions_becomes() -> None:
-    class Acting(gymnasium.Env[Any, Any]):
-        observation_space = spaces.Box(0, 1, (1,))
-        action_space = spaces.Dict(go=spaces.Discrete(3, start=1), push=spaces.Box(-1, 1, (2,), np.float32))
-
-        def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
-            return np.zeros(1, np.float32), {}
-
-        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-            assert action in self.action_space
-            return np.zeros(1, np.float32), float(action["go"]), False, False, {}
-
-    env = GymnasiumEnvironment(SyncVectorEnv([Acting, Acting]))
-    env.reset()
-
-    step = env.step({"go": np.array([0, 2]), "push": np.full((2, 2), 3.0, np.float32)})
-
-    assert step.rewards.tolist() == [1, 3]

@@ -129,6 +129,9 @@ def itself() -> list[Any]:
 def test_what_might_come_back_as_something_else_is_refused(make: Callable[[], Any]) -> None:
     """A subclass of a plain type would be restored as the plain type, and a callable may have state."""
     assert holding(make)[0].state_dict() is None
+    native: Any = make_env("CartPole-v1", num_envs=2)
+    native._vector.attribute = make()
+    assert native.state_dict() is None
 
 
 @pytest.mark.parametrize("env_id", ["FrozenLake-v1", "Taxi-v4", "Blackjack-v1", "CliffWalking-v1", "MountainCar-v0"])

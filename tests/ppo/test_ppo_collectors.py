@@ -1,15 +1,14 @@
-"""Tensor environments: rollouts on the device equal rollouts on the host."""
+"""Rollouts on the device equal rollouts on the host, and episodes are counted once per rollout."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ppo_builders import EventLog
 from torch import Tensor
 
-from esper_telemetry.events import MinibatchEnd
-from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo import PPOConfig
+from esper_telemetry.ppo.collectors.base import EpisodeTotals
 from esper_telemetry.ppo.collectors.collector import Collector, TensorCollector
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, TensorStep
@@ -83,14 +82,25 @@ def test_both_collectors_find_the_same(make: Any, policy: str, shared_trunk: boo
             assert torch.allclose(host.recurrence.before(), device.recurrence.before(), atol=1e-5)
 
 
-@pytest.mark.system
-def test_training_on_rollouts_of_the_device_keeps_the_identity() -> None:
-    env = CueRecall(8, seed=1)
-    trainer = PPO(env, PPOConfig(num_steps=16, policy="lstm", hidden_sizes=(8,), lstm_size=8, num_minibatches=2))
-    trainer.collector = TensorCollector(env, trainer.policy, 16, 0)
-    emitted = EventLog().listen(trainer, MinibatchEnd)
+def test_episodes_are_counted_over_rollouts_and_in_order() -> None:
+    """Environment 0 ends at t = 1 and t = 2, environment 1 at t = 0. In the next rollout both end at t = 0."""
+    counter = EpisodeTotals(2)
+    rewards = np.array([[1, 10], [2, 20], [4, 40]], np.float32)
 
-    trainer.learn(1000)
+    counter.count(rewards, np.array([[0, 1], [1, 0], [1, 0]], bool), None)
+    assert (counter.returns, counter.lengths) == ([10, 3, 4], [1, 2, 1])
 
-    first = [event for event in emitted.events if event.step == 0]
-    assert len(first) == 8 and max(event.log_ratio.abs().max().item() for event in first) < 1e-5
+    counter.count(rewards[:1], np.ones((1, 2), bool), None)
+    assert (counter.returns, counter.lengths) == ([1, 70], [1, 3])
+
+    counter.count(rewards, np.zeros((3, 2), bool), None)
+    assert (counter.returns, counter.lengths) == ([], [])
+
+
+def test_invalid_rows_count_for_nothing() -> None:
+    """The episode's second row is a reset, so two of three rows count."""
+    counter = EpisodeTotals(1)
+
+    counter.count(np.array([[1], [9], [1]], np.float32), np.array([[0], [0], [1]], bool), np.array([[1], [0], [1]], bool))
+
+    assert (counter.returns, counter.lengths) == ([2], [2])
