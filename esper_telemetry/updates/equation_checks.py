@@ -135,7 +135,8 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     known: dict[str, Callable[[], Tensor | None]] = dict.fromkeys(of_memory, rollout.log_probs.double)
     if (dimensions := _dimensions(minibatches)) > 1:
         known |= {"mean_in_loss": lambda: now * dimensions, "mean_at_collection": lambda: now / dimensions}
-    known["squashed_in_loss"] = lambda: rollout.log_probs.double() if _takes_squashed_for_draws(rollout, now, valid) else None
+    if (name := _squash_mistake(rollout, now, valid)) is not None:
+        known[name] = rollout.log_probs.double
     log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
     moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
     if REPLAYED_LOG_PROBS.name not in facts.unchecked_equations:
@@ -166,16 +167,22 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     yield from values if sure else unchecked(VALUES, "values may be stored in units that differ from the loss")
 
 
-def _takes_squashed_for_draws(rollout: RolloutEnd, now: Tensor, valid: Tensor) -> bool:
-    """Return True if the stored actions are after a tanh, by the stored log-probabilities, and these [T, B] take them for the draws."""
+def _squash_mistake(rollout: RolloutEnd, now: Tensor, valid: Tensor) -> str | None:
+    """Return the hypothesis that the stored log-probabilities and these ones [T, B] of a loss treat a tanh differently; None if unknown."""
     if not rollout.means or len(rollout.actions) != len(rollout.means):
-        return False
-    columns: dict[str, Any] = {"means": rollout.means, "log_std": rollout.log_std, "bounds": rollout.bounds}
-    acting = check_log_probs(rollout.actions, rollout.log_probs, valid=rollout.valid, **columns)
-    if not {one.name for one in acting.hypotheses} & {"squashed_actions", "squashed_before_storing"}:
-        return False
-    training = check_log_probs(rollout.actions, now, valid=valid, **columns)
-    return training.matches or "squashed_gaussian" in [one.name for one in training.hypotheses]
+        return None
+
+    def forms(log_probs: Tensor, rows: Tensor | None) -> set[str]:
+        columns: dict[str, Any] = {"means": rollout.means, "log_std": rollout.log_std, "bounds": rollout.bounds}
+        check = check_log_probs(rollout.actions, log_probs, valid=rows, **columns)
+        return {"gaussian"} if check.matches else {one.name for one in check.hypotheses}
+
+    acting = forms(rollout.log_probs, rollout.valid)
+    known = {"gaussian", "squashed_gaussian"}
+    training = forms(now, valid) & known
+    if training and acting & {"squashed_actions", "squashed_before_storing"}:
+        return "squashed_in_loss"
+    return "squashed_once" if training and acting & known and training != acting & known else None
 
 
 def _of_other_rows(rollout: RolloutEnd, outputs: Tensor) -> bool:

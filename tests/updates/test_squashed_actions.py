@@ -15,7 +15,7 @@ from esper_telemetry.updates.equation_checks import equation_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 STEPS, ENVS = 24, 4
-EXPLAINED = f"{EQUATION_KEY}replayed_log_probs_squashed_in_loss"
+ACTING = f"{EQUATION_KEY}replayed_log_probs"
 
 
 def explanations(collected: Tensor, trained: Tensor, actions: Tensor, means: Tensor, log_std: Tensor) -> dict[str, float]:
@@ -49,5 +49,17 @@ def test_a_loss_that_takes_squashed_actions_for_draws_is_named(with_slope: bool)
     wrong = explanations(density(drawn), density(actions), actions, means, log_std)
     right = explanations(density(drawn), density(drawn), actions, means, log_std)
 
-    assert wrong[EXPLAINED] < 1e-4 < wrong[f"{EQUATION_KEY}replayed_log_probs"]
-    assert EXPLAINED not in right
+    assert wrong[f"{ACTING}_squashed_in_loss"] < 1e-4 < wrong[ACTING]
+    assert f"{ACTING}_squashed_in_loss" not in right
+
+
+@pytest.mark.parametrize("in_acting", [True, False])
+def test_a_correction_of_the_tanh_on_one_side_is_named(in_acting: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    means, log_std = 0.3 * torch.randn(STEPS, ENVS, 1, generator=draw), torch.full((STEPS, ENVS, 1), -1.0)
+    drawn = means + log_std.exp() * torch.randn(STEPS, ENVS, 1, generator=draw)
+    plain = Normal(means, log_std.exp()).log_prob(drawn).sum(-1)
+    corrected = plain - torch.log(1 - drawn.tanh().square()).sum(-1)
+    sides = (corrected, plain) if in_acting else (plain, corrected)
+
+    assert explanations(*sides, drawn, means, log_std)[f"{ACTING}_squashed_once"] < 1e-4

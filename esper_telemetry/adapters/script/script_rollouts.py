@@ -291,16 +291,18 @@ class RolloutFinder:
                 if len(numbers.unique()) < min(MIN_DISTINCT, len(numbers)):
                     continue
                 shares = _held(numbers, tables)
+                ordered = _sorted(numbers)
                 best = min(
                     (
-                        (share >= MIN_SHARE and _is_same(form(column), array), -share, place)
-                        for place, ((array, grid), share) in enumerate(zip(pairs, shares, strict=True))
+                        # few different numbers may all be in other arrays, too, but not as often
+                        (share >= MIN_SHARE and _is_same(form(column), array), -share, place, not _is_same(ordered, table))
+                        for place, ((array, grid), table, share) in enumerate(zip(pairs, tables, shares, strict=True))
                         if not self._is_taken(grid)
                         and not (role == "advantages" and self._is_product(array))
                         and (len(grid) == self.steps or role == "values")  # which may have those after the rollout
                     ),
-                    default=(False, 0.0, 0),
-                    key=lambda one: (one[1] > -MIN_SHARE, *one),
+                    default=(False, 0.0, 0, False),
+                    key=lambda one: (one[1] > -MIN_SHARE, one[3], *one),
                 )
                 if -best[1] >= MIN_SHARE:
                     columns[role] = way_back(pairs[best[2]][1])
@@ -530,11 +532,15 @@ class RolloutFinder:
         return bool(limits.any()) and torch.equal(following[:-1][limits].to(values), values[1:][limits])
 
     def _is_env_major(self, arrays: Sequence[Tensor]) -> bool:
-        """Return True if flat arrays hold one environment after the other: those known as [T, B] too show it."""
+        """Return True if flat arrays hold one environment after the other: those known as [T, B] too show it.
+
+        A first minibatch of the whole rollout may be such an array.
+        """
         size = self.steps * self.envs
         if 1 in (self.steps, self.envs):
             return False
-        flat = [array.float().reshape(-1) for array in arrays if array.numel() == size in array.shape]
+        shown = [column for column in self._shown.values() if column is not None]
+        flat = [array.float().reshape(-1) for array in (*arrays, *shown) if array.numel() == size in array.shape]
         shapes = [[one for one in array.shape if one != 1] for array in arrays]
         grids = [array for array, shape in zip(arrays, shapes, strict=True) if shape == [self.steps, self.envs]]
         if self.steps != self.envs:
@@ -641,8 +647,8 @@ class RolloutFinder:
         if array is None or not self.steps or array.dim() == 0:
             return None
         steps, envs = self.steps, self.envs
-        if tuple(array.shape[:2]) == (steps, envs):
-            return array
+        if tuple(array.shape[:2]) in ((steps, envs), (envs, steps)):
+            return array if len(array) == steps else array.transpose(0, 1)
         if len(array) != steps * envs:
             return None
         if envs > 1 and self._env_major:
@@ -747,14 +753,17 @@ class RolloutFinder:
 
 
 def name_of(column: Tensor, size: int, variables: Variables) -> str:
-    """Return the name of the first array of so many numbers that holds a column's numbers; empty without any."""
+    """Return the name of the first array of so many numbers that holds a column's numbers, preferably as often; empty without any."""
+    numbers, held = _sorted(column), list[str]()
     for name, value in variables.named_values():
         array = stacked(value)
         if array is None or not array.numel() == size > 1:
             continue
-        if _held(column.reshape(-1).double(), _sorted(array.to(column.device))[None])[0] >= MIN_SHARE:
+        table = _sorted(array.to(column.device))
+        if _is_same(numbers, table):
             return name
-    return ""
+        held += [name] if _held(numbers, table[None])[0] >= MIN_SHARE else []
+    return held[0] if held else ""
 
 
 def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:
