@@ -269,6 +269,9 @@ class RolloutFinder:
             columns |= {} if named is None else {"returns": self._nearer_in_time(named)}
         self._identify_implied_values()
         self._identify_rewards()
+        if "returns" not in columns and self._paid is not None and self.ended is not None:  # sums that a later loss reads
+            sums = next((grid for grid in self._free() if _summands(grid, self._paid, self.ended) is not None), None)
+            columns |= {} if sums is None else {"returns": sums}
         self._identify_next_values()
         if "log_probs" not in columns and self._has_ratio and self._acted is None:
             # the loss does not show them: the only other numbers of which it takes rows

@@ -128,8 +128,8 @@ def _trace_decay(value: object) -> float | None:
 
 
 def find_discounts(rollout: ScriptRollout | None, facts: Mapping[str, Any], discounts: Sequence[tuple[float, ...]]) -> dict[str, float]:
-    """Return the discount factor and the lambda that fit the advantages, or the ones that the code multiplies."""
-    found = {} if rollout is None else _fitted_discounts(rollout, facts)
+    """Return the discount factor and the lambda that fit the advantages or the returns, or the ones that the code multiplies."""
+    found = {} if rollout is None else _fitted_discounts(rollout, facts) or _discount_of_sums(rollout)
     fitting = [one for one in discounts if facts.get("gamma", one[0]) == one[0]]
     longest: tuple[float, ...] = max(fitting, key=lambda one: len(one), default=())
     return found or dict(zip(("gamma", "gae_lambda"), longest, strict=False))
@@ -159,6 +159,17 @@ def _fitted_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[
         if error <= SAME_LINE and all(0 <= one <= 1 for one in pair):
             return dict(zip(("gamma", "gae_lambda"), pair, strict=True))
     return {}
+
+
+def _discount_of_sums(rollout: ScriptRollout) -> dict[str, float]:
+    """Return the discount of returns that are sums of rewards, and 1 for lambda; empty for other returns."""
+    inside = ~rollout.ended[:-1]
+    rewards, now, later = (one[inside].double().cpu() for one in (rollout.rewards[:-1], rollout.returns[:-1], rollout.returns[1:]))
+    if len(now) < MIN_STEPS or not bool(later.any()):
+        return {}
+    gamma = round(float(later @ (now - rewards) / (later @ later)), 5)
+    error = (rewards + gamma * later - now).abs().max() / now.abs().max()
+    return {"gamma": gamma, "gae_lambda": 1.0} if error <= SAME_LINE and 0 < gamma <= 1 else {}
 
 
 def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}) -> dict[str, str]:
