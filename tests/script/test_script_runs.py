@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from forked import run_python
@@ -65,6 +66,15 @@ def python(directory: Path, *words: str, fresh: bool = False, cores: int = 1) ->
 def with_telemetry(directory: Path, script: str, *arguments: str, fresh: bool = False, cores: int = 1) -> ProcessResult:
     words = ("-m", "esper_telemetry", "run", "--run-dir", "run", script, *arguments)
     return python(directory, *words, fresh=fresh, cores=cores)
+
+
+def check(directory: Path, source: str, *words: str, updates: int = 2) -> dict[str, dict[str, Any]]:
+    """Return the equations of a script by name."""
+    (directory / "script.py").write_text(source)
+    options = ("--json", "--updates", str(updates), "--run-dir", "run", "script.py", *words)
+    result = python(directory, "-m", "esper_telemetry", "check", *options)
+    assert result.stdout.startswith("{"), result.stderr
+    return {row["equation"]: row for row in json.loads(result.stdout)["equations"]}
 
 
 def script_stderr(result: ProcessResult) -> str:
