@@ -7,17 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from explained import names
 from gae_programs import Array, Columns, normalize, random_rollout, rewards_to_go, right, settings
 
 from esper_telemetry.equations.comparison import EquationCheck
 from esper_telemetry.equations.normalization import NORMALIZED_ADVANTAGES, check_normalized_advantages
 from esper_telemetry.equations.returns import RETURNS, check_returns
-
-SEEDS = range(2)
-
-
-def names(result: EquationCheck) -> set[str]:
-    return {one.hypothesis.name for one in result.explanations}
 
 
 def new_values(c: Columns) -> Array:
@@ -67,14 +62,12 @@ RETURN_PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_advantages_plus_values_match(seed: int) -> None:
     c = random_rollout(seed)
 
     assert check(c, right(c) + c.values).matches
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", RETURN_PROGRAMS)
 def test_a_mistake_in_returns_is_named_exactly(name: str, seed: int) -> None:
     for program in RETURN_PROGRAMS[name]:
@@ -85,7 +78,6 @@ def test_a_mistake_in_returns_is_named_exactly(name: str, seed: int) -> None:
         assert result.holds is next(one.variant for one in RETURNS.hypotheses if one.name == name)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_targets_of_a_critic_whose_outputs_are_normalised_by_running_statistics_are_a_variant(seed: int) -> None:
     c = random_rollout(seed)
 
@@ -113,7 +105,6 @@ def test_a_line_through_two_points_shows_no_other_units() -> None:
     assert not names(check_returns(sums - values, values, returns, new_values=values + 0.01))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_rewards_in_place_of_returns_are_named_beside_advantages_that_are_made_of_them(seed: int) -> None:
     c = random_rollout(seed)
     alone = replace(c, terminated=np.ones_like(c.terminated))  # bandits: a reward is the whole return
@@ -144,7 +135,6 @@ def test_every_hypothesis_of_returns_is_tested() -> None:
     assert {one.name for one in RETURNS.hypotheses} == {*RETURN_PROGRAMS, *others}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_noise_in_place_of_many_targets_is_named(seed: int) -> None:
     c = random_rollout(seed, 128)
     noise = 3 * np.random.default_rng(seed).normal(size=c.values.shape).astype(np.float32)
@@ -163,7 +153,6 @@ WRONG_ADVANTAGES: dict[str, Callable[[Columns], Array]] = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("gae_lambda", [0.1, 0.9, 1.0])
 @pytest.mark.parametrize("name", WRONG_ADVANTAGES)
 def test_no_mistake_of_returns_is_named_where_the_advantages_are_wrong(name: str, gae_lambda: float, seed: int) -> None:
@@ -177,7 +166,6 @@ def test_no_mistake_of_returns_is_named_where_the_advantages_are_wrong(name: str
     assert "unrelated" not in names(without_rewards)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_padding_does_not_hide_that_returns_are_right(seed: int) -> None:
     """Padding rows hold arbitrary numbers; they follow the end of an episode."""
     c = random_rollout(seed, 64)
@@ -191,7 +179,6 @@ def test_padding_does_not_hide_that_returns_are_right(seed: int) -> None:
     assert result.explanations == ()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_many_targets_with_some_noise_or_all_the_same_are_unexplained(seed: int) -> None:
     c = random_rollout(seed, 128)
     noise = np.random.default_rng(seed).normal(size=c.values.shape).astype(np.float32)
@@ -202,7 +189,6 @@ def test_many_targets_with_some_noise_or_all_the_same_are_unexplained(seed: int)
         assert result.explanations == ()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_returns_that_are_noise_have_no_explanation(seed: int) -> None:
     c = random_rollout(seed)
     noise = np.random.default_rng(seed).normal(size=c.values.shape).astype(np.float32)
@@ -282,7 +268,6 @@ USE_PROGRAMS: dict[str, list[Callable[[Array, Array], Array]]] = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_normalised_minibatches_match_and_to_do_it_twice_changes_nothing(seed: int) -> None:
     c = random_rollout(seed)
 
@@ -294,7 +279,6 @@ def test_normalised_minibatches_match_and_to_do_it_twice_changes_nothing(seed: i
     assert check_use(c, within(lambda a: (a - a.mean()) / max(float(a.std(ddof=1)), 50.0)), seed, floor=50.0).matches
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", USE_PROGRAMS)
 def test_a_mistake_in_normalised_advantages_is_named_exactly(name: str, seed: int) -> None:
     for program in USE_PROGRAMS[name]:
@@ -304,7 +288,6 @@ def test_a_mistake_in_normalised_advantages_is_named_exactly(name: str, seed: in
         assert result.holds is next(one.variant for one in NORMALIZED_ADVANTAGES.hypotheses if one.name == name)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_minibatches_that_are_normalised_against_the_settings_are_named(seed: int) -> None:
     c, normal = random_rollout(seed), within(lambda a: normalize(a, ddof=1))
 
@@ -351,7 +334,6 @@ def test_zeros_in_place_of_advantages_are_not_those_of_each_environment() -> Non
     assert result.explanations == ()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_without_a_setting_every_published_way_matches(seed: int) -> None:
     c = random_rollout(seed)
 
@@ -362,7 +344,6 @@ def test_without_a_setting_every_published_way_matches(seed: int) -> None:
     assert not check_use(c, within(lambda a: a - a.mean()), seed, over=None).holds
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_padding_in_mean_and_deviation_is_named(seed: int) -> None:
     rng = np.random.default_rng(seed)
     advantages = rng.normal(1.0, 2.0, (3, 20)).astype(np.float32)
