@@ -1,7 +1,8 @@
 """Learning rates compared with the configured schedule: one program for each hypothesis."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,25 @@ PROGRAMS: dict[str, Callable[[Array], Array]] = {
 """Rates by the name of the hypothesis, over the finished fraction of the run; the configured schedule is a line from 1 to 0."""
 
 
+def recorded(rates: Iterable[float], facts: Facts, *, every: int = 1) -> EquationResult:
+    """The result of a run whose update n, of `every` steps, has the n-th rate."""
+    history = RateHistory(facts)
+    for update, rate in enumerate(rates, 1):
+        history.add(every * update, rate)
+    result = history.result()
+    assert result is not None
+    return result
+
+
+def annealed(total_steps: int, **settings: Any) -> Facts:
+    """Facts of a run with a line from 1 to 0."""
+    return Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=total_steps, **settings).fact())
+
+
+def tabulated(rate: Callable[[float], float], total_steps: int) -> Facts:
+    return Facts(learning_rate_schedule=RateSchedule.tabulated(rate, total_steps=total_steps).fact())
+
+
 def check(rates: Array, *, final: float = 0.0) -> EquationCheck:
     progress = np.arange(1, len(rates) + 1) / len(rates)
     return check_schedule(
@@ -46,9 +66,8 @@ def check(rates: Array, *, final: float = 0.0) -> EquationCheck:
 
 
 @pytest.mark.parametrize("begin", [0, 1])
-@pytest.mark.parametrize("updates", [40])
-def test_a_line_matches_before_and_after_the_update_is_counted(updates: int, begin: int) -> None:
-    assert check(1 - (np.arange(updates) + begin) / updates).matches
+def test_a_line_matches_before_and_after_the_update_is_counted(begin: int) -> None:
+    assert check(1 - (np.arange(40) + begin) / 40).matches
 
 
 def test_a_constant_rate_matches() -> None:
@@ -56,10 +75,9 @@ def test_a_constant_rate_matches() -> None:
 
 
 @pytest.mark.parametrize("begin", [0, 1])
-@pytest.mark.parametrize("updates", [40])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_wrong_schedule_is_named(name: str, updates: int, begin: int) -> None:
-    result = check(PROGRAMS[name]((np.arange(updates) + begin) / updates))
+def test_a_wrong_schedule_is_named(name: str, begin: int) -> None:
+    result = check(PROGRAMS[name]((np.arange(40) + begin) / 40))
 
     assert names(result) == {name}
     assert result.holds == (name in {"cosine", "warm_up", "exponential", "stepped", "adaptive"})
@@ -118,12 +136,8 @@ def test_before_the_end_of_a_line_that_is_too_fast_it_may_restart(updates: int, 
 
 
 def test_where_the_settings_do_not_say_the_end_another_one_is_a_variant() -> None:
-    history = RateHistory(Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=40, final_is_set=False).fact()))
-    for update in range(40):
-        history.add(update + 1, 1 - 0.6 * update / 40)
-    result = history.result()
+    result = recorded((1 - 0.6 * update / 40 for update in range(40)), annealed(40, final_is_set=False))
 
-    assert result is not None
     assert not result.matches
     assert result.holds
     assert result.fitted["other_end"] == pytest.approx(0.4)
@@ -153,17 +167,10 @@ def test_a_curve_that_is_set_matches_and_a_line_in_its_place_does_not() -> None:
     def cosine(share: float) -> float:
         return 0.5 + 0.5 * float(np.cos(np.pi * share))
 
-    history = RateHistory(Facts(learning_rate_schedule=RateSchedule.tabulated(cosine, total_steps=50).fact()))
-    line = RateHistory(Facts(learning_rate_schedule=RateSchedule.tabulated(lambda share: 1 - share, total_steps=50).fact()))
-    for update in range(50):
-        history.add(update + 1, cosine(update / 50))
-        line.add(update + 1, cosine(update / 50))
-    results = history.result(), line.result()
+    rates = [cosine(update / 50) for update in range(50)]
 
-    assert results[0] is not None
-    assert results[0].matches
-    assert results[1] is not None
-    assert [one.name for one in results[1].hypotheses] == ["cosine"]
+    assert recorded(rates, tabulated(cosine, 50)).matches
+    assert [one.name for one in recorded(rates, tabulated(lambda share: 1 - share, 50)).hypotheses] == ["cosine"]
 
 
 DEFECTS: dict[str, tuple[Callable[[float], float], float]] = {
@@ -176,12 +183,7 @@ DEFECTS: dict[str, tuple[Callable[[float], float], float]] = {
 
 def followed(rate: Callable[[float], float], updates: int) -> EquationResult:
     """The result of a run that follows its schedule exactly."""
-    history = RateHistory(Facts(learning_rate_schedule=RateSchedule.tabulated(rate, total_steps=updates).fact()))
-    for update in range(1, updates + 1):
-        history.add(update, rate(update / updates))
-    result = history.result()
-    assert result is not None
-    return result
+    return recorded((rate(update / updates) for update in range(1, updates + 1)), tabulated(rate, updates))
 
 
 @pytest.mark.parametrize("updates", [6, 40])
@@ -244,12 +246,8 @@ def test_published_schedules_that_are_configured_have_no_defect(rate: Callable[[
 
 
 def test_a_last_rollout_beyond_the_planned_end_is_left_out() -> None:
-    history = RateHistory(Facts(learning_rate_schedule=RateSchedule.tabulated(lambda over: 1 - over, total_steps=100).fact()))
-    for step in (30, 60, 90, 120):
-        history.add(step, 1 - step / 100)
-    result = history.result()
+    result = recorded((1 - step / 100 for step in (30, 60, 90, 120)), tabulated(lambda over: 1 - over, 100), every=30)
 
-    assert result is not None
     assert result.error == pytest.approx(0.0, abs=1e-9)
 
 
@@ -262,35 +260,23 @@ def test_random_rates_are_explained_by_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize(("updates", "restarts"), [(80, False), (100, True), (200, True)])
 def test_a_model_may_learn_again_but_not_in_parts_that_restart_its_schedule(updates: int, restarts: bool) -> None:
-    history = RateHistory(Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=40).fact()))
-    for update in range(updates):
-        history.add(update + 1, 1 - update % 40 / 40)
-    result = history.result()
+    result = recorded((1 - update % 40 / 40 for update in range(updates)), annealed(40))
 
-    assert result is not None
     assert result.matches != restarts
     assert result.fitted == ({"restarting": pytest.approx(40 / updates)} if restarts else {})
 
 
 def test_a_resumed_run_is_compared_from_where_it_went_on() -> None:
     """The run was planned for 40 steps and resumed after 20 with 100 planned: the rate becomes 1 - 20 / 100 at once."""
-    history = RateHistory(Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=100, begin=20).fact()))
-    for step in range(100):
-        history.add(step + 1, 1 - step / (40 if step < 20 else 100))
-    result = history.result()
+    result = recorded((1 - step / (40 if step < 20 else 100) for step in range(100)), annealed(100, begin=20))
 
-    assert result is not None
     assert result.matches
     assert result.tolerance == pytest.approx(0.015)
 
 
 def test_long_runs_are_compared_at_some_of_their_updates() -> None:
-    history = RateHistory(Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=10_000).fact()))
-    for step in range(10_000):
-        history.add(step + 1, 1 - step / 10_000)
-    result = history.result()
+    result = recorded((1 - step / 10_000 for step in range(10_000)), annealed(10_000))
 
-    assert result is not None
     assert result.matches
     assert result.tolerance < 1e-2
 
