@@ -184,8 +184,7 @@ def test_numbers_that_are_noise_have_no_explanation(seed: int) -> None:
     for advantages in (noise, right(c) + 0.1 * noise, right(c) * c.values, np.where(c.rewards > 0, right(c), 0)):
         result = check(c, advantages.astype(np.float32))
         assert not result.matches
-        assert not result.holds
-        assert result.explanations == ()
+        assert not result.holds and not result.explanations
 
 
 def test_episodes_that_are_cut_more_often_than_the_environments_end_them_have_no_name() -> None:

@@ -175,8 +175,7 @@ def test_padding_does_not_hide_that_returns_are_right(seed: int) -> None:
     columns: dict[str, Any] = {"next_values": c.next_values, "ended": c.done, "gamma": c.gamma, "valid": valid}
     result = check_returns(c.values - returns, c.values, returns, rewards=c.rewards, **columns)
 
-    assert not result.matches
-    assert result.explanations == ()
+    assert not result.matches and not result.explanations
 
 
 def test_many_targets_with_some_noise_or_all_the_same_are_unexplained(seed: int) -> None:
@@ -185,8 +184,7 @@ def test_many_targets_with_some_noise_or_all_the_same_are_unexplained(seed: int)
 
     for returns in (right(c) + c.values + 3 * noise, np.full_like(c.values, 2.0), np.exp(right(c) / 4)):
         result = check(c, returns)
-        assert not result.holds
-        assert result.explanations == ()
+        assert not result.holds and not result.explanations
 
 
 def test_returns_that_are_noise_have_no_explanation(seed: int) -> None:
@@ -195,8 +193,7 @@ def test_returns_that_are_noise_have_no_explanation(seed: int) -> None:
 
     for returns in (noise, right(c) + c.values + 0.05 * noise):
         result = check(c, returns)
-        assert not result.holds
-        assert result.explanations == ()
+        assert not result.holds and not result.explanations
     assert not check(c, right(c) + c.values + 0.05 * noise, normalize(right(c))).holds
 
 
@@ -330,8 +327,7 @@ def test_zeros_in_place_of_advantages_are_not_those_of_each_environment() -> Non
     """Each environment has one row in the minibatch, so subtracting its own mean would give 0."""
     result = check_normalized_advantages([1.0, -2.0, 3.0], [0.0, 0.0, 0.0], environments=[0, 1, 2])
 
-    assert not result.holds
-    assert result.explanations == ()
+    assert not result.holds and not result.explanations
 
 
 def test_without_a_setting_every_published_way_matches(seed: int) -> None:

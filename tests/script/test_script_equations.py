@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_script_runs import SCRIPTS, python, with_telemetry
+from equation_values import equation_values
+from mistakes.corpus import edited
+from tapping import new_listener, observed
+from test_script_runs import CATEGORICAL, python, run_of
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
 
 from esper_telemetry import read_run
-from esper_telemetry.adapters.script.autograd_graph import leaves_of
-from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.objective import left_out, loss_terms
@@ -24,11 +25,9 @@ from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.equation_checks import equation_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 STALE = (
@@ -41,16 +40,10 @@ MATCHING = ("stored_rewards", "executed_actions", "replayed_log_probs", "values"
 @pytest.mark.system
 def test_a_script_that_clears_no_gradient_and_acts_on_stale_observations(tmp_path: Path) -> None:
     """Both mistakes are named in every update, and unaffected equations match, because only an explained difference counts."""
-    source = (SCRIPTS / "categorical.py").read_text()
-    for old, new in (*STALE, ("                optimizer.zero_grad()\n", "")):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    (tmp_path / "script.py").write_text(source)
+    source = edited(CATEGORICAL, (*STALE, ("                optimizer.zero_grad()\n", "")))
 
-    result = with_telemetry(tmp_path, "script.py", "--total_timesteps=768")
+    first = run_of(tmp_path, source, "--total_timesteps=768").records[0].values
 
-    assert result.code == 0, result.stderr
-    first = read_run(tmp_path / "run").records[0].values
     assert EQUATION_KEY + "gradient_not_cleared" in first
     assert EQUATION_KEY + "transitions_stale" in first
     assert {name: first[EQUATION_KEY + name] < 2e-4 for name in MATCHING} == dict.fromkeys(MATCHING, True)
@@ -93,12 +86,8 @@ for update in range(3):
 
 def test_a_script_with_two_networks_and_no_known_rollout(tmp_path: Path) -> None:
     """The parameters of its networks have the same names. The optimizers' steps are checked without a rollout."""
-    (tmp_path / "script.py").write_text(TWO_NETWORKS)
+    run = run_of(tmp_path, TWO_NETWORKS)
 
-    result = with_telemetry(tmp_path, "script.py")
-
-    assert result.code == 0 and "failed" not in result.stderr, result.stderr
-    run = read_run(tmp_path / "run")
     assert len(run.records) == 3
     assert run.records[0].values[EQUATION_KEY + "optimizer_step"] < 1e-3
     assert not any(alarm.type.startswith("integrity/") for alarm in run.alarms)
@@ -147,26 +136,21 @@ for update in range(3):
 @pytest.mark.parametrize("coefficient", [0.0, 0.01])
 def test_rows_and_entropies_of_a_script_that_counts_no_passes(coefficient: float, tmp_path: Path) -> None:
     """Without log-probabilities in acting, actions are still known. A bonus of 0 leaves out only its own equation."""
-    (tmp_path / "script.py").write_text(REPLACED_ROWS.replace("ENTROPY_COEF", str(coefficient)))
+    values = run_of(tmp_path, REPLACED_ROWS.replace("ENTROPY_COEF", str(coefficient))).records[-1].values
 
-    result = with_telemetry(tmp_path, "script.py")
-
-    assert result.code == 0 and "failed" not in result.stderr, result.stderr
-    values = read_run(tmp_path / "run").records[-1].values
     assert EQUATION_KEY + "minibatches_with_replacement" in values
     assert (EQUATION_KEY + "entropy_loss_sample" in values) == bool(coefficient)
     assert values[EQUATION_KEY + "advantages"] < 1e-4 and values[EQUATION_KEY + "total_loss"] < 1e-4
 
 
+CLEARS = "            optimizer.zero_grad()\n"
+
+
 @pytest.mark.parametrize("uncleared", [None, 0, 1])
 def test_gradients_of_two_optimizers_are_checked_in_turns(uncleared: int | None, tmp_path: Path) -> None:
     """Both are known from the second update on, which checks the actor; the third checks the critic. An uncleared gradient is named."""
-    source = TWO_NETWORKS.replace("range(3)", "range(5)")
-    assert source.count("            optimizer.zero_grad()\n") == 1
-    if uncleared is not None:
-        clears = f"            optimizer is optimizers[{uncleared}] or optimizer.zero_grad()\n"
-        source = source.replace("            optimizer.zero_grad()\n", clears)
-    (tmp_path / "script.py").write_text(source)
+    clears = f"            optimizer is optimizers[{uncleared}] or optimizer.zero_grad()\n" if uncleared is not None else CLEARS
+    (tmp_path / "script.py").write_text(edited(TWO_NETWORKS, (("range(3)", "range(5)"), (CLEARS, clears))))
 
     command = ["-m", "esper_telemetry", "run", "--level", "debug", "--run-dir", "run", "script.py"]
     result = python(tmp_path, *command, cores=1)
@@ -238,7 +222,7 @@ def test_a_maximising_optimizer_is_found_before_the_first_update() -> None:
     minibatch = Minibatch()
     optimizers = [torch.optim.SGD(minibatch.parameters, lr=0.1, maximize=climbs) for climbs in (False, True)]
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, maximize=True)
-    listener = ScriptListener(lambda _: None, lambda _: None)
+    listener = new_listener()
 
     answers = [listener._climbs(minibatch.loss, Variables([{"optimizer": one}])) for one in (*optimizers, other)]
 
@@ -362,8 +346,7 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     finder = RolloutFinder(Variables([columns]), steps)
     rollout = finder.rollout()
 
-    assert rollout is not None
-    assert rollout.rewards.flatten().tolist() == [1, 2, 3]
+    assert rollout is not None and rollout.rewards.flatten().tolist() == [1, 2, 3]
     assert rollout.log_probs.shape == (3, 1)
     assert rollout.ended.flatten().tolist() == [False, True, False]
     assert rollout.next_values.flatten().tolist() == [5, 0, 7]
@@ -384,17 +367,8 @@ def test_the_rollout_of_environments_that_are_not_known_is_found_by_names() -> N
 
     rollout = RolloutFinder(Variables([columns])).rollout()
 
-    assert rollout is not None
-    assert rollout.ended.tolist() == [[False, True], [True, False]]
+    assert rollout is not None and rollout.ended.tolist() == [[False, True], [True, False]]
     assert rollout.last_values.tolist() == [[3.0, 4.0]]
-
-
-def test_the_leaves_of_a_loss_are_the_parameters_that_it_trains() -> None:
-    minibatch = Minibatch()
-
-    leaves = {id(leaf) for leaf in leaves_of(minibatch.agent["actor"](torch.ones(1, 3)).sum())}
-
-    assert leaves == {id(parameter) for parameter in minibatch.agent["actor"].parameters()}
 
 
 class Space:
@@ -420,8 +394,7 @@ def test_steps_are_compared_with_what_was_stored_and_bounds_hold_where_actions_r
         log.after_step(env, result, sent[step].clamp(-1, 1).numpy())
 
     stored = torch.cat([torch.zeros(1, 2, 2), torch.tensor(returned[:1])]).float()
-    collected = log.collected()
-    assert collected is not None
+    collected = observed(log)
     steps = collected.transitions(stored, sent)
     assert steps is not None and steps.sent is not None and steps.received is not None
     assert torch.equal(steps.inputs[1], steps.outcomes[0])
@@ -448,14 +421,10 @@ def first_minibatch(
         (0,), (len(rows),), (torch.as_tensor(log_ratio) + zeros).flatten(), zeros.flatten(), None, {}, **columns
     )
     update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
-    facts = Facts(columns_by_name=True, policy=policy)
-    groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
-    keys = {key: value for group in groups if isinstance(group, MetricGroup) for key, value in group.values().items()}
-    names = ("values", "replayed_log_probs")
     return {
-        key.removeprefix(EQUATION_KEY)
-        for key, value in keys.items()
-        if key.removeprefix(EQUATION_KEY).startswith(names) and (value > 1e-4 or any(word in key for word in ("observation", "memory")))
+        name
+        for name, value in equation_values(update, Facts(columns_by_name=True, policy=policy)).items()
+        if name.startswith(("values", "replayed_log_probs")) and (value > 1e-4 or any(word in name for word in ("observation", "memory")))
     }
 
 
@@ -494,11 +463,10 @@ def test_returns_of_normalised_advantages_are_named_where_a_script_does_not_say_
     def names(advantages: Tensor) -> set[str]:
         columns = (zeros, values, advantages, advantages + values, zeros - 1, never, never)
         rollout = RolloutEnd(1, 1, *columns, next_values=values.roll(-1, 0), actions={}, gamma=0.9)
-        groups = equation_checks(Update(rollout=rollout, sampled=True), Facts(columns_by_name=True))
-        keys = [key for check in groups for group in check() for key in group.values()]  # type: ignore[union-attr]  # all return groups
-        return {key for key in keys if "returns_" in key}
+        results = equation_values(Update(rollout=rollout, sampled=True), Facts(columns_by_name=True))
+        return {name for name in results if "returns_" in name}
 
-    assert names((raw - raw.mean()) / raw.std()) == {f"{EQUATION_KEY}returns_normalized"}
+    assert names((raw - raw.mean()) / raw.std()) == {"returns_normalized"}
     assert names(raw) == set()
 
 
@@ -520,9 +488,7 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
             rows=torch.arange(8),
         )
         update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
-        facts = Facts(columns_by_name=True, clip=0.2)
-        groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
-        return any(key.endswith("policy_loss_log_prob") for group in groups if isinstance(group, MetricGroup) for key in group.values())
+        return "policy_loss_log_prob" in equation_values(update, Facts(columns_by_name=True, clip=0.2))
 
     assert not differs((8,))
     assert differs((4, 4))
@@ -535,7 +501,7 @@ def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> No
     optimizer = torch.optim.SGD([weights], lr=0.5)
 
     def rates(**settings: float) -> list[float | None]:
-        listener = ScriptListener(lambda _: None, lambda _: None)
+        listener = new_listener()
         announced: list[MinibatchObjective] = []
         listener.hooks.on(MinibatchObjective, announced.append)
         for _ in range(2):
@@ -557,7 +523,7 @@ def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> No
 def test_of_two_optimizers_each_is_checked_whether_they_take_turns_or_not(in_turns: bool, due: list[int]) -> None:
     optimizers = [torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.5) for _ in range(2)]
     order = [0, 1] * 4 if in_turns else [0] * 4 + [1] * 4
-    listener = ScriptListener(lambda _: None, lambda _: None)
+    listener = new_listener()
     announced: list[MinibatchObjective] = []
     listener.hooks.on(MinibatchObjective, announced.append)
     for _ in range(4):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from forked import run_python
+from mistakes.corpus import edited
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waiting import wait_until
 
@@ -26,6 +27,7 @@ from esper_telemetry.journal.read import Run
 pytestmark = pytest.mark.system
 
 SCRIPTS = Path(__file__).parent / "scripts"
+CATEGORICAL = (SCRIPTS / "categorical.py").read_text()
 CLEANRL = os.environ.get("ESPER_CLEANRL")
 """A directory with CleanRL's scripts; if it is set, they are run too."""
 
@@ -66,6 +68,14 @@ def python(directory: Path, *words: str, fresh: bool = False, cores: int = 1) ->
 def with_telemetry(directory: Path, script: str, *arguments: str, fresh: bool = False, cores: int = 1) -> ProcessResult:
     words = ("-m", "esper_telemetry", "run", "--run-dir", "run", script, *arguments)
     return python(directory, *words, fresh=fresh, cores=cores)
+
+
+def run_of(directory: Path, source: str, *arguments: str) -> Run:
+    """Return the run of a script that ends well."""
+    (directory / "script.py").write_text(source)
+    result = with_telemetry(directory, "script.py", *arguments)
+    assert result.code == 0 and "failed" not in result.stderr, result.stderr
+    return read_run(directory / "run")
 
 
 def check(directory: Path, source: str, *words: str, updates: int = 2) -> dict[str, dict[str, Any]]:
@@ -124,12 +134,9 @@ OPTIMIZER = "optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, e
     ],
 )
 def test_learning_rates_of_actor_and_critic(tmp_path: Path, made: str, stepped: str) -> None:
-    source = (SCRIPTS / "categorical.py").read_text()
-    assert OPTIMIZER in source and LOSS_AND_STEP in source
-    (tmp_path / "script.py").write_text(source.replace(OPTIMIZER, made).replace(LOSS_AND_STEP, stepped))
-    with_telemetry(tmp_path, "script.py", "--total_timesteps=512")
+    source = edited(CATEGORICAL, ((OPTIMIZER, made), (LOSS_AND_STEP, stepped)))
 
-    records = read_run(tmp_path / "run").records
+    records = run_of(tmp_path, source, "--total_timesteps=512").records
     assert len(records) == 2
     for record in records:
         rates = {key: value for key, value in record.values.items() if key.startswith("opt/lr")}
@@ -138,15 +145,12 @@ def test_learning_rates_of_actor_and_critic(tmp_path: Path, made: str, stepped: 
 
 def test_the_gradient_of_an_entropy_bonus_whose_weight_has_no_name(tmp_path: Path) -> None:
     """The graph of the loss has the weight. The second script doubles it, which doubles the gradient."""
-    source = (SCRIPTS / "categorical.py").read_text()
     norms = []
     for weight in ("0.01", "0.02"):
         directory = tmp_path / weight
         directory.mkdir()
-        text = source.replace("args.ent_coef * entropy_loss", f"{weight} * entropy_loss").replace("ent_coef", "unused")
-        (directory / "script.py").write_text(text)
-        with_telemetry(directory, "script.py", "--total_timesteps=256")
-        (record,) = read_run(directory / "run").records
+        text = CATEGORICAL.replace("args.ent_coef * entropy_loss", f"{weight} * entropy_loss").replace("ent_coef", "unused")
+        (record,) = run_of(directory, text, "--total_timesteps=256").records
         assert record.values["loss/entropy_coef"] == pytest.approx(float(weight))
         norms.append(record.values["grad/entropy/norm"])
 
@@ -286,10 +290,9 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
 
 def test_with_a_default_device_each_pass_counts_once(tmp_path: Path, plain: ProcessResult) -> None:
     """With a default device, torch calls `Tensor.backward` a second time from within itself."""
-    text = (SCRIPTS / "categorical.py").read_text(encoding="utf-8")
-    script = tmp_path / "categorical.py"
-    script.write_text(text.replace("import torch\n", "import torch\ntorch.set_default_device('cpu')\n", 1), encoding="utf-8")
-    result = with_telemetry(tmp_path, str(script), "--seed=4")
+    text = CATEGORICAL.replace("import torch\n", "import torch\ntorch.set_default_device('cpu')\n", 1)
+    (tmp_path / "categorical.py").write_text(text)
+    result = with_telemetry(tmp_path, "categorical.py", "--seed=4")
 
     assert (result.code, weights_of(result)) == (0, weights_of(plain))
     run = read_run(tmp_path / "run")
@@ -477,14 +480,11 @@ def event_values(directory: Path) -> dict[str, list[float]]:
 
 def test_the_first_variable_that_is_not_finite_is_named_before_the_gradient(tmp_path: Path) -> None:
     """The third update divides advantages by 0; the next forward pass raises, when all weights are NaN."""
-    text = (SCRIPTS / "categorical.py").read_text()
-    edits = {
-        "b_inds = np.arange(batch_size)": "weighed_t = b_advantages / (iteration < 3)\n        b_inds = np.arange(batch_size)",
-        "mb_advantages = b_advantages[mb_inds]": "mb_advantages = weighed_t[mb_inds]",
-    }
-    for old, new in edits.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
+    edits = (
+        ("b_inds = np.arange(batch_size)", "weighed_t = b_advantages / (iteration < 3)\n        b_inds = np.arange(batch_size)"),
+        ("mb_advantages = b_advantages[mb_inds]", "mb_advantages = weighed_t[mb_inds]"),
+    )
+    text = edited(CATEGORICAL, edits)
     (tmp_path / "script.py").write_text(text)
 
     result = with_telemetry(tmp_path, "script.py")

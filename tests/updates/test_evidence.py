@@ -3,14 +3,16 @@
 import json
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attached_run import learned
 from torch import Tensor
 
-from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry import PPO, PPOConfig, Telemetry, make_env, read_run
 from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
@@ -246,8 +248,8 @@ def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
     assert len(json.dumps(pieces)) < 50_000
 
 
-def cartpole(**settings: Any) -> PPO:
-    return PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, **settings))
+def of_env(env: str = "CartPole-v1", **settings: Any) -> PPO:
+    return PPO(make_env(env, num_envs=4), PPOConfig(num_steps=32, num_epochs=2, **settings))
 
 
 def recall(**settings: Any) -> PPO:
@@ -255,12 +257,9 @@ def recall(**settings: Any) -> PPO:
     return PPO(CueRecall(8, seed=0), config)
 
 
-def pendulum(**settings: Any) -> PPO:
-    return PPO(make_env("Pendulum-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, **settings))
-
-
 @pytest.mark.parametrize(
-    ("make", "offload"), [(cartpole, False), (recall, False), (pendulum, False), pytest.param(recall, True, marks=pytest.mark.system)]
+    ("make", "offload"),
+    [(of_env, False), (recall, False), (partial(of_env, "Pendulum-v1"), False), pytest.param(recall, True, marks=pytest.mark.system)],
 )
 def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any, offload: bool) -> None:
     """The evidence is compared with the trainer's own events of the same transitions."""
@@ -272,11 +271,9 @@ def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any,
     source.hooks.on(MinibatchEnd, events.append)
     source.hooks.on(BackwardEnd, lambda event: norms.append(float(event.norms.double().norm())))
 
-    with Telemetry(run_dir=tmp_path, offload=offload, level="debug") as telemetry:
-        attach(telemetry, source)
-        source.learn(1)
+    run = learned(source, tmp_path, offload=offload, level="debug")
 
-    (flight,) = (event.data for event in read_run(tmp_path).events if event.type == "evidence/flight")
+    (flight,) = (event.data for event in run.events if event.type == "evidence/flight")
     largest = max(float(event.log_ratio.abs().max()) for event in events)
     row = flight["worst"][0]
     place = row["time"], row["env"]
@@ -290,12 +287,9 @@ def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any,
 
 
 def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path) -> None:
-    source = cartpole()
-    with Telemetry(run_dir=tmp_path, offload=False, level="debug") as telemetry:
-        attach(telemetry, source)
-        source.learn(1)
+    source = of_env()
+    run = learned(source, tmp_path, level="debug")
 
-    run = read_run(tmp_path)
     (table,) = (event.data["layers"] for event in run.events if event.type == "evidence/gradients")
     parameters = dict(source.policy.named_parameters())
     assert {line["name"]: line["entries"] for line in table} == {name: p.numel() for name, p in parameters.items()}
@@ -308,11 +302,8 @@ def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path) 
 def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """A sample that is too large to send is measured in process, once, and only its first gradient is sent."""
     monkeypatch.setattr(recorder_module, "MAX_TRAVELLING_ENTRIES", most)
-    source = cartpole()
-    with Telemetry(run_dir=tmp_path, level="debug", offload=False) as telemetry:
-        attach(telemetry, source)
-        source.learn(1)
-    run = read_run(tmp_path)
+    source = of_env()
+    run = learned(source, tmp_path, level="debug")
     (table,) = [event.data["layers"] for event in run.events if event.type == "evidence/gradients"]
 
     assert [line["name"] for line in table] == list(dict(source.policy.named_parameters()))
@@ -322,7 +313,7 @@ def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_reward_that_is_no_number_leaves_its_place_in_the_journal(tmp_path: Path) -> None:
-    source = cartpole(watchdog=True)
+    source = of_env(watchdog=True)
     spoilt = source.steps.rewards
 
     def spoil(rewards: Tensor) -> Tensor:
@@ -331,10 +322,8 @@ def test_a_reward_that_is_no_number_leaves_its_place_in_the_journal(tmp_path: Pa
         return rewards
 
     object.__setattr__(source.steps, "rewards", spoil)
-    with Telemetry(run_dir=tmp_path, offload=False, level="debug") as telemetry:
-        attach(telemetry, source)
-        source.learn(1)
+    run = learned(source, tmp_path, level="debug")
 
-    reports = [event.data for event in read_run(tmp_path).events if event.type == "evidence/stability"]
+    reports = [event.data for event in run.events if event.type == "evidence/stability"]
     assert reports[0]["first"] == "rewards"
     assert reports[0]["offenders"][0]["indices"] == [[5, 2]]

@@ -90,8 +90,11 @@ def test_a_gru_has_one_part_and_two_gates(layers: int) -> None:
     assert starting(records[1], "lstm/") == states
 
 
-def test_a_policy_without_memory_reports_none() -> None:
-    assert not starting(records_of(masked_cartpole)[-1], "lstm/")
+def test_a_policy_reports_neither_memory_nor_heads_nor_masks_that_it_lacks() -> None:
+    last = records_of(masked_cartpole)[-1]
+
+    assert not starting(last, "lstm/")
+    assert not {"policy/head/action/kl", "integrity/mask_violation"} & last.keys()
 
 
 def test_minimal_reports_the_reset_rate_and_never_computes_gates() -> None:
@@ -157,10 +160,6 @@ def test_a_factored_policy_reports_its_heads() -> None:
     assert last["policy/action_shift_js"] == max(shifts)
 
 
-def test_one_head_is_not_reported_twice() -> None:
-    assert "policy/head/action/kl" not in records_of(masked_cartpole)[-1]
-
-
 def test_the_joint_entropy_leaves_out_irrelevant_rows() -> None:
     """A row's entropy is `op`'s, plus `arg`'s if it is relevant, so it is weighted by the share of such rows."""
     last = records_of(cue_recall, policy="lstm")[-1]
@@ -194,10 +193,6 @@ def test_forbidden_actions_are_counted_where_they_matter() -> None:
     _, later = history.take(event, categorical=["arg"], layers=())
     counted = later.previous_choices["arg"].counted
     assert counted is not None and counted.sum() == 16 * 5
-
-
-def test_a_policy_whose_choice_is_free_violates_no_mask() -> None:
-    assert "integrity/mask_violation" not in records_of(masked_cartpole)[-1]
 
 
 def test_rewards_are_reported_as_the_environment_gives_them() -> None:

@@ -8,7 +8,6 @@ PATIENCE = ("on", "off", "n_on", "n_off", "warmup")
 
 @of_formula("E1")
 def hysteresis(inputs: Inputs) -> Values:
-    """E1."""
     state = Hysteresis(Patience(**{name: inputs[name] for name in PATIENCE}))
     active, events = [], []
     for update, severity in enumerate(inputs["severity"], 1):
@@ -20,7 +19,6 @@ def hysteresis(inputs: Inputs) -> Values:
 
 @of_keys("telemetry/escalation_remaining")
 def escalation(inputs: Inputs) -> Values:
-    """E2."""
     state = Escalation(inputs["durations"], inputs["cap"], inputs["cooldown_factor"])
     remaining = []
     for update in range(1, inputs["updates"] + 1):

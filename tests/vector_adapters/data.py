@@ -29,7 +29,6 @@ def raw_advantages(inputs: Inputs) -> Values:
 
 @of_keys("", "adv/norm/mean adv/norm/std adv/participation adv/sign_flip_frac integrity/adv_norm")
 def used_advantages(inputs: Inputs) -> Values:
-    """A2 and A3."""
     if "advantages_norm" in inputs:
         return normalized_advantage_stats(floats(inputs["advantages_norm"]), valid=mask(inputs)).values()
     raw = floats(inputs["advantages"])
@@ -39,19 +38,16 @@ def used_advantages(inputs: Inputs) -> Values:
 
 @of_keys("ret/", "mean std min max skew p10 p50 p90")
 def returns(inputs: Inputs) -> Values:
-    """A6, returns."""
     return return_stats(floats(inputs["returns"]), valid=mask(inputs)).values()
 
 
 @of_keys("reward/", "mean std absmax zero_frac nonfinite")
 def rewards(inputs: Inputs) -> Values:
-    """A6, rewards."""
     return reward_stats(floats(inputs["rewards"]), valid=mask(inputs)).values()
 
 
 @of_keys("norm/", "obs/drift ret/drift obs/clip_frac ret/clip_frac")
 def normalizer(inputs: Inputs) -> Values:
-    """A7."""
     which = inputs["which"]
     if "normalised" in inputs:
         return normalizer_clipping(which, floats(inputs["normalised"]), clip=inputs["clip"]).values()

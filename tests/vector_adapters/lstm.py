@@ -35,7 +35,6 @@ def unrolled(cell: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], resets
     "timescale/p90 timescale/frac_beyond_bptt",
 )
 def gates(inputs: Inputs) -> Values:
-    """L1 to L4."""
     cell, x, resets = cell_of(inputs), floats(inputs["x"]), torch.tensor(inputs["reset"]).bool()
     state = floats(inputs["h0"]), floats(inputs["c0"])
     outputs, _ = unrolled(cell, x, state, resets)
@@ -55,18 +54,15 @@ def chrono(inputs: Inputs) -> Values:
 
 @of_keys("lstm/staleness")
 def staleness(inputs: Inputs) -> Values:
-    """L6."""
     return state_staleness(floats(inputs["h_stored"]), floats(inputs["h_recomputed"])).values()
 
 
 @of_keys("lstm/", "reset_rate chunk_no_reset_frac age/mean age/max")
 def resets(inputs: Inputs) -> Values:
-    """L7."""
     flags = torch.tensor(inputs["reset"]).bool()
     return reset_stats(flags, state_ages(flags, torch.tensor(inputs["age_start"]))).values()
 
 
 @of_keys("lstm/c_growth")
 def growth(inputs: Inputs) -> Values:
-    """L8."""
     return cell_growth(floats(inputs["mean_abs_c"]), floats(inputs["age"])).values()

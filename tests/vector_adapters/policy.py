@@ -58,7 +58,6 @@ def ratio_init(inputs: Inputs) -> Values:
 
 @of_keys("policy/head/{h}/", "kl logratio/std ratio/min ratio/max clip_frac blame")
 def heads(inputs: Inputs) -> Values:
-    """P5."""
     group = head_ratio_diagnostics(by_head(inputs, "head_logratio"), relevant=masks(inputs, "head_mask"), clip=inputs["clip_eps"])
     return at_any_step(group)
 
@@ -89,7 +88,6 @@ def rate(inputs: Inputs) -> Values:
 
 @of_keys("policy/", "head/{h}/action_shift_js action_shift_js")
 def shift(inputs: Inputs) -> Values:
-    """P9."""
     now = inputs.get("head_counts") or {inputs["head"]: inputs["counts"]}
     before = inputs.get("head_counts_prev") or {inputs["head"]: inputs["counts_prev"]}
     values: Values = {}
@@ -100,26 +98,22 @@ def shift(inputs: Inputs) -> Values:
 
 @of_keys("policy/kl_exact")
 def whole_distributions(inputs: Inputs) -> Values:
-    """P2."""
     rows = categorical_kl(floats(inputs["p_old"]).log(), floats(inputs["p_new"]).log())
     return exact_kl({"action": rows}, valid=mask(inputs)).values()
 
 
 @of_keys("policy/logp/min")
 def chosen(inputs: Inputs) -> Values:
-    """P10."""
     return log_prob_stats(floats(inputs["logp_old"]), valid=mask(inputs)).values()
 
 
 @of_keys("policy/greedy_agreement")
 def favourites(inputs: Inputs) -> Values:
-    """P11."""
     old, new = {"action": floats(inputs["logits_old"])}, {"action": floats(inputs["logits"])}
     return greedy_agreement(old, new, {"action": torch.tensor(inputs["action_mask"]).bool()}).values()
 
 
 @of_keys("policy/entropy_grad_ratio")
 def bonus(inputs: Inputs) -> Values:
-    """P12."""
     pull = floats(inputs["grad_policy_logits"])
     return entropy_gradient(floats(inputs["logits"]), pull, entropy_coef=inputs["ent_coef"]).values()

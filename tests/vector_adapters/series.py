@@ -32,7 +32,6 @@ def listed(values: Iterable[Any]) -> list[float | None]:
 
 @of_keys("*/", "ema ew_std")
 def level(inputs: Inputs) -> Values:
-    """T1."""
     ema = Ema(1, inputs["beta"])
     rows = []
     for x in inputs["x"]:
@@ -52,7 +51,6 @@ def drift(inputs: Inputs) -> Values:
 
 @of_keys("*/robust_z")
 def robust(inputs: Inputs) -> Values:
-    """T6."""
     history = decades(array(inputs["history"]))[None]
     x = decades(array([inputs["x"]]))
     z = robust_z(x, history, scale_min=inputs["scale_min"], n_min=inputs["n_min"])
@@ -130,20 +128,17 @@ def page_hinkley(inputs: Inputs) -> Values:
 
 @of_keys("*/lr_response")
 def response(inputs: Inputs) -> Values:
-    """T7."""
     norms = array(inputs["update_norm"])
     return {"*/lr_response": lr_response(array(inputs["lr"]), norms).lr_response}
 
 
 @of_keys("adv/grad_corr")
 def leak(inputs: Inputs) -> Values:
-    """A5."""
     return advantage_gradient(array(inputs["x"]), array(inputs["y"]), window=inputs["window"]).values()
 
 
 @of_keys("grad/{g}/", "severity_vanish severity_explode")
 def severity(inputs: Inputs) -> Values:
-    """G10."""
     norms = array(inputs["norms"])
     vanish = vanish_severity(norms, inputs["tau_vanish"], decades_wide=inputs["decades_vanish"])
     explode = explode_severity(norms, inputs["tau_explode"], decades_wide=inputs["decades_explode"])
@@ -152,7 +147,6 @@ def severity(inputs: Inputs) -> Values:
 
 @of_keys("grad/{g}/", "threshold_explode threshold_vanish")
 def thresholds(inputs: Inputs) -> Values:
-    """G11."""
     result = adaptive_thresholds(
         decades(array(inputs["history"]))[None],
         inputs["max_grad_norm"],
@@ -172,7 +166,6 @@ def thresholds(inputs: Inputs) -> Values:
 
 @of_keys("grad/", "health health_cause")
 def health(inputs: Inputs) -> Values:
-    """G12."""
     weights = inputs.get("layer_weights")
     results = gradient_condition(
         array(inputs["layer_norms"]),

@@ -21,14 +21,12 @@ def fit(inputs: Inputs) -> Values:
 
 @of_keys("value/", "clip_frac move_over_std")
 def movement(inputs: Inputs) -> Values:
-    """V4."""
     now, before, targets = (floats(inputs[name]) for name in ("values", "values_old", "returns"))
     return value_movement(now, before, targets, clip=inputs["clip_eps"]).values()
 
 
 @of_keys("value/terminal_err")
 def episodes_end(inputs: Inputs) -> Values:
-    """V7."""
     terminated = floats(inputs["dones"]) > 0
     return terminal_error(floats(inputs["values"]), floats(inputs["rewards"]), terminated).values()
 
