@@ -89,6 +89,7 @@ def test_values_targets_clip_and_weight_of_a_value_loss(name: str) -> None:
     torch.testing.assert_close(value.returns, rows.returns)
     assert (value.clip is None) == (clip is None) and value.clip == pytest.approx(clip)
     assert value.weight == pytest.approx(weight)
+    torch.testing.assert_close(value.loss, error(rows.values, rows.returns, rows.old_values).detach() / weight)
     if clip is not None:
         torch.testing.assert_close(value.old_values, rows.old_values)
 
