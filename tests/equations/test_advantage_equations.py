@@ -16,19 +16,8 @@ from esper_telemetry.equations.gae_advantages import ADVANTAGES, check_gae, comp
 
 SHAPES = ((40, 4), (96, 1))
 SEVERAL_ENVIRONMENTS = {
-    *(
-        "ends_shared",
-        "ends_of_others",
-        "axes_swapped",
-        "rewards_swapped",
-        "returns_swapped",
-        "ends_swapped",
-        "along_environments",
-        "chained",
-        "environment_mean",
-        "normalized_parts",
-        "normalized_steps",
-    )
+    *("ends_shared", "ends_of_others", "ends_swapped", "axes_swapped", "rewards_swapped", "returns_swapped"),
+    *("along_environments", "chained", "environment_mean", "normalized_parts", "normalized_steps"),
 }
 WITHOUT_EFFECT = {"std_alone", "mean_alone", "scaled", "variance", "precedence"}
 """Hypotheses that a normalisation undoes."""
@@ -86,6 +75,7 @@ def test_a_mistake_is_named_exactly(name: str, shape: tuple[int, int]) -> None:
             if not result.matches and (name != "other_last_value" or not c.done[-2:].any(0).all()):
                 named += 1
                 assert names(result) == TOGETHER.get(name, {name}), result.text
+                assert result.holds is ADVANTAGES[name].variant
         assert named or name == "last_end_ignored"
 
 
@@ -262,15 +252,6 @@ def test_other_settings_are_fitted(name: str, settings: dict[str, Any], paramete
     assert result.values()[f"integrity/fitted/advantages_{parameter}"] == pytest.approx(value, abs=1e-4)
 
 
-@pytest.mark.parametrize(("name", "variant"), [(one.name, one.variant) for one in ADVANTAGES.hypotheses if one.name in PROGRAMS])
-def test_a_published_variant_holds_and_a_mistake_does_not(name: str, variant: bool) -> None:
-    c = random_rollout(3)
-    while name == "last_end_ignored" and not c.done[-1].any():
-        c = random_rollout(int(c.done.sum()))
-
-    assert check(c, PROGRAMS[name][0](c)).holds is variant
-
-
 def test_rewards_before_normalisation_are_told_from_scaled_ones() -> None:
     c = random_rollout(1)
     raw = np.random.default_rng(9).normal(size=c.rewards.shape).astype(np.float32)
@@ -363,11 +344,3 @@ def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message:
 
     with pytest.raises(ValueError, match=message):
         check(c, right(c), **changes)
-
-
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_numbers_that_are_not_finite_could_not_be_checked(number: float) -> None:
-    c = random_rollout(0)
-    c.rewards[3, 1] = number
-
-    assert check(c, right(c)).reason == "some of the numbers are NaN or infinite"

@@ -1,6 +1,6 @@
 """Log-probabilities at collection: exactly the known mistake is named."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -49,34 +49,23 @@ def test_log_probs_of_the_stored_actions_match(seed: int) -> None:
     assert check_log_probs(chosen, Categorical(logits=logits).log_prob(chosen), logits=logits).matches
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "clipped_actions",
-        "mean_over_dimensions",
-        "log_det_missing",
-        "squashed_before_storing",
-        "likeliest_action",
-        "probabilities",
-        "step_before",
-        "step_after",
-    ],
-)
+MISTAKES: Mapping[str, Callable[[Gaussians], tuple[Tensor, Tensor]]] = {
+    "clipped_actions": lambda policy: (policy.actions.clamp(-1, 1), policy.log_probs),
+    "mean_over_dimensions": lambda policy: (policy.actions, policy.log_probs / DIMENSIONS),
+    "log_det_missing": lambda policy: (policy.actions, policy.log_probs),
+    "squashed_before_storing": lambda policy: (policy.actions.tanh(), policy.log_probs),
+    "likeliest_action": lambda policy: (policy.actions, policy.of(policy.means).sum(-1)),
+    "probabilities": lambda policy: (policy.actions, policy.log_probs.exp()),
+    "step_before": lambda policy: (policy.actions, policy.log_probs.roll(1, 0)),
+    "step_after": lambda policy: (policy.actions, policy.log_probs.roll(-1, 0)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_with_real_numbers_is_named(seed: int, mistake: str) -> None:
     policy = Gaussians(seed)
-    actions, log_probs = policy.actions, policy.log_probs
-    stored, numbers = {
-        "clipped_actions": (actions.clamp(-1, 1), log_probs),
-        "mean_over_dimensions": (actions, log_probs / DIMENSIONS),
-        "log_det_missing": (actions, log_probs),
-        "squashed_before_storing": (actions.tanh(), log_probs),
-        "likeliest_action": (actions, policy.of(policy.means).sum(-1)),
-        "probabilities": (actions, log_probs.exp()),
-        "step_before": (actions, log_probs.roll(1, 0)),
-        "step_after": (actions, log_probs.roll(-1, 0)),
-    }[mistake]
 
-    check = policy.check(stored, numbers, squashed=mistake == "log_det_missing")
+    check = policy.check(*MISTAKES[mistake](policy), squashed=mistake == "log_det_missing")
 
     assert not check.holds
     assert names(check) == {mistake}
