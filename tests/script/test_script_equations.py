@@ -486,25 +486,41 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
     assert differs((4, 4))
 
 
+class OwnSteps:
+    """A script that takes steps of optimizers with three weights each.
+
+    Attributes:
+        announced: objectives of steps that are to be checked.
+    """
+
+    def __init__(self) -> None:
+        self.listener, self.announced = new_listener(), list[MinibatchObjective]()
+        self.listener.hooks.on(MinibatchObjective, self.announced.append)
+
+    def step(self, optimizer: torch.optim.Optimizer, **settings: float) -> None:
+        (weights,) = optimizer.param_groups[0]["params"]
+        loss = -((weights - weights.detach()).exp() * torch.arange(3.0)).mean()
+        self.listener.before_backward(loss)
+        loss.backward()
+        self.listener.before_step(optimizer, partial(Variables, [{**settings, "loss": loss}]))
+        self.listener.after_step(optimizer)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.5)
+
+
 @pytest.mark.system
 def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> None:
     """Not in its first update, when the rate may still change, and not if another setting gives its rate."""
-    weights = torch.ones(3, requires_grad=True)
-    optimizer = torch.optim.SGD([weights], lr=0.5)
+    own = optimizer()
 
     def rates(**settings: float) -> list[float | None]:
-        listener = new_listener()
-        announced: list[MinibatchObjective] = []
-        listener.hooks.on(MinibatchObjective, announced.append)
+        script = OwnSteps()
         for _ in range(2):
-            old = torch.zeros(3)
-            loss = -((weights - old).exp() * torch.arange(3.0)).mean()
-            listener.before_backward(loss)
-            loss.backward()
-            listener.before_step(optimizer, partial(Variables, [{"lr": 0.1, **settings, "loss": loss}]))
-            listener.after_step(optimizer)
-            listener.end_update()
-        return [one.learning_rate for one in announced]
+            script.step(own, lr=0.1, **settings)
+            script.listener.end_update()
+        return [one.learning_rate for one in script.announced]
 
     assert rates() == [None, 0.1]
     assert rates(critic_lr=0.5) == [None, None]
@@ -513,20 +529,11 @@ def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> No
 @pytest.mark.system
 @pytest.mark.parametrize(("in_turns", "due"), [(True, [1, 2, 1]), (False, [1, 6, 1])])
 def test_of_two_optimizers_each_is_checked_whether_they_take_turns_or_not(in_turns: bool, due: list[int]) -> None:
-    optimizers = [torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.5) for _ in range(2)]
-    order = [0, 1] * 4 if in_turns else [0] * 4 + [1] * 4
-    listener = new_listener()
-    announced: list[MinibatchObjective] = []
-    listener.hooks.on(MinibatchObjective, announced.append)
+    optimizers, script = [optimizer(), optimizer()], OwnSteps()
     for _ in range(4):
-        for place in order:
-            (weights,) = optimizers[place].param_groups[0]["params"]
-            loss = -((weights - weights.detach()).exp() * torch.arange(3.0)).mean()
-            listener.before_backward(loss)
-            loss.backward()
-            listener.before_step(optimizers[place], partial(Variables, [{"loss": loss}]))
-            listener.after_step(optimizers[place])
-        listener.end_update()
+        for place in [0, 1] * 4 if in_turns else [0] * 4 + [1] * 4:
+            script.step(optimizers[place])
+        script.listener.end_update()
 
-    last = [one.steps for one in announced if one.step == 7]
+    last = [one.steps for one in script.announced if one.step == 7]
     assert [steps - 2 for steps in last if steps is not None][1:] == [due[1], due[2], due[1]]
