@@ -155,21 +155,25 @@ def test_the_gradient_of_an_entropy_bonus_whose_weight_has_no_name(tmp_path: Pat
 
 
 COMMON = {
-    "policy/kl",
-    "policy/clip_frac",
-    "policy/entropy",
-    "integrity/ratio_init",
-    "adv/raw/std",
-    "ret/std",
-    "value/explained_variance",
-    "loss/policy",
-    "loss/value",
-    "grad/global/norm_preclip",
-    "reward/mean",
-    "opt/lr",
-    "episode/return_mean_100",
-    "train/env_steps_per_second",
+    *("policy/kl", "policy/clip_frac", "policy/entropy", "integrity/ratio_init", "adv/raw/std", "ret/std", "reward/mean"),
+    *("value/explained_variance", "loss/policy", "loss/value", "grad/global/norm_preclip", "opt/lr"),
+    *("episode/return_mean_100", "train/env_steps_per_second"),
 }
+
+
+def checked_run(run_dir: Path, plain: ProcessResult, keys: set[str]) -> Run:
+    """Return a run of four updates with these keys, whose gradient norms are those that the script prints."""
+    run = read_run(run_dir)
+    assert run.status is RunStatus.FINISHED
+    assert [record.axes.env_step for record in run.records] == [256, 512, 768, 1024]
+    assert all(record.values.keys() >= keys for record in run.records[1:])
+    norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
+    for place, record in enumerate(run.records):
+        assert record.values["grad/global/norm_preclip"] == pytest.approx(sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5)
+        assert record.values["integrity/ratio_init"] <= 1e-6
+        assert record.values["integrity/gae_identity"] <= 1e-6
+        assert "telemetry/metric_errors" not in record.values
+    return run
 
 
 BROKEN_READER = """
@@ -260,18 +264,10 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
     result = with_telemetry(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", fresh=True, cores=TWO_CORES)
 
     assert (result.code, result.stdout, script_stderr(result)) == (0, plain.stdout, plain.stderr)
-    run = read_run(tmp_path / "run")
-    assert run.status is RunStatus.FINISHED
-    assert [record.axes.env_step for record in run.records] == [256, 512, 768, 1024]
+    run = checked_run(tmp_path / "run", plain, COMMON)
     assert [record.axes.gradient_step for record in run.records] == [4, 8, 12, 16]
-    assert all(record.values.keys() >= COMMON for record in run.records[1:])
-    norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
-    for place, record in enumerate(run.records):
-        values = record.values
-        assert values["grad/global/norm_preclip"] == pytest.approx(sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5)
+    for values in (record.values for record in run.records):
         assert values["value/explained_variance"] == pytest.approx(values["script/losses/explained_variance"], abs=1e-5)
-        assert values["integrity/ratio_init"] <= 1e-6
-        assert values["integrity/gae_identity"] <= 1e-6
     assert run.info.facts["groups"].keys() == {"actor", "critic"}
     assert run.info.facts["env"] == "CartPole-v1"
     assert run.info.facts["action_space"] == "Discrete(2)"
@@ -320,17 +316,8 @@ def test_a_script_in_one_piece_with_memory(tmp_path: Path) -> None:
     assert (result.code, result.stdout, script_stderr(result)) == (0, plain.stdout, plain.stderr)
     assert event_values(tmp_path / "runs") == before != {}
     assert "recurrent states" in telemetry_lines(result)[0] and "not found" not in telemetry_lines(result)[0]
-    run = read_run(tmp_path / "run")
-    assert run.status is RunStatus.FINISHED
-    assert [record.axes.env_step for record in run.records] == [256, 512, 768, 1024]
-    assert all(record.values.keys() >= COMMON | MEMORY for record in run.records[1:])
+    run = checked_run(tmp_path / "run", plain, COMMON | MEMORY)
     assert {"lstm/gate/f/mean", "lstm/cell_log_gain"} <= run.records[0].values.keys()
-    norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
-    for place, record in enumerate(run.records):
-        assert record.values["grad/global/norm_preclip"] == pytest.approx(sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5)
-        assert record.values["integrity/ratio_init"] <= 1e-6
-        assert record.values["integrity/gae_identity"] <= 1e-6
-        assert "telemetry/metric_errors" not in record.values
     assert run.info.facts["policy"] == "lstm"
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from esper_telemetry import PPO, Level, PPOConfig, Record, Telemetry, attach, make_env
 from esper_telemetry.core.containment import Containment
@@ -202,41 +201,26 @@ def test_rewards_are_reported_as_the_environment_gives_them() -> None:
     assert last["reward/std"] == 0
 
 
-def minibatch(rows: int, generator: torch.Generator) -> MinibatchEnd:
+def minibatch(rows: int) -> MinibatchEnd:
     """A minibatch of two heads, one of which is masked and not always relevant."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    masks = torch.ones(rows, 3, dtype=torch.bool)
-    masks[::2, 0] = False
-    logits = {"a": normal(rows, 3).masked_fill(~masks, -1e9), "b": normal(rows, 2)}
-    parts = {"a": normal(rows), "b": normal(rows)}
+    column = torch.randn(rows)
     return MinibatchEnd(
-        epoch=0,
-        step=1,
-        log_ratio=parts["a"] + parts["b"],
-        advantages=normal(rows),
-        values=normal(rows),
-        old_values=normal(rows),
-        returns=normal(rows),
+        *(0, 1, 2 * column),
+        **dict.fromkeys(("advantages", "values", "old_values", "returns"), column),
         losses={},
-        logits=logits,
-        action_masks={"a": masks},
-        head_log_ratios=parts,
+        logits={"a": torch.randn(rows, 3), "b": torch.randn(rows, 2)},
+        action_masks={"a": torch.ones(rows, 3, dtype=torch.bool)},
+        head_log_ratios={"a": column, "b": column},
         relevance={"a": torch.arange(rows) % 3 > 0},
     )
 
 
 def test_minibatches_of_several_sizes_are_padded_in_every_part() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    rows = joined_minibatches([minibatch(size, generator) for size in (5, 4)], with_critic=False)
+    rows = joined_minibatches([minibatch(5), minibatch(4)], with_critic=False)
     assert rows.valid is None
     grid = in_grid(rows)
 
-    assert grid.valid is not None
-    assert grid.valid.sum(-1).tolist() == [5, 4]
+    assert grid.valid is not None and grid.valid.sum(-1).tolist() == [5, 4]
     for part in (grid.head_log_ratios["a"], grid.head_log_ratios["b"], grid.relevance["a"]):
         assert part.shape == (2, 5)
     assert grid.action_masks["a"].shape == (2, 5, 3)
