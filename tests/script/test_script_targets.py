@@ -3,48 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from equation_values import equation_values
-from mistakes.corpus import Edit, edited
 from tapping import observed
-from test_script_runs import CATEGORICAL, run_of
 
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.target_equations import Held
 from esper_telemetry.updates.update import CollectedRows, JoinedMinibatches, RolloutContext, Update
-
-NORMALIZED = "(mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)"
-ENDS = "1.0 - (next_done if t == args.num_steps - 1 else dones[t + 1])"
-TARGETS = ("advantages", "returns", "normalized_advantages")
-
-
-@pytest.mark.parametrize(
-    ("edits", "expected"),
-    [
-        ((), set()),
-        ([("dones[t + 1])", "dones[t])")], {"advantages_ends_late"}),
-        pytest.param([(ENDS, "1.0")], {"advantages_ends_ignored"}, marks=pytest.mark.slow),
-        pytest.param(
-            [(NORMALIZED, "mb_advantages / (mb_advantages.std() + 1e-8)")], {"normalized_advantages_std_alone"}, marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_a_script_with_a_mistake_is_named_and_a_healthy_one_follows_its_equations(
-    tmp_path: Path, edits: tuple[Edit, ...], expected: set[str]
-) -> None:
-    values = run_of(tmp_path, edited(CATEGORICAL, edits), "--total_timesteps=512").records[0].values
-
-    first = {key.removeprefix(EQUATION_KEY): value for key, value in values.items() if key.startswith(EQUATION_KEY)}
-    assert {name for name in first if name.startswith(tuple(f"{target}_" for target in TARGETS))} == expected
-    for target in TARGETS:
-        assert (first[target] > 1e-4) == any(name.startswith(f"{target}_") for name in expected)
 
 
 class Envs:
