@@ -149,6 +149,7 @@ def test_the_gradient_of_an_entropy_bonus_whose_weight_has_no_name(tmp_path: Pat
         text = CATEGORICAL.replace("args.ent_coef * entropy_loss", f"{weight} * entropy_loss").replace("ent_coef", "unused")
         (record,) = run_of(directory, text, "--total_timesteps=256").records
         assert record.values["loss/entropy_coef"] == pytest.approx(float(weight))
+        assert record.values["loss/entropy"] == pytest.approx(-record.values["policy/entropy"], rel=0.01)
         norms.append(record.values["grad/entropy/norm"])
 
     assert norms[1] == pytest.approx(2 * norms[0], rel=0.05)  # the policies differ after the first step
