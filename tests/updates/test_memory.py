@@ -205,8 +205,13 @@ def minibatch(rows: int) -> MinibatchEnd:
     """A minibatch of two heads, one of which is masked and not always relevant."""
     column = torch.randn(rows)
     return MinibatchEnd(
-        *(0, 1, 2 * column),
-        **dict.fromkeys(("advantages", "values", "old_values", "returns"), column),
+        epoch=0,
+        step=1,
+        log_ratio=2 * column,
+        advantages=column,
+        values=column,
+        old_values=column,
+        returns=column,
         losses={},
         logits={"a": torch.randn(rows, 3), "b": torch.randn(rows, 2)},
         action_masks={"a": torch.ones(rows, 3, dtype=torch.bool)},
