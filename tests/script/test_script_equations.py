@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equation_values import equation_values
+from equation_values import equation_values, rollout_end
 from mistakes.corpus import edited
 from tapping import new_listener, observed
 from test_script_runs import CATEGORICAL, python, run_of
@@ -27,7 +27,6 @@ from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.equations.equation import EQUATION_KEY
-from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 STALE = (
@@ -404,10 +403,9 @@ def first_minibatch(
     *, log_ratio: float | Tensor, new: Tensor, values: Tensor, ended: Tensor | None = None, policy: str = "mlp"
 ) -> set[str]:
     """Return the differing equations of `values` and `replayed_log_probs`, and their explanations, in one minibatch of all rows."""
-    shape, rows = values.shape, torch.arange(values.numel())
-    zeros, never = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    ends = never if ended is None else ended
-    rollout = RolloutEnd(*(1, 1, zeros, values, zeros, values, zeros - 1, ends, ends), next_values=zeros, actions={}, gamma=0.9)
+    zeros, rows = torch.zeros(values.shape), torch.arange(values.numel())
+    ends = {} if ended is None else {"ended": ended, "terminated": ended}
+    rollout = rollout_end(values.shape, values=values, returns=values, **ends)
     columns: dict[str, Any] = {"rows": rows, "values": new.flatten(), "old_values": values.flatten(), "returns": values.flatten()}
     minibatches = JoinedMinibatches(
         (0,), (len(rows),), (torch.as_tensor(log_ratio) + zeros).flatten(), zeros.flatten(), None, {}, **columns
@@ -450,11 +448,10 @@ def test_the_rows_that_differ_say_how_a_memory_is_reset_in_training() -> None:
 def test_returns_of_normalised_advantages_are_named_where_a_script_does_not_say_its_discount() -> None:
     draw = torch.Generator().manual_seed(4)
     values, raw = torch.randn(32, 2, generator=draw), 3 * torch.randn(32, 2, generator=draw) + 1
-    never, zeros = torch.zeros(32, 2, dtype=torch.bool), torch.zeros(32, 2)
 
     def names(advantages: Tensor) -> set[str]:
-        columns = (zeros, values, advantages, advantages + values, zeros - 1, never, never)
-        rollout = RolloutEnd(1, 1, *columns, next_values=values.roll(-1, 0), actions={}, gamma=0.9)
+        columns = {"values": values, "advantages": advantages, "returns": advantages + values, "next_values": values.roll(-1, 0)}
+        rollout = rollout_end((32, 2), **columns)
         results = equation_values(Update(rollout=rollout, sampled=True), Facts(columns_by_name=True))
         return {name for name in results if "returns_" in name}
 
@@ -466,11 +463,8 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
     """A2C's loss, in a script that also has PPO's settings. With two steps it would be a mistake."""
     draw = torch.Generator().manual_seed(3)
     logits, advantages = torch.randn(8, 1, 3, generator=draw), torch.randn(8, 1, generator=draw)
-    actions, zeros = torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1)
-    log_probs, never = logits.log_softmax(-1)[..., 0], torch.zeros(8, 1, dtype=torch.bool)
-    rollout = RolloutEnd(
-        *(1, 1, zeros, zeros, advantages, advantages, log_probs, never, never), next_values=zeros, actions={"action": actions}, gamma=0.9
-    )
+    actions, log_probs = torch.zeros(8, 1, dtype=torch.long), logits.log_softmax(-1)[..., 0]
+    rollout = rollout_end((8, 1), advantages=advantages, returns=advantages, log_probs=log_probs, actions={"action": actions})
 
     def differs(counts: tuple[int, ...]) -> bool:
         losses = torch.stack([-part.mean() for part in (log_probs * advantages).flatten().split(counts)])
