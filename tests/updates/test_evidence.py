@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attached_run import learned
+from attached_run import learned, rollout
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, make_env, read_run
@@ -37,15 +37,6 @@ def minibatches(log_ratio: list[float], **named: Any) -> JoinedMinibatches:
         losses={},
         **named,
     )
-
-
-def rollout(log_probs: Tensor, **named: Any) -> RolloutEnd:
-    """Return a rollout of T steps in B environments; missing columns are zero."""
-    zeros = torch.zeros_like(log_probs)
-    flags = zeros.bool()
-    columns = {name: named.pop(name, zeros) for name in ("rewards", "values", "advantages", "returns", "next_values")}
-    others: dict[str, Any] = {"ended": flags, "terminated": flags, "gamma": 0.99, "actions": {}} | named
-    return RolloutEnd(1, 8, **columns, log_probs=log_probs, **others)
 
 
 def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:

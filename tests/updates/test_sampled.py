@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attached_run import untimed
+from attached_run import rollout, untimed
 from torch import Tensor, nn
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
@@ -17,7 +17,6 @@ from esper_telemetry.events import (
     Hooks,
     MinibatchStart,
     OptimizerStep,
-    RolloutEnd,
     RunStart,
     TrunkBackward,
     UpdateEnd,
@@ -182,7 +181,7 @@ def test_sparse_gradients_of_changing_size_are_sampled_as_far_as_they_compare(tm
     source = type("Source", (), {"hooks": hooks})()
     with Telemetry(run_dir=tmp_path, offload=False, level="debug") as telemetry:
         attach(telemetry, source)
-        hooks.emit(rollout_end())
+        hooks.emit(rollout(torch.zeros(4, 2)))
         for step, rows in enumerate(([1, 2], [1, 2], [3, 4, 5])):
             embedding.weight.grad = None
             embedding(torch.tensor(rows)).sum().backward()
@@ -193,12 +192,6 @@ def test_sparse_gradients_of_changing_size_are_sampled_as_far_as_they_compare(tm
     values = read_run(tmp_path).records[0].values
     assert values["grad/align/mean_pair_cos"] == pytest.approx(1.0)
     assert values["grad/global/norm_preclip_max"] == pytest.approx(6**0.5)
-
-
-def rollout_end() -> RolloutEnd:
-    zeros, flags = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bool)
-    columns: dict[str, Any] = dict.fromkeys(("rewards", "values", "advantages", "returns", "log_probs"), zeros)
-    return RolloutEnd(1, 8, **columns, ended=flags, terminated=flags, next_values=zeros, actions={}, gamma=0.99)
 
 
 def test_every_head_has_a_gradient_and_so_has_the_bonus(tmp_path: Path) -> None:
@@ -276,7 +269,7 @@ def test_a_baseline_that_starts_anew_is_an_event_in_the_journal(tmp_path: Path) 
         attach(telemetry, source)
         hooks.emit(RunStart({}, facts))
         for update in range(1, 83):
-            hooks.emit(rollout_end())
+            hooks.emit(rollout(torch.zeros(4, 2)))
             weight.grad = torch.full((1,), 1.0 if update <= 30 else 1000.0)
             hooks.emit(BackwardEnd(0, 0, {"weight": weight}, ("weight",), weight.grad.abs(), 0.5))
             hooks.emit(UpdateEnd(update, 8 * update, update, 1e-3, {}))
