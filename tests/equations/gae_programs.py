@@ -6,7 +6,7 @@ Everything is NumPy in float32, as trainers write it, so that the programs share
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,7 @@ class Columns:
         return np.where(self.truncated, self.final, np.where(self.terminated, 0, self.following)).astype(np.float32)
 
 
-def random_rollout(
-    seed: int, steps: int = 40, envs: int = 4, *, ends: float = 0.12, time_limits: float = 0.5, noise: float = 1.0
-) -> Columns:
+def random_rollout(seed: int, steps: int = 40, envs: int = 4, *, ends: float = 0.12, time_limits: float = 0.5) -> Columns:
     """A rollout in which a fraction `ends` of the steps ends episodes, a fraction `time_limits` of them by time limits."""
     rng = np.random.default_rng(seed)
 
@@ -56,7 +54,7 @@ def random_rollout(
     done = rng.random((steps, envs)) < ends
     limited = rng.random((steps, envs)) < time_limits
     return Columns(
-        rewards=normal(steps, envs) * noise + 0.5,
+        rewards=normal(steps, envs) + 0.5,
         values=3 * normal(steps, envs) + 1,
         last=3 * normal(envs) + 1,
         final=3 * normal(steps, envs) + 1,
@@ -65,258 +63,104 @@ def random_rollout(
     )
 
 
-def backward(c: Columns, delta: Array, decay: Array | float) -> Array:
+def backward(delta: Array, decay: Array | float) -> Array:
     decay = np.broadcast_to(np.asarray(decay, np.float32), delta.shape)
-    advantages = np.zeros_like(delta)
-    carried = np.zeros(delta.shape[1:], np.float32)
+    advantages, carried = np.zeros_like(delta), np.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
-        carried = delta[t] + decay[t] * carried
-        advantages[t] = carried
+        advantages[t] = carried = delta[t] + decay[t] * carried
     return advantages
 
 
-def right(c: Columns) -> Array:
-    delta = c.rewards + c.gamma * c.next_values - c.values
-    return backward(c, delta, c.gamma * c.lam * ~c.done)
+def forward(delta: Array, decay: Array) -> Array:
+    advantages, carried = np.zeros_like(delta), np.zeros_like(delta[0])
+    for t in range(len(delta)):
+        advantages[t] = carried = delta[t] + decay[t] * carried
+    return advantages
+
+
+def gae(
+    c: Columns,
+    next_values: Array | None = None,
+    ends: Array | None = None,
+    *,
+    rewards: Array | None = None,
+    gamma: float | None = None,
+    decay: float | None = None,
+) -> Array:
+    """GAE with other columns or settings than the rollout's; `gamma` discounts next values alone, and `decay` the trace."""
+    next_values = c.next_values if next_values is None else next_values
+    delta = (c.rewards if rewards is None else rewards) + (c.gamma if gamma is None else gamma) * next_values - c.values
+    return backward(delta, (c.gamma * c.lam if decay is None else decay) * ~(c.done if ends is None else ends))
+
+
+right = gae
 
 
 def cleanrl_style(c: Columns, done: Array, rewards: Array | None = None) -> Array:
     """Values of the next row, masked by `done`; the rewards include the values after time limits, as in Stable-Baselines3."""
-    rewards = stored_rewards(c) if rewards is None else rewards
-    delta = rewards + c.gamma * c.following * ~done - c.values
-    return backward(c, delta, c.gamma * c.lam * ~done)
+    return gae(c, c.following * ~done, done, rewards=stored_rewards(c) if rewards is None else rewards)
 
 
 def stored_rewards(c: Columns) -> Array:
     return c.rewards + c.gamma * c.final * c.truncated
 
 
-def ends_late(c: Columns) -> Array:
+def before(flags: Array) -> Array:
     """`dones[t]`, the flag before step t, instead of `dones[t + 1]`; no episode begins in the first row."""
-    return cleanrl_style(c, np.concatenate([np.zeros_like(c.done[:1]), c.done[:-1]]))
+    return np.concatenate([np.zeros_like(flags[:1]), flags[:-1]])
 
 
-def ends_late_but_for_the_last(c: Columns) -> Array:
-    done = np.concatenate([np.zeros_like(c.done[:1]), c.done[:-1]])
-    done[-1] = c.done[-1]
-    return cleanrl_style(c, done)
+def with_last(column: Array, last: Array | float) -> Array:
+    changed = column.copy()
+    changed[-1] = last
+    return changed
 
 
-def ends_early(c: Columns) -> Array:
-    return cleanrl_style(c, np.concatenate([c.done[1:], c.done[-1:]]))
+def with_last_value(c: Columns, last: Array | float) -> Array:
+    return gae(c, with_last(c.next_values, np.where(c.done[-1], c.next_values[-1], last)))
 
 
-def ends_ignored(c: Columns) -> Array:
-    return cleanrl_style(c, np.zeros_like(c.done))
-
-
-def terminations_ignored(c: Columns) -> Array:
-    next_values = np.where(c.truncated, c.final, c.following)
-    return backward(c, c.rewards + c.gamma * next_values - c.values, c.gamma * c.lam * ~c.truncated)
-
-
-def trace_runs_on(c: Columns) -> Array:
-    return backward(c, c.rewards + c.gamma * c.next_values - c.values, c.gamma * c.lam)
-
-
-def ends_inverted(c: Columns) -> Array:
-    return cleanrl_style(c, ~c.done)
-
-
-def ends_of_any(c: Columns) -> Array:
-    return cleanrl_style(c, np.broadcast_to(c.done.any(1, keepdims=True), c.done.shape))
-
-
-def ends_of_first(c: Columns) -> Array:
-    return cleanrl_style(c, np.broadcast_to(c.done[:, :1], c.done.shape))
-
-
-def ends_in_other_steps(c: Columns) -> Array:
-    """The flags of a step in random order."""
-    order = np.random.default_rng(11).permutation(len(c.done))
-    return cleanrl_style(c, c.done[order])
-
-
-def last_end_ignored(c: Columns) -> Array:
-    done = c.done.copy()
-    done[-1] = False
-    return cleanrl_style(c, done)
-
-
-def with_next(c: Columns, next_values: Array, cut: Array | None = None, gamma: float | None = None) -> Array:
-    delta = c.rewards + (c.gamma if gamma is None else gamma) * next_values - c.values
-    return backward(c, delta, c.gamma * c.lam * ~(c.done if cut is None else cut))
-
-
-def next_episode_bootstrap(c: Columns) -> Array:
-    return with_next(c, c.following)
-
-
-def time_limit_as_termination(c: Columns) -> Array:
-    return with_next(c, np.where(c.done, 0, c.following))
-
-
-def time_limit_no_end(c: Columns) -> Array:
-    """`done = terminated`: values of the next row, masked by termination alone."""
-    return with_next(c, np.where(c.terminated, 0, c.following), cut=c.terminated)
-
-
-def time_limit_trace(c: Columns) -> Array:
-    return with_next(c, c.next_values, cut=c.terminated)
-
-
-def time_limit_next_episode(c: Columns) -> Array:
-    return with_next(c, np.where(c.terminated, 0, c.following))
-
-
-def time_limit_twice(c: Columns) -> Array:
-    delta = stored_rewards(c) + c.gamma * c.next_values - c.values
-    return backward(c, delta, c.gamma * c.lam * ~c.done)
-
-
-def time_limit_current_value(c: Columns) -> Array:
-    """RSL-RL: `rewards += gamma * values * time_outs`."""
-    return cleanrl_style(c, c.done, c.rewards + c.gamma * c.values * c.truncated)
-
-
-def termination_bootstrapped(c: Columns) -> Array:
-    return with_next(c, np.where(c.done, c.final, c.following))
-
-
-def ends_exchanged(c: Columns) -> Array:
-    """The flags of terminations and of time limits are swapped."""
-    next_values = np.where(c.terminated, c.final, np.where(c.truncated, 0, c.following)).astype(np.float32)
-    return with_next(c, next_values)
-
-
-def terminal_penalty(c: Columns) -> Array:
-    return cleanrl_style(c, c.done, stored_rewards(c) - 5.0 * c.terminated)
-
-
-def last_row_alone(c: Columns) -> Array:
-    """Clears the last row after the loop."""
-    advantages = right(c)
-    advantages[-1] = 0.0
-    return advantages
-
-
-def without_last_row(c: Columns) -> Array:
-    """Begins the loop at the step before the last."""
-    delta = c.rewards + c.gamma * c.next_values - c.values
-    delta[-1] = 0.0
-    return backward(c, delta, c.gamma * c.lam * ~c.done)
-
-
-def with_last(c: Columns, last: Array | float) -> Array:
-    next_values = c.next_values.copy()
-    next_values[-1] = np.where(c.done[-1], next_values[-1], last)
-    return with_next(c, next_values)
-
-
-def current_value(c: Columns) -> Array:
-    return with_next(c, c.values * ~c.terminated)
+def values_at_limits(c: Columns, limits: Array | float) -> Array:
+    """The next row's values, 0 after termination, and `limits` after time limits."""
+    return np.where(c.truncated, limits, np.where(c.terminated, 0, c.following)).astype(np.float32)
 
 
 def current_value_inside(c: Columns) -> Array:
     """The last row uses the right value, and the reward includes the value after a time limit."""
-    inside = ~c.done
-    inside[-1] = False
-    return with_next(c, np.where(inside, c.values, c.next_values))
+    return gae(c, np.where(with_last(~c.done, False), c.values, c.next_values))
 
 
-def values_exchanged(c: Columns) -> Array:
-    return backward(c, c.rewards + c.gamma * c.values - c.next_values, c.gamma * c.lam * ~c.done)
-
-
-def forward(c: Columns) -> Array:
-    delta = c.rewards + c.gamma * c.next_values - c.values
-    advantages = np.zeros_like(delta)
-    carried = np.zeros_like(delta[0])
-    for t in range(len(delta)):
-        carried = delta[t] + c.gamma * c.lam * ~c.done[t] * carried
-        advantages[t] = carried
-    return advantages
-
-
-def forward_returns(c: Columns) -> Array:
-    returns, carried = np.zeros_like(c.rewards), np.zeros_like(c.rewards[0])
-    for t in range(len(returns)):
-        returns[t] = carried = c.rewards[t] + c.gamma * carried * (~c.done[t - 1] if t else 0)
-    return returns - c.values
-
-
-def forward_with_ends(c: Columns) -> Array:
-    delta = c.rewards + c.gamma * c.next_values - c.values
-    advantages = np.zeros_like(delta)
-    carried = np.zeros_like(delta[0])
-    for t in range(len(delta)):
-        carried = delta[t] + c.gamma * c.lam * (~c.done[t - 1] if t else 1.0) * carried
-        advantages[t] = carried
-    return advantages
-
-
-def with_rewards(c: Columns, rewards: Array) -> Array:
-    return backward(c, rewards + c.gamma * c.next_values - c.values, c.gamma * c.lam * ~c.done)
-
-
-def rewards_late(c: Columns) -> Array:
-    return with_rewards(c, np.concatenate([np.full_like(c.rewards[:1], 0.7), c.rewards[:-1]]))
-
-
-def rewards_early(c: Columns) -> Array:
-    return with_rewards(c, np.roll(c.rewards, -1, 0))
-
-
-def of_stored(c: Columns, rewards: Array, gamma: float) -> Array:
-    """Rewards include the values after time limits, as Stable-Baselines3 stores them."""
-    delta = rewards + gamma * np.where(c.done, 0, c.following) - c.values
-    return backward(c, delta.astype(np.float32), gamma * c.lam * ~c.done)
-
-
-def trace_by_lambda(c: Columns) -> Array:
-    return backward(c, c.rewards + c.gamma * c.next_values - c.values, c.lam * ~c.done)
+def delta(c: Columns) -> Array:
+    return c.rewards + c.gamma * c.next_values - c.values
 
 
 def settings(c: Columns, gamma: float, lam: float) -> Array:
-    return right(Columns(c.rewards, c.values, c.last, c.final, c.terminated, c.truncated, gamma, lam))
-
-
-def without_values(c: Columns) -> Array:
-    return backward(c, c.rewards, c.gamma * c.lam * ~c.done)
+    return right(replace(c, gamma=gamma, lam=lam))
 
 
 def rewards_to_go(c: Columns) -> Array:
-    return backward(c, stored_rewards(c), c.gamma * ~c.done)
-
-
-def monte_carlo_cut(c: Columns) -> Array:
-    return rewards_to_go(c) - c.values
+    return backward(stored_rewards(c), c.gamma * ~c.done)
 
 
 def v_trace(c: Columns) -> Array:
-    returns = right(c) + c.values
-    ahead = np.concatenate([returns[1:], c.last[None]])
+    ahead = np.concatenate([(right(c) + c.values)[1:], c.last[None]])
     return c.rewards + c.gamma * np.where(c.done, c.next_values, ahead) - c.values
 
 
-def chained_by_step(c: Columns) -> Array:
-    """The rollout was flattened first, so the next row belongs to the next environment."""
-    values, rewards, done = (x.reshape(-1, 1) for x in (c.values, stored_rewards(c), c.done))
+def chained(c: Columns, flat: Callable[[Array], Array]) -> Array:
+    """The rollout was flattened first, so the next row belongs to another environment."""
+    values, rewards, done = (flat(column) for column in (c.values, stored_rewards(c), c.done))
     following = np.concatenate([values[1:], c.last[-1:, None]])
-    delta = rewards + c.gamma * following * ~done - values
-    return backward(c, delta, c.gamma * c.lam * ~done).reshape(c.values.shape)
+    return backward(rewards + c.gamma * following * ~done - values, c.gamma * c.lam * ~done)
 
 
-def chained_by_environment(c: Columns) -> Array:
-    values, rewards, done = (x.T.reshape(-1, 1) for x in (c.values, stored_rewards(c), c.done))
-    following = np.concatenate([values[1:], c.last[-1:, None]])
-    delta = rewards + c.gamma * following * ~done - values
-    return backward(c, delta, c.gamma * c.lam * ~done).reshape(c.values.T.shape).T
+def swapped(column: Array) -> Array:
+    """[T, B] in the order of [B, T]."""
+    return column.T.reshape(column.shape)
 
 
-def along_environments(c: Columns) -> Array:
-    delta = c.rewards + c.gamma * c.next_values - c.values
-    return backward(c, delta.T.copy(), (c.gamma * c.lam * ~c.done).T).T
+def swapped_back(column: Array) -> Array:
+    return column.reshape(column.T.shape).T.copy()
 
 
 def broadcast(c: Columns) -> Array:
@@ -332,75 +176,94 @@ def normalize(x: Array, axis: int | None = None, ddof: int = 0) -> Array:
 
 
 PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
-    "ends_ignored": [ends_ignored, trace_runs_on],
-    "terminations_ignored": [terminations_ignored],
-    "ends_late": [ends_late, ends_late_but_for_the_last],
-    "ends_early": [ends_early],
-    "ends_inverted": [ends_inverted],
-    "ends_shared": [ends_of_any, ends_of_first],
+    "ends_ignored": [lambda c: cleanrl_style(c, np.zeros_like(c.done)), lambda c: gae(c, ends=np.zeros_like(c.done))],
+    "terminations_ignored": [lambda c: gae(c, np.where(c.truncated, c.final, c.following), c.truncated)],
+    "ends_late": [lambda c: cleanrl_style(c, before(c.done)), lambda c: cleanrl_style(c, with_last(before(c.done), c.done[-1]))],
+    "ends_early": [lambda c: cleanrl_style(c, np.concatenate([c.done[1:], c.done[-1:]]))],
+    "ends_inverted": [lambda c: cleanrl_style(c, ~c.done)],
+    "ends_shared": [
+        lambda c: cleanrl_style(c, np.broadcast_to(c.done.any(1, keepdims=True), c.done.shape)),
+        lambda c: cleanrl_style(c, np.broadcast_to(c.done[:, :1], c.done.shape)),
+    ],
     "ends_of_others": [
         lambda c: cleanrl_style(c, np.roll(c.done, 1, 1)),
         lambda c: cleanrl_style(c, np.roll(c.done, -1, 1)),
-        lambda c: backward(c, c.rewards + c.gamma * c.next_values - c.values, c.gamma * c.lam * ~c.done[:, ::-1]),
+        lambda c: gae(c, ends=c.done[:, ::-1]),
     ],
-    "other_ends": [ends_in_other_steps],
+    "other_ends": [lambda c: cleanrl_style(c, np.random.default_rng(11).permutation(c.done))],
     "zero": [lambda c: 0 * right(c)],
     "absolute": [lambda c: np.abs(right(c)), lambda c: right(c) ** 2, lambda c: right(c).clip(0)],
-    "last_end_ignored": [last_end_ignored],
-    "next_episode_bootstrap": [next_episode_bootstrap],
-    "time_limit_as_termination": [time_limit_as_termination],
-    "time_limit_no_end": [time_limit_no_end, time_limit_trace],
-    "time_limit_next_episode": [time_limit_next_episode],
-    "time_limit_twice": [time_limit_twice],
-    "time_limit_current_value": [time_limit_current_value],
-    "termination_bootstrapped": [termination_bootstrapped],
-    "ends_exchanged": [ends_exchanged],
-    "terminal_reward": [terminal_penalty],
-    "no_last_bootstrap": [lambda c: with_last(c, 0.0)],
-    "last_row_zero": [last_row_alone, without_last_row],
-    "old_last_bootstrap": [lambda c: with_last(c, c.values[-1])],
-    "other_last_value": [lambda c: with_last(c, c.last + 1.5)],
-    "current_value_bootstrap": [current_value, current_value_inside],
-    "values_exchanged": [values_exchanged],
-    "rewards_discounted": [lambda c: backward(c, c.gamma * c.rewards + c.next_values - c.values, c.lam * ~c.done)],
+    "last_end_ignored": [lambda c: cleanrl_style(c, with_last(c.done, False))],
+    "next_episode_bootstrap": [lambda c: gae(c, c.following)],
+    "time_limit_as_termination": [lambda c: gae(c, np.where(c.done, 0, c.following))],
+    "time_limit_no_end": [  # `done = terminated`
+        lambda c: gae(c, values_at_limits(c, c.following), c.terminated),
+        lambda c: gae(c, ends=c.terminated),
+    ],
+    "time_limit_next_episode": [lambda c: gae(c, values_at_limits(c, c.following))],
+    "time_limit_twice": [lambda c: gae(c, rewards=stored_rewards(c))],
+    "time_limit_current_value": [  # RSL-RL: `rewards += gamma * values * time_outs`
+        lambda c: cleanrl_style(c, c.done, c.rewards + c.gamma * c.values * c.truncated)
+    ],
+    "termination_bootstrapped": [lambda c: gae(c, np.where(c.done, c.final, c.following))],
+    "ends_exchanged": [lambda c: gae(replace(c, terminated=c.truncated, truncated=c.terminated))],
+    "terminal_reward": [lambda c: cleanrl_style(c, c.done, stored_rewards(c) - 5.0 * c.terminated)],
+    "no_last_bootstrap": [lambda c: with_last_value(c, 0.0)],
+    "last_row_zero": [
+        lambda c: with_last(right(c), 0.0),
+        lambda c: backward(with_last(delta(c), 0.0), c.gamma * c.lam * ~c.done),
+    ],
+    "old_last_bootstrap": [lambda c: with_last_value(c, c.values[-1])],
+    "other_last_value": [lambda c: with_last_value(c, c.last + 1.5)],
+    "current_value_bootstrap": [lambda c: gae(c, c.values * ~c.terminated), current_value_inside],
+    "values_exchanged": [lambda c: backward(c.rewards + c.gamma * c.values - c.next_values, c.gamma * c.lam * ~c.done)],
+    "rewards_discounted": [lambda c: backward(c.gamma * c.rewards + c.next_values - c.values, c.lam * ~c.done)],
     "not_flipped": [lambda c: right(c)[::-1].copy()],
-    "forward": [forward, forward_with_ends, forward_returns],
-    "exchanged": [lambda c: with_next(c, c.next_values, gamma=c.lam)],
-    "undiscounted_bootstrap": [lambda c: with_next(c, c.next_values, gamma=1.0)],
-    "trace_without_gamma": [trace_by_lambda],
+    "forward": [
+        lambda c: forward(delta(c), c.gamma * c.lam * ~c.done),
+        lambda c: forward(delta(c), c.gamma * c.lam * ~before(c.done)),
+        lambda c: forward(c.rewards, c.gamma * ~before(c.done)) - c.values,
+    ],
+    "exchanged": [lambda c: gae(c, gamma=c.lam)],
+    "undiscounted_bootstrap": [lambda c: gae(c, gamma=1.0)],
+    "trace_without_gamma": [lambda c: gae(c, decay=c.lam)],
     "sign": [lambda c: -right(c)],
-    "rewards_late": [rewards_late, lambda c: of_stored(c, stored_rewards(c)[np.r_[0, : len(c.values) - 1]], c.gamma)],
-    "rewards_early": [rewards_early, lambda c: of_stored(c, np.roll(stored_rewards(c), -1, 0), c.gamma)],
+    "rewards_late": [
+        lambda c: gae(c, rewards=np.concatenate([np.full_like(c.rewards[:1], 0.7), c.rewards[:-1]])),
+        lambda c: cleanrl_style(c, c.done, stored_rewards(c)[np.r_[0, : len(c.values) - 1]]),
+    ],
+    "rewards_early": [
+        lambda c: gae(c, rewards=np.roll(c.rewards, -1, 0)),
+        lambda c: cleanrl_style(c, c.done, np.roll(stored_rewards(c), -1, 0)),
+    ],
     "rewards_swapped": [
-        lambda c: with_rewards(c, c.rewards.T.reshape(c.values.shape)),
-        lambda c: of_stored(c, stored_rewards(c).reshape(c.values.T.shape).T, c.gamma),
+        lambda c: gae(c, rewards=swapped(c.rewards)),
+        lambda c: cleanrl_style(c, c.done, swapped_back(stored_rewards(c))),
     ],
     "ends_swapped": [
-        lambda c: cleanrl_style(c, c.done.T.reshape(c.values.shape)),
-        lambda c: cleanrl_style(
-            c, c.done.reshape(c.values.T.shape).T, c.rewards.reshape(c.values.T.shape).T + c.gamma * c.final * c.truncated
-        ),
+        lambda c: cleanrl_style(c, swapped(c.done)),
+        lambda c: cleanrl_style(c, swapped_back(c.done), swapped_back(c.rewards) + c.gamma * c.final * c.truncated),
     ],
-    "rewards_negated": [lambda c: with_rewards(c, -c.rewards)],
-    "rewards_clipped": [lambda c: with_rewards(c, c.rewards.clip(-1, 1))],
-    "reward_signs": [lambda c: with_rewards(c, np.sign(c.rewards))],
-    "rewards_zero": [lambda c: with_rewards(c, 0 * c.rewards)],
-    "rewards_constant": [lambda c: with_rewards(c, np.full_like(c.rewards, 0.7))],
-    "reward_clip": [lambda c: with_rewards(c, c.rewards.clip(-0.8, 0.8))],
+    "rewards_negated": [lambda c: gae(c, rewards=-c.rewards)],
+    "rewards_clipped": [lambda c: gae(c, rewards=c.rewards.clip(-1, 1))],
+    "reward_signs": [lambda c: gae(c, rewards=np.sign(c.rewards))],
+    "rewards_zero": [lambda c: gae(c, rewards=0 * c.rewards)],
+    "rewards_constant": [lambda c: gae(c, rewards=np.full_like(c.rewards, 0.7))],
+    "reward_clip": [lambda c: gae(c, rewards=c.rewards.clip(-0.8, 0.8))],
     "scaled": [lambda c: 100 * right(c), lambda c: 0.1 * right(c)],
-    "reward_scale": [lambda c: with_rewards(c, c.rewards * 0.1)],
+    "reward_scale": [lambda c: gae(c, rewards=c.rewards * 0.1)],
     "returns_stored": [lambda c: right(c) + c.values],
     "immediate_rewards": [lambda c: c.rewards - c.values, lambda c: c.rewards],
-    "values_missing": [without_values],
-    "monte_carlo_cut": [monte_carlo_cut],
+    "values_missing": [lambda c: backward(c.rewards, c.gamma * c.lam * ~c.done)],
+    "monte_carlo_cut": [lambda c: rewards_to_go(c) - c.values],
     "rewards_to_go": [rewards_to_go],
-    "axes_swapped": [lambda c: right(c).T.reshape(c.values.shape), lambda c: right(c).reshape(c.values.T.shape).T.copy()],
-    "returns_swapped": [
-        lambda c: (right(c) + c.values).T.reshape(c.values.shape) - c.values,
-        lambda c: (right(c) + c.values).reshape(c.values.T.shape).T - c.values,
+    "axes_swapped": [lambda c: swapped(right(c)), lambda c: swapped_back(right(c))],
+    "returns_swapped": [lambda c: swapped(right(c) + c.values) - c.values, lambda c: swapped_back(right(c) + c.values) - c.values],
+    "along_environments": [lambda c: backward(delta(c).T.copy(), (c.gamma * c.lam * ~c.done).T).T],
+    "chained": [
+        lambda c: chained(c, lambda column: column.reshape(-1, 1)).reshape(c.values.shape),
+        lambda c: chained(c, lambda column: column.T.reshape(-1, 1)).reshape(c.values.T.shape).T,
     ],
-    "along_environments": [along_environments],
-    "chained": [chained_by_step, chained_by_environment],
     "environment_mean": [lambda c: np.broadcast_to(right(c).mean(1, keepdims=True), c.values.shape).copy()],
     "broadcast_mean": [broadcast],
     "normalized_parts": [lambda c: normalize(right(c), 0), lambda c: normalize(right(c), 0, 1)],
@@ -409,10 +272,10 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "lambda_one": [lambda c: settings(c, c.gamma, 1.0)],
     "lambda_zero": [lambda c: settings(c, c.gamma, 0.0)],
     "v_trace": [v_trace],
-    "other_gamma": [lambda c: settings(c, 0.9, c.lam), lambda c: of_stored(c, stored_rewards(c), 0.9)],
+    "other_gamma": [lambda c: settings(c, 0.9, c.lam), lambda c: cleanrl_style(replace(c, gamma=0.9), c.done, stored_rewards(c))],
     "time_limit_gamma": [lambda c: cleanrl_style(c, c.done, c.rewards + 0.8 * c.final * c.truncated)],
     "other_lambda": [lambda c: settings(c, c.gamma, 0.7)],
-    "step_gamma": [lambda c: with_next(c, c.next_values, gamma=0.5)],
+    "step_gamma": [lambda c: gae(c, gamma=0.5)],
     "both_gamma": [lambda c: settings(c, 0.9, 0.7)],
     "std_alone": [lambda c: right(c) / (right(c).std() + 1e-8), lambda c: right(c) / right(c).std(ddof=1)],
     "mean_alone": [lambda c: right(c) - right(c).mean()],

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from explained import names
 from torch import Tensor
 from torch.distributions import Categorical, Normal
 
@@ -13,11 +14,6 @@ from esper_telemetry.equations.entropy_loss import check_entropy
 from esper_telemetry.equations.total_loss import check_total_loss
 
 MINIBATCHES, ROWS, ACTIONS, DIMENSIONS = 6, 32, 5, 3
-SEEDS = range(2)
-
-
-def names(check: EquationCheck) -> set[str]:
-    return {one.hypothesis.name for one in check.explanations}
 
 
 def generator(seed: int) -> torch.Generator:
@@ -44,7 +40,6 @@ CATEGORICAL: dict[str, Callable[[Categorical, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", CATEGORICAL)
 def test_a_mistake_in_the_entropy_of_choices_is_named_and_no_other(name: str, seed: int) -> None:
     pi = Categorical(logits=logits(seed))
@@ -69,7 +64,6 @@ GAUSSIAN: dict[str, Callable[[Normal, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_a_mistake_in_the_entropy_of_gaussians_is_named_and_no_other(name: str, seed: int) -> None:
     shape = (MINIBATCHES, ROWS, DIMENSIONS)
@@ -82,7 +76,6 @@ def test_a_mistake_in_the_entropy_of_gaussians_is_named_and_no_other(name: str, 
     assert check_entropy(-pi.entropy().sum(-1).mean(-1), log_std={"": log_std}).matches
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_several_heads_masks_and_relevance(seed: int) -> None:
     first, second = logits(seed), logits(seed + 50, 3)
     mask = torch.rand(MINIBATCHES, ROWS, ACTIONS, generator=generator(seed)) > 0.4
@@ -110,7 +103,6 @@ def test_logits_that_are_masked_already_need_no_mask() -> None:
     assert check_entropy(-Categorical(logits=masked).entropy().mean(-1), logits={"": masked}).matches
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_a_squashed_policy_may_take_its_sample(seed: int) -> None:
     """A squashed Gaussian's entropy lacks a closed form. A plain Gaussian's has one, so using its sample is a mistake."""
     actions = torch.randn(MINIBATCHES, ROWS, 1, generator=generator(seed))
@@ -156,7 +148,6 @@ def losses(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return 0.1 * noise[0] - 0.05, 2 * noise[1] + 0.2, 0.5 + noise[2]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TOTALS)
 def test_a_mistake_in_the_total_is_named_and_no_other(name: str, seed: int) -> None:
     policy, value, entropy = losses(seed)
@@ -183,7 +174,6 @@ def test_a_weight_of_the_entropy_needs_the_entropy() -> None:
         check_total_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), value_coef=0.5, entropy_coef=0.01)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("scale", [0.0, 1.0, 10.0, 100.0, 1e4])
 def test_a_right_entropy_matches_however_certain_the_choice(scale: float, seed: int) -> None:
     column = scale * logits(seed)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from explained import names
 from mistakes.corpus import BY_NAME
 from torch import Tensor
 
-from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, compare
 from esper_telemetry.equations.equation import Equation, Hypothesis, equations
 
 
@@ -65,11 +66,11 @@ def test_no_mistake_is_computed_where_a_variant_gives_the_numbers() -> None:
     differences = FACTORS.left - FACTORS.right
 
     variant = compare(equation, FACTORS, differences.float())
-    assert [one.hypothesis.name for one in variant.explanations] == ["difference"]
+    assert names(variant) == {"difference"}
     assert not mistakes
 
     near = compare(equation, FACTORS, differences + 5e-5)  # a mistake could be nearer
-    assert [one.hypothesis.name for one in near.explanations] == ["difference"]
+    assert names(near) == {"difference"}
     assert mistakes
 
 
@@ -86,19 +87,12 @@ def test_a_hypothesis_that_gives_the_numbers_is_named() -> None:
     result = check(torch.tensor([3.0, 2.5, 7.0, 6.0]))
 
     assert not result.holds
-    assert [one.hypothesis.name for one in result.explanations] == ["sum"]
+    assert names(result) == {"sum"}
     assert result.values() == {"integrity/equation/product": 5 / 12, "integrity/equation/product_sum": 0.0}
     assert result.text == (
         "the products equal sums of the factors, and differ from their reference equation by 41.7 % of the largest number"
     )
     assert result.details.splitlines()[1:] == ["reference: p = a b (arithmetic)", "equal to: p = a + b (a schoolbook)", "Multiply."]
-
-
-def test_a_published_variant_is_named_and_holds() -> None:
-    result = check(torch.tensor([-1.0, 1.5, -1.0, 4.0]))
-
-    assert not result.matches
-    assert result.holds
 
 
 def test_a_parameter_is_fitted_where_nothing_else_explains_the_numbers() -> None:
@@ -111,13 +105,6 @@ def test_a_parameter_is_fitted_where_nothing_else_explains_the_numbers() -> None
 
 def test_a_fit_is_confirmed_on_the_rows_that_it_did_not_see() -> None:
     assert check(torch.tensor([3.0, 9.9, 18.0, 7.5])).explanations == ()
-
-
-def test_numbers_that_nothing_explains_say_so() -> None:
-    result = check(torch.tensor([0.0, 1.0, 7.0, 3.0]))
-
-    assert not result.holds
-    assert result.text.endswith("and no known mistake explains it")
 
 
 def test_checks_of_an_update_are_joined_and_a_mistake_must_explain_each_that_fails() -> None:
@@ -155,12 +142,6 @@ def test_a_tolerance_of_its_own_is_recorded_beside_the_error() -> None:
     assert lenient.matches
     assert "integrity/equation_tolerance/product" not in strict.values()
     assert lenient.values()["integrity/equation_tolerance/product"] == 0.05
-
-
-def test_what_could_not_be_checked_says_why() -> None:
-    result = unchecked(PRODUCT, "there are no factors")
-
-    assert result.text == "the products could not be checked: there are no factors"
 
 
 def test_declared_equations_have_a_place_of_their_own_among_causes() -> None:

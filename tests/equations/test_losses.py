@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from explained import names
 from torch import Tensor
 
 from esper_telemetry.equations.comparison import EquationCheck
@@ -16,7 +17,6 @@ from esper_telemetry.equations.value_loss import VALUE_LOSS, check_value_loss
 
 MINIBATCHES, ROWS = 8, 64
 CLIP = 0.2
-SEEDS = range(2)
 
 
 class Batch(NamedTuple):
@@ -61,10 +61,6 @@ def stacked(found: list[Batch]) -> Batch:
     return Batch(*[torch.stack(column) for column in zip(*found, strict=True)])
 
 
-def names(check: EquationCheck) -> set[str]:
-    return {one.hypothesis.name for one in check.explanations}
-
-
 def surrogate(b: Batch, low: float = 1 - CLIP, high: float = 1 + CLIP) -> Tensor:
     ratio = b.log_ratio.exp()
     return torch.max(-b.advantages * ratio, -b.advantages * torch.clamp(ratio, low, high)).mean()
@@ -75,20 +71,10 @@ def terms(b: Batch) -> tuple[Tensor, Tensor]:
     return ratio * b.advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * b.advantages
 
 
-def column_against_row(b: Batch) -> Tensor:
-    ratio = b.log_ratio.exp()[:, None]
-    return torch.max(-b.advantages * ratio, -b.advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
-
-
 def dual(b: Batch, bound: float) -> Tensor:
     first, second = terms(b)
     gain = torch.min(first, second)
     return -torch.where(b.advantages < 0, torch.max(gain, bound * b.advantages), gain).mean()
-
-
-def again(b: Batch) -> Batch:
-    """Advantages that this program normalises under another name."""
-    return b._replace(advantages=(b.raw - b.raw.mean()) / (b.raw.std() + 1e-8))
 
 
 POLICY_PROGRAMS: dict[str, Callable[[Batch], Tensor]] = {
@@ -109,7 +95,7 @@ POLICY_PROGRAMS: dict[str, Callable[[Batch], Tensor]] = {
     "lower_clip_only": lambda b: surrogate(b, 1 - CLIP, torch.inf),
     "clipped_product": lambda b: -torch.min(terms(b)[0], terms(b)[0].clamp(1 - CLIP, 1 + CLIP)).mean(),
     "clipped_log_ratio": lambda b: surrogate(b, torch.tensor(-CLIP).exp().item(), torch.tensor(CLIP).exp().item()),
-    "broadcast": column_against_row,
+    "broadcast": lambda b: -torch.min(*terms(b._replace(log_ratio=b.log_ratio[:, None]))).mean(),
     "sum": lambda b: -torch.min(*terms(b)).sum(),
     "unnormalized": lambda b: surrogate(b._replace(advantages=b.raw)),
     "shifted_rows": lambda b: surrogate(b._replace(advantages=b.advantages.roll(1))),
@@ -137,7 +123,6 @@ def policy_check(program: Callable[[Batch], Tensor], found: list[Batch], **optio
     return check_policy_loss(losses, rows.log_ratio, rows.advantages, clip=CLIP, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", POLICY_PROGRAMS)
 def test_a_mistake_in_the_policy_loss_is_named_and_no_other(name: str, seed: int) -> None:
     result = policy_check(POLICY_PROGRAMS[name], batches(seed, NEED_WIDE_RATIOS.get(name, 0.3)))
@@ -145,7 +130,6 @@ def test_a_mistake_in_the_policy_loss_is_named_and_no_other(name: str, seed: int
     assert names(result) == {name}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("spread", [0.0, 0.01, 0.3, 3.0])
 def test_a_right_policy_loss_matches(spread: float, seed: int) -> None:
     assert policy_check(surrogate, batches(seed, spread)).matches
@@ -157,7 +141,6 @@ def test_ratios_of_one_do_not_tell_whether_the_loss_is_clipped() -> None:
         assert policy_check(POLICY_PROGRAMS[name], batches(0, 0.0)).matches
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_a_difference_that_no_hypothesis_gives_has_no_name(seed: int) -> None:
     """A random permutation of the rows, a weight for each row, and an offset."""
     generator = torch.Generator().manual_seed(seed)
@@ -173,11 +156,10 @@ def test_a_difference_that_no_hypothesis_gives_has_no_name(seed: int) -> None:
         assert names(result) == set()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_advantages_that_are_normalised_in_the_loss_are_a_variant(seed: int) -> None:
     found = batches(seed)
     rows = stacked(found)
-    losses = torch.stack([surrogate(again(b)) for b in found])
+    losses = torch.stack([surrogate(b._replace(advantages=(b.raw - b.raw.mean()) / (b.raw.std() + 1e-8))) for b in found])
 
     result = check_policy_loss(losses, rows.log_ratio, rows.raw, clip=CLIP)
 
@@ -185,7 +167,6 @@ def test_advantages_that_are_normalised_in_the_loss_are_a_variant(seed: int) -> 
     assert result.holds
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_a_bonus_within_the_policy_loss_is_a_variant(seed: int) -> None:
     bonus = -0.01 * torch.rand(MINIBATCHES, generator=torch.Generator().manual_seed(seed))
     found = batches(seed)
@@ -198,7 +179,6 @@ def test_a_bonus_within_the_policy_loss_is_a_variant(seed: int) -> None:
     assert result.holds
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_the_sum_over_heads_with_their_own_ratios_is_a_variant_and_the_mean_a_mistake(seed: int) -> None:
     found = batches(seed)
     rows = stacked(found)
@@ -212,7 +192,6 @@ def test_the_sum_over_heads_with_their_own_ratios_is_a_variant_and_the_mean_a_mi
     assert names(check(losses.view(2, -1).mean(0))) == {"per_dimension"}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_padding_in_a_mean_is_named(seed: int) -> None:
     found = batches(seed)
     rows = stacked(found)
@@ -320,7 +299,6 @@ def value_check(program: Callable[[Batch], Tensor], found: list[Batch], **option
     return check_value_loss(losses, rows.values, rows.returns, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", VALUE_PROGRAMS)
 def test_a_mistake_in_the_value_loss_is_named_and_no_other(name: str, seed: int) -> None:
     expected = SAME_NUMBERS if name in SAME_NUMBERS else {name}
@@ -328,13 +306,11 @@ def test_a_mistake_in_the_value_loss_is_named_and_no_other(name: str, seed: int)
     assert names(value_check(VALUE_PROGRAMS[name], batches(seed))) == expected
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", CLIPPED_PROGRAMS)
 def test_a_mistake_in_the_clipped_value_loss_is_named_and_no_other(name: str, seed: int) -> None:
     assert names(value_check(CLIPPED_PROGRAMS[name], batches(seed), clip_value=CLIP)) == {name}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("across", [True, False])
 def test_a_clipped_value_loss_over_all_pairs_is_named(across: bool, seed: int) -> None:
     def program(b: Batch) -> Tensor:
@@ -345,7 +321,6 @@ def test_a_clipped_value_loss_over_all_pairs_is_named(across: bool, seed: int) -
     assert names(value_check(program, batches(seed), clip_value=CLIP)) == {"broadcast"}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 1000.0])
 def test_a_right_value_loss_matches(scale: float, seed: int) -> None:
     """This includes values in the thousands with small errors."""
@@ -356,7 +331,6 @@ def test_a_right_value_loss_matches(scale: float, seed: int) -> None:
     assert value_check(clipped, found, clip_value=CLIP).matches
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_padding_in_a_mean_of_errors_is_named(seed: int) -> None:
     found = batches(seed)
     valid = stacked(found).valid

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
@@ -14,11 +12,11 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from tapping import new_listener, observed, tapped
 from torch import nn
 from torch.distributions import Categorical
 
 from esper_telemetry.adapters.script.environment_search import step_result
-from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.script_taps import Taps
 from esper_telemetry.equations.transitions import checksums
 
@@ -112,27 +110,13 @@ def other(action: int) -> float:
     return bounds([0.5, 1.0], action)[1]
 
 
-@contextmanager
-def tapped() -> Iterator[ScriptListener]:
-    gc.unfreeze()  # the functions of this file, so that they are found
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
-    taps.install()
-    try:
-        yield listener
-    finally:
-        taps.remove()
-    assert taps.error is None and sys.getprofile() is None
-
-
 def act(form: str, steps: int, cut: int = LIMIT) -> list[tuple[float, bool]]:
     """Choose actions by a policy; the program begins an episode after an end, and after `cut` steps."""
     torch.manual_seed(1)
     policy = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 5))
     results, length = list[tuple[float, bool]](), cut
     senda, weg, place, walks = Senda(), Weg(), 0, [walk_to_the_end()]
-    path_of_steps = Steps()
-    early = senda.paso if form == "early reference" else None
+    path_of_steps, early = Steps(), senda.paso
 
     def advance(action: int) -> tuple[list[float], float, bool]:
         senda.lugar += 1
@@ -150,28 +134,28 @@ def act(form: str, steps: int, cut: int = LIMIT) -> list[tuple[float, bool]]:
             next(holder.walk)
         with torch.no_grad():
             action = int(Categorical(logits=policy(torch.ones(2))).sample())
-        if form in ("methods", "new object"):
-            _, reward, over = senda.paso(action)
-            senda.vista()
-        elif form == "dictionary":
-            answer = weg.schritt(action)
-            reward, over = answer["belohnung"], answer["ende"]
-            weg.bild()
-        elif form == "stepped":
-            _, reward, over = path_of_steps.step(action)
-        elif form == "function":
-            (place, _), reward, over = transition(place, action)
-        elif form == "generator":
-            _, reward, over = holder.walk.send(action)
-        elif form == "nested":
-            _, reward, over = advance(action)
-        elif early is not None:
-            _, reward, over = early(action)
-        elif form == "generators":
-            seen, reward = walks[0].send(action)
-            over = seen is None
-        else:
-            reward, over = other(action), False
+        match form:
+            case "methods" | "new object":
+                _, reward, over = senda.paso(action)
+                senda.vista()
+            case "dictionary":
+                reward, over = weg.schritt(action).values()
+                weg.bild()
+            case "stepped":
+                _, reward, over = path_of_steps.step(action)
+            case "function":
+                (place, _), reward, over = transition(place, action)
+            case "generator":
+                _, reward, over = holder.walk.send(action)
+            case "nested":
+                _, reward, over = advance(action)
+            case "early reference":
+                _, reward, over = early(action)
+            case "generators":
+                seen, reward = walks[0].send(action)
+                over = seen is None
+            case _:
+                reward, over = other(action), False
         results.append((reward, over))
         length += 1
     with torch.no_grad():
@@ -186,10 +170,9 @@ def test_an_environment_of_any_form_is_found_from_its_first_step_on(form: str) -
     with tapped() as listener:
         results = act(form, steps=8)
 
-    observed = listener.environments.collected()
-    assert observed is not None
-    assert observed.rewards.flatten().tolist() == [reward for reward, _ in results]
-    assert observed.ended.flatten().tolist() == [over for _, over in results]
+    taken = observed(listener.environments)
+    assert taken.rewards.flatten().tolist() == [reward for reward, _ in results]
+    assert taken.ended.flatten().tolist() == [over for _, over in results]
     assert [one.__code__ for one in (Senda.paso, Senda.reiniciar, transition)] == CODES
     assert results == act(form, steps=8)
 
@@ -262,8 +245,8 @@ def test_rewards_are_known_from_before_wrappers_change_them() -> None:
         while not env.step(1)[2]:
             pass
 
-    steps = listener.environments.collected()
-    assert steps is not None and steps.raw_rewards is not None
+    steps = observed(listener.environments)
+    assert steps.raw_rewards is not None
     assert steps.raw_rewards.tolist() == [[1.0]] * steps.steps and steps.rewards.tolist() == [[-0.5]] * steps.steps
     assert [one.returned for one in listener.environments.take()[0]] == [steps.steps]
 
@@ -306,21 +289,19 @@ def test_a_result_has_a_reward_and_a_flag(result: object, expected: tuple[float,
     if expected is None:
         assert parts is None
         return
-    listener = ScriptListener(lambda _: None, lambda _: None)
+    listener = new_listener()
     listener.after_env_step(Senda(), parts, 0)
-    observed = listener.environments.collected()
-    assert observed is not None
-    assert (float(observed.rewards), bool(observed.ended)) == expected
+    taken = observed(listener.environments)
+    assert (float(taken.rewards), bool(taken.ended)) == expected
 
 
 def test_environments_of_a_batch_may_share_a_flag() -> None:
-    listener, senda = ScriptListener(lambda _: None, lambda _: None), Senda()
+    listener, senda = new_listener(), Senda()
     for over in (False, True):
         result = {"seen": torch.zeros(3, 2), "reward": torch.arange(3.0), "over": over}
         listener.after_env_step(senda, result, torch.zeros(3), foreign=True)
 
-    steps = listener.environments.collected()
-    assert steps is not None and steps.ended.tolist() == [[False] * 3, [True] * 3]
+    assert observed(listener.environments).ended.tolist() == [[False] * 3, [True] * 3]
     assert [one.returned for one in listener.environments.take()[0]] == [0.0, 2.0, 4.0]
 
 

@@ -89,6 +89,7 @@ def test_values_targets_clip_and_weight_of_a_value_loss(name: str) -> None:
     torch.testing.assert_close(value.returns, rows.returns)
     assert (value.clip is None) == (clip is None) and value.clip == pytest.approx(clip)
     assert value.weight == pytest.approx(weight)
+    torch.testing.assert_close(value.loss, error(rows.values, rows.returns, rows.old_values).detach() / weight)
     if clip is not None:
         torch.testing.assert_close(value.old_values, rows.old_values)
 
@@ -115,33 +116,24 @@ def test_torch_functions_that_broadcast_have_their_numbers(loss: Callable[..., T
     torch.testing.assert_close(term.returns, rows.returns)
 
 
-@pytest.mark.parametrize("form", ["added", "subtracted", "inverted"])
-def test_log_probabilities_may_be_stored_as_negative_ones(form: str) -> None:
+@pytest.mark.parametrize("form", ["plain", "plain inverted", "added", "subtracted", "inverted"])
+def test_the_ratio_is_that_of_the_new_policy_whatever_the_loss_has(form: str) -> None:
+    """Log-probabilities may also be stored as negative ones."""
     rows = Rows()
-    negative = -rows.old_log_probs
-    ratio = {
-        "added": (negative + rows.log_probs).exp(),
-        "subtracted": (negative - -rows.log_probs).exp(),
-        "inverted": (-rows.log_probs - negative).exp(),
+    new, old, negative = rows.log_probs, rows.old_log_probs, -rows.old_log_probs
+    log_ratio = {
+        "plain": new - old,
+        "plain inverted": old - new,
+        "added": negative + new,
+        "subtracted": negative - -new,
+        "inverted": -new - negative,
     }[form]
 
-    policy = rows.read(rows.surrogate(ratio)).policy
+    policy = rows.read(rows.surrogate(log_ratio.exp())).policy
 
-    assert policy is not None and policy.inverted == (form == "inverted")
-    torch.testing.assert_close(policy.log_ratio, (rows.log_probs - rows.old_log_probs).detach())
-    torch.testing.assert_close(policy.old_log_probs, rows.old_log_probs)
-
-
-@pytest.mark.parametrize("inverted", [False, True])
-def test_the_ratio_is_that_of_the_new_policy_whatever_the_loss_has(inverted: bool) -> None:
-    rows = Rows()
-    ratio = (rows.old_log_probs - rows.log_probs).exp() if inverted else rows.ratio
-
-    policy = rows.read(rows.surrogate(ratio)).policy
-
-    assert policy is not None and policy.inverted == inverted and policy.log_ratio is not None
-    torch.testing.assert_close(policy.log_ratio, (rows.log_probs - rows.old_log_probs).detach())
-    torch.testing.assert_close(policy.old_log_probs, rows.old_log_probs)
+    assert policy is not None and policy.inverted == ("inverted" in form)
+    torch.testing.assert_close(policy.log_ratio, (new - old).detach())
+    torch.testing.assert_close(policy.old_log_probs, old)
     torch.testing.assert_close(policy.advantages, rows.advantages)
     assert policy.clip == pytest.approx(CLIP)
 

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_script_runs import SCRIPTS, python, with_telemetry
+from equation_values import equation_values, rollout_end
+from mistakes.corpus import edited
+from tapping import new_listener, observed
+from test_script_runs import CATEGORICAL, python, run_of
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
 
 from esper_telemetry import read_run
-from esper_telemetry.adapters.script.autograd_graph import leaves_of
-from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.objective import left_out, loss_terms
@@ -24,11 +25,8 @@ from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.equations.equation import EQUATION_KEY
-from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.equation_checks import equation_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 STALE = (
@@ -41,16 +39,10 @@ MATCHING = ("stored_rewards", "executed_actions", "replayed_log_probs", "values"
 @pytest.mark.system
 def test_a_script_that_clears_no_gradient_and_acts_on_stale_observations(tmp_path: Path) -> None:
     """Both mistakes are named in every update, and unaffected equations match, because only an explained difference counts."""
-    source = (SCRIPTS / "categorical.py").read_text()
-    for old, new in (*STALE, ("                optimizer.zero_grad()\n", "")):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    (tmp_path / "script.py").write_text(source)
+    source = edited(CATEGORICAL, (*STALE, ("                optimizer.zero_grad()\n", "")))
 
-    result = with_telemetry(tmp_path, "script.py", "--total_timesteps=768")
+    first = run_of(tmp_path, source, "--total_timesteps=768").records[0].values
 
-    assert result.code == 0, result.stderr
-    first = read_run(tmp_path / "run").records[0].values
     assert EQUATION_KEY + "gradient_not_cleared" in first
     assert EQUATION_KEY + "transitions_stale" in first
     assert {name: first[EQUATION_KEY + name] < 2e-4 for name in MATCHING} == dict.fromkeys(MATCHING, True)
@@ -93,12 +85,8 @@ for update in range(3):
 
 def test_a_script_with_two_networks_and_no_known_rollout(tmp_path: Path) -> None:
     """The parameters of its networks have the same names. The optimizers' steps are checked without a rollout."""
-    (tmp_path / "script.py").write_text(TWO_NETWORKS)
+    run = run_of(tmp_path, TWO_NETWORKS)
 
-    result = with_telemetry(tmp_path, "script.py")
-
-    assert result.code == 0 and "failed" not in result.stderr, result.stderr
-    run = read_run(tmp_path / "run")
     assert len(run.records) == 3
     assert run.records[0].values[EQUATION_KEY + "optimizer_step"] < 1e-3
     assert not any(alarm.type.startswith("integrity/") for alarm in run.alarms)
@@ -147,26 +135,21 @@ for update in range(3):
 @pytest.mark.parametrize("coefficient", [0.0, 0.01])
 def test_rows_and_entropies_of_a_script_that_counts_no_passes(coefficient: float, tmp_path: Path) -> None:
     """Without log-probabilities in acting, actions are still known. A bonus of 0 leaves out only its own equation."""
-    (tmp_path / "script.py").write_text(REPLACED_ROWS.replace("ENTROPY_COEF", str(coefficient)))
+    values = run_of(tmp_path, REPLACED_ROWS.replace("ENTROPY_COEF", str(coefficient))).records[-1].values
 
-    result = with_telemetry(tmp_path, "script.py")
-
-    assert result.code == 0 and "failed" not in result.stderr, result.stderr
-    values = read_run(tmp_path / "run").records[-1].values
     assert EQUATION_KEY + "minibatches_with_replacement" in values
     assert (EQUATION_KEY + "entropy_loss_sample" in values) == bool(coefficient)
     assert values[EQUATION_KEY + "advantages"] < 1e-4 and values[EQUATION_KEY + "total_loss"] < 1e-4
 
 
+CLEARS = "            optimizer.zero_grad()\n"
+
+
 @pytest.mark.parametrize("uncleared", [None, 0, 1])
 def test_gradients_of_two_optimizers_are_checked_in_turns(uncleared: int | None, tmp_path: Path) -> None:
     """Both are known from the second update on, which checks the actor; the third checks the critic. An uncleared gradient is named."""
-    source = TWO_NETWORKS.replace("range(3)", "range(5)")
-    assert source.count("            optimizer.zero_grad()\n") == 1
-    if uncleared is not None:
-        clears = f"            optimizer is optimizers[{uncleared}] or optimizer.zero_grad()\n"
-        source = source.replace("            optimizer.zero_grad()\n", clears)
-    (tmp_path / "script.py").write_text(source)
+    clears = f"            optimizer is optimizers[{uncleared}] or optimizer.zero_grad()\n" if uncleared is not None else CLEARS
+    (tmp_path / "script.py").write_text(edited(TWO_NETWORKS, (("range(3)", "range(5)"), (CLEARS, clears))))
 
     command = ["-m", "esper_telemetry", "run", "--level", "debug", "--run-dir", "run", "script.py"]
     result = python(tmp_path, *command, cores=1)
@@ -238,7 +221,7 @@ def test_a_maximising_optimizer_is_found_before_the_first_update() -> None:
     minibatch = Minibatch()
     optimizers = [torch.optim.SGD(minibatch.parameters, lr=0.1, maximize=climbs) for climbs in (False, True)]
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, maximize=True)
-    listener = ScriptListener(lambda _: None, lambda _: None)
+    listener = new_listener()
 
     answers = [listener._climbs(minibatch.loss, Variables([{"optimizer": one}])) for one in (*optimizers, other)]
 
@@ -291,26 +274,18 @@ class StepwiseA2C:
 
 
 @pytest.mark.parametrize("gaussian", [False, True])
-def test_the_terms_of_a2c_are_known_where_it_keeps_the_graphs_of_its_steps(gaussian: bool) -> None:
-    a2c = StepwiseA2C(gaussian=gaussian)
+@pytest.mark.parametrize("attached", [False, True])
+def test_the_terms_of_a2c_are_known_where_it_keeps_the_graphs_of_its_steps(gaussian: bool, attached: bool) -> None:
+    """Advantages that are not detached are seen in the gradient."""
+    a2c = StepwiseA2C(gaussian=gaussian, attached=attached)
 
     terms, entropy = a2c.terms(), a2c.read().entropy
 
-    assert entropy is not None and [*terms] == ["policy", "value", "entropy"]
+    assert entropy is not None and {*terms} == {"policy", "value", "entropy"} | ({"advantages_attached"} if attached else set())
     torch.testing.assert_close(entropy.entropies, a2c.entropies.detach())
-    total = terms["policy"] + terms["value"] + 0.01 * terms["entropy"]
+    total = terms["advantages_attached" if attached else "policy"] + terms["value"] + 0.01 * terms["entropy"]
     torch.testing.assert_close(total, a2c.backward(), atol=1e-7, rtol=1e-5)
-
-
-@pytest.mark.parametrize("gaussian", [False, True])
-def test_advantages_that_are_not_detached_are_seen_in_the_gradient(gaussian: bool) -> None:
-    a2c = StepwiseA2C(gaussian=gaussian, attached=True)
-
-    terms = a2c.terms()
-
-    total = terms["advantages_attached"] + terms["value"] + 0.01 * terms["entropy"]
-    torch.testing.assert_close(total, a2c.backward(), atol=1e-7, rtol=1e-5)
-    assert not torch.allclose(terms["advantages_attached"], terms["policy"], atol=1e-3)
+    assert not attached or not torch.allclose(terms["advantages_attached"], terms["policy"], atol=1e-3)
 
 
 def test_estimates_that_no_loss_depends_on_are_known_step_by_step() -> None:
@@ -362,8 +337,7 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     finder = RolloutFinder(Variables([columns]), steps)
     rollout = finder.rollout()
 
-    assert rollout is not None
-    assert rollout.rewards.flatten().tolist() == [1, 2, 3]
+    assert rollout is not None and rollout.rewards.flatten().tolist() == [1, 2, 3]
     assert rollout.log_probs.shape == (3, 1)
     assert rollout.ended.flatten().tolist() == [False, True, False]
     assert rollout.next_values.flatten().tolist() == [5, 0, 7]
@@ -384,17 +358,8 @@ def test_the_rollout_of_environments_that_are_not_known_is_found_by_names() -> N
 
     rollout = RolloutFinder(Variables([columns])).rollout()
 
-    assert rollout is not None
-    assert rollout.ended.tolist() == [[False, True], [True, False]]
+    assert rollout is not None and rollout.ended.tolist() == [[False, True], [True, False]]
     assert rollout.last_values.tolist() == [[3.0, 4.0]]
-
-
-def test_the_leaves_of_a_loss_are_the_parameters_that_it_trains() -> None:
-    minibatch = Minibatch()
-
-    leaves = {id(leaf) for leaf in leaves_of(minibatch.agent["actor"](torch.ones(1, 3)).sum())}
-
-    assert leaves == {id(parameter) for parameter in minibatch.agent["actor"].parameters()}
 
 
 class Space:
@@ -420,8 +385,7 @@ def test_steps_are_compared_with_what_was_stored_and_bounds_hold_where_actions_r
         log.after_step(env, result, sent[step].clamp(-1, 1).numpy())
 
     stored = torch.cat([torch.zeros(1, 2, 2), torch.tensor(returned[:1])]).float()
-    collected = log.collected()
-    assert collected is not None
+    collected = observed(log)
     steps = collected.transitions(stored, sent)
     assert steps is not None and steps.sent is not None and steps.received is not None
     assert torch.equal(steps.inputs[1], steps.outcomes[0])
@@ -439,23 +403,18 @@ def first_minibatch(
     *, log_ratio: float | Tensor, new: Tensor, values: Tensor, ended: Tensor | None = None, policy: str = "mlp"
 ) -> set[str]:
     """Return the differing equations of `values` and `replayed_log_probs`, and their explanations, in one minibatch of all rows."""
-    shape, rows = values.shape, torch.arange(values.numel())
-    zeros, never = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    ends = never if ended is None else ended
-    rollout = RolloutEnd(*(1, 1, zeros, values, zeros, values, zeros - 1, ends, ends), next_values=zeros, actions={}, gamma=0.9)
+    zeros, rows = torch.zeros(values.shape), torch.arange(values.numel())
+    ends = {} if ended is None else {"ended": ended, "terminated": ended}
+    rollout = rollout_end(values.shape, values=values, returns=values, **ends)
     columns: dict[str, Any] = {"rows": rows, "values": new.flatten(), "old_values": values.flatten(), "returns": values.flatten()}
     minibatches = JoinedMinibatches(
         (0,), (len(rows),), (torch.as_tensor(log_ratio) + zeros).flatten(), zeros.flatten(), None, {}, **columns
     )
     update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
-    facts = Facts(columns_by_name=True, policy=policy)
-    groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
-    keys = {key: value for group in groups if isinstance(group, MetricGroup) for key, value in group.values().items()}
-    names = ("values", "replayed_log_probs")
     return {
-        key.removeprefix(EQUATION_KEY)
-        for key, value in keys.items()
-        if key.removeprefix(EQUATION_KEY).startswith(names) and (value > 1e-4 or any(word in key for word in ("observation", "memory")))
+        name
+        for name, value in equation_values(update, Facts(columns_by_name=True, policy=policy)).items()
+        if name.startswith(("values", "replayed_log_probs")) and (value > 1e-4 or any(word in name for word in ("observation", "memory")))
     }
 
 
@@ -489,16 +448,14 @@ def test_the_rows_that_differ_say_how_a_memory_is_reset_in_training() -> None:
 def test_returns_of_normalised_advantages_are_named_where_a_script_does_not_say_its_discount() -> None:
     draw = torch.Generator().manual_seed(4)
     values, raw = torch.randn(32, 2, generator=draw), 3 * torch.randn(32, 2, generator=draw) + 1
-    never, zeros = torch.zeros(32, 2, dtype=torch.bool), torch.zeros(32, 2)
 
     def names(advantages: Tensor) -> set[str]:
-        columns = (zeros, values, advantages, advantages + values, zeros - 1, never, never)
-        rollout = RolloutEnd(1, 1, *columns, next_values=values.roll(-1, 0), actions={}, gamma=0.9)
-        groups = equation_checks(Update(rollout=rollout, sampled=True), Facts(columns_by_name=True))
-        keys = [key for check in groups for group in check() for key in group.values()]  # type: ignore[union-attr]  # all return groups
-        return {key for key in keys if "returns_" in key}
+        columns = {"values": values, "advantages": advantages, "returns": advantages + values, "next_values": values.roll(-1, 0)}
+        rollout = rollout_end((32, 2), **columns)
+        results = equation_values(Update(rollout=rollout, sampled=True), Facts(columns_by_name=True))
+        return {name for name in results if "returns_" in name}
 
-    assert names((raw - raw.mean()) / raw.std()) == {f"{EQUATION_KEY}returns_normalized"}
+    assert names((raw - raw.mean()) / raw.std()) == {"returns_normalized"}
     assert names(raw) == set()
 
 
@@ -506,11 +463,8 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
     """A2C's loss, in a script that also has PPO's settings. With two steps it would be a mistake."""
     draw = torch.Generator().manual_seed(3)
     logits, advantages = torch.randn(8, 1, 3, generator=draw), torch.randn(8, 1, generator=draw)
-    actions, zeros = torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1)
-    log_probs, never = logits.log_softmax(-1)[..., 0], torch.zeros(8, 1, dtype=torch.bool)
-    rollout = RolloutEnd(
-        *(1, 1, zeros, zeros, advantages, advantages, log_probs, never, never), next_values=zeros, actions={"action": actions}, gamma=0.9
-    )
+    actions, log_probs = torch.zeros(8, 1, dtype=torch.long), logits.log_softmax(-1)[..., 0]
+    rollout = rollout_end((8, 1), advantages=advantages, returns=advantages, log_probs=log_probs, actions={"action": actions})
 
     def differs(counts: tuple[int, ...]) -> bool:
         losses = torch.stack([-part.mean() for part in (log_probs * advantages).flatten().split(counts)])
@@ -520,33 +474,47 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
             rows=torch.arange(8),
         )
         update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
-        facts = Facts(columns_by_name=True, clip=0.2)
-        groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
-        return any(key.endswith("policy_loss_log_prob") for group in groups if isinstance(group, MetricGroup) for key in group.values())
+        return "policy_loss_log_prob" in equation_values(update, Facts(columns_by_name=True, clip=0.2))
 
     assert not differs((8,))
     assert differs((4, 4))
 
 
+class OwnSteps:
+    """A script that takes steps of optimizers with three weights each.
+
+    Attributes:
+        announced: objectives of steps that are to be checked.
+    """
+
+    def __init__(self) -> None:
+        self.listener, self.announced = new_listener(), list[MinibatchObjective]()
+        self.listener.hooks.on(MinibatchObjective, self.announced.append)
+
+    def step(self, optimizer: torch.optim.Optimizer, **settings: float) -> None:
+        (weights,) = optimizer.param_groups[0]["params"]
+        loss = -((weights - weights.detach()).exp() * torch.arange(3.0)).mean()
+        self.listener.before_backward(loss)
+        loss.backward()
+        self.listener.before_step(optimizer, partial(Variables, [{**settings, "loss": loss}]))
+        self.listener.after_step(optimizer)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.5)
+
+
 @pytest.mark.system
 def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> None:
     """Not in its first update, when the rate may still change, and not if another setting gives its rate."""
-    weights = torch.ones(3, requires_grad=True)
-    optimizer = torch.optim.SGD([weights], lr=0.5)
+    own = optimizer()
 
     def rates(**settings: float) -> list[float | None]:
-        listener = ScriptListener(lambda _: None, lambda _: None)
-        announced: list[MinibatchObjective] = []
-        listener.hooks.on(MinibatchObjective, announced.append)
+        script = OwnSteps()
         for _ in range(2):
-            old = torch.zeros(3)
-            loss = -((weights - old).exp() * torch.arange(3.0)).mean()
-            listener.before_backward(loss)
-            loss.backward()
-            listener.before_step(optimizer, partial(Variables, [{"lr": 0.1, **settings, "loss": loss}]))
-            listener.after_step(optimizer)
-            listener.end_update()
-        return [one.learning_rate for one in announced]
+            script.step(own, lr=0.1, **settings)
+            script.listener.end_update()
+        return [one.learning_rate for one in script.announced]
 
     assert rates() == [None, 0.1]
     assert rates(critic_lr=0.5) == [None, None]
@@ -555,20 +523,11 @@ def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> No
 @pytest.mark.system
 @pytest.mark.parametrize(("in_turns", "due"), [(True, [1, 2, 1]), (False, [1, 6, 1])])
 def test_of_two_optimizers_each_is_checked_whether_they_take_turns_or_not(in_turns: bool, due: list[int]) -> None:
-    optimizers = [torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.5) for _ in range(2)]
-    order = [0, 1] * 4 if in_turns else [0] * 4 + [1] * 4
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    announced: list[MinibatchObjective] = []
-    listener.hooks.on(MinibatchObjective, announced.append)
+    optimizers, script = [optimizer(), optimizer()], OwnSteps()
     for _ in range(4):
-        for place in order:
-            (weights,) = optimizers[place].param_groups[0]["params"]
-            loss = -((weights - weights.detach()).exp() * torch.arange(3.0)).mean()
-            listener.before_backward(loss)
-            loss.backward()
-            listener.before_step(optimizers[place], partial(Variables, [{"loss": loss}]))
-            listener.after_step(optimizers[place])
-        listener.end_update()
+        for place in [0, 1] * 4 if in_turns else [0] * 4 + [1] * 4:
+            script.step(optimizers[place])
+        script.listener.end_update()
 
-    last = [one.steps for one in announced if one.step == 7]
+    last = [one.steps for one in script.announced if one.step == 7]
     assert [steps - 2 for steps in last if steps is not None][1:] == [due[1], due[2], due[1]]

@@ -1,4 +1,4 @@
-"""Losses and minibatches of a script whose code is in a function: only its mistake is named."""
+"""Advantages, losses and minibatches of a script whose code is in a function: only its mistake is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from esper_telemetry import read_run
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import equation_results
 
-CHECKED = {"policy_loss", "value_loss", "entropy_loss", "total_loss", "minibatches"}
+CHECKED = {
+    *("advantages", "returns", "normalized_advantages"),
+    *("policy_loss", "value_loss", "entropy_loss", "total_loss", "minibatches"),
+}
 
 
 def named_mistakes(directory: Path, text: str) -> dict[str, set[str]]:
@@ -31,6 +34,9 @@ def named_mistakes(directory: Path, text: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("ends_late", {"advantages": {"ends_late"}}),
+        pytest.param("ends_ignored", {"advantages": {"ends_ignored"}}, marks=pytest.mark.slow),
+        pytest.param("norm_no_mean", {"normalized_advantages": {"std_alone"}}, marks=pytest.mark.slow),
         ("pg_optimistic", {"policy_loss": {"optimistic"}}),
         pytest.param("pg_sign", {"policy_loss": {"sign"}}, marks=pytest.mark.slow),
         pytest.param("v_broadcast", {"value_loss": {"broadcast"}}, marks=pytest.mark.slow),

@@ -9,61 +9,58 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]  # it has no types
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from tapping import observed, tapped
 from torch import Tensor, distributions, nn
 from torch.distributions import Categorical
 
 from esper_telemetry.adapters.script.autograd_graph import LayerOutputs, graph_of
-from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import read_loss
-from esper_telemetry.adapters.script.loss_reading import LossReading
-from esper_telemetry.adapters.script.recorders import Asked, DistributionLog, EpisodeLog, EstimateLog, IndexLog, step_parts
+from esper_telemetry.adapters.script.loss_reading import LossReading, PolicyTerm
+from esper_telemetry.adapters.script.recorders import Asked, DistributionLog, EpisodeLog, EstimateLog, IndexLog, ReturnLog, step_parts
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout, _summands
-from esper_telemetry.adapters.script.script_taps import Taps
 from esper_telemetry.adapters.script.settings import find_discounts
 from esper_telemetry.adapters.script.variables import Variables, calling_variables, stacked
+
+NEVER = torch.zeros(32, 1, dtype=torch.bool)
+"""No end in 32 steps of an environment."""
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(9)
+
+
+def draws(count: int, *shape: int) -> list[Tensor]:
+    return [torch.randn(shape or (32,)) for _ in range(count)]
 
 
 def columns(**changes: Tensor) -> dict[str, Tensor]:
     """Return rollout columns [64, 1] whose log-probabilities are close together."""
-    draw = torch.Generator().manual_seed(1)
-    log_probs = -0.7 - 1e-6 * torch.rand(64, 1, generator=draw)
-    numbers = {"log_probs": log_probs, "advantages": torch.randn(64, 1, generator=draw)}
-    return numbers | changes
+    return {"log_probs": -0.7 - 1e-6 * torch.rand(64, 1), "advantages": torch.randn(64, 1)} | changes
 
 
 def test_rows_are_found_by_the_column_whose_numbers_lie_apart_and_not_by_one_of_other_numbers() -> None:
     rollout = columns(returns=torch.arange(64.0).reshape(64, 1))
-    rows = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:16]
+    rows = torch.randperm(64)[:16]
     own = {name: column.flatten()[rows] for name, column in rollout.items()}
 
     assert torch.equal(RowFinder(rollout).rows_of(own | {"returns": own["returns"] + 100.5}), rows)  # type: ignore[arg-type]
     assert RowFinder(rollout).rows_of({"advantages": own["advantages"] + 5}) is None
 
 
-def test_equal_transitions_are_visited_in_turns() -> None:
-    rollout = columns()
+@pytest.mark.parametrize("pairs", [1, 32])
+def test_equal_transitions_are_visited_in_turns(pairs: int) -> None:
+    rollout = columns() if pairs == 32 else columns(log_probs=torch.randn(64, 1))
     for column in rollout.values():
-        column[1::2] = column[::2]
+        column[1 : 2 * pairs : 2] = column[: 2 * pairs : 2]
     finder = RowFinder(rollout)
     visits = [finder.rows_of({name: column.flatten() for name, column in rollout.items()}) for _ in range(2)]
 
     assert all(rows is not None and rows.sort().values.tolist() == list(range(64)) for rows in visits)
-
-
-def test_distributions_that_a_loss_does_not_use_are_no_heads_of_its_minibatch() -> None:
-    log, weights = DistributionLog(), torch.zeros(2, requires_grad=True)
-    for place in range(2):
-        policy = Categorical(logits=weights + torch.eye(2)[place])
-        log_probs = policy.log_prob(torch.zeros(5).long())
-        log.add(Categorical(logits=policy.logits.expand(5, 2)), log_probs)
-    heads = log.take_minibatch(5, graph_of(log_probs.mean())).logits
-    assert list(heads) == ["action"]
-    assert heads["action"][0].argmax() == 1
 
 
 def test_each_loss_before_an_optimizer_step_has_the_heads_of_its_own_rows() -> None:
@@ -74,9 +71,9 @@ def test_each_loss_before_an_optimizer_step_has_the_heads_of_its_own_rows() -> N
         log.add(policy, log_probs := policy.log_prob(torch.zeros(5)))
         losses.append(log_probs.mean())
 
-    heads = [log.take_minibatch(5, graph_of(loss)).logits["action"][0].argmax() for loss in losses]
+    heads = [log.take_minibatch(5, graph_of(loss)).logits for loss in losses]
 
-    assert heads == [0, 1]
+    assert [{name: logits[0].argmax() for name, logits in head.items()} for head in heads] == [{"action": 0}, {"action": 1}]
 
 
 class Zipped(gym.Env[Any, Any]):
@@ -87,19 +84,11 @@ class Zipped(gym.Env[Any, Any]):
 
 
 def test_what_an_environment_returns_as_an_iterator_is_left_to_the_script() -> None:
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
-    taps.script = listener
-    taps.install()
-    try:
+    with tapped() as listener:
         _, rewards, terminated, *_ = Zipped().step([0, 1])
-    finally:
-        taps.remove()
 
-    assert taps.error is None
     assert rewards == (1.0, 2.0) and terminated == (True, False)
-    ends = listener.environments.collected()
-    assert ends is not None and ends.ended.tolist() == [[True, False]]
+    assert observed(listener.environments).ended.tolist() == [[True, False]]
 
 
 class Refuses(dict[str, Any]):
@@ -115,8 +104,7 @@ def test_variables_of_a_script_may_refuse_attributes() -> None:
     def variables() -> Variables:
         return calling_variables()
 
-    found = variables()
-    assert any(value is batch for value in found.values())
+    assert any(value is batch for value in variables().values())
 
 
 def collected(ends: Tensor, paid: Tensor | None = None, limits: Tensor | None = None) -> Any:
@@ -128,53 +116,74 @@ def collected(ends: Tensor, paid: Tensor | None = None, limits: Tensor | None = 
     return SimpleNamespace(steps=steps, envs=envs, in_turns=True, cut=False, received=lambda: None, **columns)
 
 
-def rollout_of(arrays: dict[str, Any], reading: LossReading) -> RolloutFinder:
-    ends = torch.zeros(32, 1, dtype=torch.bool)
-    return RolloutFinder(Variables([arrays]), collected(ends), reading=reading)
+def finder_of(
+    arrays: dict[str, Any],
+    reading: LossReading | None = None,
+    ends: Tensor = NEVER,
+    *,
+    paid: Tensor | None = None,
+    limits: Tensor | None = None,
+    **known: Any,
+) -> RolloutFinder:
+    return RolloutFinder(Variables([arrays]), collected(ends, paid, limits), reading=reading, **known)
 
 
-def reading_of(log_probs: Tensor, advantages: Tensor, values: Tensor | None = None) -> LossReading:
-    """Read a loss with these columns before any step; the critic's targets are advantages plus values."""
-    now = log_probs.clone().requires_grad_() + 0
-    new = (torch.zeros(32) if values is None else values).clone().requires_grad_() + 0
-    loss = -((now - log_probs).exp() * advantages).mean()
-    loss = loss if values is None else loss + (new - (advantages + values)).square().mean()
-    reading = read_loss(loss, held=[now, new])
+def rollout_of(arrays: dict[str, Any], reading: LossReading, ends: Tensor = NEVER, **known: Any) -> ScriptRollout:
+    """Find a rollout with a discount of 0.9."""
+    rollout = finder_of(arrays, reading, ends, **known).rollout(0.9)
+    assert rollout is not None
+    return rollout
+
+
+def read(loss: Tensor, *held: Tensor) -> LossReading:
+    reading = read_loss(loss, held=held)
     assert reading is not None
     return reading
 
 
+def policy_of(loss: Tensor, *held: Tensor) -> PolicyTerm:
+    policy = read(loss, *held).policy
+    assert policy is not None
+    return policy
+
+
+def node(column: Tensor) -> Tensor:
+    """Return the same numbers as a result of an operation with a gradient."""
+    return column.clone().requires_grad_() + 0
+
+
+def reading_of(log_probs: Tensor, advantages: Tensor, values: Tensor | None = None) -> LossReading:
+    """Read a loss with these columns before any step; the critic's targets are advantages plus values."""
+    now, new = node(log_probs), node(torch.zeros(32) if values is None else values)
+    loss = -((now - log_probs).exp() * advantages).mean()
+    return read(loss if values is None else loss + (new - (advantages + values)).square().mean(), now, new)
+
+
 def test_returns_less_the_mean_value_are_not_taken_for_normalised_returns() -> None:
     """Returns [N] less values [N, 1] are a matrix, whose mean over the rows multiplies the ratios."""
-    draw = torch.Generator().manual_seed(4)
-    targets, critic, log_probs = (torch.randn(32, generator=draw) for _ in range(3))
-    now, new = log_probs.clone().requires_grad_() + 0, critic.unsqueeze(1).clone().requires_grad_() + 0
+    targets, critic, log_probs = draws(3)
+    now, new = node(log_probs), node(critic.unsqueeze(1))
     matrix = targets - new
     loss = matrix.square().mean() - ((now - log_probs).exp() * matrix.detach()).mean()
-    reading = read_loss(loss, held=[now, new])
-    assert reading is not None
 
-    rollout = rollout_of({"q": targets, "v": critic, "p": log_probs}, reading).rollout(0.9)
+    rollout = rollout_of({"q": targets, "v": critic, "p": log_probs}, read(loss, now, new))
 
-    assert rollout is not None
     torch.testing.assert_close(rollout.advantages.flatten(), targets - critic.mean())
     torch.testing.assert_close(rollout.returns.flatten(), targets)
 
 
 def test_columns_are_those_that_the_loss_is_computed_from_and_the_rows_are_those_that_the_script_indexed() -> None:
     """The advantages of the loss are normalised, and come from other rows than its log-probabilities."""
-    draw = torch.Generator().manual_seed(4)
-    targets, critic, log_probs, raw = (torch.randn(32, generator=draw) for _ in range(4))
-    rows, others = torch.randperm(32, generator=draw)[:16], torch.randperm(32, generator=draw)[:16]
+    targets, critic, log_probs, raw = draws(4)
+    rows, others = torch.randperm(32)[:16], torch.randperm(32)[:16]
     used = (raw[others] - raw[others].mean()) / raw[others].std()
-    now, new = log_probs[rows].clone().requires_grad_() + 0, critic[rows].clone().requires_grad_() + 0
+    now, new = node(log_probs[rows]), node(critic[rows])
     gain = ((now - log_probs[rows]).exp() * used).mean()
-    reading = read_loss((new - targets[rows]).square().mean() - gain, held=[now, new])
+    reading = read((new - targets[rows]).square().mean() - gain, now, new)
     arrays = {"x": targets, "y": critic, "z": log_probs, "w": torch.ones(32), "a": raw}
-    ends = torch.zeros(32, 1, dtype=torch.bool)
-    assert RolloutFinder(Variables([arrays]), collected(ends), reading=reading).find("advantages") is None
+    assert finder_of(arrays, reading).find("advantages") is None
 
-    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, indices=[rows, others])
+    finder = finder_of(arrays, reading, indices=[rows, others])
     rollout = finder.rollout(0.9)
 
     assert rollout is not None and rollout.returns_known
@@ -189,9 +198,8 @@ def test_columns_are_those_that_the_loss_is_computed_from_and_the_rows_are_those
 
 
 def test_log_probabilities_may_be_stored_as_probabilities() -> None:
-    draw = torch.Generator().manual_seed(5)
-    probabilities, advantages = (torch.rand(32, generator=draw) for _ in range(2))
-    finder = rollout_of({"p": probabilities, "a": advantages}, reading_of(probabilities.log(), advantages))
+    probabilities, advantages = (torch.rand(32) for _ in range(2))
+    finder = finder_of({"p": probabilities, "a": advantages}, reading_of(probabilities.log(), advantages))
 
     assert finder.log_probs is not None
     assert torch.allclose(finder.log_probs.flatten(), probabilities.log())
@@ -248,42 +256,35 @@ def test_distributions_that_are_asked_after_each_step_belong_to_it() -> None:
 
 
 def test_the_policy_gradient_of_negative_log_probabilities_has_its_signs() -> None:
-    probabilities = torch.rand(6).requires_grad_()
-    advantages = torch.randn(6)
-    reading = read_loss((-probabilities.log() * advantages).mean(), held=[advantages])
+    probabilities, advantages = torch.rand(6).requires_grad_(), torch.randn(6)
+    policy = policy_of((-probabilities.log() * advantages).mean(), advantages)
 
-    assert reading is not None and reading.policy is not None and reading.policy.log_probs is not None
-    assert torch.equal(reading.policy.advantages, advantages)
-    assert torch.allclose(reading.policy.log_probs, probabilities.detach().log())
+    assert policy.log_probs is not None and torch.allclose(policy.log_probs, probabilities.detach().log())
+    assert torch.equal(policy.advantages, advantages)
 
 
 def test_one_advantage_may_serve_several_rows() -> None:
     now = torch.randn(6, 2).requires_grad_()
-    reading = read_loss(-((now - now.detach()).exp() * torch.arange(6.0).reshape(6, 1)).mean())
+    policy = policy_of(-((now - now.detach()).exp() * torch.arange(6.0).reshape(6, 1)).mean())
 
-    assert reading is not None and reading.policy is not None
-    assert reading.policy.advantages.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert policy.advantages.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def test_environments_in_other_processes_are_seen_by_their_pipes() -> None:
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
-    taps.script = listener
-    taps.install()
-    try:
+    """Their answers may be steps, arrays, or nothing."""
+    info = {"TimeLimit.truncated": True}
+    answers: list[Any] = [np.zeros(3), (np.zeros(3), 2.0, False, info, None), (), ([0.5], 2.0, True, info, None)]
+    with tapped() as listener:
         near, far = multiprocessing.Pipe()
-        for step in range(2):
+        for step, answer in enumerate(answers):
             near.send(("step", step))
             assert far.recv() == ("step", step)
-            far.send(([0.5], 2.0, step == 1, {"TimeLimit.truncated": True}, None))
+            far.send(answer)
             near.recv()
-    finally:
-        taps.remove()
 
-    ends = listener.environments.collected()
-    assert taps.error is None and ends is not None
-    assert ends.rewards.flatten().tolist() == [2, 2]
-    assert ends.ended.flatten().tolist() == ends.time_limits.flatten().tolist() == [False, True]
+    steps = observed(listener.environments)
+    assert steps.rewards.flatten().tolist() == [2, 2]
+    assert steps.ended.flatten().tolist() == steps.time_limits.flatten().tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -354,69 +355,42 @@ class StepsInReset(gym.Env[Any, Any]):
 
 
 def test_an_exception_in_a_tap_ends_only_that_tap(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The script sees none of it, and one warning names the function."""
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    """The script sees none of it, one warning names the function, and steps are recorded, except those that a reset takes."""
     calls = []
 
     def refuse(*words: object) -> None:
         calls.append(words)
         raise LookupError("unforeseen")
 
-    monkeypatch.setattr(listener.returns, "add_text", refuse)
-    taps.install()
-    try:
+    monkeypatch.setattr(ReturnLog, "add_text", refuse)
+    with tapped(fails=True) as listener:
         for step in range(3):
             print(step)
         envs = gym.vector.SyncVectorEnv([StepsInReset] * 3)
         envs.reset()
         envs.step(np.zeros(3, int))
-    finally:
-        taps.remove()
 
-    assert len(calls) == 1 and listener.environments.steps == 3
+    assert len(calls) == 1
+    steps = observed(listener.environments)
+    assert (steps.steps, steps.envs) == (1, 3), "a reset's steps are not the script's"
     (record,) = caplog.records
     assert "printed failed and is not called again" in record.getMessage() and "unforeseen" in record.getMessage()
 
 
-def test_steps_that_a_reset_takes_are_not_the_scripts() -> None:
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
-    taps.install()
-    try:
-        envs = gym.vector.SyncVectorEnv([StepsInReset] * 3)
-        envs.reset()
-        envs.step(np.zeros(3, int))
-    finally:
-        taps.remove()
-
-    observed = listener.environments.collected()
-    assert taps.error is None and observed is not None
-    assert (observed.steps, observed.envs) == (1, 3)
-
-
 def test_classes_of_the_script_that_step_and_reset_are_its_environments() -> None:
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
     env = Own()
-    taps.install()
-    try:
+    with tapped() as listener:
         torch.optim.SGD([torch.zeros(1)])
         assert (Agent().reset(), Agent().step()) == ("reset", "step")
         for _ in range(4):
             env.step(0)
-        copy = cloudpickle.loads(cloudpickle.dumps(taps._foreign_step(lambda env, _: env)))  # as of a class by value
         env.reset()
         env.step(0)
-    finally:
-        taps.remove()
 
-    assert taps.error is None and not hasattr(Own.step, "tapped")
-    assert copy(1, 2) == 1
-    observed = listener.environments.collected()
-    assert observed is not None
-    assert observed.ended.flatten().tolist() == [False, False, True, True, False]
-    assert observed.time_limits.flatten().tolist() == [False, False, False, True, False]
+    assert not hasattr(Own.step, "tapped")
+    steps = observed(listener.environments)
+    assert steps.ended.flatten().tolist() == [False, False, True, True, False]
+    assert steps.time_limits.flatten().tolist() == [False, False, False, True, False]
 
 
 def test_a_script_that_ignores_a_time_limit_goes_on_with_its_episode() -> None:
@@ -426,27 +400,8 @@ def test_a_script_that_ignores_a_time_limit_goes_on_with_its_episode() -> None:
     for limited in (False, True, True, True):
         log.after_step(env, ([0.0], 1.0, False, limited, {}))
 
-    observed = log.collected()
-    assert observed is not None and observed.time_limits.flatten().tolist() == [False, True, False, False]
+    assert observed(log).time_limits.flatten().tolist() == [False, True, False, False]
     assert [one.length for one in log.take()[0]] == [2]
-
-
-def test_answers_of_worker_processes_may_be_arrays() -> None:
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
-    taps.install()
-    try:
-        own, other = multiprocessing.Pipe()
-        answers: tuple[Any, ...] = (np.zeros(3), (np.zeros(3), 1.0, False, {}), ())
-        for answer in answers:
-            own.send(("step", 0))
-            other.recv()
-            other.send(answer)
-            own.recv()
-    finally:
-        taps.remove()
-
-    assert taps.error is None and listener.environments.steps == 1
 
 
 def test_an_episode_of_the_length_at_which_the_script_ends_others_has_ended_too() -> None:
@@ -455,8 +410,7 @@ def test_an_episode_of_the_length_at_which_the_script_ends_others_has_ended_too(
     cuts = []
     for step in range(4):
         log.after_step(env, ([0.0], 1.0, False, False, {}))
-        observed = log.collected()
-        cuts.append(observed is not None and observed.cut)
+        cuts.append(observed(log).cut)
         if step == 1:
             log.reset(env)
 
@@ -464,86 +418,68 @@ def test_an_episode_of_the_length_at_which_the_script_ends_others_has_ended_too(
 
 
 def test_outputs_of_the_critic_are_the_values_where_the_first_loss_is_of_the_policy_only() -> None:
-    draw = torch.Generator().manual_seed(9)
-    log_probs, advantages, values, last = (torch.randn(32, generator=draw) for _ in range(4))
+    log_probs, advantages, values, last = draws(4)
     following = torch.cat([values[1:], last[:1]])
-    arrays = {"l": log_probs, "a": advantages, "x": following, "v": values}
-    reading = reading_of(log_probs, advantages)
     outputs = [following[:, None], values[:, None]]
-    ends = torch.zeros(32, 1, dtype=torch.bool)
-    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, estimates=outputs, critic=outputs)
-    rollout = finder.rollout(0.9)
+    arrays = {"l": log_probs, "a": advantages, "x": following, "v": values}
 
-    assert rollout is not None and torch.equal(rollout.values[:, 0], values)
+    rollout = rollout_of(arrays, reading_of(log_probs, advantages), estimates=outputs, critic=outputs)
+
+    assert torch.equal(rollout.values[:, 0], values)
     assert torch.equal(rollout.last_values[0], last[:1])
 
 
 @pytest.mark.parametrize("rounding", [0.0, 1e-6])
 def test_columns_of_one_environment_after_the_other_may_have_an_axis_of_size_1(rounding: float) -> None:
     """The buffer is [B, T, 1], and is flattened to [R, 1]. Its log-probabilities may be rounded in another way than those of acting."""
-    draw = torch.Generator().manual_seed(9)
-    log_probs, advantages, values = (torch.randn(2, 16, 1, generator=draw) for _ in range(3))
+    log_probs, advantages, values = draws(3, 2, 16, 1)
     log_probs[0, 3] = log_probs[0, 5]
     arrays = {"l": log_probs, "v": values, "a": advantages, "rewards": torch.ones(2, 16)}
     arrays |= {f"flat_{name}": array.reshape(32, 1) for name, array in arrays.items()}
     acted = [Asked(row, None) for row in (1 + rounding) * log_probs[..., 0].T]
-    ends = torch.zeros(16, 2, dtype=torch.bool)
+    reading = reading_of(log_probs.reshape(-1), advantages.reshape(-1), values.reshape(-1))
 
-    rollout = RolloutFinder(
-        *(Variables([arrays]), collected(ends)),
-        reading=reading_of(log_probs.reshape(-1), advantages.reshape(-1), values.reshape(-1)),
-        acted=acted,
-    ).rollout(0.9)
+    rollout = rollout_of(arrays, reading, NEVER.view(16, 2), acted=acted)
 
-    assert rollout is not None and torch.equal(rollout.advantages, advantages[..., 0].T)
+    assert torch.equal(rollout.advantages, advantages[..., 0].T)
     assert torch.allclose(rollout.log_probs, log_probs[..., 0].T)
 
 
 def test_ends_of_episodes_show_the_order_of_buffers_with_equal_rewards() -> None:
     """One environment after the other; the script asks for no log-probabilities in acting."""
-    draw = torch.Generator().manual_seed(9)
-    log_probs, advantages, values = (torch.randn(16, 2, generator=draw) for _ in range(3))
-    ends = torch.rand(16, 2, generator=draw) < 0.2
+    log_probs, advantages, values = draws(3, 16, 2)
+    ends = torch.rand(16, 2) < 0.2
     columns = {"l": log_probs, "a": advantages, "v": values, "d": ends, "rew": torch.ones(16, 2)}
     arrays = {name: column.T.reshape(-1) for name, column in columns.items()}
-    reading = reading_of(arrays["l"], arrays["a"], arrays["v"])
 
-    rollout = RolloutFinder(Variables([arrays]), collected(ends), reading=reading).rollout(0.9)
+    rollout = rollout_of(arrays, reading_of(arrays["l"], arrays["a"], arrays["v"]), ends)
 
-    assert rollout is not None and torch.equal(rollout.values, values)
+    assert torch.equal(rollout.values, values)
 
 
 def test_advantages_that_a_function_keeps_to_itself_are_those_of_the_loss() -> None:
     """The only loss has the whole rollout; the last row, which the script leaves out, does not imply a value after the rollout."""
-    draw = torch.Generator().manual_seed(9)
-    log_probs, advantages, values = (torch.randn(16, 2, generator=draw) for _ in range(3))
+    log_probs, advantages, values = draws(3, 16, 2)
     advantages[-1] = 0.0
     arrays = {"log_probs": log_probs, "values": values, "rewards": torch.ones(16, 2)}
-    ends = torch.zeros(16, 2, dtype=torch.bool)
 
-    rollout = RolloutFinder(
-        Variables([arrays]), collected(ends), reading=reading_of(log_probs.reshape(-1), advantages.reshape(-1))
-    ).rollout(0.9)
+    rollout = rollout_of(arrays, reading_of(log_probs.reshape(-1), advantages.reshape(-1)), NEVER.view(16, 2))
 
-    assert rollout is not None and torch.equal(rollout.advantages, advantages)
+    assert torch.equal(rollout.advantages, advantages)
     assert torch.equal(rollout.last_values[0], values[-1])
 
 
 def test_numbers_of_which_the_loss_takes_rows_are_the_log_probabilities_that_it_does_not_show() -> None:
-    draw = torch.Generator().manual_seed(9)
-    log_probs, advantages, values, other = (torch.randn(32, generator=draw) for _ in range(4))
-    rows, log = torch.randperm(32, generator=draw)[:16], IndexLog()
+    log_probs, advantages, values, other = draws(4)
+    rows, log = torch.randperm(32)[:16], IndexLog()
     for column in (log_probs, advantages, values + advantages):
         log.add(column, rows)
-    now = (log_probs[rows].clone().requires_grad_() * 2 + 0.5 - 0.5).sub(log_probs[rows])
-    new = values[rows].clone().requires_grad_() + 0
+    now, new = (log_probs[rows].clone().requires_grad_() * 2 + 0.5 - 0.5).sub(log_probs[rows]), node(values[rows])
     loss = -((now - log_probs[rows]).exp() * advantages[rows]).mean() + (new - (values + advantages)[rows]).pow(2).mean()
-    reading = read_loss(loss, held=[new])
-    assert reading is not None and reading.policy is not None and reading.policy.log_probs is None
+    assert policy_of(loss, new).log_probs is None
     arrays = {"l": log_probs, "a": advantages, "v": values, "t": values + advantages, "o": other}
-    columns = Variables([arrays]), collected(torch.zeros(32, 1, dtype=torch.bool))
 
-    finder = RolloutFinder(*columns, reading=reading, indices=[rows], indexed=log.sources)
+    finder = finder_of(arrays, read(loss, new), indices=[rows], indexed=log.sources)
 
     assert finder.names()["log_probs"] == "l"
 
@@ -553,9 +489,8 @@ def test_no_layer_has_acted_before_environments_that_are_not_known() -> None:
 
 
 def test_rows_are_those_of_most_columns_where_a_script_mixes_up_one() -> None:
-    draw = torch.Generator().manual_seed(7)
-    rollout = {name: torch.randn(64, 1, generator=draw) for name in ("log_probs", "advantages", "inputs")}
-    rows = torch.randperm(64, generator=draw)[:16]
+    rollout = {name: torch.randn(64, 1) for name in ("log_probs", "advantages", "inputs")}
+    rows = torch.randperm(64)[:16]
     own = {name: column.flatten()[rows] for name, column in rollout.items()}
 
     for name in own:
@@ -567,12 +502,11 @@ def test_rows_are_those_of_most_columns_where_a_script_mixes_up_one() -> None:
 
 def test_rows_with_equal_numbers_are_told_apart_by_most_columns_where_one_is_permuted() -> None:
     """The first two rows have one log-probability, and their advantages are exchanged."""
-    draw = torch.Generator().manual_seed(7)
-    rollout = {name: torch.randn(64, 1, generator=draw) for name in ("log_probs", "advantages", "inputs", "returns")}
+    rollout = {name: torch.randn(64, 1) for name in ("log_probs", "advantages", "inputs", "returns")}
     for name, distance in (("log_probs", 0.0), ("inputs", 1e-3), ("returns", 1e-3)):
         rollout[name][1] = rollout[name][0] + distance
     own: dict[str, Tensor | None] = {name: column.flatten() for name, column in rollout.items()}
-    order = torch.cat([torch.tensor([1, 0]), 2 + torch.randperm(62, generator=draw)])
+    order = torch.cat([torch.tensor([1, 0]), 2 + torch.randperm(62)])
     found = RowFinder(rollout).rows_of({**own, "advantages": rollout["advantages"].flatten()[order]})
 
     assert found is not None and found.tolist() == list(range(64))
@@ -580,9 +514,8 @@ def test_rows_with_equal_numbers_are_told_apart_by_most_columns_where_one_is_per
 
 @pytest.mark.parametrize("acted", [True, False], ids=["values-while-acting", "values-later"])
 def test_the_value_after_the_last_step_is_of_the_critic_and_not_of_a_policy_with_one_action(acted: bool) -> None:
-    draw = torch.Generator().manual_seed(5)
     policy, critic = nn.Linear(3, 1), nn.Linear(3, 1)
-    observations, log = torch.randn(33, 3, generator=draw), EstimateLog()
+    observations, log = torch.randn(33, 3), EstimateLog()
     with torch.no_grad():
         values = torch.stack([critic(observation) for observation in observations])  # a batch may round differently
         for observation in observations:
@@ -592,40 +525,28 @@ def test_the_value_after_the_last_step_is_of_the_critic_and_not_of_a_policy_with
                 log.add(critic, critic(observation))
     if not acted:
         log.add(critic, values[-1:])
-    log_probs, rewards = torch.randn(32, generator=draw), torch.randn(32, generator=draw)
+    log_probs, rewards = draws(2)
     arrays = {"r": rewards, "z": log_probs, "values": values[:-1, 0], "a": rewards + 0.9 * values[1:, 0] - values[:-1, 0]}
-    ends = torch.zeros(32, 1, dtype=torch.bool)
-    reading = reading_of(log_probs, arrays["a"])
-    finder = RolloutFinder(Variables([arrays]), collected(ends, rewards.view(32, 1)), reading=reading, last_estimates=log.take_last())
-    rollout = finder.rollout(0.9)
+    rollout = rollout_of(arrays, reading_of(log_probs, arrays["a"]), paid=rewards.view(32, 1), last_estimates=log.take_last())
 
-    assert rollout is not None and torch.equal(rollout.last_values, values[-1:])
-
-
-def test_two_equal_transitions_among_others_are_both_visited() -> None:
-    rollout = columns(log_probs=torch.randn(64, 1, generator=torch.Generator().manual_seed(8)))
-    for column in rollout.values():
-        column[1] = column[0]
-    rows = RowFinder(rollout).rows_of({name: column.flatten() for name, column in rollout.items()})
-
-    assert rows is not None and rows.sort().values.tolist() == list(range(64))
+    assert torch.equal(rollout.last_values, values[-1:])
 
 
 def test_flags_are_no_rewards_where_these_are_constant() -> None:
-    draw = torch.Generator().manual_seed(9)
-    log_probs, advantages = (torch.randn(32, generator=draw) for _ in range(2))
+    log_probs, advantages = draws(2)
     arrays = {"mask": torch.ones(32), "r": torch.full((32,), 0.01), "z": log_probs, "a": advantages}
-    rewards = rollout_of(arrays, reading_of(log_probs, advantages)).rewards
+
+    rewards = finder_of(arrays, reading_of(log_probs, advantages)).rewards
 
     assert rewards is not None and torch.equal(rewards.flatten(), arrays["r"])
 
 
 def test_returns_that_a_script_calls_rewards_are_none() -> None:
-    draw = torch.Generator().manual_seed(10)
-    log_probs, returns, values = (torch.randn(32, generator=draw) for _ in range(3))
+    log_probs, returns, values = draws(3)
     buffer = {"rewards": [1.0] * 32}
     arrays = {"rewards": returns, "v": values, "z": log_probs, "a": returns - values, "buffer": buffer}
-    rewards = rollout_of(arrays, reading_of(log_probs, returns - values)).rewards
+
+    rewards = finder_of(arrays, reading_of(log_probs, returns - values)).rewards
 
     assert rewards is not None and rewards.flatten().tolist() == buffer["rewards"]
 
@@ -633,8 +554,7 @@ def test_returns_that_a_script_calls_rewards_are_none() -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_rewards_that_a_script_turns_into_returns_in_place_are_those_of_the_environment(scale: float) -> None:
     """Other arrays with the name are kept, such as rewards that a wrapper normalises by their own course."""
-    draw = torch.Generator().manual_seed(12)
-    paid, ended = torch.randn(32, 2, generator=draw), torch.rand(32, 2, generator=draw) < 0.1
+    paid, ended = torch.randn(32, 2), torch.rand(32, 2) < 0.1
     sums = scale * paid
     for step in reversed(range(31)):
         sums[step] += 0.9 * sums[step + 1] * ~ended[step]
@@ -656,80 +576,68 @@ def test_tensors_in_dictionaries_and_objects_are_variables() -> None:
 
 
 def test_the_value_after_the_last_step_is_not_implied_by_targets_that_are_the_advantages() -> None:
-    draw = torch.Generator().manual_seed(11)
-    log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))
+    log_probs, advantages, values = draws(3)
     arrays = {"rewards": torch.ones(32), "values": values, "z": log_probs, "a": advantages, "returns": advantages.clone()}
-    rollout = rollout_of(arrays, reading_of(log_probs, advantages)).rollout(0.5)
+    rollout = rollout_of(arrays, reading_of(log_probs, advantages))
 
-    assert rollout is not None
-    assert float(rollout.last_values) == pytest.approx(float(2 * (advantages[-1] + values[-1] - 1)))
+    assert float(rollout.last_values) == pytest.approx(float(advantages[-1] + values[-1] - 1) / 0.9)
 
 
 def test_the_value_that_a_loop_from_the_last_step_leaves_behind_is_that_of_the_first_one() -> None:
-    draw = torch.Generator().manual_seed(11)
-    log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))
+    log_probs, advantages, values = draws(3)
     arrays = {"values": values, "z": log_probs, "a": advantages, "returns": advantages + values}
     last = [
-        rollout_of(arrays | {"next_value": value}, reading_of(log_probs, advantages)).rollout(0.5)
+        float(rollout_of(arrays | {"next_value": value}, reading_of(log_probs, advantages)).last_values)
         for value in (values[:1], float(values[1]), torch.tensor([3.0]), 3.0)
     ]
 
-    implied = float(2 * (advantages[-1] + values[-1] - 1))
-    assert [float(one.last_values) for one in last if one is not None] == pytest.approx([implied, implied, 3, 3])
+    implied = float(advantages[-1] + values[-1] - 1) / 0.9
+    assert last == pytest.approx([implied, implied, 3, 3])
 
 
 def test_neither_flags_nor_what_rewards_are_given_after_time_limits_are_values_of_last_states() -> None:
-    draw = torch.Generator().manual_seed(12)
-    log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))
+    log_probs, advantages, values = draws(3)
     limits = torch.arange(32).reshape(32, 1) % 10 == 9
     returns = advantages + values
     arrays = {"v": values, "a": advantages, "z": log_probs, "q": returns, "done": limits.float()}
     added = limits * (returns - 1).reshape(32, 1)
     for last, bootstraps in ((limits.float(), False), (added / 0.9, True), (added, False)):
         arrays["last"] = last
-        reading = reading_of(log_probs, advantages, values)
-        finder = RolloutFinder(Variables([arrays]), collected(limits, limits=limits), reading=reading)
-        rollout = finder.rollout(0.9)
+        rollout = rollout_of(arrays, reading_of(log_probs, advantages, values), limits, limits=limits)
 
-        assert rollout is not None and torch.equal(rollout.terminated, rollout.ended) is not bootstraps
+        assert torch.equal(rollout.terminated, rollout.ended) is not bootstraps
 
 
 def test_values_of_the_next_episode_are_no_values_of_last_states() -> None:
     """Values after each step are those of the next row; a script that resets first has the next episode's at a time limit, too."""
-    draw = torch.Generator().manual_seed(12)
-    log_probs, advantages, values, finals = (torch.randn(32, generator=draw) for _ in range(4))
+    log_probs, advantages, values, finals = draws(4)
     limits = torch.arange(32).reshape(32, 1) % 10 == 9
     following = torch.cat([values[1:], finals[:1]])
     last_states = torch.where(limits.squeeze(1), finals, following)
     arrays = {"v": values, "a": advantages, "z": log_probs, "q": advantages + values}
 
     for column, bootstraps in ((following, False), (last_states, True)):
-        reading = reading_of(log_probs, advantages, values)
-        finder = RolloutFinder(Variables([arrays | {"w": column}]), collected(limits, limits=limits), reading=reading)
-        rollout = finder.rollout(0.9)
+        rollout = rollout_of(arrays | {"w": column}, reading_of(log_probs, advantages, values), limits, limits=limits)
 
-        assert rollout is not None and (rollout.time_limits is None) is bootstraps
+        assert (rollout.time_limits is None) is bootstraps
         assert torch.equal(rollout.next_values[limits], finals[limits.squeeze(1)]) is bootstraps
 
 
 def test_values_are_told_from_those_of_the_next_states_where_a_minibatch_has_both() -> None:
     """The script has computed the values of the next states first; rows of the minibatch are no first states of episodes."""
-    draw = torch.Generator().manual_seed(13)
-    log_probs, advantages, values, finals = (torch.randn(32, generator=draw) for _ in range(4))
+    log_probs, advantages, values, finals = draws(4)
     ends = torch.arange(32).reshape(32, 1) % 16 == 15
     following = torch.where(ends.squeeze(1), finals, torch.cat([values[1:], finals[:1]]))
     arrays = {"w": following, "v": values, "a": advantages, "z": log_probs, "q": advantages + values}
     rows = torch.arange(1, 16)
 
-    reading = reading_of(log_probs[rows], advantages[rows], values[rows])
-    rollout = RolloutFinder(Variables([arrays]), collected(ends), reading=reading).rollout(0.9)
+    rollout = rollout_of(arrays, reading_of(log_probs[rows], advantages[rows], values[rows]), ends)
 
-    assert rollout is not None and torch.equal(rollout.values.flatten(), values)
+    assert torch.equal(rollout.values.flatten(), values)
 
 
 def test_returns_are_not_taken_for_advantages_where_values_hardly_vary() -> None:
-    draw = torch.Generator().manual_seed(14)
-    log_probs, raw = (torch.randn(32, generator=draw) for _ in range(2))
+    log_probs, raw = draws(2)
     values = torch.ones(32) + 1e-7 * torch.arange(32)
     used = (raw - raw.mean()) / raw.std()
     arrays = {"returns": raw + values, "v": values, "a": used, "z": log_probs}
@@ -737,9 +645,9 @@ def test_returns_are_not_taken_for_advantages_where_values_hardly_vary() -> None
     reading = reading_of(log_probs, used, values)
     assert reading.value is not None
     reading = reading._replace(value=reading.value._replace(returns=raw + values))
-    rollout = RolloutFinder(Variables([arrays]), collected(torch.arange(32).reshape(32, 1) == 31), reading=reading).rollout(0.9)
+    rollout = rollout_of(arrays, reading, torch.arange(32).reshape(32, 1) == 31)
 
-    assert rollout is not None and torch.equal(rollout.advantages.flatten(), used)
+    assert torch.equal(rollout.advantages.flatten(), used)
 
 
 def test_only_choices_and_gaussians_of_independent_dimensions_are_heads() -> None:
@@ -772,16 +680,11 @@ def test_log_probabilities_without_dimensions_that_were_acted_on_with_a_graph_ar
 
 
 def test_what_a_distribution_asks_its_parts_is_no_question_of_the_script() -> None:
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
-    taps.install()
-    try:
+    with tapped() as listener:
         means = torch.zeros(3, 2, requires_grad=True)
         policy = distributions.Independent(distributions.Normal(means, means.exp()), 1)
         log_probs = policy.log_prob(torch.zeros(3, 2))
         policy.entropy()
-    finally:
-        taps.remove()
 
     graphs = listener.distributions.take_graphs()
     assert [tuple(one.shape) for one in (*graphs.log_probs, *graphs.entropies)] == [(3,), (3,)]
@@ -831,10 +734,7 @@ class Member:
 
 @pytest.mark.parametrize("flags", [1, 2])
 def test_environments_of_other_classes_are_found_when_the_script_acts(flags: int) -> None:
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
-    taps.install()
-    try:
+    with tapped() as listener:
         env, member, layer = Walkers(flags), Member(), nn.Linear(3, 1)
         observations = env.reset()
         for _ in range(4):
@@ -842,134 +742,105 @@ def test_environments_of_other_classes_are_found_when_the_script_acts(flags: int
                 layer(observations)
             member.step(observations)
             observations = env.step(torch.zeros(2))[0]
-    finally:
-        taps.remove()
 
-    ends, log = listener.environments.collected(), listener.environments
-    assert taps.error is None and log.steps == 8 and not log.hidden
-    assert ends is not None and ends.ended.nonzero().tolist() == ends.time_limits.nonzero().tolist() == [[2, 1]]
-    assert ends.rewards.tolist() == [[1.0, 2.0]] * 4
+    log = listener.environments
+    steps = observed(log)
+    assert log.steps == 8 and not log.hidden
+    assert steps.ended.nonzero().tolist() == steps.time_limits.nonzero().tolist() == [[2, 1]]
+    assert steps.rewards.tolist() == [[1.0, 2.0]] * 4
     assert [tuple(one) for one in log.take()[0]] == [(6.0, 3, 2)]
     assert not hasattr(Walkers.step, "tapped") and not hasattr(Member.step, "tapped")
 
 
 def test_an_object_around_a_known_environment_is_not_recorded_as_well() -> None:
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
-    taps.install()
-    try:
+    with tapped() as listener:
         env, layer = Wrapped(), nn.Linear(4, 2)
         observation = env.reset()
         for _ in range(3):
             with torch.no_grad():
                 layer(torch.as_tensor(observation))
             observation = env.step(1)[0]
-    finally:
-        taps.remove()
 
-    collected = listener.environments.collected()
-    assert taps.error is None and listener.environments.steps == 3
-    assert collected is not None and collected.rewards.tolist() == [[1.0]] * 3
+    assert observed(listener.environments).rewards.tolist() == [[1.0]] * 3
 
 
 def test_columns_that_a_script_shuffles_together_are_put_back_in_order() -> None:
-    draw = torch.Generator().manual_seed(13)
-    kept = {name: torch.randn(32, generator=draw) for name in ("log_probs", "advantages", "values")}
+    kept = dict(zip(("log_probs", "advantages", "values"), draws(3), strict=True))
     kept["returns"] = kept["advantages"] + kept["values"]
-    order = torch.randperm(32, generator=draw)
+    order = torch.randperm(32)
     log_probs, advantages, returns = (kept[name][order] for name in ("log_probs", "advantages", "returns"))
-    now, critic = log_probs[:16].clone().requires_grad_() + 0, kept["values"][order[:16]].clone().requires_grad_() + 0
+    now, critic = node(log_probs[:16]), node(kept["values"][order[:16]])
     gain = ((now - log_probs[:16]).exp() * advantages[:16]).mean()
-    reading = read_loss((critic - returns[:16]).square().mean() - gain, held=[now, critic])
+    reading = read((critic - returns[:16]).square().mean() - gain, now, critic)
     arrays = {"z": log_probs, "a": advantages, "q": returns, "v": kept["values"]}
-    acted = [Asked(one, None) for one in kept["log_probs"]]
-    ends = torch.zeros(32, 1, dtype=torch.bool)
-    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, acted=acted)
-    rollout = finder.rollout(0.9)
-    assert rollout is not None
+    rollout = rollout_of(arrays, reading, acted=[Asked(one, None) for one in kept["log_probs"]])
     for name, column in kept.items():
         assert torch.equal(getattr(rollout, name).flatten(), column)
 
     log_probs[0] = log_probs[1] = kept["log_probs"][order[0]] = kept["log_probs"][order[1]]
-    acted = [Asked(kept["log_probs"], None)]
-    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, acted=acted)
+    finder = finder_of(arrays, reading, acted=[Asked(kept["log_probs"], None)])
 
     assert finder.rollout(0.9) is None  # equal log-probabilities do not identify a row
 
 
 def test_advantages_that_a_script_detaches_in_its_loss_have_their_sign() -> None:
-    weights = torch.zeros(6, 3, requires_grad=True)
-    values = torch.zeros(6, requires_grad=True)
+    weights, values = torch.zeros(6, 3, requires_grad=True), torch.zeros(6, requires_grad=True)
     advantages = torch.arange(6.0) - 2 - values
     chosen = weights.log_softmax(-1)[:, 0]
     for sign in (1, -1):
         loss = sign * (chosen * advantages.detach()).mean() + advantages.square().mean()
-        reading = read_loss(loss, held=[chosen, advantages])
-        assert reading is not None and reading.policy is not None
-        assert torch.equal(reading.policy.advantages, advantages.detach())
+        assert torch.equal(policy_of(loss, chosen, advantages).advantages, advantages.detach())
 
     products = -torch.arange(6.0) * chosen.sub(chosen.detach()).exp()
-    reading = read_loss(products.mean(), held=[products])
-    assert reading is not None and reading.policy is not None
-    assert reading.policy.advantages.tolist() == [0, 1, 2, 3, 4, 5]
+    assert policy_of(products.mean(), products).advantages.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_actions_without_a_name_are_those_that_distributions_were_asked_for_in_acting() -> None:
-    draw = torch.Generator().manual_seed(21)
-    log_probs, advantages, actions = (torch.randn(32, generator=draw) for _ in range(3))
+    log_probs, advantages, actions = draws(3)
     log = DistributionLog()
     for step in range(32):  # queried after each step
         if step:
             log.after_env_step()
         log.add(object(), log_probs[step].reshape(1), actions[step].reshape(1))
     (acted, _), arrays = log.take_rollout(32, 1), {"z": log_probs, "a": advantages}
-    ends, reading = torch.zeros(32, 1, dtype=torch.bool), reading_of(log_probs, advantages)
+    reading = reading_of(log_probs, advantages)
 
-    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, acted=acted)
-    found = finder.actions(None)
+    found = finder_of(arrays, reading, acted=acted).actions(None)
 
     assert found is not None and torch.equal(found.flatten(), actions)
-    assert RolloutFinder(Variables([arrays]), collected(ends), reading=reading).actions(None) is None
+    assert finder_of(arrays, reading).actions(None) is None
 
 
 def test_log_probabilities_with_few_numbers_are_found_by_those_of_acting() -> None:
-    log_probs = torch.tensor([-0.25, -1.5]).repeat(16)
-    advantages = torch.randn(32, generator=torch.Generator().manual_seed(22))
+    log_probs, (advantages,) = torch.tensor([-0.25, -1.5]).repeat(16), draws(1)
     acted = [Asked(one.reshape(1), None) for one in log_probs]
-    arrays, ends = {"z": log_probs, "a": advantages}, torch.zeros(32, 1, dtype=torch.bool)
-    reading = reading_of(log_probs, advantages)
 
-    finder = RolloutFinder(Variables([arrays]), collected(ends), reading=reading, acted=acted)
+    finder = finder_of({"z": log_probs, "a": advantages}, reading_of(log_probs, advantages), acted=acted)
 
     assert finder.log_probs is not None and torch.equal(finder.log_probs.flatten(), log_probs)
 
 
 def test_values_are_those_of_the_critic_that_acts_where_another_one_learns() -> None:
-    draw = torch.Generator().manual_seed(23)
-    log_probs, advantages, values, others = (torch.randn(32, generator=draw) for _ in range(4))
+    log_probs, advantages, values, others = draws(4)
     critic, log = nn.Linear(1, 1), EstimateLog()
     log.add(critic, values[-1].reshape(1, 1))
     log.after_env_step()
     log.add(critic, torch.ones(1, 1))
-    now, new = log_probs.clone().requires_grad_() + 0, others.clone().requires_grad_() + 0
+    now, new = node(log_probs), node(others)
     gain = ((now - log_probs).exp() * advantages).mean()
-    reading = read_loss((new - advantages - values).square().mean() - gain, held=[now, new])
+    reading = read((new - advantages - values).square().mean() - gain, now, new)
     arrays = {"z": log_probs, "a": advantages, "q": advantages + values, "v": values, "n": new.detach()}
 
-    finder = RolloutFinder(
-        Variables([arrays]), collected(torch.zeros(32, 1, dtype=torch.bool)), reading=reading, last_estimates=log.take_last()
-    )
-    rollout = finder.rollout()
+    rollout = rollout_of(arrays, reading, last_estimates=log.take_last())
 
-    assert rollout is not None and torch.equal(rollout.values.flatten(), values)
+    assert torch.equal(rollout.values.flatten(), values)
     assert rollout.last_values.tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize(("bootstrap", "gae_lambda"), [(True, 0.9), (False, 0.9), (True, 1.0)])
 def test_a_discount_without_a_name_is_read_from_the_advantages_whatever_the_last_value_is(bootstrap: bool, gae_lambda: float) -> None:
-    draw = torch.Generator().manual_seed(24)
-    rewards, values = (torch.randn(20, 3, generator=draw).double() for _ in range(2))
-    last, advantages = torch.randn(3, generator=draw).double(), torch.zeros(20, 3).double()
+    rewards, values = (torch.randn(20, 3).double() for _ in range(2))
+    last, advantages = torch.randn(3).double(), torch.zeros(20, 3).double()
     running, following = torch.zeros(3).double(), last * bootstrap
     for step in reversed(range(20)):
         running = rewards[step] + 0.97 * following - values[step] + 0.97 * gae_lambda * running
@@ -1022,15 +893,10 @@ def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_posi
 
 
 def test_any_index_is_left_to_the_script() -> None:
-    listener = ScriptListener(lambda _: None, lambda _: None)
-    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
-    taps.install()
-    try:
+    with tapped() as listener:
         column, rows = torch.arange(6.0), torch.tensor([4, 1, 1])
         taken = [column[rows], column[torch.tensor(3)], column[[0, 2, 5]], column[column > 3], column[1:], column[..., None]]
         column.index_select(0, rows[:2])
-    finally:
-        taps.remove()
 
     assert [one.numel() for one in taken] == [3, 1, 3, 2, 5, 6]
     assert [one.tolist() for one in listener.indices.recent(3)] == [[0, 2, 5], [4, 1, 1]]

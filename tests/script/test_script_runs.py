@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -11,10 +12,11 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from forked import run_python
+from mistakes.corpus import edited
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waiting import wait_until
 
@@ -25,9 +27,7 @@ from esper_telemetry.journal.read import Run
 pytestmark = pytest.mark.system
 
 SCRIPTS = Path(__file__).parent / "scripts"
-CLEANRL = os.environ.get("ESPER_CLEANRL")
-"""A directory with CleanRL's scripts; if it is set, they are run too."""
-
+CATEGORICAL = (SCRIPTS / "categorical.py").read_text()
 TWO_CORES = min(2, len(os.sched_getaffinity(0)))
 """For the trainer and the worker process."""
 
@@ -65,6 +65,23 @@ def python(directory: Path, *words: str, fresh: bool = False, cores: int = 1) ->
 def with_telemetry(directory: Path, script: str, *arguments: str, fresh: bool = False, cores: int = 1) -> ProcessResult:
     words = ("-m", "esper_telemetry", "run", "--run-dir", "run", script, *arguments)
     return python(directory, *words, fresh=fresh, cores=cores)
+
+
+def run_of(directory: Path, source: str, *arguments: str) -> Run:
+    """Return the run of a script that ends well."""
+    (directory / "script.py").write_text(source)
+    result = with_telemetry(directory, "script.py", *arguments)
+    assert result.code == 0 and "failed" not in result.stderr, result.stderr
+    return read_run(directory / "run")
+
+
+def check(directory: Path, source: str, *words: str, updates: int = 2) -> dict[str, dict[str, Any]]:
+    """Return the equations of a script by name."""
+    (directory / "script.py").write_text(source)
+    options = ("--json", "--updates", str(updates), "--run-dir", "run", "script.py", *words)
+    result = python(directory, "-m", "esper_telemetry", "check", *options)
+    assert result.stdout.startswith("{"), result.stderr
+    return {row["equation"]: row for row in json.loads(result.stdout)["equations"]}
 
 
 def script_stderr(result: ProcessResult) -> str:
@@ -114,12 +131,9 @@ OPTIMIZER = "optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, e
     ],
 )
 def test_learning_rates_of_actor_and_critic(tmp_path: Path, made: str, stepped: str) -> None:
-    source = (SCRIPTS / "categorical.py").read_text()
-    assert OPTIMIZER in source and LOSS_AND_STEP in source
-    (tmp_path / "script.py").write_text(source.replace(OPTIMIZER, made).replace(LOSS_AND_STEP, stepped))
-    with_telemetry(tmp_path, "script.py", "--total_timesteps=512")
+    source = edited(CATEGORICAL, ((OPTIMIZER, made), (LOSS_AND_STEP, stepped)))
 
-    records = read_run(tmp_path / "run").records
+    records = run_of(tmp_path, source, "--total_timesteps=512").records
     assert len(records) == 2
     for record in records:
         rates = {key: value for key, value in record.values.items() if key.startswith("opt/lr")}
@@ -128,37 +142,39 @@ def test_learning_rates_of_actor_and_critic(tmp_path: Path, made: str, stepped: 
 
 def test_the_gradient_of_an_entropy_bonus_whose_weight_has_no_name(tmp_path: Path) -> None:
     """The graph of the loss has the weight. The second script doubles it, which doubles the gradient."""
-    source = (SCRIPTS / "categorical.py").read_text()
     norms = []
     for weight in ("0.01", "0.02"):
         directory = tmp_path / weight
         directory.mkdir()
-        text = source.replace("args.ent_coef * entropy_loss", f"{weight} * entropy_loss").replace("ent_coef", "unused")
-        (directory / "script.py").write_text(text)
-        with_telemetry(directory, "script.py", "--total_timesteps=256")
-        (record,) = read_run(directory / "run").records
+        text = CATEGORICAL.replace("args.ent_coef * entropy_loss", f"{weight} * entropy_loss").replace("ent_coef", "unused")
+        (record,) = run_of(directory, text, "--total_timesteps=256").records
         assert record.values["loss/entropy_coef"] == pytest.approx(float(weight))
+        assert record.values["loss/entropy"] == pytest.approx(-record.values["policy/entropy"], rel=0.01)
         norms.append(record.values["grad/entropy/norm"])
 
     assert norms[1] == pytest.approx(2 * norms[0], rel=0.05)  # the policies differ after the first step
 
 
 COMMON = {
-    "policy/kl",
-    "policy/clip_frac",
-    "policy/entropy",
-    "integrity/ratio_init",
-    "adv/raw/std",
-    "ret/std",
-    "value/explained_variance",
-    "loss/policy",
-    "loss/value",
-    "grad/global/norm_preclip",
-    "reward/mean",
-    "opt/lr",
-    "episode/return_mean_100",
-    "train/env_steps_per_second",
+    *("policy/kl", "policy/clip_frac", "policy/entropy", "integrity/ratio_init", "adv/raw/std", "ret/std", "reward/mean"),
+    *("value/explained_variance", "loss/policy", "loss/value", "grad/global/norm_preclip", "opt/lr"),
+    *("episode/return_mean_100", "train/env_steps_per_second"),
 }
+
+
+def checked_run(run_dir: Path, plain: ProcessResult, keys: set[str]) -> Run:
+    """Return a run of four updates with these keys, whose gradient norms are those that the script prints."""
+    run = read_run(run_dir)
+    assert run.status is RunStatus.FINISHED
+    assert [record.axes.env_step for record in run.records] == [256, 512, 768, 1024]
+    assert all(record.values.keys() >= keys for record in run.records[1:])
+    norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
+    for place, record in enumerate(run.records):
+        assert record.values["grad/global/norm_preclip"] == pytest.approx(sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5)
+        assert record.values["integrity/ratio_init"] <= 1e-6
+        assert record.values["integrity/gae_identity"] <= 1e-6
+        assert "telemetry/metric_errors" not in record.values
+    return run
 
 
 BROKEN_READER = """
@@ -249,18 +265,10 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
     result = with_telemetry(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", fresh=True, cores=TWO_CORES)
 
     assert (result.code, result.stdout, script_stderr(result)) == (0, plain.stdout, plain.stderr)
-    run = read_run(tmp_path / "run")
-    assert run.status is RunStatus.FINISHED
-    assert [record.axes.env_step for record in run.records] == [256, 512, 768, 1024]
+    run = checked_run(tmp_path / "run", plain, COMMON)
     assert [record.axes.gradient_step for record in run.records] == [4, 8, 12, 16]
-    assert all(record.values.keys() >= COMMON for record in run.records[1:])
-    norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
-    for place, record in enumerate(run.records):
-        values = record.values
-        assert values["grad/global/norm_preclip"] == pytest.approx(sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5)
+    for values in (record.values for record in run.records):
         assert values["value/explained_variance"] == pytest.approx(values["script/losses/explained_variance"], abs=1e-5)
-        assert values["integrity/ratio_init"] <= 1e-6
-        assert values["integrity/gae_identity"] <= 1e-6
     assert run.info.facts["groups"].keys() == {"actor", "critic"}
     assert run.info.facts["env"] == "CartPole-v1"
     assert run.info.facts["action_space"] == "Discrete(2)"
@@ -276,10 +284,9 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
 
 def test_with_a_default_device_each_pass_counts_once(tmp_path: Path, plain: ProcessResult) -> None:
     """With a default device, torch calls `Tensor.backward` a second time from within itself."""
-    text = (SCRIPTS / "categorical.py").read_text(encoding="utf-8")
-    script = tmp_path / "categorical.py"
-    script.write_text(text.replace("import torch\n", "import torch\ntorch.set_default_device('cpu')\n", 1), encoding="utf-8")
-    result = with_telemetry(tmp_path, str(script), "--seed=4")
+    text = CATEGORICAL.replace("import torch\n", "import torch\ntorch.set_default_device('cpu')\n", 1)
+    (tmp_path / "categorical.py").write_text(text)
+    result = with_telemetry(tmp_path, "categorical.py", "--seed=4")
 
     assert (result.code, weights_of(result)) == (0, weights_of(plain))
     run = read_run(tmp_path / "run")
@@ -288,29 +295,13 @@ def test_with_a_default_device_each_pass_counts_once(tmp_path: Path, plain: Proc
     assert run.alarms == ()
 
 
-def test_the_last_kl_is_the_scripts_own(tmp_path: Path) -> None:
-    """One minibatch and one epoch: the KL of the update is the minibatch's, which the script prints."""
+def test_the_last_kl_and_value_loss_are_the_scripts_own(tmp_path: Path) -> None:
+    """One minibatch and one epoch: the numbers of the update are the minibatch's, which the script prints."""
     result = with_telemetry(tmp_path, str(SCRIPTS / "categorical.py"), "--num_minibatches=1", "--update_epochs=1", "--learning_rate=0.5")
 
-    kls = [float(kl) for kl in re.findall(r"kl (\S+)", result.stdout)]
-    measured = [record.values["policy/kl"] for record in read_run(tmp_path / "run").records]
-    assert measured == pytest.approx(kls, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_a_script_with_memory(tmp_path: Path) -> None:
-    """States and gates are measured if the script steps its LSTM. Its value loss lacks the factor of a half; the record's has it."""
-    script = str(SCRIPTS / "recurrent.py")
-    plain, result = python(tmp_path, script), with_telemetry(tmp_path, script)
-
-    assert (result.code, result.stdout) == (0, plain.stdout)
-    run = read_run(tmp_path / "run")
-    assert len(run.records) == 4
-    assert {"lstm/h/rms", "lstm/reset_frac"} & run.records[-1].values.keys()
-    assert any(key.startswith("lstm/gate/") for record in run.records for key in record.values)
-    assert "recurrent states" in telemetry_lines(result)[0]
-    losses = [float(line.split()[3]) for line in plain.stdout.splitlines() if line.startswith("epoch")]
-    assert run.records[0].values["loss/value"] < 0.75 * max(losses)
+    printed = [(float(kl), float(loss)) for kl, loss in re.findall(r"kl (\S+) value (\S+)", result.stdout)]
+    measured = [(record.values["policy/kl"], record.values["loss/value"]) for record in read_run(tmp_path / "run").records]
+    assert measured == [pytest.approx(pair, abs=1e-6, rel=1e-5) for pair in printed] != []
 
 
 def test_a_script_in_one_piece_with_memory(tmp_path: Path) -> None:
@@ -326,17 +317,8 @@ def test_a_script_in_one_piece_with_memory(tmp_path: Path) -> None:
     assert (result.code, result.stdout, script_stderr(result)) == (0, plain.stdout, plain.stderr)
     assert event_values(tmp_path / "runs") == before != {}
     assert "recurrent states" in telemetry_lines(result)[0] and "not found" not in telemetry_lines(result)[0]
-    run = read_run(tmp_path / "run")
-    assert run.status is RunStatus.FINISHED
-    assert [record.axes.env_step for record in run.records] == [256, 512, 768, 1024]
-    assert all(record.values.keys() >= COMMON | MEMORY for record in run.records[1:])
+    run = checked_run(tmp_path / "run", plain, COMMON | MEMORY)
     assert {"lstm/gate/f/mean", "lstm/cell_log_gain"} <= run.records[0].values.keys()
-    norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
-    for place, record in enumerate(run.records):
-        assert record.values["grad/global/norm_preclip"] == pytest.approx(sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5)
-        assert record.values["integrity/ratio_init"] <= 1e-6
-        assert record.values["integrity/gae_identity"] <= 1e-6
-        assert "telemetry/metric_errors" not in record.values
     assert run.info.facts["policy"] == "lstm"
 
 
@@ -421,41 +403,6 @@ def recorded(run_dir: Path, *, updates: int) -> Run:
     return run
 
 
-@pytest.mark.skipif(CLEANRL is None, reason="ESPER_CLEANRL names no directory with CleanRL's scripts")
-@pytest.mark.parametrize(
-    ("script", "mend", "arguments"),
-    [
-        ("ppo.py", False, ("--total-timesteps", "2048")),
-        ("ppo_continuous_action.py", False, ("--total-timesteps", "4096", "--env-id", "Pendulum-v1")),
-        ("ppo_continuous_action.py", True, ("--total-timesteps", "4096", "--env-id", "Pendulum-v1")),
-    ],
-)
-def test_a_script_of_cleanrl(tmp_path: Path, script: str, mend: bool, arguments: tuple[str, ...]) -> None:
-    """Its own event file is bit-identical with and without telemetry, or it fails alike with this Gymnasium.
-
-    The script is unedited, or a copy that passes the space that Gymnasium 1.x requires to `TransformObservation`.
-    """
-    path = str(Path(CLEANRL or "") / script)
-    if mend:
-        right, old = "np.clip(obs, -10, 10), env.observation_space)", "np.clip(obs, -10, 10))"
-        text = Path(path).read_text(encoding="utf-8")
-        path = str(tmp_path / script)
-        Path(path).write_text(text.replace(old, right), encoding="utf-8")
-    plain = python(tmp_path, path, *arguments)
-    before = event_values(tmp_path / "runs")
-    (tmp_path / "runs").rename(tmp_path / "plain")
-    result = with_telemetry(tmp_path, path, *arguments)
-
-    assert (result.code, result.stdout, script_stderr(result)) == plain
-    if plain.code:
-        pytest.skip(plain.stderr.splitlines()[-1])
-    assert event_values(tmp_path / "runs") == before != {}
-    run = read_run(tmp_path / "run")
-    assert len(run.records) == 4 if script == "ppo.py" else 2
-    assert run.records[-1].values.keys() >= COMMON
-    assert run.records[-1].values["value/explained_variance"] == pytest.approx(before["losses/explained_variance"][-1], abs=1e-4)
-
-
 def event_values(directory: Path) -> dict[str, list[float]]:
     """Return the values of the script's own writer by tag, without its speed."""
     (file,) = directory.glob("*/events.*")
@@ -467,14 +414,11 @@ def event_values(directory: Path) -> dict[str, list[float]]:
 
 def test_the_first_variable_that_is_not_finite_is_named_before_the_gradient(tmp_path: Path) -> None:
     """The third update divides advantages by 0; the next forward pass raises, when all weights are NaN."""
-    text = (SCRIPTS / "categorical.py").read_text()
-    edits = {
-        "b_inds = np.arange(batch_size)": "weighed_t = b_advantages / (iteration < 3)\n        b_inds = np.arange(batch_size)",
-        "mb_advantages = b_advantages[mb_inds]": "mb_advantages = weighed_t[mb_inds]",
-    }
-    for old, new in edits.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
+    edits = (
+        ("b_inds = np.arange(batch_size)", "weighed_t = b_advantages / (iteration < 3)\n        b_inds = np.arange(batch_size)"),
+        ("mb_advantages = b_advantages[mb_inds]", "mb_advantages = weighed_t[mb_inds]"),
+    )
+    text = edited(CATEGORICAL, edits)
     (tmp_path / "script.py").write_text(text)
 
     result = with_telemetry(tmp_path, "script.py")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_script_runs import SCRIPTS, python
+from mistakes.corpus import Edit, edited
+from test_script_runs import SCRIPTS, check, python, with_telemetry
 
 from esper_telemetry import read_run
 
@@ -17,20 +17,19 @@ pytestmark = pytest.mark.system
 EQUATIONS = 21
 
 
-def checked(directory: Path, name: str, *edit: str) -> dict[str, dict[str, Any]]:
-    """Return the equations of a script by name, after replacing one piece of the script."""
-    source = (SCRIPTS / name).read_text()
-    if edit:
-        old, new = edit
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    (directory / "script.py").write_text(source)
-    words = ("-m", "esper_telemetry", "check", "--json", "--updates", "2", "--run-dir", "run", "script.py")
-    result = python(directory, *words)
-    assert result.stdout.startswith("{"), result.stderr
-    rows = {row["equation"]: row for row in json.loads(result.stdout)["equations"]}
+def text_of(name: str, *edits: Edit) -> str:
+    return edited((SCRIPTS / name).read_text(), edits)
+
+
+def checked(directory: Path, name: str, *edits: Edit) -> dict[str, dict[str, Any]]:
+    """Return the equations of an edited script by name."""
+    rows = check(directory, text_of(name, *edits))
     assert len(rows) == EQUATIONS
     return rows
+
+
+def unchecked(rows: dict[str, dict[str, Any]]) -> set[str]:
+    return {name for name, row in rows.items() if row["state"] not in ("matches", "variant")}
 
 
 @pytest.mark.parametrize(
@@ -50,38 +49,33 @@ def test_a_correct_program_has_its_equations_checked(tmp_path: Path, name: str, 
     """`others` are equations that do not apply: it does not add its losses, or send actions as stored."""
     rows = checked(tmp_path, name)
 
-    assert {one for one, row in rows.items() if row["state"] not in ("matches", "variant")} == set(others)
+    assert unchecked(rows) == set(others)
     assert not [alarm for alarm in read_run(tmp_path / "run").alarms if alarm.level == "critical"]
 
 
 def test_a_critic_may_be_trained_before_the_policy(tmp_path: Path) -> None:
     """The policy's loss, which shows the columns of a rollout, comes after the first step of the update."""
-    source = (SCRIPTS / "shuffled_columns.py").read_text()
+    source = text_of("shuffled_columns.py")
     place = source.index("            critic_opt.zero_grad()")
     actor, critic = source[source.index("            actor_opt.zero_grad()") : place], source[place:]
 
-    rows = checked(tmp_path, "shuffled_columns.py", actor + critic, critic + actor)
+    rows = checked(tmp_path, "shuffled_columns.py", (actor + critic, critic + actor))
 
-    assert {one for one, row in rows.items() if row["state"] not in ("matches", "variant")} == {"total_loss"}
+    assert unchecked(rows) == {"total_loss"}
     assert rows["value_loss"]["updates"] == rows["advantages"]["updates"] == 2
 
 
 def test_values_that_a_script_does_not_keep_follow_from_returns_and_advantages(tmp_path: Path) -> None:
     """Its loss has no bonus, either."""
-    source = (SCRIPTS / "tensor_environment.py").read_text()
-    for old, new in (
+    edits = (
         ("(x_, a, l, g + v, v))", "(x_, a, l, g + v, g))"),
-        ("for z, a, l, t, v in", "for z, a, l, t, g in"),
         ("z, a, l, t, v = (", "z, a, l, t, g = ("),
         ("d, g = Categorical(logits=w(z)), t - v", "d = Categorical(logits=w(z))"),
         (" - 0.01 * d.entropy().mean()", ""),
-    ):
-        source = source.replace(old, new)
-    (tmp_path / "script.py").write_text(source)
-    result = python(tmp_path, "-m", "esper_telemetry", "check", "--json", "--updates", "2", "--run-dir", "run", "script.py")
-    rows = {row["equation"]: row for row in json.loads(result.stdout)["equations"]}
+    )
+    rows = checked(tmp_path, "tensor_environment.py", *edits)
 
-    assert {name for name, row in rows.items() if row["state"] not in ("matches", "variant")} == {"entropy_loss", "total_loss"}
+    assert unchecked(rows) == {"entropy_loss", "total_loss"}
     assert rows["entropy_loss"]["reason"] == "the loss has no entropy term"
 
 
@@ -109,8 +103,8 @@ def test_the_returns_that_a_script_prints_are_those_of_its_run(tmp_path: Path) -
         ("tensor_environment.py", ("l, g + v, v))", "l, (g + v).T.reshape(S, B), v))"), "advantages", "returns_swapped"),
     ],
 )
-def test_a_mistake_is_named_in_any_style(tmp_path: Path, name: str, edit: tuple[str, str], equation: str, hypothesis: str) -> None:
-    rows = checked(tmp_path, name, *edit)
+def test_a_mistake_is_named_in_any_style(tmp_path: Path, name: str, edit: Edit, equation: str, hypothesis: str) -> None:
+    rows = checked(tmp_path, name, edit)
 
     different = [one for one, row in rows.items() if row["state"] == "differs"]
     assert different in ([equation], [equation, "gradient"])  # a mistake in a loss shows in the gradient, too
@@ -121,7 +115,7 @@ def test_a_mistake_is_named_in_any_style(tmp_path: Path, name: str, edit: tuple[
 @pytest.mark.parametrize("swapped", [False, True])
 def test_swapped_flags_of_terminations_and_time_limits_are_named(tmp_path: Path, place: str, swapped: bool) -> None:
     flags = "3, 2" if swapped else "2, 3"
-    rows = checked(tmp_path, "time_limits.py", '"next", 2, 3', f'"{place}", {flags}')
+    rows = checked(tmp_path, "time_limits.py", ('"next", 2, 3', f'"{place}", {flags}'))
 
     assert [one for one, row in rows.items() if row["state"] == "differs"] == ["advantages"] * swapped
     assert [one["hypothesis"] for one in rows["advantages"]["explanations"]] == ["ends_exchanged"] * swapped
@@ -131,12 +125,12 @@ def test_swapped_flags_of_terminations_and_time_limits_are_named(tmp_path: Path,
     ("step", "reset", "shows"), [("paso", "reiniciar", "vista"), ("schritt", "neu", "bild"), ("advance", "begin", "look")]
 )
 def test_an_environment_may_have_methods_of_any_names(tmp_path: Path, step: str, reset: str, shows: str) -> None:
-    source = (SCRIPTS / "own_environment.py").read_text()
+    source = text_of("own_environment.py")
     for old, new in (("step(", f"{step}("), ("reset(", f"{reset}("), ("seen(", f"{shows}(")):
         source = source.replace(f"def {old}", f"def {new}").replace(f"e.{old}", f"e.{new}").replace(f"self.{old}", f"self.{new}")
     (tmp_path / "script.py").write_text(source)
     plain = python(tmp_path, "script.py")
-    result = python(tmp_path, "-m", "esper_telemetry", "run", "--run-dir", "run", "script.py")
+    result = with_telemetry(tmp_path, "script.py")
 
     assert result.stdout == plain.stdout
     assert "found episodes, rollouts" in result.stderr and "not found" not in result.stderr
@@ -147,10 +141,13 @@ def test_an_environment_may_have_methods_of_any_names(tmp_path: Path, step: str,
 
 def test_a_script_whose_environment_is_not_seen_is_told_what_to_add(tmp_path: Path) -> None:
     """Rewards and ends are attributes, so that nothing shows which function is a step."""
-    source = (SCRIPTS / "own_environment.py").read_text()
-    source = source.replace("def step(", "def paso(").replace("n, r, f = e.step(a.item())", "e.paso(a.item()); n, r, f = e.result")
-    (tmp_path / "script.py").write_text(source.replace("return self.seen(), 5.0", "self.result = self.seen(), 5.0"))
-    result = python(tmp_path, "-m", "esper_telemetry", "run", "--run-dir", "run", "script.py")
+    edits = (
+        ("def step(", "def paso("),
+        ("n, r, f = e.step(a.item())", "e.paso(a.item()); n, r, f = e.result"),
+        ("return self.seen(), 5.0", "self.result = self.seen(), 5.0"),
+    )
+    (tmp_path / "script.py").write_text(text_of("own_environment.py", *edits))
+    result = with_telemetry(tmp_path, "script.py")
 
     assert "no environment was seen: no function of the program took an action" in result.stderr
     assert "Give the environment a method `step(action)` that returns (observation, reward, done)" in result.stderr
@@ -159,7 +156,7 @@ def test_a_script_whose_environment_is_not_seen_is_told_what_to_add(tmp_path: Pa
 
 def test_what_is_not_traced_says_what_was_sought_and_what_was_found(tmp_path: Path) -> None:
     """The minibatches have advantages that do not come from an array of the script."""
-    rows = checked(tmp_path, "worker_pipes.py", "g = G[b]\n", "g = torch.randn(128)\n")
+    rows = checked(tmp_path, "worker_pipes.py", ("g = G[b]\n", "g = torch.randn(128)\n"))
 
     row = rows["normalized_advantages"]
     assert row["state"] == "untraced"

@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from test_script_runs import SCRIPTS, with_telemetry
+from equation_values import equation_values
+from tapping import observed
 
-from esper_telemetry import read_run
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.equation_checks import equation_checks
 from esper_telemetry.updates.target_equations import Held
 from esper_telemetry.updates.update import CollectedRows, JoinedMinibatches, RolloutContext, Update
-
-CHANGES = {
-    "healthy": ("", "", set()),
-    "late": ("dones[t + 1])", "dones[t])", {"advantages_ends_late"}),
-    "ignored": ("1.0 - (next_done if t == args.num_steps - 1 else dones[t + 1])", "1.0", {"advantages_ends_ignored"}),
-    "scaled": (
-        "(mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)",
-        "mb_advantages / (mb_advantages.std() + 1e-8)",
-        {"normalized_advantages_std_alone"},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ["healthy", "late", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ignored", "scaled"))])
-def test_a_script_with_a_mistake_is_named_and_a_healthy_one_follows_its_equations(tmp_path: Path, name: str) -> None:
-    line, other, expected = CHANGES[name]
-    source = (SCRIPTS / "categorical.py").read_text()
-    assert line in source
-    (tmp_path / "script.py").write_text(source.replace(line, other))
-
-    result = with_telemetry(tmp_path, "script.py", "--total_timesteps=512")
-
-    assert result.code == 0, result.stderr
-    first = read_run(tmp_path / "run").records[0].values
-    targets = ("advantages", "returns", "normalized_advantages")
-    named = {key.removeprefix(EQUATION_KEY) for key in first if key.startswith(tuple(f"{EQUATION_KEY}{target}_" for target in targets))}
-    assert named == expected
-    wrong = {one.removesuffix("_ends_late").removesuffix("_ends_ignored").removesuffix("_std_alone") for one in expected}
-    for target in targets:
-        assert (first[EQUATION_KEY + target] > 1e-4) == (target in wrong)
 
 
 class Envs:
@@ -67,8 +32,7 @@ def test_ends_of_a_rollout_are_those_that_its_environments_returned() -> None:
     stepped(log, env, [True, False], [False, False])
     stepped(log, env, [False, True], [True, True])
 
-    ends = log.collected()
-    assert ends is not None
+    ends = observed(log)
     assert ends.ended.tolist() == [[True, False], [True, True]]
     assert ends.time_limits.tolist() == [[False, False], [True, False]]
 
@@ -96,10 +60,7 @@ def values_of(
     if minibatches is not None and minibatches.rows is not None:
         collected = CollectedRows(rollout.advantages.flatten()[minibatches.rows])
     update = Update(rollout=rollout, minibatches=minibatches, collected=collected, context=context, sampled=True)
-    groups = [group for check in equation_checks(update, FACTS, held) for group in check()]  # type: ignore[union-attr]  # all return groups
-    return {
-        key.removeprefix(EQUATION_KEY): value for group in groups if isinstance(group, MetricGroup) for key, value in group.values().items()
-    }
+    return equation_values(update, FACTS, held)
 
 
 def rollout(ended: torch.Tensor, advantages: torch.Tensor, columns: torch.Tensor, limits: torch.Tensor | None) -> RolloutEnd:
@@ -132,13 +93,18 @@ def advantages_of(columns: torch.Tensor, ended: torch.Tensor, added: torch.Tenso
     return result
 
 
+def known(columns: torch.Tensor, ended: torch.Tensor, advantages: torch.Tensor | None = None) -> RolloutEnd:
+    """A rollout whose environments say that they have no time limits, by default with the right advantages."""
+    return rollout(ended, advantages_of(columns, ended) if advantages is None else advantages, columns, torch.zeros_like(ended))
+
+
 def test_flags_that_mean_another_step_are_no_mistake_unless_the_environments_say_so() -> None:
     columns, ended = random_columns()
     late = torch.cat([torch.zeros(1, 2, dtype=torch.bool), ended[:-1]])
     advantages = advantages_of(columns, late)
 
     assert "advantages" not in values_of(rollout(ended, advantages, columns, None))
-    assert "advantages_ends_late" in values_of(rollout(ended, advantages, columns, torch.zeros_like(ended)))
+    assert "advantages_ends_late" in values_of(known(columns, ended, advantages))
 
 
 def test_whatever_a_script_adds_after_time_limits_is_right_but_to_run_on_is_not() -> None:
@@ -148,8 +114,7 @@ def test_whatever_a_script_adds_after_time_limits_is_right_but_to_run_on_is_not(
     running_on = advantages_of(columns, ended & ~limits)
 
     assert "advantages_time_limits_end" in values_of(rollout(ended, advantages_of(columns, ended), columns, limits))
-    no_limits = torch.zeros_like(limits)
-    assert values_of(rollout(ended, advantages_of(columns, ended), columns, no_limits))["advantages"] < 1e-6
+    assert values_of(known(columns, ended))["advantages"] < 1e-6
     assert values_of(rollout(ended, bootstrapped, columns, limits))["advantages"] < 1e-6
     assert "advantages_time_limit_no_end" in values_of(rollout(ended, running_on, columns, limits))
 
@@ -158,7 +123,7 @@ def test_differences_of_columns_found_by_name_need_an_explanation() -> None:
     columns, ended = random_columns()
     noise = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
 
-    assert "advantages" not in values_of(rollout(ended, noise, columns, torch.zeros_like(ended)))
+    assert "advantages" not in values_of(known(columns, ended, noise))
 
 
 def passes_of(
@@ -187,7 +152,7 @@ def test_values_of_another_output_are_named_and_no_last_value_is() -> None:
     columns[2, -1] += 1
     advantages = advantages_of(columns, ended)
     columns[2, -1] -= 1
-    made = rollout(ended, advantages, columns, torch.zeros_like(ended))
+    made = known(columns, ended, advantages)
     outputs = torch.randn(40, 2, generator=torch.Generator().manual_seed(9))
 
     assert "advantages_other_last_value" in values_of(made, passes_of(made, made.values))
@@ -199,7 +164,7 @@ def test_values_of_another_output_are_named_and_no_last_value_is() -> None:
 
 def test_targets_that_each_pass_computes_again_are_no_mistake() -> None:
     columns, ended = random_columns()
-    made = rollout(ended, advantages_of(columns, ended), columns, torch.zeros_like(ended))
+    made = known(columns, ended)
     moved = torch.stack([columns[0], *(one + 0.3 * one.square() for one in columns[1:])])
     again = advantages_of(moved, ended)
     returns = torch.cat([made.returns.flatten(), (made.advantages + moved[1]).flatten()])
@@ -211,7 +176,7 @@ def test_targets_that_each_pass_computes_again_are_no_mistake() -> None:
 
 def test_a_critic_whose_outputs_have_the_units_of_scaled_targets_is_named_once_there_were_targets() -> None:
     columns, ended = random_columns()
-    made = rollout(ended, advantages_of(columns, ended), columns, torch.zeros_like(ended))
+    made = known(columns, ended)
     made = replace(made, returns=(made.returns - 4) / 3)
     outputs, scaled = (passes_of(made, made.values, one) for one in (made.values * 0.9, (made.values - 4) / 3))
 
@@ -225,10 +190,10 @@ def test_a_difference_counts_without_an_explanation_once_the_equation_has_held()
     noise = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
     held: Held = {True: set(), False: set()}
 
-    assert values_of(rollout(ended, advantages_of(columns, ended), columns, torch.zeros_like(ended)), held=held)
-    assert values_of(rollout(ended, noise, columns, torch.zeros_like(ended)), held=held)["advantages"] > 0.1
+    assert values_of(known(columns, ended), held=held)
+    assert values_of(known(columns, ended, noise), held=held)["advantages"] > 0.1
     ended[-1] = True  # such rollouts have not been seen to hold
-    assert "advantages" not in values_of(rollout(ended, noise, columns, torch.zeros_like(ended)), held=held)
+    assert "advantages" not in values_of(known(columns, ended, noise), held=held)
 
 
 def test_environments_that_tell_time_limits_know_the_ends() -> None:
@@ -236,6 +201,6 @@ def test_environments_that_tell_time_limits_know_the_ends() -> None:
     columns, ended = random_columns()
     late = torch.cat([torch.zeros(1, 2, dtype=torch.bool), ended[:-1]])
     limits = ended & (torch.arange(40).unsqueeze(1) % 2 == 0)
-    known = replace(rollout(ended, advantages_of(columns, late), columns, None), terminated=ended & ~limits)
+    made = replace(rollout(ended, advantages_of(columns, late), columns, None), terminated=ended & ~limits)
 
-    assert "advantages_ends_late" in values_of(known)
+    assert "advantages_ends_late" in values_of(made)

@@ -72,12 +72,17 @@ def own_loop(telemetry: Telemetry, device: str) -> Callable[[], None]:
     return work
 
 
+def attached(telemetry: Telemetry, device: str, **settings: Any) -> PPO:
+    config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), **settings)
+    trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config, device=device)
+    attach(telemetry, trainer)
+    return trainer
+
+
 def trained(run_dir: Path, level: str, **settings: Any) -> Counter[str]:
     """Return the operations of a short training on the training thread."""
     with Telemetry(run_dir=run_dir, level=level, offload=False, detect=False) as telemetry:
-        config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), **settings)
-        trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config)
-        attach(telemetry, trainer)
+        trainer = attached(telemetry, "cpu", **settings)
         with Counted() as counted:
             trainer.learn(10 * 4 * 16)
     return Counter(counted.calls)
@@ -117,10 +122,7 @@ def test_no_measurement_waits_for_a_device(tmp_path: Path, monkeypatch: pytest.M
     """Only sampled updates may wait."""
     monkeypatch.setattr(Sampling, "begin", lambda self, *, raised=False: False)
     with pretended_gpu() as gpu, Telemetry(run_dir=tmp_path / "run", detect=False) as telemetry:
-        config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,))
-        trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config, device="cuda")
-        attach(telemetry, trainer)
-        trainer.learn(UPDATES * 64)
+        attached(telemetry, "cuda").learn(UPDATES * 64)
     asking = {file for _, file in gpu.reads}
 
     assert asking, "the trainer itself reads actions"
@@ -157,9 +159,7 @@ def test_on_a_gpu_an_attached_trainer_copies_once_per_update(tmp_path: Path, mon
 
     def copied(level: str) -> tuple[int, int, int]:
         with Telemetry(run_dir=tmp_path / level, level=level, detect=False) as telemetry:
-            config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,))
-            trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config, device="cuda")
-            attach(telemetry, trainer)
+            trainer = attached(telemetry, "cuda")
             counts = operations(lambda: trainer.learn(UPDATES * 64), ProfilerActivity.CUDA)
         copies = sum(count for name, count in counts.items() if name.startswith("Memcpy DtoH"))
         return copies, single_numbers(counts), trainer.updates

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attached_run import learned
 
-from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry import PPO, PPOConfig, make_env
 from esper_telemetry.updates.environments import EnvironmentTable
 
 
@@ -37,12 +38,9 @@ def test_a_resumed_run_does_not_know_the_episodes_under_way() -> None:
 def test_the_journal_has_a_table_of_every_update(num_envs: int, tmp_path: Path) -> None:
     """Steps of unfinished and finished episodes add up to all steps, as long as no environment has finished two."""
     env = make_env("cue-recall", num_envs=num_envs)
-    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
-        trainer = PPO(env, PPOConfig(num_steps=8, num_epochs=1, num_minibatches=1))
-        attach(telemetry, trainer)
-        trainer.learn(2 * 8 * num_envs)
+    run = learned(PPO(env, PPOConfig(num_steps=8, num_epochs=1, num_minibatches=1)), tmp_path / "run", 2 * 8 * num_envs)
 
-    events = [event for event in read_run(tmp_path / "run").events if event.type == "environments"]
+    events = [event for event in run.events if event.type == "environments"]
     if num_envs == 1:
         assert events == []
         return

@@ -3,14 +3,16 @@
 import json
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attached_run import learned, rollout
 from torch import Tensor
 
-from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry import PPO, PPOConfig, Telemetry, make_env, read_run
 from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
@@ -35,15 +37,6 @@ def minibatches(log_ratio: list[float], **named: Any) -> JoinedMinibatches:
         losses={},
         **named,
     )
-
-
-def rollout(log_probs: Tensor, **named: Any) -> RolloutEnd:
-    """Return a rollout of T steps in B environments; missing columns are zero."""
-    zeros = torch.zeros_like(log_probs)
-    flags = zeros.bool()
-    columns = {name: named.pop(name, zeros) for name in ("rewards", "values", "advantages", "returns", "next_values")}
-    others: dict[str, Any] = {"ended": flags, "terminated": flags, "gamma": 0.99, "actions": {}} | named
-    return RolloutEnd(1, 8, **columns, log_probs=log_probs, **others)
 
 
 def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
@@ -246,8 +239,8 @@ def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
     assert len(json.dumps(pieces)) < 50_000
 
 
-def cartpole(**settings: Any) -> PPO:
-    return PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, **settings))
+def of_env(env: str = "CartPole-v1", **settings: Any) -> PPO:
+    return PPO(make_env(env, num_envs=4), PPOConfig(num_steps=32, num_epochs=2, **settings))
 
 
 def recall(**settings: Any) -> PPO:
@@ -255,12 +248,9 @@ def recall(**settings: Any) -> PPO:
     return PPO(CueRecall(8, seed=0), config)
 
 
-def pendulum(**settings: Any) -> PPO:
-    return PPO(make_env("Pendulum-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, **settings))
-
-
 @pytest.mark.parametrize(
-    ("make", "offload"), [(cartpole, False), (recall, False), (pendulum, False), pytest.param(recall, True, marks=pytest.mark.system)]
+    ("make", "offload"),
+    [(of_env, False), (recall, False), (partial(of_env, "Pendulum-v1"), False), pytest.param(recall, True, marks=pytest.mark.system)],
 )
 def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any, offload: bool) -> None:
     """The evidence is compared with the trainer's own events of the same transitions."""
@@ -272,11 +262,9 @@ def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any,
     source.hooks.on(MinibatchEnd, events.append)
     source.hooks.on(BackwardEnd, lambda event: norms.append(float(event.norms.double().norm())))
 
-    with Telemetry(run_dir=tmp_path, offload=offload, level="debug") as telemetry:
-        attach(telemetry, source)
-        source.learn(1)
+    run = learned(source, tmp_path, offload=offload, level="debug")
 
-    (flight,) = (event.data for event in read_run(tmp_path).events if event.type == "evidence/flight")
+    (flight,) = (event.data for event in run.events if event.type == "evidence/flight")
     largest = max(float(event.log_ratio.abs().max()) for event in events)
     row = flight["worst"][0]
     place = row["time"], row["env"]
@@ -289,40 +277,25 @@ def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any,
     assert row["step"] in range(len(flight["steps"])) and len(flight["worst"]) == 16
 
 
-def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path) -> None:
-    source = cartpole()
-    with Telemetry(run_dir=tmp_path, offload=False, level="debug") as telemetry:
-        attach(telemetry, source)
-        source.learn(1)
-
-    run = read_run(tmp_path)
-    (table,) = (event.data["layers"] for event in run.events if event.type == "evidence/gradients")
-    parameters = dict(source.policy.named_parameters())
-    assert {line["name"]: line["entries"] for line in table} == {name: p.numel() for name, p in parameters.items()}
-    histograms = run.records[0].histograms
-    assert sum(histograms["grad/decades"].counts) == sum(p.numel() for p in parameters.values())
-    assert sum(histograms["grad/layer/value_weight/decades"].counts) == parameters["value.weight"].numel()
-
-
 @pytest.mark.parametrize("most", [1 << 20, 10])
-def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """A sample that is too large to send is measured in process, once, and only its first gradient is sent."""
     monkeypatch.setattr(recorder_module, "MAX_TRAVELLING_ENTRIES", most)
-    source = cartpole()
-    with Telemetry(run_dir=tmp_path, level="debug", offload=False) as telemetry:
-        attach(telemetry, source)
-        source.learn(1)
-    run = read_run(tmp_path)
-    (table,) = [event.data["layers"] for event in run.events if event.type == "evidence/gradients"]
+    source = of_env()
+    run = learned(source, tmp_path, level="debug")
 
-    assert [line["name"] for line in table] == list(dict(source.policy.named_parameters()))
-    assert sum(line["zero_frac"] * line["entries"] for line in table) == pytest.approx(
-        run.records[0].values["grad/zero_frac"] * sum(line["entries"] for line in table)
-    )
+    (table,) = (event.data["layers"] for event in run.events if event.type == "evidence/gradients")
+    sizes = {name: parameter.numel() for name, parameter in source.policy.named_parameters()}
+    assert {line["name"]: line["entries"] for line in table} == sizes
+    (record,) = run.records
+    zeros = sum(line["zero_frac"] * line["entries"] for line in table)
+    assert zeros == pytest.approx(record.values["grad/zero_frac"] * sum(sizes.values()))
+    assert sum(record.histograms["grad/decades"].counts) == sum(sizes.values())
+    assert sum(record.histograms["grad/layer/value_weight/decades"].counts) == sizes["value.weight"]
 
 
 def test_a_reward_that_is_no_number_leaves_its_place_in_the_journal(tmp_path: Path) -> None:
-    source = cartpole(watchdog=True)
+    source = of_env(watchdog=True)
     spoilt = source.steps.rewards
 
     def spoil(rewards: Tensor) -> Tensor:
@@ -331,10 +304,8 @@ def test_a_reward_that_is_no_number_leaves_its_place_in_the_journal(tmp_path: Pa
         return rewards
 
     object.__setattr__(source.steps, "rewards", spoil)
-    with Telemetry(run_dir=tmp_path, offload=False, level="debug") as telemetry:
-        attach(telemetry, source)
-        source.learn(1)
+    run = learned(source, tmp_path, level="debug")
 
-    reports = [event.data for event in read_run(tmp_path).events if event.type == "evidence/stability"]
+    reports = [event.data for event in run.events if event.type == "evidence/stability"]
     assert reports[0]["first"] == "rewards"
     assert reports[0]["offenders"][0]["indices"] == [[5, 2]]

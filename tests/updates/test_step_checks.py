@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from attached_run import learned
 from torch import Tensor
 
-from esper_telemetry import Telemetry, read_run
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.equations.equation import EQUATION_KEY, FITTED_KEY
 from esper_telemetry.events import BackwardEnd
@@ -18,7 +18,6 @@ from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.ppo_objective import UpdateSteps
 from esper_telemetry.recording import step_probe
-from esper_telemetry.telemetry import attach
 from esper_telemetry.updates.steps import PolicyPass
 
 CHECKED = ("gradient", "clipping", "optimizer_step")
@@ -30,13 +29,8 @@ def trainer(env: str = "CartPole-v1", **changes: Any) -> PPO:
     return PPO(make_env(env, num_envs=4), PPOConfig(**{**SMALL, **changes}))
 
 
-def records(
-    source: PPO, run_dir: Path, *, updates: int = 3, level: str = "debug", offload: bool = False, **settings: Any
-) -> Sequence[Mapping[str, float]]:
-    with Telemetry(run_dir=run_dir, offload=offload, level=level, **settings) as telemetry:
-        attach(telemetry, source)
-        source.learn(updates * 128)
-    return [record.values for record in read_run(run_dir).records]
+def records(source: PPO, run_dir: Path, *, updates: int = 3, level: str = "debug", offload: bool = False) -> Sequence[Mapping[str, float]]:
+    return [record.values for record in learned(source, run_dir, updates * 128, level=level, offload=offload).records]
 
 
 def named(values: Mapping[str, float]) -> set[str]:

@@ -14,7 +14,7 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import EQUATION_KEY, EquationResult, equation_results
 from esper_telemetry.equations.minibatch_losses import LOSS_TOLERANCE
 from esper_telemetry.journal.read import Run
-from esper_telemetry.ppo.ppo_objective import generalized_advantages
+from esper_telemetry.ppo.ppo_objective import UpdateSteps, generalized_advantages
 from esper_telemetry.ppo.rollout import Batch, Rollout
 from esper_telemetry.updates.equation_checks import short_passes
 
@@ -166,53 +166,56 @@ def test_a_wrong_step_of_the_update_is_named_and_the_others_match(tmp_path: Path
     assert (EQUATION_KEY + equation in alarms) != is_variant
 
 
-@pytest.mark.system
-def test_minibatches_that_are_normalised_though_the_rollout_should_be_are_named(tmp_path: Path) -> None:
-    """The trainer normalises the rollout, and another step each minibatch: the result equals normalising minibatches alone."""
-    source = trainer(normalize_minibatches=False)
-    cut = source.steps.minibatches
+def normalized_twice(steps: UpdateSteps) -> UpdateSteps:
+    """Normalises the rollout, and each minibatch in another step: the result equals normalising minibatches alone."""
 
-    def again(batch: Any, count: int, generator: Any) -> Any:
-        return (replace(part, advantages=of_the_batch(part.advantages)) for part in cut(batch, count, generator))
+    def again(*arguments: Any) -> Iterable[Batch]:
+        return (replace(part, advantages=of_the_batch(part.advantages)) for part in steps.minibatches(*arguments))
 
-    source.steps = replace(source.steps, minibatches=again)
-
-    results = results_of(recorded(source, tmp_path))
-
-    assert explanations(results["normalized_advantages"]) == [{"over_minibatch"}] * 3
+    return replace(steps, minibatches=again)
 
 
-@pytest.mark.system
-def test_advantages_of_the_rollout_before_are_named(tmp_path: Path) -> None:
+def stale(steps: UpdateSteps) -> UpdateSteps:
     kept: list[Tensor] = []
 
-    def stale(rollout: Rollout, gamma: float, gae_lambda: float) -> Tensor:
-        kept.append(generalized_advantages(rollout, gamma, gae_lambda))
+    def advantages(*arguments: Any) -> Tensor:
+        kept.append(generalized_advantages(*arguments))
         return kept[-2] if len(kept) > 1 else kept[-1]
 
-    source = trainer()
-    source.steps = replace(source.steps, advantages=stale)
+    return replace(steps, advantages=advantages)
 
-    assert explanations(results_of(recorded(source, tmp_path))["advantages"]) == [{"stale"}] * 2
+
+def normalized_after(steps: UpdateSteps) -> UpdateSteps:
+    raw: list[Tensor] = []
+
+    def advantages(*arguments: Any) -> Tensor:
+        raw.append(generalized_advantages(*arguments))
+        return of_the_batch(raw[-1])
+
+    return replace(steps, advantages=advantages, returns=lambda advantages, values: raw[-1] + values)
 
 
 @pytest.mark.system
-def test_advantages_that_were_normalised_after_the_returns_raise_nothing(tmp_path: Path) -> None:
-    raw: list[Tensor] = []
-
-    def normalized(rollout: Rollout, gamma: float, gae_lambda: float) -> Tensor:
-        raw.append(generalized_advantages(rollout, gamma, gae_lambda))
-        return of_the_batch(raw[-1])
-
-    source = trainer()
-    source.steps = replace(source.steps, advantages=normalized, returns=lambda advantages, values: raw[-1] + values)
+@pytest.mark.parametrize(
+    ("change", "settings", "expected"),
+    [
+        (normalized_twice, {"normalize_minibatches": False}, {"normalized_advantages": [{"over_minibatch"}] * 3}),
+        (stale, {}, {"advantages": [{"stale"}] * 2}),
+        (normalized_after, {}, {"advantages": [{"normalized"}] * 3, "returns": [{"normalized_after"}] * 3}),
+    ],
+)
+def test_advantages_of_other_rollouts_or_scales_are_named_and_published_ones_raise_nothing(
+    tmp_path: Path, change: Callable[[UpdateSteps], UpdateSteps], settings: dict[str, Any], expected: dict[str, list[set[str]]]
+) -> None:
+    source = trainer(**settings)
+    source.steps = change(source.steps)
 
     run = recorded(source, tmp_path)
 
     results = results_of(run)
-    assert explanations(results["advantages"]) == [{"normalized"}] * 3
-    assert explanations(results["returns"]) == [{"normalized_after"}] * 3
-    assert not {"integrity/equation", "integrity/gae_identity"} & {alarm.type for alarm in run.alarms}
+    assert {equation: explanations(results[equation]) for equation in expected} == expected
+    alarms = {"integrity/equation", "integrity/gae_identity"} & {alarm.type for alarm in run.alarms}
+    assert not alarms or change is not normalized_after
 
 
 def test_passes_that_are_not_counted_are_told_apart_where_they_take_the_same_few_rows() -> None:

@@ -2,8 +2,6 @@
 
 import copy
 import io
-import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from waiting import wait_until
 
 from esper_telemetry import Record, Telemetry
 from esper_telemetry.journal.read import read_run
@@ -47,28 +46,37 @@ class Loop:
 
     def expected(self, *losses: Tensor) -> dict[str, list[Tensor]]:
         """Return the gradients of the summed losses by group."""
-        names = [name for name, _ in self.agent.named_parameters()]
         gradients = torch.autograd.grad(sum(losses, torch.zeros(())), list(self.agent.parameters()))
-        groups: dict[str, list[Tensor]] = {"actor": [], "critic": []}
-        for name, gradient in zip(names, gradients, strict=True):
-            groups[name.partition(".")[0]].append(gradient)
-        return groups
+        return {"actor": [*gradients[:2]], "critic": [*gradients[2:]]}
+
+    def step(self, *places: int, clip: float | None = None) -> dict[str, float]:
+        """Take a step with the gradient of these batches' losses; return the values of its record."""
+        self.optimizer.zero_grad()
+        for place in places:
+            self.loss(place).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self.agent.parameters(), clip)
+        self.optimizer.step()
+        return dict(self.record().values)
 
     def record(self) -> Record:
         count = len(self.records) + 1
         self.telemetry.flush(env_step=count)
-        deadline = time.monotonic() + 30
-        while len(self.records) < count and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: len(self.records) >= count, f"{count} records")
         return self.records[count - 1]
 
 
-def norm_of(gradients: list[Tensor]) -> float:
-    return float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+def norm_of(gradients: list[Tensor] | dict[str, list[Tensor]]) -> float:
+    parts = [part for group in gradients.values() for part in group] if isinstance(gradients, dict) else gradients
+    return float(torch.cat([gradient.flatten() for gradient in parts]).norm())
 
 
 def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
+
+
+def adam(*, fused: bool) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=fused)
 
 
 @contextmanager
@@ -83,12 +91,9 @@ def test_a_clipped_step() -> None:
     with loop() as own:
         own.telemetry.watch(own.agent, own.optimizer, actor=own.agent.actor, critic=["critic"])
         groups = own.expected(own.loss(0))
-        own.optimizer.zero_grad()
-        own.loss(0).backward()
-        norm = float(nn.utils.clip_grad_norm_(own.agent.parameters(), 0.5))
-        own.optimizer.step()
-        values = own.record().values
+        values = own.step(0, clip=0.5)
 
+    norm = norm_of(groups)
     assert norm > 1
     assert values[PRE] == pytest.approx(norm, rel=1e-6)
     assert values[POST] == pytest.approx(0.5, rel=1e-5)
@@ -98,15 +103,12 @@ def test_a_clipped_step() -> None:
         assert values[f"grad/{group}/norm_preclip"] == pytest.approx(norm_of(gradients), rel=1e-5)
         assert values[f"grad/{group}/norm_postclip"] == pytest.approx(norm_of(gradients) * 0.5 / norm, rel=1e-5)
     assert values["opt/lr"] == 0.01
-    assert own.telemetry.run is None or own.telemetry.run.facts["groups"].keys() == {"actor", "critic"}
 
 
 def test_nothing_is_clipped() -> None:
     with loop() as own:
         own.telemetry.watch(own.agent, own.optimizer)
-        own.loss(0).backward()
-        own.optimizer.step()
-        values = own.record().values
+        values = own.step(0)
 
     assert values["grad/clip/coef"] == 1
     assert values["grad/clip/freq"] == 0
@@ -149,15 +151,10 @@ def test_accumulated_passes() -> None:
     with loop() as own:
         own.telemetry.watch(own.agent, own.optimizer)
         groups = own.expected(*(own.loss(place) for place in range(3)))
-        for place in range(3):
-            own.loss(place).backward()
-        nn.utils.clip_grad_norm_(own.agent.parameters(), 0.5)
-        own.optimizer.step()
-        record = own.record()
+        values = own.step(*range(3), clip=0.5)
 
-    assert record.values[PRE] == pytest.approx(norm_of(groups["actor"] + groups["critic"]), rel=1e-5)
-    assert record.values[POST] == pytest.approx(0.5, rel=1e-5)
-    assert record.axes.gradient_step == 0 or record.axes.gradient_step == 1
+    assert values[PRE] == pytest.approx(norm_of(groups), rel=1e-5)
+    assert values[POST] == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.system
@@ -183,7 +180,7 @@ def test_compiled_before_it_is_watched() -> None:
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_a_gradient_scaler(fused: bool, unscaled: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Norms are the loss's own, whether the loop, the scaler, or a fused optimizer divides by the scale."""
-    with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=fused)) as own:
+    with loop(adam(fused=fused)) as own:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         own.telemetry.watch(own.agent, own.optimizer)
         groups = own.expected(own.loss(0))
@@ -195,7 +192,7 @@ def test_a_gradient_scaler(fused: bool, unscaled: bool, caplog: pytest.LogCaptur
         scaler.update()
         values = own.record().values
 
-    whole = norm_of(groups["actor"] + groups["critic"])
+    whole = norm_of(groups)
     assert values[PRE] == pytest.approx(whole, rel=1e-5)
     assert values[POST] == pytest.approx(0.5 if unscaled else whole, rel=1e-5)
     assert caplog.messages == []
@@ -204,7 +201,7 @@ def test_a_gradient_scaler(fused: bool, unscaled: bool, caplog: pytest.LogCaptur
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_the_scaler_passes_over(fused: bool) -> None:
     """Its gradients overflow on purpose: the update is without a step and without gradients, and non-finite values are not counted."""
-    with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=fused)) as own:
+    with loop(adam(fused=fused)) as own:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         own.telemetry.watch(own.agent, own.optimizer)
         for place, factor in enumerate((float("inf"), 1.0)):
@@ -212,7 +209,7 @@ def test_a_step_that_the_scaler_passes_over(fused: bool) -> None:
             scaler.scale(own.loss(place) * factor).backward()
             scaler.step(own.optimizer)
             scaler.update()
-        expected = norm_of([gradient for group in own.expected(own.loss(1)).values() for gradient in group])
+        expected = norm_of(own.expected(own.loss(1)))
         values = own.record().values
 
     assert values[PRE] == pytest.approx(expected, rel=2e-2)  # the weights have moved by one step of Adam since
@@ -220,7 +217,7 @@ def test_a_step_that_the_scaler_passes_over(fused: bool) -> None:
 
 
 def test_clipping_what_is_still_scaled_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=True)) as own:
+    with loop(adam(fused=True)) as own:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         own.telemetry.watch(own.agent, own.optimizer)
         scaler.scale(own.loss(0)).backward()
@@ -244,7 +241,7 @@ def test_two_optimizers_are_one_network() -> None:
         second.step()
         values = own.record().values
 
-    assert values[PRE] == pytest.approx(norm_of(groups["actor"] + groups["critic"]), rel=1e-5)
+    assert values[PRE] == pytest.approx(norm_of(groups), rel=1e-5)
     assert values["grad/critic/norm_preclip"] == pytest.approx(norm_of(groups["critic"]), rel=1e-5)
 
 
@@ -374,15 +371,11 @@ def test_parameters_of_several_types() -> None:
 
 def test_weights_are_the_same_bit_for_bit() -> None:
     def trained(watched: bool) -> list[Tensor]:
-        with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-2)) as own:
+        with loop(adam(fused=False)) as own:
             if watched:
                 own.telemetry.watch(own.agent, own.optimizer, actor="actor", critic="critic")
             for place in range(4):
-                own.optimizer.zero_grad()
-                own.loss(place).backward()
-                nn.utils.clip_grad_norm_(own.agent.parameters(), 0.5)
-                own.optimizer.step()
-                own.record()
+                own.step(place, clip=0.5)
             return list(own.agent.parameters())
 
     assert all(torch.equal(with_, without) for with_, without in zip(trained(True), trained(False), strict=True))
@@ -395,14 +388,11 @@ def test_what_is_watched_can_be_saved_copied_and_let_go() -> None:
         torch.save(own.optimizer.state_dict(), io.BytesIO())
         copy.deepcopy(own.agent)
         stop()
-        own.loss(0).backward()
-        own.optimizer.step()
 
-        assert PRE not in own.record().values
+        assert PRE not in own.step(0)
 
 
-def test_what_cannot_be_watched(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
+def test_what_cannot_be_watched() -> None:
     with loop() as own:
         with pytest.raises(ValueError, match=r"'actr' is not part of the model, which has actor\.weight"):
             own.telemetry.watch(own.agent, own.optimizer, actor="actr")

@@ -1,23 +1,10 @@
-"""One table from metric keys, or the beginnings of formulas for cases without a key, to adapters from inputs to values."""
+"""Adapters from inputs of reference cases to values, by metric keys, or by the beginnings of formulas for cases without a key."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vector_adapters import alarms, data, gradients, lstm, policy, representation, series, values
-
-Adapter = Callable[[Mapping[str, Any]], dict[str, Any]]
-
-BY_KEY: dict[str, Adapter] = {
-    **policy.ADAPTERS,
-    **data.ADAPTERS,
-    **values.ADAPTERS,
-    **gradients.ADAPTERS,
-    **series.ADAPTERS,
-    **lstm.ADAPTERS,
-    **representation.ADAPTERS,
-    **alarms.ADAPTERS,
-}
-BY_FORMULA: dict[str, Adapter] = {**data.FORMULA_ADAPTERS, **series.FORMULA_ADAPTERS, **lstm.FORMULA_ADAPTERS, **alarms.FORMULA_ADAPTERS}
+from vector_adapters import alarms, data, gradients, lstm, policy, representation, series, values  # noqa: F401  # they declare adapters
+from vector_adapters.inputs import BY_FORMULA, BY_KEY, Adapter
 
 
 def adapters_of(case: Mapping[str, Any]) -> list[Adapter]:

@@ -1,18 +1,13 @@
 """Compute the state machines of alarms from the inputs of a reference case."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from esper_telemetry.alarms.alarm_state import Escalation, Hysteresis, Patience
-
-Inputs = Mapping[str, Any]
-Values = dict[str, Any]
+from vector_adapters.inputs import Inputs, Values, of_formula, of_keys
 
 PATIENCE = ("on", "off", "n_on", "n_off", "warmup")
 
 
+@of_formula("E1")
 def hysteresis(inputs: Inputs) -> Values:
-    """E1."""
     state = Hysteresis(Patience(**{name: inputs[name] for name in PATIENCE}))
     active, events = [], []
     for update, severity in enumerate(inputs["severity"], 1):
@@ -22,15 +17,11 @@ def hysteresis(inputs: Inputs) -> Values:
     return {"aux:active": active, "aux:events": events}
 
 
+@of_keys("telemetry/escalation_remaining")
 def escalation(inputs: Inputs) -> Values:
-    """E2."""
     state = Escalation(inputs["durations"], inputs["cap"], inputs["cooldown_factor"])
     remaining = []
     for update in range(1, inputs["updates"] + 1):
         state, left = state.step(inputs["raises"].get(str(update), ()))
         remaining.append(left)
     return {"telemetry/escalation_remaining": remaining}
-
-
-ADAPTERS = {"telemetry/escalation_remaining": escalation}
-FORMULA_ADAPTERS = {"E1": hysteresis}

@@ -12,9 +12,14 @@ from esper_telemetry.metrics.rollout_stats import normalizer_clipping, normalize
 from esper_telemetry.metrics.values import td_errors
 from esper_telemetry.ppo.ppo_objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
-from vector_adapters.inputs import Inputs, Values, floats, mask, masks
+from vector_adapters.inputs import Inputs, Values, floats, mask, masks, of_formula, of_keys
 
 
+@of_keys(
+    "adv/",
+    "raw/mean raw/mean_nonfinite raw/std raw/min raw/max raw/skew raw/kurtosis raw/pos_frac raw/p05 raw/p95",
+    "raw/absmax_over_std std_floored",
+)
 def raw_advantages(inputs: Inputs) -> Values:
     """A1, and the flag of A2."""
     values = advantage_stats(floats(inputs["advantages"]), valid=mask(inputs)).values()
@@ -22,8 +27,8 @@ def raw_advantages(inputs: Inputs) -> Values:
     return {**values, **scale.values()}
 
 
+@of_keys("", "adv/norm/mean adv/norm/std adv/participation adv/sign_flip_frac integrity/adv_norm")
 def used_advantages(inputs: Inputs) -> Values:
-    """A2 and A3."""
     if "advantages_norm" in inputs:
         return normalized_advantage_stats(floats(inputs["advantages_norm"]), valid=mask(inputs)).values()
     raw = floats(inputs["advantages"])
@@ -31,18 +36,18 @@ def used_advantages(inputs: Inputs) -> Values:
     return normalized_advantage_stats(used, raw).values()
 
 
+@of_keys("ret/", "mean std min max skew p10 p50 p90")
 def returns(inputs: Inputs) -> Values:
-    """A6, returns."""
     return return_stats(floats(inputs["returns"]), valid=mask(inputs)).values()
 
 
+@of_keys("reward/", "mean std absmax zero_frac nonfinite")
 def rewards(inputs: Inputs) -> Values:
-    """A6, rewards."""
     return reward_stats(floats(inputs["rewards"]), valid=mask(inputs)).values()
 
 
+@of_keys("norm/", "obs/drift ret/drift obs/clip_frac ret/clip_frac")
 def normalizer(inputs: Inputs) -> Values:
-    """A7."""
     which = inputs["which"]
     if "normalised" in inputs:
         return normalizer_clipping(which, floats(inputs["normalised"]), clip=inputs["clip"]).values()
@@ -58,6 +63,8 @@ def following_values(inputs: Inputs) -> Tensor:
     return torch.where(floats(inputs["dones"]) > 0, 0.0, after)
 
 
+@of_formula("A4: a truncated step")
+@of_keys("", "integrity/gae_identity value/td/mean value/td/std value/td/absmean")
 def gae(inputs: Inputs) -> Values:
     """A4 and V5; advantages and returns as the trainer computes them, if the case does not give them."""
     values, valid = floats(inputs["values"]), mask(inputs)
@@ -88,12 +95,14 @@ def _rollout(inputs: Inputs, values: Tensor, after: Tensor) -> Rollout:
     )
 
 
+@of_keys("integrity/mask_violation")
 def forbidden(inputs: Inputs) -> Values:
     actions = {head: torch.tensor(value) for head, value in inputs["head_actions"].items()}
     allowed, relevant = masks(inputs, "head_action_mask"), masks(inputs, "head_mask")
     return mask_violation(actions, allowed, relevant=relevant).values()
 
 
+@of_keys("loss/", "policy value entropy total")
 def losses(inputs: Inputs) -> Values:
     names = ("logratio", "advantages_norm", "values", "returns", "entropy")
     return ppo_losses(
@@ -101,34 +110,6 @@ def losses(inputs: Inputs) -> Values:
     ).values()
 
 
+@of_keys("episode/", "return_mean return_std return_min return_max length_mean count")
 def episodes(inputs: Inputs) -> Values:
     return episode_stats(inputs["episode_returns"], inputs["episode_lengths"]).values()
-
-
-ADAPTERS = {
-    **{
-        f"adv/raw/{name}": raw_advantages
-        for name in ["mean", "mean_nonfinite", "std", "min", "max", "skew", "kurtosis", "pos_frac", "p05", "p95", "absmax_over_std"]
-    },
-    "adv/std_floored": raw_advantages,
-    "adv/norm/mean": used_advantages,
-    "adv/norm/std": used_advantages,
-    "adv/participation": used_advantages,
-    "adv/sign_flip_frac": used_advantages,
-    "integrity/adv_norm": used_advantages,
-    **{f"ret/{name}": returns for name in ["mean", "std", "min", "max", "skew", "p10", "p50", "p90"]},
-    **{f"reward/{name}": rewards for name in ["mean", "std", "absmax", "zero_frac", "nonfinite"]},
-    "norm/obs/drift": normalizer,
-    "norm/ret/drift": normalizer,
-    "norm/obs/clip_frac": normalizer,
-    "norm/ret/clip_frac": normalizer,
-    "integrity/gae_identity": gae,
-    **{f"value/td/{name}": gae for name in ["mean", "std", "absmean"]},
-    "integrity/mask_violation": forbidden,
-    **{f"loss/{name}": losses for name in ["policy", "value", "entropy", "total"]},
-    **{f"episode/{name}": episodes for name in ["return_mean", "return_std", "return_min", "return_max", "length_mean", "count"]},
-}
-"""By metric key."""
-
-FORMULA_ADAPTERS = {"A4: a truncated step": gae}
-"""By the beginning of the formula, for cases without a key."""

@@ -1,6 +1,5 @@
 """Compute the gradient and optimizer metrics from the inputs of a reference case."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,17 +22,7 @@ from esper_telemetry.metrics.gradients.directions import (
 from esper_telemetry.metrics.gradients.gradient_health import gradient_health
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.metrics.optimizer import adam_parameters, adam_state, adam_step, first_moment_weight, weight_growth, weight_norm
-
-Inputs = Mapping[str, Any]
-Values = dict[str, Any]
-
-
-def floats(values: Any, dtype: str = "float64") -> Tensor:
-    """Return a tensor from nested lists, in which "nan" and "inf" are non-finite numbers."""
-    if isinstance(values, list):
-        parts = [floats(value, dtype) for value in values]
-        return torch.stack(parts) if parts else torch.zeros(0, dtype=getattr(torch, dtype))
-    return torch.tensor(float(values), dtype=getattr(torch, dtype))
+from vector_adapters.inputs import Inputs, Values, floats, of_keys
 
 
 def parameter(gradient: Any, dtype: str = "float64") -> Tensor:
@@ -48,6 +37,11 @@ def merged(*groups: MetricGroup) -> Values:
     return {key: value for group in groups for key, value in group.values().items()}
 
 
+@of_keys(
+    "grad/",
+    "global/norm_preclip global/norm_preclip_max global/norm_preclip_nonfinite global/norm_postclip layer/{l}/norm",
+    "{g}/norm_preclip {g}/rms clip/coef clip/coef_min clip/freq clip/excess_log10",
+)
 def norms(inputs: Inputs) -> Values:
     """Norms and clipping: of one gradient, of named ones, or of the global norms of several steps."""
     limit = inputs.get("max_grad_norm")
@@ -58,6 +52,7 @@ def norms(inputs: Inputs) -> Values:
     return merged(*gradient_health(named, groups=inputs.get("groups"), max_norm=limit))
 
 
+@of_keys("grad/interference/", "actor_effective cancel cos critic_share log_ratio")
 def opposed(inputs: Inputs) -> Values:
     """Actor against critic."""
     actor, critic = floats(inputs["g_actor"]), floats(inputs["g_critic"])
@@ -66,11 +61,13 @@ def opposed(inputs: Inputs) -> Values:
     return merged(sizes, parameter_interference([actor], [critic]))
 
 
+@of_keys("grad/", "align/mean_pair_cos align/direction_variance sign/agreement")
 def minibatches(inputs: Inputs) -> Values:
     gradients = floats(inputs["grads"])
     return {**minibatch_alignment(gradients).values(), "aux:weighted_pair_cos": float(weighted_pair_cosine(gradients))}
 
 
+@of_keys("grad/align/successive_cos")
 def successive(inputs: Inputs) -> Values:
     """Agreement of each update with the previous one."""
     gradients = [floats(gradient) for gradient in inputs["grads"]]
@@ -79,6 +76,7 @@ def successive(inputs: Inputs) -> Values:
     return {key: [successive_alignment(now, before).values().get(key) for now, before in pairs]}
 
 
+@of_keys("grad/", "zero_frac sign/pos_frac concentration/entropy concentration/participation concentration/hoyer")
 def entries(inputs: Inputs) -> Values:
     """Statistics over the entries of one gradient."""
     gradient = floats(inputs["grad"])
@@ -86,11 +84,13 @@ def entries(inputs: Inputs) -> Values:
     return merged(zeros, gradient_signs([gradient]), concentration([gradient]))
 
 
+@of_keys("grad/concentration/layer_entropy")
 def layers(inputs: Inputs) -> Values:
     """Concentration over layers."""
     return layer_concentration(floats(inputs["layer_norms"])).values()
 
 
+@of_keys("grad/gns/", "g2 tr_sigma b_simple noise_dominated")
 def noise(inputs: Inputs) -> Values:
     """Noise scale: of shards, of two batch sizes, or averaged over updates."""
     if "g2" in inputs:
@@ -118,6 +118,7 @@ def adam_with_state(inputs: Inputs) -> torch.optim.Optimizer:
     return optimizer
 
 
+@of_keys("opt/", "snr_share eps_dominated_frac")
 def adam_memory(inputs: Inputs) -> Values:
     optimizer = adam_with_state(inputs)
     state = adam_state(adam_parameters(optimizer))
@@ -127,6 +128,7 @@ def adam_memory(inputs: Inputs) -> Values:
     return {**adam_step(optimizer).values(), "aux:rho": rho, "aux:kappa": kappa}
 
 
+@of_keys("opt/", "update_to_weight update_rms_over_lr stable_rms")
 def adam_updates(inputs: Inputs) -> Values:
     weights = torch.nn.Parameter(floats(inputs["weights"]))
     optimizer = torch.optim.Adam([weights], lr=inputs["lr"], betas=tuple(inputs["betas"]), eps=inputs["eps"])
@@ -141,48 +143,8 @@ def adam_updates(inputs: Inputs) -> Values:
     return dict(results)
 
 
+@of_keys("opt/weight_growth")
 def growth(inputs: Inputs) -> Values:
     """Growth of the weights since the start."""
     initial = weight_norm([floats(inputs["weights_init"])])
     return weight_growth([floats(inputs["weights"])], initial).values()
-
-
-ADAPTERS = {
-    "grad/global/norm_preclip": norms,
-    "grad/global/norm_preclip_max": norms,
-    "grad/global/norm_preclip_nonfinite": norms,
-    "grad/global/norm_postclip": norms,
-    "grad/layer/{l}/norm": norms,
-    "grad/{g}/norm_preclip": norms,
-    "grad/{g}/rms": norms,
-    "grad/clip/coef": norms,
-    "grad/clip/coef_min": norms,
-    "grad/clip/freq": norms,
-    "grad/clip/excess_log10": norms,
-    "grad/interference/actor_effective": opposed,
-    "grad/interference/cancel": opposed,
-    "grad/interference/cos": opposed,
-    "grad/interference/critic_share": opposed,
-    "grad/interference/log_ratio": opposed,
-    "grad/align/mean_pair_cos": minibatches,
-    "grad/align/direction_variance": minibatches,
-    "grad/sign/agreement": minibatches,
-    "grad/align/successive_cos": successive,
-    "grad/zero_frac": entries,
-    "grad/sign/pos_frac": entries,
-    "grad/concentration/entropy": entries,
-    "grad/concentration/participation": entries,
-    "grad/concentration/hoyer": entries,
-    "grad/concentration/layer_entropy": layers,
-    "grad/gns/g2": noise,
-    "grad/gns/tr_sigma": noise,
-    "grad/gns/b_simple": noise,
-    "grad/gns/noise_dominated": noise,
-    "opt/snr_share": adam_memory,
-    "opt/eps_dominated_frac": adam_memory,
-    "opt/update_to_weight": adam_updates,
-    "opt/update_rms_over_lr": adam_updates,
-    "opt/stable_rms": adam_updates,
-    "opt/weight_growth": growth,
-}
-"""By metric key, template segments as in the reference cases."""

@@ -1,6 +1,6 @@
 """Shared by the adapters: inputs of reference cases, and values of groups at the steps that a case names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,31 @@ from esper_telemetry.core.group import MetricGroup, pack
 
 Inputs = Mapping[str, Any]
 Values = dict[str, Any]
+Adapter = Callable[[Inputs], Values]
+
+BY_KEY: dict[str, Adapter] = {}
+"""By metric key, template segments as in the reference cases."""
+
+BY_FORMULA: dict[str, Adapter] = {}
+"""By the beginning of the formula, for cases without a key, or whose key does not identify the series."""
+
+
+def of_keys(start: str, *names: str) -> Callable[[Adapter], Adapter]:
+    """Declare an adapter of a key, or of all keys with this start and one of the names, which spaces separate."""
+
+    def declare(adapter: Adapter) -> Adapter:
+        BY_KEY.update({start + name: adapter for line in names or ("",) for name in line.split(" ")})
+        return adapter
+
+    return declare
+
+
+def of_formula(*starts: str) -> Callable[[Adapter], Adapter]:
+    def declare(adapter: Adapter) -> Adapter:
+        BY_FORMULA.update(dict.fromkeys(starts, adapter))
+        return adapter
+
+    return declare
 
 
 def floats(values: Any, dtype: str = "float64") -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.metrics.lstm.gates import gate_stats, lstm_gates, lstm_weights, timescales
 from esper_telemetry.metrics.lstm.states import cell_growth, reset_stats, state_ages, state_size, state_staleness, state_stats
-from vector_adapters.inputs import Inputs, Values, floats
+from vector_adapters.inputs import Inputs, Values, floats, of_formula, of_keys
 
 
 def cell_of(inputs: Inputs) -> nn.LSTM:
@@ -28,8 +28,13 @@ def unrolled(cell: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], resets
     return torch.stack(hidden), torch.stack(memory)
 
 
+@of_keys(
+    "lstm/",
+    "h/rms h/env_rms/max h/absmax h/mean c/rms c/env_rms/max c/absmax c/mean gate/i/mean gate/i/sat_lo gate/i/sat_hi",
+    "gate/f/mean gate/f/sat_lo gate/f/sat_hi gate/o/mean gate/o/sat_lo gate/o/sat_hi cand/sat cell_log_gain timescale/median",
+    "timescale/p90 timescale/frac_beyond_bptt",
+)
 def gates(inputs: Inputs) -> Values:
-    """L1 to L4."""
     cell, x, resets = cell_of(inputs), floats(inputs["x"]), torch.tensor(inputs["reset"]).bool()
     state = floats(inputs["h0"]), floats(inputs["c0"])
     outputs, _ = unrolled(cell, x, state, resets)
@@ -40,36 +45,24 @@ def gates(inputs: Inputs) -> Values:
     return {**values, **{f"aux:{name}": part.tolist() for name, part in result._asdict().items()}}
 
 
+@of_formula("L3")
 def chrono(inputs: Inputs) -> Values:
     """L3, with constant pre-activations."""
     forget = floats(inputs["forget_preact"]).sigmoid()
     return {"aux:timescale": timescales(forget.view(1, 1, -1)).values.tolist()}
 
 
+@of_keys("lstm/staleness")
 def staleness(inputs: Inputs) -> Values:
-    """L6."""
     return state_staleness(floats(inputs["h_stored"]), floats(inputs["h_recomputed"])).values()
 
 
+@of_keys("lstm/", "reset_rate chunk_no_reset_frac age/mean age/max")
 def resets(inputs: Inputs) -> Values:
-    """L7."""
     flags = torch.tensor(inputs["reset"]).bool()
     return reset_stats(flags, state_ages(flags, torch.tensor(inputs["age_start"]))).values()
 
 
+@of_keys("lstm/c_growth")
 def growth(inputs: Inputs) -> Values:
-    """L8."""
     return cell_growth(floats(inputs["mean_abs_c"]), floats(inputs["age"])).values()
-
-
-STATES = [f"lstm/{part}/{name}" for part in "hc" for name in ("rms", "env_rms/max", "absmax", "mean")]
-GATES = [f"lstm/gate/{gate}/{name}" for gate in "ifo" for name in ("mean", "sat_lo", "sat_hi")]
-CELL = ["lstm/cand/sat", "lstm/cell_log_gain", *(f"lstm/timescale/{n}" for n in ("median", "p90", "frac_beyond_bptt"))]
-
-ADAPTERS = {
-    **dict.fromkeys([*STATES, *GATES, *CELL], gates),
-    "lstm/staleness": staleness,
-    **dict.fromkeys(["lstm/reset_rate", "lstm/chunk_no_reset_frac", "lstm/age/mean", "lstm/age/max"], resets),
-    "lstm/c_growth": growth,
-}
-FORMULA_ADAPTERS = {"L3": chrono}

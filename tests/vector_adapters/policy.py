@@ -9,9 +9,15 @@ from esper_telemetry.metrics.entropy import entropy_rows, head_entropy, policy_e
 from esper_telemetry.metrics.kl import categorical_kl, exact_kl
 from esper_telemetry.metrics.losses import entropy_gradient
 from esper_telemetry.metrics.ratio import head_ratio_diagnostics, joint_log_ratio, ratio_diagnostics
-from vector_adapters.inputs import Inputs, Values, at_any_step, by_head, finished, floats, mask, masks, numbers, padded
+from vector_adapters.inputs import Inputs, Values, at_any_step, by_head, finished, floats, mask, masks, numbers, of_keys, padded
 
 
+@of_keys(
+    "policy/",
+    "kl kl_k1 kl_k2 kl_rev kl_nonfinite kl_max kl_first kl_last kl_epoch_slope logratio/mean logratio/std logratio/absmax",
+    "ratio/mean ratio/std ratio/min ratio/max ratio/p01 ratio/p99 clip_frac clip_frac_pos clip_frac_neg clip_frac_active",
+    "ess_frac ess_frac_min surrogate_gain",
+)
 def ratio(inputs: Inputs) -> Values:
     """P1, P3, P4, P6, P13, I1: one minibatch, the minibatches of an update, shards, or heads."""
     if "epoch_logratio" in inputs:
@@ -42,6 +48,7 @@ def _update(inputs: Inputs) -> Values:
     return finished(group, range(len(epochs)), epochs)
 
 
+@of_keys("integrity/ratio_init")
 def ratio_init(inputs: Inputs) -> Values:
     """I1 with its grade."""
     values = ratio(inputs)
@@ -49,12 +56,17 @@ def ratio_init(inputs: Inputs) -> Values:
     return {**values, "aux:grade": {0.0: "ok", 0.5: "warn", 1.0: "crit"}[severity]}
 
 
+@of_keys("policy/head/{h}/", "kl logratio/std ratio/min ratio/max clip_frac blame")
 def heads(inputs: Inputs) -> Values:
-    """P5."""
     group = head_ratio_diagnostics(by_head(inputs, "head_logratio"), relevant=masks(inputs, "head_mask"), clip=inputs["clip_eps"])
     return at_any_step(group)
 
 
+@of_keys(
+    "policy/",
+    "entropy entropy_norm perplexity entropy_marginal entropy_marginal_norm action_mi head/{h}/entropy head/{h}/entropy_norm",
+    "head/{h}/decision_frac",
+)
 def entropy(inputs: Inputs) -> Values:
     """P7 and P8: of one head's logits or probabilities, or of several heads."""
     if "head_logits" in inputs:
@@ -68,13 +80,14 @@ def entropy(inputs: Inputs) -> Values:
     return {**values, "aux:rows": next(iter(rows.values())).entropy.tolist()}
 
 
+@of_keys("policy/entropy_rate")
 def rate(inputs: Inputs) -> Values:
     """P7, over updates."""
     return entropy_rate(numbers(inputs["x"]), window=inputs["window"]).values()
 
 
+@of_keys("policy/", "head/{h}/action_shift_js action_shift_js")
 def shift(inputs: Inputs) -> Values:
-    """P9."""
     now = inputs.get("head_counts") or {inputs["head"]: inputs["counts"]}
     before = inputs.get("head_counts_prev") or {inputs["head"]: inputs["counts_prev"]}
     values: Values = {}
@@ -83,77 +96,24 @@ def shift(inputs: Inputs) -> Values:
     return {**values, **largest_shift(values.values()).values()}
 
 
+@of_keys("policy/kl_exact")
 def whole_distributions(inputs: Inputs) -> Values:
-    """P2."""
     rows = categorical_kl(floats(inputs["p_old"]).log(), floats(inputs["p_new"]).log())
     return exact_kl({"action": rows}, valid=mask(inputs)).values()
 
 
+@of_keys("policy/logp/min")
 def chosen(inputs: Inputs) -> Values:
-    """P10."""
     return log_prob_stats(floats(inputs["logp_old"]), valid=mask(inputs)).values()
 
 
+@of_keys("policy/greedy_agreement")
 def favourites(inputs: Inputs) -> Values:
-    """P11."""
     old, new = {"action": floats(inputs["logits_old"])}, {"action": floats(inputs["logits"])}
     return greedy_agreement(old, new, {"action": torch.tensor(inputs["action_mask"]).bool()}).values()
 
 
+@of_keys("policy/entropy_grad_ratio")
 def bonus(inputs: Inputs) -> Values:
-    """P12."""
     pull = floats(inputs["grad_policy_logits"])
     return entropy_gradient(floats(inputs["logits"]), pull, entropy_coef=inputs["ent_coef"]).values()
-
-
-ADAPTERS = {
-    "policy/kl": ratio,
-    "policy/kl_k1": ratio,
-    "policy/kl_k2": ratio,
-    "policy/kl_rev": ratio,
-    "policy/kl_nonfinite": ratio,
-    "policy/kl_max": ratio,
-    "policy/kl_first": ratio,
-    "policy/kl_last": ratio,
-    "policy/kl_epoch_slope": ratio,
-    "policy/logratio/mean": ratio,
-    "policy/logratio/std": ratio,
-    "policy/logratio/absmax": ratio,
-    "policy/ratio/mean": ratio,
-    "policy/ratio/std": ratio,
-    "policy/ratio/min": ratio,
-    "policy/ratio/max": ratio,
-    "policy/ratio/p01": ratio,
-    "policy/ratio/p99": ratio,
-    "policy/clip_frac": ratio,
-    "policy/clip_frac_pos": ratio,
-    "policy/clip_frac_neg": ratio,
-    "policy/clip_frac_active": ratio,
-    "policy/ess_frac": ratio,
-    "policy/ess_frac_min": ratio,
-    "policy/surrogate_gain": ratio,
-    "integrity/ratio_init": ratio_init,
-    "policy/head/{h}/kl": heads,
-    "policy/head/{h}/logratio/std": heads,
-    "policy/head/{h}/ratio/min": heads,
-    "policy/head/{h}/ratio/max": heads,
-    "policy/head/{h}/clip_frac": heads,
-    "policy/head/{h}/blame": heads,
-    "policy/entropy": entropy,
-    "policy/entropy_norm": entropy,
-    "policy/perplexity": entropy,
-    "policy/entropy_marginal": entropy,
-    "policy/entropy_marginal_norm": entropy,
-    "policy/action_mi": entropy,
-    "policy/head/{h}/entropy": entropy,
-    "policy/head/{h}/entropy_norm": entropy,
-    "policy/head/{h}/decision_frac": entropy,
-    "policy/entropy_rate": rate,
-    "policy/head/{h}/action_shift_js": shift,
-    "policy/action_shift_js": shift,
-    "policy/kl_exact": whole_distributions,
-    "policy/logp/min": chosen,
-    "policy/greedy_agreement": favourites,
-    "policy/entropy_grad_ratio": bonus,
-}
-"""By metric key, template segments as in the reference cases."""

@@ -10,42 +10,31 @@ from esper_telemetry.metrics.representation import (
     unit_activity,
 )
 from esper_telemetry.metrics.statistics import keep
-from vector_adapters.inputs import Inputs, Values, floats
+from vector_adapters.inputs import Inputs, Values, floats, of_keys
 
 
+@of_keys("repr/", "dormant_frac dead_frac")
 def activity(inputs: Inputs) -> Values:
-    """R1."""
     x = floats(inputs["activations"])
     result = unit_activity({"trunk": x}, activation=inputs.get("activation", "relu"), threshold=inputs.get("tau", DORMANT))
     return {**result.all.values(), "aux:scores": dormant_scores(keep(x.t(), None)).tolist()}
 
 
+@of_keys("repr/", "effective_rank srank pca99 feature_rank")
 def rank(inputs: Inputs) -> Values:
-    """R2."""
     return feature_rank(floats(inputs["features"]), delta=inputs["delta"]).values()
 
 
+@of_keys("repr/feature_norm")
 def norm(inputs: Inputs) -> Values:
-    """R3."""
     return feature_norm(floats(inputs["preactivations"])).values()
 
 
+@of_keys("repr/drift_cos")
 def drift(inputs: Inputs) -> Values:
-    """R4."""
     return feature_drift(floats(inputs["features_old"]), floats(inputs["features"])).values()
 
 
+@of_keys("repr/excess_ratio/", "high low")
 def excess(inputs: Inputs) -> Values:
-    """R7."""
     return excess_ratio(floats(inputs["logratio"]), clip=inputs["clip_eps"]).values()
-
-
-ADAPTERS = {
-    "repr/dormant_frac": activity,
-    "repr/dead_frac": activity,
-    **dict.fromkeys([f"repr/{name}" for name in ("effective_rank", "srank", "pca99", "feature_rank")], rank),
-    "repr/feature_norm": norm,
-    "repr/drift_cos": drift,
-    "repr/excess_ratio/high": excess,
-    "repr/excess_ratio/low": excess,
-}

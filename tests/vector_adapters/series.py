@@ -1,7 +1,7 @@
 """Compute history metrics from the inputs of a reference case."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,7 @@ from esper_telemetry.history.derive import PairEvidence, diagnose_pair, pair_int
 from esper_telemetry.history.deviations import Cusum, Ema, LogDrift, PageHinkley, decades, robust_z
 from esper_telemetry.history.gradient_history import adaptive_thresholds, explode_severity, gradient_condition, vanish_severity
 from esper_telemetry.history.trend import acf, advantage_gradient, goertzel, lr_response, mann_kendall, periods, prewhiten, theil_sen
-
-Inputs = Mapping[str, Any]
-Values = dict[str, Any]
+from vector_adapters.inputs import Inputs, Values, of_formula, of_keys
 
 
 def array(values: Iterable[Any]) -> Array:
@@ -32,8 +30,8 @@ def listed(values: Iterable[Any]) -> list[float | None]:
     return [number(value) for value in values]
 
 
+@of_keys("*/", "ema ew_std")
 def level(inputs: Inputs) -> Values:
-    """T1."""
     ema = Ema(1, inputs["beta"])
     rows = []
     for x in inputs["x"]:
@@ -43,6 +41,7 @@ def level(inputs: Inputs) -> Values:
     return {"*/ema": listed(means), "*/ew_std": listed(stds), "aux:n_eff": listed(samples)}
 
 
+@of_keys("*/", "drift macd")
 def drift(inputs: Inputs) -> Values:
     """T2, against the last average, and between a fast and a slow average."""
     state = LogDrift(1, inputs.get("beta_fast", inputs.get("beta", 0.9)), inputs.get("beta_slow", 0.99))
@@ -50,19 +49,21 @@ def drift(inputs: Inputs) -> Values:
     return {"*/drift": listed(s.drift for s in steps), "*/macd": listed(s.macd for s in steps)}
 
 
+@of_keys("*/robust_z")
 def robust(inputs: Inputs) -> Values:
-    """T6."""
     history = decades(array(inputs["history"]))[None]
     x = decades(array([inputs["x"]]))
     z = robust_z(x, history, scale_min=inputs["scale_min"], n_min=inputs["n_min"])
     return {"*/robust_z": number(z.robust_z)}
 
 
+@of_formula("T3 without prewhitening", "T3: tie-corrected", "T3: all tied")
 def trend(inputs: Inputs) -> Values:
     """T3 on the raw series."""
     return _test(array(inputs["x"]), theil_sen(array(inputs["x"])))
 
 
+@of_formula("T3: a=")
 def whitened_trend(inputs: Inputs) -> Values:
     """T3 on the prewhitened series."""
     white = prewhiten(array(inputs["x"]))
@@ -75,6 +76,8 @@ def _test(x: Array, slope: float) -> Values:
     return {"*/trend/slope": slope, "*/trend/mk_z": test.z, "aux:S": test.s, "aux:var": test.variance, "aux:tau_a": test.tau}
 
 
+@of_formula("T4: biased autocorrelation")
+@of_keys("*/", "period/g period/p period/length acf1")
 def period(inputs: Inputs) -> Values:
     """T4, and the autocorrelation at `lag`, 1 by default."""
     x = array(inputs["x"])
@@ -91,11 +94,14 @@ def period(inputs: Inputs) -> Values:
     }
 
 
+@of_keys("*/period/goertzel")
 def known_period(inputs: Inputs) -> Values:
     """T4 at a declared frequency."""
     return {"*/period/goertzel": goertzel(array(inputs["x"]), inputs["k"])}
 
 
+@of_formula("T5: the detector")
+@of_keys("*/cusum")
 def cusum(inputs: Inputs) -> Values:
     """T5: the sums that never reset, and the alarms of a detector that resets them."""
     free, reset = Cusum(1, inputs["k"]), Cusum(1, inputs["k"])
@@ -111,6 +117,7 @@ def cusum(inputs: Inputs) -> Values:
     return {"*/cusum": values, "aux:pos": ups, "aux:neg": downs, "aux:first_alarm": first, "aux:alarms": alarms}
 
 
+@of_keys("*/page_hinkley")
 def page_hinkley(inputs: Inputs) -> Values:
     """T5, one-sided."""
     state = PageHinkley(1, inputs["delta"])
@@ -119,27 +126,27 @@ def page_hinkley(inputs: Inputs) -> Values:
     return {"*/page_hinkley": values, "aux:first_alarm": first}
 
 
+@of_keys("*/lr_response")
 def response(inputs: Inputs) -> Values:
-    """T7."""
     norms = array(inputs["update_norm"])
     return {"*/lr_response": lr_response(array(inputs["lr"]), norms).lr_response}
 
 
+@of_keys("adv/grad_corr")
 def leak(inputs: Inputs) -> Values:
-    """A5."""
     return advantage_gradient(array(inputs["x"]), array(inputs["y"]), window=inputs["window"]).values()
 
 
+@of_keys("grad/{g}/", "severity_vanish severity_explode")
 def severity(inputs: Inputs) -> Values:
-    """G10."""
     norms = array(inputs["norms"])
     vanish = vanish_severity(norms, inputs["tau_vanish"], decades_wide=inputs["decades_vanish"])
     explode = explode_severity(norms, inputs["tau_explode"], decades_wide=inputs["decades_explode"])
     return {"grad/{g}/severity_vanish": vanish.tolist(), "grad/{g}/severity_explode": explode.tolist()}
 
 
+@of_keys("grad/{g}/", "threshold_explode threshold_vanish")
 def thresholds(inputs: Inputs) -> Values:
-    """G11."""
     result = adaptive_thresholds(
         decades(array(inputs["history"]))[None],
         inputs["max_grad_norm"],
@@ -157,8 +164,8 @@ def thresholds(inputs: Inputs) -> Values:
     }
 
 
+@of_keys("grad/", "health health_cause")
 def health(inputs: Inputs) -> Values:
-    """G12."""
     weights = inputs.get("layer_weights")
     results = gradient_condition(
         array(inputs["layer_norms"]),
@@ -172,12 +179,14 @@ def health(inputs: Inputs) -> Values:
     return {**results.values(), "grad/health_cause": results.cause, **{f"aux:{f}": getattr(results, f) for f in faults}}
 
 
+@of_keys("grad/pair/{pair}/intensity_ratio")
 def intensity(inputs: Inputs) -> Values:
     """G13, the ratio."""
     key = "grad/pair/{pair}/intensity_ratio"
     return {key: [pair_intensity("x", **case).intensity_ratio for case in inputs["cases"]]}
 
 
+@of_keys("grad/pair/{pair}/cause")
 def diagnosis(inputs: Inputs) -> Values:
     """G13, the cause."""
     causes = []
@@ -190,40 +199,3 @@ def diagnosis(inputs: Inputs) -> Values:
 
 def _z(value: Any) -> Any:
     return float(value) if isinstance(value, str) else value
-
-
-ADAPTERS = {
-    "*/ema": level,
-    "*/ew_std": level,
-    "*/drift": drift,
-    "*/macd": drift,
-    "*/robust_z": robust,
-    "*/period/g": period,
-    "*/period/p": period,
-    "*/period/length": period,
-    "*/acf1": period,
-    "*/period/goertzel": known_period,
-    "*/cusum": cusum,
-    "*/page_hinkley": page_hinkley,
-    "*/lr_response": response,
-    "adv/grad_corr": leak,
-    "grad/{g}/severity_vanish": severity,
-    "grad/{g}/severity_explode": severity,
-    "grad/{g}/threshold_explode": thresholds,
-    "grad/{g}/threshold_vanish": thresholds,
-    "grad/health": health,
-    "grad/health_cause": health,
-    "grad/pair/{pair}/intensity_ratio": intensity,
-    "grad/pair/{pair}/cause": diagnosis,
-}
-"""By metric key."""
-
-FORMULA_ADAPTERS = {
-    "T3 without prewhitening": trend,
-    "T3: tie-corrected": trend,
-    "T3: all tied": trend,
-    "T3: a=": whitened_trend,
-    "T4: biased autocorrelation": period,
-    "T5: the detector": cusum,
-}
-"""By the beginning of the formula, for cases without a key, or whose key does not identify the series."""

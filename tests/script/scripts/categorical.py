@@ -153,7 +153,7 @@ if __name__ == "__main__":
                 loss.backward()
                 norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
-                print("norm", norm.item(), "kl", approx_kl.item())
+                print("norm", norm.item(), "kl", approx_kl.item(), "value", v_loss.item())
             if args.end == "crashed" and iteration == 3:
                 raise RuntimeError("out of luck")
         if args.end == "three" and iteration == 3:

@@ -16,19 +16,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 def parse_args():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--total-timesteps", type=int, default=1024)
-    parser.add_argument("--learning-rate", type=float, default=2.5e-4)
-    parser.add_argument("--num-envs", type=int, default=4)
-    parser.add_argument("--num-steps", type=int, default=64)
-    parser.add_argument("--gamma", type=float, default=0.99)
-    parser.add_argument("--gae-lambda", type=float, default=0.95)
-    parser.add_argument("--num-minibatches", type=int, default=2)
-    parser.add_argument("--update-epochs", type=int, default=2)
-    parser.add_argument("--clip-coef", type=float, default=0.2)
-    parser.add_argument("--ent-coef", type=float, default=0.01)
-    parser.add_argument("--vf-coef", type=float, default=0.5)
-    parser.add_argument("--max-grad-norm", type=float, default=0.5)
+    integers = {"seed": 1, "total-timesteps": 1024, "num-envs": 4, "num-steps": 64, "num-minibatches": 2, "update-epochs": 2}
+    numbers = {"learning-rate": 2.5e-4, "gamma": 0.99, "gae-lambda": 0.95, "clip-coef": 0.2}
+    for name, default in {**integers, **numbers, "ent-coef": 0.01, "vf-coef": 0.5, "max-grad-norm": 0.5}.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
     args.batch_size = args.num_envs * args.num_steps
     return args
