@@ -2,35 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import pytest
+from courses import SINCE, Course, check, parameters
 from healthy_run import FACTS, Spoil, Values, alarms, both, judged, multiplied, raised, run, set_to
 
 from esper_telemetry.alarms import Detectors
 from esper_telemetry.core.record import AlarmEvent, AlarmLevel
 
-SINCE = 30
 GAIN, NORM, RATIO = "policy/surrogate_gain", "grad/global/norm_preclip_max", "integrity/ratio_init"
 MINIBATCHES, ROLLOUT = ({**FACTS, "normalize_minibatches": whether} for whether in (True, False))
-
-
-class Course(NamedTuple):
-    """A run, and whether it raises an alarm, or the update in which it raises it first.
-
-    Attributes:
-        alarm: None if the run raises none of any type.
-        alone: whether the run raises no other alarm.
-        spoil: changes the values of each update from `since` on; a mapping sets them.
-    """
-
-    alarm: str | None
-    told: int | bool
-    spoil: Spoil | Mapping[str, float | None]
-    updates: int = 40
-    since: int = SINCE
-    facts: Mapping[str, Any] = FACTS
-    alone: bool = False
 
 
 def first(count: int, **changes: float) -> Spoil:
@@ -392,20 +373,9 @@ COURSES: Mapping[str, list[Course]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "course", [pytest.param(course, id=f"{name} [{place}]") for name, courses in COURSES.items() for place, course in enumerate(courses)]
-)
+@pytest.mark.parametrize("course", parameters(COURSES))
 def test_alarms_of(course: Course) -> None:
-    spoil = course.spoil if callable(course.spoil) else set_to(course.spoil)
-
-    found = raised(judged(run(course.updates, spoil, since=course.since), course.facts))
-
-    if course.alarm is None or course.alone:
-        assert found == ({course.alarm: course.told} if course.alone else {})
-    elif isinstance(course.told, bool):
-        assert (course.alarm in found) is course.told
-    else:
-        assert found[course.alarm] == course.told
+    check(course)
 
 
 def test_a_mismatch_between_the_bounds_warns_and_raises_no_level() -> None:
