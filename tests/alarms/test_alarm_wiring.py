@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import Script, ScriptedAlarm, scripted
+from waiting import wait_until
 
 from esper_telemetry import PPO, PPOConfig, RunStatus, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Alarm, AlarmEvent
@@ -152,7 +153,7 @@ def test_the_process_beside_the_trainer_sends_alarms_back(tmp_path: Path) -> Non
         telemetry.on_alarm(heard.append)
         source = cartpole()
         attach(telemetry, source)
-        source.hooks.on(UpdateEnd, lambda event: wait_until(said) if event.update == 3 else None)
+        source.hooks.on(UpdateEnd, lambda event: wait_until(said, "an alarm in the journal") if event.update == 3 else None)
         train(source, 8)
 
     run = read_run(tmp_path)
@@ -177,7 +178,7 @@ def test_alarms_of_a_process_that_died_are_heard_all_the_same(tmp_path: Path) ->
         pytest.skip("one core: no worker")
     for update in range(1, 4):
         telemetry.flush(env_step=update)
-    wait_until(lambda: '"kind":"alarm"' in (tmp_path / "journal.jsonl").read_text())
+    wait_until(lambda: '"kind":"alarm"' in (tmp_path / "journal.jsonl").read_text(), "an alarm in the journal")
     os.kill(worker.pid, signal.SIGKILL)
     for update in range(4, 7):
         telemetry.flush(env_step=update)
@@ -185,13 +186,6 @@ def test_alarms_of_a_process_that_died_are_heard_all_the_same(tmp_path: Path) ->
 
     assert [alarm.axes.update for alarm in heard] == [2, 3, 5]
     assert heard == list(read_run(tmp_path).alarms)
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.system

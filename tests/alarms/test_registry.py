@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from metrics_reference import page
+from run_cli import run_cli
 
 from esper_telemetry.alarms.metric_entries import PRIORITIES, metric_entries
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rule_registry import alarm_rules, alarms_reading
-from esper_telemetry.cli.main import main
 from esper_telemetry.core.metric import families
 from esper_telemetry.core.record import Level, MetricInfo, RunInfo, template_of
 from esper_telemetry.history.derive import key_histories
@@ -112,22 +112,16 @@ def test_the_page_explains_every_metric_and_its_links_lead_somewhere() -> None:
     assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= anchors
 
 
-def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(["metrics", *arguments])
-    return (stop.value.code or 0, *capfd.readouterr())
-
-
 def test_the_command_explains_one_metric_by_its_key(capfd: pytest.CaptureFixture[str]) -> None:
     """The key may also be a chart's, which contains the name of a head."""
-    code, out, _ = said(["policy/head/op/kl"], capfd)
+    code, out, _ = run_cli(["metrics", "policy/head/op/kl"], capfd)
 
     assert code == 0
     assert "policy/head/{head}/kl" in out and "How far did the update move this head" in out
 
 
 def test_the_command_lists_what_begins_alike(capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(["policy/ratio/", "--json"], capfd)
+    code, out, _ = run_cli(["metrics", "policy/ratio/", "--json"], capfd)
 
     entries = json.loads(out)
     assert code == 0
@@ -137,16 +131,16 @@ def test_the_command_lists_what_begins_alike(capfd: pytest.CaptureFixture[str]) 
 
 def test_a_part_of_a_key_or_of_a_name_finds_it(capfd: pytest.CaptureFixture[str]) -> None:
     """Keys whose last segment matches are listed first; a single match is explained."""
-    keys = [entry["key"] for entry in json.loads(said(["kl", "--json"], capfd)[1])]
+    keys = [entry["key"] for entry in json.loads(run_cli(["metrics", "kl", "--json"], capfd)[1])]
 
     assert keys[0] == "policy/kl"
     assert all("kl" in key.lower() or "kl" in ENTRIES[key].name.lower() for key in keys) and len(keys) > 1
-    assert "policy/entropy_norm" in said(["tropy_norm"], capfd)[1]
-    assert said(["klx"], capfd)[2].startswith("esper-telemetry: there is no metric 'klx'; did you mean kl")
+    assert "policy/entropy_norm" in run_cli(["metrics", "tropy_norm"], capfd)[1]
+    assert run_cli(["metrics", "klx"], capfd)[2].startswith("esper-telemetry: there is no metric 'klx'; did you mean kl")
 
 
 def test_a_key_that_is_not_there_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, err = said(["policy/clip_fraction"], capfd)
+    code, out, err = run_cli(["metrics", "policy/clip_fraction"], capfd)
 
     assert (code, out) == (2, "")
     assert err.startswith("esper-telemetry: there is no metric 'policy/clip_fraction'; did you mean policy/clip_frac")

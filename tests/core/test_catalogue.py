@@ -159,19 +159,3 @@ def test_plugins_add_metrics(plugin: ModuleType, caplog: pytest.LogCaptureFixtur
     assert metrics["policy/kl"].unit == "nats"
     assert "curiosity_metrics declares the metric 'policy/kl' again" in caplog.text
     assert "the metrics of the plugin 'broken' (no_such_module_of_metrics) cannot be loaded" in caplog.text
-
-
-def test_a_declaration_says_what_differs_from_its_unit() -> None:
-    metric = (
-        Metric.fraction("my/share", 0, "share of mine", level=Level.DEBUG)
-        .asks("How much is mine?")
-        .bounds(healthy="> 0.5", source="heuristic")
-        .absent("there is nothing to share")
-        .advises("Ask for more.")
-    )
-
-    assert (metric.unit, metric.low, metric.high, metric.level) == ("fraction", 0.0, 1.0, Level.DEBUG)
-    assert metric.info().undefined == "there is nothing to share"
-    assert (metric.info().name, metric.info().action) == ("share of mine", "Ask for more.")
-    assert Metric.ratio("my/gain", 0, "gain", low=1.0).low == 1.0
-    assert Metric.nonfinite("my/share_nonfinite", 0, "rest").when_positive
