@@ -135,10 +135,7 @@ def groups_solved(metrics: Values, ago: int) -> None:
 
 SUCCESS = both(set_to({"reward/absmax": 0.1, "reward/mean": -0.03}), later(50, set_to({"reward/absmax": 100.0, "reward/mean": 0.3})))
 SOLVED = multiplied(
-    {
-        "loss/value": lambda ago: 10 ** (-0.2 * min(ago, 60)),
-        "grad/layer/value_weight/norm": lambda ago: 10 ** (-0.13 * min(ago, 60)),
-    }
+    {"loss/value": lambda ago: 10 ** (-0.2 * min(ago, 60)), "grad/layer/value_weight/norm": lambda ago: 10 ** (-0.13 * min(ago, 60))}
 )
 CREEPING = multiplied({"opt/lr": lambda ago: 1.03 ** (ago + 1)})
 EQUAL_RETURNS = {"value/r2": -2.0, "value/explained_variance": -1.0}

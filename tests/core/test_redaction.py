@@ -150,10 +150,7 @@ def test_keys_without_a_prefix_of_letters(key: str) -> None:
         ("GET /x sessionid=38afes7a", "GET /x sessionid=***"),
         ("for user 'sa' with password 'Passw0rd!'", "for user 'sa' with password '***'"),
         ("machine h login me password abc", "machine h login me password ***"),
-        (
-            "-----BEGIN PRIVATE KEY-----\nMI\n-----END PRIVATE KEY-----\n1",
-            "-----BEGIN PRIVATE KEY-----***-----END PRIVATE KEY-----\n1",
-        ),
+        ("-----BEGIN PRIVATE KEY-----\nMI\n-----END PRIVATE KEY-----\n1", "-----BEGIN PRIVATE KEY-----***-----END PRIVATE KEY-----\n1"),
         ("https://hooks.slack.com/services/T1/B2/c3", "https://hooks.slack.com/services/***"),
     ],
 )

@@ -51,10 +51,7 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: mask_violation(ACTIONS, MASKS), {"integrity/mask_violation": 3.0}),
         Case(
             lambda: mask_violation(
-                ACTIONS,
-                MASKS,
-                relevant={"move": torch.tensor([True, True, False, True])},
-                valid=torch.tensor([True, True, True, False]),
+                ACTIONS, MASKS, relevant={"move": torch.tensor([True, True, False, True])}, valid=torch.tensor([True, True, True, False])
             ),
             {"integrity/mask_violation": 1.0},
         ),
