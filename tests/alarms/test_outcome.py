@@ -23,16 +23,16 @@ EPISODES = 12
 SEEDS = 40
 Draw = Callable[[np.random.Generator, Array], Array]
 """Makes the mean returns of all updates from their times, 0 to 1."""
+Column = float | Sequence[float] | Array
 
 
-def records(means: Array, *, episodes: int = EPISODES, more: Mapping[str, float] | None = None) -> list[Record]:
+def records(means: Array, *, episodes: int = EPISODES, steps: int = 1000, more: Mapping[str, Column] | None = None) -> list[Record]:
+    """Records of updates of `steps` steps, with these mean returns and further columns, each a number or a number per update."""
+    columns = {"episode/return_mean": means, "episode/count": float(episodes), **(more or {})}
+    rows = {key: np.broadcast_to(np.asarray(column, float), len(means)).tolist() for key, column in columns.items()}
     return [
-        Record(
-            update,
-            Axes(update, 1000 * update, 16 * update, 0.0),
-            {"episode/return_mean": float(mean), "episode/count": float(episodes), **(more or {})},
-        )
-        for update, mean in enumerate(means, 1)
+        Record(update, Axes(update, steps * update, 16 * update, 0.0), {key: row[update - 1] for key, row in rows.items()})
+        for update in range(1, len(means) + 1)
     ]
 
 
@@ -266,10 +266,7 @@ def test_the_sentence_has_the_numbers_that_decided() -> None:
 
 def test_the_return_is_the_one_that_the_trainer_reports_and_the_best_is_its_highest() -> None:
     """The trainer's mean over a hundred episodes reaches 1000; the means of single updates do not matter."""
-    course = [
-        replace(record, values={**record.values, "episode/return_mean_100": recent})
-        for record, recent in zip(records(np.arange(10.0, 310.0, 10.0)), [*range(10, 300, 10), 1000.0], strict=True)
-    ]
+    course = records(np.arange(10.0, 310.0, 10.0), more={"episode/return_mean_100": [*range(10, 300, 10), 1000.0]})
 
     rising, falling = outcome_of(course), outcome_of([*course, replace(course[10], axes=Axes(31, 31_000, 0, 0.0))])
 
@@ -317,13 +314,12 @@ def test_the_first_episodes_replace_the_rewards_by_which_a_run_was_judged() -> N
 
 def test_a_run_that_has_learned_is_not_too_short_again() -> None:
     """CartPole: three updates rise clearly and the fourth's spread blurs the rise. Events report lasting changes only."""
-    means, spreads = [20.0, 30, 52, 42, 75, 80, 90, 110], [9.0, 15, 20, 30, 40, 45, 50, 50]
+    spreads = {"episode/return_std": [9.0, 15, 20, 30, 40, 45, 50, 50]}
     judge = OutcomeJudge()
-    kinds = []
-    for record, spread in zip(records(np.array(means), episodes=20), spreads, strict=True):
-        kinds.append(judge.step(replace(record, values={**record.values, "episode/return_std": spread})))
 
-    assert [outcome.kind for outcome in kinds if outcome is not None] == [OutcomeKind.LEARNING]
+    events = [judge.step(record) for record in records(np.array([20.0, 30, 52, 42, 75, 80, 90, 110]), episodes=20, more=spreads)]
+
+    assert [event.kind for event in events if event is not None] == [OutcomeKind.LEARNING]
 
 
 @pytest.mark.parametrize(
@@ -356,17 +352,10 @@ def test_a_return_that_stays_above_its_first_episodes_has_risen_however_much_it_
     course = [20, 36, 72, 140, 186, 344, 377, 236, 125, 147, 164, 135, 160, 128, 81, 124, 93, 117, 86, 98]
     counts = [39, 30, 10, 4, 3, 2, 3, 9, 8, 4, 8, 6, 6, 10, 11, 10, 11, 9, 8, 9]
     spreads = [9, 20, 26, 61, 35, 3, 97, 125, 28, 14, 21, 22, 65, 78, 31, 117, 57, 78, 22, 51]
+    more = {"episode/count": counts, "episode/return_std": spreads}
 
-    def of(means: list[float]) -> OutcomeKind:
-        columns = zip(records(np.array(means, float)), counts, spreads, strict=True)
-        spread = [
-            Record(one.seq, one.axes, {**one.values, "episode/count": float(count), "episode/return_std": float(std)})
-            for one, count, std in columns
-        ]
-        return outcome_of(spread).kind
-
-    assert of([*map(float, course)]) is OutcomeKind.DECLINING
-    assert of([20.0 + 40 * place for place in range(20)]) is OutcomeKind.LEARNING
+    assert outcome_of(records(np.array(course, float), more=more)).kind is OutcomeKind.DECLINING
+    assert outcome_of(records(np.arange(20.0, 820.0, 40.0), more=more)).kind is OutcomeKind.LEARNING
 
 
 def test_a_threshold_that_is_passed_is_solved() -> None:
@@ -393,53 +382,27 @@ def test_a_threshold_that_is_no_number_is_not_known() -> None:
 
 def test_success_and_length_decide_where_all_returns_are_equal() -> None:
     """Earlier is better for a reward of 1 at the end of every episode, later for a penalty of 1; with zero rewards, neither is."""
+    falling = {"episode/length_mean": np.linspace(200.0, 40.0, 40)}
+    reached, punished, nothing = (outcome_of(records(np.full(40, value), more=falling)) for value in (1.0, -1.0, 0.0))
+    success = outcome_of(records(np.zeros(40), more={"episode/success_rate": np.linspace(0.0, 0.9, 40)}))
 
-    def lengths(value: float, course: Array) -> list[Record]:
-        return [
-            Record(record.seq, record.axes, {**record.values, "episode/return_mean": value, "episode/length_mean": length})
-            for record, length in zip(records(course), course.tolist(), strict=True)
-        ]
-
-    falling = np.linspace(200.0, 40.0, 40)
-    reached = outcome_of(lengths(1.0, falling))
-    success = [
-        Record(r.seq, r.axes, {**r.values, "episode/return_mean": 0.0, "episode/success_rate": r.values["episode/return_mean"]})
-        for r in records(np.linspace(0.0, 0.9, 40))
-    ]
-
-    assert reached.kind is OutcomeKind.LEARNING
     assert reached.text.startswith("learning: length of episodes 194 -> 55.1 in 40 updates at a return of 1 in every")
-    assert outcome_of(lengths(-1.0, falling)).kind is OutcomeKind.DECLINING
-    assert outcome_of(lengths(0.0, falling)).kind is OutcomeKind.FLAT
-    assert outcome_of(success).kind is OutcomeKind.LEARNING
+    assert (punished.kind, nothing.kind) == (OutcomeKind.DECLINING, OutcomeKind.FLAT)
+    assert success.kind is OutcomeKind.LEARNING
 
 
 def test_early_short_episodes_are_no_baseline() -> None:
     """Only short episodes end in the first steps: their returns of -100 are better than the initial policy's -500."""
     course = np.concatenate([[-100.0, -180.0, -300.0], np.full(37, -500.0) + np.arange(37) % 5])
-    steps = [
-        Record(
-            record.seq,
-            Axes(record.axes.update, 8 * 128 * record.axes.update, 0, 0.0),
-            {**record.values, "episode/length_mean": -record.values["episode/return_mean"]},
-        )
-        for record in records(course)
-    ]
 
-    assert outcome_of(steps, {"num_envs": 8}).kind is OutcomeKind.FLAT
+    assert outcome_of(records(course, steps=1024, more={"episode/length_mean": -course}), {"num_envs": 8}).kind is OutcomeKind.FLAT
 
 
 @pytest.mark.parametrize(("cut_off", "first"), [(1.0, 10.0), (0.5, 15.0)])
 def test_episodes_that_are_all_cut_off_are_a_baseline_at_once(cut_off: float, first: float) -> None:
     """Environments end together every 200 steps, and the return doubles from the first to the second end."""
-    course = [
-        Record(
-            record.seq,
-            Axes(record.axes.update, 120 * 200 * record.axes.update, 0, 0.0),
-            {**record.values, "episode/length_mean": 200.0, "episode/truncated_frac": cut_off},
-        )
-        for record in records(10 * np.arange(1.0, 31.0), episodes=120)
-    ]
+    ends = {"episode/length_mean": 200.0, "episode/truncated_frac": cut_off}
+    course = records(10 * np.arange(1.0, 31.0), episodes=120, steps=120 * 200, more=ends)
 
     assert outcome_of(course, {"num_envs": 120}).first == first
 
