@@ -34,6 +34,7 @@ OLD, NEW = {"a": torch.eye(2), "b": torch.eye(2)}, {"a": torch.eye(2), "b": torc
 COUNTS = torch.tensor([1.0, 2.0, 0.0])
 SHIFT = "policy/head/a/action_shift_js"
 EPISODES = {"return_mean": 2.0, "return_std": 1.0, "return_min": 1.0, "return_max": 3.0, "length_mean": 20.0, "count": 2.0}
+LOSSES = torch.tensor([1.0, 3.0])
 ZERO, ONE = torch.zeros(2, 3), torch.ones(2, 3)
 
 CASES: dict[str, list[Case]] = {
@@ -63,11 +64,15 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: nonfinite_count([]), {"numerics/nonfinite": 0.0}),
     ],
     "Data of an older policy have an age": [Case(lambda: buffer_age(7, 5), {"buffer/age_updates": 2.0})],
-    "A loss that is not finite is left out and counted": [
+    "Losses are weighted by their rows, (1 · 1 + 3 · 3) / 4; one that is not finite is left out and counted": [
+        Case(
+            lambda: loss_terms(LOSSES, LOSSES, -LOSSES, LOSSES, count=[1.0, 3.0]),
+            {"loss/policy": 2.5, "loss/value": 2.5, "loss/entropy": -2.5, "loss/total": 2.5},
+        ),
         Case(
             lambda: loss_terms(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])),
             {"loss/policy": 1.0, "loss/value": 1.5, "loss/policy_nonfinite": 1.0},
-        )
+        ),
     ],
     "Minibatches at ratio 1: the policy loss is -mean A, the value loss half the squared error, the entropy loss minus the mean": [
         Case(
