@@ -146,14 +146,15 @@ def test_the_process_beside_the_trainer_sends_alarms_back(tmp_path: Path) -> Non
     """They arrive at the latest when the run is closed; at most three updates after the alarm are DEBUG."""
     heard: list[Alarm] = []
 
-    def said() -> bool:
-        return '"kind":"alarm"' in (tmp_path / "journal.jsonl").read_text()
+    def wait_for_the_alarm(event: UpdateEnd) -> None:
+        if event.update == 3:
+            wait_until(lambda: '"kind":"alarm"' in (tmp_path / "journal.jsonl").read_text(), "an alarm in the journal")
 
     with Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE, 6: CLEAR})) as telemetry:
         telemetry.on_alarm(heard.append)
         source = cartpole()
         attach(telemetry, source)
-        source.hooks.on(UpdateEnd, lambda event: wait_until(said, "an alarm in the journal") if event.update == 3 else None)
+        source.hooks.on(UpdateEnd, wait_for_the_alarm)
         train(source, 8)
 
     run = read_run(tmp_path)

@@ -116,9 +116,12 @@ def test_a_drop_without_another_alarm_does_not_point_to_an_earlier_one() -> None
 
 def test_a_return_that_was_higher_is_not_explained_by_a_task_that_is_too_hard() -> None:
     """A flat and a falling run without an alarm, a remark or an unusual value."""
-    courses = (set_to({"episode/return_mean": lambda ago, slope=slope: 5.0 - slope * ago + 0.01 * (ago % 3)}) for slope in (0.0, 0.06))
 
-    flat, falling = (text_of(replace(diagnose(FACTS, run(60, course, since=1)), unusual=())) for course in courses)
+    def text(slope: float) -> str:
+        course = set_to({"episode/return_mean": lambda ago: 5.0 - slope * ago + 0.01 * (ago % 3)})
+        return text_of(replace(diagnose(FACTS, run(60, course, since=1)), unusual=()))
+
+    flat, falling = text(0.0), text(0.06)
 
     assert "Flat: " in flat and "the task may be too hard for this policy" in flat
     assert "Declining: " in falling and "too hard" not in falling

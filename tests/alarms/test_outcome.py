@@ -431,17 +431,3 @@ def test_long_runs_keep_their_first_rollouts() -> None:
     assert outcome.kind is OutcomeKind.CONVERGED
     assert outcome.first is not None and outcome.first < 10
     assert outcome.since is not None and outcome.since < 200
-
-
-def test_live_and_afterwards_agree() -> None:
-    """The judge is a function of the records: two judges see the same changes."""
-    course = records(noisy(sigmoid(0.3, 0.05))(np.random.default_rng(3), np.linspace(0, 1, 80)))
-
-    def changes(judge: OutcomeJudge) -> list[tuple[int, str]]:
-        news = [(record.axes.update, judge.step(record)) for record in course]
-        return [(update, outcome.text) for update, outcome in news if outcome is not None]
-
-    first = changes(OutcomeJudge())
-
-    assert first == changes(OutcomeJudge())
-    assert [text.partition(":")[0] for _, text in first][-1] == "converged"

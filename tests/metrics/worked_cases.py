@@ -7,6 +7,9 @@ import pytest
 from torch import Tensor, nn
 
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Derived
+
+Group = MetricGroup | Derived
 
 
 class Case(NamedTuple):
@@ -17,12 +20,12 @@ class Case(NamedTuple):
         others: whether the call gives other values, too.
     """
 
-    call: Callable[[], MetricGroup | Iterable[MetricGroup]]
+    call: Callable[[], Group | Iterable[Group]]
     expected: Mapping[str, float | None]
     others: bool = False
 
 
-def values_of(groups: MetricGroup | Iterable[MetricGroup]) -> dict[str, float]:
+def values_of(groups: Group | Iterable[Group]) -> dict[str, float]:
     return {key: value for group in (groups if isinstance(groups, Iterable) else [groups]) for key, value in group.values().items()}
 
 

@@ -1,5 +1,6 @@
 """Helpers for the tests of morphogenesis: small environments, random actions, and plain single networks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def play(env: Morphogenesis, steps: int, seed: int = 0) -> list[tuple[Tensor, Te
     return steps_taken
 
 
-def recorded(run: PPO | ScriptedRun, run_dir: Path, steps: int, **settings: Any) -> list[Record]:
+def recorded(run: PPO | ScriptedRun, run_dir: Path, steps: int, **settings: Any) -> Sequence[Record]:
     """Records of a run of that many environment steps."""
     with Telemetry(run_dir=run_dir, offload=False, **settings) as telemetry:
         attach(telemetry, run)
