@@ -237,16 +237,6 @@ def test_a_callback_that_close_calls_comes_too_late_without_a_warning(caplog: py
     assert not caplog.messages
 
 
-def test_a_callback_may_stop_training(tmp_path: Path) -> None:
-    source = cartpole()
-    with Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE}), offload=False) as telemetry:
-        attach(telemetry, source)
-        telemetry.on_alarm(lambda alarm: source.stop())
-        source.learn(100_000)
-
-    assert source.updates == 2
-
-
 @pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError, GeneratorExit])
 def test_what_a_callback_raises_is_logged_once_and_an_interrupt_is_not_held(
     kind: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
