@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from esper_telemetry.alarms import Detectors, Thresholds, Verdict
@@ -200,30 +201,48 @@ def raised(verdicts: Iterable[Verdict]) -> dict[str, int]:
     return updates
 
 
-def set_to(changes: Mapping[str, float | None]) -> Spoil:
-    """Set values; None removes a key."""
+Number = float | None | Callable[[int], float]
+"""A value, or a function of the number of updates since the first spoiled one; None removes the key."""
 
-    def spoil(metrics: Values, _: int) -> None:
+
+def set_to(changes: Mapping[str, Number]) -> Spoil:
+    def spoil(metrics: Values, ago: int) -> None:
         for key, value in changes.items():
             if value is None:
                 metrics.pop(key, None)
             else:
-                metrics[key] = value
+                metrics[key] = value(ago) if callable(value) else value
 
     return spoil
 
 
-def multiplied(factors: Mapping[str, float]) -> Spoil:
-    def spoil(metrics: Values, _: int) -> None:
-        for key, factor in factors.items():
-            metrics[key] *= factor
-
-    return spoil
-
-
-def both(first: Spoil, second: Spoil) -> Spoil:
+def multiplied(factors: Mapping[str, float | Callable[[int], float]]) -> Spoil:
     def spoil(metrics: Values, ago: int) -> None:
-        first(metrics, ago)
-        second(metrics, ago)
+        for key, factor in factors.items():
+            metrics[key] *= factor(ago) if callable(factor) else factor
 
     return spoil
+
+
+def both(*spoils: Spoil) -> Spoil:
+    def spoil(metrics: Values, ago: int) -> None:
+        for one in spoils:
+            one(metrics, ago)
+
+    return spoil
+
+
+def later(delay: int, spoil: Spoil) -> Spoil:
+    """The same changes, begun that many updates later."""
+    return lambda metrics, ago: spoil(metrics, ago - delay) if ago >= delay else None
+
+
+def returns(first: float, last: float, updates: int = 30) -> Spoil:
+    """The return moves from one level to another within that many updates."""
+    return set_to({"episode/return_mean": lambda ago: first + (last - first) * min(1.0, ago / updates)})
+
+
+def with_steps(records: Iterable[Record], *, env: int | None = None, gradient: int | None = None) -> list[Record]:
+    """The same records with that many steps of the environments or of the optimizer per update."""
+    counts = {name: count for name, count in (("env_step", env), ("gradient_step", gradient)) if count is not None}
+    return [replace(one, axes=replace(one.axes, **{name: count * one.seq for name, count in counts.items()})) for one in records]

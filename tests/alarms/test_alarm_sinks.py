@@ -1,20 +1,17 @@
 """Alarms in the console, TensorBoard, W&B and MLflow, each read back from storage."""
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
-from backends_read import mlflow_client
+from backends_read import mlflow_client, wandb_entries, wandb_rows
 from scripted import an_alarm
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus
+from esper_telemetry.core.record import AlarmEvent, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks import ConsoleSink, MLflowSink, TensorBoardSink, WandbSink
 from esper_telemetry.sinks.pages import MAX_ALARMS, IncidentCards
@@ -36,14 +33,19 @@ def record(update: int) -> Record:
     return Record(update, Axes(update, update * 1000, update * 16, 1_700_000_000.0 + update), {"policy/kl": 0.01 * update})
 
 
-def send_alarms(sink: Any, run: RunInfo, status: RunStatus = RunStatus.FINISHED) -> None:
-    """Write six updates with the alarms in between, as the delivery does."""
-    sink.open(run)
+def send_updates(sink: Any) -> Iterator[int]:
+    """Write six updates with the alarms in between, as the delivery does; yield each before it is written."""
     for update in range(1, 7):
+        yield update
         sink.write([record(update)])
         for alarm in ALARMS:
             if alarm.axes.update == update:
                 sink.alarm(alarm)
+
+
+def send_alarms(sink: Any, run: RunInfo, status: RunStatus = RunStatus.FINISHED) -> None:
+    sink.open(run)
+    list(send_updates(sink))
     sink.close(status)
 
 
@@ -124,28 +126,6 @@ def teardown() -> Iterator[None]:
     wandb.teardown()
 
 
-def wandb_entries(directory: Path) -> list[dict[str, Any]]:
-    """Entries of the offline run, once its end is on disk."""
-    (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
-    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(file)]
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        entries = [json.loads(line) for line in printed.splitlines()]
-        if any(entry["type"] == "exit" for entry in entries):
-            return entries
-        time.sleep(0.1)
-    raise TimeoutError(f"no end of the run in {file}")
-
-
-def summary_of(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    summary: dict[str, Any] = {}
-    for entry in entries:
-        if entry["type"] == "summary":
-            summary.update(entry["summary"].get("update", {}))
-    return summary
-
-
 def assert_wandb_has_the_alarms(directory: Path) -> list[dict[str, Any]]:
     entries = wandb_entries(directory)
     alerts = [entry["alert"] for entry in entries if entry["type"] == "alert"]
@@ -156,7 +136,8 @@ def assert_wandb_has_the_alarms(directory: Path) -> list[dict[str, Any]]:
     ]
     assert all(alert["wait_duration"] == "300000" for alert in alerts)
     assert alerts[0]["text"].startswith("Since update 2 policy/kl has been too large.")
-    summary = summary_of(entries)
+    updates = [entry["summary"].get("update", {}) for entry in entries if entry["type"] == "summary"]
+    summary = {key: value for update in updates for key, value in update.items()}
     assert summary["alarms/raised"] == 2
     assert summary["alarms/active"] == "grad/explode"
     assert summary["alarms/first"].startswith("policy/kl_spike: Since update 2")
@@ -178,8 +159,7 @@ def test_wandb_alerts_and_keeps_a_table_without_a_row_more(tmp_path: Path) -> No
     send_alarms(WandbSink(mode="offline"), run_info(tmp_path))
 
     entries = assert_wandb_has_the_alarms(tmp_path)
-    history = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
-    assert [row["axis/update"] for row in history] == [1, 2, 3, 4, 5, 6]
+    assert [row["axis/update"] for row in wandb_rows(entries)] == [1, 2, 3, 4, 5, 6]
     notes = [entry["run"]["notes"] for entry in entries if entry["type"] == "run" and "notes" in entry["run"]]
     assert "**policy/kl\\_spike** (" in notes[-1] and "`policy/kl` | 0.06 |" in notes[-1]
 
@@ -191,12 +171,8 @@ def test_a_wandb_run_that_was_joined_keeps_its_steps(tmp_path: Path) -> None:
     run = wandb.init(mode="offline", dir=str(tmp_path), project="theirs", settings=settings, reinit="create_new")
     sink = WandbSink(run=run)
     sink.open(run_info(tmp_path))
-    for update in range(1, 7):
+    for update in send_updates(sink):
         run.log({"theirs": update}, step=update * 10)
-        sink.write([record(update)])
-        for alarm in ALARMS:
-            if alarm.axes.update == update:
-                sink.alarm(alarm)
     sink.close(RunStatus.FINISHED)
     run.finish()
 
@@ -297,12 +273,6 @@ def test_an_incident_whose_cause_is_found_later_is_called_by_it() -> None:
     assert late.page().splitlines()[2] == "## Incident 1, since update 3: policy/kl\\_spike"
 
 
-def test_an_alarm_survives_the_way_to_another_process() -> None:
-    import pickle
-
-    assert pickle.loads(pickle.dumps(SPIKE)) == SPIKE and isinstance(SPIKE, Alarm)
-
-
 @pytest.mark.system
 def test_each_backend_shows_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The outcome sentence is a line in the console, a text in TensorBoard, and a tag and the description in MLflow."""
@@ -314,16 +284,9 @@ def test_each_backend_shows_the_outcome(tmp_path: Path, capsys: pytest.CaptureFi
         sink.outcome(event)
         sink.close(RunStatus.FINISHED)
 
-    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    (page,) = events.Tensors("0_verdict")
-    client = mlflow_client(tmp_path)
-    (experiment,) = (e for e in client.search_experiments() if e.name == "esper_telemetry")
-    (run,) = client.search_runs([experiment.experiment_id])
+    run = mlflow_run(mlflow_client(tmp_path), "abc123")
 
     assert f"outcome  update 1  {text}" in capsys.readouterr().out
-    assert (page.step, page.tensor_proto.string_val[0].decode()) == (
-        1000,
-        "# Learning: return 21 -> 340 in 48 updates\n\nNo alarm was raised.\n",
-    )
+    assert pages(tmp_path / "tensorboard") == [(1000, "# Learning: return 21 -> 340 in 48 updates\n\nNo alarm was raised.\n")]
     assert run.data.tags["esper.verdict"] == "learning (no alarms): return 21 -> 340 in 48 updates"
     assert run.data.tags["mlflow.note.content"].startswith("**Learning: return 21 -> 340 in 48 updates**")

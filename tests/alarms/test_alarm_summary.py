@@ -1,5 +1,6 @@
 """The summary at the end of a run: what went wrong, where everything is, and the commands that open it."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,20 @@ SCRIPT = {
 }
 
 
-def said(run_dir: Path, script: dict[int, ScriptedAlarm], capsys: pytest.CaptureFixture[str]) -> str:
-    with Telemetry(run_dir=run_dir, detect=scripted(script), offload=False) as telemetry:
+def loop(
+    run_dir: Path | None, sinks: Sequence[Any], error: type[BaseException] | None = None, script: Mapping[int, ScriptedAlarm] = SCRIPT
+) -> Telemetry:
+    """A user's own loop, which finishes or raises that exception."""
+    with suppress(KeyboardInterrupt), Telemetry(sinks, run_dir=run_dir, detect=scripted(script), offload=False) as telemetry:
         for update in range(1, 6):
             telemetry.flush(env_step=update)
-    Summary().show(session_of(telemetry).run_end(RunStatus.FINISHED))
+        if error is not None:
+            raise error
+    return telemetry
+
+
+def said(run_dir: Path, script: Mapping[int, ScriptedAlarm], capsys: pytest.CaptureFixture[str]) -> str:
+    Summary().show(session_of(loop(run_dir, (), script=script)).run_end(RunStatus.FINISHED))
     return capsys.readouterr().out
 
 
@@ -71,15 +81,6 @@ def test_a_solved_task_with_constant_returns_has_no_explained_variance(
     summary.show(session_of(telemetry).run_end(RunStatus.FINISHED))
 
     assert f"returns explained by the critic | {shown} " in capsys.readouterr().out.replace("│", "|")
-
-
-def loop(run_dir: Path | None, sinks: list[Any], error: type[BaseException] | None = None) -> None:
-    """A user's own loop, which finishes or raises that exception."""
-    with suppress(KeyboardInterrupt), Telemetry(sinks, run_dir=run_dir, detect=scripted(SCRIPT), offload=False) as telemetry:
-        for update in range(1, 6):
-            telemetry.flush(env_step=update)
-        if error is not None:
-            raise error
 
 
 @pytest.mark.system

@@ -1,11 +1,10 @@
 """What is shown with a bad outcome, and which advice is given: causes before consequences, and nothing that the equations refute."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import recorded_runs
-from healthy_run import FACTS, Values, alarms, judged, run, set_to
+from healthy_run import FACTS, alarms, both, judged, later, run, set_to
 
 from esper_telemetry.alarms import Diagnosis, diagnose
 from esper_telemetry.alarms.rules.equation_alarms import sensible_advice
@@ -64,12 +63,9 @@ def test_a_setting_outside_all_published_ranges_comes_before_the_incident_that_i
 @pytest.mark.parametrize("kl", [0.008, 0.18])
 def test_a_large_step_is_named_before_what_may_follow_from_it(kl: float) -> None:
     """A KL divergence of 0.18 in one update, and from the next one on updates against their own objective."""
+    large = set_to({"policy/kl": lambda ago: 0.008 if ago else kl, "policy/surrogate_gain": lambda ago: -0.02 if ago else 0.03})
 
-    def spoil(metrics: Values, ago: int) -> None:
-        metrics["policy/kl"] = kl if ago == 0 else 0.008
-        metrics["policy/surrogate_gain"] = 0.03 if ago == 0 else -0.02
-
-    (alarm,) = alarms(judged(run(36, spoil)))
+    (alarm,) = alarms(judged(run(36, large)))
 
     assert alarm.type == "policy/wrong_direction"
     assert alarm.text.startswith("In update 30 the policy moved by a KL divergence of 0.18 nats") is (kl > 0.1)
@@ -85,10 +81,7 @@ def test_a_real_collapse_names_the_step_that_came_first() -> None:
 
 
 def test_advice_leaves_out_what_the_equations_have_found_right() -> None:
-    def spoil(metrics: Values, ago: int) -> None:
-        metrics |= {"policy/surrogate_gain": -0.02, "integrity/equation/policy_loss": 0.0}
-
-    (alarm,) = alarms(judged(run(36, spoil)))
+    (alarm,) = alarms(judged(run(36, set_to({"policy/surrogate_gain": -0.02, "integrity/equation/policy_loss": 0.0}))))
     advice = "Check the sign of the policy loss; lower the learning rate."
 
     assert "sign" not in alarm.text and alarm.text.endswith("The policy losses match their equation.")
@@ -109,29 +102,24 @@ def test_a_biased_critic_is_not_sent_to_targets_that_are_right() -> None:
 def test_a_drop_without_another_alarm_does_not_point_to_an_earlier_one() -> None:
     """The return rises to 3 and falls to -4; the second time the entropy has collapsed before."""
 
-    def text(spoil: Callable[[Values, int], None]) -> str:
-        records = run(60, spoil, since=30)
-        for update in range(29):
-            values = {**records[update].values, "episode/return_mean_100": 0.1 * update}
-            records[update] = replace(records[update], values=values)
-        return next(one.text for one in alarms(judged(records)) if one.type == "task/return_drop")
+    dropped = set_to({"episode/return_mean_100": lambda ago: 0.1 * ago if ago < 29 else -4.0})
+    collapsed = later(29, set_to({"policy/entropy_norm": 0.03, "policy/entropy_marginal_norm": 0.05}))
 
-    dropped, collapsed = {"episode/return_mean_100": -4.0}, {"policy/entropy_norm": 0.03}
-    collapsed["policy/entropy_marginal_norm"] = 0.05
+    alone, after = (
+        next(one.text for one in alarms(judged(run(60, spoil, since=1))) if one.type == "task/return_drop")
+        for spoil in (dropped, both(dropped, collapsed))
+    )
 
-    assert text(set_to(dropped)).endswith("Try: Return to the best checkpoint with a lower learning rate.")
-    assert "Look for the alarm that came first; return to" in text(set_to(dropped | collapsed))
+    assert alone.endswith("Try: Return to the best checkpoint with a lower learning rate.")
+    assert "Look for the alarm that came first; return to" in after
 
 
 def test_a_return_that_was_higher_is_not_explained_by_a_task_that_is_too_hard() -> None:
     """A flat and a falling run without an alarm, a remark or an unusual value."""
 
     def text(slope: float) -> str:
-        records = run(60)
-        for update, record in enumerate(records):
-            level = 5.0 - slope * update + 0.01 * (update % 3)
-            records[update] = replace(record, values={**record.values, "episode/return_mean": level})
-        return text_of(replace(diagnose(FACTS, records), unusual=()))
+        course = set_to({"episode/return_mean": lambda ago: 5.0 - slope * ago + 0.01 * (ago % 3)})
+        return text_of(replace(diagnose(FACTS, run(60, course, since=1)), unusual=()))
 
     flat, falling = text(0.0), text(0.06)
 

@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from esper_telemetry.alarms.detectors import Detectors
-from esper_telemetry.alarms.verdict.run_outcome import GOOD, OutcomeJudge, OutcomeKind, outcome_of
+from esper_telemetry.alarms.verdict.run_outcome import GOOD, Outcome, OutcomeJudge, OutcomeKind, outcome_of
 from esper_telemetry.core.record import Axes, Record, RunStatus
 from esper_telemetry.history.course import Array
 
@@ -23,16 +23,16 @@ EPISODES = 12
 SEEDS = 40
 Draw = Callable[[np.random.Generator, Array], Array]
 """Makes the mean returns of all updates from their times, 0 to 1."""
+Column = float | Sequence[float] | Array
 
 
-def records(means: Array, *, episodes: int = EPISODES, more: Mapping[str, float] | None = None) -> list[Record]:
+def records(means: Array, *, episodes: int = EPISODES, steps: int = 1000, more: Mapping[str, Column] | None = None) -> list[Record]:
+    """Records of updates of `steps` steps, with these mean returns and further columns, each a number or a number per update."""
+    columns = {"episode/return_mean": means, "episode/count": float(episodes), **(more or {})}
+    rows = {key: np.broadcast_to(np.asarray(column, float), len(means)).tolist() for key, column in columns.items()}
     return [
-        Record(
-            update,
-            Axes(update, 1000 * update, 16 * update, 0.0),
-            {"episode/return_mean": float(mean), "episode/count": float(episodes), **(more or {})},
-        )
-        for update, mean in enumerate(means, 1)
+        Record(update, Axes(update, steps * update, 16 * update, 0.0), {key: row[update - 1] for key, row in rows.items()})
+        for update in range(1, len(means) + 1)
     ]
 
 
@@ -118,32 +118,20 @@ def test_noise_is_not_learning(updates: int) -> None:
 
 @pytest.mark.parametrize(("returns", "at_end"), [([20.2, 19.7, 34.6, 37.0, 49.1], True), ([20.2, 19.7], False)])
 def test_the_last_outcome_of_a_journal_is_by_all_updates(returns: list[float], at_end: bool) -> None:
+    course = records(np.array(returns), episodes=20, more={"episode/return_std": 13.0})
     detectors, events = Detectors({}), list[tuple[str, Mapping[str, Any]]]()
-    for record in records(np.array(returns), episodes=20, more={"episode/return_std": 13.0}):
+    for record in course:
         events += detectors.step(record).events
 
     last = detectors.end(RunStatus.FINISHED)
 
     assert bool(events) is bool(last) is at_end
     if at_end:
-        assert (
-            dict(last)["outcome"]
-            == outcome_of(records(np.array(returns), episodes=20, more={"episode/return_std": 13.0}), status=RunStatus.FINISHED).data()
-        )
-
-
-def test_short_runs_are_too_short() -> None:
-    """Seven updates with a rise, and 19 without one."""
-    assert outcome_of(records(np.arange(7.0))).kind is OutcomeKind.TOO_SHORT
-    assert outcome_of(records(np.tile([1.0, 2.0], 10)[:19])).kind is OutcomeKind.TOO_SHORT
-    assert outcome_of(records(np.tile([1.0, 2.0], 10))).kind is OutcomeKind.FLAT
-    assert outcome_of(records(np.array([3.0, 1, 4, 1, 5, 9, 2, 6]), episodes=1)).kind is OutcomeKind.TOO_SHORT
-    assert outcome_of(records(np.arange(10.0))).kind is OutcomeKind.LEARNING
+        assert dict(last)["outcome"] == outcome_of(course, status=RunStatus.FINISHED).data()
 
 
 def test_a_few_long_episodes_tell_a_trend() -> None:
-    """Sixteen updates of one episode each, as logged: the return falls in nearly all of them. Noise of the "
-    "same length does not show a trend."""
+    """Sixteen updates of one episode each, as logged: the return falls in nearly all of them. Noise of this length shows no trend."""
     falling = -np.array([141, 142, 146, 145, 151, 155, 153, 160, 163, 161, 170, 174, 179, 183, 190, 195]) * 1000.0
     kinds = [outcome_of(records(np.random.default_rng(seed).normal(size=16), episodes=1)).kind for seed in range(200)]
 
@@ -152,15 +140,117 @@ def test_a_few_long_episodes_tell_a_trend() -> None:
     assert sum(kind is not OutcomeKind.TOO_SHORT for kind in kinds) <= 4
 
 
-def test_a_return_that_still_rises_has_not_converged() -> None:
-    """A rise that slows down, and gains 15 % of itself in the last third; one that lost a third of itself; one that is exactly level."""
-    rising = np.concatenate([np.linspace(0, 85, 40), np.linspace(85, 100, 20)])
-    lost = np.concatenate([np.linspace(0, 100, 30), np.full(30, 68.0)])
-    solved = np.concatenate([np.linspace(0, 1000, 20), np.full(40, 1000.0)])
+CARTPOLE = [21, 28, 34, 31, 42, 84, 103, 99, 51, 108, 105, 161, 188, 159, 87, 123, 133, 184, 218, 238, 226, 157, 153]
+ACROBOT = [-498.0, -471.0, -365.0, -290.0, -240.0, -205.0]
+OTHER_ROWS = "16.6 17.5 18.9 21.2 23.9 24.5 22.5 30.8 25.8 24.7 20.1 28.7 21.9 30.8 18.9 19.0 18.7 20.9 23.5 26.9 25.9 30.3 27.9 32.3 33.0 "
+OTHER_ROWS += "35.6 25.8 25.8 19.6 23.7 27.8 24.1 23.8 22.4 14.7 14.0 15.1 16.6 20.0 17.1 21.8 20.7"
+HALF_LOST = [*np.linspace(1.0, 490.0, 42), *np.linspace(487.0, 492.0, 45), 466, 421, 334, 247, 209, 208, 215]
+LOST = [-190.0] * 6 + [-390.0] * 20
+ONE_TWO = np.tile([1.0, 2.0], 20)
+UP = np.arange(40.0)
+NONFINITE = {"numerics/nonfinite": 3.0}
 
-    assert outcome_of(records(rising)).kind is OutcomeKind.LEARNING
-    assert outcome_of(records(lost)).text == "learning: return 8.62 -> 68 in 60 updates, 87.3 at best"
-    assert outcome_of(records(solved)).kind is OutcomeKind.CONVERGED
+
+class Course(NamedTuple):
+    """Mean returns, the episodes of each update and their standard deviation, and the end of the run."""
+
+    returns: Sequence[float] | Array
+    episodes: int = EPISODES
+    std: float | None = None
+    status: RunStatus | None = None
+    more: Mapping[str, float] = {}
+
+    def outcome(self) -> Outcome:
+        spread = {} if self.std is None else {"episode/return_std": self.std}
+        return outcome_of(records(np.array(self.returns, float), episodes=self.episodes, more={**spread, **self.more}), status=self.status)
+
+
+KINDS: Mapping[str, list[tuple[Course, OutcomeKind]]] = {
+    "Seven updates with a rise and 19 without one are too few": [
+        (Course(np.arange(7.0)), OutcomeKind.TOO_SHORT),
+        (Course(np.arange(10.0)), OutcomeKind.LEARNING),
+        (Course(ONE_TWO[:19]), OutcomeKind.TOO_SHORT),
+        (Course(ONE_TWO[:20]), OutcomeKind.FLAT),
+        (Course([3.0, 1, 4, 1, 5, 9, 2, 6], 1), OutcomeKind.TOO_SHORT),
+    ],
+    "Twelve updates of 12 episodes are 144 episodes; an unfinished run may still begin to learn": [
+        (Course(ONE_TWO[:12], status=RunStatus.FINISHED), OutcomeKind.FLAT),
+        (Course(ONE_TWO[:12], status=RunStatus.INTERRUPTED), OutcomeKind.TOO_SHORT),
+        (Course(ONE_TWO[:9], status=RunStatus.FINISHED), OutcomeKind.TOO_SHORT),
+    ],
+    "A bad end is a failure": [
+        (Course(UP, status=RunStatus.FAILED), OutcomeKind.FAILED),
+        (Course(UP, status=RunStatus.KILLED), OutcomeKind.FAILED),
+        (Course(UP, status=RunStatus.INTERRUPTED), OutcomeKind.LEARNING),
+        (Course(UP, more=NONFINITE), OutcomeKind.LEARNING),
+    ],
+    "A rise that slows down, but gains 15 % of itself in the last third, has not converged; one that is exactly level has": [
+        (Course([*np.linspace(0, 85, 40), *np.linspace(85, 100, 20)]), OutcomeKind.LEARNING),
+        (Course([*np.linspace(0, 1000, 20), *np.full(40, 1000.0)]), OutcomeKind.CONVERGED),
+    ],
+    "Means of more than a hundred episodes per update: the last fifth of the updates is hardly lower than before": [
+        (Course(HALF_LOST[:-3], 120), OutcomeKind.LEARNING)
+    ],
+    "Measured CartPole blocks are few, uneven and far above the first ones, unless their episodes differ by 400": [
+        (Course(CARTPOLE, 8), OutcomeKind.LEARNING),
+        (Course(CARTPOLE, 8, 60.0), OutcomeKind.LEARNING),
+        (Course(CARTPOLE, 8, 400.0), OutcomeKind.FLAT),
+        (Course(CARTPOLE[::-1], 8, 60.0), OutcomeKind.DECLINING),
+    ],
+    "Acrobot, six measured updates of 4,096 steps: an update's episodes differ by 60, or their spread is unknown": [
+        (Course(ACROBOT, std=60.0), OutcomeKind.LEARNING),
+        (Course([-value for value in ACROBOT], std=60.0), OutcomeKind.DECLINING),
+        (Course(ACROBOT), OutcomeKind.TOO_SHORT),
+        (Course(ACROBOT[:3], std=60.0), OutcomeKind.LEARNING),
+        (Course(ACROBOT[:3], std=200.0), OutcomeKind.TOO_SHORT),
+        (Course(ACROBOT[:2], std=60.0), OutcomeKind.TOO_SHORT),
+    ],
+    "A deterministic task with a deterministic policy has no spread: seven groups of 8 equal episodes": [
+        (Course([50.0, 50, 65, 92, 98, 98, 98], 8, 0.0), OutcomeKind.LEARNING)
+    ],
+    "A trend without noise is clear from its blocks, and its end is compared with the spread of the first episodes": [
+        (Course(np.linspace(10.0, 12.0, 60), std=10.0), OutcomeKind.FLAT),
+        (Course(np.linspace(10.0, 20.0, 60), std=10.0), OutcomeKind.LEARNING),
+        (Course(np.linspace(12.0, 10.0, 60), std=10.0), OutcomeKind.FLAT),
+        (Course(np.linspace(20.0, 10.0, 60), std=10.0), OutcomeKind.DECLINING),
+        (Course([*LOST, *np.linspace(-390.0, -180.0, 34)], std=110.0), OutcomeKind.FLAT),
+        (Course([*LOST, *np.linspace(-390.0, -300.0, 34)], std=110.0), OutcomeKind.DECLINING),
+        (Course([*np.linspace(10.0, 50.0, 20), *np.linspace(50.0, 10.0, 40)], std=10.0), OutcomeKind.DECLINING),
+    ],
+    "A rise is lost before it is clear by blocks alone: CartPole with a policy trained on other rows than its losses used": [
+        (Course([*map(float, OTHER_ROWS.split())], 15, 10.0), OutcomeKind.DECLINING)
+    ],
+    "Values that are no numbers are passed over": [
+        (Course([math.inf if update == 3 else 1e200 if update == 17 else update for update in range(40)]), OutcomeKind.LEARNING)
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("course", "kind"), [pytest.param(*row, id=f"{name} [{place}]") for name, rows in KINDS.items() for place, row in enumerate(rows)]
+)
+def test_outcomes_of(course: Course, kind: OutcomeKind) -> None:
+    assert course.outcome().kind is kind
+
+
+@pytest.mark.parametrize(
+    ("course", "text"),
+    [
+        (Course([*np.linspace(0, 100, 30), *np.full(30, 68.0)]), "learning: return 8.62 -> 68 in 60 updates, 87.3 at best"),
+        (
+            Course([*np.linspace(20.0, 500.0, 30), *np.linspace(480.0, 100.0, 20)]),
+            "declining: return 462 at best -> 174 in 50 updates, 53.1 in the first rollouts",
+        ),
+        (Course(np.linspace(500.0, 20.0, 40)), "declining: return 482 -> 65.3 in 40 updates"),
+        (Course([908.0 + np.sin(update) - update / 20 for update in range(60)]), "flat: return 908 -> 905 in 60 updates"),
+        (Course(HALF_LOST, 120), "declining: return 492 at best -> 215"),
+        (Course([35.0, 45, 55, 65, 75, 85], 10, 5.0), "learning: return 35 -> 60 in 6 updates (mean of all 60 episodes)"),
+        (Course(ONE_TWO, more=NONFINITE), "failed: numbers have been NaN or infinite since update 1"),
+    ],
+    ids=["a third lost", "a rise that is lost", "a fall", "a level", "half lost in the last episodes", "few episodes", "not finite"],
+)
+def test_a_sentence_has_the_numbers_of_its_course(course: Course, text: str) -> None:
+    assert course.outcome().text.startswith(text)
 
 
 def test_the_sentence_has_the_numbers_that_decided() -> None:
@@ -176,47 +266,12 @@ def test_the_sentence_has_the_numbers_that_decided() -> None:
 
 def test_the_return_is_the_one_that_the_trainer_reports_and_the_best_is_its_highest() -> None:
     """The trainer's mean over a hundred episodes reaches 1000; the means of single updates do not matter."""
-    course = [
-        replace(record, values={**record.values, "episode/return_mean_100": recent})
-        for record, recent in zip(records(np.arange(10.0, 310.0, 10.0)), [*range(10, 300, 10), 1000.0], strict=True)
-    ]
+    course = records(np.arange(10.0, 310.0, 10.0), more={"episode/return_mean_100": [*range(10, 300, 10), 1000.0]})
 
     rising, falling = outcome_of(course), outcome_of([*course, replace(course[10], axes=Axes(31, 31_000, 0, 0.0))])
 
     assert (rising.last, rising.best) == (1000.0, 1000.0)
     assert (falling.last, falling.best) == (110.0, 1000.0)
-
-
-def test_the_return_of_few_episodes_is_the_mean_of_all() -> None:
-    """Six updates of ten episodes with means of 35 to 85: the mean of all is 60."""
-    outcome = outcome_of(records(np.array([35.0, 45, 55, 65, 75, 85]), episodes=10, more={"episode/return_std": 5.0}))
-
-    assert outcome.text == "learning: return 35 -> 60 in 6 updates (mean of all 60 episodes)"
-    assert (outcome.last, outcome.best) == (60.0, 60.0)
-
-
-@pytest.mark.parametrize(
-    ("course", "text"),
-    [
-        (
-            [*np.linspace(20.0, 500.0, 30), *np.linspace(480.0, 100.0, 20)],
-            "declining: return 462 at best -> 174 in 50 updates, 53.1 in the first rollouts",
-        ),
-        (np.linspace(500.0, 20.0, 40), "declining: return 482 -> 65.3 in 40 updates"),
-        ([908.0 + np.sin(update) - update / 20 for update in range(60)], "flat: return 908 -> 905 in 60 updates"),
-    ],
-    ids=["a rise that is lost", "a fall", "a level"],
-)
-def test_a_run_declines_only_if_its_numbers_say_so(course: Sequence[float], text: str) -> None:
-    assert outcome_of(records(np.array(course))).text.startswith(text)
-
-
-def test_half_of_a_rise_may_be_lost_in_the_last_hundred_episodes() -> None:
-    """Means of more than a hundred episodes per update; the last fifth of the updates is hardly lower than before."""
-    course = [*np.linspace(1.0, 490.0, 42), *np.linspace(487.0, 492.0, 45), 466, 421, 334, 247, 209, 208, 215]
-
-    assert outcome_of(records(np.array(course[:-3]), episodes=120)).kind in GOOD
-    assert outcome_of(records(np.array(course), episodes=120)).text.startswith("declining: return 492 at best -> 215")
 
 
 @pytest.mark.parametrize("draw", [FLAT["heavy tails"], LEARNING["late"], DECLINING["late collapse"]])
@@ -259,37 +314,12 @@ def test_the_first_episodes_replace_the_rewards_by_which_a_run_was_judged() -> N
 
 def test_a_run_that_has_learned_is_not_too_short_again() -> None:
     """CartPole: three updates rise clearly and the fourth's spread blurs the rise. Events report lasting changes only."""
-    means, spreads = [20.0, 30, 52, 42, 75, 80, 90, 110], [9.0, 15, 20, 30, 40, 45, 50, 50]
+    spreads = {"episode/return_std": [9.0, 15, 20, 30, 40, 45, 50, 50]}
     judge = OutcomeJudge()
-    kinds = []
-    for record, spread in zip(records(np.array(means), episodes=20), spreads, strict=True):
-        kinds.append(judge.step(replace(record, values={**record.values, "episode/return_std": spread})))
 
-    assert [outcome.kind for outcome in kinds if outcome is not None] == [OutcomeKind.LEARNING]
+    events = [judge.step(record) for record in records(np.array([20.0, 30, 52, 42, 75, 80, 90, 110]), episodes=20, more=spreads)]
 
-
-@pytest.mark.parametrize(("std", "kind"), [(60.0, OutcomeKind.LEARNING), (400.0, OutcomeKind.FLAT)])
-def test_the_spread_of_episodes_tells_a_slow_rise(std: float, kind: OutcomeKind) -> None:
-    """Measured CartPole blocks: few, uneven and far above the first ones, unless their episodes differ by 400."""
-    blocks = [21, 28, 34, 31, 42, 84, 103, 99, 51, 108, 105, 161, 188, 159, 87, 123, 133, 184, 218, 238, 226, 157, 153]
-    course = records(np.array(blocks, float), episodes=8)
-
-    assert outcome_of(course).kind is OutcomeKind.LEARNING
-    assert outcome_of(records(np.array(blocks, float), episodes=8, more={"episode/return_std": std})).kind is kind
-    fallen = records(np.array(blocks[::-1], float), episodes=8, more={"episode/return_std": 60.0})
-    assert outcome_of(fallen).kind is OutcomeKind.DECLINING
-
-
-def test_a_few_long_updates_tell_a_rise_by_their_episodes() -> None:
-    """Acrobot, six measured updates of 4,096 steps; an update's episodes differ by 60, or their spread is unknown."""
-    blocks = np.array([-498.0, -471.0, -365.0, -290.0, -240.0, -205.0])
-
-    assert outcome_of(records(blocks, more={"episode/return_std": 60.0})).kind is OutcomeKind.LEARNING
-    assert outcome_of(records(-blocks, more={"episode/return_std": 60.0})).kind is OutcomeKind.DECLINING
-    assert outcome_of(records(blocks)).kind is OutcomeKind.TOO_SHORT
-    assert outcome_of(records(blocks[:3], more={"episode/return_std": 60.0})).kind is OutcomeKind.LEARNING
-    assert outcome_of(records(blocks[:3], more={"episode/return_std": 200.0})).kind is OutcomeKind.TOO_SHORT
-    assert outcome_of(records(blocks[:2], more={"episode/return_std": 60.0})).kind is OutcomeKind.TOO_SHORT
+    assert [event.kind for event in events if event is not None] == [OutcomeKind.LEARNING]
 
 
 @pytest.mark.parametrize(
@@ -317,67 +347,15 @@ def test_groups_of_many_episodes_tell_a_course_though_they_are_few(means: list[f
     assert outcome_of(sorted([*course, *between], key=lambda record: record.seq)).kind is kind
 
 
-def test_returns_without_a_spread_are_known_exactly() -> None:
-    """A deterministic task with a deterministic policy: seven groups of 8 equal episodes."""
-    course = records(np.array([50.0, 50, 65, 92, 98, 98, 98]), episodes=8, more={"episode/return_std": 0.0})
-
-    assert outcome_of(course).kind is OutcomeKind.LEARNING
-
-
-def test_a_finished_run_is_flat_after_fewer_updates() -> None:
-    """Twelve updates of 12 episodes are 144 episodes; an unfinished run may still begin to learn."""
-    course = records(np.tile([1.0, 2.0], 6))
-
-    assert outcome_of(course, status=RunStatus.FINISHED).kind is OutcomeKind.FLAT
-    assert outcome_of(course, status=RunStatus.INTERRUPTED).kind is OutcomeKind.TOO_SHORT
-    assert outcome_of(course[:9], status=RunStatus.FINISHED).kind is OutcomeKind.TOO_SHORT
-
-
 def test_a_return_that_stays_above_its_first_episodes_has_risen_however_much_it_varies() -> None:
     """CartPole at a learning rate of 0.1: 20 with a spread of 9 at first, 377 in update 7, about 100 at the end."""
     course = [20, 36, 72, 140, 186, 344, 377, 236, 125, 147, 164, 135, 160, 128, 81, 124, 93, 117, 86, 98]
     counts = [39, 30, 10, 4, 3, 2, 3, 9, 8, 4, 8, 6, 6, 10, 11, 10, 11, 9, 8, 9]
     spreads = [9, 20, 26, 61, 35, 3, 97, 125, 28, 14, 21, 22, 65, 78, 31, 117, 57, 78, 22, 51]
+    more = {"episode/count": counts, "episode/return_std": spreads}
 
-    def of(means: list[float]) -> OutcomeKind:
-        columns = zip(records(np.array(means, float)), counts, spreads, strict=True)
-        spread = [
-            Record(one.seq, one.axes, {**one.values, "episode/count": float(count), "episode/return_std": float(std)})
-            for one, count, std in columns
-        ]
-        return outcome_of(spread).kind
-
-    assert of([*map(float, course)]) is OutcomeKind.DECLINING
-    assert of([20.0 + 40 * place for place in range(20)]) is OutcomeKind.LEARNING
-
-
-@pytest.mark.parametrize(
-    ("course", "std", "kind"),
-    [
-        (np.linspace(10.0, 12.0, 60), 10.0, OutcomeKind.FLAT),
-        (np.linspace(10.0, 20.0, 60), 10.0, OutcomeKind.LEARNING),
-        (np.linspace(12.0, 10.0, 60), 10.0, OutcomeKind.FLAT),
-        (np.linspace(20.0, 10.0, 60), 10.0, OutcomeKind.DECLINING),
-        ([-190.0] * 6 + [-390.0] * 20 + [*np.linspace(-390.0, -180.0, 34)], 110.0, OutcomeKind.FLAT),
-        ([-190.0] * 6 + [-390.0] * 20 + [*np.linspace(-390.0, -300.0, 34)], 110.0, OutcomeKind.DECLINING),
-        ([*np.linspace(10.0, 50.0, 20), *np.linspace(50.0, 10.0, 40)], 10.0, OutcomeKind.DECLINING),
-    ],
-    ids=["small rise", "rise", "small fall", "fall", "fall and recovery", "fall and part of it", "rise that is lost"],
-)
-def test_a_change_within_the_spread_of_the_first_episodes_is_none(course: Sequence[float], std: float, kind: OutcomeKind) -> None:
-    """A trend without noise is clear from its blocks; the final level is compared with the level of the first episodes."""
-    assert outcome_of(records(np.array(course), more={"episode/return_std": std})).kind is kind
-
-
-def test_a_rise_that_is_lost_before_it_is_clear_by_blocks_alone() -> None:
-    """Measured CartPole blocks of a policy trained on other rows than its losses used; episodes differ by 10."""
-    blocks = "16.6 17.5 18.9 21.2 23.9 24.5 22.5 30.8 25.8 24.7 20.1 28.7 21.9 30.8 18.9 19.0 18.7 20.9 23.5 26.9 25.9 "
-    blocks += "30.3 27.9 32.3 33.0 35.6 25.8 25.8 19.6 23.7 27.8 24.1 23.8 22.4 14.7 14.0 15.1 16.6"
-    course = np.array([*map(float, blocks.split()), 20.0, 17.1, 21.8, 20.7])
-
-    outcome = outcome_of(records(course, episodes=15, more={"episode/return_std": 10.0}))
-
-    assert outcome.kind is OutcomeKind.DECLINING
+    assert outcome_of(records(np.array(course, float), more=more)).kind is OutcomeKind.DECLINING
+    assert outcome_of(records(np.arange(20.0, 820.0, 40.0), more=more)).kind is OutcomeKind.LEARNING
 
 
 def test_a_threshold_that_is_passed_is_solved() -> None:
@@ -404,53 +382,27 @@ def test_a_threshold_that_is_no_number_is_not_known() -> None:
 
 def test_success_and_length_decide_where_all_returns_are_equal() -> None:
     """Earlier is better for a reward of 1 at the end of every episode, later for a penalty of 1; with zero rewards, neither is."""
+    falling = {"episode/length_mean": np.linspace(200.0, 40.0, 40)}
+    reached, punished, nothing = (outcome_of(records(np.full(40, value), more=falling)) for value in (1.0, -1.0, 0.0))
+    success = outcome_of(records(np.zeros(40), more={"episode/success_rate": np.linspace(0.0, 0.9, 40)}))
 
-    def lengths(value: float, course: Array) -> list[Record]:
-        return [
-            Record(record.seq, record.axes, {**record.values, "episode/return_mean": value, "episode/length_mean": length})
-            for record, length in zip(records(course), course.tolist(), strict=True)
-        ]
-
-    falling = np.linspace(200.0, 40.0, 40)
-    reached = outcome_of(lengths(1.0, falling))
-    success = [
-        Record(r.seq, r.axes, {**r.values, "episode/return_mean": 0.0, "episode/success_rate": r.values["episode/return_mean"]})
-        for r in records(np.linspace(0.0, 0.9, 40))
-    ]
-
-    assert reached.kind is OutcomeKind.LEARNING
     assert reached.text.startswith("learning: length of episodes 194 -> 55.1 in 40 updates at a return of 1 in every")
-    assert outcome_of(lengths(-1.0, falling)).kind is OutcomeKind.DECLINING
-    assert outcome_of(lengths(0.0, falling)).kind is OutcomeKind.FLAT
-    assert outcome_of(success).kind is OutcomeKind.LEARNING
+    assert (punished.kind, nothing.kind) == (OutcomeKind.DECLINING, OutcomeKind.FLAT)
+    assert success.kind is OutcomeKind.LEARNING
 
 
 def test_early_short_episodes_are_no_baseline() -> None:
     """Only short episodes end in the first steps: their returns of -100 are better than the initial policy's -500."""
     course = np.concatenate([[-100.0, -180.0, -300.0], np.full(37, -500.0) + np.arange(37) % 5])
-    steps = [
-        Record(
-            record.seq,
-            Axes(record.axes.update, 8 * 128 * record.axes.update, 0, 0.0),
-            {**record.values, "episode/length_mean": -record.values["episode/return_mean"]},
-        )
-        for record in records(course)
-    ]
 
-    assert outcome_of(steps, {"num_envs": 8}).kind is OutcomeKind.FLAT
+    assert outcome_of(records(course, steps=1024, more={"episode/length_mean": -course}), {"num_envs": 8}).kind is OutcomeKind.FLAT
 
 
 @pytest.mark.parametrize(("cut_off", "first"), [(1.0, 10.0), (0.5, 15.0)])
 def test_episodes_that_are_all_cut_off_are_a_baseline_at_once(cut_off: float, first: float) -> None:
     """Environments end together every 200 steps, and the return doubles from the first to the second end."""
-    course = [
-        Record(
-            record.seq,
-            Axes(record.axes.update, 120 * 200 * record.axes.update, 0, 0.0),
-            {**record.values, "episode/length_mean": 200.0, "episode/truncated_frac": cut_off},
-        )
-        for record in records(10 * np.arange(1.0, 31.0), episodes=120)
-    ]
+    ends = {"episode/length_mean": 200.0, "episode/truncated_frac": cut_off}
+    course = records(10 * np.arange(1.0, 31.0), episodes=120, steps=120 * 200, more=ends)
 
     assert outcome_of(course, {"num_envs": 120}).first == first
 
@@ -469,19 +421,6 @@ def test_a_failure_stands_until_a_record_follows() -> None:
     assert resumed is not None and resumed.kind is OutcomeKind.LEARNING
 
 
-def test_numbers_that_are_not_finite_are_a_failure_unless_it_learns() -> None:
-    flat = records(np.tile([1.0, 2.0], 20), more={"numerics/nonfinite": 3.0})
-
-    assert outcome_of(flat).text == "failed: numbers have been NaN or infinite since update 1"
-    assert outcome_of(records(np.arange(40.0), more={"numerics/nonfinite": 3.0})).kind in GOOD
-
-
-@pytest.mark.parametrize("status", [RunStatus.FAILED, RunStatus.KILLED])
-def test_a_bad_end_is_a_failure(status: RunStatus) -> None:
-    assert outcome_of(records(np.arange(40.0)), status=status).kind is OutcomeKind.FAILED
-    assert outcome_of(records(np.arange(40.0)), status=RunStatus.INTERRUPTED).kind in GOOD
-
-
 def test_long_runs_keep_their_first_rollouts() -> None:
     """The return rises in 20 of 3,000 updates, within the first percent of the run."""
     time = np.arange(3000)
@@ -492,24 +431,3 @@ def test_long_runs_keep_their_first_rollouts() -> None:
     assert outcome.kind is OutcomeKind.CONVERGED
     assert outcome.first is not None and outcome.first < 10
     assert outcome.since is not None and outcome.since < 200
-
-
-def test_values_that_are_no_numbers_are_passed_over() -> None:
-    course = np.arange(40.0)
-    course[[3, 17]] = [math.inf, 1e200]
-
-    assert outcome_of(records(course)).kind is OutcomeKind.LEARNING
-
-
-def test_live_and_afterwards_agree() -> None:
-    """The judge is a function of the records: two judges see the same changes."""
-    course = records(noisy(sigmoid(0.3, 0.05))(np.random.default_rng(3), np.linspace(0, 1, 80)))
-
-    def changes(judge: OutcomeJudge) -> list[tuple[int, str]]:
-        news = [(record.axes.update, judge.step(record)) for record in course]
-        return [(update, outcome.text) for update, outcome in news if outcome is not None]
-
-    first = changes(OutcomeJudge())
-
-    assert first == changes(OutcomeJudge())
-    assert [text.partition(":")[0] for _, text in first][-1] == "converged"

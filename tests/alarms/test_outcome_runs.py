@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_cli import run_cli
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.cli.main import main
 from esper_telemetry.journal.read import last_outcome
 from esper_telemetry.metrics.episodes import episode_stats
 from esper_telemetry.testing import MemorySink
@@ -30,10 +30,9 @@ def train(run_dir: Path, steps: int, **settings: Any) -> MemorySink:
 
 
 def diagnosis(run_dir: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main(["diagnose", str(run_dir), *options])
-    assert not stop.value.code
-    return " ".join(capsys.readouterr().out.split())
+    command = run_cli(["diagnose", run_dir, *options], capsys)
+    assert command.code == 0
+    return " ".join(command.out.split())
 
 
 def test_a_run_that_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,41 +25,13 @@ class Case(NamedTuple):
     thresholds: Thresholds = Thresholds()
 
 
-def growing(key: str, factor: float) -> Spoil:
-    """A value grows by a factor per update."""
-
-    def spoil(metrics: Values, ago: int) -> None:
-        metrics[key] *= factor ** (ago + 1)
-
-    return spoil
-
-
 def swinging(metrics: Values, ago: int) -> None:
     """The periodicity test, which runs every tenth update, finds the same period."""
     if ago % 10 == 0:
         metrics.update({"policy/kl/period/p": 1e-9, "policy/kl/period/length": 6.0})
 
 
-def without(metrics: Values, _: int) -> None:
-    for key in ("grad/actor/norm_preclip", "grad/layer/heads_op_weight/norm", "grad/head/op/norm"):
-        metrics.pop(key)
-
-
-def errors(metrics: Values, ago: int) -> None:
-    metrics["telemetry/errors"] = ago + 1.0
-
-
-def boiling(metrics: Values, ago: int) -> None:
-    """The actor's gradient grows by 8 % per update."""
-    metrics["grad/actor/norm_preclip"] = 0.3 * 1.08 ** (ago + 1)
-    metrics["grad/actor/severity_explode"] = 0.3
-
-
-def cut(metrics: Values, ago: int) -> None:
-    """Completions are complete for six updates; then most are truncated."""
-    metrics["lm/truncated_frac"] = 0.02 if ago < 6 else 0.8
-
-
+BOILING = set_to({"grad/actor/norm_preclip": lambda ago: 0.3 * 1.08 ** (ago + 1), "grad/actor/severity_explode": 0.3})
 UNSCALED = {**FACTS, "normalize_observations": False}
 CASES: dict[str, Case] = {
     "lm/mask": Case(set_to({"lm/mask_errors": 0.2}), 1),
@@ -70,7 +42,7 @@ CASES: dict[str, Case] = {
     "lm/other_distribution": Case(set_to({"lm/surprise/gap": 0.3, "lm/surprise/z": 10.0}), 1),
     "lm/dead_groups": Case(set_to({"lm/groups/zero_advantage": 1.0, "lm/reward/mean": 0.5}), 2),
     "lm/length_reward": Case(set_to({"lm/reward/length_correlation": 0.99}), 2),
-    "lm/truncation": Case(cut, 8),
+    "lm/truncation": Case(set_to({"lm/truncated_frac": lambda ago: 0.02 if ago < 6 else 0.8}), 8),
     "lm/entropy_collapse": Case(set_to({"lm/entropy": 0.01, "lm/groups/zero_advantage": 0.8, "lm/groups/all_best": 0.1}), 2),
     "numerics/nonfinite": Case(set_to({"numerics/nonfinite": 3.0})),
     "integrity/ratio_init": Case(set_to({"integrity/ratio_init": 0.4})),
@@ -95,7 +67,7 @@ CASES: dict[str, Case] = {
     ),
     "opt/negative_rate": Case(set_to({"opt/lr": -3e-4})),
     "adv/signs": Case(set_to({"adv/minibatch_rows": 2.0}), 1),
-    "grad/slow_growth": Case(boiling, 91),
+    "grad/slow_growth": Case(BOILING, 91),
     "value/never_fits": Case(set_to({"value/r2": -5.0, "value/explained_variance": -4.0}), 30, thresholds=Thresholds()),
     "value/limit_bias": Case(set_to({"value/bias_truncated": 80.0}), 4),
     "policy/std_collapse": Case(set_to({"policy/head/op/std/mean": 0.0025}), 2),
@@ -106,7 +78,7 @@ CASES: dict[str, Case] = {
     "opt/state_lost": Case(set_to({"opt/state_reset": 1.0})),
     "opt/update_too_large": Case(set_to({"opt/update_to_weight": 0.4})),
     "opt/rms_spike": Case(set_to({"opt/stable_rms": 30.0})),
-    "grad/missing_group": Case(without),
+    "grad/missing_group": Case(set_to(dict.fromkeys(("grad/actor/norm_preclip", "grad/layer/heads_op_weight/norm", "grad/head/op/norm")))),
     "grad/vanish": Case(set_to({"grad/layer/encoder_weight/norm": 0.0})),
     "grad/actor_starved": Case(set_to({"grad/interference/log_ratio": 2.5, "grad/interference/critic_share": 0.9999}), 1),
     "grad/explode": Case(multiplied({"grad/global/norm_preclip_max": 1000}), lag=1),
@@ -120,7 +92,7 @@ CASES: dict[str, Case] = {
     "grad/concentration": Case(set_to({"grad/concentration/entropy": 0.1}), 2),
     "repr/dormant": Case(set_to({"repr/dormant_frac": 0.9})),
     "repr/rank_collapse": Case(set_to({"repr/effective_rank": 2.0}), 1),
-    "repr/norm_growth": Case(growing("repr/feature_norm", 1.5), 12),
+    "repr/norm_growth": Case(multiplied({"repr/feature_norm": lambda ago: 1.5 ** (ago + 1)}), 12),
     "lstm/forget_closed": Case(set_to({"lstm/gate/f/sat_lo": 0.95, "lstm/timescale/median": 1.0})),
     "lstm/gate_closed": Case(set_to({"lstm/gate/o/sat_lo": 0.99})),
     "lstm/forget_open": Case(set_to({"lstm/gate/f/sat_hi": 0.99})),
@@ -155,7 +127,7 @@ CASES: dict[str, Case] = {
     "task/return_drop": Case(set_to({"episode/return_mean_100": -4.0}), 9),
     "telemetry/missing_metric": Case(set_to({"policy/kl": None}), 4),
     "telemetry/overhead": Case(set_to({"perf/telemetry_frac": 0.9, "perf/telemetry_ms": 12_000.0}), 10),
-    "telemetry/delivery": Case(errors, 4),
+    "telemetry/delivery": Case(set_to({"telemetry/errors": lambda ago: ago + 1.0}), 4),
 }
 
 
@@ -191,13 +163,9 @@ def test_what_goes_wrong_is_reported_in_time_with_numbers_evidence_and_what_to_t
 
 def test_groups_of_one_completion_are_named() -> None:
     """No group is mixed, and no advantage has the wrong sign, as each group has one reward."""
-    detectors = Detectors(CASES["lm/grouping"].facts, Thresholds())
-    spoil = set_to({"lm/groups/single": 1.0, "lm/groups/mixed": 0.0})
+    (alarm,) = alarms(judged(run(SINCE + 3, set_to({"lm/groups/single": 1.0, "lm/groups/mixed": 0.0}))))
 
-    found = alarms([detectors.step(record) for record in run(SINCE + 3, spoil, since=SINCE)])
-
-    assert [alarm.type for alarm in found] == ["lm/grouping"]
-    assert "100 % of the prompts have had only one completion" in found[0].text
+    assert alarm.type == "lm/grouping" and "100 % of the prompts have had only one completion" in alarm.text
 
 
 def test_every_rule_has_a_case_and_every_type_a_rule() -> None:

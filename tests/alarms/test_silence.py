@@ -1,36 +1,16 @@
 """Healthy courses that look wrong, next to the faults that they resemble, and second signs of faults whose first sign is missing."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
 
 import pytest
-from healthy_run import FACTS, Spoil, Values, alarms, both, judged, multiplied, raised, run, set_to
+from courses import SINCE, Course, check, parameters, whole
+from healthy_run import FACTS, Spoil, Values, alarms, both, judged, later, multiplied, raised, run, set_to
 
 from esper_telemetry.alarms import Detectors
 from esper_telemetry.core.record import AlarmEvent, AlarmLevel
 
-SINCE = 30
 GAIN, NORM, RATIO = "policy/surrogate_gain", "grad/global/norm_preclip_max", "integrity/ratio_init"
 MINIBATCHES, ROLLOUT = ({**FACTS, "normalize_minibatches": whether} for whether in (True, False))
-
-
-class Course(NamedTuple):
-    """A run, and whether it raises an alarm, or the update in which it raises it first.
-
-    Attributes:
-        alarm: None if the run raises none of any type.
-        alone: whether the run raises no other alarm.
-        spoil: changes the values of each update from `since` on; a mapping sets them.
-    """
-
-    alarm: str | None
-    told: int | bool
-    spoil: Spoil | Mapping[str, float | None]
-    updates: int = 40
-    since: int = SINCE
-    facts: Mapping[str, Any] = FACTS
-    alone: bool = False
 
 
 def first(count: int, **changes: float) -> Spoil:
@@ -51,20 +31,10 @@ def rare(metrics: Values, ago: int) -> None:
         metrics.update({"reward/std": 0.0, "reward/mean": 0.0, "reward/absmax": 0.0})
 
 
-def success(metrics: Values, ago: int) -> None:
-    paid = ago >= 50
-    metrics.update({"reward/absmax": 100.0 if paid else 0.1, "reward/mean": 0.3 if paid else -0.03})
-
-
 def fades(metrics: Values, ago: int) -> None:
     metrics["lstm/c/rms"] *= 0.95**ago
     metrics["lstm/c/absmax"] = max(0.7, 6.0 * 0.95**ago)
     del metrics["lstm/gate/f/sat_lo"], metrics["lstm/timescale/median"]
-
-
-def solved(metrics: Values, ago: int) -> None:
-    metrics["loss/value"] *= 10 ** (-0.2 * min(ago, 60))
-    metrics["grad/layer/value_weight/norm"] *= 10 ** (-0.13 * min(ago, 60))
 
 
 def in_phase(small: int) -> Spoil:
@@ -86,19 +56,7 @@ def fallen(metrics: Values, ago: int) -> None:
 
 def rate(*factors: float) -> Spoil:
     """Multiply the learning rate by these factors in turn."""
-
-    def spoil(metrics: Values, ago: int) -> None:
-        metrics["opt/lr"] *= factors[ago % len(factors)]
-
-    return spoil
-
-
-def creeping(metrics: Values, ago: int) -> None:
-    metrics["opt/lr"] *= 1.03 ** (ago + 1)
-
-
-def warmed_up(metrics: Values, ago: int) -> None:
-    metrics["opt/lr"] *= min(1.0, ago / 10)
+    return multiplied({"opt/lr": lambda ago: factors[ago % len(factors)]})
 
 
 def learned_fast(metrics: Values, ago: int) -> None:
@@ -159,6 +117,27 @@ def opposed(scatter: float) -> Spoil:
     return lambda metrics, ago: metrics.update({"grad/align/successive_cos": -0.4 + scatter * (-1) ** ago})
 
 
+def unmeasured(metrics: Values, ago: int) -> None:
+    if ago % 10:
+        del metrics["lstm/gate/f/sat_hi"]
+
+
+def bursting(spread: float) -> Spoil:
+    size = later(30, set_to({"lstm/c/rms": 2.1 * 10**spread * 1.6, "lstm/c_growth": 1.6}))
+    return both(set_to({"lstm/c/rms": lambda ago: 2.0 * 10 ** (spread * ((ago % 5) / 2 - 1)), "lstm/gate/f/sat_hi": None}), size)
+
+
+def groups_solved(metrics: Values, ago: int) -> None:
+    metrics.update({"adv/participation": 0.05} if ago < 5 else {"adv/norm/std": 0.0, "grad/global/norm_preclip": 1e-4})
+    if ago >= 5:
+        metrics.pop("adv/participation", None)
+
+
+SUCCESS = both(set_to({"reward/absmax": 0.1, "reward/mean": -0.03}), later(50, set_to({"reward/absmax": 100.0, "reward/mean": 0.3})))
+SOLVED = multiplied(
+    {"loss/value": lambda ago: 10 ** (-0.2 * min(ago, 60)), "grad/layer/value_weight/norm": lambda ago: 10 ** (-0.13 * min(ago, 60))}
+)
+CREEPING = multiplied({"opt/lr": lambda ago: 1.03 ** (ago + 1)})
 EQUAL_RETURNS = {"value/r2": -2.0, "value/explained_variance": -1.0}
 SURVIVAL = {"reward/std": 0.0, "reward/mean": 1.0, "reward/absmax": 1.0}
 LENGTHS = {"episode/terminated_length_min": 4.0, "episode/terminated_length_max": 25.0}
@@ -168,6 +147,9 @@ WRONG_CRITIC = {"value/bias_over_std": 3.0, "value/bias": 30.0, "ret/mean": 10.0
 NO_LAYERS = dict.fromkeys(("grad/layer/heads_op_weight/norm", "grad/layer/core_weight/norm"), 0.0)
 NO_TOKENS = {**NO_LAYERS, "lm/tokens": 0.0, "lm/truncated_frac": 1.0}
 SEEN_OPEN = {"lstm/c/absmax": 0.9, "lstm/c/rms": 0.8, "lstm/gate/f/sat_lo": 0.0, "lstm/timescale/median": 4.0}
+UNSEEN = {**SEEN_OPEN, "lstm/gate/f/sat_lo": None, "lstm/timescale/median": None}
+STD = ("policy/head/op/std/mean", "policy/head/op/std_of_range")
+UNIT = {"ret/mean": 0.0, "ret/std": 1.0}
 OPENED = {"lstm/c_growth": 1.6, "lstm/gate/f/sat_hi": None}
 HEADS = {**FACTS, "groups": {**FACTS["groups"], "head:op": ["heads_op_weight"]}}
 UNCLIPPED = {key: value for key, value in FACTS.items() if key != "max_grad_norm"}
@@ -184,7 +166,7 @@ COURSES: Mapping[str, list[Course]] = {
     "A survival task pays 1 per step from the first step on": [Course(None, False, {**SURVIVAL, **LENGTHS}, 100, since=1)],
     "A rare reward may stay away for as long as it did before": [Course("reward/constant", False, rare, 100, since=1)],
     "A first success of 100, after costs of 0.1 per step, is not a change of scale": [
-        Course("value/scale_shift", False, success, 100, since=1)
+        Course("value/scale_shift", False, SUCCESS, 100, since=1)
     ],
     "An explained variance that falls because returns became equal is not a fault": [
         Course("value/fit_collapse", False, both(set_to(EQUAL_RETURNS), multiplied({"ret/std": 0.1, "loss/value": 0.05})), 100)
@@ -284,7 +266,7 @@ COURSES: Mapping[str, list[Course]] = {
         Course("opt/rms_spike", told, outgrown(updates, step)) for updates, step, told in ((1, 2.0, False), (2, 2.0, True), (2, 0.3, False))
     ],
     "The gradient of a critic may vanish with its error, here to 1e-12 of its value": [
-        Course("grad/vanish", False, solved, 160),
+        Course("grad/vanish", False, SOLVED, 160),
         Course("grad/vanish", False, multiplied({"loss/value": 1e-12, "grad/layer/value_weight/norm": 1e-7}), 14, since=10),
         Course("grad/vanish", True, multiplied({"grad/layer/value_weight/norm": 1e-7}), 14, since=10),
     ],
@@ -353,12 +335,12 @@ COURSES: Mapping[str, list[Course]] = {
         Course(None, False, rate(*(0.05 + 0.95 * (1 - place / 20) for place in range(20))), 150, since=1)
     ],
     "A linear warm-up begins at 0; a rate that stays 0 is a mistake": [
-        Course(None, False, warmed_up, since=1),
+        Course(None, False, multiplied({"opt/lr": lambda ago: min(1.0, ago / 10)}), since=1),
         Course("opt/stalled_weights", 6, {"opt/lr": 0.0, "policy/kl_max": 1e-6}, 20, since=1, alone=True),
     ],
     "A rate that grows by 3 % per update is a drift, 1.16 times as large after five updates, unless it follows the KL": [
-        Course("grad/drift", SINCE + 8, creeping, 60, facts={**FACTS, "learning_rate": 2.5e-3}, alone=True),
-        Course(None, False, creeping, 60, facts={**FACTS, "learning_rate": 2.5e-3, "desired_kl": 0.01}),
+        Course("grad/drift", SINCE + 8, CREEPING, 60, facts={**FACTS, "learning_rate": 2.5e-3}, alone=True),
+        Course(None, False, CREEPING, 60, facts={**FACTS, "learning_rate": 2.5e-3, "desired_kl": 0.01}),
     ],
     "A factor that is applied after rewards are measured shows in returns": [
         Course("value/scale_shift", SINCE, multiplied({"ret/mean": 1e4, "ret/std": 1e4}), alone=True)
@@ -379,7 +361,10 @@ COURSES: Mapping[str, list[Course]] = {
     "A critic that climbs slowly over the whole run is left alone": [
         Course("value/never_fits", told, slow_critic(climbs=climbs), 89, since=1) for climbs, told in ((True, False), (False, True))
     ],
-    "A critic that was right before is biased": [Course("value/bias", True, WRONG_CRITIC, 60)],
+    "A critic that was right before is biased; one that was never right learns slowly": [
+        Course("value/bias", True, WRONG_CRITIC, 60),
+        whole("value/bias", False, WRONG_CRITIC),
+    ],
     "A normaliser that cuts is reported at once": [Course("norm/drift", SINCE, {"norm/obs/clip_frac": 0.15}, alone=True)],
     "An actor that Adam's epsilon swallows is starved from the start, so no history differs": [
         Course("grad/actor_starved", 2, STARVED, 5, since=1),
@@ -389,55 +374,56 @@ COURSES: Mapping[str, list[Course]] = {
         Course("integrity/adv_norm", SINCE + 1, {"integrity/adv_norm": 0.03}, facts=ROLLOUT, alone=True),
         Course(None, False, {"integrity/adv_norm": 0.03}, facts=MINIBATCHES),
     ],
+    "A mismatch between the bounds warns": [Course(RATIO, True, {RATIO: 1e-4}, level=AlarmLevel.WARN)],
+    "A learning rate swings between a tenth and ten times its value, which is an oscillation at the third swing": [
+        Course("grad/oscillation", range(SINCE + 6, SINCE + 11), rate(10, 10, 1, 0.1, 0.1, 1), 60)
+    ],
+    "Cell states that double from one update to the next are unusual for a steady state, but not for one that varies as much": [
+        whole("lstm/forget_open", told, bursting(spread), 40) for spread, told in ((0.02, True), (0.3, False))
+    ],
+    "Division by the unbiased standard deviation leaves eight rows with one of 0.935": [
+        whole("integrity/adv_norm", told, {"integrity/adv_norm": 0.0323, "adv/norm/std": 0.935}, 40, facts=ROLLOUT, env_steps=rows)
+        for rows, told in ((8, False), (512, True))
+    ],
+    "A KL that a tiny standard deviation makes large is put down to it": [
+        whole("policy/kl_spike", True, {"policy/kl": 1000.0, "policy/clip_frac": 0.99, **dict.fromkeys(STD, std)}, 3, text=texts)
+        for std, texts in (
+            (0.0009, ("Raise the standard deviation", "!Lower the learning rate")),
+            (0.13, ("!Raise the standard deviation", "Lower the learning rate")),
+        )
+    ],
+    "What is not finite is named where it came from": [
+        Course(
+            "numerics/nonfinite",
+            SINCE,
+            {"numerics/nonfinite": 9.0, "grad/global/norm_preclip_nonfinite": 4.0, "reward/nonfinite": 1.0},
+            alone=True,
+            text=("Since update 30, 9 numbers have been NaN or infinite, for example in reward, grad/global",),
+        )
+    ],
+    "A small cell state shows a shut gate where gates were not measured": [
+        whole("lstm/forget_closed", SINCE + 1, both(set_to({"lstm/gate/f/sat_lo": None}), later(SINCE - 1, set_to(UNSEEN))), 40)
+    ],
+    "Ever fewer groups have rewards that differ, until none has; a trainer that suddenly loses them all has a fault": [
+        Course("adv/degenerate", False, groups_solved),
+        Course("grad/drift", False, groups_solved),
+        Course("adv/degenerate", True, {"adv/norm/std": 0.0, "adv/participation": None}),
+    ],
+    "The critic's loss jumps with the rewards, which are all equal in the other rollouts; or alone, which is a fault": [
+        whole("value/loss_jump", told, both(set_to({"reward/std": 0.0}), later(SINCE - 1, jump), later(SINCE - 1, spread)), SINCE + 2)
+        for jump in [multiplied({"loss/value": 60.0})]
+        for spread, told in ((set_to({"reward/std": 0.9}), False), (jump, True))
+    ],
+    "A critic needs optimizer steps before its bias counts; A2C takes one step in each update": [
+        Course("value/bias", told, {"value/bias": 2.0, "value/bias_over_std": 2.0, **UNIT}, 60, since=12, gradient_steps=steps)
+        for steps, told in ((32, range(12, 30)), (1, False))
+    ],
 }
 
 
-@pytest.mark.parametrize(
-    "course", [pytest.param(course, id=f"{name} [{place}]") for name, courses in COURSES.items() for place, course in enumerate(courses)]
-)
+@pytest.mark.parametrize("course", parameters(COURSES))
 def test_alarms_of(course: Course) -> None:
-    spoil = course.spoil if callable(course.spoil) else set_to(course.spoil)
-
-    found = raised(judged(run(course.updates, spoil, since=course.since), course.facts))
-
-    if course.alarm is None or course.alone:
-        assert found == ({course.alarm: course.told} if course.alone else {})
-    elif isinstance(course.told, bool):
-        assert (course.alarm in found) is course.told
-    else:
-        assert found[course.alarm] == course.told
-
-
-def test_a_mismatch_between_the_bounds_warns_and_raises_no_level() -> None:
-    verdicts = judged(run(40, set_to({RATIO: 1e-4})))
-
-    (alarm,) = alarms(verdicts)
-    assert alarm.level is AlarmLevel.WARN
-    assert {verdict.remaining for verdict in verdicts} == {0}
-
-
-def test_a_critic_that_was_never_right_learns_slowly_and_is_not_biased() -> None:
-    assert "value/bias" not in raised(judged(run(90, set_to(WRONG_CRITIC))[SINCE:]))
-
-
-def test_a_learning_rate_that_swings_between_a_tenth_and_ten_times_its_value_is_an_oscillation_at_the_third_swing() -> None:
-    assert SINCE + 6 <= raised(judged(run(60, rate(10, 10, 1, 0.1, 0.1, 1))))["grad/oscillation"] <= SINCE + 10
-
-
-@pytest.mark.parametrize(("spread", "told"), [(0.02, True), (0.3, False)])
-def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: float, told: bool) -> None:
-    """It doubles from one update to the next and grows with age: unusual for a steady state, but not for one that varies as much."""
-
-    def vary(metrics: Values, update: int) -> None:
-        metrics["lstm/c/rms"] = 2.0 * 10 ** (spread * ((update % 5) / 2 - 1))
-        del metrics["lstm/gate/f/sat_hi"]
-
-    def opened(metrics: Values, ago: int) -> None:
-        vary(metrics, ago)
-        metrics.update({"lstm/c/rms": 2.1 * 10**spread * 1.6, "lstm/c_growth": 1.6})
-
-    records = [*run(SINCE, vary, since=1), *run(40, opened, since=SINCE + 1)[SINCE:]]
-    assert ("lstm/forget_open" in raised(judged(records))) is told
+    check(course)
 
 
 def test_records_that_are_missing_make_no_further_passes() -> None:
@@ -447,82 +433,33 @@ def test_records_that_are_missing_make_no_further_passes() -> None:
     assert "policy/kl_spike" not in raised(judged(sparse))
 
 
-@pytest.mark.parametrize(("rows", "told"), [(8, False), (512, True)])
-def test_few_rows_are_normalised_as_well_as_they_can_be(rows: int, told: bool) -> None:
-    """Division by the unbiased standard deviation leaves eight rows with one of 0.935."""
-    few = [
-        replace(entry, axes=replace(entry.axes, env_step=entry.seq * rows))
-        for entry in run(40, set_to({"integrity/adv_norm": 0.0323, "adv/norm/std": 0.935}), since=1)
-    ]
-
-    assert ("integrity/adv_norm" in raised(judged(few, ROLLOUT))) is told
-
-
-@pytest.mark.parametrize(("std", "blamed"), [(0.0009, True), (0.13, False)])
-def test_a_kl_that_a_tiny_standard_deviation_makes_large_is_put_down_to_it(std: float, blamed: bool) -> None:
-    spread = {"policy/head/op/std/mean": std, "policy/head/op/std_of_range": std}
-    records = run(3, set_to({"policy/kl": 1000.0, "policy/clip_frac": 0.99, **spread}), since=1)
-
-    (alarm,) = [alarm for alarm in alarms(judged(records)) if alarm.type == "policy/kl_spike"]
-
-    assert ("Raise the standard deviation" in alarm.text) is blamed
-    assert ("Lower the learning rate" in alarm.text) is not blamed
-
-
-def test_what_is_not_finite_is_named_where_it_came_from() -> None:
-    spoiled = set_to({"numerics/nonfinite": 9.0, "grad/global/norm_preclip_nonfinite": 4.0, "reward/nonfinite": 1.0})
-
-    (alarm,) = alarms(judged(run(30, spoiled)))
-
-    assert alarm.text.startswith("Since update 30, 9 numbers have been NaN or infinite, for example in reward, grad/global")
-
-
 def test_gates_that_were_open_count_as_open_until_they_are_measured_again() -> None:
     """Gates are measured in every tenth update: open in the first measurement, as usual in the second."""
+    sometimes = set_to({"lstm/gate/f/sat_hi": 0.99}), later(10, set_to({"lstm/gate/f/sat_hi": 0.2})), unmeasured
 
-    def sometimes(metrics: Values, ago: int) -> None:
-        metrics["lstm/gate/f/sat_hi"] = 0.99 if ago < 10 else 0.2
-        if ago % 10:
-            del metrics["lstm/gate/f/sat_hi"]
-
-    changes = [(alarm.event, alarm.axes.update) for alarm in alarms(judged(run(60, sometimes)))]
+    changes = [(alarm.event, alarm.axes.update) for alarm in alarms(judged(run(60, both(*sometimes))))]
 
     assert changes == [(AlarmEvent.RAISE, SINCE), (AlarmEvent.CLEAR, SINCE + 12)]
-
-
-def test_a_small_cell_state_shows_a_shut_gate_where_gates_were_not_measured() -> None:
-    def never(metrics: Values, _: int) -> None:
-        metrics.pop("lstm/gate/f/sat_lo", None)
-
-    unseen = set_to({**SEEN_OPEN, "lstm/gate/f/sat_lo": None, "lstm/timescale/median": None})
-    blind = [*run(SINCE - 1, never, since=1), *run(40, unseen)[SINCE - 1 :]]
-    assert raised(judged(blind))["lstm/forget_closed"] == SINCE + 1
 
 
 def test_what_a_look_at_the_gates_has_refuted_is_not_inferred_again() -> None:
     """Cell states double occasionally over long episodes, while every tenth update measures gates that are in use."""
 
     def bursts(metrics: Values, ago: int) -> None:
-        if ago % 10:
-            del metrics["lstm/gate/f/sat_hi"]
         if ago % 10 in (5, 6):
             metrics["lstm/c/rms"] *= 2 + ago / 10
             metrics["lstm/c_growth"] = 1.6
 
-    told = [alarm for alarm in alarms(judged(run(90, bursts)), AlarmEvent.RAISE) if alarm.type == "lstm/forget_open"]
+    reported = alarms(judged(run(90, both(bursts, unmeasured))), AlarmEvent.RAISE)
 
-    assert [alarm.axes.update for alarm in told] == [SINCE + 5]
+    assert [alarm.axes.update for alarm in reported if alarm.type == "lstm/forget_open"] == [SINCE + 5]
 
 
 def test_a_cell_state_about_its_bound_is_one_alarm() -> None:
     """It varies between 40 and 60 around the bound of 50: the alarm stays active until the state is much smaller."""
+    reported = alarms(judged(run(60, set_to({"lstm/c/absmax": lambda ago: 40.0 + 20.0 * (ago % 2)}))))
 
-    def swing(metrics: Values, ago: int) -> None:
-        metrics["lstm/c/absmax"] = 40.0 + 20.0 * (ago % 2)
-
-    told = [alarm for alarm in alarms(judged(run(60, swing))) if alarm.type == "lstm/cell_drift"]
-
-    assert [alarm.event for alarm in told] == [AlarmEvent.RAISE]
+    assert [(alarm.type, alarm.event) for alarm in reported] == [("lstm/cell_drift", AlarmEvent.RAISE)]
 
 
 def test_a_normaliser_settles_again_after_what_was_changed_on_purpose() -> None:
@@ -536,47 +473,3 @@ def test_a_normaliser_settles_again_after_what_was_changed_on_purpose() -> None:
 
     assert "norm/drift" not in raised(verdicts)
     assert raised(judged(run(85, set_to({"norm/ret/drift": 1.0}), since=51)))["norm/drift"] == 60
-
-
-def test_groups_of_a_solved_task_have_no_advantages() -> None:
-    """Ever fewer groups have rewards that differ, until none has; a trainer that suddenly loses them all has a fault."""
-
-    def solved(metrics: Values, ago: int) -> None:
-        metrics.update({"adv/participation": 0.05} if ago < 5 else {"adv/norm/std": 0.0, "grad/global/norm_preclip": 1e-4})
-        if ago >= 5:
-            metrics.pop("adv/participation", None)
-
-    def lost(metrics: Values, ago: int) -> None:
-        metrics["adv/norm/std"] = 0.0
-        metrics.pop("adv/participation", None)
-
-    assert not {"adv/degenerate", "grad/drift"} & {alarm.type for alarm in alarms(judged(run(45, solved)))}
-    assert "adv/degenerate" in {alarm.type for alarm in alarms(judged(run(45, lost)))}
-
-
-def test_a_rare_reward_is_no_jump_of_the_critics_loss() -> None:
-    """The critic's loss jumps with the rewards, which are all equal in the other rollouts; or alone, which is a fault."""
-
-    def jumps(spread: float) -> set[str]:
-        def rare(metrics: Values, ago: int) -> None:
-            metrics.update({"loss/value": 60.0 * metrics["loss/value"], "reward/std": spread})
-
-        records = [
-            replace(one, values={**one.values, "reward/std": 0.0}) if one.axes.update < SINCE else one for one in run(SINCE + 2, rare)
-        ]
-        return {alarm.type for alarm in alarms(judged(records))}
-
-    assert "value/loss_jump" not in jumps(spread=0.9)
-    assert "value/loss_jump" in jumps(spread=0.0)
-
-
-def test_a_critic_needs_optimizer_steps_before_its_bias_counts() -> None:
-    """A2C takes one step in each update."""
-    far = {"value/bias": 2.0, "value/bias_over_std": 2.0, "ret/mean": 0.0, "ret/std": 1.0}
-
-    def first_update(steps: int) -> int:
-        records = [replace(one, axes=replace(one.axes, gradient_step=steps * one.axes.update)) for one in run(60, set_to(far), since=12)]
-        return raised(judged(records)).get("value/bias", 0)
-
-    assert 12 <= first_update(steps=32) < 30
-    assert first_update(steps=1) == 0

@@ -27,7 +27,7 @@ def test_a_return_that_rises_and_then_stands_still() -> None:
     found = told(returns(lambda update: float(min(update, 100))))
 
     assert [(name, data["update"]) for name, data in found] == [("task/improvement", 20), ("task/plateau", 150)]
-    assert found[1][1]["text"] == ("the return has stayed at 100 for about 50 updates, 100 % of the way from its lowest to its highest")
+    assert found[1][1]["text"] == "the return has stayed at 100 for about 50 updates, 100 % of the way from its lowest to its highest"
 
 
 def test_a_return_that_falls() -> None:
@@ -37,11 +37,8 @@ def test_a_return_that_falls() -> None:
     assert found[1][1]["text"] == "the mean return of 10 updates has fallen from 46 to 10"
 
 
-def test_nothing_in_the_first_tenth_of_a_run() -> None:
-    assert told(returns(lambda update: float(update), 19)) == []
+def test_neither_the_first_tenth_of_a_run_nor_noise_is_a_change() -> None:
+    noise = told(returns(lambda update: 5.0 + (update * 7919 % 13) / 13))
 
-
-def test_noise_is_neither() -> None:
-    found = told(returns(lambda update: 5.0 + (update * 7919 % 13) / 13))
-
-    assert {name for name, _ in found} == {"task/plateau"}
+    assert told(returns(float, 19)) == []
+    assert {name for name, _ in noise} == {"task/plateau"}

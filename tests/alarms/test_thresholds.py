@@ -26,12 +26,6 @@ def test_changed_bounds_decide() -> None:
     assert raised(judged(records, thresholds=Thresholds.parse(["kl_spike_high=0.05"]))) == {"policy/kl_spike": 31}
 
 
-def test_types_are_switched_by_name() -> None:
-    changed = Thresholds.parse(["grad/noise_dominated=on", "policy/kl_spike=off"])
-
-    assert changed.off == {"policy/kl_spike"}
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

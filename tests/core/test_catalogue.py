@@ -1,7 +1,6 @@
 """The catalogue is complete, unique and readable."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,16 +110,6 @@ def test_the_history_of_a_declared_key_is_not_a_layer() -> None:
     assert template_of("opt/update_to_weight/trunk", templates) == "opt/update_to_weight/{layer}"
 
 
-@pytest.mark.system
-def test_declarations_need_no_torch() -> None:
-    """In a separate process: no import of the catalogue, from this package or from plugins, imports torch."""
-    program = "import sys; from esper_telemetry.core.metric import catalogue; assert catalogue(); print('torch' in sys.modules)"
-
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-
-    assert answer.stdout == "False\n"
-
-
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """An installed module that declares a new metric and one of ours again."""
@@ -159,19 +148,3 @@ def test_plugins_add_metrics(plugin: ModuleType, caplog: pytest.LogCaptureFixtur
     assert metrics["policy/kl"].unit == "nats"
     assert "curiosity_metrics declares the metric 'policy/kl' again" in caplog.text
     assert "the metrics of the plugin 'broken' (no_such_module_of_metrics) cannot be loaded" in caplog.text
-
-
-def test_a_declaration_says_what_differs_from_its_unit() -> None:
-    metric = (
-        Metric.fraction("my/share", 0, "share of mine", level=Level.DEBUG)
-        .asks("How much is mine?")
-        .bounds(healthy="> 0.5", source="heuristic")
-        .absent("there is nothing to share")
-        .advises("Ask for more.")
-    )
-
-    assert (metric.unit, metric.low, metric.high, metric.level) == ("fraction", 0.0, 1.0, Level.DEBUG)
-    assert metric.info().undefined == "there is nothing to share"
-    assert (metric.info().name, metric.info().action) == ("share of mine", "Ask for more.")
-    assert Metric.ratio("my/gain", 0, "gain", low=1.0).low == 1.0
-    assert Metric.nonfinite("my/share_nonfinite", 0, "rest").when_positive

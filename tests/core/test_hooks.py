@@ -15,18 +15,6 @@ class LoudPing(Ping):
     pass
 
 
-def test_hooks_receive_events_of_exactly_their_type_in_order() -> None:
-    hooks = Hooks()
-    heard: list[str] = []
-    hooks.on(Ping, lambda event: heard.append(f"first {event.number}"))
-    hooks.on(Ping, lambda event: heard.append(f"second {event.number}"))
-    hooks.on(LoudPing, lambda event: heard.append("loud"))
-
-    hooks.emit(Ping(1))
-
-    assert heard == ["first 1", "second 1"]
-
-
 def test_a_removed_hook_hears_nothing_and_may_be_removed_twice() -> None:
     hooks = Hooks()
     heard: list[Ping] = []
@@ -56,18 +44,20 @@ def test_a_hook_may_remove_itself_while_it_runs() -> None:
     assert heard == [1, -1, -2]
 
 
-def test_hooks_that_ask_to_be_last_are_called_after_those_that_come_later() -> None:
+def test_hooks_receive_events_of_exactly_their_type_in_order_and_the_last_after_those_that_come_later() -> None:
     hooks = Hooks()
     heard: list[str] = []
     remove = hooks.on(Ping, lambda event: heard.append("last"), last=True)
     assert hooks.wants(Ping)
-    hooks.on(Ping, lambda event: heard.append("first"))
+    hooks.on(Ping, lambda event: heard.append(f"first {event.number}"))
+    hooks.on(Ping, lambda event: heard.append("second"))
+    hooks.on(LoudPing, lambda event: heard.append("loud"))
 
     hooks.emit(Ping(1))
     remove()
     hooks.emit(Ping(2))
 
-    assert heard == ["first", "last", "first"]
+    assert heard == ["first 1", "second", "last", "first 2", "second"]
 
 
 def test_a_source_learns_whether_a_hook_wants_its_events_at_once() -> None:

@@ -26,27 +26,19 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 
 def test_a_phase_begins_where_the_one_before_it_ends(clocks: Clocks) -> None:
-    """Three seconds of a rollout, one of them in the environment, and four of an update."""
+    """Two seconds before the first phase are left out; then three of a rollout, one of them in the environment, and four of an update."""
     times = PhaseTimes()
-    clocks.now = 3.0
+    clocks.now = 2.0
+    times.begin()
+    clocks.now = 5.0
     times.end("rollout", environment=1.0)
     clocks.now = 7.0
+    times.end("update")
+    clocks.now = 9.0
     times.end("update")
 
     assert times.take() == ({"environment": 1.0, "inference": 2.0, "update": 4.0}, {"rollout": 1.5, "update": 2.0})
     assert times.take() == ({}, {})
-
-
-def test_time_before_a_phase_begins_is_left_out(clocks: Clocks) -> None:
-    times = PhaseTimes()
-    clocks.now = 5.0
-    times.begin()
-    clocks.now = 6.0
-    times.end("update")
-    clocks.now = 8.0
-    times.end("update")
-
-    assert times.take() == ({"update": 3.0}, {"update": 1.5})
 
 
 def test_a_rollout_whose_parts_are_not_known_is_of_the_environment(clocks: Clocks) -> None:

@@ -22,41 +22,11 @@ from esper_telemetry.journal.lines import plain
 from esper_telemetry.testing import FailingSink
 
 TAIL = "Ab3dEf6hIj9kLmNoPq2s"
-PREFIXES = (
-    *(
-        "sk-",
-        "sk-ant-api03-",
-        "sk_live_",
-        "rk_test_",
-        "hf_",
-        "ghp_",
-        "gho_",
-        "ghs_",
-        "ghu_",
-        "github_pat_",
-        "glpat-",
-        "gsk_",
-        "npm_",
-        "r8_",
-    ),
-    *(
-        "AIza",
-        "ya29.",
-        "GOCSPX-",
-        "xoxb-",
-        "wandb_v1_",
-        "dckr_pat_",
-        "SG.",
-        "hvs.",
-        "shpat_",
-        "lsv2_pt_",
-        "pcsk_",
-        "nvapi-",
-        "xai-",
-        "pplx-",
-    ),
-    *("dop_v1_", "lin_api_", "glsa_", "whsec_", "ATATT3x", "sbp_", "HRKU-", "tskey-auth-", "dp.pt.", "GR1348941"),
+PREFIXES = "sk- sk-ant-api03- sk_live_ rk_test_ hf_ ghp_ gho_ ghs_ ghu_ github_pat_ glpat- gsk_ npm_ r8_ AIza ya29. GOCSPX- xoxb- wandb_v1_"
+PREFIXES += (
+    " dckr_pat_ SG. hvs. shpat_ lsv2_pt_ pcsk_ nvapi- xai- pplx- dop_v1_ lin_api_ glsa_ whsec_ ATATT3x sbp_ HRKU- tskey-auth- dp.pt."
 )
+PREFIXES += " GR1348941"
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +86,7 @@ def test_innocent_settings(name: str, value: Any) -> None:
     assert redacted({name: value}) == {name: value}
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("prefix", PREFIXES.split())
 def test_keys_of_known_issuers(prefix: str) -> None:
     assert masked(f"refused {prefix}{TAIL}, sorry") == "refused ***, sorry"
 
@@ -180,10 +150,7 @@ def test_keys_without_a_prefix_of_letters(key: str) -> None:
         ("GET /x sessionid=38afes7a", "GET /x sessionid=***"),
         ("for user 'sa' with password 'Passw0rd!'", "for user 'sa' with password '***'"),
         ("machine h login me password abc", "machine h login me password ***"),
-        (
-            "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\n1",
-            "-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----\n1",
-        ),
+        ("-----BEGIN PRIVATE KEY-----\nMI\n-----END PRIVATE KEY-----\n1", "-----BEGIN PRIVATE KEY-----***-----END PRIVATE KEY-----\n1"),
         ("https://hooks.slack.com/services/T1/B2/c3", "https://hooks.slack.com/services/***"),
     ],
 )
@@ -313,20 +280,8 @@ def test_a_log_is_masked_with_its_traceback() -> None:
 
 def test_time_grows_with_the_length_of_a_text_not_faster() -> None:
     """Each of these took minutes with a pattern whose look-ahead was unlimited."""
-    for piece in (
-        "sk-",
-        "a-",
-        "://a:b/",
-        "glpat-",
-        "password='",
-        "a.b:",
-        "eyJ",
-        "cookie: a=b;",
-        "wandb login --a ",
-        ";pwd=",
-        "token=(",
-        "x_key=",
-    ):
+    pieces = "sk-", "a-", "://a:b/", "glpat-", "password='", "a.b:", "eyJ", "cookie: a=b;", "wandb login --a ", ";pwd=", "token=(", "x_key="
+    for piece in pieces:
         masked(piece * 20_000)
 
 

@@ -11,30 +11,38 @@ from torch import Tensor
 from esper_telemetry.core import tensors as ops
 
 
-def gradients(scale: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def gradients(scale: float, dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of several shapes, one of them transposed and one with gaps in memory."""
     generator = torch.Generator().manual_seed(3)
-    return [(scale * torch.randn(*shape, generator=generator)).to(dtype) for shape in ((64, 4), (64,), (64, 64), (1,))]
+    made = [(scale * torch.randn(*shape, generator=generator)).to(dtype) for shape in ((64, 4), (64,), (64, 64), (1,))]
+    return [*made, made[0].t().contiguous().t(), torch.stack([made[2], made[2]], -1)[..., 0]]
 
 
 def clipped_by_torch(tensors: list[Tensor], max_norm: float) -> list[Tensor]:
     parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
     for parameter, tensor in zip(parameters, tensors, strict=True):
-        parameter.grad = tensor.clone()
+        parameter.grad = tensor.clone(memory_format=torch.preserve_format)
     torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def clipped_by_ops(tensors: list[Tensor], max_norm: float) -> list[Tensor]:
-    tensors = [tensor.clone() for tensor in tensors]
+    tensors = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
     ops.clip_gradients(tensors, ops.gradient_norms(tensors), max_norm)
     return tensors
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e-3, 0.008, 1.0, 1e6])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        *((torch.float32, scale) for scale in (1e-12, 1e-3, 0.008, 1.0, 1e6)),
+        *((dtype, scale) for dtype in (torch.float16, torch.bfloat16) for scale in (1e-3, 1.0)),
+    ],
+)
 @pytest.mark.parametrize("zero", [False, True])
-def test_clipping_equals_torch_bit_for_bit(scale: float, zero: bool) -> None:
+def test_clipping_equals_torch_bit_for_bit(scale: float, dtype: torch.dtype, zero: bool) -> None:
     """Below and above the limit of 0.5, and with one gradient that is exactly zero."""
-    tensors = gradients(scale)
+    tensors = gradients(scale, dtype)
     if zero:
         tensors[1].zero_()
 
@@ -55,14 +63,6 @@ def test_the_factor_on_the_host_is_that_of_torch_to_the_last_bit(norm: float, li
     result, expected = ops.clip_factor(norm, limit), ops.clip_coefficient(torch.tensor(norm), limit).item()
 
     assert result == expected or (math.isnan(result) and math.isnan(expected))
-
-
-def test_norms_neither_overflow_nor_underflow() -> None:
-    """(1e20, 1e20) has norm 1.414e20, although its squares overflow float32; the square of 1e-25 underflows."""
-    norms = ops.gradient_norms([torch.tensor([1e20, 1e20]), torch.tensor([1e-25]), torch.tensor([0.0])])
-
-    assert norms.dtype == torch.float64
-    assert torch.allclose(norms, torch.tensor([2**0.5 * 1e20, 1e-25, 0.0], dtype=torch.float64), rtol=1e-6, atol=0)
 
 
 def test_gradients_that_overflow_float32_are_scaled_and_not_erased() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper_telemetry.alarms.alarm_state import Change, Escalation, EscalationRemaining, Hysteresis, Patience
+from esper_telemetry.alarms.alarm_state import Change, Escalation, Hysteresis, Patience
 
 SEVERITIES = st.lists(st.sampled_from([None, math.nan, 0.0, 0.24, 0.25, 0.49, 0.5, 0.9, 1.0]), max_size=60)
 PATIENCES = st.builds(Patience, n_on=st.integers(1, 3), n_off=st.integers(1, 4), warmup=st.integers(0, 5))
@@ -59,13 +59,6 @@ def test_nothing_is_raised_during_the_warm_up(patience: Patience, severities: li
     assert changes(patience, severities[: patience.warmup]) == []
 
 
-def test_a_step_leaves_the_state_it_started_from() -> None:
-    state = Hysteresis(Patience(n_on=2))
-
-    assert state.step(0.9) == state.step(0.9)
-    assert state == Hysteresis(Patience(n_on=2))
-
-
 def test_patience_must_make_sense() -> None:
     with pytest.raises(ValueError, match=r"off 0\.6 and on 0\.5"):
         Patience(off=0.6)
@@ -99,22 +92,5 @@ def test_types_raised_together_keep_the_level_for_the_longest_of_them(durations:
     assert remaining(Escalation(durations), [set(KINDS)]) == [max(durations.values())]
 
 
-@given(DURATIONS, RAISED, st.data())
-def test_going_on_from_a_state_is_going_on(durations: dict[str, int], raised: list[set[str]], data: st.DataObject) -> None:
-    cut = data.draw(st.integers(0, len(raised)))
-    state = Escalation(durations)
-    for kinds in raised[:cut]:
-        state = state.step(kinds).state
-
-    assert remaining(state, raised[cut:]) == remaining(Escalation(durations), raised)[cut:]
-    assert remaining(state, raised[cut:]) == remaining(state, raised[cut:])
-
-
 def test_a_type_without_a_duration_raises_no_level() -> None:
     assert remaining(Escalation({}), [{"telemetry/storm"}]) == [0]
-
-
-def test_what_is_left_is_a_value_of_the_record() -> None:
-    outlook = Escalation({"grad/drift": 2}).step(["grad/drift"])
-
-    assert EscalationRemaining(float(outlook.remaining)).values() == {"telemetry/escalation_remaining": 2.0}

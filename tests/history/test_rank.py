@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from esper_telemetry.history.trend import advantage_gradient, lr_response, ranks, spearman
+from esper_telemetry.history.trend import advantage_gradient, ranks, spearman
 
 
 def test_equal_values_share_the_average_rank() -> None:
@@ -31,10 +31,3 @@ def test_leak_of_the_advantages_scale_needs_twenty_updates_and_looks_at_the_last
 
     assert advantage_gradient(x, y).values() == {"adv/grad_corr": -1.0}
     assert advantage_gradient(x[:19], x[:19]).values() == {}
-
-
-def test_updates_that_follow_the_schedule() -> None:
-    lr = np.linspace(1e-3, 1e-5, 10)
-
-    assert lr_response(lr, lr**2).values() == {"opt/update_to_weight/lr_response": 1.0}
-    assert lr_response(np.full(10, 1e-3), lr).values() == {}

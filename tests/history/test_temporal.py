@@ -96,14 +96,6 @@ def test_groups_of_parameters_have_levels_and_outliers_only() -> None:
     assert {key.removeprefix("grad/head_op/norm_preclip/") for key in last} == {"ema", "ew_std", "drift", "macd", "robust_z"}
 
 
-def test_updates_that_follow_the_learning_rate() -> None:
-    temporal = KeyHistories(Facts.of(FACTS))
-    for t in range(20):
-        result = temporal.derive({"opt/lr": 0.9**t, "opt/update_to_weight": 3 * 0.9**t}, Level.NORMAL)
-
-    assert result["opt/update_to_weight/lr_response"] == pytest.approx(1)
-
-
 def test_minimal_follows_nothing() -> None:
     assert KeyHistories(Facts.of(FACTS)).derive({"policy/kl": 0.01}, Level.MINIMAL) == {}
 
@@ -134,15 +126,6 @@ def noise(phi: float, series: int, points: int) -> Array:
     for t in range(1, points):
         x[:, t] = phi * x[:, t - 1] + math.sqrt(1 - phi**2) * x[:, t]
     return x
-
-
-@pytest.mark.parametrize(("phi", "most"), [(0.0, 0.05), (0.6, 0.09), (0.9, 0.22)])
-def test_running_sums_seldom_exceed_their_bound_on_noise(phi: float, most: float) -> None:
-    """The rates of the null table: .023, .047 and .17 of 100 values."""
-    changes = ChangeState(300)
-    sums = np.array([changes.step(x) for x in noise(phi, 300, 150).T])
-
-    assert (np.nanmax(sums[50:], axis=0) > 8).mean() <= most
 
 
 def test_drift_beyond_four_spreads_is_rare_on_noise_and_certain_for_a_step() -> None:

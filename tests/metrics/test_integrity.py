@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from worked_cases import Case, check, parameters
 
 from esper_telemetry.alarms.rules.integrity_alarms import RATIO_INIT_BOUNDS, ratio_init_bounds
 from esper_telemetry.core.metric import declared
@@ -23,24 +24,112 @@ from esper_telemetry.metrics.losses import loss_terms, ppo_losses
 from esper_telemetry.metrics.ratio import RatioDiagnostics
 from esper_telemetry.metrics.rollout_stats import cut_entries, normalizer_clipping
 
+REPEATED = torch.tensor([[3, 1, 3], [0, 3, 1]])
+FIRST_FOUR = torch.tensor([[True, True, True], [True, False, False]])
+ONES, NONE = torch.ones(3), torch.zeros(3, dtype=torch.bool)
+ACTIONS, MASKS = {"move": torch.tensor([0, 1, 1, 1])}, {"move": torch.tensor([[True, False]] * 4)}
+BROKEN = torch.tensor([math.nan, math.inf, 1.0])
+LOG_PROBS = torch.tensor([-9.0, -3.0, -1.0])
+OLD, NEW = {"a": torch.eye(2), "b": torch.eye(2)}, {"a": torch.eye(2), "b": torch.eye(2).flip(0)}
+COUNTS = torch.tensor([1.0, 2.0, 0.0])
+SHIFT = "policy/head/a/action_shift_js"
+EPISODES = {"return_mean": 2.0, "return_std": 1.0, "return_min": 1.0, "return_max": 3.0, "length_mean": 20.0, "count": 2.0}
+LOSSES = torch.tensor([1.0, 3.0])
+ZERO, ONE = torch.zeros(2, 3), torch.ones(2, 3)
 
-def test_rows_that_come_again_in_a_pass() -> None:
-    """In six rows, 3 occurs three times and 1 twice, so three of six repeat an earlier row. Padding does not count."""
-    rows = torch.tensor([[3, 1, 3], [0, 3, 1]])
-    valid = torch.tensor([[True, True, True], [True, False, False]])
+CASES: dict[str, list[Case]] = {
+    "In six rows, 3 occurs three times and 1 twice, so three of six repeat an earlier row; padding does not count": [
+        Case(lambda: rows_repeated(REPEATED), {"integrity/rows_repeated": 0.5}),
+        Case(lambda: rows_repeated(REPEATED, valid=FIRST_FOUR), {"integrity/rows_repeated": 0.25}),
+        Case(lambda: rows_repeated(torch.arange(4)), {"integrity/rows_repeated": 0.0}),
+    ],
+    "Advantages plus values are off by 2, with returns of up to 4": [
+        Case(lambda: gae_identity(ONES, ONES, ONES * 2), {"integrity/gae_identity": 0.0}),
+        Case(lambda: gae_identity(ONES, ONES, torch.tensor([4.0, 2.0, 2.0])), {"integrity/gae_identity": 0.5}),
+        Case(lambda: gae_identity(ONES, ONES, ONES, valid=NONE), {}),
+    ],
+    "Forbidden actions count where their head is relevant and the row is valid": [
+        Case(lambda: mask_violation(ACTIONS, MASKS), {"integrity/mask_violation": 3.0}),
+        Case(
+            lambda: mask_violation(
+                ACTIONS, MASKS, relevant={"move": torch.tensor([True, True, False, True])}, valid=torch.tensor([True, True, True, False])
+            ),
+            {"integrity/mask_violation": 1.0},
+        ),
+        Case(lambda: mask_violation({}, {}), {"integrity/mask_violation": 0.0}),
+    ],
+    "Numbers that are not finite are counted where they are valid": [
+        Case(lambda: nonfinite_count([BROKEN, torch.ones(2)]), {"numerics/nonfinite": 2.0}),
+        Case(lambda: nonfinite_count([BROKEN], valid=torch.tensor([True, False, True])), {"numerics/nonfinite": 1.0}),
+        Case(lambda: nonfinite_count([]), {"numerics/nonfinite": 0.0}),
+    ],
+    "Data of an older policy have an age": [Case(lambda: buffer_age(7, 5), {"buffer/age_updates": 2.0})],
+    "Losses are weighted by their rows, (1 · 1 + 3 · 3) / 4; one that is not finite is left out and counted": [
+        Case(
+            lambda: loss_terms(LOSSES, LOSSES, -LOSSES, LOSSES, count=[1.0, 3.0]),
+            {"loss/policy": 2.5, "loss/value": 2.5, "loss/entropy": -2.5, "loss/total": 2.5},
+        ),
+        Case(
+            lambda: loss_terms(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])),
+            {"loss/policy": 1.0, "loss/value": 1.5, "loss/policy_nonfinite": 1.0},
+        ),
+    ],
+    "Minibatches at ratio 1: the policy loss is -mean A, the value loss half the squared error, the entropy loss minus the mean": [
+        Case(
+            lambda: ppo_losses(ZERO, ONE, ONE * 2, ZERO, ONE, clip=0.2, value_coef=0.5, entropy_coef=0.1, dim=-1),
+            {"loss/policy": -1.0, "loss/value": 2.0, "loss/entropy": -1.0, "loss/total": -0.1},
+        )
+    ],
+    "Episodes of an update, of the last hundred, and of an evaluation": [
+        Case(
+            lambda: episode_stats([1.0, 3.0], [10, 30], recent_returns=[1.0, 3.0, 5.0]),
+            {**{f"episode/{name}": value for name, value in EPISODES.items()}, "episode/return_mean_100": 3.0},
+        ),
+        Case(lambda: evaluation_stats([1.0, 3.0], [10, 30]), {f"eval/{name}": value for name, value in EPISODES.items()}),
+        Case(lambda: episode_stats([], []), {"episode/count": 0.0}),
+    ],
+    "The unlikeliest action is one of the valid ones": [
+        Case(lambda: log_prob_stats(LOG_PROBS, valid=torch.tensor([False, True, True])), {"policy/logp/min": -3.0})
+    ],
+    "Favourites agree when those of all relevant heads do": [
+        Case(lambda: greedy_agreement(OLD, NEW), {"policy/greedy_agreement": 0.0}),
+        Case(lambda: greedy_agreement(OLD, NEW, relevant={"b": torch.tensor([True, False])}), {"policy/greedy_agreement": 0.5}),
+    ],
+    "A shift of actions is zero for the same mix and one for disjoint ones": [
+        Case(lambda: action_shift("a", COUNTS, 2 * COUNTS), {SHIFT: 0.0}),
+        Case(lambda: action_shift("a", COUNTS, torch.tensor([0.0, 0.0, 5.0])), {SHIFT: 1.0}),
+        Case(lambda: action_shift("a", COUNTS, torch.zeros(3)), {}),
+    ],
+    "Means 1 and 2 were 0 and 2, σ 2 and 1: (0.5 + 0) / 2": [
+        Case(
+            lambda: gaussian_action_shift("a", torch.tensor([[0.0, 2.0], [2.0, 2.0]]), torch.tensor([0.0, 2.0]), torch.tensor([2.0, 1.0])),
+            {"policy/head/a/action_shift": 0.25},
+        )
+    ],
+    "What the normaliser cuts off lies beyond its limit": [
+        Case(lambda: normalizer_clipping("obs", torch.tensor([[10.0, 10.1], [-11.0, math.nan]]), clip=10.0), {"norm/obs/clip_frac": 2 / 3})
+    ],
+    "Entropy falls by a tenth per update": [
+        Case(lambda: entropy_rate([math.exp(-0.1 * t) for t in range(30)]), {"policy/entropy_rate": -0.1}),
+        Case(lambda: entropy_rate([1.0]), {}),
+        Case(lambda: entropy_rate([1.0, -0.5]), {}),
+    ],
+    "The largest shift of no head is absent": [
+        Case(lambda: largest_shift([]), {}),
+        Case(lambda: largest_shift([0.1, 0.3]), {"policy/action_shift_js": 0.3}),
+    ],
+}
 
-    assert rows_repeated(rows).values() == {"integrity/rows_repeated": 0.5}
-    assert rows_repeated(rows, valid=valid).values() == {"integrity/rows_repeated": 0.25}
-    assert rows_repeated(torch.arange(4)).values() == {"integrity/rows_repeated": 0.0}
+
+@pytest.mark.parametrize("case", parameters(CASES))
+def test_values_of(case: Case) -> None:
+    check(case)
 
 
-def test_advantages_plus_values_must_be_the_returns() -> None:
-    """Off by 2, with returns of up to 4: 2 / 4."""
-    ones = torch.ones(3)
+def test_actions_are_counted_where_they_are_valid() -> None:
+    actions, valid = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[True, True], [True, False]])
 
-    assert gae_identity(ones, ones, ones * 2).values() == {"integrity/gae_identity": 0.0}
-    assert gae_identity(ones, ones, torch.tensor([4.0, 2.0, 2.0])).values() == {"integrity/gae_identity": 0.5}
-    assert gae_identity(ones, ones, ones, valid=torch.zeros(3, dtype=torch.bool)).values() == {}
+    assert action_counts(actions, 3, valid=valid).tolist() == COUNTS.tolist()
 
 
 @pytest.mark.parametrize("correction", [0, 1])
@@ -57,31 +146,6 @@ def test_advantages_that_were_normalised_over_all_rows_after_the_returns_agree(c
     assert gae_identity(normalized, values, wrong).values()["integrity/gae_identity"] > 0.01
     assert gae_identity(advantages, values, normalized + values).values()["integrity/gae_identity"] > 0.1
     assert gae_identity(advantages, values, values).values()["integrity/gae_identity"] > 0.1
-
-
-def test_forbidden_actions_count_where_their_head_is_relevant_and_the_row_is_valid() -> None:
-    actions = {"move": torch.tensor([0, 1, 1, 1])}
-    masks = {"move": torch.tensor([[True, False]] * 4)}
-    relevant = {"move": torch.tensor([True, True, False, True])}
-    valid = torch.tensor([True, True, True, False])
-
-    assert mask_violation(actions, masks).values() == {"integrity/mask_violation": 3.0}
-    violations = mask_violation(actions, masks, relevant=relevant, valid=valid)
-    assert violations.values() == {"integrity/mask_violation": 1.0}
-    assert mask_violation({}, {}).values() == {"integrity/mask_violation": 0.0}
-
-
-def test_non_finite_numbers_are_counted_where_they_are_valid() -> None:
-    x = torch.tensor([math.nan, math.inf, 1.0])
-
-    assert nonfinite_count([x, torch.ones(2)]).values() == {"numerics/nonfinite": 2.0}
-    valid = torch.tensor([True, False, True])
-    assert nonfinite_count([x], valid=valid).values() == {"numerics/nonfinite": 1.0}
-    assert nonfinite_count([]).values() == {"numerics/nonfinite": 0.0}
-
-
-def test_data_of_an_older_policy_have_an_age() -> None:
-    assert buffer_age(7, 5).values() == {"buffer/age_updates": 2.0}
 
 
 def test_bounds_of_the_first_minibatch_are_strict_and_widen_with_small_sigma() -> None:
@@ -102,88 +166,6 @@ def test_the_catalogue_quotes_the_bounds_that_the_grade_uses() -> None:
             assert f"{bound:.0e}".replace("e-0", "e-") in text
 
 
-def test_losses_are_weighted_by_their_rows() -> None:
-    """(1 · 1 + 3 · 3) / 4."""
-    term = torch.tensor([1.0, 3.0])
-
-    values = loss_terms(term, term, -term, term, count=[1.0, 3.0]).values()
-
-    assert values == {"loss/policy": 2.5, "loss/value": 2.5, "loss/entropy": -2.5, "loss/total": 2.5}
-
-
-def test_a_loss_that_is_not_finite_is_left_out_and_counted() -> None:
-    broken = torch.tensor([1.0, math.nan])
-    fine = torch.tensor([1.0, 2.0])
-
-    values = loss_terms(broken, fine, fine, broken).values()
-
-    assert (values["loss/policy"], values["loss/value"], values["loss/policy_nonfinite"]) == (1.0, 1.5, 2.0)
-
-
-def test_losses_from_their_parts_keep_minibatches_apart() -> None:
-    """At ratio 1: policy -mean A, value half the squared error, entropy minus the mean."""
-    zero, one = torch.zeros(2, 3), torch.ones(2, 3)
-
-    values = ppo_losses(zero, one, one * 2, zero, one, clip=0.2, value_coef=0.5, entropy_coef=0.1, dim=-1).values()
-
-    assert values == pytest.approx({"loss/policy": -1.0, "loss/value": 2.0, "loss/entropy": -1.0, "loss/total": -0.1})
-
-
-def test_episodes_of_an_update_and_of_the_last_hundred() -> None:
-    values = episode_stats([1.0, 3.0], [10, 20], recent_returns=[1.0, 3.0, 5.0]).values()
-
-    assert values == {
-        "episode/return_mean": 2.0,
-        "episode/return_std": 1.0,
-        "episode/return_min": 1.0,
-        "episode/return_max": 3.0,
-        "episode/length_mean": 15.0,
-        "episode/count": 2.0,
-        "episode/return_mean_100": 3.0,
-    }
-
-
-def test_without_a_finished_episode_there_is_only_their_count() -> None:
-    assert episode_stats([], []).values() == {"episode/count": 0.0}
-    with pytest.raises(ValueError, match="1 returns and 0 lengths"):
-        episode_stats([1.0], [])
-
-
-def test_the_unlikeliest_action_is_one_of_the_valid_ones() -> None:
-    log_probs = torch.tensor([-9.0, -3.0, -1.0])
-
-    assert log_prob_stats(log_probs).values() == {"policy/logp/min": -9.0}
-    assert log_prob_stats(log_probs, valid=torch.tensor([False, True, True])).values() == {"policy/logp/min": -3.0}
-
-
-def test_favourites_agree_when_those_of_all_relevant_heads_do() -> None:
-    old = {"a": torch.eye(2), "b": torch.eye(2)}
-    new = {"a": torch.eye(2), "b": torch.eye(2).flip(0)}
-
-    assert greedy_agreement(old, new).values() == {"policy/greedy_agreement": 0.0}
-    relevant = {"b": torch.tensor([True, False])}
-    assert greedy_agreement(old, new, relevant=relevant).values() == {"policy/greedy_agreement": 0.5}
-
-
-def test_a_shift_of_actions_is_zero_for_the_same_mix_and_one_for_disjoint_ones() -> None:
-    counts = action_counts(torch.tensor([[0, 1], [1, 2]]), 3, valid=torch.tensor([[True, True], [True, False]]))
-
-    assert counts.tolist() == [1.0, 2.0, 0.0]
-    key = "policy/head/a/action_shift_js"
-    assert action_shift("a", counts, 2 * counts).values() == {key: pytest.approx(0.0, abs=1e-15)}
-    assert action_shift("a", counts, torch.tensor([0.0, 0.0, 5.0])).values() == {key: pytest.approx(1.0)}
-    assert action_shift("a", counts, torch.zeros(3)).values() == {}
-
-
-def test_continuous_actions_shift_in_units_of_sigma() -> None:
-    """Means 1 and 2 were 0 and 2, σ 2 and 1: (0.5 + 0) / 2."""
-    actions = torch.tensor([[0.0, 2.0], [2.0, 2.0]])
-
-    shift = gaussian_action_shift("a", actions, torch.tensor([0.0, 2.0]), torch.tensor([2.0, 1.0]))
-
-    assert shift.values() == {"policy/head/a/action_shift": 0.25}
-
-
 def test_processes_that_knew_a_mean_each_shift_from_the_mean_of_both() -> None:
     """Before: 3 actions of 1 and 1 of 5, mean 2. Now: one action of 4 and three of 0, mean 1, σ 1 and three times 3: 1 / 2.5."""
     parts = [
@@ -196,23 +178,11 @@ def test_processes_that_knew_a_mean_each_shift_from_the_mean_of_both() -> None:
     assert StandardizedShift.statistics["shift"](merged[0]) == pytest.approx(0.4)
 
 
-def test_what_the_normaliser_cuts_off_lies_beyond_its_limit() -> None:
-    values = normalizer_clipping("obs", torch.tensor([[10.0, 10.1], [-11.0, math.nan]]), clip=10.0).values()
-
-    assert values == {"norm/obs/clip_frac": pytest.approx(2 / 3)}
-
-
-def test_entropy_that_falls_by_a_tenth_per_update_has_that_rate() -> None:
-    rate = entropy_rate([math.exp(-0.1 * t) for t in range(30)]).values()
-
-    assert rate == {"policy/entropy_rate": pytest.approx(-0.1)}
-    assert entropy_rate([1.0]).values() == {}
-    assert entropy_rate([1.0, -0.5]).values() == {}
-
-
-def test_the_largest_shift_of_no_head_is_absent() -> None:
-    assert largest_shift([]).values() == {}
-    assert largest_shift([0.1, 0.3]).values() == {"policy/action_shift_js": 0.3}
+def test_every_episode_has_a_length() -> None:
+    with pytest.raises(ValueError, match="1 returns and 0 lengths"):
+        episode_stats([1.0], [])
+    with pytest.raises(ValueError, match="got 2 and 1"):
+        evaluation_stats([1.0, 2.0], [3])
 
 
 def test_entries_at_the_limit_were_cut() -> None:
@@ -223,21 +193,3 @@ def test_entries_at_the_limit_were_cut() -> None:
     assert [int(n) for n in cut_entries(normalized, 10.0, valid=valid)] == [2, 4]
     assert [int(n) for n in cut_entries(normalized, 10.0)] == [6, 8]
     assert [int(n) for n in cut_entries(normalized[..., 0], 10.0, valid=valid)] == [1, 1]
-
-
-def test_evaluated_episodes_have_returns_and_lengths() -> None:
-    values = evaluation_stats([1.0, 3.0], [10, 30]).values()
-
-    assert values == {
-        "eval/return_mean": 2.0,
-        "eval/return_std": 1.0,
-        "eval/return_min": 1.0,
-        "eval/return_max": 3.0,
-        "eval/length_mean": 20.0,
-        "eval/count": 2.0,
-    }
-
-
-def test_every_evaluated_episode_has_a_length() -> None:
-    with pytest.raises(ValueError, match="got 2 and 1"):
-        evaluation_stats([1.0, 2.0], [3])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from worked_cases import Case, check, parameters
 
 from esper_telemetry.metrics.language import (
     calibration,
@@ -18,18 +19,115 @@ from esper_telemetry.metrics.language import (
 )
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)
+TURNS = turns_of(torch.tensor([[1, 1, 0, 1, 0, 0], [1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0]]))
+REWARDS = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+LENGTHS = torch.tensor([2, 4, 3, 3, 3, 3])
+UNEQUAL = (torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 1, 2, 2]), torch.ones(4))
+
+CASES: dict[str, list[Case]] = {
+    "Tokens -1, -2 and -3 are learned from; -90 is padding": [
+        Case(
+            lambda: token_stats(torch.tensor([[-1.0, -2.0, -90.0], [-3.0, -90.0, -90.0]]), MASK, entropy=torch.full((2, 3), 0.5)),
+            {"lm/tokens": 3, "lm/logprob/mean": -2, "lm/logprob/min": -3, "lm/entropy": 0.5},
+            others=True,
+        )
+    ],
+    "Without any token there are no values": [
+        Case(lambda: token_stats(-torch.ones(2, 3), torch.zeros(2, 3), entropy=torch.zeros(2, 3)), {"lm/tokens": 0})
+    ],
+    "Surprise over entropy: deviations 0.5 and 0.5 have mean 0.5, which is 1 / sqrt(0.5) standard errors from 0": [
+        Case(
+            lambda: calibration(torch.tensor([[-1.5, -1.5]]), torch.ones(1, 2), torch.ones(1, 2)),
+            {"lm/surprise/gap": 0.5, "lm/surprise/z": math.sqrt(2)},
+            others=True,
+        )
+    ],
+    "Ratios to the engine are 1, 1, 1 and 2, with the same factors of disagreement; k3 of the last is 1 - ln 2, and a NaN is left out": [
+        Case(
+            lambda: sampling_mismatch(
+                torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5]])),
+                torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.2, math.nan]])),
+                torch.ones(1, 5),
+            ),
+            {
+                "lm/mismatch/mult_error": 1.25,
+                "lm/mismatch/ratio_mean": 1.25,
+                "lm/mismatch/ratio_min": 1.0,
+                "lm/mismatch/outside_frac": 0.25,
+                "lm/mismatch/kl": (1 - math.log(2)) / 4,
+            },
+            others=True,
+        )
+    ],
+    "Half as likely as under the reference: 2 - ln 2 - 1; equally likely: 0": [
+        Case(
+            lambda: reference_kl(torch.log(torch.tensor([[0.25, 0.5]])), torch.log(torch.tensor([[0.5, 0.5]])), torch.ones(1, 2)),
+            {"lm/kl_reference": (1 - math.log(2)) / 2, "lm/kl_reference_max": 1 - math.log(2)},
+            others=True,
+        )
+    ],
+    "Sums of log-ratios of whole completions are 0.3 and -0.1; the first has two tokens, so 0.15 per token": [
+        Case(
+            lambda: sequence_ratio(torch.tensor([[0.1, 0.2, 9.0], [-0.1, 9.0, 9.0]]), MASK),
+            {"lm/sequence/logratio_std": 0.2, "lm/sequence/logratio_absmax": 0.3, "lm/sequence/mean_logratio_absmax": 0.15},
+            others=True,
+        )
+    ],
+    "Lengths and cut completions, and turns, which are passages of own tokens": [
+        Case(
+            lambda: completion_stats(torch.tensor([2, 4]), torch.tensor([False, True])),
+            {"lm/length/mean": 3, "lm/length/max": 4, "lm/truncated_frac": 0.5, "lm/completions": 2, "lm/turns/mean": None},
+            others=True,
+        ),
+        Case(lambda: completion_stats(torch.tensor([4, 6, 0]), turns=TURNS), {"lm/turns/mean": 5 / 3, "lm/turns/max": 3}, others=True),
+    ],
+    "One of three groups has different rewards, the others only the best or only the worst; the shorter completion is better": [
+        Case(
+            lambda: group_stats(
+                REWARDS, torch.tensor([0, 0, 1, 1, 2, 2]), LENGTHS, advantages=torch.tensor([0.7, -0.7, 0, 0, 0, 0]), size=2
+            ),
+            {
+                "lm/reward/mean": 0.5,
+                "lm/groups/zero_advantage": 2 / 3,
+                "lm/groups/all_best": 1 / 3,
+                "lm/groups/all_worst": 1 / 3,
+                "lm/groups/sign_agreement": 1,
+                "lm/groups/mixed": 0,
+                "lm/reward/length_correlation": -1,
+            },
+            others=True,
+        )
+    ],
+    "Advantages of the wrong sign, and groups of several prompts": [
+        Case(
+            lambda: group_stats(REWARDS, torch.tensor([0, 0, 1, 2, 1, 2]), LENGTHS, advantages=0.5 - REWARDS, size=2),
+            {"lm/groups/sign_agreement": 0, "lm/groups/mixed": 2 / 3},
+            others=True,
+        )
+    ],
+    "Two of three prompts have one completion; trainers that do not compare completions have no such groups": [
+        Case(lambda: group_stats(*UNEQUAL, advantages=UNEQUAL[0]), {"lm/groups/single": 2 / 3}, others=True),
+        Case(lambda: group_stats(*UNEQUAL), {"lm/groups/single": None}, others=True),
+    ],
+    "Each reward function by itself": [
+        Case(
+            lambda: reward_components(
+                {"Format OK": torch.tensor([1.0, math.nan, 3.0]), "length": torch.tensor([1.0, 2.0, 3.0])}, torch.tensor([10, 20, 30])
+            ),
+            {"lm/reward/format_ok/mean": 2, "lm/reward/length/length_correlation": 1},
+            others=True,
+        )
+    ],
+}
 
 
-def test_tokens_outside_the_mask_do_not_count() -> None:
-    """Tokens -1, -2 and -3 are learned from; -90 is padding."""
-    log_probs = torch.tensor([[-1.0, -2.0, -90.0], [-3.0, -90.0, -90.0]])
+@pytest.mark.parametrize("case", parameters(CASES))
+def test_values_of(case: Case) -> None:
+    check(case)
 
-    values = token_stats(log_probs, MASK, entropy=torch.full((2, 3), 0.5)).values()
 
-    assert values["lm/tokens"] == 3
-    assert values["lm/logprob/mean"] == -2
-    assert values["lm/logprob/min"] == -3
-    assert values["lm/entropy"] == 0.5
+def test_turns_of_a_completion_are_counted() -> None:
+    assert TURNS.tolist() == [2, 3, 0]
 
 
 def test_log_probabilities_in_bfloat16_are_recognised() -> None:
@@ -59,113 +157,3 @@ def test_masks_end_with_the_first_end_token(mask: list[int], wrong: float) -> No
     values = token_stats(torch.full((1, 4), -1.0), torch.tensor([mask]), ends=ends).values()
 
     assert values["lm/mask_errors"] == wrong
-
-
-def test_surprise_over_entropy_of_another_temperature() -> None:
-    """Deviations 0.5 and 0.5 have mean 0.5, which is 1 / sqrt(0.5) standard errors from 0."""
-    values = calibration(torch.tensor([[-1.5, -1.5]]), torch.ones(1, 2), torch.ones(1, 2)).values()
-
-    assert values["lm/surprise/gap"] == 0.5
-    assert values["lm/surprise/z"] == pytest.approx(math.sqrt(2))
-
-
-def test_engine_that_disagrees_about_one_token_of_four() -> None:
-    """Ratios are 1, 1, 1 and 2, with the same factors of disagreement. k3 of the last is 1 - ln 2. A NaN is left out."""
-    trainer = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5]]))
-    engine = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.2, math.nan]]))
-
-    values = sampling_mismatch(trainer, engine, torch.ones(1, 5)).values()
-
-    assert values["lm/mismatch/mult_error"] == pytest.approx(1.25)
-    assert values["lm/mismatch/ratio_mean"] == pytest.approx(1.25)
-    assert values["lm/mismatch/ratio_min"] == pytest.approx(1.0)
-    assert values["lm/mismatch/outside_frac"] == pytest.approx(0.25)
-    assert values["lm/mismatch/kl"] == pytest.approx((1 - math.log(2)) / 4)
-
-
-def test_distance_from_the_reference() -> None:
-    """Half as likely as under the reference: 2 - ln 2 - 1. Equally likely: 0."""
-    values = reference_kl(torch.log(torch.tensor([[0.25, 0.5]])), torch.log(torch.tensor([[0.5, 0.5]])), torch.ones(1, 2))
-
-    assert values.values()["lm/kl_reference"] == pytest.approx((1 - math.log(2)) / 2)
-    assert values.values()["lm/kl_reference_max"] == pytest.approx(1 - math.log(2))
-
-
-def test_ratios_of_whole_completions() -> None:
-    """Sums of log-ratios 0.3 and -0.1. The first has two tokens, so 0.15 per token."""
-    values = sequence_ratio(torch.tensor([[0.1, 0.2, 9.0], [-0.1, 9.0, 9.0]]), MASK).values()
-
-    assert values["lm/sequence/logratio_std"] == pytest.approx(0.2)
-    assert values["lm/sequence/logratio_absmax"] == pytest.approx(0.3)
-    assert values["lm/sequence/mean_logratio_absmax"] == pytest.approx(0.15)
-
-
-def test_lengths_and_cut_completions() -> None:
-    values = completion_stats(torch.tensor([2, 4]), torch.tensor([False, True])).values()
-
-    assert values["lm/length/mean"] == 3
-    assert values["lm/length/max"] == 4
-    assert values["lm/truncated_frac"] == 0.5
-    assert values["lm/completions"] == 2
-    assert "lm/turns/mean" not in values
-
-
-def test_turns_are_passages_of_own_tokens() -> None:
-    own = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0]])
-
-    values = completion_stats(torch.tensor([4, 6, 0]), turns=turns_of(own)).values()
-
-    assert turns_of(own).tolist() == [2, 3, 0]
-    assert values["lm/turns/mean"] == pytest.approx(5 / 3)
-    assert values["lm/turns/max"] == 3
-
-
-REWARDS = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
-PROMPTS = torch.tensor([0, 0, 1, 1, 2, 2])
-LENGTHS = torch.tensor([2, 4, 3, 3, 3, 3])
-
-
-def test_groups_of_equal_rewards_teach_nothing() -> None:
-    """One of three groups has different rewards; the others have only the best or only the worst. The shorter completion is better."""
-    advantages = torch.tensor([0.7, -0.7, 0.0, 0.0, 0.0, 0.0])
-
-    values = group_stats(REWARDS, PROMPTS, LENGTHS, advantages=advantages, size=2).values()
-
-    assert values["lm/reward/mean"] == 0.5
-    assert values["lm/groups/zero_advantage"] == pytest.approx(2 / 3)
-    assert values["lm/groups/all_best"] == values["lm/groups/all_worst"] == pytest.approx(1 / 3)
-    assert values["lm/groups/sign_agreement"] == 1
-    assert values["lm/groups/mixed"] == 0
-    assert values["lm/reward/length_correlation"] == pytest.approx(-1)
-
-
-def test_advantages_of_the_wrong_sign_and_groups_of_several_prompts() -> None:
-    values = group_stats(REWARDS, torch.tensor([0, 0, 1, 2, 1, 2]), LENGTHS, advantages=0.5 - REWARDS, size=2).values()
-
-    assert values["lm/groups/sign_agreement"] == 0
-    assert values["lm/groups/mixed"] == pytest.approx(2 / 3)
-
-
-def test_groups_of_one_completion() -> None:
-    """Two of three prompts have one completion. Trainers that do not compare completions have no such groups."""
-    rewards, prompts, lengths = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 1, 2, 2]), torch.ones(4)
-
-    assert group_stats(rewards, prompts, lengths, advantages=rewards).values()["lm/groups/single"] == pytest.approx(2 / 3)
-    assert "lm/groups/single" not in group_stats(rewards, prompts, lengths).values()
-
-
-def test_each_reward_function_by_itself() -> None:
-    rewards = {"Format OK": torch.tensor([1.0, math.nan, 3.0]), "length": torch.tensor([1.0, 2.0, 3.0])}
-
-    values = reward_components(rewards, torch.tensor([10, 20, 30])).values()
-
-    assert values["lm/reward/format_ok/mean"] == 2
-    assert values["lm/reward/length/length_correlation"] == pytest.approx(1)
-
-
-def test_without_any_token_there_are_no_values() -> None:
-    nothing = torch.zeros(2, 3)
-
-    values = token_stats(-torch.ones(2, 3), nothing, entropy=nothing).values()
-
-    assert values == {"lm/tokens": 0}

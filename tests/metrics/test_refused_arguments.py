@@ -97,6 +97,18 @@ def test_what_no_metric_can_read_is_named(name: str, kind: str) -> None:
         assert len(str(refusal.value)) < 500 and "\n" not in str(refusal.value), place
 
 
+SIZED = [name for name in CALLS if name not in ("entropy_rows", "gradient_norms", "gradient_zeros", "leaf_interference", "nonfinite_count")]
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_sizes_that_do_not_fit_are_both_named(name: str) -> None:
+    """Five rows instead of 12; a matrix of 12 rows has 36 entries."""
+    for place in tensors(list(CALLS[name])):
+        arguments, settings = replaced(list(CALLS[name]), place, lambda x: x[:5])
+        with pytest.raises(ValueError, match=r"\b(12|36)\b.*\b1?5\b|\b1?5\b.*\b(12|36)\b"):
+            getattr(metrics, name)(*arguments, **settings)
+
+
 @pytest.mark.parametrize("change", [lambda x: x[:1], lambda x: x.unsqueeze(-1), lambda x: x.reshape(-1)[0], lambda x: x[:0]])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_shapes_that_torch_cannot_combine_are_one_sentence(name: str, change: Callable[[Tensor], Tensor]) -> None:

@@ -1,12 +1,16 @@
 """Helpers for the tests of morphogenesis: small environments, random actions, and plain single networks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.controllers import RandomController
+from esper_telemetry import PPO, Record, Telemetry, attach, read_run
+from esper_telemetry.lab.morphogenesis.controllers import RandomController, ScriptedRun
 from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.training import Data
 
@@ -30,6 +34,14 @@ def play(env: Morphogenesis, steps: int, seed: int = 0) -> list[tuple[Tensor, Te
         step = env.step(choose(env))
         steps_taken.append((before, env.slots.stage, step.rewards))
     return steps_taken
+
+
+def recorded(run: PPO | ScriptedRun, run_dir: Path, steps: int, **settings: Any) -> Sequence[Record]:
+    """Records of a run of that many environment steps."""
+    with Telemetry(run_dir=run_dir, offload=False, **settings) as telemetry:
+        attach(telemetry, run)
+        run.learn(steps)
+    return read_run(run_dir).records
 
 
 def plain_loss(host: dict[str, Tensor], seeds: list[dict[str, Tensor]], plan: dict[str, object]) -> Tensor:

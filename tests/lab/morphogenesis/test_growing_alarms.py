@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from growing import tiny
+from growing import recorded, tiny
 from run_cli import run_cli
 from torch import Tensor
 
@@ -116,11 +116,8 @@ def test_a_healthy_run_raises_none(tmp_path: Path) -> None:
 def test_a_controller_that_learns_raises_none(seed: int, tmp_path: Path) -> None:
     """40 updates with the preset. Gradients of single minibatches exceed 32 clip limits."""
     trainer = PPO(Morphogenesis(16, seed=seed), preset("morphogenesis", "lstm").config(seed=seed))
-    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
-        attach(telemetry, trainer)
-        trainer.learn(40 * 512)
+    scores = [record.values["env/score"] for record in recorded(trainer, tmp_path / "run", 40 * 512)]
 
-    scores = [record.values["env/score"] for record in read_run(tmp_path / "run").records]
     assert sum(scores[-5:]) > sum(scores[:5])
     assert not GROWTH_ALARMS & {alarm.type for alarm in alarms(tmp_path / "run")}
 

@@ -206,11 +206,3 @@ def test_norms_are_those_of_each_parameter() -> None:
 
     assert norms[0].tolist() == [5, 2, 6]
     assert not norms[1].isfinite().any()
-
-
-def test_unpack_inverts_pack() -> None:
-    packing = Packing({"a": (2, 3), "b": (4,)})
-    rows = torch.arange(20.0).view(2, 10)
-
-    assert {name: part.shape for name, part in packing.unpack(rows).items()} == {"a": (2, 2, 3), "b": (2, 4)}
-    assert torch.equal(packing.pack(packing.unpack(rows)), rows)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from growing import tiny
+from growing import recorded, tiny
 from run_cli import run_cli
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
@@ -24,12 +24,8 @@ def scripted(policy: str, *, num_steps: int = 16, num_envs: int = 8) -> Scripted
 @pytest.mark.system
 @pytest.mark.parametrize("policy", ["heuristic", "oracle", "random"])
 def test_scripted_runs_have_records_without_metrics_of_a_policy(policy: str, tmp_path: Path) -> None:
-    run = scripted(policy)
-    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
-        attach(telemetry, run)
-        run.learn(4 * 16 * 8)
+    records = recorded(scripted(policy), tmp_path / "run", 4 * 16 * 8)
 
-    records = read_run(tmp_path / "run").records
     assert [record.axes.env_step for record in records] == [128, 256, 384, 512]
     assert all(record.values.keys() >= ACTIVE for record in records)
     assert [record.values["episode/count"] for record in records] == [0, 8, 0, 8]
@@ -38,12 +34,8 @@ def test_scripted_runs_have_records_without_metrics_of_a_policy(policy: str, tmp
 
 
 def test_components_of_the_reward_and_stages_of_the_slots_add_up(tmp_path: Path) -> None:
-    run = scripted("oracle", num_steps=32)
-    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
-        attach(telemetry, run)
-        run.learn(32 * 8)
+    (record,) = recorded(scripted("oracle", num_steps=32), tmp_path / "run", 32 * 8)
 
-    (record,) = read_run(tmp_path / "run").records
     parts = sum(value for key, value in record.values.items() if key.startswith("env/reward/"))
     assert 32 * parts == pytest.approx(record.values["episode/return_mean"], rel=1e-4)
     assert sum(value for key, value in record.values.items() if key.startswith("seed/stage/")) == pytest.approx(2)
@@ -55,11 +47,7 @@ def test_single_hosts_and_seeds_are_shown_at_debug(level: str, tmp_path: Path) -
     """Values after the last step. Rewards add up to the return, and an update is half an episode."""
     run, steps = scripted("oracle", num_envs=3), list[GrowthStep]()
     run.hooks.on(GrowthStep, steps.append)
-    with Telemetry(run_dir=tmp_path / "run", offload=False, level=level) as telemetry:
-        attach(telemetry, run)
-        run.learn(2 * 16 * 3)
-
-    (first, second), last = read_run(tmp_path / "run").records, steps[-1]
+    (first, second), last = recorded(run, tmp_path / "run", 2 * 16 * 3, level=level), steps[-1]
     single = {key: value for key, value in second.values.items() if "/each/" in key}
     if level == "normal":
         assert not single
