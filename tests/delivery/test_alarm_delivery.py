@@ -1,11 +1,13 @@
 """Alarms reach a sink once and in the journal's order, and they never lose or block records permanently."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from journals import add, begun, end, info, record
+from recording import RecordingSink, calls, seqs
 from waiting import wait_until
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunStatus
@@ -156,15 +158,17 @@ def test_a_backend_that_holds_some_updates_is_not_told_of_their_alarms_again(tmp
     assert sink.recalled == [2, 3]
 
 
-def test_a_run_without_a_directory_tells_its_alarms_too() -> None:
-    journal, sink = MemoryJournal(), OrderSink()
+def test_a_run_without_a_directory_tells_its_alarms_too_and_delivers_in_this_process(tmp_path: Path) -> None:
+    journal, sink, remote = MemoryJournal(), OrderSink(), RecordingSink(tmp_path / "a")
     journal.write(encode_run(info()))
-    deliveries = Deliveries(journal, [sink])
+    deliveries = Deliveries(journal, [sink, remote])
     go_on(journal, range(1, 4), [2])
     end(journal)
-    deliveries.close()
 
+    assert deliveries.close(20).complete
     assert sink.order == [1, 2, "alarm 2", 3]
+    assert seqs(remote.file) == [1, 2, 3]
+    assert calls(remote.file)[0]["pid"] == os.getpid()
 
 
 def test_a_live_sink_hears_of_an_alarm_while_the_run_goes_on(tmp_path: Path) -> None:

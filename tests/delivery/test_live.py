@@ -3,7 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
-from journals import add, end, info
+from journals import add, end
 from recording import HangingSink, HopelessSink, LocalSink, NoisySink, RecordingSink, StartingSink, calls, seqs, statuses
 from waiting import wait_until
 
@@ -11,8 +11,6 @@ from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.delivery.status import SinkState
 from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lines import encode_run
-from esper_telemetry.journal.memory_journal import MemoryJournal
 
 pytestmark = pytest.mark.system
 
@@ -37,20 +35,6 @@ def test_sinks_in_the_child_and_in_threads_get_everything_once_and_in_order(tmp_
     assert all(statuses(sink.file) == ["finished"] for sink in (remote, local, slow))
     assert calls(local.file)[0]["pid"] == os.getpid() != calls(remote.file)[0]["pid"]
     assert calls(remote.file)[0]["pid"] == calls(slow.file)[0]["pid"]
-
-
-def test_without_a_run_directory_everything_runs_in_process(tmp_path: Path) -> None:
-    journal, sink = MemoryJournal(), RecordingSink(tmp_path / "a")
-    journal.write(encode_run(info()))
-    deliveries = Deliveries(journal, [sink])
-    add(journal, range(1, 101))
-    end(journal)
-
-    report = deliveries.close(20)
-
-    assert report.complete
-    assert seqs(sink.file) == list(range(1, 101))
-    assert calls(sink.file)[0]["pid"] == os.getpid()
 
 
 def test_sinks_of_one_name_are_told_apart(tmp_path: Path, journal: Journal) -> None:

@@ -359,7 +359,7 @@ def test_a_sample_of_a_long_journal_has_its_end_its_alarms_and_records_over_the_
     updates = view.series("policy/kl").updates
     assert updates[-4:] == (97, 98, 99, 100) and updates[0] == 1 and 2 <= len(updates[:-4]) <= 4 and view.updates == 100
     run.record(policy__kl=0.5)
-    assert (view.refresh(), view.last["policy/kl"]) == (1, 0.5)
+    assert (view.refresh(), view.last["policy/kl"], view.updates, view.sampled) == (1, 0.5, 101, True)
 
 
 def test_a_long_journal_is_read_beside_the_screen(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
