@@ -55,7 +55,8 @@ def spotlights(mode: AutoresetMode, *, parts: bool, lengths: tuple[int, ...] = (
 
 
 def register() -> None:
-    for name, maker in (("Spotlight-v0", Spotlight), ("SpotlightParts-v0", partial(Spotlight, parts=True))):
+    makers: dict[str, Any] = {"Spotlight-v0": Spotlight, "SpotlightParts-v0": partial(Spotlight, parts=True)}
+    for name, maker in makers.items():
         if name not in gymnasium.registry:
             gymnasium.register(name, maker)
 

@@ -26,12 +26,15 @@ def schedules(run_dir: Path) -> EquationRow:
     return row
 
 
-def trained(run_dir: Path, *, totals: tuple[int, ...] = (640,), on_minibatch: Callable[[PPO], object] = id, **settings: Any) -> EquationRow:
+def trained(
+    run_dir: Path, *, totals: tuple[int, ...] = (640,), on_minibatch: Callable[[PPO], None] | None = None, **settings: Any
+) -> EquationRow:
     config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), seed=1, **settings)
     with Telemetry(run_dir=run_dir, offload=False) as telemetry:
         trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=1), config)
         attach(telemetry, trainer)
-        trainer.hooks.on(MinibatchStart, lambda _: on_minibatch(trainer))
+        if on_minibatch is not None:
+            trainer.hooks.on(MinibatchStart, lambda _: on_minibatch(trainer))
         for total in totals:
             trainer.learn(total)
     return schedules(run_dir)

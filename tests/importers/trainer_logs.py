@@ -13,7 +13,7 @@ STEPS = [256.0 * place for place in range(1, UPDATES + 1)]
 Columns = Mapping[str, Sequence[float]]
 
 
-def constant(values: Mapping[str, float]) -> Columns:
+def constant(values: Mapping[str, float]) -> dict[str, Sequence[float]]:
     return {tag: [value] * UPDATES for tag, value in values.items()}
 
 
