@@ -51,28 +51,11 @@ class Spotlight(gymnasium.Env[Any, Any]):
 
 
 def spotlights(mode: AutoresetMode, *, parts: bool, lengths: tuple[int, ...] = (3, 5)) -> SyncVectorEnv:
-    """Make one environment for each length."""
     return SyncVectorEnv([partial(Spotlight, parts=parts, length=length) for length in lengths], autoreset_mode=mode)
 
 
-class Useless(Spotlight):
-    """Has a space that our policies cannot use, or an action space without bounds to squash into."""
-
-    def __init__(self, **given: spaces.Space[Any]) -> None:
-        super().__init__()
-        self.observation_space = given.get("observation_space", self.observation_space)
-        self.action_space = given.get("action_space", self.action_space)
-
-
 def register() -> None:
-    """Register the environments with Gymnasium, once."""
-    text, line = spaces.Text(3), spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    makers: dict[str, Any] = {
-        "Spotlight-v0": Spotlight,
-        "SpotlightParts-v0": partial(Spotlight, parts=True),
-        "Boundless-v0": partial(Useless, action_space=line),
-        "Reading-v0": partial(Useless, observation_space=spaces.Dict(mission=text, place=line)),
-    }
+    makers: dict[str, Any] = {"Spotlight-v0": Spotlight, "SpotlightParts-v0": partial(Spotlight, parts=True)}
     for name, maker in makers.items():
         if name not in gymnasium.registry:
             gymnasium.register(name, maker)

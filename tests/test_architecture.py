@@ -29,23 +29,9 @@ BELOW: dict[str, set[str]] = {
     "views": {"core", "equations", "history", "alarms", "journal", "sinks", "importers"},
     "delivery": {"core", "journal", "sinks"},
     "pipeline": {"core", "updates", "history", "alarms", "journal"},
-    "session": {
-        "core",
-        "events",
-        "updates",
-        "history",
-        "alarms",
-        "equations",
-        "metrics",
-        "journal",
-        "sinks",
-        "delivery",
-        "pipeline",
-        "importers",
-        "views",
-    },
-    "testing": {"core", "equations", "journal", "sinks", "delivery"},
 }
+BELOW["session"] = BELOW.keys() - {"ppo"}
+BELOW["testing"] = {"core", "equations", "journal", "sinks", "delivery"}
 BELOW["recording"] = {"core", "events", "updates", "metrics", "equations", "session"}
 BELOW["telemetry"] = {*BELOW["session"], "session", "recording"}
 BELOW["adapters"] = {"core", "events", "updates", "metrics", "equations", "session", "recording", "telemetry"}

@@ -1,6 +1,6 @@
 """docs/*.md: the Python blocks of a page run as printed in one namespace, and its commands parse and run in a directory with their inputs.
 
-Trainings are cut to two thousand steps. `tests/test_readme.py` runs the README, `tests/test_equations_page.py` the blocks about equations.
+Trainings are cut to two thousand steps. `tests/test_readme.py` runs the README.
 """
 
 from __future__ import annotations
@@ -121,6 +121,17 @@ def test_the_python_blocks_of_a_page_run_as_printed(page: Path, tmp_path: Path) 
 
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("block", blocks(DOCS / "is_my_ppo_correct.md", "python"), ids=["own_loop", "unit_test"])
+def test_blocks_about_equations_run_alone(block: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+    process = run_python("-c", block, cwd=tmp_path, env=environment)
+
+    assert process.returncode == 0, process.stderr
+    assert "Telemetry(" not in block or "GAE that continues over the ends of episodes" in process.stdout
 
 
 @pytest.mark.system

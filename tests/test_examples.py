@@ -70,20 +70,7 @@ def test_custom_alarm_takes_other_bounds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (alarm.since, alarm.axes.update) == (3, 5)
 
 
-def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the four lines has its effect: advantages and critic, gradients and ratios, a record per update."""
-    run("own_loop", monkeypatch)
-
-    result = read_run("run")
-    assert [record.axes.env_step for record in result.records] == [1024, 2048]
-    assert [record.axes.gradient_step for record in result.records] == [16, 32]
-    keys = {"adv/raw/std", "value/explained_variance", "grad/actor/norm_preclip", "grad/clip/coef", "policy/kl", "opt/lr"}
-    assert all(keys <= record.values.keys() for record in result.records)
-    assert list((here / "run/tensorboard").glob("events.*"))
-
-
 def test_custom_sink(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has a header and a row per update, with the journal's numbers."""
     run("custom_sink", monkeypatch, "--csv", "ppo.csv")
 
     with (here / "ppo.csv").open() as file:
@@ -94,7 +81,6 @@ def test_custom_sink(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_custom_metric(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The journal has the metric, the logged number and the metric's meaning."""
     run("custom_metric", monkeypatch)
 
     result = read_run("run")
@@ -104,16 +90,6 @@ def test_custom_metric(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     assert described is not None
     assert described.question == "How wrong is one step's expectation?"
     assert "'surprise/mean': " in capfd.readouterr().out
-
-
-def test_custom_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics of every part of the update are recorded; tests/adapters compares their numbers."""
-    run("custom_adapter", monkeypatch)
-
-    result = read_run("run")
-    assert [record.axes.env_step for record in result.records] == [512, 1024, 1536, 2048]
-    keys = {"adv/raw/std", "policy/entropy", "grad/actor/norm_preclip", "episode/return_mean_100", "opt/lr"}
-    assert all(keys <= record.values.keys() for record in result.records)
 
 
 def test_memory(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -188,22 +164,35 @@ def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all({"policy/kl", "lm/entropy"} <= record.values.keys() for record in result.records)
 
 
-@pytest.mark.sb3
+OTHER_TRAINERS = (
+    ("sb3", "stable_baselines3", "env_step", [1024, 2048], "policy/kl sb3/train/approx_kl"),
+    ("rsl_rl_runner", "rsl_rl", "env_step", [1024, 2048], "policy/kl grad/actor/norm_preclip rsl_rl/loss/surrogate"),
+    ("rsl_rl_runner --writer", "rsl_rl", "env_step", [1024, 2048], "policy/kl grad/actor/norm_preclip rsl_rl/loss/surrogate"),
+    ("skrl_agent", "skrl", "env_step", [1024, 2048], "policy/kl skrl/loss/policy_loss"),
+    ("rl_games_runner", "rl_games", "env_step", [1024, 2048], "policy/kl rl_games/losses/a_loss"),
+    ("torchrl_loop", "torchrl", "gradient_step", [40, 80], "policy/kl adv/raw/std episode/return_mean_100"),
+    ("rllib_runner", "ray", "update", [1, 2], "policy/kl rllib/learners/default_policy/vf_loss"),
+)
+
+
 @pytest.mark.filterwarnings("ignore")  # rl_games, tensorboardX, TorchRL and Ray emit deprecation warnings
 @pytest.mark.parametrize(
-    ("example", "axis", "values", "keys"),
+    ("example", "package", "axis", "values", "keys"),
     [
-        ("rsl_rl_runner", "env_step", [1024, 2048], {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"}),
-        ("rsl_rl_runner --writer", "env_step", [1024, 2048], {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"}),
-        ("skrl_agent", "env_step", [1024, 2048], {"policy/kl", "skrl/loss/policy_loss"}),
-        ("rl_games_runner", "env_step", [1024, 2048], {"policy/kl", "rl_games/losses/a_loss"}),
-        ("torchrl_loop", "gradient_step", [40, 80], {"policy/kl", "adv/raw/std", "episode/return_mean_100"}),
-        ("rllib_runner", "update", [1, 2], {"policy/kl", "rllib/learners/default_policy/vf_loss"}),
+        (
+            "own_loop",
+            "gymnasium",
+            "gradient_step",
+            [16, 32],
+            "adv/raw/std value/explained_variance grad/clip/coef policy/kl opt/lr",
+        ),
+        ("custom_adapter", "gymnasium", "env_step", [512, 1024, 1536, 2048], "adv/raw/std policy/entropy grad/actor/norm_preclip opt/lr"),
+        *(pytest.param(*row, marks=pytest.mark.sb3) for row in OTHER_TRAINERS),
     ],
 )
-def test_runs_of_other_trainers(example: str, axis: str, values: list[int], keys: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_other_loops(example: str, package: str, axis: str, values: list[int], keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics of every part of the update are recorded; tests/adapters compares their numbers."""
     name, *options = example.split()
-    package = name.rpartition("_")[0].replace("rllib", "ray")
     pytest.importorskip(package, reason=f"needs {package}")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token to the home directory
     run(name, monkeypatch, *options)
@@ -211,7 +200,7 @@ def test_runs_of_other_trainers(example: str, axis: str, values: list[int], keys
     result = read_run("run")
     assert result.status is RunStatus.FINISHED
     assert [getattr(record.axes, axis) for record in result.records] == values
-    assert all(keys <= record.values.keys() for record in result.records)
+    assert all({*keys.split()} <= record.values.keys() for record in result.records)
 
 
 @pytest.mark.sb3
@@ -228,18 +217,6 @@ def test_verl_runner() -> None:
     assert result.status is RunStatus.FINISHED
     assert [record.axes.env_step for record in result.records] == [64, 128]
     assert all({"policy/kl", "value/explained_variance"} <= record.values.keys() for record in result.records)
-
-
-@pytest.mark.sb3
-def test_sb3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Two updates, also in TensorBoard, with the metrics that Stable-Baselines3 logs and with others."""
-    run("sb3", monkeypatch)
-
-    result = read_run("run")
-    assert [record.axes.env_step for record in result.records] == [1024, 2048]
-    assert all({"policy/kl", "sb3/train/approx_kl"} <= record.values.keys() for record in result.records)
-    assert len(list((here / "run/tensorboard").glob("events.*"))) == 1
-    assert capfd.readouterr().out.endswith(f"journal: {here / 'run/journal.jsonl'}\n")
 
 
 def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -63,12 +63,6 @@ def test_a_release_is_short_in_the_changelog() -> None:
     assert {text.partition("\n")[0]: len(text.splitlines()) for text in releases if text.count("\n") > MAX_LINES_OF_A_RELEASE} == {}
 
 
-def test_the_license_is_named_in_the_package() -> None:
-    assert PROJECT["license"] == "MIT"
-    assert PROJECT["license-files"] == ["LICENSE"]
-    assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License")
-
-
 def test_extras_in_messages_and_documents_exist() -> None:
     texts = [*(ROOT / "esper_telemetry").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     named = {extra for path in texts for names in EXTRA.findall(path.read_text(encoding="utf-8")) for extra in names.split(",")}

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,16 +50,16 @@ def test_no_page_asks_another_host(site: Path) -> None:
     assert not [path for path in site.rglob("*.html") if REQUEST.search(path.read_text(encoding="utf-8"))]
 
 
-def test_the_command_page_has_the_options_as_they_are() -> None:
-    written = glossary.COMMANDS_PAGE.read_text(encoding="utf-8")
-
-    assert written == glossary.command_page(), "run: python docs/glossary.py"
-
-
-def test_the_benchmarks_page_is_made_from_the_results() -> None:
-    contents = json.loads(results.FILE.read_text(encoding="utf-8"))
-
-    assert results.PAGE.read_text(encoding="utf-8") == results.page(contents), "run: python benchmarks/results.py"
+@pytest.mark.parametrize(
+    ("page", "content", "program"),
+    [
+        (glossary.COMMANDS_PAGE, glossary.command_page, "docs/glossary.py"),
+        (glossary.EQUATIONS_PAGE, glossary.equation_page, "docs/glossary.py"),
+        (results.PAGE, lambda: results.page(json.loads(results.FILE.read_text(encoding="utf-8"))), "benchmarks/results.py"),
+    ],
+)
+def test_generated_pages_are_up_to_date(page: Path, content: Callable[[], str], program: str) -> None:
+    assert page.read_text(encoding="utf-8") == content(), f"run: python {program}"
 
 
 def test_saved_rows_replace_their_like_and_keep_its_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

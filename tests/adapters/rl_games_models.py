@@ -7,20 +7,18 @@ import copy
 import io
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
+from adapter_runs import moments, taps_in
 from torch import Tensor
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.rl_games import TelemetryObserver
-from esper_telemetry.adapters.taps import Tap
-from esper_telemetry.journal.read import Run, read_run
 
 with warnings.catch_warnings():  # rl_games uses functions of torch that are deprecated
     warnings.simplefilter("ignore")
@@ -166,7 +164,7 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "lstm": {"rnn": True, "seq_length": 8},
     "central_value": {"central": True, "normalize_value": True},
     "normalized_value": {"normalize_value": True, "bounds_loss_coef": 0.01, "clip_value": False},
-    "mixed_precision": {"mixed_precision": True, "value_bootstrap": False},
+    "mixed_precision": {"mixed_precision": True, "value_bootstrap": False, "schedule_type": "legacy"},
 }
 
 MODELS: Mapping[str, Callable[[], Mapping[str, Any]]] = {name: partial(dict, settings) for name, settings in CONFIGURATIONS.items()}
@@ -175,7 +173,6 @@ LARGE: Mapping[str, Any] = {"env": CARTPOLE, "envs": 16, "steps": 64, "mini_epoc
 """Settings with which CartPole is learned."""
 
 HEALTHY: Mapping[str, Callable[[], Mapping[str, Any]]] = {f"seed {seed}": partial(dict, LARGE, seed=seed) for seed in (1, 2, 3)}
-LEARNING: Mapping[str, Callable[[], Mapping[str, Any]]] = {"large": partial(dict, LARGE)}
 
 BROKEN: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "learning_rate_x100": partial(dict, LARGE, lr_schedule="constant", learning_rate=0.1),
@@ -192,8 +189,6 @@ CAUSES = {
 
 
 class Keeper:
-    """Observer that keeps the agent."""
-
     algo: Any = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -213,31 +208,13 @@ def train(settings: Mapping[str, Any], updates: int, telemetry: Telemetry | None
     return keeper.algo
 
 
-def recorded_run(
-    settings: Mapping[str, Any], run_dir: Path, *, updates: int = 3, sinks: Sequence[str] = (), **options: Any
-) -> tuple[Run, Any]:
-    """Return the journal of an agent that has learned with telemetry, in process by default, and the agent."""
-    with Telemetry(sinks, run_dir=run_dir, **{"offload": False, **options}) as telemetry:
-        algo = train(settings, updates, telemetry)
-    return read_run(run_dir), algo
-
-
 def fingerprint(algo: Any) -> dict[str, Tensor]:
-    """Weights, normaliser statistics, optimizer state and the random generator."""
     parts = {"model": algo.model}
     if algo.has_central_value:
         parts["central"] = algo.central_value_net
     weights = {f"{part}.{name}": x.clone() for part, module in parts.items() for name, x in module.state_dict().items()}
-    moments = {
-        f"{index}.{name}": torch.as_tensor(moment).clone()
-        for index, state in algo.optimizer.state_dict()["state"].items()
-        for name, moment in state.items()
-    }
-    return {**weights, **moments, "generator": torch.get_rng_state(), "rate": torch.tensor(algo.last_lr)}
+    return {**weights, **moments(algo.optimizer), "generator": torch.get_rng_state(), "rate": torch.tensor(algo.last_lr)}
 
 
 def taps_of(algo: Any) -> list[str]:
-    """Our taps and hooks in the objects of an agent."""
-    owners = [algo, algo.model, algo.scaler, algo.writer]
-    taps = [name for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)]
-    return taps + ["optimizer"] * len(algo.optimizer._optimizer_step_post_hooks)
+    return taps_in([algo, algo.model, algo.scaler, algo.writer], algo.optimizer)

@@ -46,14 +46,12 @@ class CartAndPendulum(MultiAgentEnv):  # type: ignore[misc, unused-ignore]  # Ra
 
 
 def config(env: Any = "CartPole-v1", *, seed: int = 1, envs: int = 4, **settings: Any) -> PPOConfig:
-    """Return a configuration with a local learner and local environments."""
     small = {"train_batch_size_per_learner": 256, "minibatch_size": 64, "num_epochs": 3, "lr": 1e-3}
     result = PPOConfig().environment(env).env_runners(num_env_runners=0, num_envs_per_env_runner=envs)
     return result.training(**{**small, **settings}).debugging(seed=seed, log_level="ERROR")
 
 
 def pendulum() -> PPOConfig:
-    """A Gaussian policy, with the settings that RLlib's defaults leave out."""
     unclipped: dict[str, Any] = {"vf_clip_param": float("inf"), "use_kl_loss": False, "grad_clip": 0.5, "entropy_coeff": 0.01}
     result = config("Pendulum-v1", lambda_=0.95, **unclipped)
     return result.rl_module(model_config=DefaultModelConfig(free_log_std=True))
@@ -154,8 +152,6 @@ class EndlessTargets(PPOTorchLearner):  # type: ignore[misc, unused-ignore]  # R
 
 
 class WithoutClip(PPOTorchLearner):  # type: ignore[misc, unused-ignore]  # Ray may be absent
-    """Does not clip the ratio."""
-
     def compute_loss_for_module(self, *, config: Any, **arguments: Any) -> Any:
         if not hasattr(self, "unclipped"):
             self.unclipped = config.copy(copy_frozen=False).training(clip_param=1e9)
@@ -185,7 +181,6 @@ def default_config(seed: int) -> PPOConfig:
 
 
 def recorded_run(configuration: PPOConfig, run_dir: Path, *, updates: int = 3, sinks: Any = (), **settings: Any) -> Run:
-    """Return the journal of PPO that has learned with telemetry, in process by default."""
     attach_config(configuration, lambda: Telemetry(sinks, run_dir=run_dir, **{"offload": False, **settings}))
     train(configuration, updates)
     return read_run(run_dir)
@@ -206,7 +201,6 @@ def train(configuration: PPOConfig, updates: int) -> dict[str, Tensor]:
 
 
 def tensors(tree: Any, path: str = "") -> dict[str, Tensor]:
-    """Return the arrays and numbers of a nested state by path."""
     if isinstance(tree, Mapping):
         return {key: x for name, part in tree.items() for key, x in tensors(part, f"{path}/{name}").items()}
     return {path: torch.as_tensor(tree)} if isinstance(tree, np.ndarray | float | Tensor) else {}

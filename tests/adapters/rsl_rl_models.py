@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from adapter_runs import moments, recorded, taps_in
 from rsl_rl.env import VecEnv
 from rsl_rl.runners import OnPolicyRunner
 from rsl_vector import SignedCartPole
@@ -20,20 +21,18 @@ from torch import Tensor
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.rsl_rl import attach_runner
-from esper_telemetry.adapters.taps import Tap
-from esper_telemetry.journal.read import Run, read_run
+from esper_telemetry.journal.read import Run
 
 ENVS, STEPS = 8, 16
 ROLLOUT = ENVS * STEPS
 FAILING = ("next_values", "evaluated_minibatches")
 IN_BACKENDS = ("cartpole", "lstm")
-LEARNING: Mapping[str, Callable[[], OnPolicyRunner]] = {}
 
 
 class Pendulum(VecEnv):  # type: ignore[misc] # the package has no type information
-    """Pendulum-v1 with actions scaled from [-1, 1] to the full torque; only the time limit ends episodes."""
+    """Pendulum-v1 with actions scaled from [-1, 1] to the full torque; only the time limit ends episodes, within two rollouts."""
 
-    def __init__(self, num_envs: int, seed: int, *, scale: float = 0.1, steps: int = 200) -> None:
+    def __init__(self, num_envs: int, seed: int, *, steps: int = 20) -> None:
         self.num_envs, self.num_actions, self.max_episode_length = num_envs, 1, steps
         self.device = "cpu"
         self.cfg: dict[str, Any] = {}
@@ -42,7 +41,6 @@ class Pendulum(VecEnv):  # type: ignore[misc] # the package has no type informat
         self._env = gym.vector.SyncVectorEnv(
             [lambda: gym.make("Pendulum-v1", max_episode_steps=steps)] * num_envs, autoreset_mode=same_step
         )
-        self._scale = scale
         self._observations, _ = self._env.reset(seed=seed)
 
     def get_observations(self) -> TensorDict:
@@ -52,14 +50,12 @@ class Pendulum(VecEnv):  # type: ignore[misc] # the package has no type informat
     def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
         torques = 2.0 * actions.clamp(-1, 1).numpy()
         self._observations, rewards, terminated, truncated, _ = self._env.step(torques)
-        paid = torch.as_tensor(self._scale * np.asarray(rewards), dtype=torch.float32)
+        paid = torch.as_tensor(0.1 * np.asarray(rewards), dtype=torch.float32)
         done = torch.as_tensor(np.asarray(terminated) | np.asarray(truncated)).long()
         return self.get_observations(), paid, done, {"time_outs": torch.as_tensor(np.asarray(truncated))}
 
 
 class Larger(SignedCartPole):
-    """Rewards 10,000 times as large."""
-
     def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
         observations, rewards, dones, extras = super().step(actions)
         return observations, 1e4 * rewards, dones, extras
@@ -112,19 +108,14 @@ def runner(
         return OnPolicyRunner(env(envs, seed), configuration, log_dir=None if log_dir is None else str(log_dir), device=device)
 
 
-def short_pendulum(num_envs: int, seed: int) -> Pendulum:
-    """A pendulum whose episodes end within two rollouts."""
-    return Pendulum(num_envs, seed, steps=20)
-
-
 MODELS: Mapping[str, Callable[..., OnPolicyRunner]] = {
     "cartpole": runner,
-    "pendulum": lambda **changes: runner(short_pendulum, model_obs_normalization=True, **changes),
+    "pendulum": lambda **changes: runner(Pendulum, model_obs_normalization=True, **changes),
     "per_minibatch": lambda **changes: runner(normalize_advantage_per_mini_batch=True, **changes),
     "fixed_rate": lambda **changes: runner(schedule="fixed", use_clipped_value_loss=False, **changes),
     "state_dependent_std": lambda **changes: runner(distribution={"class_name": "HeteroscedasticGaussianDistribution"}, **changes),
     "beta": lambda **changes: runner(distribution={"class_name": "BetaDistribution"}, **changes),
-    "lstm": lambda **changes: runner(short_pendulum, model="RNNModel", **changes),
+    "lstm": lambda **changes: runner(Pendulum, model="RNNModel", **changes),
     "gru": lambda **changes: runner(model="RNNModel", model_rnn_type="gru", model_rnn_num_layers=2, **changes),
 }
 
@@ -179,28 +170,16 @@ def train(model: OnPolicyRunner, updates: int, telemetry: Telemetry | None = Non
     return model
 
 
-def recorded_run(model: OnPolicyRunner, run_dir: Path, *, iterations: int = 3, **settings: Any) -> Run:
-    """Return the journal of a runner that has learned with telemetry, in process by default."""
-    with Telemetry(run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
-        train(model, iterations, telemetry)
-    return read_run(run_dir)
+def recorded_run(model: OnPolicyRunner, run_dir: Path, **settings: Any) -> Run:
+    return recorded(train, model, run_dir, **settings)[0]
 
 
 def taps_of(model: Any) -> list[str]:
-    """Our taps and hooks in the objects of a runner."""
     alg = model.alg
-    owners = [model, model.logger, alg, alg.storage, *alg.actor.modules(), *alg.critic.modules()]
-    taps = [f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)]
-    return taps + ["optimizer"] * len(alg.optimizer._optimizer_step_post_hooks)
+    return taps_in([model, model.logger, alg, alg.storage, *alg.actor.modules(), *alg.critic.modules()], alg.optimizer)
 
 
 def fingerprint(model: OnPolicyRunner) -> dict[str, Tensor]:
-    """Weights, normaliser statistics, optimizer state and the random generator."""
     alg = model.alg
     weights = {f"{part}.{name}": tensor.clone() for part in ("actor", "critic") for name, tensor in getattr(alg, part).state_dict().items()}
-    moments = {
-        f"{index}.{name}": torch.as_tensor(moment).clone()
-        for index, state in alg.optimizer.state_dict()["state"].items()
-        for name, moment in state.items()
-    }
-    return {**weights, **moments, "generator": torch.get_rng_state(), "rate": torch.tensor(alg.learning_rate)}
+    return {**weights, **moments(alg.optimizer), "generator": torch.get_rng_state(), "rate": torch.tensor(alg.learning_rate)}

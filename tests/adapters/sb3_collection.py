@@ -26,8 +26,13 @@ def vec_env(name: str = "CartPole-v1", *, seed: int = 1, **settings: Any) -> Any
     return make_vec_env(name, 4, seed=seed, **settings)
 
 
-def ppo(env: Any, policy: Any = "MlpPolicy", *, seed: int = 1, **settings: Any) -> PPO:
-    return PPO(policy, env, **{**SETTINGS, "seed": seed, **settings})
+def short_pendulum(seed: int) -> Any:
+    """Pendulums whose episodes a time limit ends within the rollout."""
+    return vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})
+
+
+def ppo(env: Any, policy: Any = "MlpPolicy", *, kind: Any = PPO, seed: int = 1, **settings: Any) -> Any:
+    return kind(policy, env, **{**SETTINGS, "seed": seed, **settings})
 
 
 class Late(gym.Wrapper[Any, Any, Any, Any]):
@@ -43,8 +48,6 @@ class Late(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class OtherOrder(VecEnvWrapper):
-    """Sends actions to the wrong environments."""
-
     def reset(self) -> Any:
         return self.venv.reset()
 
@@ -129,24 +132,16 @@ class LateRewards(RolloutBuffer):
         super().add(obs, action, before, *rest, **named)
 
 
-class ChangedRewards(RolloutBuffer):
-    """Changes rewards when they are stored, including rewards that contain the value after a time limit."""
-
-    def change(self, reward: Any) -> Any:
-        raise NotImplementedError
+class ClippedRewards(RolloutBuffer):
+    """Clips rewards when they are stored, including rewards that contain the value after a time limit."""
 
     def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
-        super().add(obs, action, self.change(reward), *rest, **named)
+        super().add(obs, action, np.clip(reward, -1, 1), *rest, **named)
 
 
-class ClippedRewards(ChangedRewards):
-    def change(self, reward: Any) -> Any:
-        return np.clip(reward, -1, 1)
-
-
-class ScaledRewards(ChangedRewards):
-    def change(self, reward: Any) -> Any:
-        return 0.1 * reward
+class ScaledRewards(RolloutBuffer):
+    def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
+        super().add(obs, action, 0.1 * reward, *rest, **named)
 
 
 class RawRewards(PPO):
@@ -187,8 +182,6 @@ class ChangedAnswers(PPO):
 
 
 class RawAnswers(ChangedAnswers):
-    """Continues with the unnormalised rewards."""
-
     def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
         return observations, env.get_original_reward()
 
@@ -222,8 +215,6 @@ class OwnNames(PPO):
 
 
 class ScaledAnswers(ChangedAnswers):
-    """Scales the observations it acts on inside the loop, which is correct."""
-
     def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
         return observations / 2, rewards
 
@@ -323,8 +314,6 @@ class StoresStatesAfter(RecurrentPPO):  # type: ignore[misc]
 
 
 class StoresHalfTheStates(StoresStatesAfter):
-    """Stores half of the state that the policy received."""
-
     def kept(self, after: Any, before: Any) -> Any:
         return type(before)(*(tuple(part / 2 for part in pair) for pair in before))
 
@@ -345,115 +334,113 @@ def with_strong_memory(model: Any) -> Any:
 
 
 def recurrent(kind: Any = RecurrentPPO, *, policy: Any = "MlpLstmPolicy", seed: int = 1, **settings: Any) -> Any:
-    return kind(policy, vec_env(seed=seed), **{**SETTINGS, **settings}, seed=seed)
+    return ppo(vec_env(seed=seed), policy, kind=kind, seed=seed, **settings)
 
 
-def own_loop(mistake: str, seed: int, env: str = "CartPole-v1", *, env_kwargs: Any = None, **settings: Any) -> Any:
-    """Return a model with its own loop and a mistake of `benchmarks/mistakes`."""
-    program, settings = of_corpus(f"subclass-{mistake}"), {**SETTINGS, **settings}
-    return program.OwnPPO("MlpPolicy", vec_env(env, seed=seed, env_kwargs=env_kwargs), seed=seed, **settings)
+def own_loop(mistake: str, env: Any, **settings: Any) -> Any:
+    return ppo(env, kind=of_corpus(f"subclass-{mistake}").OwnPPO, **settings)
 
 
-PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
+PROGRAMS: Mapping[str, tuple[Any, ...]] = {
     "an environment that never updates its observation": (
-        lambda seed: own_loop("obs_never_updated", seed),
-        frozenset({"transitions_never_updated"}),
+        lambda seed: own_loop("obs_never_updated", vec_env(seed=seed), seed=seed),
+        "transitions_never_updated",
     ),
     "actions that are sent to other environments": (
         lambda seed: ppo(OtherOrder(vec_env(seed=seed)), seed=seed),
-        frozenset({"executed_actions_other_environment"}),
+        "executed_actions_other_environment",
     ),
     "dropout in training": (
         lambda seed: ppo(vec_env(seed=seed), seed=seed, policy_kwargs={"features_extractor_class": Dropout}),
-        frozenset({"replayed_log_probs_other_mode"}),
+        "replayed_log_probs_other_mode",
     ),
     "batch norm in training": (
         lambda seed: ppo(vec_env(seed=seed), seed=seed, policy_kwargs={"features_extractor_class": Normed}),
-        frozenset({"replayed_log_probs_other_mode"}),
+        "replayed_log_probs_other_mode",
     ),
     "dropout in acting": (
-        lambda seed: own_loop("dropout", seed, policy_kwargs={"activation_fn": lambda: nn.Sequential(nn.Tanh(), nn.Dropout(0.2))}),
-        frozenset({"replayed_log_probs_random_passes", "values_random_passes"}),
+        lambda seed: own_loop("dropout", vec_env(seed=seed), seed=seed, policy_kwargs={"activation_fn": dropped_tanh}),
+        *("replayed_log_probs_random_passes", "values_random_passes"),
     ),
     "actions that are cut before they are stored": (
-        lambda seed: own_loop("clipped_stored", seed, "MountainCarContinuous-v0"),
-        frozenset({"log_probs_clipped_actions"}),
+        lambda seed: own_loop("clipped_stored", vec_env("MountainCarContinuous-v0", seed=seed), seed=seed),
+        "log_probs_clipped_actions",
     ),
-    "the likeliest action always": (lambda seed: own_loop("argmax", seed), frozenset({"actions_deterministic"})),
+    "the likeliest action always": (lambda seed: own_loop("argmax", vec_env(seed=seed), seed=seed), "actions_deterministic"),
     "a policy that acts on the observation before": (
         lambda seed: ppo(vec_env(seed=seed), LastObservation, seed=seed),
-        frozenset({"replayed_log_probs_observation_before", "values_observation_before"}),
+        *("replayed_log_probs_observation_before", "values_observation_before"),
     ),
     "log-probabilities averaged over dimensions": (
         lambda seed: ppo(make_vec_env(ReacherLike, 4, seed=seed), MeanLogProb, seed=seed),
-        frozenset({"log_probs_mean_over_dimensions"}),
+        "log_probs_mean_over_dimensions",
     ),
     "rewards that are stored one step late, with the values after time limits": (
-        lambda seed: ppo(
-            vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15}), seed=seed, rollout_buffer_class=LateRewards
-        ),
-        frozenset({"stored_rewards_step_before"}),
+        lambda seed: ppo(short_pendulum(seed), seed=seed, rollout_buffer_class=LateRewards),
+        "stored_rewards_step_before",
     ),
     "rewards that are stored as they were before normalisation": (
-        lambda seed: RawRewards(
-            "MlpPolicy", VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})), **SETTINGS, seed=seed
-        ),
-        frozenset({"stored_rewards_raw"}),
+        lambda seed: ppo(VecNormalize(short_pendulum(seed)), kind=RawRewards, seed=seed),
+        "stored_rewards_raw",
     ),
     "rewards before normalisation instead of the environments' answers": (
-        lambda seed: RawAnswers(
-            "MlpPolicy", VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})), **SETTINGS, seed=seed
-        ),
-        frozenset({"stored_rewards_raw"}),
+        lambda seed: ppo(VecNormalize(short_pendulum(seed)), kind=RawAnswers, seed=seed),
+        "stored_rewards_raw",
     ),
     "an episode's final observation instead of the next episode's first observation": (
-        lambda seed: own_loop("final_obs_after_reset", seed, "Pendulum-v1", env_kwargs={"max_episode_steps": 15}),
-        frozenset({"transitions_final_observation"}),
+        lambda seed: own_loop("final_obs_after_reset", short_pendulum(seed), seed=seed),
+        "transitions_final_observation",
     ),
     "the same mistake in a loop with other names": (
-        lambda seed: OwnNames("MlpPolicy", vec_env("CartPole-v1", seed=seed, env_kwargs={"max_episode_steps": 15}), **SETTINGS, seed=seed),
-        frozenset({"transitions_final_observation"}),
+        lambda seed: ppo(vec_env(seed=seed, env_kwargs={"max_episode_steps": 15}), kind=OwnNames, seed=seed),
+        "transitions_final_observation",
     ),
     "the previous step's observations instead of the environments' answers": (
-        lambda seed: own_loop("acts_on_stale_obs", seed, "Pendulum-v1"),
-        frozenset({"transitions_stale"}),
+        lambda seed: own_loop("acts_on_stale_obs", vec_env("Pendulum-v1", seed=seed), seed=seed),
+        "transitions_stale",
     ),
     "observations that are stored one step late": (
         lambda seed: ppo(vec_env(seed=seed), seed=seed, rollout_buffer_class=LateObservations),
-        frozenset({"transitions_stale", "replayed_log_probs_observation_after", "values_observation_after"}),
+        *("transitions_stale", "replayed_log_probs_observation_after", "values_observation_after"),
     ),
     "statistics that change between collecting and training": (
-        lambda seed: LastNormalised("MlpPolicy", VecNormalize(vec_env(seed=seed)), **SETTINGS, seed=seed),
-        frozenset({"replayed_log_probs_other_statistics", "values_other_statistics"}),
+        lambda seed: ppo(VecNormalize(vec_env(seed=seed)), kind=LastNormalised, seed=seed),
+        *("replayed_log_probs_other_statistics", "values_other_statistics"),
     ),
     "weights of an update before in acting": (
-        lambda seed: OlderWeights("MlpPolicy", vec_env(seed=seed), **SETTINGS, seed=seed),
-        frozenset({"replayed_log_probs_older_weights", "values_older_weights"}),
+        lambda seed: ppo(vec_env(seed=seed), kind=OlderWeights, seed=seed),
+        *("replayed_log_probs_older_weights", "values_older_weights"),
     ),
     "a memory that begins empty in training": (
         lambda seed: with_strong_memory(recurrent(policy=of_corpus("recurrent-zero_states").RecurrentPolicy, seed=seed, batch_size=48)),
-        frozenset({"replayed_log_probs_memory_zero"}),
+        "replayed_log_probs_memory_zero",
     ),
     "masks that training leaves out": (
-        lambda seed: MaskablePPO(
-            of_corpus("masked-no_mask_in_training").MaskedPolicy, make_vec_env(MaskedArms, 4, seed=seed), **SETTINGS, seed=seed
-        ),
-        frozenset({"replayed_log_probs_mask_missing"}),
+        lambda seed: masked(of_corpus("masked-no_mask_in_training").MaskedPolicy, seed),
+        "replayed_log_probs_mask_missing",
     ),
     "hidden states that are stored one step late": (
         lambda seed: with_strong_memory(recurrent(StoresStatesAfter, seed=seed)),
-        frozenset({"replayed_log_probs_memory_stored_late", "values_memory_stored_late"}),
+        *("replayed_log_probs_memory_stored_late", "values_memory_stored_late"),
     ),
     "hidden states that are stored in other units": (
         lambda seed: with_strong_memory(recurrent(StoresHalfTheStates, seed=seed)),
-        frozenset({"replayed_log_probs_other_memory", "values_other_memory"}),
+        *("replayed_log_probs_other_memory", "values_other_memory"),
     ),
     "a memory that is never reset in acting": (
         lambda seed: recurrent(policy=of_corpus("recurrent-no_reset_in_acting").RecurrentPolicy, seed=seed),
-        frozenset({"replayed_log_probs_memory_not_reset", "values_memory_not_reset"}),
+        *("replayed_log_probs_memory_not_reset", "values_memory_not_reset"),
     ),
 }
 """By mistake: a program, and the hypotheses that name the mistake, as the last segments of their keys."""
+
+
+def dropped_tanh() -> nn.Module:
+    return nn.Sequential(nn.Tanh(), nn.Dropout(0.2))
+
+
+def masked(policy: Any, seed: int) -> Any:
+    return ppo(make_vec_env(MaskedArms, 4, seed=seed), policy, kind=MaskablePPO, seed=seed)
 
 
 def late_effects(seed: int) -> Any:
@@ -465,14 +452,12 @@ HEALTHY: Mapping[str, Callable[[int], Any]] = {
     "CartPole": lambda seed: ppo(vec_env(seed=seed), seed=seed),
     "Pendulum, normalised": lambda seed: ppo(VecNormalize(vec_env("Pendulum-v1", seed=seed)), seed=seed),
     "Pendulum, gSDE": lambda seed: ppo(vec_env("Pendulum-v1", seed=seed), seed=seed, use_sde=True, policy_kwargs={"squash_output": True}),
-    "Pendulum, observations scaled by the loop": lambda seed: ScaledAnswers(
-        "MlpPolicy", vec_env("Pendulum-v1", seed=seed), **SETTINGS, seed=seed
-    ),
+    "Pendulum, observations scaled by the loop": lambda seed: ppo(vec_env("Pendulum-v1", seed=seed), kind=ScaledAnswers, seed=seed),
     "FrozenLake": lambda seed: ppo(vec_env("FrozenLake-v1", seed=seed), seed=seed),
     "CliffWalking": lambda seed: ppo(vec_env("CliffWalking-v1", seed=seed), seed=seed),
     "MountainCarContinuous": lambda seed: ppo(vec_env("MountainCarContinuous-v0", seed=seed), seed=seed),
     "A2C": lambda seed: A2C("MlpPolicy", vec_env(seed=seed), device="cpu", seed=seed),
     "RecurrentPPO": lambda seed: recurrent(seed=seed),
-    "MaskablePPO": lambda seed: MaskablePPO("MlpPolicy", make_vec_env(MaskedArms, 4, seed=seed), **SETTINGS, seed=seed),
+    "MaskablePPO": lambda seed: masked("MlpPolicy", seed),
 }
 """Correct programs by name."""

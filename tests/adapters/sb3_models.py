@@ -1,6 +1,7 @@
 """Small models of every algorithm of Stable-Baselines3 that `TelemetryCallback` supports."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from adapter_runs import moments, taps_in
 from gymnasium import spaces
 from mistakes.corpus import BY_NAME
 from sb3_contrib import MaskablePPO, RecurrentPPO
@@ -18,10 +20,19 @@ from stable_baselines3.common.vec_env import VecNormalize
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.journal.read import Run, read_run
+from esper_telemetry.lab.faults import sb3_models
+from esper_telemetry.lab.faults.fault_catalogue import find
 from esper_telemetry.lab.faults.sb3_models import MaskedArms, WithoutVelocities
+from esper_telemetry.lab.faults.sb3_runs import BREAKS
 
-ROLLOUT = {"n_steps": 32, "device": "cpu", "seed": 3}
-MINIBATCHES: Mapping[str, Any] = {**ROLLOUT, "batch_size": 32, "n_epochs": 2}
+ROLLOUT = 128
+SETTINGS = {"n_steps": 32, "device": "cpu", "seed": 3}
+MINIBATCHES: Mapping[str, Any] = {**SETTINGS, "batch_size": 32, "n_epochs": 2}
+FAILING = (
+    *(f"sb3_minibatches.{name}" for name in ("loss_columns", "sample_columns", "MinibatchListener.before_clip", "ops.checked_norms")),
+    *(f"sb3_rollouts.RolloutRecorder.{name}" for name in ("after_action", "after_step")),
+)
+IN_BACKENDS = ("recurrent", "pendulum")
 
 
 def of_corpus(name: str, *, correct: bool = False) -> Any:
@@ -52,8 +63,6 @@ class Several(gym.Env[Any, Any]):
 
 
 class Pictures(gym.Env[Any, Any]):
-    """Observations of 36 x 36 random grey pixels."""
-
     observation_space = spaces.Box(0, 255, (1, 36, 36), np.uint8)
     action_space = spaces.Discrete(2)
 
@@ -91,7 +100,7 @@ def ppo(**changes: Any) -> PPO:
 
 
 def ppo_alone(**changes: Any) -> PPO:
-    return PPO("MlpPolicy", cartpole(1), **{**MINIBATCHES, **changes})
+    return PPO("MlpPolicy", cartpole(1), **{**MINIBATCHES, "n_steps": ROLLOUT, **changes})
 
 
 def pendulum(**changes: Any) -> PPO:
@@ -120,11 +129,11 @@ def multi_binary(**changes: Any) -> PPO:
 
 
 def pictures(**changes: Any) -> PPO:
-    return PPO("CnnPolicy", make_vec_env(Pictures, 2, seed=1), **{**MINIBATCHES, **changes})
+    return PPO("CnnPolicy", make_vec_env(Pictures, 2, seed=1), **{**MINIBATCHES, "n_steps": ROLLOUT // 2, **changes})
 
 
 def a2c(**changes: Any) -> A2C:
-    return A2C("MlpPolicy", cartpole(), **{**ROLLOUT, **changes})
+    return A2C("MlpPolicy", cartpole(), **{**SETTINGS, **changes})
 
 
 def recurrent(**changes: Any) -> RecurrentPPO:
@@ -148,20 +157,41 @@ MODELS: Mapping[str, Callable[..., Any]] = {
     )
 }
 
+CAUSES = {
+    "lr_x100": {"opt/update_too_large", "policy/kl_spike"},
+    "reward_1e4": {"reward/unscaled"},
+    "obs_mismatch": {"integrity/ratio_init"},
+    "dead_relu": {"repr/dormant"},
+}
+HEALTHY: Mapping[str, Callable[[], Any]] = {"cartpole": lambda: sb3_models.MODELS["sb3-cartpole"](1)}
+
+
+def broken(fault: str) -> Any:
+    model = HEALTHY["cartpole"]()
+    BREAKS[fault](model, find(fault).dose)
+    return model
+
+
+BROKEN: Mapping[str, Callable[[], Any]] = {fault: partial(broken, fault) for fault in CAUSES}
+
+
+def train(model: Any, updates: int, telemetry: Telemetry | None = None) -> Any:
+    callback = None if telemetry is None else TelemetryCallback(telemetry, updates_per_record=1)
+    return model.learn(updates * model.n_steps * model.n_envs, callback=callback)
+
 
 def recorded_run(model: Any, run_dir: Path, *, steps: int = 384, level: str = "normal", sinks: Sequence[str] = (), **settings: Any) -> Run:
-    """Return the journal of a model that has learned with telemetry, in process by default."""
     with Telemetry(sinks, run_dir=run_dir, level=level, **{"offload": False, **settings}) as telemetry:
         model.learn(steps, callback=TelemetryCallback(telemetry))
     return read_run(run_dir)
 
 
 def fingerprint(model: Any) -> dict[str, Any]:
-    """Weights, optimizer state and random generators."""
-    moments = {
-        f"{index}.{name}": torch.as_tensor(moment)
-        for index, state in model.policy.optimizer.state_dict()["state"].items()
-        for name, moment in state.items()
-    }
     numpy_state = torch.as_tensor(np.random.get_state()[1].astype(np.int64))  # type: ignore[index]  # the legacy generator's keys
-    return {**model.policy.state_dict(), **moments, "torch": torch.get_rng_state(), "numpy": numpy_state}
+    return {**model.policy.state_dict(), **moments(model.policy.optimizer), "torch": torch.get_rng_state(), "numpy": numpy_state}
+
+
+def taps_of(model: Any) -> list[str]:
+    outputs = model._logger.output_formats if hasattr(model, "_logger") else []
+    copies = [type(output).__name__ for output in outputs if type(output).__name__ == "LogCopy"]
+    return taps_in([model, model.rollout_buffer, *model.policy.modules()], model.policy.optimizer) + copies

@@ -5,6 +5,7 @@ A mistake replaces one part of the loop: computing the loss of a minibatch, or t
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,11 +61,19 @@ Loss = Callable[[Minibatch], Tensor]
 Step = Callable[[Any, Tensor], None]
 
 
-def right_step(model: Any, loss: Tensor) -> None:
+def clip_norm(model: Any, share: float = 1.0) -> None:
+    torch.nn.utils.clip_grad_norm_(model.policy.parameters(), share * model.max_grad_norm)
+
+
+def step_with(model: Any, loss: Tensor, clip: Callable[[Any], object]) -> None:
     model.policy.optimizer.zero_grad()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
+    clip(model)
     model.policy.optimizer.step()
+
+
+def right_step(model: Any, loss: Tensor) -> None:
+    step_with(model, loss, clip_norm)
 
 
 class OwnLoopPPO(PPO):
@@ -117,49 +126,25 @@ class PaddedRecurrentPPO(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has
         self._n_updates += self.n_epochs
 
 
-def step_with(model: Any, loss: Tensor, clip: Callable[[Any], object]) -> None:
-    model.policy.optimizer.zero_grad()
-    loss.backward()
-    clip(model)
-    model.policy.optimizer.step()
-
-
 def never_cleared(model: Any, loss: Tensor) -> None:
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
+    clip_norm(model)
     model.policy.optimizer.step()
 
 
 def clipped_after(model: Any, loss: Tensor) -> None:
-    model.policy.optimizer.zero_grad()
-    loss.backward()
-    model.policy.optimizer.step()
-    torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
+    step_with(model, loss, lambda model: None)
+    clip_norm(model)
 
 
-def clipped_by_value(model: Any, loss: Tensor) -> None:
-    step_with(model, loss, lambda model: clip_grad_value_(model.policy.parameters(), 0.01))
+def clip_each(model: Any) -> None:
+    for parameter in model.policy.parameters():
+        torch.nn.utils.clip_grad_norm_(parameter, model.max_grad_norm)
 
 
-def clipped_each(model: Any, loss: Tensor) -> None:
-    def clip(model: Any) -> None:
-        for parameter in model.policy.parameters():
-            torch.nn.utils.clip_grad_norm_(parameter, model.max_grad_norm)
-
-    step_with(model, loss, clip)
-
-
-def clipped_elsewhere(model: Any, loss: Tensor) -> None:
-    limit = 0.1 * model.max_grad_norm
-    step_with(model, loss, lambda model: torch.nn.utils.clip_grad_norm_(model.policy.parameters(), limit))
-
-
-def cleared_late(model: Any, loss: Tensor) -> None:
-    def clip(model: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
-        model.policy.optimizer.zero_grad(set_to_none=False)
-
-    step_with(model, loss, clip)
+def clip_and_clear(model: Any) -> None:
+    clip_norm(model)
+    model.policy.optimizer.zero_grad(set_to_none=False)
 
 
 def stepped_twice(model: Any, loss: Tensor) -> None:
@@ -221,19 +206,10 @@ def with_penalty(b: Minibatch) -> Tensor:
 
 
 LOSS_MISTAKES: Mapping[str, Loss] = {
-    "sign": lambda b: -b.loss(),
     "policy_sign": lambda b: b.loss(-b.policy()),
-    "value_sign": lambda b: b.loss(value=-b.value()),
-    "entropy_sign": lambda b: b.loss() + 2 * b.bonus(),
     "policy_missing": lambda b: b.loss(b.policy().detach()),
     "value_missing": lambda b: b.loss(value=b.value().detach()),
-    "entropy_missing": lambda b: b.loss() + b.bonus(),
-    "value_halved": lambda b: b.loss(value=0.5 * b.value()),
-    "value_doubled": lambda b: b.loss(value=2 * b.value()),
-    "summed": lambda b: len(b.values) * b.loss(),
     "policy_summed": lambda b: b.loss(len(b.values) * b.policy()),
-    "value_summed": lambda b: b.loss(value=F.mse_loss(b.values, b.returns, reduction="sum")),
-    "entropy_summed": lambda b: b.loss() + b.bonus() - len(b.values) * b.bonus(),
     "no_clip": unclipped,
     "no_minimum": lambda b: b.loss(-(b.advantages * b.ratio.clamp(0.8, 1.2)).mean()),
     "maximum": lambda b: b.loss(-torch.max(b.advantages * b.ratio, b.advantages * b.ratio.clamp(0.8, 1.2)).mean()),
@@ -262,13 +238,9 @@ LOSS_MISTAKES: Mapping[str, Loss] = {
     "values_broadcast": lambda b: b.loss(value=(b.values.unsqueeze(1) - b.returns).square().mean()),
     "entropy_of_sample": lambda b: b.loss() + b.bonus() + b.model.ent_coef * b.log_prob.mean(),
     "entropy_of_sample_sign": lambda b: b.loss() + b.bonus() - b.model.ent_coef * b.log_prob.mean(),
-    "scaled": lambda b: b.loss() / 7,
-    "value_weight": lambda b: b.loss(value=0.3 * b.value()),
-    "entropy_weight": lambda b: b.loss() - 4.5 * b.bonus(),
-    "policy_weight": lambda b: b.loss(0.1 * b.policy()),
     "weight_penalty": with_penalty,
 }
-"""Losses by the hypothesis that explains their gradient."""
+"""Losses by the hypothesis that explains their gradient; `tests/equations` has signs, weights and missing terms."""
 
 LOSS_VARIANTS: Mapping[str, Loss] = {
     "dual_clip": dual_clipped,
@@ -281,10 +253,10 @@ LOSS_VARIANTS: Mapping[str, Loss] = {
 STEP_MISTAKES: Mapping[str, Step] = {
     "gradient_not_cleared": never_cleared,
     "clipping_not_clipped": clipped_after,
-    "clipping_value": clipped_by_value,
-    "clipping_each_tensor": clipped_each,
-    "clipping_norm": clipped_elsewhere,
-    "clipping_cleared": cleared_late,
+    "clipping_value": partial(step_with, clip=lambda model: clip_grad_value_(model.policy.parameters(), 0.01)),
+    "clipping_each_tensor": partial(step_with, clip=clip_each),
+    "clipping_norm": partial(step_with, clip=partial(clip_norm, share=0.1)),
+    "clipping_cleared": partial(step_with, clip=clip_and_clear),
     "optimizer_step_twice": stepped_twice,
     "optimizer_step_weight_decay": decayed_by_hand,
     "optimizer_step_state_cleared": new_optimizer,

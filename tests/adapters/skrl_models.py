@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from adapter_runs import moments, recorded, taps_in
 from skrl.agents.torch.ppo import PPO, PPO_CFG, PPO_RNN
 from skrl.envs.wrappers.torch import wrap_env
 from skrl.memories.torch import RandomMemory
@@ -21,8 +22,7 @@ from torch import Tensor, nn
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.skrl import attach_agent
-from esper_telemetry.adapters.taps import Tap
-from esper_telemetry.journal.read import Run, read_run
+from esper_telemetry.journal.read import Run
 
 ENVS, STEPS = 8, 16
 ROLLOUT = ENVS * STEPS
@@ -251,7 +251,6 @@ CAUSES = {
     "observation_preprocessor": {"integrity/ratio_init"},
 }
 HEALTHY = {f"default, seed {seed}": partial(default_agent, seed) for seed in (1, 2, 3)}
-LEARNING = {"large": learning_agent}
 
 
 def train(model: SkrlAgent, updates: int, telemetry: Telemetry | None = None) -> SkrlAgent:
@@ -261,29 +260,18 @@ def train(model: SkrlAgent, updates: int, telemetry: Telemetry | None = None) ->
     return model
 
 
-def recorded_run(model: SkrlAgent, run_dir: Path, *, updates: int = 3, **settings: Any) -> Run:
-    """Return the journal of an agent that has learned with telemetry, in process by default."""
-    with Telemetry(run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
-        train(model, updates, telemetry)
-    return read_run(run_dir)
+def recorded_run(model: SkrlAgent, run_dir: Path, **settings: Any) -> Run:
+    return recorded(train, model, run_dir, **settings)[0]
 
 
 def taps_of(model: Any) -> list[str]:
-    """Our taps and hooks in the objects of an agent."""
     agent = model.agent
-    owners = [agent, agent.memory, agent.cfg, agent.policy, agent.value, agent.scheduler]
-    taps = [name for owner in owners if owner is not None for name, x in vars(owner).items() if isinstance(x, Tap)]
-    return taps + ["optimizer"] * len(agent.optimizer._optimizer_step_post_hooks)
+    owners = [agent, agent.memory, agent.cfg, agent.policy, agent.value, *filter(None, [agent.scheduler])]
+    return taps_in(owners, agent.optimizer)
 
 
 def fingerprint(model: SkrlAgent) -> dict[str, Tensor]:
-    """Weights, preprocessors, optimizer state and the random generator."""
     agent = model.agent
     modules = {name: module for name, module in agent.checkpoint_modules.items() if isinstance(module, nn.Module)}
     weights = {f"{part}.{name}": x.clone() for part, module in modules.items() for name, x in module.state_dict().items()}
-    moments = {
-        f"{index}.{name}": torch.as_tensor(moment).clone()
-        for index, state in agent.optimizer.state_dict()["state"].items()
-        for name, moment in state.items()
-    }
-    return {**weights, **moments, "generator": torch.get_rng_state()}
+    return {**weights, **moments(agent.optimizer), "generator": torch.get_rng_state()}

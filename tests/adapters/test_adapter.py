@@ -62,7 +62,6 @@ class TrainerAdapter(Adapter):
 def minibatches(
     clip: Callable[[Trainer], object] = lambda trainer: None, *, apart: bool = False, level: str = "minimal"
 ) -> tuple[list[Any], TrainerAdapter, MemorySink]:
-    """Two updates of two minibatches, and the optimizer events."""
     sink, trainer = MemorySink(), Trainer(clip)
     with Telemetry([sink], run_dir=None, level=level, offload=False) as telemetry:
         adapter = TrainerAdapter(telemetry, trainer, (["actor.weight"], ["critic.weight"]) if apart else ())

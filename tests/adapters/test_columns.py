@@ -17,7 +17,6 @@ from esper_telemetry.adapters.columns import (
     evaluated_minibatches,
     head_actions,
     head_columns,
-    head_names,
     join_columns,
     loss_columns,
     minibatch_means,
@@ -30,7 +29,7 @@ from esper_telemetry.adapters.columns import (
 def test_columns_of_each_kind_of_distribution() -> None:
     """A categorical head yields normalised logits, a Gaussian its mean and log standard deviation, and log-odds x the logits 0 and x."""
     parts = {
-        "choice": Categorical(logits=torch.zeros(3, 2)),
+        "choice": Categorical(logits=torch.zeros(3, 2, requires_grad=True)),
         "number": Normal(torch.ones(3, 1), torch.full((3, 1), math.e)),
         "bit": torch.tensor([0.0, 1.0, 2.0]),
     }
@@ -41,18 +40,7 @@ def test_columns_of_each_kind_of_distribution() -> None:
     assert columns.logits["bit"].tolist() == [[0, 0], [0, 1], [0, 2]]
     assert columns.means["number"].tolist() == [[1]] * 3
     assert columns.log_std["number"].flatten().tolist() == pytest.approx([1] * 3)
-    assert not columns.action_masks
-
-
-def test_columns_are_detached() -> None:
-    logits = torch.zeros(2, 2, requires_grad=True)
-
-    assert not head_columns({"action": Categorical(logits=logits)}).logits["action"].requires_grad
-
-
-def test_one_head_has_no_number() -> None:
-    assert head_names(1) == ("action",)
-    assert head_names(2) == ("action_0", "action_1")
+    assert not columns.action_masks and not columns.logits["choice"].requires_grad
 
 
 def test_a_kind_of_column_that_some_rows_lack_is_left_out() -> None:

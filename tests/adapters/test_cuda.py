@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_runs import assert_identical
 from pretended_gpu import pretended_gpu
 from torch import Tensor, nn
 
@@ -39,16 +41,6 @@ def bundled(telemetry: Telemetry | None, **settings: Any) -> Weights:
     return trainer.policy.state_dict()
 
 
-def bundled_lstm(telemetry: Telemetry | None) -> Weights:
-    return bundled(telemetry, policy="lstm", lstm_size=16)
-
-
-def bundled_gru(telemetry: Telemetry | None) -> Weights:
-    """Weights of the bundled trainer with a shared trunk, and a check of every gradient."""
-    settings: dict[str, Any] = {"policy": "gru", "lstm_size": 16, "shared_trunk": True, "entropy_coef": 0.01}
-    return bundled(telemetry, **settings, stop_on_nonfinite=True)
-
-
 def watched(telemetry: Telemetry | None) -> Weights:
     """Weights of a user's own loop with two optimizers, one of which keeps its rate on the device."""
     torch.manual_seed(1)
@@ -71,10 +63,6 @@ def watched(telemetry: Telemetry | None) -> Weights:
     return agent.state_dict()
 
 
-def stable_baselines_factored(telemetry: Telemetry | None) -> Weights:
-    return stable_baselines(telemetry, "multi_discrete")
-
-
 def stable_baselines(telemetry: Telemetry | None, kind: str = "ppo") -> Weights:
     pytest.importorskip("stable_baselines3")
     pytest.importorskip("sb3_contrib")
@@ -86,10 +74,6 @@ def stable_baselines(telemetry: Telemetry | None, kind: str = "ppo") -> Weights:
     model.learn(UPDATES * 128, callback=None if telemetry is None else TelemetryCallback(telemetry))
     weights: Weights = model.policy.state_dict()
     return weights
-
-
-def stable_baselines_lstm(telemetry: Telemetry | None) -> Weights:
-    return stable_baselines(telemetry, "recurrent")
 
 
 def rsl_rl(telemetry: Telemetry | None, **settings: Any) -> Weights:
@@ -106,10 +90,6 @@ def rsl_rl(telemetry: Telemetry | None, **settings: Any) -> Weights:
     return {**model.alg.actor.state_dict(), **{f"c.{k}": v for k, v in model.alg.critic.state_dict().items()}}
 
 
-def rsl_rl_lstm(telemetry: Telemetry | None) -> Weights:
-    return rsl_rl(telemetry, model="RNNModel")
-
-
 def torchrl(telemetry: Telemetry | None) -> Weights:
     pytest.importorskip("torchrl")
     from torchrl_models import Program
@@ -124,7 +104,6 @@ def torchrl(telemetry: Telemetry | None) -> Weights:
 
 
 def trl(telemetry: Telemetry | None, **settings: Any) -> Weights:
-    """Weights of a small language model trained with GRPO."""
     pytest.importorskip("trl")
     from esper_telemetry.adapters.trl import TelemetryCallback
     from esper_telemetry.lab.language_models import build_trainer
@@ -136,10 +115,6 @@ def trl(telemetry: Telemetry | None, **settings: Any) -> Weights:
         trainer = build_trainer(path, seed=1, steps=2 * UPDATES, callbacks=callbacks, use_cpu=False, **settings)
         trainer.train()
         return dict(trainer.model.state_dict())
-
-
-def trl_bf16(telemetry: Telemetry | None) -> Weights:
-    return trl(telemetry, bf16=True)
 
 
 def mixed_precision(telemetry: Telemetry | None) -> Weights:
@@ -174,48 +149,47 @@ def mixed_precision(telemetry: Telemetry | None) -> Weights:
     return agent.state_dict()
 
 
+GRU: dict[str, Any] = {"policy": "gru", "lstm_size": 16, "shared_trunk": True, "entropy_coef": 0.01, "stop_on_nonfinite": True}
+"""With a check of every gradient."""
+
 TRAINERS: Mapping[str, Callable[[Telemetry | None], Weights]] = {
-    program.__name__: program
-    for program in (
-        bundled,
-        bundled_lstm,
-        bundled_gru,
-        watched,
-        stable_baselines,
-        stable_baselines_factored,
-        stable_baselines_lstm,
-        rsl_rl,
-        rsl_rl_lstm,
-        torchrl,
-        trl,
-        trl_bf16,
-        mixed_precision,
-    )
+    "bundled": bundled,
+    "bundled_lstm": partial(bundled, policy="lstm", lstm_size=16),
+    "bundled_gru": partial(bundled, **GRU),
+    "watched": watched,
+    "stable_baselines": stable_baselines,
+    "stable_baselines_factored": partial(stable_baselines, kind="multi_discrete"),
+    "stable_baselines_lstm": partial(stable_baselines, kind="recurrent"),
+    "rsl_rl": rsl_rl,
+    "rsl_rl_lstm": partial(rsl_rl, model="RNNModel"),
+    "torchrl": torchrl,
+    "trl": trl,
+    "trl_bf16": partial(trl, bf16=True),
+    "mixed_precision": mixed_precision,
 }
 
 
 PRETENDED = [
-    bundled,
-    watched,
-    *(pytest.param(program, marks=pytest.mark.system) for program in (bundled_lstm, bundled_gru)),
-    *(pytest.param(program, marks=pytest.mark.sb3) for program in (stable_baselines, stable_baselines_factored, rsl_rl, torchrl)),
+    "bundled",
+    "watched",
+    *(pytest.param(name, marks=pytest.mark.system) for name in ("bundled_lstm", "bundled_gru")),
+    *(pytest.param(name, marks=pytest.mark.sb3) for name in ("stable_baselines", "stable_baselines_factored", "rsl_rl", "torchrl")),
 ]
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("level", ["normal", "debug"])
-@pytest.mark.parametrize("train", PRETENDED)
+@pytest.mark.parametrize("name", PRETENDED)
 @pytest.mark.parametrize("offload", [False, pytest.param(None, marks=pytest.mark.system)], ids=["here", "shipped"])
-def test_tensors_of_both_devices_meet_nowhere(
-    train: Callable[[Telemetry | None], Weights], level: str, offload: bool | None, tmp_path: Path
-) -> None:
+def test_tensors_of_both_devices_meet_nowhere(name: str, level: str, offload: bool | None, tmp_path: Path) -> None:
     """Both when updates are measured on the device and when all but sampled updates are sent to a worker."""
+    train = TRAINERS[name]
     with pretended_gpu():
         expected = {key: value.clone() for key, value in train(None).items()}
         with Telemetry([], run_dir=tmp_path / "run", level=level, offload=offload) as telemetry:
             actual = train(telemetry)
 
-    assert [key for key in expected if not torch.equal(expected[key], actual[key])] == []
+    assert_identical(actual, expected)
     check_records(read_run(tmp_path / "run"), ratio_error=1e-5)
 
 
@@ -232,7 +206,7 @@ def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> Non
     with Telemetry([], run_dir=tmp_path / "run", level=level) as telemetry:
         actual = train(telemetry)
 
-    assert [key for key in expected if not torch.equal(expected[key], actual[key])] == []
+    assert_identical(actual, expected)
     check_records(read_run(tmp_path / "run"), ratio_error=0.05 if train is mixed_precision else 1e-5)
 
 
@@ -273,7 +247,6 @@ with pretended_gpu():
 @pytest.mark.system
 @pytest.mark.parametrize("gpu", ["pretended", pytest.param("real", marks=needs_gpu)])
 def test_a_script_prints_the_same_weights(gpu: str, tmp_path: Path) -> None:
-    """On a simulated GPU as on the CPU."""
     source = (TESTS / "script/scripts/categorical.py").read_text(encoding="utf-8")
     text = source
     for pattern, replacement in SCRIPT_CHANGES:

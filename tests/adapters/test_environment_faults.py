@@ -57,16 +57,12 @@ class Unmoved(Oscillator):
 
 
 class Late(Oscillator):
-    """Returns the state before the action."""
-
     def step(self, action: Any) -> Any:
         before = self.seen()
         return before, *super().step(action)[1:]
 
 
 class Rounded(Oscillator):
-    """Declares whole numbers."""
-
     observation_space = gym.spaces.Box(-10, 10, (3,), np.int64)  # type: ignore[arg-type]
 
 
@@ -93,16 +89,17 @@ class TwoAgents(gym.Env[Any, Any]):
 
 
 class Bounded(Oscillator):
-    """Acts in other bounds."""
-
     def __init__(self, seed: int, low: float, high: float) -> None:
         super().__init__(seed, high)
         self.action_space = gym.spaces.Box(low, high, (1,), np.float32)
 
 
-def ppo(make: Callable[[int], Any], **settings: Any) -> Any:
-    env = DummyVecEnv([lambda index=index: make(index) for index in range(2)])  # type: ignore[misc]
-    return PPO("MlpPolicy", env, n_steps=256, batch_size=128, n_epochs=2, device="cpu", seed=1, **settings)
+def two(make: Callable[[int], Any]) -> DummyVecEnv:
+    return DummyVecEnv([lambda index=index: make(index) for index in range(2)])  # type: ignore[misc]
+
+
+def ppo(env: Any) -> Any:
+    return PPO("MlpPolicy", env, n_steps=256, batch_size=128, n_epochs=2, device="cpu", seed=1)
 
 
 def trained(model: Any, run_dir: Path, updates: int = 3) -> Run:
@@ -127,7 +124,7 @@ FAULTS: Mapping[str, tuple[Callable[[int], Any], str, str]] = {
 def test_a_faulty_environment_is_named(fault: str, tmp_path: Path) -> None:
     make, kind, words = FAULTS[fault]
 
-    run = trained(ppo(make), tmp_path)
+    run = trained(ppo(two(make)), tmp_path)
 
     assert [alarm.text for alarm in run.alarms if alarm.type == kind and words in alarm.text]
 
@@ -142,20 +139,20 @@ TWINS: Mapping[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_correct_environment_raises_nothing(twin: str, tmp_path: Path) -> None:
-    run = trained(ppo(TWINS[twin]), tmp_path)
+    run = trained(ppo(two(TWINS[twin])), tmp_path)
 
     assert not [alarm.text for alarm in run.alarms]
 
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_fresh_normalizer_of_a_trained_policy_is_named(loaded: bool, tmp_path: Path) -> None:
-    env = VecNormalize(DummyVecEnv([lambda: Oscillator(1), lambda: Oscillator(2)]))
-    model = PPO("MlpPolicy", env, n_steps=256, batch_size=128, n_epochs=2, device="cpu", seed=1)
+    env = VecNormalize(two(Oscillator))
+    model = ppo(env)
     model.learn(1024)
     model.save(tmp_path / "model.zip")
     env.save(str(tmp_path / "statistics.pkl"))
 
-    later = DummyVecEnv([lambda: Oscillator(3), lambda: Oscillator(4)])
+    later = two(lambda index: Oscillator(3 + index))
     scaled = VecNormalize.load(str(tmp_path / "statistics.pkl"), later) if loaded else VecNormalize(later)
     run = trained(PPO.load(tmp_path / "model.zip", scaled, device="cpu"), tmp_path / "run", 4)
 

@@ -8,54 +8,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("rl_games", reason="needs rl_games")
 pytest.importorskip("gymnasium", reason="needs gymnasium")
 
 import rl_games_models
+from adapter_runs import checked_equations, differing_equations, recorded, recorded_norms
 
 from esper_telemetry import RunStatus, Telemetry, attach, read_run
 from esper_telemetry.adapters.rl_games import TelemetryObserver
-from esper_telemetry.core.facts import Facts
-from esper_telemetry.equations.equation import equation_results
 
 pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]  # rl_games and tensorboardX emit warnings
 
-ROLLOUT = rl_games_models.ROLLOUT
-
-
-@pytest.mark.parametrize(("level", "taps"), [("off", False), ("minimal", True)])
-def test_off_installs_no_tap(level: str, taps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    def look(keeper: rl_games_models.Keeper, *_: object) -> None:
-        seen.append(rl_games_models.taps_of(keeper.algo) != [])
-
-    monkeypatch.setattr(rl_games_models.Keeper, "after_print_stats", look, raising=False)
-
-    with Telemetry([], run_dir=None, level=level) as telemetry:
-        rl_games_models.train({}, 1, telemetry)
-
-    assert seen == [taps]
-
 
 @pytest.mark.parametrize("name", ["separate", "normalized_value", "discrete", "central_value"])
-def test_numbers_equal_those_of_the_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_equal_those_of_the_trainer(name: str, tmp_path: Path) -> None:
     """Losses and entropy equal rl_games' logs; norms equal the values it computes; episodes match its counts."""
     from rl_games.common import a2c_common
 
     settings = rl_games_models.CONFIGURATIONS[name]
-    norms: list[float] = []
-    clip = a2c_common.clip_grad_norm_
-
-    def recording_clip(parameters: Any, max_norm: float) -> torch.Tensor:
-        norm: torch.Tensor = clip(parameters, max_norm)
-        norms.append(float(norm))
-        return norm
-
-    monkeypatch.setattr(a2c_common, "clip_grad_norm_", recording_clip)
-    run, algo = rl_games_models.recorded_run(settings, tmp_path / "run")
+    with recorded_norms(a2c_common) as norms:
+        run, algo = recorded(rl_games_models.train, settings, tmp_path / "run")
 
     for update, record in enumerate(run.records):
         values = record.values
@@ -75,19 +48,16 @@ def test_numbers_equal_those_of_the_trainer(name: str, tmp_path: Path, monkeypat
 
 
 def test_equations_match_and_the_time_limits_of_rl_games_are_named_a_variant(tmp_path: Path) -> None:
-    run, _ = rl_games_models.recorded_run({}, tmp_path, level="debug")
+    run, _ = recorded(rl_games_models.train, {}, tmp_path, level="debug")
 
-    facts = Facts.of(run.info.facts)
-    results = {one.equation.name: one for record in run.records for one in equation_results(record.values, facts)}
-    assert {"advantages", "returns", "normalized_advantages", "log_probs", "minibatches"} <= set(results)
-    differing = {name: [e.name for e in one.hypotheses] for name, one in results.items() if not one.matches}
-    assert differing == {"advantages": ["time_limit_current_value"], "minibatches": ["unshuffled"]}
+    assert {"advantages", "returns", "normalized_advantages", "log_probs", "minibatches"} <= checked_equations(run)
+    assert differing_equations(run) == {"advantages": ["time_limit_current_value"], "minibatches": ["unshuffled"]}
     assert not any(alarm.type == "integrity/equation" for alarm in run.alarms)
 
 
 def test_a_compiled_model_is_measured(tmp_path: Path) -> None:
     """rl_games compiles its model by default, after telemetry has been attached."""
-    run, algo = rl_games_models.recorded_run({"torch_compile": True}, tmp_path)
+    run, algo = recorded(rl_games_models.train, {"torch_compile": True}, tmp_path)
 
     assert hasattr(algo.model, "_orig_mod")
     for record in run.records:

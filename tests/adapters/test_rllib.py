@@ -19,20 +19,14 @@ pytest.importorskip("gymnasium", reason="needs gymnasium")
 
 import ray
 import rllib_models
+from adapter_runs import QUIET, assert_identical, differing_equations
 from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
 
 from esper_telemetry import RunStatus, Telemetry, read_run
 from esper_telemetry.adapters.columns import places_of_chunks
 from esper_telemetry.adapters.rllib import attach_config
-from esper_telemetry.alarms import Thresholds
-from esper_telemetry.core.facts import Facts
-from esper_telemetry.equations.equation import equation_results
-from esper_telemetry.journal.read import Run
 
 pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]  # Ray emits deprecation warnings
-
-QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
-"""Tests share their cores, so only the benchmark judges the cost of telemetry."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,12 +39,6 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def differing_equations(run: Run) -> dict[str, list[str]]:
-    """Names of the hypotheses about each equation that some record does not match."""
-    results = [one for record in run.records for one in equation_results(record.values, Facts.of(run.info.facts))]
-    return {one.equation.name: [each.name for each in one.hypotheses] for one in results if not one.matches}
-
-
 @pytest.mark.parametrize("name", rllib_models.CONFIGS)
 def test_weights_are_bit_identical(name: str, tmp_path: Path) -> None:
     """Optimizers and generators included; no metric fails, equations match, and rollouts and minibatches agree."""
@@ -61,8 +49,7 @@ def test_weights_are_bit_identical(name: str, tmp_path: Path) -> None:
     actual = rllib_models.train(configuration, 3)
 
     run = read_run(tmp_path / "run")
-    assert actual.keys() == expected.keys()
-    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []
+    assert_identical(actual, expected)
     assert run.status is RunStatus.FINISHED
     assert [record.axes.update for record in run.records] == [1, 2, 3]
     for record in run.records:
@@ -87,7 +74,6 @@ def test_off_changes_no_object() -> None:
 
 
 def recording(configuration: Any, path: Path) -> Any:
-    """The configuration with a learner that keeps what it computed."""
     settings = {"learner_class": rllib_models.RecordingLearner, "learner_config_dict": {"path": f"{path}/"}}
     return configuration.learners(**settings)
 
@@ -173,8 +159,6 @@ def test_places_of_chunks() -> None:
 
 
 class Broken(rllib_models.RecordingLearner):
-    """Raises in its second update."""
-
     def compute_gradients(self, loss_per_module: Any, **kwargs: Any) -> Any:
         if self._weights_seq_no == 2:
             raise RuntimeError("broken learner")
@@ -207,8 +191,7 @@ def test_a_failure_of_telemetry_does_not_reach_training(broken: tuple[str, ...],
         monkeypatch.setattr(f"{rllib.__name__}.{name}", fails)
     configuration = attach_config(rllib_models.config(), lambda: Telemetry(run_dir=tmp_path))
 
-    actual = rllib_models.train(configuration, 2)
-    assert all(torch.equal(expected[key], value) for key, value in actual.items())
+    assert_identical(rllib_models.train(configuration, 2), expected)
 
 
 def test_other_configurations_are_refused() -> None:
@@ -253,11 +236,3 @@ def test_the_default_configuration_raises_nothing(seed: int, tmp_path: Path) -> 
     run = rllib_models.recorded_run(rllib_models.default_config(seed), tmp_path, updates=5, detect=QUIET)
 
     assert [alarm.type for alarm in run.alarms] == []
-
-
-def test_cartpole_is_learned(tmp_path: Path) -> None:
-    """The mean return of the last hundred episodes rises from 20 to over 100."""
-    run = rllib_models.recorded_run(rllib_models.learning_config(), tmp_path, updates=20)
-
-    assert run.records[0].values["episode/return_mean_100"] < 35
-    assert run.records[-1].values["episode/return_mean_100"] > 100

@@ -2,12 +2,10 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import sb3_models
-from backends_read import BACKENDS, assert_the_same_numbers_in_all_four, wandb_entries, wandb_exit_codes, wandb_rows
+from backends_read import wandb_entries, wandb_exit_codes, wandb_rows
 
 from esper_telemetry import read_run
 
@@ -31,32 +29,6 @@ with Telemetry([WandbSink(run=run)], run_dir=f"{directory}/run") as telemetry:
 assert wandb.run is run
 run.finish()
 """
-
-
-@pytest.mark.parametrize("name", ["recurrent", "pendulum"])
-def test_all_three_backends_hold_what_the_journal_holds(name: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    model = sb3_models.MODELS[name]()
-
-    run = sb3_models.recorded_run(model, run_dir, sinks=list(BACKENDS), offload=True, close_timeout=60)
-
-    assert [record.axes.env_step for record in run.records] == [128, 256, 384]
-    assert "sb3/train/approx_kl" in run.records[-1].values
-    assert_the_same_numbers_in_all_four(run_dir)
-
-
-def test_a_worker_measures_what_the_trainer_would(tmp_path: Path) -> None:
-    in_worker, in_process = (
-        sb3_models.recorded_run(sb3_models.recurrent(), tmp_path / str(offload), offload=offload, level="debug").records
-        for offload in (True, False)
-    )
-
-    assert [measured(record.values) for record in in_worker] == [measured(record.values) for record in in_process]
-
-
-def measured(values: Mapping[str, float]) -> dict[str, float]:
-    timed = ("perf/", "telemetry/", "train/env_steps_per_second", "sb3/time/")
-    return {key: value for key, value in values.items() if not key.startswith(timed)}
 
 
 def test_both_callbacks_share_one_run_of_wandb(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import copy
 import io
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import sb3_models
 import torch
+from adapter_runs import assert_identical
 from gymnasium.wrappers import RecordEpisodeStatistics, RescaleAction
 from stable_baselines3 import PPO, SAC
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
@@ -28,12 +29,6 @@ from esper_telemetry.views.compare.compared_runs import read_compared
 pytestmark = pytest.mark.sb3
 
 
-class NoLogger:
-    """A logger that does not exist yet."""
-
-    output_formats: ClassVar[list[Any]] = []
-
-
 class CallAfter(BaseCallback):
     def __init__(self, function: Any, after: int) -> None:
         super().__init__()
@@ -41,34 +36,6 @@ class CallAfter(BaseCallback):
 
     def _on_step(self) -> bool:
         return not (self.n_calls == self._after and self._function(self.model) is False)
-
-
-def taps_of(model: Any) -> list[str]:
-    """Our taps, outputs and hooks in the objects of a model."""
-    owners = [model, model.rollout_buffer, *model.policy.modules()]
-    taps = [f"{type(owner).__name__}.{name}" for owner in owners for name, value in vars(owner).items() if isinstance(value, Tap)]
-    outputs = [type(output).__name__ for output in getattr(model, "_logger", NoLogger).output_formats if type(output).__name__ == "LogCopy"]
-    return taps + outputs + ["optimizer"] * len(model.policy.optimizer._optimizer_step_post_hooks)
-
-
-@pytest.mark.parametrize("level", ["normal", "debug"])
-@pytest.mark.parametrize("name", sb3_models.MODELS)
-def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> None:
-    """Optimizer, generators and environments included; no metric fails."""
-    bare = sb3_models.MODELS[name]()
-    bare.learn(384)
-    expected = sb3_models.fingerprint(bare)
-    model = sb3_models.MODELS[name]()
-
-    run = sb3_models.recorded_run(model, tmp_path / "run", level=level)
-
-    actual = sb3_models.fingerprint(model)
-    assert actual.keys() == expected.keys()
-    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []
-    assert len(run.records) == (1 if name == "a2c" else 384 // (model.n_steps * model.n_envs))
-    assert all("telemetry/metric_errors" not in record.values for record in run.records)
-    assert all(record.values["integrity/ratio_init"] <= 1e-6 for record in run.records)
-    assert taps_of(model) == []
 
 
 @pytest.mark.parametrize("in_processes", [False, True])
@@ -91,21 +58,11 @@ def test_changes_of_the_environment_are_settings(in_processes: bool, tmp_path: P
     assert changed["env_arguments"] == '"g=5.0"'
 
 
-def test_off_installs_no_tap() -> None:
-    model, taps = sb3_models.ppo(), []
-
-    with Telemetry([], run_dir=None, level="off") as telemetry:
-        look = CallAfter(lambda model: taps.append(taps_of(model)), 40)
-        model.learn(256, callback=[TelemetryCallback(telemetry), look])
-
-    assert taps == [[]]
-
-
 def test_a_model_is_saved_and_a_policy_pickled_and_copied_while_it_listens(tmp_path: Path) -> None:
     saved: dict[str, Any] = {}
 
     def save(model: Any) -> None:
-        assert len(taps_of(model)) >= 2
+        assert len(sb3_models.taps_of(model)) >= 2
         model.save(tmp_path / "model")
         stream = io.BytesIO()
         torch.save(model.policy, stream)
@@ -124,19 +81,27 @@ def test_a_model_is_saved_and_a_policy_pickled_and_copied_while_it_listens(tmp_p
         observation = model.get_env().reset()
         assert (loaded.predict(observation, deterministic=True)[0] == saved["copy"].predict(observation, deterministic=True)[0]).all()
         loaded.learn(128)
-        assert taps_of(loaded) == []
+        assert sb3_models.taps_of(loaded) == []
 
 
-def learn(model: Any, run_dir: Path, *others: BaseCallback, steps: int = 256) -> None:
+def learn(model: Any, run_dir: Path, *others: BaseCallback) -> None:
     with Telemetry([], run_dir=run_dir, offload=False) as telemetry:
-        model.learn(steps, callback=[TelemetryCallback(telemetry), *others])
+        model.learn(256, callback=[TelemetryCallback(telemetry), *others])
+
+
+def records_of(model: Any, steps: int, *others: BaseCallback, **settings: Any) -> Any:
+    sink = MemorySink()
+    with Telemetry([sink], run_dir=None) as telemetry:
+        model.learn(steps, callback=[TelemetryCallback(telemetry, **settings), *others], reset_num_timesteps=False)
+    return sink.records
+
+
+def fail(_: Any) -> None:
+    raise OSError("the simulator is gone")
 
 
 def test_an_exception_in_the_environment_ends_the_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
     model = sb3_models.ppo()
-
-    def fail(_: Any) -> None:
-        raise OSError("the simulator is gone")
 
     with pytest.raises(OSError, match="simulator"):
         learn(model, tmp_path / "run", CallAfter(fail, 40))
@@ -144,7 +109,7 @@ def test_an_exception_in_the_environment_ends_the_run_and_leaves_nothing_behind(
     run = read_run(tmp_path / "run")
     assert run.status is RunStatus.FAILED
     assert [record.axes.env_step for record in run.records if not record.partial] == [128]
-    assert taps_of(model) == []
+    assert sb3_models.taps_of(model) == []
     model.learn(128)
 
 
@@ -168,7 +133,7 @@ def test_an_exception_in_an_update_leaves_a_partial_record(tmp_path: Path, monke
     assert "policy/kl" in records[1].values
     assert EQUATION_KEY + "minibatches" in records[0].values
     assert EQUATION_KEY + "minibatches_one_minibatch" not in records[1].values  # the pass was not complete
-    assert taps_of(model) == []
+    assert sb3_models.taps_of(model) == []
 
 
 def test_padding_is_left_out_of_units_and_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -197,24 +162,19 @@ def test_nan_logits_are_traced_to_their_source(tmp_path: Path) -> None:
 def test_detach_and_the_end_of_a_with_block_remove_all_taps() -> None:
     model = sb3_models.ppo()
     with Telemetry([MemorySink()], run_dir=None) as telemetry:
-        with pytest.raises(RuntimeError), TelemetryCallback(telemetry) as callback:
-            model.learn(256, callback=[callback, CallAfter(raising, 40)])
-        assert taps_of(model) == []
+        with pytest.raises(OSError), TelemetryCallback(telemetry) as callback:
+            model.learn(256, callback=[callback, CallAfter(fail, 40)])
+        assert sb3_models.taps_of(model) == []
         callback.detach()
 
 
-def raising(_: Any) -> None:
-    raise RuntimeError("stop")
-
-
 def test_another_callback_may_stop_training() -> None:
-    sink, model = MemorySink(), sb3_models.ppo()
+    model = sb3_models.ppo()
 
-    with Telemetry([sink], run_dir=None) as telemetry:
-        model.learn(1024, callback=[TelemetryCallback(telemetry), CallAfter(lambda _: False, 70)])
+    records = records_of(model, 1024, CallAfter(lambda _: False, 70))
 
-    assert [record.axes.env_step for record in sink.records] == [128, 256]
-    assert taps_of(model) == []
+    assert [record.axes.env_step for record in records] == [128, 256]
+    assert sb3_models.taps_of(model) == []
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -232,28 +192,27 @@ def test_learning_again_goes_on_in_the_same_run(reset: bool) -> None:
 
 
 def test_a_loaded_model_goes_on_counting(tmp_path: Path) -> None:
-    model, sink = sb3_models.ppo(), MemorySink()
+    model = sb3_models.ppo()
     model.learn(256)
     model.save(tmp_path / "model")
     loaded = PPO.load(tmp_path / "model", env=sb3_models.cartpole(), device="cpu")
 
-    with Telemetry([sink], run_dir=None) as telemetry:
-        loaded.learn(256, callback=TelemetryCallback(telemetry), reset_num_timesteps=False)
-
-    axes = sink.records[0].axes
+    axes = records_of(loaded, 256)[0].axes
     assert (axes.update, axes.env_step, axes.gradient_step) == (3, 384, 24)
 
 
 def test_updates_of_a2c_share_records_without_losing_anything() -> None:
     """Five updates of 128 transitions share records in pairs, the last alone. Sums and means are the same as in single records."""
-    sinks = MemorySink(), MemorySink()
-    for sink, together in zip(sinks, (1, 2), strict=True):
-        with Telemetry([sink], run_dir=None) as telemetry:
-            sb3_models.a2c().learn(640, callback=TelemetryCallback(telemetry, updates_per_record=together))
-    alone, shared = ([record.values for record in sink.records] for sink in sinks)
+    weights, records = [], []
+    for together in (1, 2):
+        model = sb3_models.a2c()
+        records.append(records_of(model, 640, updates_per_record=together))
+        weights.append(model.policy.state_dict())
+    alone, shared = ([record.values for record in each] for each in records)
 
-    axes = [record.axes for record in sinks[1].records]
+    axes = [record.axes for record in records[1]]
     assert [(at.update, at.env_step, at.gradient_step) for at in axes] == [(2, 256, 2), (4, 512, 4), (5, 640, 5)]
+    assert_identical(*weights)
     for key in ("reward/mean", "adv/raw/mean", "policy/entropy", "loss/policy", "loss/value"):
         values = [record[key] for record in alone]
         means = [(values[0] + values[1]) / 2, (values[2] + values[3]) / 2, values[4]]
@@ -264,12 +223,9 @@ def test_updates_of_a2c_share_records_without_losing_anything() -> None:
 
 def test_a2c_has_a_record_for_2048_transitions() -> None:
     """2176 transitions are seventeen updates of 128."""
-    sink, model = MemorySink(), sb3_models.a2c()
+    axes = [record.axes for record in records_of(sb3_models.a2c(), 2176)]
 
-    with Telemetry([sink], run_dir=None) as telemetry:
-        model.learn(2176, callback=TelemetryCallback(telemetry))
-
-    assert [(record.axes.update, record.axes.env_step) for record in sink.records] == [(16, 2048), (17, 2176)]
+    assert [(at.update, at.env_step) for at in axes] == [(16, 2048), (17, 2176)]
 
 
 def test_two_telemetries_side_by_side_see_the_same() -> None:
@@ -280,7 +236,7 @@ def test_two_telemetries_side_by_side_see_the_same() -> None:
 
     one, other = ([{k: v for k, v in r.values.items() if k.startswith(("policy/", "grad/"))} for r in s.records] for s in sinks)
     assert one == other and len(one) == 2
-    assert taps_of(model) == []
+    assert sb3_models.taps_of(model) == []
 
 
 def test_their_logger_tensorboard_and_callbacks_receive_the_same(tmp_path: Path) -> None:
@@ -308,35 +264,6 @@ def test_their_logger_tensorboard_and_callbacks_receive_the_same(tmp_path: Path)
     assert all(values["integrity/ratio_init"] <= 1e-6 for values in mirrored)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "sb3_minibatches.loss_columns",
-        "sb3_minibatches.sample_columns",
-        "sb3_minibatches.MinibatchListener.before_clip",
-        "sb3_minibatches.ops.checked_norms",
-        "sb3_rollouts.RolloutRecorder.after_action",
-        "sb3_rollouts.RolloutRecorder.after_step",
-    ],
-)
-def test_a_bug_in_it_costs_its_events_and_a_warning(place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(*_: object) -> None:
-        raise IndexError("a bug")
-
-    monkeypatch.setattr(f"esper_telemetry.adapters.sb3.{place}", broken)
-    sink, bare = MemorySink(), sb3_models.ppo()
-    bare.learn(256)
-    expected, model = sb3_models.fingerprint(bare), sb3_models.ppo()
-
-    with Telemetry([sink], run_dir=None) as telemetry:
-        model.learn(256, callback=TelemetryCallback(telemetry))
-
-    actual = sb3_models.fingerprint(model)
-    assert all(torch.equal(actual[key], expected[key]) for key in expected)
-    assert [record.axes.env_step for record in sink.records] == [128, 256]
-    assert "IndexError: a bug" in caplog.text
-
-
 def test_an_unsupported_model_is_refused_in_one_sentence() -> None:
     with pytest.raises(TypeError, match="takes a Telemetry, got str"):
         TelemetryCallback("runs/a")  # type: ignore[arg-type]
@@ -359,4 +286,4 @@ def test_taps_go_in_any_order_and_put_back_what_was_there() -> None:
 
     assert calls == [("first", "mine"), ("second", "mine"), ("second", "mine")]
     assert policy.forward(torch.zeros(1, 4)) == "mine"
-    assert taps_of(model) == []
+    assert sb3_models.taps_of(model) == []

@@ -25,8 +25,6 @@ RESETS = EQUATION_KEY + "transitions_reset_elsewhere"
 
 
 class AfterRollout(BaseCallback):
-    """Calls a function with the model after each rollout."""
-
     def __init__(self, action: Callable[[Any], object]) -> None:
         super().__init__()
         self._action = action

@@ -187,10 +187,6 @@ def test_temporal_differences_separate_termination_from_a_time_limit(updates: An
         assert values["value/td/mean"] == close((buffer.advantages - carry).mean(), rel=1e-3, abs=1e-5)
 
 
-def test_every_row_comes_once_in_a_pass(updates: Any) -> None:
-    assert [values["integrity/rows_repeated"] for _, _, values in updates] == [0] * len(updates)
-
-
 @pytest.mark.parametrize(("name", "sizes"), [("multi_discrete", [3, 2]), ("multi_binary", [1, 1, 1])])
 def test_gradients_of_parts_of_an_action_are_rows_of_one_layer(name: str, sizes: list[int], tmp_path: Path) -> None:
     """The norm of each part is the norm of its rows, weights and biases together."""

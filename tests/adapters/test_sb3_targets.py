@@ -3,11 +3,14 @@
 import inspect
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from adapter_runs import QUIET
+from sb3_collection import ScaledRewards
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from sb3_models import of_corpus
 from stable_baselines3 import A2C, PPO
@@ -18,20 +21,17 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
-from esper_telemetry.alarms import Thresholds
 from esper_telemetry.core.record import Record
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.lab.faults.sb3_models import MaskedArms
 
 pytestmark = pytest.mark.sb3
 
-QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
 SETTINGS: dict[str, Any] = {"n_steps": 64, "device": "cpu", "seed": 3}
 MINIBATCHES = {**SETTINGS, "batch_size": 64, "n_epochs": 2}
 
 
 def run(model: Any, updates: int = 3) -> tuple[list[Record], dict[str, str]]:
-    """Records of a run of that many rollouts, and the alarm sentences by type."""
     records: list[Record] = []
     sentences: dict[str, str] = {}
     with Telemetry([records.append], run_dir=None, level="debug", detect=QUIET) as telemetry:
@@ -80,28 +80,31 @@ class LastEndIgnored(RolloutBuffer):
         super().compute_returns_and_advantage(last_values, np.zeros_like(dones))
 
 
-class ReturnsFromNormalized(RolloutBuffer):
-    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
-        super().compute_returns_and_advantage(last_values, dones)
-        self.advantages = (self.advantages - self.advantages.mean()) / (self.advantages.std() + 1e-8)
-        self.returns = self.advantages + self.values
+def changed(change: Callable[[Any], None]) -> type[RolloutBuffer]:
+    """Return a buffer whose advantages or returns are changed after they were computed."""
+
+    class Changed(RolloutBuffer):
+        def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+            super().compute_returns_and_advantage(last_values, dones)
+            change(self)
+
+    return Changed
 
 
-class NormalizedByEnvironment(RolloutBuffer):
-    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
-        super().compute_returns_and_advantage(last_values, dones)
-        self.advantages = (self.advantages - self.advantages.mean(0)) / (self.advantages.std(0) + 1e-8)
+def normalize(buffer: Any, axis: int | None = None) -> None:
+    buffer.advantages = (buffer.advantages - buffer.advantages.mean(axis)) / (buffer.advantages.std(axis) + 1e-8)
 
 
-class NormalizedAfterReturns(RolloutBuffer):
-    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
-        super().compute_returns_and_advantage(last_values, dones)
-        self.advantages = (self.advantages - self.advantages.mean()) / (self.advantages.std() + 1e-8)
+def returns_from_normalized(buffer: Any) -> None:
+    normalize(buffer)
+    buffer.returns = buffer.advantages + buffer.values
+
+
+def centre(buffer: Any) -> None:
+    buffer.advantages = buffer.advantages - buffer.advantages.mean()
 
 
 class Stale(RolloutBuffer):
-    """Returns the previous rollout's advantages."""
-
     previous: Any = None
 
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
@@ -133,8 +136,6 @@ def with_line(line: str, other: str, *, count: int = 1) -> Callable[..., bool]:
 
 
 class OtherCounter(PPO):
-    """Counts its steps under another name."""
-
     collect_rollouts = with_line("n_steps", "taken", count=source_count("n_steps"))
 
 
@@ -148,11 +149,6 @@ class ShowsNothing(PPO):
     """Does not pass its local variables to the callback."""
 
     collect_rollouts = with_line("callback.update_locals(locals())", "pass", count=2)
-
-
-class ScaledRewards(RolloutBuffer):
-    def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
-        super().add(obs, action, 0.1 * reward, *rest, **named)
 
 
 def broken(buffer: type[RolloutBuffer], seed: int = 3) -> PPO:
@@ -182,7 +178,7 @@ def named(model: Any, equation: str, name: str) -> dict[str, str]:
         (of_corpus("subclass-lambda").Buffer, "advantages", "other_lambda"),
         (Stale, "advantages", "stale"),
         (of_corpus("subclass-returns_normalized").Buffer, "returns", "normalized"),
-        (NormalizedByEnvironment, "advantages", "normalized_parts"),
+        (changed(partial(normalize, axis=0)), "advantages", "normalized_parts"),
     ],
 )
 def test_a_buffer_with_a_mistake_is_named(buffer: type[RolloutBuffer], equation: str, name: str, seed: int) -> None:
@@ -200,19 +196,13 @@ class MonteCarloTargets(RolloutBuffer):
             self.returns[step] = total
 
 
-class Centred(RolloutBuffer):
-    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
-        super().compute_returns_and_advantage(last_values, dones)
-        self.advantages = self.advantages - self.advantages.mean()
-
-
 @pytest.mark.parametrize(
     ("buffer", "equation", "name"),
     [
         (MonteCarloTargets, "returns", "monte_carlo_cut"),
         (of_corpus("subclass-returns_normalized").Buffer, "returns", "normalized"),
-        (ReturnsFromNormalized, "returns", "normalized"),
-        (Centred, "advantages", "mean_alone"),
+        (changed(returns_from_normalized), "returns", "normalized"),
+        (changed(centre), "advantages", "mean_alone"),
     ],
 )
 def test_a_mistake_in_each_of_the_rollouts_of_a_record_is_named(buffer: type[RolloutBuffer], equation: str, name: str) -> None:
@@ -253,7 +243,7 @@ def test_a_published_bootstrap_of_time_limits_is_named_and_raises_nothing() -> N
 
 def test_advantages_that_are_normalised_once_over_the_batch_raise_nothing() -> None:
     """Neither the equations nor the older identity A + V = R, which holds before normalisation, is reported."""
-    records, sentences = run(broken(NormalizedAfterReturns))
+    records, sentences = run(broken(changed(normalize)))
 
     assert results(records, "advantages")[1] == {"normalized"}
     assert results(records, "returns")[1] == {"normalized_after"}
@@ -262,7 +252,7 @@ def test_advantages_that_are_normalised_once_over_the_batch_raise_nothing() -> N
 
 def test_returns_that_are_made_of_stored_normalised_advantages_are_named() -> None:
     """The returns equal the stored A + V, but the stored advantages no longer equal GAE."""
-    records, sentences = run(broken(ReturnsFromNormalized))
+    records, sentences = run(broken(changed(returns_from_normalized)))
 
     assert results(records, "advantages")[1] == {"normalized"}
     assert results(records, "returns")[1] == {"normalized"}

@@ -1,6 +1,6 @@
 """The learning-rate schedule among the facts of a run, for the bundled trainer, scripts and Stable-Baselines3 models."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,15 @@ def schedules(run_dir: Path) -> EquationRow:
     return row
 
 
-def trained(run_dir: Path, *, totals: tuple[int, ...] = (640,), **settings: Any) -> EquationRow:
+def trained(
+    run_dir: Path, *, totals: tuple[int, ...] = (640,), on_minibatch: Callable[[PPO], None] | None = None, **settings: Any
+) -> EquationRow:
     config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), seed=1, **settings)
     with Telemetry(run_dir=run_dir, offload=False) as telemetry:
         trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=1), config)
         attach(telemetry, trainer)
+        if on_minibatch is not None:
+            trainer.hooks.on(MinibatchStart, lambda _: on_minibatch(trainer))
         for total in totals:
             trainer.learn(total)
     return schedules(run_dir)
@@ -38,17 +42,10 @@ def trained(run_dir: Path, *, totals: tuple[int, ...] = (640,), **settings: Any)
 
 @pytest.mark.system
 def test_a_rate_that_a_hook_sets_is_the_one_that_is_compared(tmp_path: Path) -> None:
-    config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), seed=1)
-    with Telemetry(run_dir=tmp_path, offload=False) as telemetry:
-        trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=1), config)
-        attach(telemetry, trainer)
+    def anneal(trainer: PPO) -> None:
+        trainer.optimizer.param_groups[0]["lr"] = trainer.config.learning_rate * (1 - trainer.env_steps / 448)
 
-        def anneal(_: MinibatchStart) -> None:
-            trainer.optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - trainer.env_steps / 448)
-
-        trainer.hooks.on(MinibatchStart, anneal)
-        trainer.learn(640)
-    row = schedules(tmp_path)
+    row = trained(tmp_path, on_minibatch=anneal)
 
     assert row.state == "differs" and [one.name for one in row.explanations] == ["negative"]
 
@@ -81,17 +78,11 @@ def script_facts(**settings: Any) -> Mapping[str, Any]:
     return find_schedule(Variables([ARGS | settings]), {"total_steps": 640, "num_epochs": 2}, 1e-3)
 
 
-def test_a_script_that_anneals_falls_to_an_end_that_is_not_known() -> None:
-    schedule = script_facts(anneal_lr=True)[SCHEDULE_FACT]
+def test_a_script_that_anneals_falls_to_an_end_that_is_not_known_and_another_keeps_its_rate() -> None:
+    annealed, constant = (script_facts(anneal_lr=anneal)[SCHEDULE_FACT] for anneal in (True, False))
 
-    assert (schedule["initial"], schedule["final"], schedule["final_is_set"]) == (1e-3, 0.0, False)
-    assert schedule["counts"] == {"num_epochs": 2}
-
-
-def test_a_script_that_does_not_anneal_keeps_its_rate() -> None:
-    schedule = script_facts(anneal_lr=False)[SCHEDULE_FACT]
-
-    assert (schedule["initial"], schedule["final"]) == (1e-3, 1e-3)
+    assert (annealed["initial"], annealed["final"], annealed["final_is_set"], annealed["counts"]) == (1e-3, 0.0, False, {"num_epochs": 2})
+    assert (constant["initial"], constant["final"]) == (1e-3, 1e-3)
 
 
 def test_a_number_of_updates_stands_for_steps_and_a_straight_scheduler_for_a_setting() -> None:

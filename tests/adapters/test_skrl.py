@@ -7,53 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 pytest.importorskip("skrl", reason="needs skrl")
 pytest.importorskip("gymnasium", reason="needs gymnasium")
 
 import skrl_models
+from adapter_runs import differing_equations, recorded_norms
 
 from esper_telemetry import RunStatus, Telemetry, read_run, watch_pair
 from esper_telemetry.adapters.skrl import attach_agent
-from esper_telemetry.core.facts import Facts
-from esper_telemetry.equations.equation import equation_results
-from esper_telemetry.journal.read import Run
 
 pytestmark = pytest.mark.sb3
 
 
-def differing_equations(run: Run) -> dict[str, list[str]]:
-    """Names of the hypotheses about each equation that some record does not match."""
-    results = [one for record in run.records for one in equation_results(record.values, Facts.of(run.info.facts))]
-    return {one.equation.name: [each.name for each in one.hypotheses] for one in results if not one.matches}
-
-
-def test_off_installs_no_tap() -> None:
-    model = skrl_models.skrl_agent()
-
-    with Telemetry([], run_dir=None, level="off") as telemetry:
-        attach_agent(telemetry, model.agent)
-        assert skrl_models.taps_of(model) == []
-
-
 @pytest.mark.parametrize("scalers", [(), ("value",)])
-def test_numbers_equal_those_of_the_trainer(scalers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_equal_those_of_the_trainer(scalers: tuple[str, ...], tmp_path: Path) -> None:
     """Losses, divergence and rate equal skrl's logs; norms equal the values it computes; advantages equal its memory's."""
     settings = skrl_models.adaptive(scalers=scalers, time_limit_bootstrap=True)
     bare = skrl_models.skrl_agent(skrl_models.short_pendulum, **settings)
-    norms: list[float] = []
-    clip = nn.utils.clip_grad_norm_
-
-    def recording_clip(parameters: Any, max_norm: float) -> torch.Tensor:
-        norm = clip(parameters, max_norm)
-        norms.append(float(norm))
-        return norm
-
-    monkeypatch.setattr(nn.utils, "clip_grad_norm_", recording_clip)
-    bare.learn(4)
-    monkeypatch.undo()
+    with recorded_norms() as norms:
+        bare.learn(4)
     model = skrl_models.skrl_agent(skrl_models.short_pendulum, **settings)
 
     run = skrl_models.recorded_run(model, tmp_path / "run", updates=4)

@@ -22,8 +22,6 @@ from esper_telemetry.adapters.sb3 import TelemetryCallback
 
 
 class Counter:
-    """An object with a method to tap."""
-
     def __init__(self) -> None:
         self.total = 0
 

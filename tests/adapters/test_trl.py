@@ -15,13 +15,13 @@ import torch
 
 pytest.importorskip("trl", reason="these tests need esper-telemetry[trl]")
 
+from adapter_runs import assert_identical, taps_in
 from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
 from transformers import PrinterCallback
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.adapters.completions import CompletionsEnd, CompletionsUpdate, TokensEnd
-from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.trl import TelemetryCallback
 from esper_telemetry.importers.records import read_foreign
 from esper_telemetry.importers.source import read_source
@@ -41,7 +41,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(model: Path, *callbacks: TelemetryCallback, steps: int = 4, **settings: Any) -> Any:
-    """Return a trainer after a few steps of training."""
     trainer = build_trainer(model, seed=1, steps=steps, callbacks=callbacks, **settings)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -49,15 +48,9 @@ def trained(model: Path, *callbacks: TelemetryCallback, steps: int = 4, **settin
 
 
 def recorded(model: Path, run_dir: Path, steps: int = 4, **settings: Any) -> Run:
-    """Return the recorded run of such a training."""
     with Telemetry([], run_dir=run_dir, offload=False) as telemetry:
         trained(model, TelemetryCallback(telemetry), steps=steps, **settings)
     return read_run(run_dir)
-
-
-def taps_of(trainer: Any) -> list[str]:
-    """Names of methods with one of our taps."""
-    return [name for name, value in vars(trainer).items() if isinstance(value, Tap)]
 
 
 def test_numbers_are_those_that_trl_computes_itself(model: Path, tmp_path: Path) -> None:
@@ -209,7 +202,7 @@ def test_weights_are_bit_identical(model: Path, tmp_path: Path, level: str) -> N
     with Telemetry([], run_dir=tmp_path / "run", level=level, offload=False) as telemetry:
         watched = trained(model, TelemetryCallback(telemetry)).model.state_dict()
 
-    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+    assert_identical(watched, plain)
 
 
 def test_the_trainer_is_left_as_it_was_after_training_and_after_an_exception(model: Path, tmp_path: Path) -> None:
@@ -217,13 +210,13 @@ def test_the_trainer_is_left_as_it_was_after_training_and_after_an_exception(mod
         raise ZeroDivisionError("no reward")
 
     with Telemetry([], run_dir=tmp_path / "run", offload=False) as telemetry:
-        assert taps_of(trained(model, TelemetryCallback(telemetry))) == []
+        assert taps_in([trained(model, TelemetryCallback(telemetry))]) == []
 
     trainer = None
     with pytest.raises(ZeroDivisionError), Telemetry([], run_dir=tmp_path / "failed", offload=False) as telemetry:
         trainer = build_trainer(model, seed=1, steps=4, rewards=fails, callbacks=[TelemetryCallback(telemetry)])
         trainer.train()
-    assert taps_of(trainer) == []
+    assert taps_in([trainer]) == []
     assert read_run(tmp_path / "failed").status == "failed"
 
 
@@ -266,11 +259,10 @@ def test_another_trainer_is_refused_by_name(model: Path) -> None:
 
 
 def test_all_three_backends_hold_what_the_journal_holds(model: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with Telemetry(list(BACKENDS), run_dir=run_dir, close_timeout=60) as telemetry:
+    with Telemetry(list(BACKENDS), run_dir=tmp_path, close_timeout=60) as telemetry:
         trained(model, TelemetryCallback(telemetry))
 
-    assert_the_same_numbers_in_all_four(run_dir)
+    assert_the_same_numbers_in_all_four(tmp_path)
 
 
 def test_an_unedited_script_is_recorded(tmp_path: Path) -> None:
@@ -305,7 +297,6 @@ def test_a_log_of_trl_is_read_by_diagnose(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["healthy", "reward_sign", "mask_shift"])
 def test_the_fault_bed_names_what_is_wrong(name: str, tmp_path: Path) -> None:
-    """The complete bed: `python -m esper_telemetry.lab.language_models`."""
     fault = {fault.name: fault for fault in (HEALTHY, *FAULTS)}[name]
 
     verdict = run_fault(fault, seed=1, steps=12, directory=tmp_path)

@@ -21,13 +21,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # verl imports deprecated modules of Ray
     pytest.importorskip("esper_telemetry.lab.verl_cpu.verl_faults", reason="needs esper-telemetry[verl]")
 
+from adapter_runs import QUIET, assert_identical, taps_in
 from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
 from verl.trainer.ppo import core_algos
 
 from esper_telemetry import RunStatus, Telemetry, read_run
-from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.verl import attach_trainer
-from esper_telemetry.alarms import Thresholds
 from esper_telemetry.core.record import AlarmEvent
 from esper_telemetry.journal.read import Run
 from esper_telemetry.lab.small_language_model import save_model
@@ -35,9 +34,6 @@ from esper_telemetry.lab.verl_cpu.verl_faults import FAULTS, VerlFault
 from esper_telemetry.lab.verl_cpu.verl_training import CpuTrainer, SamplingManager, cpu_config, local_ray, train
 
 pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]  # Ray, verl and transformers emit deprecation warnings
-
-QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
-"""Tests share their cores, so only the benchmark judges the cost of telemetry."""
 
 ACTOR = "actor_rollout_ref__actor__"
 
@@ -83,7 +79,6 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def recorded(model: Path, run_dir: Path, *, steps: int = 3, fault: VerlFault | None = None, **settings: Any) -> Run:
-    """Return the recorded run of a training."""
     fault = fault or VerlFault("healthy", ())
     config = cpu_config(model, steps=steps, **{**fault.settings, **settings})
     with Telemetry([], run_dir=run_dir, offload=False, detect=QUIET) as telemetry:
@@ -92,7 +87,6 @@ def recorded(model: Path, run_dir: Path, *, steps: int = 3, fault: VerlFault | N
 
 
 def weights(trainer: CpuTrainer) -> dict[str, torch.Tensor]:
-    """Weights and moments of the actor and the critic, in this process."""
     workers = trainer.actor_rollout_wg.workers[0].worker.worker_dict
     engines = [getattr(worker, "actor", worker).engine for name, worker in workers.items() if name != "ref"]
     named = {}
@@ -105,11 +99,10 @@ def weights(trainer: CpuTrainer) -> dict[str, torch.Tensor]:
 
 
 def taps_of(trainer: CpuTrainer) -> list[str]:
-    """Names of methods of the trainer and its workers with one of our taps."""
     workers = trainer.actor_rollout_wg.workers[0].worker.worker_dict.values()
     owners = [trainer, *(getattr(worker, "actor", worker) for worker in workers)]
     owners += [worker.engine for worker in owners[1:]]
-    return [name for owner in owners for name, value in vars(owner).items() if isinstance(value, Tap)]
+    return taps_in(owners)
 
 
 def test_numbers_are_those_that_verl_computes_itself(model: Path, tmp_path: Path) -> None:
@@ -208,8 +201,7 @@ def test_weights_are_bit_identical(level: str, model: Path, tmp_path: Path) -> N
     with Telemetry([], run_dir=tmp_path / "run", level=level, offload=False) as telemetry:
         watched = weights(train(config, telemetry))
 
-    assert watched.keys() == plain.keys()
-    assert [name for name in plain if not torch.equal(plain[name], watched[name])] == []
+    assert_identical(watched, plain)
 
 
 def test_two_workers_report_as_one(model: Path, tmp_path: Path) -> None:
@@ -270,7 +262,7 @@ def test_a_listener_that_fails_costs_its_events_and_not_the_training(
     with Telemetry([], run_dir=tmp_path / "run", offload=False) as telemetry:
         watched = weights(train(cpu_config(model, steps=2), telemetry))
 
-    assert all(torch.equal(plain[each], watched[each]) for each in plain)
+    assert_identical(watched, plain)
     assert "a bug of telemetry" in caplog.text
     assert read_run(tmp_path / "run").status is RunStatus.FINISHED
 
@@ -310,11 +302,10 @@ def test_a_run_that_cannot_be_recorded_is_trained(
 
 
 def test_all_three_backends_hold_what_the_journal_holds(model: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with Telemetry(list(BACKENDS), run_dir=run_dir, close_timeout=60) as telemetry:
+    with Telemetry(list(BACKENDS), run_dir=tmp_path, close_timeout=60) as telemetry:
         train(cpu_config(model, steps=3), telemetry)
 
-    assert_the_same_numbers_in_all_four(run_dir)
+    assert_the_same_numbers_in_all_four(tmp_path)
 
 
 def test_texts_are_evidence_of_alarms(model: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import gymnasium as gym
 import torch
+from adapter_runs import moments, recorded, taps_in
 from torch import Tensor, nn
 
 with warnings.catch_warnings():
@@ -25,9 +26,8 @@ with warnings.catch_warnings():
     from torchrl.trainers.algorithms import PPOTrainer
 
 from esper_telemetry import Telemetry
-from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.torchrl import attach_loss, attach_trainer
-from esper_telemetry.journal.read import Run, read_run
+from esper_telemetry.journal.read import Run
 
 ENVS, STEPS, ROWS, EPOCHS = 4, 32, 32, 2
 FRAMES = ENVS * STEPS
@@ -146,7 +146,6 @@ class Program:
         self.collector.shutdown()
 
     def learn_from(self, batch: Any) -> None:
-        """One update."""
         for _ in range(self.epochs):
             self.estimator(batch)
             self.buffer.empty()
@@ -196,7 +195,6 @@ CAUSES = {
     "drifting_normalizer": {"integrity/ratio_init"},
 }
 HEALTHY = {"large": lambda: Program(**{**LARGE, "updates": 10})}
-LEARNING: Mapping[str, Callable[[], Program]] = {}
 MODELS = {
     f"{env}, PPOTrainer" if uses_trainer else env: partial(Program, env, uses_trainer=uses_trainer)
     for env in ("CartPole-v1", "Pendulum-v1")
@@ -219,27 +217,13 @@ def train(program: Program, updates: int, telemetry: Telemetry | None = None) ->
 
 
 def taps_of(program: Program) -> list[str]:
-    """Our taps and hooks in the objects of a program."""
-    owners = [program.loss, program.estimator, *program.loss.modules()]
-    taps = [f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)]
-    optimizer = program.optimizer
-    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    return taps + ["optimizer"] * hooks
+    return taps_in([program.loss, program.estimator, *program.loss.modules()], program.optimizer)
 
 
 def recorded_run(program: Program, run_dir: Path, **settings: Any) -> Run:
-    """Return the journal of a program that has learned with telemetry, in process by default."""
-    with Telemetry(run_dir=run_dir, **{"offload": False, **settings}) as telemetry:
-        train(program, 3, telemetry)
-    return read_run(run_dir)
+    return recorded(train, program, run_dir, **settings)[0]
 
 
 def fingerprint(program: Program) -> dict[str, Tensor]:
-    """Weights, optimizer state and the random generator."""
-    moments = {
-        f"{index}.{name}": torch.as_tensor(moment).clone()
-        for index, state in program.optimizer.state_dict()["state"].items()
-        for name, moment in state.items()
-    }
     weights = {name: parameter.detach().clone() for name, parameter in program.loss.named_parameters()}
-    return {**weights, **moments, "generator": torch.get_rng_state()}
+    return {**weights, **moments(program.optimizer), "generator": torch.get_rng_state()}

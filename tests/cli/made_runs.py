@@ -50,3 +50,13 @@ def hostile_run(run_dir: Path, text: str = ESCAPES) -> Path:
     (run_dir / "config.json").write_text(json.dumps({"command": [text]}))
     (run_dir / "status.json").write_text(json.dumps({"sinks": {text: {"uri": text}}}))
     return run_dir
+
+
+def wrong_script(folder: Path) -> Path:
+    """A script whose trace of the advantages continues across the ends of episodes."""
+    right = "args.gamma * args.gae_lambda * nextnonterminal * lastgaelam"
+    text = (Path(__file__).parents[1] / "script" / "scripts" / "categorical.py").read_text(encoding="utf-8")
+    assert right in text
+    path = folder / "wrong.py"
+    path.write_text(text.replace(right, "args.gamma * args.gae_lambda * lastgaelam"), encoding="utf-8")
+    return path

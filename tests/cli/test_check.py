@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from forked import run_python
+from made_runs import wrong_script
+from run_cli import CommandOutput
 
 from esper_telemetry import RunStatus, Telemetry, check_gae, read_run
 from esper_telemetry.cli.arguments import WrongUse
@@ -17,34 +19,17 @@ from esper_telemetry.cli.main import run
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "script" / "scripts"
-RIGHT_TRACE = "args.gamma * args.gae_lambda * nextnonterminal * lastgaelam"
 SPINNING = "import time\nprint('spinning', flush=True)\nwhile True:\n    time.sleep(0.01)\n"
 
 
-class Output(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def check(directory: Path, *words: str) -> Output:
+def check(directory: Path, *words: str) -> CommandOutput:
     done = run_python("-m", "esper_telemetry", "check", *words, cwd=directory)
-    return Output(done.returncode, done.stdout, done.stderr)
+    return CommandOutput(done.returncode, done.stdout, done.stderr)
 
 
-def row(output: Output, equation: str) -> dict[str, Any]:
+def row(output: CommandOutput, equation: str) -> dict[str, Any]:
     (values,) = [each for each in json.loads(output.out)["equations"] if each["equation"] == equation]
     return dict(values)
-
-
-@pytest.fixture
-def wrong_script(tmp_path: Path) -> Path:
-    """A script whose trace continues across the ends of episodes."""
-    text = (SCRIPTS / "categorical.py").read_text(encoding="utf-8")
-    assert RIGHT_TRACE in text
-    path = tmp_path / "wrong.py"
-    path.write_text(text.replace(RIGHT_TRACE, "args.gamma * args.gae_lambda * lastgaelam"), encoding="utf-8")
-    return path
 
 
 @pytest.mark.system
@@ -60,8 +45,8 @@ def test_a_correct_script_matches_until_it_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_mistake_is_named_and_the_recorded_run_says_the_same(tmp_path: Path, wrong_script: Path) -> None:
-    live = check(tmp_path, "--json", "--updates", "3", "--run-dir", "run", str(wrong_script), "--seed=2")
+def test_a_mistake_is_named_and_the_recorded_run_says_the_same(tmp_path: Path) -> None:
+    live = check(tmp_path, "--json", "--updates", "3", "--run-dir", "run", str(wrong_script(tmp_path)), "--seed=2")
     recorded = check(tmp_path, "run", "--json")
 
     assert (live.code, recorded.code) == (1, 1)

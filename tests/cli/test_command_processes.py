@@ -40,7 +40,6 @@ with Telemetry([ConsoleSink(every_seconds=0)], run_dir="own", config=%s) as tele
 
 @pytest.fixture
 def run_dir(delivered_run: Path, tmp_path: Path) -> Path:
-    """A copy of the run, which a command may change."""
     return shutil.copytree(delivered_run, tmp_path / "runs" / "run")
 
 
@@ -94,7 +93,6 @@ def in_pipe(
 
 
 def in_terminal(arguments: Sequence[str], cwd: Path, *, code: str = "", env: Mapping[str, str] | None = None, columns: int = 80) -> bytes:
-    """Everything that a process writes to a terminal of that width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     program = ["-c", code] if code else ["-m", "esper_telemetry"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from healthy_run import run, set_to
-from made_runs import KL_SPIKES, journal
+from made_runs import KL_SPIKES, journal, wrong_script
 
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import RunStatus
@@ -157,15 +157,10 @@ def test_logs_of_other_trainers_have_the_same_fields(tmp_path: Path, diagnose: D
 
 @pytest.mark.system
 def test_an_equation_that_differs_names_the_line_of_the_script(tmp_path: Path, diagnose: Diagnose) -> None:
-    """The trace of the advantages runs on over the ends of episodes."""
-    right = "args.gamma * args.gae_lambda * nextnonterminal * lastgaelam"
-    text = (ROOT / "tests" / "script" / "scripts" / "categorical.py").read_text(encoding="utf-8")
-    assert right in text
-    script = tmp_path / "wrong.py"
-    script.write_text(text.replace(right, "args.gamma * args.gae_lambda * lastgaelam"), encoding="utf-8")
+    script = wrong_script(tmp_path)
     command = (sys.executable, "-m", "esper_telemetry", "check", "--updates", "2", "--run-dir", "run", script.name)
     subprocess.run(command, cwd=tmp_path, check=False, capture_output=True)
-    line = next(number for number, one in enumerate(text.splitlines(), 1) if right in one)
+    line = next(number for number, one in enumerate(script.read_text().splitlines(), 1) if "gae_lambda * lastgaelam" in one)
 
     values = diagnose(tmp_path / "run")
 

@@ -165,7 +165,6 @@ FILES = sorted(2 * ["journal.jsonl", "config.json", "status.json"])
 
 
 def texts_of(answer: Any) -> Iterator[str]:
-    """Yield the texts and names of decoded JSON."""
     if isinstance(answer, str):
         yield answer
     elif isinstance(answer, dict | list):

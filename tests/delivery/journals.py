@@ -1,6 +1,9 @@
-"""Small journals to deliver."""
+"""Small journals to deliver, and a clock."""
 
+import time
 from pathlib import Path
+
+import pytest
 
 from esper_telemetry.core.record import Axes, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.journal.file import Journal
@@ -17,7 +20,6 @@ def record(seq: int) -> Record:
 
 
 def begun(run_dir: Path, records: int = 0) -> Journal:
-    """A journal of an unfinished run."""
     journal = Journal.create(run_dir)
     journal.write(encode_run(info()))
     add(journal, range(1, records + 1))
@@ -25,7 +27,6 @@ def begun(run_dir: Path, records: int = 0) -> Journal:
 
 
 def ended(run_dir: Path, records: int) -> Path:
-    """The directory of a finished run."""
     journal = begun(run_dir, records)
     end(journal)
     journal.close()
@@ -39,3 +40,9 @@ def add(journal: Journal | MemoryJournal, seqs: range) -> None:
 
 def end(journal: Journal | MemoryJournal) -> None:
     journal.write(encode_end(RunStatus.FINISHED, seq=journal.records + 1))
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)

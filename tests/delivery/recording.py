@@ -76,8 +76,6 @@ class FlakySink(RecordingSink):
 
 
 class HopelessSink(RecordingSink):
-    """Can never be opened."""
-
     def open(self, run: RunInfo) -> None:
         raise PermanentSinkError("the key was revoked")
 
@@ -194,7 +192,6 @@ class StartingSink(RecordingSink):
 
 
 def gate(file: Path) -> Path:
-    """The file that opens a `GatedSink`."""
     return file.with_suffix(".gate")
 
 

@@ -1,11 +1,13 @@
 """Alarms reach a sink once and in the journal's order, and they never lose or block records permanently."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from journals import add, begun, end, info, record
+from recording import RecordingSink, calls, seqs
 from waiting import wait_until
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunStatus
@@ -20,12 +22,10 @@ from esper_telemetry.testing import FailingSink, MemorySink
 
 
 def alarm(seq: int, kind: str = "policy/kl_spike") -> Alarm:
-    """An alarm of the record with that number."""
     return Alarm(seq, record(seq).axes, kind, AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, "policy/kl", since=seq)
 
 
 def journal_with_alarms(run_dir: Path, records: int, alarms: Sequence[int]) -> Journal:
-    """A journal with alarms after the records with these numbers."""
     journal = begun(run_dir)
     go_on(journal, range(1, records + 1), alarms)
     return journal
@@ -40,8 +40,6 @@ def go_on(journal: Journal | MemoryJournal, seqs: range, alarms: Sequence[int]) 
 
 @dataclass
 class OrderSink(MemorySink):
-    """Keeps its calls in one list."""
-
     name: str = "told"
     order: list[int | str] = field(default_factory=list)
     recalled: list[int] = field(default_factory=list)
@@ -62,21 +60,6 @@ class OrderSink(MemorySink):
         self.order.append(f"outcome {event.data['outcome']}")
 
 
-EXPECTED = [1, 2, "alarm 2", 3, "alarm 3", 4]
-
-
-def test_alarms_come_between_the_records(tmp_path: Path) -> None:
-    end(journal_with_alarms(tmp_path, 4, [2, 3]))
-    sink = OrderSink()
-
-    report = replay(tmp_path, sink)
-
-    assert sink.order == EXPECTED
-    assert sink.alarms == [alarm(2), alarm(3)]
-    assert sink.recalled == []
-    assert report.complete and report.sinks[0].sent == 4
-
-
 def test_outcomes_come_between_the_records_and_once(tmp_path: Path) -> None:
     """Two outcomes, the last one after all records; a second replay repeats none."""
     journal = begun(tmp_path)
@@ -94,16 +77,18 @@ def test_outcomes_come_between_the_records_and_once(tmp_path: Path) -> None:
     assert again.order == []
 
 
-def test_replayed_again_nothing_is_sent_twice_and_what_is_new_comes_after_what_was(tmp_path: Path) -> None:
+def test_alarms_come_between_the_records_and_a_second_replay_sends_only_what_is_new(tmp_path: Path) -> None:
     journal = journal_with_alarms(tmp_path, 4, [2, 3])
     first, second = OrderSink(), OrderSink()
 
-    replay(tmp_path, first)
+    report = replay(tmp_path, first)
     go_on(journal, range(5, 7), [5])
     end(journal)
     replay(tmp_path, second)
 
-    assert first.order == EXPECTED
+    assert first.order == [1, 2, "alarm 2", 3, "alarm 3", 4]
+    assert (first.alarms, first.recalled) == ([alarm(2), alarm(3)], [])
+    assert report.complete and report.sinks[0].sent == 4
     assert second.order == [5, "alarm 5", 6]
     assert second.recalled == [2, 3]
 
@@ -173,26 +158,17 @@ def test_a_backend_that_holds_some_updates_is_not_told_of_their_alarms_again(tmp
     assert sink.recalled == [2, 3]
 
 
-def test_a_run_without_a_directory_tells_its_alarms_too() -> None:
-    journal, sink = MemoryJournal(), OrderSink()
+def test_a_run_without_a_directory_tells_its_alarms_too_and_delivers_in_this_process(tmp_path: Path) -> None:
+    journal, sink, remote = MemoryJournal(), OrderSink(), RecordingSink(tmp_path / "a")
     journal.write(encode_run(info()))
-    deliveries = Deliveries(journal, [sink])
+    deliveries = Deliveries(journal, [sink, remote])
     go_on(journal, range(1, 4), [2])
     end(journal)
-    deliveries.close()
 
+    assert deliveries.close(20).complete
     assert sink.order == [1, 2, "alarm 2", 3]
-
-
-def test_alarms_up_to_a_place_are_read_without_the_records(tmp_path: Path) -> None:
-    journal_with_alarms(tmp_path, 4, [2, 3])
-    reader = JournalReader(tmp_path / "journal.jsonl")
-    reader.read(4)  # the run line, two records and an alarm
-
-    assert [entry.seq for entry in reader.alarms(reader.offset)] == [2]
-    assert [entry.seq for entry in reader.alarms()] == [2, 3]
-    assert reader.read(1) == [record(3)]
-    reader.close()
+    assert seqs(remote.file) == [1, 2, 3]
+    assert calls(remote.file)[0]["pid"] == os.getpid()
 
 
 def test_a_live_sink_hears_of_an_alarm_while_the_run_goes_on(tmp_path: Path) -> None:

@@ -10,24 +10,12 @@ from journals import add, begun, ended
 from recording import FlakySink, PickySink, calls, seqs, statuses
 
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.delivery import delivery as delivery_module
-from esper_telemetry.delivery import sender as breaker
 from esper_telemetry.delivery.catch_up import replay
 from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.sender import CircuitBreaker
 from esper_telemetry.delivery.status import Cursors, SinkState
 from esper_telemetry.journal.file import JournalReader
 from esper_telemetry.testing import FailingSink
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery_module, "POLL_SECONDS", 0.001)
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "FIRST_RETRY_SECONDS", 0.001)
 
 
 def delivery_of(run_dir: Path, sink: Any, **settings: Any) -> Delivery:
@@ -68,7 +56,7 @@ def test_a_breaker_that_worked_is_closed_and_begins_anew() -> None:
     assert one.pause() <= 0
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("impatient")
 def test_after_a_failure_one_record_is_tried_before_the_others(tmp_path: Path) -> None:
     sink = FlakySink(tmp_path / "a", failures=1)
 
@@ -77,7 +65,7 @@ def test_after_a_failure_one_record_is_tried_before_the_others(tmp_path: Path) -
     assert [call["seqs"] for call in calls(sink.file) if call["call"] == "write"] == [[1], [2, 3, 4, 5, 6]]
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     "settings",
     [{}, {"kind": TypeError}, {"kind": RuntimeError}, {"names_it": True}],
@@ -105,7 +93,7 @@ def test_a_record_that_is_refused_is_put_aside_and_all_others_arrive_in_order(
     assert "dead_letter.jsonl" in refusals[0]
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("impatient")
 def test_the_last_records_of_a_run_can_be_refused_too(tmp_path: Path) -> None:
     run_dir, sink = ended(tmp_path / "run", 6), PickySink(tmp_path / "a", refused=(5, 6))
 
@@ -117,7 +105,7 @@ def test_the_last_records_of_a_run_can_be_refused_too(tmp_path: Path) -> None:
     assert "4 records sent, 2 refused (dead_letter.jsonl)" in str(report)
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("no")])
 def test_a_sink_that_takes_nothing_at_all_refuses_no_record(tmp_path: Path, error: Exception) -> None:
     """The sink is at fault, not the records: all of them stay pending."""
@@ -129,7 +117,7 @@ def test_a_sink_that_takes_nothing_at_all_refuses_no_record(tmp_path: Path, erro
     assert dead_letters(run_dir) == []
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("impatient")
 def test_a_connection_that_fails_ten_times_is_nobodys_fault(tmp_path: Path) -> None:
     run_dir, sink = ended(tmp_path / "run", 5), FailingSink(fail_in=["write"], error=ConnectionError("down"), times=10)
 
@@ -139,7 +127,7 @@ def test_a_connection_that_fails_ten_times_is_nobodys_fault(tmp_path: Path) -> N
     assert dead_letters(run_dir) == []
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("impatient")
 def test_a_refused_record_is_remembered_by_the_cursor(tmp_path: Path) -> None:
     journal = begun(tmp_path / "run", 5)
     first = delivery_of(tmp_path / "run", PickySink(tmp_path / "a", refused=(2,)))

@@ -10,18 +10,10 @@ from waiting import wait_until
 
 from esper_telemetry.core.record import MetricInfo, RunStatus
 from esper_telemetry.delivery import delivery as delivery_module
-from esper_telemetry.delivery import sender as breaker
 from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.status import Cursor, Cursors, SinkState
 from esper_telemetry.journal.file import JournalReader
 from esper_telemetry.journal.lines import encode_end, encode_metrics, encode_record
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry at once, and poll for new lines continuously."""
-    monkeypatch.setattr(breaker, "FIRST_RETRY_SECONDS", 0.001)
-    monkeypatch.setattr(delivery_module, "POLL_SECONDS", 0.001)
 
 
 def delivery_of(run_dir: Path, sink: RecordingSink, batch: int = 200) -> Delivery:
@@ -175,22 +167,6 @@ def test_a_permanent_error_disables_with_one_loud_message(tmp_path: Path, caplog
     assert [(entry.levelname, entry.getMessage()) for entry in caplog.records] == [
         ("ERROR", "esper-telemetry: sink recording is DISABLED for this run: PermanentSinkError: the key was revoked")
     ]
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_journal_without_end_is_closed_with_the_status_it_is_finished_with(tmp_path: Path) -> None:
-    journal = begun(tmp_path / "run", 2)
-    sink = RecordingSink(tmp_path / "a")
-    delivery = delivery_of(tmp_path / "run", sink)
-    thread = threading.Thread(target=delivery.run)
-    thread.start()
-    wait_until(lambda: seqs(sink.file) == [1, 2], "two records in the sink")
-
-    delivery.finish(RunStatus.INTERRUPTED)
-    thread.join()
-
-    assert statuses(sink.file) == ["interrupted"]
-    journal.close()
 
 
 def test_each_of_many_writers_keeps_the_cursors_of_the_others(tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 """Clients are imported one after the other, before any delivery has a thread."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from journals import add, begun, end
+from journals import add, end
 from recording import ImportingSink, LateImportingSink, LocalSink, RecordingSink, calls, seqs
 
 from esper_telemetry.delivery.live import Deliveries
@@ -18,10 +17,9 @@ class LocalImportingSink(ImportingSink, LocalSink):
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    journal = begun(tmp_path / "run", 3)
-    yield journal
-    journal.close()
+def journal(journal: Journal) -> Journal:
+    add(journal, range(1, 4))
+    return journal
 
 
 @pytest.mark.parametrize("kind", [ImportingSink, LocalImportingSink])
@@ -55,14 +53,8 @@ def test_an_import_that_breaks_is_tried_again_in_a_fresh_process(tmp_path: Path,
 def test_a_client_that_cannot_be_imported_is_given_up_and_the_others_go_on(
     tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
-    deliveries = Deliveries(
-        journal,
-        [
-            ImportingSink(tmp_path / "a", "first", failures=100),
-            ImportingSink(tmp_path / "b", "second", failures=100),
-            RecordingSink(tmp_path / "good", "good"),
-        ],
-    )
+    broken = [ImportingSink(tmp_path / name, name, failures=100) for name in ("first", "second")]
+    deliveries = Deliveries(journal, [*broken, RecordingSink(tmp_path / "good", "good")])
     end(journal)
 
     with caplog.at_level(logging.ERROR):
@@ -70,7 +62,7 @@ def test_a_client_that_cannot_be_imported_is_given_up_and_the_others_go_on(
 
     assert (first.state, second.state, good.state) == (SinkState.DISABLED, SinkState.DISABLED, SinkState.CLOSED)
     assert seqs(tmp_path / "good") == [1, 2, 3]
-    assert len(calls(tmp_path / "a")) == 3
+    assert len(calls(tmp_path / "first")) == 3
     assert "sink first is DISABLED for this run: DeadClientError: its client cannot be imported" in caplog.text
 
 

@@ -1,10 +1,9 @@
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from journals import add, begun, end, info
+from journals import add, end
 from recording import HangingSink, HopelessSink, LocalSink, NoisySink, RecordingSink, StartingSink, calls, seqs, statuses
 from waiting import wait_until
 
@@ -12,17 +11,8 @@ from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.delivery.status import SinkState
 from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lines import encode_run
-from esper_telemetry.journal.memory_journal import MemoryJournal
 
 pytestmark = pytest.mark.system
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    journal = begun(tmp_path / "run")
-    yield journal
-    journal.close()
 
 
 def test_sinks_in_the_child_and_in_threads_get_everything_once_and_in_order(tmp_path: Path, journal: Journal) -> None:
@@ -30,11 +20,16 @@ def test_sinks_in_the_child_and_in_threads_get_everything_once_and_in_order(tmp_
     local = LocalSink(tmp_path / "local", "local")
     deliveries = Deliveries(journal, [remote, local, slow])
     add(journal, range(1, 301))
+    assert deliveries.stats().queue_depth == 300
+    wait_until(lambda: deliveries.stats().queue_depth == 0, "all records in the sinks")
+    assert deliveries.stats().sinks["slow"].records == 300
     end(journal)
 
     report = deliveries.close(20)
 
     assert report.complete
+    assert deliveries.close(20) is report
+    assert deliveries.child_pid is None
     assert [(sink.name, sink.sent, sink.pending) for sink in report.sinks] == [("remote", 300, 0), ("local", 300, 0), ("slow", 300, 0)]
     assert all(seqs(sink.file) == list(range(1, 301)) for sink in (remote, local, slow))
     assert all(statuses(sink.file) == ["finished"] for sink in (remote, local, slow))
@@ -42,63 +37,10 @@ def test_sinks_in_the_child_and_in_threads_get_everything_once_and_in_order(tmp_
     assert calls(remote.file)[0]["pid"] == calls(slow.file)[0]["pid"]
 
 
-def test_closing_again_gives_the_same_report(tmp_path: Path, journal: Journal) -> None:
-    deliveries = Deliveries(journal, [RecordingSink(tmp_path / "a")])
-    end(journal)
-    report = deliveries.close(20)
-
-    assert deliveries.close(20) is report
-    assert deliveries.child_pid is None
-
-
-def test_without_a_run_directory_everything_runs_in_process(tmp_path: Path) -> None:
-    journal, sink = MemoryJournal(), RecordingSink(tmp_path / "a")
-    journal.write(encode_run(info()))
-    deliveries = Deliveries(journal, [sink])
-    add(journal, range(1, 101))
-    end(journal)
-
-    report = deliveries.close(20)
-
-    assert report.complete
-    assert seqs(sink.file) == list(range(1, 101))
-    assert calls(sink.file)[0]["pid"] == os.getpid()
-
-
-def test_deliveries_without_sinks_have_nothing_to_report(journal: Journal) -> None:
-    deliveries = Deliveries(journal, [])
-
-    assert deliveries.stats().queue_depth == 0
-    assert deliveries.close().complete
-
-
 def test_sinks_of_one_name_are_told_apart(tmp_path: Path, journal: Journal) -> None:
     deliveries = Deliveries(journal, [LocalSink(tmp_path / "a"), LocalSink(tmp_path / "b")])
 
     assert list(deliveries.stats().sinks) == ["recording", "recording-2"]
-    deliveries.close(20)
-
-
-def test_all_deliveries_run_side_by_side(tmp_path: Path) -> None:
-    journals = [begun(tmp_path / name, records) for name, records in (("one", 10), ("two", 20))]
-    all_deliveries = [Deliveries(journal, [RecordingSink(tmp_path / f"{journal.run_dir.name}.sink")]) for journal in journals]
-    for journal in journals:
-        end(journal)
-
-    assert all(deliveries.close(20).complete for deliveries in all_deliveries)
-    assert [len(seqs(tmp_path / f"{name}.sink")) for name in ("one", "two")] == [10, 20]
-    for journal in journals:
-        journal.close()
-
-
-def test_stats_tell_how_far_the_slowest_sink_is_behind(tmp_path: Path, journal: Journal) -> None:
-    deliveries = Deliveries(journal, [LocalSink(tmp_path / "fast", "fast"), RecordingSink(tmp_path / "slow", "slow", delay=0.3)])
-    add(journal, range(1, 51))
-    assert deliveries.stats().queue_depth == 50
-
-    wait_until(lambda: deliveries.stats().queue_depth == 0, "all records in both sinks")
-
-    assert deliveries.stats().sinks["slow"].records == 50
     deliveries.close(20)
 
 

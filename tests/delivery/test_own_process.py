@@ -23,8 +23,6 @@ calls: list[str] = []
 
 
 class NotedSink(MemorySink):
-    """Logs its calls."""
-
     def prepare_child(self) -> None:
         calls.append("prepare_child")
 
@@ -80,8 +78,6 @@ def test_doctor_prepares_the_clients_of_all_backends(tmp_path: Path) -> None:
 
 
 class UnreadableSink(NotedSink):
-    """Its server does not answer."""
-
     def stored(self, run: Any) -> Any:
         raise ConnectionError("no server")
 

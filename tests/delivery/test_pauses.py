@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from journals import begun, end
+from journals import Clock, begun, end
 from recording import AnnouncingSink, calls, seqs
 from waiting import wait_until
 
@@ -14,19 +14,6 @@ from esper_telemetry.core.supervisor import PauseDetector
 from esper_telemetry.delivery import process as process_module
 from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.delivery.sender import SinkCalls
-
-
-class Clock:
-    """A clock that only tests advance."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
 
 
 def test_a_pause_is_a_look_that_comes_much_too_late(clock: Clock) -> None:

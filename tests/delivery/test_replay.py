@@ -8,31 +8,22 @@ from journals import add, begun, end, ended
 from recording import FlakySink, HangingSink, RecordingSink, calls, seqs, statuses
 from waiting import wait_until
 
-from esper_telemetry.delivery import delivery as delivery_module
-from esper_telemetry.delivery import sender as breaker
 from esper_telemetry.delivery.catch_up import replay
 from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.delivery.status import SinkState
 
 
-def test_a_replay_into_a_new_sink_sends_everything(tmp_path: Path) -> None:
-    sink = RecordingSink(tmp_path / "a")
+def test_a_replay_into_a_new_sink_sends_everything_and_reports_the_number_after_every_batch(tmp_path: Path) -> None:
+    """The run line and 500 records are read in batches of 200 lines."""
+    sink, counts = RecordingSink(tmp_path / "a"), list[int]()
 
-    report = replay(ended(tmp_path / "run", 500), sink)
+    report = replay(ended(tmp_path / "run", 500), sink, progress=counts.append)
 
     assert report.complete
     assert report.sinks[0].sent == 500
+    assert sorted(set(counts)) == [199, 399, 500]
     assert seqs(sink.file) == list(range(1, 501))
     assert statuses(sink.file) == ["finished"]
-
-
-def test_the_number_of_records_sent_is_reported_after_every_batch(tmp_path: Path) -> None:
-    """The run line and 500 records are read in batches of 200 lines."""
-    counts: list[int] = []
-
-    replay(ended(tmp_path / "run", 500), RecordingSink(tmp_path / "a"), progress=counts.append)
-
-    assert sorted(set(counts)) == [199, 399, 500]
 
 
 def test_a_replay_after_a_deadline_sends_only_the_rest(tmp_path: Path) -> None:
@@ -81,10 +72,8 @@ def test_following_waits_for_the_end(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_backend_that_stays_away_ends_the_replay_and_what_is_left_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "FIRST_RETRY_SECONDS", 0.001)
-    monkeypatch.setattr(delivery_module, "POLL_SECONDS", 0.001)
-
+@pytest.mark.usefixtures("impatient")
+def test_a_backend_that_stays_away_ends_the_replay_and_what_is_left_is_said(tmp_path: Path) -> None:
     report = replay(ended(tmp_path / "run", 3), FlakySink(tmp_path / "a", failures=100))
 
     sink = report.sinks[0]

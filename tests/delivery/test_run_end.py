@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from forked import run_python
-from journals import add, begun, end
+from journals import Clock, add, begun, end
 from recording import GatedSink, LocalSink, RecordingSink, calls, gate, seqs, statuses
 from waiting import wait_until
 
@@ -72,9 +72,9 @@ def script(tmp_path: Path, last_lines: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
 
 
-def delivered(tmp_path: Path) -> None:
+def delivered(tmp_path: Path, status: str = "finished") -> None:
     assert seqs(tmp_path / "slow") == [1, 2, 3]
-    assert statuses(tmp_path / "slow") == ["finished"]
+    assert statuses(tmp_path / "slow") == [status]
 
 
 def test_a_backend_that_opens_late_gets_everything_after_the_end(tmp_path: Path, left: Path) -> None:
@@ -155,27 +155,16 @@ def test_a_trainer_that_is_killed_while_it_waits_leaves_the_end_as_it_is(tmp_pat
 
 
 def test_closing_again_does_not_end_what_goes_on(tmp_path: Path) -> None:
+    """The disk refused the end line, so the status is what the trainer said."""
     journal = begun(tmp_path / "run", 3)
     deliveries = Deliveries(journal, [GatedSink(tmp_path / "slow", "slow")])
-    end(journal)
-    report = deliveries.close(0.1)
+    report = deliveries.close(0.1, status=RunStatus.PREEMPTED)
 
     assert deliveries.close(60.0) is report
     assert is_held(tmp_path / "run", Role.SINKS)
     open_gate(tmp_path)
-    delivered(tmp_path)
+    delivered(tmp_path, "preempted")
     journal.close()
-
-
-def test_an_end_line_that_the_disk_refused_is_what_the_trainer_said(tmp_path: Path) -> None:
-    journal = begun(tmp_path / "run", 3)
-    deliveries = Deliveries(journal, [GatedSink(tmp_path / "slow", "slow")])
-    deliveries.close(0.1, status=RunStatus.PREEMPTED)
-    journal.close()
-
-    open_gate(tmp_path)
-
-    assert statuses(tmp_path / "slow") == ["preempted"]
 
 
 def test_telemetry_that_nobody_closes_says_in_one_line_what_goes_on(tmp_path: Path) -> None:
@@ -304,48 +293,31 @@ def test_a_resumed_run_begins_where_the_process_that_went_on_has_ended(tmp_path:
     assert seqs(sink.file) == [1, 2, 3, 4, 5]
 
 
-class Clock:
-    """A clock that only tests advance."""
+@pytest.mark.parametrize(
+    ("state", "last_record", "seconds"),
+    [
+        (SinkState.DELIVERING, 1000.0, 60.0),
+        (SinkState.DELIVERING, 20.0, 35.0),
+        (SinkState.OPENING, 0.0, 60.0),
+        (SinkState.RETRYING, 0.0, 15.0),
+    ],
+)
+def test_the_wait_goes_on_while_a_backend_opens_or_takes_records(
+    state: SinkState, last_record: float, seconds: float, clock: Clock
+) -> None:
+    """There is a record every 10 s until the last one. The wait ends after 15 s without a record, and at its cap of 60 s."""
+    clock.now = 0.0
+    wait = DeliveryWait(60.0)
+    while wait.goes_on([SinkStatus("slow", state, int(min(clock.now, last_record) // 10))]):
+        clock.now += 1.0
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-
-def test_the_wait_goes_on_while_records_are_taken_up_to_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a record every 10 s, the wait ends at its cap of 60 s; with a last record at 20 s, it ends at 35 s."""
-    clock = Clock(monkeypatch)
-
-    def waited(last_record: float) -> float:
-        clock.now = 0.0
-        wait = DeliveryWait(60.0)
-        while wait.goes_on([SinkStatus("slow", SinkState.DELIVERING, int(min(clock.now, last_record) // 10))]):
-            clock.now += 1.0
-        return clock.now
-
-    assert waited(last_record=1000.0) == 60.0
-    assert waited(last_record=20.0) == 35.0
-
-
-def test_a_backend_that_opens_is_waited_for_and_one_that_fails_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-
-    def waited(status: SinkStatus) -> float:
-        clock.now = 0.0
-        wait = DeliveryWait(60.0)
-        while wait.goes_on([status]):
-            clock.now += 1.0
-        return clock.now
-
-    assert waited(SinkStatus("slow", SinkState.OPENING)) == 60.0
-    assert waited(SinkStatus("away", SinkState.RETRYING, errors=3)) == 15.0
+    assert clock.now == seconds
 
 
 def test_a_wait_says_for_what_once_it_is_longer_than_some_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A terminal shows a counting line that disappears, a log one line."""
-    clock = Clock(monkeypatch)
     opening = [SinkStatus("mlflow", SinkState.OPENING), SinkStatus("wandb", SinkState.CLOSED)]
     for terminal in (False, True):
         monkeypatch.setattr(waiting, "_on_terminal", lambda terminal=terminal: terminal)

@@ -73,8 +73,6 @@ class Slow(Breaking):
 
 
 class Killing(Breaking):
-    """Kills its process, once."""
-
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         self.steps += 1
         if self.steps == KILLS_AT_STEP and not KILLED.exists():

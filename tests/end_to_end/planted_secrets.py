@@ -18,11 +18,15 @@ from esper_telemetry import ConsoleSink, MLflowSink, PrometheusSink, Telemetry, 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.sink_protocol import PermanentSinkError, Sink
 
+SECRETS: list[str] = []
+"""Every secret: twenty characters, and forty for W&B's key."""
+
 
 def made_up(label: str, form: str = "{}") -> str:
-    """Return twenty letters and digits that depend on the label, in that form."""
+    """Add a secret of twenty letters and digits that depend on the label; return it in that form."""
     digest = sha256(label.encode()).hexdigest()
-    return form.format("".join(c.upper() if n % 3 else c for n, c in enumerate(digest[:20])))
+    SECRETS.append("".join(c.upper() if n % 3 else c for n, c in enumerate(digest[:20])))
+    return form.format(SECRETS[-1])
 
 
 CONFIG = {
@@ -62,68 +66,15 @@ SENTENCE = made_up("alarm", "the store says 401 (Cookie: sid={})")
 EVIDENCE = {"headers": {"X-Api-Key": made_up("evidence")}, "rows": [1.0, 2.0]}
 REMARK = {"update": 1, "text": made_up("remark", "curl -u me:{} host"), "password": made_up("remark password")}
 EVENT = {"credentials": {"user": "me", "value": made_up("event")}, "keys": ["policy/kl"]}
+SECRETS.append(ENVIRONMENT["WANDB_API_KEY"])
 SERVER = made_up("server", "postgresql://me:{}%40x@127.0.0.1:9/runs")
 SINK_TOKEN = made_up("sink address")
 SINK_ERROR = f"401 for {ENVIRONMENT['PGPASSWORD']}, {made_up('sink error', 'bearer {}')}, {made_up('sink error key', 'xoxb-{}')}"
 PRINTED = made_up("printed", "password={}")
 
 
-def planted() -> list[str]:
-    """Return every secret: twenty characters, and forty for keys like W&B's."""
-    labels = [
-        *(
-            "config api_key",
-            "config tokens",
-            "config pat",
-            "config signing",
-            "config pair",
-            "config address",
-            "config namespace",
-            "config bytes",
-        ),
-        *(
-            "config name",
-            "config database",
-            "config blob",
-            "config json",
-            "config pem",
-            "glpat-",
-            "gsk_",
-            "npm_",
-            "ghs_",
-            "r8_",
-            "facts token",
-        ),
-        *(
-            "facts header",
-            "tag",
-            "tag assignment",
-            "notes",
-            "notes query",
-            "name",
-            "command option",
-            "command assignment",
-            "command variable",
-        ),
-        *(
-            "command short",
-            "command address",
-            "environment aws",
-            "environment password",
-            "environment address",
-            "exception",
-            "exception basic",
-        ),
-        *("cause", "reason", "details", "alarm", "evidence", "remark", "remark password", "event", "server", "sink address", "sink error"),
-        *("sink error key", "printed"),
-    ]
-    return [*map(made_up, labels), ENVIRONMENT["WANDB_API_KEY"]]
-
-
 @dataclass(frozen=True)
 class Verdict:
-    """The detector's verdict on one record."""
-
     alarms: tuple[Alarm, ...] = ()
     remaining: int = 0
     events: tuple[tuple[str, Mapping[str, Any]], ...] = ()
@@ -134,8 +85,6 @@ class Verdict:
 
 
 class Accuser:
-    """A detector that raises one alarm, with a remark and an event."""
-
     def step(self, record: Record) -> Verdict:
         if record.axes.update != 2:
             return Verdict()

@@ -55,7 +55,6 @@ def run(run_dir: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def first(run: Run) -> Alarm:
-    """The alarm about a policy that moved too far, which is among the first."""
     return next(alarm for alarm in run.alarms if alarm.type == "policy/kl_spike")
 
 

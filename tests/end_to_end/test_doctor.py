@@ -24,13 +24,11 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture
 def run_dir(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of a short run to damage."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     return Path(shutil.copytree(finished.run_dir, tmp_path / "run"))
 
 
 def examined(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The exit code, and the report on each backend."""
     code, out, _ = run_cli(["doctor", run_dir, "--json"], capfd)
     return code, {sink["name"]: sink for sink in json.loads(out)["sinks"]}
 

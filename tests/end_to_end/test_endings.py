@@ -1,21 +1,16 @@
 """Runs that do not finish: killed, interrupted, failed. Everything measured is stored everywhere, with the ending."""
 
-import os
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from backends_read import (
-    BACKEND_SECONDS,
-    all_backends_closed,
     assert_the_same_numbers_in_all_four,
     mlflow_run,
     wandb_entries,
     wandb_exit_code,
 )
-from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, started, trained_in_fork, with_all_sinks
-from waiting import wait_until
+from command_line import Ended, trained_in_fork, with_all_sinks
 
 from esper_telemetry import RunStatus, read_run
 
@@ -23,46 +18,8 @@ pytestmark = pytest.mark.system
 
 
 def failure(run_dir: Path) -> Mapping[str, str]:
-    """Data of the journal's failure event."""
     (event,) = [event for event in read_run(run_dir).events if event.type == "failure"]
     return event.data
-
-
-@pytest.mark.slow
-def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Path) -> None:
-    """The trainer cannot close anything: the process that feeds the sinks does it."""
-    run_dir = tmp_path / "killed"
-    process = started(run_dir, *ENDLESS, env=SLOW)
-    in_full_swing(run_dir, process)
-
-    os.kill(process.pid, signal.SIGKILL)
-    assert ended(process).code == -signal.SIGKILL
-    wait_until(lambda: all_backends_closed(run_dir), "the end of the run in every backend", BACKEND_SECONDS)
-
-    run = read_run(run_dir)
-    assert run.status is RunStatus.KILLED
-    assert [record.axes.update for record in run.records] == list(range(1, len(run.records) + 1))
-    assert mlflow_run(run_dir).info.status == "KILLED"
-    assert wandb_exit_code(wandb_entries(run_dir)) == 128 + signal.SIGKILL
-    assert_the_same_numbers_in_all_four(run_dir)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_run_as_interrupted_with_everything_delivered(tmp_path: Path) -> None:
-    """A terminal sends the signal to the whole process group. MLflow has only one status for this: killed."""
-    run_dir = tmp_path / "interrupted"
-    process = started(run_dir, *ENDLESS, env=SLOW)
-    in_full_swing(run_dir, process)
-
-    os.killpg(process.pid, signal.SIGINT)
-    command = ended(process)
-
-    assert (command.code, command.stderr) == (130, "")
-    assert "interrupted after" in command.stdout
-    assert read_run(run_dir).status is RunStatus.INTERRUPTED
-    assert mlflow_run(run_dir).info.status == "KILLED"
-    assert wandb_exit_code(wandb_entries(run_dir)) == 128 + signal.SIGINT
-    assert_the_same_numbers_in_all_four(run_dir)
 
 
 def test_an_exception_in_training_fails_the_run_everywhere_and_is_shown(tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ trackio.show("walker", host=sys.argv[2], server_port=int(sys.argv[4]), open_brow
 
 
 def texts(page: Any, selector: str) -> list[str]:
-    """Texts of the elements of the page, once there are some."""
     elements = eventually(lambda: page.find_elements("css selector", selector), what=selector)
     return [element.text for element in elements]
 

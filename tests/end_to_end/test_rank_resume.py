@@ -47,7 +47,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
 
 
 def together(directory: Path, *options: str) -> tuple[str, str]:
-    """Output of two ranks that have ended."""
     with started(*TRAIN, *options, cwd=directory) as launcher:
         return output(launcher, PATIENCE_SECONDS)
 

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from backends_read import BACKEND_SECONDS, assert_the_same_numbers_in_all_four, mlflow_run, wandb_entries, wandb_exit_codes
+from backends_read import assert_the_same_numbers_in_all_four, mlflow_run, wandb_entries, wandb_exit_codes
 from broken_environments import KILLED
 from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, started, trained, trained_in_fork, with_all_sinks
-from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
 from esper_telemetry.journal.read import Run
@@ -124,44 +123,18 @@ def test_nobody_holds_the_run_any_more(runs: Resumed) -> None:
 
 
 @pytest.mark.slow
-def test_a_preempted_run_is_saved_and_resumed(tmp_path: Path) -> None:
-    """No checkpoint is due before the signal, so the signal saves one; no update is trained twice."""
+@pytest.mark.parametrize(("number", "code", "status"), [(signal.SIGTERM, 143, "preempted"), (signal.SIGINT, 130, "interrupted")])
+def test_a_run_that_is_stopped_is_saved_delivered_and_resumed(number: signal.Signals, code: int, status: str, tmp_path: Path) -> None:
+    """No checkpoint is due before the signal, so the signal saves one; no update is trained twice. A terminal sends Ctrl-C to the group."""
     run_dir = tmp_path / "run"
     process = started(run_dir, *ENDLESS, *UNSAVED, env=SLOW)
     in_full_swing(run_dir, process)
-    process.terminate()
+    os.kill(process.pid, number) if number is signal.SIGTERM else os.killpg(process.pid, number)
+    command = ended(process)
 
-    assert ended(process).code == 143
-    stopped = read_run(run_dir)
-    assert (stopped.status, mlflow_run(run_dir).info.status) == (RunStatus.PREEMPTED, "KILLED")
-
-    assert_goes_on(run_dir)
-    assert mlflow_run(run_dir).info.status == "FINISHED"
-    assert wandb_exit_codes(wandb_entries(run_dir)) == [143, 0]
-    assert_the_same_numbers_in_all_four(run_dir)
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_too(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = trained(run_dir, "--env", SLOW, "--run-dir", str(run_dir), *ENDLESS, *UNSAVED)
-    wait_until(lambda: process.poll() is not None or recorded(run_dir) >= 3, "three records", BACKEND_SECONDS)
-    os.killpg(process.pid, signal.SIGINT)
-
-    assert ended(process).code == 130
-    assert read_run(run_dir).status is RunStatus.INTERRUPTED
-
-    assert_goes_on(run_dir)
-
-
-def recorded(run_dir: Path) -> int:
-    """Number of records in the journal, 0 before it exists."""
-    journal = run_dir / "journal.jsonl"
-    return journal.read_bytes().count(b'{"kind":"record"') if journal.exists() else 0
-
-
-def assert_goes_on(run_dir: Path) -> None:
-    """Resume the run and check that it trains more updates, each once."""
+    assert (command.code, command.stderr) == (code, "")
+    assert f"{status} after" in command.stdout
+    assert (read_run(run_dir).status, mlflow_run(run_dir).info.status) == (status, "KILLED")
     last = read_run(run_dir).records[-1].axes
 
     steps = str(last.env_step + 2000)
@@ -174,3 +147,6 @@ def assert_goes_on(run_dir: Path) -> None:
     assert run.info.resumed_from["update"] == run.info.resumed_from["recorded"] == last.update
     assert [record.axes.update for record in run.records] == list(range(1, len(run.records) + 1))
     assert len(run.records) > last.update
+    assert mlflow_run(run_dir).info.status == "FINISHED"
+    assert wandb_exit_codes(wandb_entries(run_dir)) == [code, 0]
+    assert_the_same_numbers_in_all_four(run_dir)

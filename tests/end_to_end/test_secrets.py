@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_python
-from planted_secrets import COMMAND, ENVIRONMENT, planted
+from planted_secrets import COMMAND, ENVIRONMENT, SECRETS
 
 from esper_telemetry.core.backends import wandb_records
 
@@ -20,7 +20,7 @@ SCRIPT = HERE.parent / "script" / "scripts" / "categorical.py"
 
 def leaks(text: bytes) -> list[str]:
     """Return the secrets of which a text contains either half."""
-    return [secret for secret in planted() if secret[:10].encode() in text or secret[-10:].encode() in text]
+    return [secret for secret in SECRETS if secret[:10].encode() in text or secret[-10:].encode() in text]
 
 
 def contents(directory: Path) -> Iterator[tuple[str, bytes]]:
@@ -75,7 +75,7 @@ def assert_masked(files: dict[str, bytes]) -> None:
 
 def test_no_secret_leaves_a_run(run_dir: Path) -> None:
     """Every input contains a secret, every bundled backend is real, and two of them fail."""
-    assert len(planted()) > 40
+    assert len(SECRETS) > 40
     assert_masked(assert_clean(run_dir.parent))
 
 
@@ -96,7 +96,7 @@ def test_commands_print_no_secret_of_a_run(run_dir: Path, tmp_path: Path) -> Non
         "compare": ("compare", run_dir, run_dir, "-o", tmp_path / "compare.html"),
         "doctor": ("doctor", run_dir),
         "replay": ("replay", run_dir, "--to", f"tensorboard:{tmp_path / 'more'}"),
-        "wrong": ("replay", run_dir, "--to", f"mlflow:gopher://me:{planted()[0]}@host"),
+        "wrong": ("replay", run_dir, "--to", f"mlflow:gopher://me:{SECRETS[0]}@host"),
     }
 
     printed = {}
@@ -111,7 +111,7 @@ def test_commands_print_no_secret_of_a_run(run_dir: Path, tmp_path: Path) -> Non
 
 
 def test_the_address_of_logs_is_masked(tmp_path: Path) -> None:
-    logs, page = tmp_path / f"token={planted()[0]}" / "progress.csv", tmp_path / "page.html"
+    logs, page = tmp_path / f"token={SECRETS[0]}" / "progress.csv", tmp_path / "page.html"
     logs.parent.mkdir()
     logs.write_text("time/total_timesteps,train/approx_kl,rollout/ep_rew_mean\n1,0.1,2\n2,0.2,3\n")
 

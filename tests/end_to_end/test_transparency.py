@@ -41,7 +41,6 @@ def trained(env: str, telemetry: Telemetry | None, **settings: Any) -> dict[str,
 
 @cache
 def alone(env: str, **settings: Any) -> dict[str, Tensor]:
-    """The same without telemetry."""
     return trained(env, None, **settings)
 
 

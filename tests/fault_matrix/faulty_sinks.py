@@ -25,8 +25,6 @@ class SlowSink:
 
 @dataclass(frozen=True)
 class PickySink:
-    """Refuses batches that contain one of three updates."""
-
     name: str = "picky"
     in_process: ClassVar[bool] = False
 

@@ -38,7 +38,6 @@ def main() -> None:
 
 
 def made(uri: str) -> Any:
-    """A sink from its URI, or a deliberately broken sink."""
     return {"slow": SlowSink(), "picky": PickySink()}.get(uri, uri)
 
 

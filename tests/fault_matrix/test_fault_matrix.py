@@ -44,7 +44,6 @@ Check = Callable[[str, Outcome], None]
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[matrix_page.Page]:
-    """Collects the rows and finally writes them."""
     collected = matrix_page.Page()
     yield collected
     collected.write(without=() if os.geteuid() == 0 else NEED_ROOT)
@@ -313,7 +312,6 @@ def test_a_trainer_that_is_told_to_end_at_random_moments(tmp_path: Path, check: 
 
 
 def command_line(run_dir: Path, sinks: Sequence[str]) -> subprocess.Popen[str]:
-    """A training that continues until it is stopped."""
     backends = [word for sink in sinks for word in ("--sink", sink)]
     options = ("--env", "CartPole-v1", "--total-steps", "100000000", "--num-envs", "4", "--num-steps", "128")
     command = [sys.executable, "-m", "esper_telemetry", "train", *options, "--run-dir", str(run_dir), *backends]

@@ -95,12 +95,10 @@ def outcome(run_dir: Path, process: subprocess.Popen[str], *, mend: Callable[[],
 
 
 def deserted(run_dir: Path, process: subprocess.Popen[str]) -> bool:
-    """Return True if the training and its helper processes have ended."""
     return process.poll() is not None and not doctor_sees_processes(run_dir)
 
 
 def doctor_sees_processes(run_dir: Path) -> bool:
-    """Return True if helper processes of the run still work."""
     return any(f"{run_dir}{os.sep}" in command for command in commands())
 
 
@@ -133,7 +131,6 @@ def repaired(run_dir: Path) -> dict[str, bool | None]:
 
 
 def descendants(process: subprocess.Popen[str], name: str) -> list[int]:
-    """Processes of that name among the training's descendants."""
     parents = {int(entry.name): _parent(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     return [pid for pid in parents if name in _command(pid) and process.pid in _line(pid, parents)]
 

@@ -46,27 +46,50 @@ def test_a_line_that_is_no_row_is_passed_over(line: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("address", "content", "sentence"),
+    ("address", "sentence"),
     [
-        ("log:trainer_state.json", DEEP, "found no line with metrics in trainer_state.json"),
-        ("log:trainer_state.json", '{"log_history": ' + DEEP + "}", "found no line with metrics in trainer_state.json"),
-        ("csv:a.csv", TABLE + '"' + "x" * 200_000 + '"', "a.csv is not a table: field larger than field limit"),
-        ("csv:fifo", "", "fifo is not a file"),
-        ("log:fifo", "", "fifo is not a file"),
-        ("tensorboard:.", "", "events.out.tfevents.1.fifo is not a regular file"),
+        ("runs/a", "--from takes a file, a folder, tensorboard:..., wandb:..., csv:..., log:..., mlflow:..., got 'runs/a'"),
+        ("tensorboard:", "--from tensorboard: needs what to read, such as tensorboard:runs/PPO_1"),
+        ("tensorboard:nowhere", "nowhere does not exist"),
+        ("tensorboard:folder", "found no event files of TensorBoard in folder"),
+        ("tensorboard:.", "events.out.tfevents.1.fifo is not a regular file"),
+        ("csv:fifo", "fifo is not a file"),
+        ("csv:empty.csv", "found no rows in empty.csv"),
+        ("csv:long.csv", "long.csv is not a table: field larger than field limit"),
+        ("csv:other.csv", "these are the columns of no known trainer: accuracy; name what they hold: esper-telemetry diagnose"),
+        ("log:fifo", "fifo is not a file"),
+        ("log:empty.log", "found no line with metrics in empty.log"),
+        ("log:a/trainer_state.json", "found no line with metrics in a/trainer_state.json"),
+        ("log:b/trainer_state.json", "found no line with metrics in b/trainer_state.json"),
+        ("wandb:nothing", "wandb: needs a folder of a run, or entity/project/run, got 'nothing'"),
+        ("mlflow:sqlite:///x.db?run=a", "x.db does not exist"),
+        ("mlflow:?run=a", " does not exist"),
+        ("mlflow:sqlite:///other.csv?run=a", "cannot be read: DatabaseError: (sqlite3.DatabaseError) file is not"),
+        ("mlflow:folder?run=a", "MLflow at folder cannot be read: MlflowException: "),
+        ("mlflow:sqlite:///x.db", "mlflow: needs the run, such as mlflow:sqlite:///mlflow.db?run=0123456789abcdef"),
     ],
 )
 def test_a_log_that_cannot_be_read_is_a_sentence(
-    address: str, content: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    address: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The exit code is 2, and no files are written."""
     monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b", "folder"):
+        Path(folder).mkdir()
     for fifo in ("fifo", "events.out.tfevents.1.fifo"):
         os.mkfifo(fifo)
-    Path(address.partition(":")[2]).write_text(content) if content else None
+    contents = {"empty.csv": "", "empty.log": "", "other.csv": "epoch,accuracy\n1,0.5\n", "long.csv": f'{TABLE}"{"x" * 200_000}"'}
+    contents |= {"a/trainer_state.json": DEEP, "b/trainer_state.json": f'{{"log_history": {DEEP}}}'}
+    for name, content in contents.items():
+        Path(name).write_text(content)
+    before = sorted(tmp_path.rglob("*"))
 
     code, _, error = run_cli(["diagnose", "--from", address], capsys)
 
-    assert code == 2 and sentence in error
+    assert code == 2
+    assert error.startswith("esper-telemetry: ") and sentence in error
+    assert error.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_names_of_tags_are_printable(tmp_path: Path) -> None:

@@ -74,13 +74,6 @@ def test_losses_that_are_not_finite_are_counted_and_an_undefined_fit_is_not() ->
     assert "value/explained_variance" not in records[0].values
 
 
-def test_settings_become_facts() -> None:
-    """This includes numbers logged as text; other texts are left out."""
-    config = {"learning_rate": "0.0003", "n_steps": 256, "args/total_timesteps": 7680, "clip_range": "<function>", "n_envs": True}
-
-    assert read_foreign(logged(SB3, config)).facts == {"learning_rate": 0.0003, "num_steps": 256, "total_steps": 7680}
-
-
 @pytest.mark.system
 def test_the_same_run_from_every_backend(tmp_path: Path) -> None:
     """An event file, a table, an offline run of W&B and MLflow's database give the same result."""
@@ -226,43 +219,6 @@ def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert incident["cause"] == "policy/kl_stall"
 
 
-@pytest.mark.parametrize(
-    ("address", "sentence"),
-    [
-        ("runs/a", "--from takes a file, a folder, tensorboard:..., wandb:..., csv:..., log:..., mlflow:..., got 'runs/a'"),
-        ("tensorboard:", "--from tensorboard: needs what to read, such as tensorboard:runs/PPO_1"),
-        ("tensorboard:nowhere", "nowhere does not exist"),
-        ("tensorboard:.", "found no event files of TensorBoard in ."),
-        ("csv:nowhere.csv", "nowhere.csv is not a file"),
-        ("csv:empty.csv", "found no rows in empty.csv"),
-        ("log:nowhere.log", "nowhere.log is not a file"),
-        ("log:empty.log", "found no line with metrics in empty.log"),
-        ("csv:other.csv", "these are the columns of no known trainer: accuracy; name what they hold: esper-telemetry diagnose"),
-        ("wandb:nothing", "wandb: needs a folder of a run, or entity/project/run, got 'nothing'"),
-        ("mlflow:sqlite:///x.db?run=a", "x.db does not exist"),
-        ("mlflow:?run=a", " does not exist"),
-        ("mlflow:sqlite:///other.csv?run=a", "cannot be read: DatabaseError: (sqlite3.DatabaseError) file is not"),
-        ("mlflow:folder?run=a", "MLflow at folder cannot be read: MlflowException: "),
-        ("mlflow:sqlite:///x.db", "mlflow: needs the run, such as mlflow:sqlite:///mlflow.db?run=0123456789abcdef"),
-    ],
-)
-def test_what_cannot_be_read(
-    address: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One sentence, exit code 2, and no files."""
-    monkeypatch.chdir(tmp_path)
-    Path("empty.csv").touch()
-    Path("empty.log").touch()
-    Path("other.csv").write_text("epoch,accuracy\n1,0.5\n")
-
-    code, _, error_text = run_cli(["diagnose", "--from", address], capsys)
-
-    assert code == 2
-    assert error_text.startswith("esper-telemetry: ") and sentence in error_text
-    assert error_text.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.csv", "empty.log", "other.csv"]
-
-
 def test_the_newest_of_several_runs_is_read(tmp_path: Path) -> None:
     """Runs in folders, and files in one folder that start again; a file that continues the steps belongs to the previous run."""
     for place, name in enumerate(("PPO_9", "PPO_10")):
@@ -285,18 +241,3 @@ def test_a_directory_or_logs_and_not_both(capsys: pytest.CaptureFixture[str]) ->
     for words in ([], ["runs/a", "--from", "csv:x"]):
         code, _, error = run_cli(["diagnose", *words], capsys)
         assert code == 2 and "needs either a run directory or --from" in error
-
-
-def test_a_language_model_that_answers_every_prompt_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rewards alternate with the prompts, so every second reward equals the best one, but all groups are dead."""
-    columns = {
-        "train/reward": [0.1, 0.0, 0.25, *([0.0, 0.25] * UPDATES)][:UPDATES],
-        "train/frac_reward_zero_std": [0.0] * 5 + [1.0] * (UPDATES - 5),
-        "train/learning_rate": [1e-6] * UPDATES,
-    }
-    directory = written(tmp_path / "run", columns)
-
-    diagnosis = json.loads(diagnosed(capsys, "--from", f"tensorboard:{directory}", "--json"))
-
-    assert [incident["cause"] for incident in diagnosis["incidents"]] == ["lm/dead_groups"]
-    assert "published settings" not in json.dumps(diagnosis)

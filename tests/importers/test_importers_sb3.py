@@ -53,5 +53,5 @@ def test_the_table_says_the_same(tmp_path: Path) -> None:
     events, table = (read_foreign(read_source(where)) for where in (f"tensorboard:{tmp_path}/run", f"csv:{tmp_path}/run/progress.csv"))
 
     assert [record.axes.env_step for record in table.records] == [record.axes.env_step for record in events.records]
-    for one, other in zip(events.records, table.records, strict=True):
-        assert one.values["loss/value"] == pytest.approx(other.values["loss/value"], rel=1e-4) if "loss/value" in one.values else True
+    losses, others = ([record.values.get("loss/value") for record in run.records] for run in (events, table))
+    assert losses[-1] is None and losses[:-1] == pytest.approx(others[:-1], rel=1e-4)  # SB3 never logs its last update

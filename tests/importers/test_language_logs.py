@@ -13,7 +13,7 @@ from trainer_logs import UPDATES, written
 from esper_telemetry.importers import read_foreign, read_source
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, facts_of
 from esper_telemetry.importers.text_logs import runs_of
-from esper_telemetry.importers.trainers import NEMO_RL, TRL, VERL
+from esper_telemetry.importers.trainers import NEMO_RL, SB3, TRL, VERL, Trainer
 
 HEALTHY: Mapping[str, float] = {"policy_loss": 0.1, "ppo_kl": 0.001, "ppo_clip_ratio": 0.02, "actor_grad_norm": 0.5}
 
@@ -34,7 +34,6 @@ def epoch_of_nemo_rl(epoch: int) -> str:
 
 
 def log(directory: Path, text: str) -> str:
-    """The address of a new file with this text."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "console.log").write_text(text, encoding="utf-8")
     return f"log:{directory}/console.log"
@@ -42,7 +41,7 @@ def log(directory: Path, text: str) -> str:
 
 def causes(capsys: pytest.CaptureFixture[str], address: str) -> list[str]:
     code, out, _ = run_cli(["diagnose", "--from", address, "--json"], capsys)
-    assert code == 0
+    assert code == 0 and "published settings" not in out
     return [incident["cause"] for incident in json.loads(out)["incidents"]]
 
 
@@ -134,45 +133,58 @@ def test_settings_in_a_folder_below_a_run_are_no_second_run(tmp_path: Path) -> N
     assert set(read_source(f"tensorboard:{tmp_path}/logs").points) == {"train/probs_ratio_clamped"}
 
 
-def test_settings_in_groups_become_facts() -> None:
-    """If several settings have the same name, the optimizer that the policy uses counts."""
-    groups = {
-        "policy": {
-            "max_grad_norm": 1.0,
-            "optimizer": {"kwargs": {"lr": 0.002}},
-            "megatron_cfg": {"optimizer": {"lr": 5e-6, "max_grad_norm": 9.0}},
-        },
-        "value": {"max_grad_norm": 2.0, "optimizer": {"kwargs": {"lr": 0.003}}},
-        "loss_fn": {"ratio_clip_max": 0.28},
-    }
-    flat = {
-        "policy.megatron_cfg.optimizer.lr": "5e-06",
-        "policy.optimizer.kwargs.lr": "0.002",
-        "policy.max_grad_norm": "1.0",
-        "loss_fn.ratio_clip_max": "0.28",
-    }
-
-    for config in (groups, flat):
-        assert facts_of(config, NEMO_RL.settings) == {"learning_rate": 0.002, "max_grad_norm": 1.0, "clip": 0.28}
+NEMO_RL_SETTINGS = {"learning_rate": 0.002, "max_grad_norm": 1.0, "clip": 0.28}
+VERL_CONFIG = {
+    "actor_rollout_ref.actor.optim.lr": 0.002,
+    "actor_rollout_ref.actor.clip_ratio": 0.3,
+    "actor_rollout_ref.actor.clip_ratio_high": 0.2,
+    "actor_rollout_ref.actor.grad_clip": 1.0,
+    "actor_rollout_ref.actor.optim.clip_grad": 0.5,
+    "critic.optim.lr": 1e-5,
+    "critic.grad_clip": 1.0,
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    "trainer.total_training_steps": 40,
+}
+VERL_SETTINGS = {"learning_rate": 0.002, "clip": 0.2, "max_grad_norm": 0.5, "total_steps": 40}
 
 
-@pytest.mark.parametrize("separator", [".", "/"], ids=["W&B", "MLflow"])
-def test_settings_of_verl_are_those_of_the_actor(separator: str) -> None:
-    """The critic's settings are at another level, and the KL target belongs to the reward's penalty."""
-    config = {
-        "actor_rollout_ref.actor.optim.lr": 0.002,
-        "actor_rollout_ref.actor.clip_ratio": 0.3,
-        "actor_rollout_ref.actor.clip_ratio_high": 0.2,
-        "actor_rollout_ref.actor.grad_clip": 1.0,
-        "actor_rollout_ref.actor.optim.clip_grad": 0.5,
-        "critic.optim.lr": 1e-5,
-        "critic.grad_clip": 1.0,
-        "algorithm.kl_ctrl.target_kl": 0.1,
-        "trainer.total_training_steps": 40,
-    }
-    settings = {name.replace(".", separator): str(value) for name, value in config.items()}
-
-    assert facts_of(settings, VERL.settings) == {"learning_rate": 0.002, "clip": 0.2, "max_grad_norm": 0.5, "total_steps": 40}
+@pytest.mark.parametrize(
+    ("config", "trainer", "facts"),
+    [
+        (
+            {
+                "policy": {
+                    "max_grad_norm": 1.0,
+                    "optimizer": {"kwargs": {"lr": 0.002}},
+                    "megatron_cfg": {"optimizer": {"lr": 5e-6, "max_grad_norm": 9.0}},
+                },
+                "value": {"max_grad_norm": 2.0, "optimizer": {"kwargs": {"lr": 0.003}}},
+                "loss_fn": {"ratio_clip_max": 0.28},
+            },
+            NEMO_RL,
+            NEMO_RL_SETTINGS,
+        ),
+        (
+            {"policy.megatron_cfg.optimizer.lr": "5e-06", "policy.optimizer.kwargs.lr": "0.002", "policy.max_grad_norm": "1.0"}
+            | {"loss_fn.ratio_clip_max": "0.28"},
+            NEMO_RL,
+            NEMO_RL_SETTINGS,
+        ),
+        ({name: str(value) for name, value in VERL_CONFIG.items()}, VERL, VERL_SETTINGS),
+        ({name.replace(".", "/"): str(value) for name, value in VERL_CONFIG.items()}, VERL, VERL_SETTINGS),
+        ({"max_steps": -1}, TRL, {}),
+        ({"max_steps": 500}, TRL, {"total_steps": 500}),
+        (
+            {"learning_rate": "0.0003", "n_steps": 256, "args/total_timesteps": 7680, "clip_range": "<function>", "n_envs": True},
+            SB3,
+            {"learning_rate": 0.0003, "num_steps": 256, "total_steps": 7680},
+        ),
+    ],
+    ids=["NeMo-RL, groups", "NeMo-RL, flat", "verl in W&B", "verl in MLflow", "TRL without a limit", "TRL", "Stable-Baselines3"],
+)
+def test_settings_become_facts(config: Mapping[str, object], trainer: Trainer, facts: Mapping[str, float]) -> None:
+    """If several settings have the same name, the optimizer that the policy uses counts. The KL target belongs to the reward's penalty."""
+    assert facts_of(config, trainer.settings) == facts
 
 
 def test_passes_over_one_batch_of_trl_are_one_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,11 +216,6 @@ def test_steps_that_a_resumed_run_of_trl_repeats_count_once(tmp_path: Path) -> N
 
     assert [record.values["numerics/nonfinite"] for record in imported.records] == [0.0] * 8
     assert {record.values["loss/total"] for record in imported.records} == {1.0}
-
-
-@pytest.mark.parametrize(("steps", "facts"), [(-1, {}), (500, {"total_steps": 500})])
-def test_a_limit_that_is_not_set_is_no_fact(steps: int, facts: Mapping[str, int]) -> None:
-    assert facts_of({"max_steps": steps}, TRL.settings) == facts
 
 
 def test_a_reward_that_is_not_finite_counts_once(tmp_path: Path) -> None:
@@ -282,6 +289,14 @@ def of_nemo_rl(reward: Sequence[float], **others: Sequence[float]) -> dict[str, 
         (of_nemo_rl(LEARNS, approx_entropy=[2.4 * 0.85**step for step in range(UPDATES)]), []),
         (of_nemo_rl([0.1, 0.0] * (UPDATES // 2), approx_entropy=[0.03] * UPDATES), []),
         (of_nemo_rl([0.1] * 4 + [0.9] * 12 + [0.2] * (UPDATES - 16)), ["task/return_drop"]),
+        (
+            {
+                "train/reward": [0.1, 0.0, 0.25, *([0.0, 0.25] * UPDATES)][:UPDATES],
+                "train/frac_reward_zero_std": [0.0] * 5 + [1.0] * (UPDATES - 5),
+                "train/learning_rate": [1e-6] * UPDATES,
+            },
+            ["lm/dead_groups"],
+        ),
     ],
     ids=[
         "OpenRLHF, healthy",
@@ -294,6 +309,7 @@ def of_nemo_rl(reward: Sequence[float], **others: Sequence[float]) -> dict[str, 
         "NeMo-RL, solved",
         "NeMo-RL, a model that has few doubts from the start",
         "NeMo-RL, what was learned is lost",
+        "TRL, equal rewards that alternate with the prompts",
     ],
 )
 def test_what_is_wrong_is_named_from_the_log(

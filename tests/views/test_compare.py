@@ -20,8 +20,6 @@ from esper_telemetry.views.compare import Comparison, comparison
 from esper_telemetry.views.compare.compared_runs import find_runs, first_difference, read_compared
 from esper_telemetry.views.compare.comparison_page import comparison_page
 from esper_telemetry.views.compare.seed_statistics import improvement, iqm, iqm_interval, permutation_p, seeds_needed, smallest_p
-from esper_telemetry.views.report import report_html
-from esper_telemetry.views.run_view import open_view
 
 METRICS = {
     "policy/kl": MetricInfo("nats", "?"),
@@ -360,15 +358,6 @@ def test_runs_that_are_not_alike_are_compared_as_far_as_they_go(tmp_path: Path) 
     assert result.comparisons[0].verdict == "cannot tell"
     json.dumps(result.as_dict(), allow_nan=False)
     assert "<table>" in comparison_page(result)
-
-
-def test_a_report_of_several_runs_holds_their_comparison(tmp_path: Path) -> None:
-    places = [write_run(tmp_path / str(rate), 1, learning(1), config={"rate": rate}) for rate in (1, 2)]
-
-    page = report_html([open_view(place) for place in places])
-
-    assert '<section class="comparison">' in page
-    assert "Cannot tell with 1 and 1 seeds" in page
 
 
 def test_runs_without_any_return_or_record_are_compared_by_what_they_have(tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ RATES = declarations.equations()["schedules"]
 
 @pytest.fixture(autouse=True)
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three equations, two of them declared by these tests."""
     by_name = {one.name: one for one in (SUM, CAUSE, RATES)}
     for module in ("equations.equation", "views.equation_table"):
         monkeypatch.setattr(f"esper_telemetry.{module}.equations", lambda: by_name)
@@ -72,10 +71,29 @@ def rows(run_info: RunInfo, entries: list[Record]) -> dict[str, EquationRow]:
     return {row.equation.name: row for row in equation_rows(run_info, entries)}
 
 
-def test_an_equation_that_holds_matches() -> None:
-    row = rows(run(), records({"sums": 1e-7}, {}, {"sums": 3e-7}))["sums"]
+MINUS = {"sums": 0.2, "sums_minus": 0.0}
+MINUS_OR_TIMES = {"sums": 0.2, "sums_minus": 0.0, "sums_times": 0.0}
 
-    assert (row.state, row.updates, row.differing, row.error, row.result) == ("matches", 2, 0, 3e-7, "matches")
+
+@pytest.mark.parametrize(
+    ("updates", "since", "error", "result"),
+    [
+        ([{"sums": 1e-7}, {}, {"sums": 3e-7}], None, 3e-7, "matches"),
+        ([MINUS_OR_TIMES], 1, 0.2, "differs: equal differences or products"),
+        ([MINUS_OR_TIMES, {"sums": 0.3, "sums_minus": 0.0}], 1, 0.3, "differs: equal differences"),
+        ([{"sums": 0.0}, {"sums": 0.2}, {"sums": 0.1}], 2, 0.2, "differs: no known mistake explains it (in 2 of 3 updates)"),
+        ([{"sums": 0.3, "sums_times": 0.0}, MINUS, MINUS, {"sums": 0.0}], 2, 0.2, "differs: equal differences (in 2 of 4 updates)"),
+        ([{"sums": 0.2, "sums_mean": 0.0}], 1, 0.2, "a variant: equal means"),
+        ([{"sums": 0.2, "sums_scaled": 0.0, "integrity/fitted/sums_scaled": 1.25}], 1, 0.2, "differs: equal sums times c = 1.25"),
+    ],
+    ids=["matches", "a set", "told apart by an update", "some updates", "most differences", "variant", "fitted"],
+)
+def test_the_result_of_an_equation(updates: list[dict[str, float]], since: int | None, error: float, result: str) -> None:
+    row = rows(run(), records(*updates))["sums"]
+
+    assert (row.result, row.since, row.error) == (result, since, error)
+    assert row.state == result.removeprefix("a ").partition(":")[0]
+    assert row.values()["explanations"] == [] or "fitted" in row.values()["explanations"][0]
 
 
 def test_actions_that_differ_over_the_run_alone_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,47 +110,6 @@ def test_actions_that_differ_over_the_run_alone_differ(monkeypatch: pytest.Monke
 
 def test_causes_come_before_effects() -> None:
     assert list(rows(run(), records({"sums": 0.0, "terms": 0.0}))) == ["terms", "sums", "schedules"]
-
-
-def test_an_update_tells_apart_what_another_one_cannot() -> None:
-    row = rows(run(), records({"sums": 0.2, "sums_minus": 0, "sums_times": 0}, {"sums": 0.3, "sums_minus": 0}))["sums"]
-
-    assert row.state == "differs"
-    assert [one.name for one in row.explanations] == ["minus"]
-    assert (row.since, row.error, row.result) == (1, 0.3, "differs: equal differences")
-
-
-def test_mistakes_that_no_update_tells_apart_are_a_set() -> None:
-    row = rows(run(), records({"sums": 0.2, "sums_minus": 0, "sums_times": 0}))["sums"]
-
-    assert row.result == "differs: equal differences or products"
-
-
-def test_a_difference_in_some_updates_says_in_how_many() -> None:
-    row = rows(run(), records({"sums": 0}, {"sums": 0.2}, {"sums": 0.1}))["sums"]
-
-    assert (row.since, row.explanations) == (2, ())
-    assert row.result == "differs: no known mistake explains it (in 2 of 3 updates)"
-
-
-def test_an_explanation_of_most_differences_says_in_how_many() -> None:
-    minus = {"sums": 0.2, "sums_minus": 0.0}
-    row = rows(run(), records({"sums": 0.3, "sums_times": 0.0}, minus, minus, {"sums": 0.0}))["sums"]
-
-    assert (row.since, row.error, row.result) == (2, 0.2, "differs: equal differences (in 2 of 4 updates)")
-
-
-def test_a_variant_is_named_and_no_difference() -> None:
-    row = rows(run(), records({"sums": 0.2, "sums_mean": 0}))["sums"]
-
-    assert (row.state, row.result) == ("variant", "a variant: equal means")
-
-
-def test_a_fitted_parameter_is_shown() -> None:
-    row = rows(run(), records({"sums": 0.2, "sums_scaled": 0, "integrity/fitted/sums_scaled": 1.25}))["sums"]
-
-    assert row.result == "differs: equal sums times c = 1.25"
-    assert row.values()["explanations"][0]["fitted"] == 1.25
 
 
 def test_the_tolerance_is_that_of_the_precision_or_of_the_check() -> None:

@@ -15,7 +15,7 @@ from esper_telemetry.core.metric import RELEASES, Derived, catalogue, declared, 
 from esper_telemetry.core.record import Axes, Level, Record, template_of
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.lab.morphogenesis.views import VIEWS
-from esper_telemetry.views.metrics_page import audience, emitter, entry_text, entry_values, moment, readers
+from esper_telemetry.views.metrics_page import emitter, entry_values, readers
 from esper_telemetry.views.panels import STRIP
 from esper_telemetry.views.run_view import open_view
 
@@ -93,8 +93,6 @@ def test_derived_metrics_are_computed_from_the_keys_they_name() -> None:
 
 
 class ReadValues(dict[str, float]):
-    """Values that record which of them are read."""
-
     def __init__(self, values: dict[str, float], seen: set[str]) -> None:
         super().__init__(values)
         self.seen = seen
@@ -181,43 +179,7 @@ def test_the_record_of_exploding_seeds_is_that_of_the_review() -> None:
     assert (values["type"], values["default"]) == ("float", "absent") and values["precision"].startswith("float64")
 
 
-@pytest.mark.parametrize(
-    ("key", "inputs", "computed"),
-    [
-        ("value/r2", ("value/bias", "value/err/std", "value/std", "value/target/std"), ()),
-        ("grad/gns/g2", ("gradients", "batches"), ("grad/gns/b_simple", "grad/gns/noise_dominated")),
-        ("opt/lr", (), ("opt/update_to_weight/lr_response",)),
-        ("opt/update_to_weight/lr_response", ("opt/lr", "opt/update_to_weight"), ()),
-        ("grad/interference/cos", ("actor", "critic"), ("grad/interference/cos/ema", "grad/interference/cos/ew_std")),
-    ],
-)
-def test_dependencies_lead_both_ways(key: str, inputs: tuple[str, ...], computed: tuple[str, ...]) -> None:
-    assert emitter(key).inputs[: len(inputs)] == inputs
-    assert readers(ENTRIES[key]).metrics == computed
-
-
-@pytest.mark.parametrize(
-    ("key", "who", "when"),
-    [
-        ("policy/kl", "operator automation developer researcher", "every update"),
-        ("perf/telemetry_ms", "operator", "every update"),
-        ("{key}/trend/slope", "researcher", "every 10 updates"),
-        ("grad/gns/g2", "researcher", "in sampled updates"),
-        ("grad/decades", "developer researcher", "on demand, in updates at level debug"),
-    ],
-)
-def test_who_needs_a_metric_and_when(key: str, who: str, when: str) -> None:
-    assert (" ".join(audience(ENTRIES[key])), moment(ENTRIES[key].metric)) == (who, when)
-
-
 def test_numbers_of_released_metrics_are_still_there() -> None:
-    """A release adds numbers."""
     assert released().keys() <= {metric.number for metric in catalogue()}
     first = ("policy/kl", "perf/memory/device_mib", "policy/action_effect")
     assert {entry_values(ENTRIES[key])["since"] for key in first} == set(RELEASES)
-
-
-def test_a_change_of_bounds_is_part_of_the_entry() -> None:
-    text = entry_text(ENTRIES["policy/head/{head}/entropy_norm"])
-
-    assert "- after 0.2.0: bounds hold only for a small `policy/head/{head}/entropy_marginal_norm`" in text

@@ -14,7 +14,7 @@ from esper_telemetry.alarms.verdict import run_outcome
 from esper_telemetry.cli.diagnose import judge_run
 from esper_telemetry.core.record import Axes, Record
 from esper_telemetry.journal import record_columns
-from esper_telemetry.journal.lines import encode_record, encode_run, to_json
+from esper_telemetry.journal.lines import encode_record, encode_run
 from esper_telemetry.views import run_view
 from esper_telemetry.views.run_parts import SeriesBuffer
 from esper_telemetry.views.run_view import RunView, judged_again, open_sample, open_verdict, open_view
@@ -112,19 +112,6 @@ def test_columns_show_what_the_lines_show(spoiled: Path, judged: bool, monkeypat
 
     assert shown(by_columns[0]) == shown(by_columns[1]) == shown(by_lines)
     assert len(list((spoiled / record_columns.COLUMNS_NAME).iterdir())) >= 2
-
-
-def test_a_sampled_view_of_a_growing_journal_goes_on(tmp_path: Path) -> None:
-    lines = lines_of(learning(UPDATES), None)
-    run_dir = write(tmp_path / "run", lines[:-10])
-    view = open_sample(run_dir, 10)
-    before = view.updates
-    with (run_dir / "journal.jsonl").open("ab") as file:
-        for line in lines[-10:]:
-            file.write(to_json(line))
-    view.refresh()
-
-    assert view.sampled and view.updates == UPDATES > before
 
 
 def test_a_run_that_is_resumed_after_its_end_has_no_status(tmp_path: Path) -> None:

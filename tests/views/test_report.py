@@ -88,6 +88,7 @@ def test_the_command_writes_one_file_for_one_run_or_several(tmp_path: Path, caps
 
     assert (code, out.split(" ")[0]) == (0, str(runs[0] / REPORT_NAME))
     assert 'href="#run-2"' in both.read_text() and len(charts_of(both.read_text())["charts"][0]["lines"]) == 2
+    assert '<section class="comparison">' in both.read_text()
     assert both.stat().st_size < 5e6
     assert run_cli(["report", runs[0], "--format", "markdown"], capsys)[1].startswith("## ")
 

@@ -42,7 +42,6 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def shown(tmp_path: Path) -> tuple[RunView, str]:
-    """Return the view of a run with values of the plugin, and its overview."""
     records = [Record(update, Axes(update, 10 * update, update, 1e9), VALUES) for update in (1, 2)]
     view = open_view(write(tmp_path / "run", lines_of(records, None)))
     view.strip(), view.tables()
