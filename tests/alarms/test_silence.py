@@ -1,6 +1,7 @@
 """Healthy courses that look wrong, next to the faults that they resemble, and second signs of faults whose first sign is missing."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 from courses import SINCE, Course, check, parameters, whole
@@ -24,6 +25,18 @@ def annealed(metrics: Values, ago: int) -> None:
         metrics[key] *= share
     for key in ("policy/kl", "policy/kl_max"):
         metrics[key] *= share**2
+
+
+def rarely_missed(metrics: Values, ago: int, *, widens: bool = True) -> None:
+    """Every third rollout of a solved task is even; failures make the others vary, and in the last ones they vary as ever."""
+    if ago % 3 == 0 and ago < 60:
+        metrics.update(
+            {"value/target/std": 0.1 if widens else 10.0, "value/r2": 0.95, "value/explained_variance": 0.95, "loss/value": 0.004}
+        )
+    else:
+        fit = -0.1 if ago >= 60 else 0.1
+        metrics.update({"value/target/std": 10.0, "value/r2": fit, "value/explained_variance": min(fit, 0.0), "loss/value": 1.0})
+    metrics["loss/value"] *= 40 if ago >= 60 else 1
 
 
 def rare(metrics: Values, ago: int) -> None:
@@ -171,6 +184,10 @@ COURSES: Mapping[str, list[Course]] = {
     "An explained variance that falls because returns became equal is not a fault": [
         Course("value/fit_collapse", False, both(set_to(EQUAL_RETURNS), multiplied({"ret/std": 0.1, "loss/value": 0.05})), 100)
     ],
+    "A critic that fits returns which hardly vary has not lost its fit where they vary": [
+        Course("value/fit_collapse", False, rarely_missed, 70, since=1),
+        Course("value/fit_collapse", True, partial(rarely_missed, widens=False), 70, since=1),
+    ],
     "The precision decides what is rounding": [
         Course(RATIO, told, {RATIO: 5e-3}, facts={**FACTS, "precision": precision}) for precision, told in (("fp32", True), ("bf16", False))
     ],
@@ -280,6 +297,9 @@ COURSES: Mapping[str, list[Course]] = {
         ),
         Course("lm/truncation", SINCE + 2, NO_TOKENS),
         Course("grad/vanish", False, NO_TOKENS),
+    ],
+    "An update whose advantages are all 0, as in a solved task with groups, has no gradient": [
+        Course("grad/vanish", told, {**NO_LAYERS, "adv/norm/mean": 0.0, "adv/norm/std": std}) for std, told in ((0.0, False), (0.1, True))
     ],
     "A head that decides nothing has no gradient": [
         Course("grad/vanish", told, {"grad/layer/heads_op_weight/norm": 0.0, "policy/head/op/decision_frac": decided}, facts=HEADS)

@@ -51,17 +51,21 @@ VANISH = Ramp("vanish", 3.0, 7.0, "decades by which a layer's gradient falls bel
 VANISH_SHARE = below("vanish_share", 1e-5, "gradient of a layer over the clip limit, in addition")
 
 
+NO_ADVANTAGE: Final = 1e-7  # largest mean and standard deviation of advantages that differ from 0 by rounding only
+
 SATURATING_KL: Final = 1.0  # KL divergence of an update, in nats, after which a policy may be saturated
 
 
 def vanish(view: View) -> Iterator[Finding]:
     """A layer's gradient that is zero, or decades below its own median.
 
-    An update in which no token counts is skipped, and a head that has decided nothing: their gradients are 0. The first update with a
-    KL divergence that may saturate the policy is skipped, too: what vanishes then is its effect, and is raised one update later.
+    An update in which no token counts, or whose advantages are all 0, is skipped, and a head that has decided nothing: their gradients
+    are 0. The first update with a KL divergence that may saturate the policy is skipped, too: what vanishes then is its effect, and is
+    raised one update later.
     """
     is_first = (view.get("policy/kl") or 0.0) > SATURATING_KL >= (view.previous.get("policy/kl") or 0.0)
-    if view.get("lm/tokens") == 0 or is_first:
+    without_advantages = max(abs(view.values.get(f"adv/norm/{moment}", 1.0)) for moment in ("mean", "std")) < NO_ADVANTAGE
+    if view.get("lm/tokens") == 0 or without_advantages or is_first:
         return
     limits = view.limits
     clip = view.facts.max_grad_norm or 1.0
