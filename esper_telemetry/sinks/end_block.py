@@ -96,7 +96,7 @@ class RunEnd:
         numbers = sorted({alarm.incident for alarm in cards.raised})
         causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
         if not numbers:
-            explained = "no alarm explains it" if cards.tone is Tone.WARN else "no alarm was raised"
+            explained = "no alarm explains it; `diagnose`, below, lists what may" if cards.tone is Tone.WARN else "no alarm was raised"
             yield EndBlockLine("the journal does not contain an alarm" if self.loss else explained)
         elif causes:
             yield EndBlockLine("what went wrong", "bold")

@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -290,8 +290,12 @@ class ScriptListener:
         else:
             self._emit_gradients(optimizer)
 
-    def before_backward(self, loss: Tensor) -> None:
-        """A backward pass is about to begin: read the loss, and show a sample the minibatch's objective."""
+    def before_backward(self, loss: Tensor, *, taken: bool = False) -> None:
+        """A backward pass is about to begin: read the loss, and show a sample the minibatch's objective.
+
+        Args:
+            taken: the script gets the gradients themselves. If no optimizer has the parameters, it changes them by its own rule.
+        """
         if not self.traced_updates.includes_this:
             self.acting.before_backward()
             if loss.is_cpu and not bool(loss.isfinite().all()):
@@ -328,7 +332,8 @@ class ScriptListener:
                 reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
                 if not self.open:
                     self._policy_leaves = frozenset(map(id, leaves) if reading.value is None else ())
-            self._readings.append(without_graph(reading)._replace(leaves=leaves))
+            own = taken and not self._reached(leaves, variables.values())
+            self._readings.append(without_graph(reading)._replace(leaves=leaves, taken=own))
             self._unapplied += 1
         elif not self._started:
             self._other_losses += 1
@@ -378,10 +383,10 @@ class ScriptListener:
         parameters, passes = list(self._named_parameters(optimizer).values()), self._last_passes.get(optimizer, 1)
         return loss_terms(loss, reading, variables, parameters, self._weights(), in_parts=passes > 1)
 
-    def _reached(self, leaves: Sequence[Tensor]) -> list[Optimizer]:
-        """Return the optimizers that have some of these leaves."""
-        own = set(map(id, leaves))
-        return [one for one in self._optimizers if not own.isdisjoint(map(id, _parameters_of(one)))]
+    def _reached(self, leaves: Sequence[Tensor], more: Iterable[object] = ()) -> list[Optimizer]:
+        """Return the optimizers, known or among `more` values, that have some of these leaves."""
+        own, seen = set(map(id, leaves)), [*self._optimizers, *(one for one in more if isinstance(one, Optimizer))]
+        return [one for one in seen if not own.isdisjoint(map(id, _parameters_of(one)))]
 
     def _with_left_out(self, reading: LossReading) -> LossReading:
         """Return a reading with the critic's term that its loss leaves out, unless the critic has separate losses.

@@ -159,6 +159,7 @@ class LossReading(NamedTuple):
         heads: distributions of its rows, if the script has used any for the log-probabilities.
         leaves: parameters that it depends on.
         penalty: on the divergence from the policy at collection, if any.
+        taken: no optimizer applies the gradient, and the script itself does.
     """
 
     policy: PolicyTerm | None
@@ -175,10 +176,13 @@ class LossReading(NamedTuple):
     heads: HeadColumns = HeadColumns()
     leaves: Sequence[Tensor] = ()
     penalty: PenaltyTerm | None = None
+    taken: bool = False
 
     @property
     def is_cleared(self) -> bool:
         """True if the script has cleared the gradients of its backward pass: no optimizer step can apply them."""
+        if self.taken:
+            return False
         can_be_zero = self.policy is not None and not bool(self.policy.advantages.any())
         gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
         return not (can_be_zero or any(bool(gradient.any()) for gradient in gradients))

@@ -375,7 +375,7 @@ class Taps:
                 return backward(*args, **options)
             if self._search is not None:
                 self._search.before_backward()
-            self.call(lambda script: script.before_backward(loss))
+            self.call(lambda script: script.before_backward(loss, taken=backward.__name__ == "grad"))
             self._passing = True
             try:
                 result = backward(*args, **options)
