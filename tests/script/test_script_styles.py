@@ -53,6 +53,23 @@ def test_a_correct_program_has_its_equations_checked(tmp_path: Path, name: str, 
     assert not [alarm for alarm in read_run(tmp_path / "run").alarms if alarm.level == "critical"]
 
 
+def test_a_policy_may_be_changed_without_an_optimizer(tmp_path: Path) -> None:
+    """As in TRPO, the gradient is taken, and the script changes the weights itself."""
+    applied = """            with torch.no_grad():
+                for part, slope in zip([*mu.parameters(), ls], torch.autograd.grad(la, [*mu.parameters(), ls]), strict=True):
+                    part -= 1e-3 * slope
+"""
+    source = text_of("two_networks.py")
+    begin, end = source.index("            oa.zero_grad()"), source.index("            lc = ")
+    source = edited(source[:begin] + applied + source[end:], (("oa, oc = torch.optim.Adam([*mu.parameters(), ls], 3e-4), ", "oc = "),))
+
+    rows = check(tmp_path, source)
+
+    traced = {"log_probs", "actions", "advantages", "returns", "values", "stored_rewards", "transitions"}
+    assert not traced & unchecked(rows)
+    assert not read_run(tmp_path / "run").alarms
+
+
 def test_a_critic_may_be_trained_before_the_policy(tmp_path: Path) -> None:
     """The policy's loss, which shows the columns of a rollout, comes after the first step of the update."""
     source = text_of("shuffled_columns.py")

@@ -143,7 +143,7 @@ RULES = (
     .shows("perf/*", "telemetry/sample_every")
     .judged(StateJudge(overhead, Cost()), OVERHEAD),
     alarm("telemetry/missing_metric", UNDEFINED, rank=CAUSE_LAST_RANK, n_off=1)
-    .needs(required=())
+    .needs(required=(), applies=lambda facts: not facts.columns_by_name)  # a script does not report: what is not found is "not traced"
     .says(
         "A metric that was recorded before has been missing for several updates.",
         "`esper-telemetry metrics KEY` says when a metric is absent; check the code that reports it.",
