@@ -298,6 +298,14 @@ COURSES: Mapping[str, list[Course]] = {
         Course("lm/truncation", SINCE + 2, NO_TOKENS),
         Course("grad/vanish", False, NO_TOKENS),
     ],
+    "An actor's gradient that fades in a solved task is not crowded out by a critic's that clipping leaves alone": [
+        Course(
+            "grad/actor_starved",
+            told,
+            {"grad/interference/log_ratio": 2.5, "grad/interference/critic_share": 0.9999, "grad/clip/coef": left},
+        )
+        for left, told in ((1.0, False), (0.3, True))
+    ],
     "An update whose advantages are all 0, as in a solved task with groups, has no gradient": [
         Course("grad/vanish", told, {**NO_LAYERS, "adv/norm/mean": 0.0, "adv/norm/std": std}) for std, told in ((0.0, False), (0.1, True))
     ],
