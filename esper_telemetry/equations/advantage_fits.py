@@ -76,6 +76,12 @@ class LocalEquation:
         return solution
 
 
+MIN_WEIGHTS, MIN_CUT_SHARE = 64, 0.1
+"""Fewest rows that show importance weights, and the smallest share of them that are at their bound, and below it."""
+
+CUT_WEIGHT, UNKNOWN_WEIGHT = 1e-4, 1e-3
+"""Rounding of a weight, and the one-step advantage, relative to the largest one, below which a weight is mostly rounding."""
+
 FitFunction = Callable[[GaeInputs, Tensor], tuple[float, Tensor] | None]
 
 
@@ -339,7 +345,24 @@ def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) 
     return min(results, key=lambda one: float((one[1] - claimed)[counted].abs().amax()))
 
 
+def fitted_weights(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the share of importance weights that are cut at 1, and V-trace's advantages with the weights that the claimed ones imply.
+
+    With both bounds at 1, v_t = V_t + A_t. Weights other than 0 to 1, and few or no weights at the bound, are of another formula.
+    """
+    one_step = inputs.rewards + inputs.gamma * (inputs.next_values + LocalEquation(inputs, claimed).ahead) - inputs.values
+    rows = one_step.abs() > UNKNOWN_WEIGHT * one_step.abs().amax()
+    rows = rows if inputs.valid is None else rows & inputs.valid
+    weights = (claimed / one_step)[rows]
+    cut = float((weights - 1).abs().le(CUT_WEIGHT).double().mean()) if len(weights) >= MIN_WEIGHTS else 0.0
+    within = bool(((weights > 0) & (weights <= 1 + CUT_WEIGHT)).all())
+    return (cut, torch.where(rows, claimed, one_step)) if within and MIN_CUT_SHARE <= cut < 1 - MIN_CUT_SHARE else None
+
+
 FITTED = (
+    variant("importance_weights", "one-step advantages times importance weights that are cut at 1, as in V-trace,")
+    .fits("A_t = min(1, π(a_t | s_t) / μ(a_t | s_t)) (r_t + γ v_{t+1} - V_t)", "share of the weights at 1", fitted_weights)
+    .cites("IMPALA, 1802.01561, section 4.2"),
     mistake("other_gamma", "GAE with a different discount,")
     .fits("A_t with another γ", "gamma", fitted_gamma, fitted_normalized("gamma", returned="gamma"))
     .advises("Compare the discount that the advantages use with the setting.", source="program: loop-gamma"),

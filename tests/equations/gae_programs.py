@@ -147,6 +147,16 @@ def v_trace(c: Columns) -> Array:
     return c.rewards + c.gamma * np.where(c.done, c.next_values, ahead) - c.values
 
 
+def weighted_v_trace(c: Columns) -> Array:
+    weights = np.minimum(1.0, np.exp(0.5 * np.random.default_rng(3).standard_normal(c.rewards.shape)))
+    advantages = np.zeros_like(c.rewards)
+    ahead = np.zeros_like(c.last)  # v_{t+1} - V_{t+1}
+    for t in reversed(range(len(advantages))):
+        runs_on = np.where(c.done[t], 0.0, ahead)
+        advantages[t] = ahead = weights[t] * (c.rewards[t] + c.gamma * (c.next_values[t] + runs_on) - c.values[t])
+    return advantages
+
+
 def chained(c: Columns, flat: Callable[[Array], Array]) -> Array:
     """The rollout was flattened first, so the next row belongs to another environment."""
     values, rewards, done = (flat(column) for column in (c.values, stored_rewards(c), c.done))
@@ -272,6 +282,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "lambda_one": [lambda c: settings(c, c.gamma, 1.0)],
     "lambda_zero": [lambda c: settings(c, c.gamma, 0.0)],
     "v_trace": [v_trace],
+    "importance_weights": [weighted_v_trace],
     "other_gamma": [lambda c: settings(c, 0.9, c.lam), lambda c: cleanrl_style(replace(c, gamma=0.9), c.done, stored_rewards(c))],
     "time_limit_gamma": [lambda c: cleanrl_style(c, c.done, c.rewards + 0.8 * c.final * c.truncated)],
     "other_lambda": [lambda c: settings(c, c.gamma, 0.7)],
