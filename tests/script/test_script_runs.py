@@ -345,9 +345,35 @@ def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
 
     assert (result.code, result.stdout) == (0, plain.stdout)
     assert telemetry_lines(result) == [
-        "esper-telemetry: supervised.py: found nothing to measure: no optimizer step with a loss of a policy was seen"
+        "esper-telemetry: supervised.py: found nothing to measure: no optimizer step with a loss of a policy was seen; "
+        "what was seen: steps of SGD"
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+ONLINE = """
+import gymnasium, torch
+from torch.distributions import Categorical
+env = gymnasium.make("CartPole-v1")
+policy = torch.nn.Linear(4, 2)
+optimizer = torch.optim.RMSprop(policy.parameters())
+observation, _ = env.reset(seed=1)
+for _ in range(9):
+    choices = Categorical(logits=policy(torch.as_tensor(observation)))
+    action = choices.sample()
+    observation, reward, *_ = env.step(action.item())
+    optimizer.zero_grad()
+    (-reward * choices.log_prob(action)).backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_with_a_step_of_the_optimizer_for_each_action_hears_what_was_seen(tmp_path: Path) -> None:
+    (tmp_path / "online.py").write_text(ONLINE)
+
+    (line,) = telemetry_lines(with_telemetry(tmp_path, "online.py"))
+
+    assert "what was seen: steps of RMSprop, 9 steps of CartPoleEnv, 9 draws of actions. A loss of a policy is a mean" in line
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,13 @@ class OptimizerCall(NamedTuple):
     passes: int
 
 
+WHAT_TO_ADD = (
+    "A loss of a policy is a mean over log-probabilities of at least two actions times their advantages, or over ratios: collect several "
+    "steps for each step of the optimizer, or report from the loop (docs/own_loop.md)"
+)
+"""How a program without a loss of a policy can be measured."""
+
+
 class ScriptListener:
     """Emits the events of a script that trains by PPO; nothing before its first step that looks like one of PPO.
 
@@ -166,6 +173,7 @@ class ScriptListener:
         self.updates = 0
         self.lstm_count = 0
         self.value_loss_alone = self._loss_place = ""
+        self._stepped: set[str] = set()  # classes of the optimizers that have stepped without a loss of a policy
         self._softmax_twice = self._ratio_pairs = False
         self.origin: Candidate | None = None
         self.open = self.counts_only = False
@@ -242,6 +250,16 @@ class ScriptListener:
         return "" if self.environments.steps else f"no environment was seen: {NO_STEP}"
 
     @property
+    def seen(self) -> str:
+        """What was seen of a program without a loss of a policy, and what to add; empty if it was nothing."""
+        found = [f"steps of {', '.join(sorted(self._stepped))}"] if self._stepped else []
+        found += [f"{self.environments.steps:,} steps of {self.environments.kinds}"] if self.environments.steps else []
+        found += [f"{self.distributions.draws:,} draws of actions"] if self.distributions.draws else []
+        found += [f"a squared error in {self.value_loss_alone}"] if self.value_loss_alone else []
+        acts = self.environments.steps or self.distributions.draws
+        return (f"; what was seen: {', '.join(found)}" if found else "") + (f". {WHAT_TO_ADD}" if acts else "")
+
+    @property
     def hides_episodes(self) -> bool:
         """True if the script itself misses the episodes."""
         return "final_info" in self._source.words and self.environments.hidden and not self.scalars.tags & EPISODE_TAGS
@@ -257,6 +275,7 @@ class ScriptListener:
         self._stepping = True
         if not self._started:
             if not any(reading.policy is not None for reading in readings):
+                self._stepped.add(type(optimizer).__name__)
                 self._early_values += [(self._data_of(variables), reading.value) for reading in readings if reading.value]
                 self._early_values = self._early_values[-MAX_EARLY_VALUES:]
                 self.clips.clear()

@@ -75,9 +75,7 @@ def last_line(
     if error is not None:
         return f"{name}: telemetry stopped and the script continued: {type(error).__name__}: {error}"
     if run_dir is None:
-        if script is not None and script.value_loss_alone:
-            return f"{name}: found a squared error in {script.value_loss_alone}, and no loss of a policy: nothing was measured"
-        reason = "torch was not imported" if script is None else "no optimizer step with a loss of a policy was seen"
+        reason = "torch was not imported" if script is None else f"no optimizer step with a loss of a policy was seen{script.seen}"
         return f"{name}: found nothing to measure: {reason}"
     count = updates if updates is not None else script.updates if script else 0
     counted = 0 if script is None else script.traced_updates.counted

@@ -798,6 +798,13 @@ class EpisodeLog:
         self._reported = False
 
     @property
+    def kinds(self) -> str:
+        """Names of the classes of the environments, without wrappers."""
+        kinds = (type(getattr(one.env(), "unwrapped", None)) for one in self._running.values())
+        wrapped = zip(kinds, self._running.values(), strict=True)
+        return ", ".join(sorted({(one.kind if kind is type(None) else kind).__name__ for kind, one in wrapped}))
+
+    @property
     def busy(self) -> bool:
         """True if steps are taken by environments, not by the script."""
         return self.inside or self.resetting
