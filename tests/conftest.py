@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,10 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from command_line import Finished
+    from journals import Clock
+
+    from esper_telemetry import Telemetry
+    from esper_telemetry.journal.file import Journal
 
 # Without this, a third of the time in which tests are collected goes to collections of garbage.
 gc.set_threshold(50_000, 20, 100)
@@ -63,3 +68,44 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
             assert command.code == 0, command
             saved_command.write_text(json.dumps(command))
     return Finished(place / "cartpole", Ended(*json.loads(saved_command.read_text())))
+
+
+@pytest.fixture(params=range(2))
+def seed(request: pytest.FixtureRequest) -> int:
+    """Two draws of random columns for each test that takes a seed."""
+    number: int = request.param
+    return number
+
+
+@pytest.fixture
+def telemetry(tmp_path: Path) -> Iterator[Telemetry]:
+    """Open telemetry in `tmp_path / "run"`."""
+    from esper_telemetry import Telemetry
+
+    with Telemetry(run_dir=tmp_path / "run") as opened:
+        yield opened
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    from journals import Clock
+
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    from journals import begun
+
+    journal = begun(tmp_path / "run")
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry at once, and poll for new lines continuously."""
+    from esper_telemetry.delivery import delivery, sender
+
+    monkeypatch.setattr(sender, "FIRST_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(delivery, "POLL_SECONDS", 0.001)

@@ -345,7 +345,7 @@ COURSES: Mapping[str, list[Course]] = {
     "Cosines with a mean of -0.4 oppose each other at 12 standard errors from 0, and not at 2": [
         Course("grad/oscillation", told, opposed(scatter), 60) for scatter, told in ((0.1, True), (0.6, False))
     ],
-    "A period of five updates of 32 steps is the rhythm of episodes of 500 steps, and not of 10": [
+    "A period of five updates of 32 steps is the rhythm of episodes of 160 and 500 steps, and not of 10": [
         Course(
             "grad/oscillation",
             told,
@@ -353,7 +353,7 @@ COURSES: Mapping[str, list[Course]] = {
             60,
             facts={**FACTS, "horizon": 1000},
         )
-        for length, told in ((10.0, True), (500.0, False))
+        for length, told in ((10.0, True), (160.0, False), (500.0, False))
     ],
     "A learning rate that swings is an oscillation unless it follows the KL": [
         Course("grad/oscillation", True, rate(5, 5, 1, 1), 60),

@@ -43,7 +43,7 @@ class Oscillations:
 def oscillation(view: View, past: Oscillations) -> Iterator[Finding]:
     """Successive gradients in opposite directions, a KL divergence that oscillates with a period, or a learning rate that oscillates.
 
-    If an episode spans several updates, a period shorter than the episode is the rhythm of the task and does not count.
+    If an episode spans several updates, a period up to the length of the episode is the rhythm of the task and does not count.
     """
     past.episode_steps = view.values.get("episode/length_mean", past.episode_steps)
     cosine = view.get("grad/align/successive_cos")
@@ -72,11 +72,11 @@ def oscillation(view: View, past: Oscillations) -> Iterator[Finding]:
 
 
 def within_episode(view: View, updates: float, episode_steps: float) -> bool:
-    """True if these updates take fewer steps per environment than an episode; False if either is not known."""
+    """True if these updates take no more steps per environment than an episode; False if either is not known."""
     environments, steps = view.facts.num_envs, view.rollout_steps
     if not environments or environments < 0 or steps <= 0:
         return False
-    return updates * steps / environments < (episode_steps or view.facts.horizon or 0)
+    return updates * steps / environments <= (episode_steps or view.facts.horizon or 0)
 
 
 def swinging_rate(view: View, rates: list[float]) -> Iterator[Finding]:
