@@ -800,9 +800,8 @@ class EpisodeLog:
     @property
     def kinds(self) -> str:
         """Names of the classes of the environments, without wrappers."""
-        kinds = (type(getattr(one.env(), "unwrapped", None)) for one in self._running.values())
-        wrapped = zip(kinds, self._running.values(), strict=True)
-        return ", ".join(sorted({(one.kind if kind is type(None) else kind).__name__ for kind, one in wrapped}))
+        known = ((one.kind, one.env()) for one in self._running.values())
+        return ", ".join(sorted({(kind if env is None else type(getattr(env, "unwrapped", env))).__name__ for kind, env in known}))
 
     @property
     def busy(self) -> bool:
