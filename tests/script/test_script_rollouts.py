@@ -854,6 +854,7 @@ def test_a_discount_without_a_name_is_read_from_the_advantages_whatever_the_last
     normalized = rollout._replace(advantages=(advantages - advantages.mean()) / advantages.std())
     assert find_discounts(normalized, {}, ()) == found
     assert find_discounts(rollout._replace(advantages=rewards, returns=rewards), {}, ()) == {}
+    assert find_discounts(rollout._replace(advantages=rewards), {}, ()) == (found if gae_lambda == 1 else {})  # returns that are sums
     assert find_discounts(None, {}, ((0.9,), (0.98, 0.9))) == {"gamma": 0.98, "gae_lambda": 0.9}
     assert find_discounts(None, {"gamma": 0.99}, ((0.98, 0.9),)) == {}
 
