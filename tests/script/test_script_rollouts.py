@@ -445,6 +445,21 @@ def test_columns_of_one_environment_after_the_other_may_have_an_axis_of_size_1(r
     assert torch.allclose(rollout.log_probs, log_probs[..., 0].T)
 
 
+def test_a_loss_over_whole_tables_of_environments_shows_their_order() -> None:
+    """Tables [B, T] of a policy gradient without a ratio; the log-probabilities are those of the loss."""
+    advantages, values = draws(2, 16, 2)
+    flat_advantages, flat_values = advantages.T.reshape(-1), values.T.reshape(-1)
+    logits = torch.stack(draws(2, 32), -1).requires_grad_()
+    now, new = logits.log_softmax(-1).gather(-1, torch.arange(32).unsqueeze(1) % 2).squeeze(1), node(flat_values)
+    loss = (new - (flat_advantages + flat_values)).square().mean() - (now * flat_advantages).mean()
+    arrays = {"a": advantages.T, "v": values.T, "rewards": torch.ones(2, 16)}
+
+    rollout = rollout_of(arrays, read(loss, now, new), NEVER.view(16, 2))
+
+    assert torch.equal(rollout.advantages, advantages)
+    assert torch.equal(rollout.log_probs, now.detach().view(2, 16).T)
+
+
 def test_ends_of_episodes_show_the_order_of_buffers_with_equal_rewards() -> None:
     """One environment after the other; the script asks for no log-probabilities in acting."""
     log_probs, advantages, values = draws(3, 16, 2)
