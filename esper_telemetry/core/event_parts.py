@@ -122,7 +122,7 @@ class Transitions(NamedTuple):
         resets: how often other code has reset an environment since the previous recorded rollout, while the trainer
             acted on the observation from before the reset.
         cast: largest change of an observation by the dtype of its space, relative to the observation's largest entry.
-        whole: checksums of the outcomes without the digits after the point; None if they have none, or are not known.
+        whole: checksums of the outcomes truncated to whole numbers; None if that changes nothing, or they are not known.
     """
 
     inputs: Tensor

@@ -174,13 +174,13 @@ REPLAYED_LOG_PROBS = Equation(
         .predicts("1/D Σ_i log π(a_i | s) instead of Σ_i log π(a_i | s)", _pass("mean_at_collection"))
         .advises("Sum the stored log-probabilities over the action dimensions, too.")
         .cites("program: test_log_ratios"),
-        mistake("squashed_once", "those of the same draws, where only one of acting and training subtracts the slope of a tanh")
+        mistake("squashed_once", "log-probabilities with the correction of the tanh in only one of acting and training")
         .predicts("log N(u) or log N(u) - Σ log(1 - tanh² u), the other in the loss", _pass("squashed_once"))
         .advises("Compute both log-probabilities by one function, with or without the correction of the tanh.")
         .cites("program: test_squashed_actions"),
         mistake(
             "squashed_in_loss",
-            "those of the draws before a tanh, while the loss takes the stored actions, which are after it, for the draws",
+            "log-probabilities of the actions before the tanh, while the loss uses the actions after it as if they were before it",
         )
         .predicts("log π(u | s), stored a = tanh u", _pass("squashed_in_loss"))
         .advises("Store the action before the tanh and the scale, and pass the environment the one after them.")

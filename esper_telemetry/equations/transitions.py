@@ -59,7 +59,7 @@ class TransitionInputs:
         inputs: stored observation of each step.
         outcomes: observation that each step returned; after an end, the next episode's first observation.
         finals: last observation of the episode that ended in each step; NaN elsewhere.
-        whole: outcomes without the digits after the point; None if they have none, or are not known.
+        whole: outcomes truncated to whole numbers; None if that changes nothing, or they are not known.
     """
 
     inputs: Tensor
@@ -125,7 +125,7 @@ TRANSITIONS = Equation(
     tolerance=0.01,
     advice="Compare what `env.step` returns with what is stored and acted on.",
     hypotheses=(
-        mistake("whole_numbers", "the environment's observations without the digits after the point")
+        mistake("whole_numbers", "the environment's observations truncated to whole numbers")
         .predicts("o_t stored as a whole number", _whole_numbers)
         .advises("Store observations in an array of type float32: an array of an integer type, such as uint8, cuts numbers below 1 to 0.")
         .cites("program: test_transitions"),

@@ -135,8 +135,11 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     known: dict[str, Callable[[], Tensor | None]] = dict.fromkeys(of_memory, rollout.log_probs.double)
     if (dimensions := _dimensions(minibatches)) > 1:
         known |= {"mean_in_loss": lambda: now * dimensions, "mean_at_collection": lambda: now / dimensions}
-    if (name := _squash_mistake(rollout, now, valid)) is not None:
-        known[name] = rollout.log_probs.double
+
+    def if_squash(name: str) -> Tensor | None:  # called only if the numbers differ
+        return rollout.log_probs.double() if _squash_mistake(rollout, now, valid) == name else None
+
+    known |= {name: partial(if_squash, name) for name in ("squashed_in_loss", "squashed_once")}
     log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
     moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
     if REPLAYED_LOG_PROBS.name not in facts.unchecked_equations:
@@ -168,7 +171,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
 
 
 def _squash_mistake(rollout: RolloutEnd, now: Tensor, valid: Tensor) -> str | None:
-    """Return the hypothesis that the stored log-probabilities and these ones [T, B] of a loss treat a tanh differently; None if unknown."""
+    """Return the hypothesis on a tanh that acting and the loss, with log-probabilities `now` [T, B], treat differently, or None."""
     if not rollout.means or len(rollout.actions) != len(rollout.means):
         return None
 

@@ -184,7 +184,7 @@ COURSES: Mapping[str, list[Course]] = {
     "An explained variance that falls because returns became equal is not a fault": [
         Course("value/fit_collapse", False, both(set_to(EQUAL_RETURNS), multiplied({"ret/std": 0.1, "loss/value": 0.05})), 100)
     ],
-    "A critic that fits returns which hardly vary has not lost its fit where they vary": [
+    "A critic's fit to returns that hardly vary does not count in rollouts in which they vary": [
         Course("value/fit_collapse", False, rarely_missed, 70, since=1),
         Course("value/fit_collapse", True, partial(rarely_missed, widens=False), 70, since=1),
     ],
@@ -298,7 +298,7 @@ COURSES: Mapping[str, list[Course]] = {
         Course("lm/truncation", SINCE + 2, NO_TOKENS),
         Course("grad/vanish", False, NO_TOKENS),
     ],
-    "An actor's gradient that fades in a solved task is not crowded out by a critic's that clipping leaves alone": [
+    "A critic's gradient reduces an actor's only if the sum is clipped": [
         Course(
             "grad/actor_starved",
             told,

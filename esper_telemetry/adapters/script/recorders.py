@@ -923,7 +923,7 @@ class EpisodeLog:
         return len(self._calls)
 
     def show(self, result: Any, *, reset: bool = False) -> None:
-        """A wrapper of a class of the script has returned that for the last recorded step, or for the reset after it."""
+        """Replace the last recorded observation by that in the result of a wrapper, of the same step or of the `reset` after it."""
         call = self._calls[-1] if self._calls else None
         parts = (result[0] if isinstance(result, tuple) else result,) if reset else step_parts(result)
         rows = None if call is None or call.returned is None or parts is None else _rows_of(parts[0], len(call.rewards))
