@@ -181,6 +181,13 @@ class SamplingMismatch(MetricGroup, absent="the engine does not report log-proba
         .asks("How far is the trainer's policy from the sampling policy? KL(engine‖trainer), estimator k3.")
         .bounds(healthy="< 0.001", warn="> 0.01", source=ENGINE)
     )
+    later_error: Mean = reports(
+        Metric.ratio("lm/mismatch/later_turns_error", 1128, "multiplicative error of the sampling engine after the first turn")
+        .asks("By what factor do engine and trainer disagree about a token's probability in later turns?")
+        .bounds(healthy="1 to 1.02", warn="> 1.05", critical="> 1.2", source=f"{ENGINE}; volcengine/verl#5229")
+        .advises("If the first turn agrees, check that earlier turns and texts of tools are not tokenized again.")
+        .absent("no completion has a second turn")
+    )
 
 
 @inference_mode
@@ -192,6 +199,7 @@ def sampling_mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Sampling
     moments = spread(ratio)
     at_levels = quantiles(ascending(ratio), s.count.sum(), levels_for(e)) + 1
     error = s.values.abs().clamp(max=EXP_LIMIT).exp() * s.weight
+    later = s.mask & (turn_starts(mask).cumsum(-1) > 1).flatten()
     return SamplingMismatch(
         error=Mean(error.sum(-1), s.count),
         ratio=Moments(moments.n, moments.mean + 1, moments.m2, moments.m3, moments.m4),
@@ -199,6 +207,7 @@ def sampling_mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Sampling
         smallest=Min(where_any(ratio.where(torch.inf).amin(-1) + 1, s.count)),
         outside=s.share((e < -0.1) | (e > 0.1)),
         kl=Mean((e - s.values).sum(-1), s.count),
+        later_error=Mean((error * later).sum(-1), later.sum(-1)),
     )
 
 
@@ -332,10 +341,15 @@ def completion_stats(lengths: Tensor, truncated: Tensor | None = None, *, turns:
     )
 
 
-def turns_of(mask: Tensor) -> Tensor:
-    """Return the number of turns [B] of completions: passages of tokens of the model, where the mask [B, T] is True."""
+def turn_starts(mask: Tensor) -> Tensor:
+    """Return where turns begin [B, T]: passages of tokens of the model, where the mask [B, T] is True."""
     own = mask.bool()
-    return own[:, :1].sum(-1) + (own[:, 1:] & ~own[:, :-1]).sum(-1)
+    return torch.cat([own[:, :1], own[:, 1:] & ~own[:, :-1]], -1)
+
+
+def turns_of(mask: Tensor) -> Tensor:
+    """Return the number of turns [B] of completions by the mask [B, T] of the model's tokens."""
+    return turn_starts(mask).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)

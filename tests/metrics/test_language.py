@@ -59,6 +59,22 @@ CASES: dict[str, list[Case]] = {
             others=True,
         )
     ],
+    "Two turns: engine and trainer agree about the first, and disagree by the factors 2 and 4 in the second; one turn has no later one": [
+        Case(
+            lambda: sampling_mismatch(
+                torch.log(torch.tensor([[0.1, 0.9, 0.4, 0.4]])),
+                torch.log(torch.tensor([[0.1, 0.1, 0.2, 0.1]])),
+                torch.tensor([[1, 0, 1, 1]]),
+            ),
+            {"lm/mismatch/mult_error": 7 / 3, "lm/mismatch/later_turns_error": 3.0},
+            others=True,
+        ),
+        Case(
+            lambda: sampling_mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)),
+            {"lm/mismatch/mult_error": 1.0, "lm/mismatch/later_turns_error": None},
+            others=True,
+        ),
+    ],
     "Half as likely as under the reference: 2 - ln 2 - 1; equally likely: 0": [
         Case(
             lambda: reference_kl(torch.log(torch.tensor([[0.25, 0.5]])), torch.log(torch.tensor([[0.5, 0.5]])), torch.ones(1, 2)),
