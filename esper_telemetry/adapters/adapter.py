@@ -7,6 +7,7 @@ Shapes: K parameters with a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +56,8 @@ class Adapter:
     prefix: ClassVar[str] = ""
     ends_updates: ClassVar[bool] = False
     """The trainer says when an update ends, so `stop` leaves an update that an exception has ended to the session."""
+    clipping_module: ModuleType = nn.utils
+    """The module whose `clip_grad_norm_` the trainer calls."""
 
     def __init__(self, telemetry: Telemetry, *, hooks: Hooks | None = None, join: JoinRows | None = None) -> None:
         self.hooks = Hooks() if hooks is None else hooks
@@ -126,6 +129,11 @@ class Adapter:
         """True from the first `listen` until `stop`."""
         return bool(self._taps)
 
+    @property
+    def sees_clips(self) -> bool:
+        """True if `before_clip` is called; False if something else has replaced the module's `clip_grad_norm_` before `follow`."""
+        return self._stop_clipping is not None
+
     def until_stop(self, remove: Remover) -> None:
         """Call `remove` in `stop`."""
         self._taps.append(remove)
@@ -150,7 +158,7 @@ class Adapter:
         # norms of single calls are combined if each parameter is in one call; otherwise all are taken at the first call
         self._parts = apart if sum(map(len, apart)) == len(set().union(*apart)) == len(whole) else (whole,)
         if self._stop_clipping is None:
-            self._stop_clipping = listen_to_clipping(self, self.session.failed)
+            self._stop_clipping = listen_to_clipping(self, self.session.failed, self.clipping_module)
         _call_all(self._steps)
         attempt = self.session.attempt
         for one in self.optimizers:

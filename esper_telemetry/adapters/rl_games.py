@@ -67,11 +67,16 @@ class AlgoListener(Adapter):
 
     def start(self) -> None:
         """Training begins: listen to the agent and its parts."""
+        from rl_games.common import a2c_common  # it imports torch's function by name
+
         algo = self._algo
         self.update, self.env_step = int(algo.epoch_num), int(algo.frame) // algo.num_agents
         self.begin_run(plain_settings(algo.config), self._facts())
         self.times.begin()
+        self.clipping_module = a2c_common
         self.follow([algo.optimizer], self._parameters())
+        if not self.sees_clips:
+            self.listen(algo.scaler, "unscale_", lambda *_: self.emit_gradients(float(algo.grad_norm)))  # they are truncated next
         self.listen(algo, "env_step", self._after_env_step)
         self.listen(algo, "rewards_shaper", self._after_shaper)
         self.listen(algo, "get_action_values", self._after_act)
@@ -79,8 +84,6 @@ class AlgoListener(Adapter):
         self.listen(algo, "get_values", self._after_last_values)
         self.listen(algo, "prepare_dataset", self._after_dataset, timed=True)
         self.listen(algo.model, "forward", self._after_model)
-        # then gradients have their own scale, and are truncated next
-        self.listen(algo.scaler, "unscale_", lambda *_: self.emit_gradients(float(algo.grad_norm)))
         self.listen(algo, "calc_gradients", self._after_gradients)
         self.listen(algo, "train_epoch", lambda *_: self.end_learning(), timed=True)
         self.listen(algo, "update_epoch", self._before_epoch, timed=True)

@@ -6,7 +6,8 @@ not reach listeners.
 
 Norms before clipping are taken when `clip_grad_norm_` receives parameters: only then does every `.grad` exist unclipped. A hook on each
 parameter takes a call per tensor and sees gradients that are not stored yet. Clipping needs the norms first, so it reuses them. The
-result equals torch's bit for bit, in half of torch's time. No other module-level function is replaced while a model learns.
+result equals torch's bit for bit, in half of torch's time. No other module-level function is replaced while a model learns; a trainer that
+imports the function by name has a copy of it in its module.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from types import GeneratorType
+from types import GeneratorType, ModuleType
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -277,9 +278,9 @@ def equals_torch(gradients: Sequence[Tensor], max_norm: float) -> bool:
     return all(map(equal, (float(max_norm), 0.5 * float(ops.total_norm(ops.raw_norms(gradients))))))
 
 
-def listen_to_clipping(listener: ClipListener, on_error: ErrorHandler) -> Remover | None:
-    """Call `listener` before `torch.nn.utils.clip_grad_norm_` clips; None if something else has replaced that function already."""
-    owner = vars(nn.utils)
+def listen_to_clipping(listener: ClipListener, on_error: ErrorHandler, module: ModuleType = nn.utils) -> Remover | None:
+    """Call `listener` before that module's `clip_grad_norm_` clips; None if something else has replaced the function already."""
+    owner = vars(module)
     current = owner[CLIP_FUNCTION]
     if not isinstance(current, ClipFunction):
         if current is not clip_grad.clip_grad_norm_:

@@ -46,18 +46,18 @@ def assert_identical(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 @contextmanager
-def recorded_norms(module: Any = nn.utils) -> Iterator[list[float]]:
-    """Collect the norms that the module's `clip_grad_norm_` returns."""
+def recorded_norms(owner: Any = nn.utils, name: str = "clip_grad_norm_") -> Iterator[list[float]]:
+    """Collect the norms that a clipping function returns, of a module or of the `ClipFunction` that replaces it."""
     norms: list[float] = []
-    clip = module.clip_grad_norm_
+    clip = getattr(owner, name)
 
-    def recording_clip(parameters: Any, max_norm: float) -> Tensor:
-        norm: Tensor = clip(parameters, max_norm)
+    def recording_clip(*args: Any) -> Tensor:
+        norm: Tensor = clip(*args)
         norms.append(float(norm))
         return norm
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "clip_grad_norm_", recording_clip)
+        patch.setattr(owner, name, recording_clip)
         yield norms
 
 
