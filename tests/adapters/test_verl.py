@@ -327,8 +327,10 @@ def test_faults_are_named(name: str, model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_learns_in_silence(seed: int, tmp_path: Path) -> None:
-    run = recorded(save_model(tmp_path / "model", seed=seed), tmp_path / "run", steps=12, seed=seed)
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_it_learns_in_silence(estimator: str, seed: int, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", seed=seed)
+    run = recorded(model, tmp_path / "run", steps=12, seed=seed, algorithm__adv_estimator=estimator)
     rewards = [record.values["lm/reward/mean"] for record in run.records]
 
     assert sum(rewards[-3:]) > 1.3 * sum(rewards[:3])
