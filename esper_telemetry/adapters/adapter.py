@@ -7,6 +7,7 @@ Shapes: K parameters with a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -118,6 +119,7 @@ class Adapter:
             timed: add its time to telemetry's, unless timing would take longer than the call.
         """
 
+        @wraps(listener)  # warnings name it
         def timed_listener(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
             with self.session.clock:
                 listener(args, kwargs, result)

@@ -89,6 +89,9 @@ class TrainerListener(Adapter):
         self.times.begin()
         for name, listener in TAPS.items():
             self.listen(trainer, name, getattr(self, listener), timed=True)
+        self._scales = trainer.accelerator.scaler is not None  # with fp16; gradients are divided before they are clipped
+        if self._scales:
+            self.listen(trainer.accelerator, "unscale_gradients", lambda *_: self._emit_unclipped(), timed=True)
 
     def end_fields(self) -> dict[str, Any]:
         """Return passes, and the rates of the last step, before the scheduler has changed them."""
@@ -169,7 +172,7 @@ class TrainerListener(Adapter):
         )
 
     def _after_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: tuple[Any, ...]) -> None:
-        if result[0].requires_grad:
+        if result[0] is not None and result[0].requires_grad:  # Unsloth returns none
             self._forward = result[0].detach(), None if result[1] is None else result[1].detach()
 
     def _after_loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Tensor) -> None:
@@ -204,8 +207,12 @@ class TrainerListener(Adapter):
         if self._trainer.accelerator.sync_gradients:
             passes = self.step * settings.gradient_accumulation_steps // max(1, settings.steps_per_generation)
             self.begin_minibatch(int(min(passes, self._trainer.num_iterations - 1)))
-            if self.hooks.wants(BackwardEnd):
-                self.emit_gradients(settings.max_grad_norm or None)
+            if not self._scales:
+                self._emit_unclipped()
+
+    def _emit_unclipped(self) -> None:
+        if self.hooks.wants(BackwardEnd):
+            self.emit_gradients(self._trainer.args.max_grad_norm or None)
 
 
 class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed if it is not installed
@@ -366,13 +373,13 @@ def facts_of(trainer: Any, max_steps: int) -> dict[str, Any]:
     loss = getattr(args, "loss_type", "grpo")
     trained = trained_parameters(trainer)
     dtypes = {parameter.dtype for parameter in trained.values()}
-    low = dtypes & {torch.bfloat16, torch.float16} or args.bf16 or args.fp16
+    precisions = {"fp16": args.fp16 or torch.float16 in dtypes, "bf16": args.bf16 or torch.bfloat16 in dtypes}
     return {
         "trainer": f"trl {type(trainer).__name__}",
         "model": "language",
         "total_steps": -(-max_steps * accumulated // passes) * completions_per_generation(trainer),
         "ranks": trainer.accelerator.num_processes,
-        "precision": "bf16" if low else "fp32",
+        "precision": next((name for name, used in precisions.items() if used), "fp32"),
         "optimizer": type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__,
         "groups": {"actor": list(trained)},
         "max_grad_norm": args.max_grad_norm or None,

@@ -74,6 +74,43 @@ def test_numbers_are_those_that_trl_computes_itself(model: Path, tmp_path: Path)
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+def test_scaled_gradients_of_half_precision_are_measured_after_the_scale_is_removed(model: Path, tmp_path: Path) -> None:
+    """Accelerate refuses half precision without a GPU, so the test gives its accelerator the scaler that it would have."""
+    with Telemetry([], run_dir=tmp_path / "run", offload=False) as telemetry:
+        trainer = build_trainer(model, seed=1, steps=3, callbacks=[TelemetryCallback(telemetry)], num_iterations=1)
+        accelerator = trainer.accelerator
+        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=1024.0), True
+        accelerator.state._mixed_precision = "fp16"
+        trainer.train()
+
+    for record in read_run(tmp_path / "run").records:
+        assert record.values["grad/global/norm_preclip"] == pytest.approx(record.values["trl/grad_norm"], rel=1e-3)
+
+
+class LossElsewhere(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # TRL may be absent
+    """A trainer that computes its loss in a function of its own, as Unsloth's does, and returns no log-probabilities with gradients."""
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return (None, None) if torch.is_grad_enabled() else super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> torch.Tensor:
+        self._get_per_token_logps_and_entropies(model)
+        loss: torch.Tensor = model(input_ids=inputs["completion_ids"]).logits.logsumexp(-1).mean()
+        return loss
+
+
+def test_what_a_trainer_computes_elsewhere_is_absent_without_an_error(model: Path, tmp_path: Path) -> None:
+    with Telemetry([], run_dir=tmp_path / "run", offload=False) as telemetry:
+        trainer = build_trainer(model, seed=1, steps=2, callbacks=[TelemetryCallback(telemetry)])
+        trainer.__class__ = LossElsewhere
+        trainer.train()
+
+    for record in read_run(tmp_path / "run").records:
+        assert record.values.get("telemetry/metric_errors", 0) == 0
+        assert {"lm/reward/mean", "grad/global/norm_preclip"} <= set(record.values)
+        assert "lm/entropy" not in record.values
+
+
 def test_ratios_are_those_of_the_two_passes(model: Path, tmp_path: Path) -> None:
     """An independent listener computes each token's ratio from the log-probabilities of both passes."""
     events: list[TokensEnd] = []
