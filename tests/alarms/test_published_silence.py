@@ -86,10 +86,6 @@ def penalised(metrics: Values, ago: int) -> None:
     metrics.update({"loss/penalty_coef": min(1000.0, 2.0**ago), "policy/kl_max": 0.01 / 4**ago})
 
 
-def warm_up(updates: int) -> Spoil:
-    return set_to({"opt/lr": lambda ago: 3e-4 if ago >= updates else 0.0, "policy/kl_max": 1e-6})
-
-
 def moved_before(metrics: Values, ago: int) -> None:
     """The distributions were only measured in the last update at the old rate, which moved them."""
     metrics.update({"policy/kl_exact": 0.0045} if ago == 0 else {"policy/kl_max": 1e-9, "policy/kl": 1e-9, "opt/lr": 1e-6})
@@ -293,7 +289,8 @@ COURSES: Mapping[str, list[Course]] = {
         whole("opt/stalled_weights", False, {"opt/lr": 0.0}, 20),
     ],
     "A schedule with a warm-up takes its first step at a rate of 0": [
-        whole("opt/stalled_weights", told, warm_up(updates), 20) for updates, told in ((1, False), (2, True))
+        whole("opt/stalled_weights", told, {"opt/update_to_weight/encoder_weight": moved}, 20)
+        for moved, told in ((lambda ago: 4e-3 * (ago > 0), False), (lambda ago: 4e-3 * (ago > 1), True))
     ],
     "By chance one minibatch of a seed exceeds sixty clip limits and one in a hundred ten, but not in three epochs in a row": [
         whole("seed/explode", False, ONE_SEED, 20),

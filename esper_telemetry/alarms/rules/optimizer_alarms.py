@@ -66,15 +66,10 @@ MOVED_KL = 1e-5  # KL divergence of an update above which the policy moves for c
 
 @dataclass(slots=True)
 class Learning:
-    """Course of the learning rate, and whether gradients were recorded: a scripted controller has none, and a learning rate of 0.
-
-    Attributes:
-        updates: at least as many so far; 1 in a first update at a rate of 0, with which schedules with a warm-up begin.
-    """
+    """Course of the learning rate, and whether gradients were recorded: a scripted controller has none, and a learning rate of 0."""
 
     rates: AnnealedRate = field(default_factory=AnnealedRate)
     begun: bool = False
-    updates: int = 0
 
 
 def stalled_weights(view: View, past: Learning) -> Iterator[Finding]:
@@ -88,12 +83,12 @@ def stalled_weights(view: View, past: Learning) -> Iterator[Finding]:
     past.begun = past.begun or "grad/global/norm_preclip" in view.values
     if rate is None or (not measured and rate > 0) or not past.begun:
         return
-    past.updates += 1 if rate == 0 else 2
+    first = RATE not in view.previous  # the step that was measured may be a warm-up's, at a rate of 0
     stopped = rate == 0 and view.values.get("policy/kl_max", 0.0) < MOVED_KL
     norms = {layer: view.values.get(f"grad/layer/{layer}/norm", 0.0) for layer, _, value in measured if value == 0}
     still = [layer for layer, norm in norms.items() if norm > 0]
     key = f"{SIZE}/{still[0]}" if still else RATE
-    finding = Finding(hard(past.updates > 1 and not annealed and (stopped or bool(still))), key, 0.0, 0.0)
+    finding = Finding(hard(not (annealed or first) and (stopped or bool(still))), key, 0.0, 0.0)
     if rate == 0:
         yield finding.says("the learning rate has been 0, so the weights do not change")
         return
