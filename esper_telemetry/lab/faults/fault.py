@@ -54,7 +54,6 @@ class Fault:
         dose: default dose.
         doses: smallest and largest dose; equal if it is fixed.
         needs: requirements on a trainer, keys of `NEEDS`.
-        causes: accepted causes of an incident; `accepts` if empty.
         hypotheses: labels of equations and their hypotheses, such as `advantages_sign`, with which `integrity/equation` names it too.
         noisy: whether it raises an exception in training.
         core: whether metrics and alarms were designed for this fault; the others test what the alarms find beyond.
@@ -69,7 +68,6 @@ class Fault:
     dose: float = 1.0
     doses: tuple[float, float] = (1.0, 1.0)
     needs: tuple[str, ...] = ()
-    causes: tuple[str, ...] = ()
     hypotheses: tuple[str, ...] = ()
     noisy: bool = False
     core: bool = True
@@ -87,11 +85,6 @@ class Fault:
             wanted = f"from {low:g} to {high:g}" if low < high else f"{low:g}, the only one"
             raise ValueError(f"the dose of {self.name} must be {wanted}, got {dose:g}")
         return dose
-
-    @property
-    def accepted_causes(self) -> tuple[str, ...]:
-        """Accepted causes of an incident."""
-        return self.causes or self.accepts
 
 
 def undo_all(*undos: Undo) -> Undo:

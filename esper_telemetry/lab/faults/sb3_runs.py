@@ -24,7 +24,7 @@ from torch import nn
 from esper_telemetry.adapters.sb3.callback import TelemetryCallback
 from esper_telemetry.lab.faults.fault import Undo, fill_parameter, freeze, undo_all
 from esper_telemetry.lab.faults.optimisation import DEFAULT_ENTROPY_COEF, OSCILLATION_UPDATES
-from esper_telemetry.lab.faults.runs import FaultRun, journal_telemetry, read_fault_run, training_status, write_atomically
+from esper_telemetry.lab.faults.runs import FaultRun, atomic_directory, journal_telemetry, read_fault_run, training_status
 from esper_telemetry.lab.faults.sb3_models import MODELS, ModelNotApplicableError, VecEnvStep, change_env_steps, replace_attributes, require
 
 
@@ -34,15 +34,20 @@ def scaled_by_update(model: Any, factor: Callable[[int], float]) -> Undo:
     return replace_attributes(model, lr_schedule=lambda remaining: right(remaining) * factor(next(update)))
 
 
-def flipped_loss(model: Any, dose: float) -> Undo:
-    """Negate the gradient of the log-probabilities, and so of the policy loss; their values stay correct."""
+def change_log_probs(model: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Undo:
+    """Change the log-probabilities of actions in training."""
     right = model.policy.evaluate_actions
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         values, log_probs, entropy = right(*args, **kwargs)
-        return values, 2 * log_probs.detach() - log_probs, entropy
+        return values, change(log_probs), entropy
 
     return replace_attributes(model.policy, evaluate_actions=evaluate)
+
+
+def flipped_loss(model: Any, dose: float) -> Undo:
+    """Negate the gradient of the log-probabilities, and so of the policy loss; their values stay correct."""
+    return change_log_probs(model, lambda log_probs: 2 * log_probs.detach() - log_probs)
 
 
 def sparse_rewards_short_memory(model: Any, dose: float) -> Undo:
@@ -166,17 +171,6 @@ def no_reset(model: Any, dose: float) -> Undo:
     return replace_attributes(model.policy, _process_sequence=process)
 
 
-def rounded_log_probs(model: Any, dose: float) -> Undo:
-    """Round log-probabilities to bfloat16 in training."""
-    right = model.policy.evaluate_actions
-
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        values, log_probs, entropy = right(*args, **kwargs)
-        return values, log_probs.bfloat16().float(), entropy
-
-    return replace_attributes(model.policy, evaluate_actions=evaluate)
-
-
 def scaled_advantages(model: Any, dose: float) -> Undo:
     """Multiply advantages instead of normalising them."""
     scaled = _after_returns(model, lambda buffer: np.multiply(buffer.advantages, dose, out=buffer.advantages))
@@ -284,7 +278,7 @@ BREAKS: Mapping[str, Break] = {
     "stuck_normalizer": stuck_normalizer,
     "detached_head": detached_head,
     "saturated_head": saturated_head,
-    "bf16_log_probs": rounded_log_probs,
+    "bf16_log_probs": lambda model, _: change_log_probs(model, lambda log_probs: log_probs.bfloat16().float()),
     "reward_1e4": lambda model, dose: change_env_steps(model, lambda step, _: step._replace(rewards=dose * step.rewards)),
     "nan_reward": one_nan,
     "adv_sign": lambda model, _: _after_returns(model, lambda buffer: np.negative(buffer.advantages, out=buffer.advantages)),
@@ -346,17 +340,12 @@ def train_run(run: FaultRun, directory: Path, level: str) -> FaultRun:
     missing = fault_callback.missing(model)
     if missing:
         return replace(run, missing=f"{run.fault} does not apply to {run.env}: {missing}")
-
-    def train(run_dir: Path) -> FaultRun:
-        steps = model.n_steps * model.n_envs * run.last
+    steps = model.n_steps * model.n_envs * run.last
+    with atomic_directory(directory / run.name) as run_dir:
         with journal_telemetry(run_dir, level) as telemetry:
             callbacks: list[BaseCallback] = [TelemetryCallback(telemetry), fault_callback]
             status = training_status(lambda: model.learn(steps, callback=callbacks), telemetry)
-        finished = replace(run, status=status)
-        finished.write(run_dir)
-        return finished
-
-    return write_atomically(directory / run.name, train)
+        return replace(run, status=status).write(run_dir)
 
 
 class FaultCallback(BaseCallback):

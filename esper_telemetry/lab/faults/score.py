@@ -67,7 +67,7 @@ class BrokenRun:
         inside = [alarm for alarm in verdict.alarms if start <= alarm.update <= start + WINDOW_UPDATES]
         naming = [alarm for alarm in inside if not alarm.hypotheses.isdisjoint(fault.hypotheses)]
         hit = next((alarm for alarm in inside if alarm.type in fault.accepts or alarm in naming), None)
-        causes = {*fault.accepted_causes, *(alarm.type for alarm in naming if hit and alarm.incident == hit.incident)}
+        causes = {*fault.accepts, *(alarm.type for alarm in naming if hit and alarm.incident == hit.incident)}
         return cls(
             fault=fault,
             verdict=verdict,
@@ -186,26 +186,32 @@ class DetectionScore:
 def score(verdicts: Sequence[RunVerdict]) -> DetectionScore:
     """Return the figures of a detector over these runs."""
     broken, healthy = broken_runs(verdicts), healthy_updates(verdicts)
-    lags, leads = _lags(broken), _leads(broken)
-    false = len(healthy.false_alarms)
+    leads, false = _leads(broken), len(healthy.false_alarms)
     return DetectionScore(
-        runs=len(broken),
-        strict_recall=fraction(run.strict for run in broken),
-        recall=fraction(run.hit is not None for run in broken),
-        lenient_recall=fraction(run.lenient for run in broken),
+        **_recall_figures(broken),
         healthy_updates=healthy.updates,
         false_alarms=false,
         false_alarms_per_100=healthy.false_per_100,
         updates_between_false_alarms=healthy.updates / false if false else None,
         healthy_runs_alarmed=healthy.alarmed_runs / healthy.runs if healthy.runs else None,
-        median_lag=_median(lags),
-        p90_lag=quantile(lags, 0.9),
-        root_cause_accuracy=fraction(run.correct_cause for run in broken if run.correct_cause is not None),
-        median_lead=_median(leads),
+        p90_lag=quantile(_lags(broken), 0.9),
         ahead=fraction(lead >= 1 for lead in leads),
         never_symptomatic=fraction(run.verdict.symptom is None for run in broken),
         false_by_type=_count(alarm.type for alarm in healthy.false_alarms),
     )
+
+
+def _recall_figures(broken: Sequence[BrokenRun]) -> dict[str, Any]:
+    """Return the figures of broken runs that are in a whole score and in the score of a part of the runs."""
+    return {
+        "runs": len(broken),
+        "strict_recall": fraction(run.strict for run in broken),
+        "recall": fraction(run.hit is not None for run in broken),
+        "lenient_recall": fraction(run.lenient for run in broken),
+        "median_lag": _median(_lags(broken)),
+        "root_cause_accuracy": fraction(run.correct_cause for run in broken if run.correct_cause is not None),
+        "median_lead": _median(_leads(broken)),
+    }
 
 
 def _lags(broken: Iterable[BrokenRun]) -> list[int]:
@@ -335,13 +341,7 @@ def figures_by(broken: Sequence[BrokenRun], key: Callable[[BrokenRun], str]) -> 
         groups.setdefault(key(run), []).append(run)
     return {
         name: {
-            "runs": len(group),
-            "strict_recall": fraction(run.strict for run in group),
-            "recall": fraction(run.hit is not None for run in group),
-            "lenient_recall": fraction(run.lenient for run in group),
-            "median_lag": _median(_lags(group)),
-            "root_cause_accuracy": fraction(run.correct_cause for run in group if run.correct_cause is not None),
-            "median_lead": _median(_leads(group)),
+            **_recall_figures(group),
             "hits": _count(run.hit.type for run in group if run.hit is not None),
             "causes": _count(run.verdict.causes.get(run.hit.incident, "") for run in group if run.hit is not None),
             "others": _count(kind for run in group for kind in set(run.others)),

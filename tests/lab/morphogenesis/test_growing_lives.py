@@ -15,7 +15,7 @@ from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.feedback import CAUSES, CauseHistory, diagnose, exploding, vanishing
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
-from esper_telemetry.lab.morphogenesis.slots import CURVES, GATES, TRANSITIONS, Slots, TransitionGates, progress
+from esper_telemetry.lab.morphogenesis.slots import CURVES, GATES, TRANSITIONS, Slots, progress
 
 LEGAL = {(a, b) for a, after in TRANSITIONS.items() for b in after} | {(stage, stage) for stage in Stage}
 
@@ -128,8 +128,8 @@ def test_gates_open_where_their_checks_hold(gate: str, changes: dict[str, float]
     (tested,) = [one for one in GATES if one.name == gate]
     accuracy = torch.tensor([0.7])
 
-    assert TransitionGates().passed(tested, slots, accuracy).item() is permissive
-    assert TransitionGates(strict=True).passed(tested, slots, accuracy).item() is strict
+    assert tested.passed(slots, accuracy, strict=False).item() is permissive
+    assert tested.passed(slots, accuracy, strict=True).item() is strict
 
 
 def test_severities_are_half_at_their_limits() -> None:
