@@ -78,7 +78,7 @@ class ObservationNormalizer(RunningMoments):
 
         return normalize
 
-    def vectors(self, observations: Tensor) -> Tensor:
+    def vectors(self, observations: Rows) -> Rows:
         """Return the part of stored observations that is normalised: all of them."""
         return observations
 
@@ -92,12 +92,12 @@ class VectorNormalizer(ObservationNormalizer):
 
     def update(self, rows: Tensor) -> None:
         """Add the vectors of observations [N, ...] of all ranks."""
-        super().update(self._vectors(rows))
+        super().update(self.vectors(rows))
 
     def forward(self, observations: Tensor) -> Tensor:
         """Observations [..., *shape] with their vectors normalised."""
         rows = observations.clone()
-        vectors = self._vectors(rows)
+        vectors = self.vectors(rows)
         vectors.copy_(super().forward(vectors))
         return rows
 
@@ -107,18 +107,15 @@ class VectorNormalizer(ObservationNormalizer):
 
         def normalize(observations: Array) -> Array:
             rows = np.array(observations, self._layout.dtype)
-            vectors = self._vectors(rows)
+            vectors = self.vectors(rows)
             vectors[...] = scaled(vectors)
             return rows
 
         return normalize
 
-    def vectors(self, observations: Tensor) -> Tensor:
+    def vectors(self, observations: Rows) -> Rows:
         """Return the part of stored observations [..., *shape] that is normalised: a view of their vectors [..., vectors]."""
-        return self._vectors(observations)
-
-    def _vectors(self, rows: Rows) -> Rows:
-        return self._layout.numbers_of(rows)[..., : self._layout.vectors]
+        return self._layout.numbers_of(observations)[..., : self._layout.vectors]
 
 
 class RewardNormalizer(nn.Module):
