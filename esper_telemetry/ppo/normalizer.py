@@ -159,7 +159,12 @@ class Normalizers(nn.Module):
         self.observations, self.rewards = observations, rewards
 
     def finish(self, rollout: Rollout, raw: Tensor) -> Rollout:
-        """Return the rollout with its rewards scaled, and add its raw observations [T, B, ...] to the statistics for the next one."""
+        """Return the rollout with its rewards scaled, and add its raw observations [T, B, ...] to the statistics for the next one.
+
+        In evaluation mode nothing changes.
+        """
+        if not self.training:
+            return rollout
         if self.observations:
             self.observations.update(raw.flatten(0, 1) if rollout.valid is None else raw[rollout.valid])
         if self.rewards is None:
@@ -185,15 +190,7 @@ class Normalizers(nn.Module):
 
     def frozen(self) -> Normalizers:
         """Return copies whose statistics do not change; rewards are not scaled."""
-        return Frozen(copy.deepcopy(self.observations))
-
-
-class Frozen(Normalizers):
-    """Normalisers whose statistics do not change."""
-
-    def finish(self, rollout: Rollout, raw: Tensor) -> Rollout:
-        """Return the rollout unchanged."""
-        return rollout
+        return Normalizers(copy.deepcopy(self.observations)).eval()
 
 
 PLAIN = Normalizers()

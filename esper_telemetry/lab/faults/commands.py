@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from esper_telemetry.lab.faults.fault import NEEDS
 from esper_telemetry.lab.faults.fault_catalogue import FAULTS, find, schedule
 from esper_telemetry.lab.faults.runs import ENVIRONMENTS, FaultRun, find_environment, plan_runs, train_all, worker_pool
 from esper_telemetry.lab.faults.score import THRESHOLD_FACTORS, score_figures, tuning_and_held_out
-from esper_telemetry.lab.faults.verdicts import RunVerdicts, all_run_verdicts, list_runs
+from esper_telemetry.lab.faults.verdicts import RunVerdicts, list_runs, run_verdicts
 from esper_telemetry.ppo.config import preset
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.trainer import PPO
@@ -236,8 +237,8 @@ def _train(plan: Sequence[FaultRun], directory: Path, pool: Executor, bar: Progr
 
 
 def _evaluate(run_dirs: Sequence[Path], pool: Executor, bar: Progress, options: Score) -> list[RunVerdicts]:
-    verdicts = all_run_verdicts(run_dirs, pool, THRESHOLD_FACTORS if options.curve else ())
-    return list(bar.track(verdicts, total=len(run_dirs), description="judging, runs"))
+    evaluate = partial(run_verdicts, factors=THRESHOLD_FACTORS if options.curve else ())
+    return list(bar.track(pool.map(evaluate, run_dirs, chunksize=4), total=len(run_dirs), description="judging, runs"))
 
 
 def _print_score(options: Score, runs: Sequence[FaultRun], verdicts: Sequence[RunVerdicts]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from esper_telemetry.ppo.environments.environment_protocol import Array, Step
 from esper_telemetry.ppo.networks import MLP, RecurrentTrunk
 from esper_telemetry.ppo.trainer import PPO
 
@@ -161,9 +162,27 @@ def replace_attribute(owner: Any, name: str, value: Any) -> Undo:
     return partial(setattr, owner, name, before)
 
 
-def wrap_environment(trainer: PPO, wrap: Callable[[Any], Any]) -> Undo:
-    """Put a wrapper between the trainer and its environments."""
-    return replace_attribute(trainer.collector, "env", wrap(trainer.collector.env))
+StepChange: TypeAlias = Callable[[Step, Mapping[str, Array]], Step]
+"""From a step and its actions to the changed step."""
+
+
+class StepFilter:
+    """Environments whose steps are changed on their way to the trainer; other attributes are passed through."""
+
+    def __init__(self, change: StepChange, env: Any) -> None:
+        self._env, self._change = env, change
+
+    def step(self, actions: Mapping[str, Array]) -> Step:
+        """Return a changed step."""
+        return self._change(self._env.step(actions), actions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+
+def change_env_steps(trainer: PPO, change: StepChange) -> Undo:
+    """Change the steps of the trainer's environments."""
+    return replace_attribute(trainer.collector, "env", StepFilter(change, trainer.collector.env))
 
 
 def first_layers(trainer: PPO) -> list[MLP]:

@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from esper_telemetry.events import UpdateEnd
-from esper_telemetry.lab.faults.data import StepFilter
-from esper_telemetry.lab.faults.fault import wrap_environment
+from esper_telemetry.lab.faults.fault import change_env_steps
 from esper_telemetry.lab.faults.fault_catalogue import find, schedule
 from esper_telemetry.ppo.config import preset
 from esper_telemetry.ppo.environments.environment_protocol import Array, Step
@@ -92,7 +90,7 @@ def triple_rewards(trainer: PPO) -> None:
 
     def change(event: UpdateEnd) -> None:
         if event.update == REWARD_CHANGE_UPDATE - 1:
-            wrap_environment(trainer, partial(StepFilter, tripled))
+            change_env_steps(trainer, tripled)
 
     trainer.hooks.on(UpdateEnd, change, last=True)
 

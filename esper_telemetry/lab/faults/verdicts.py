@@ -6,8 +6,7 @@ The baselines are common alternatives to detectors: NaN checks, fixed thresholds
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -248,11 +247,6 @@ def run_verdicts(run_dir: Path, factors: Sequence[float] = ()) -> RunVerdicts:
         {name: detect(journaled, make().step) for name, make in BASELINES.items()},
         {factor: detect_by_rules(journaled, usual.scaled(factor)) for factor in factors},
     )
-
-
-def all_run_verdicts(run_dirs: Sequence[Path], pool: Executor, factors: Sequence[float] = ()) -> Iterator[RunVerdicts]:
-    """Yield the verdicts on all runs, in order."""
-    yield from pool.map(run_verdicts, run_dirs, [tuple(factors)] * len(run_dirs), chunksize=4)
 
 
 def list_runs(directory: Path) -> list[Path]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
-from esper_telemetry.lab.morphogenesis.slots import CURVES, EFFECTIVE, LEARNING, Slots, among, look_up, potential
+from esper_telemetry.lab.morphogenesis.slots import CURVES, EFFECTIVE, LEARNING, POTENTIALS, Slots, among, look_up
 from esper_telemetry.lab.morphogenesis.training import MAX_GRADIENT_NORM
 
 EXPLODING_DECADES = (0.0, 2.0)
@@ -159,7 +159,7 @@ REWARDS: Mapping[str, Mapping[str, float]] = {
 def potentials(slots: Slots) -> Tensor:
     """Sum of the potentials of all seeds [N], by stage and by the epochs in it."""
     rate, most = AGE_POTENTIAL
-    height = potential(slots.stage)
+    height = look_up(tuple(POTENTIALS.get(one, 0.0) for one in Stage), slots.stage)
     return (height + (height > 0) * (rate * (slots.age - 1).clamp(min=0)).clamp(max=most)).sum(1)
 
 

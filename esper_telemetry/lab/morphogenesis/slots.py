@@ -80,11 +80,6 @@ def among(stage: Tensor, stages: tuple[Stage, ...]) -> Tensor:
     return look_up(tuple(one in stages for one in Stage), stage)
 
 
-def potential(stage: Tensor) -> Tensor:
-    """Return the potential of each stage."""
-    return look_up(tuple(POTENTIALS.get(one, 0.0) for one in Stage), stage)
-
-
 def look_up(values: tuple[float, ...], index: Tensor) -> Tensor:
     """Return the value at each index."""
     return _table(values, type(values[0]).__name__, index.device)[index]
