@@ -355,16 +355,11 @@ def check_shapes(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> No
 
 def made_of(trainer: PPO) -> dict[str, Any]:
     """Return the properties that a checkpoint must share to fit, as plain data."""
-    env = trainer.env
+    env, heads = trainer.env, {name: trainer.policy.head(name) for name in trainer.env.action_specs}
     return {
         "env": env.name,
         "num_envs": env.num_envs,
-        "heads": {name: (kind_of(trainer, name), spec.size) for name, spec in env.action_specs.items()},
+        # the squash does not show in the shapes of weights
+        "heads": {name: (head.kind if head.squash is None else f"{head.kind}, squashed", head.size) for name, head in heads.items()},
         "observation_shape": tuple(env.observation_shape),
     }
-
-
-def kind_of(trainer: PPO, part: str) -> str:
-    """Return the kind of the head for that part, with its squash, which the shapes of weights do not show."""
-    head = trainer.policy.head(part)
-    return head.kind if head.squash is None else f"{head.kind}, squashed"

@@ -197,18 +197,9 @@ PLAIN = Normalizers()
 
 
 def normalizers_for(env: Task, config: PPOConfig, ranks: Ranks = ALONE) -> Normalizers:
-    """Return the normalisers that the settings ask for."""
-    return Normalizers(
-        observation_normalizer(env, ranks) if config.normalize_observations else None,
-        RewardNormalizer(env.num_envs, config.gamma, ranks) if config.normalize_rewards else None,
-    )
-
-
-def observation_normalizer(env: Task, ranks: Ranks) -> ObservationNormalizer | None:
-    """Return the normaliser of the vectors among the observations; None without vectors."""
-    layout = layout_of(env)
-    if not layout.vectors:
-        return None
-    if layout.choices or layout.images:
-        return VectorNormalizer(layout, ranks)
-    return ObservationNormalizer(env.observation_shape, ranks)
+    """Return the normalisers that the settings ask for; only vectors among the observations are normalised."""
+    layout, observations = layout_of(env), None
+    if config.normalize_observations and layout.vectors:
+        parts = layout.choices or layout.images
+        observations = VectorNormalizer(layout, ranks) if parts else ObservationNormalizer(env.observation_shape, ranks)
+    return Normalizers(observations, RewardNormalizer(env.num_envs, config.gamma, ranks) if config.normalize_rewards else None)

@@ -19,8 +19,6 @@ from esper_telemetry.ppo.environments.environment_protocol import Array, Step
 from esper_telemetry.ppo.networks import MLP, RecurrentTrunk
 from esper_telemetry.ppo.trainer import PPO
 
-# Faults replace objects of a trainer (steps, settings, parameters, environments), never attributes of a class or a module. Each change
-# undoes only itself, so several may begin and end in any order.
 Undo: TypeAlias = Callable[[], None]
 Break: TypeAlias = Callable[[PPO, float], Undo]
 

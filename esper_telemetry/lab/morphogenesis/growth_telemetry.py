@@ -126,17 +126,16 @@ class GrowthHistory(NamedTuple):
         )
 
 
-def growth_event(steps: GrowthStep, history: GrowthHistory, *, is_brief: bool = False) -> dict[str, Any]:
+def growth_event(steps: GrowthStep, *, is_brief: bool = False) -> dict[str, Any]:
     """Return the data of the event `growth`: the first `MAX_ENVIRONMENTS` environments, see docs/morphogenesis.md.
 
     Columns are lists with a leading environment axis; None for unknown numbers. There is one copy from a device.
 
     Args:
         steps: the last step, with the columns [T, ...] of the update, for its worst gradients and its roll-backs.
-        history: course of the environments.
         is_brief: shorten the trends, which halves the size.
     """
-    total = len(history.paid)
+    history, total = steps.history, len(steps.history.paid)
     count = min(MAX_ENVIRONMENTS, total)
     trend = SHORT_TREND_EPOCHS if is_brief or count > MAX_LONG_TRENDS else TREND_EPOCHS
     columns = {f"hosts/{name}": steps.hosts[column][-1] for name, column in HOST_COLUMNS.items()}
@@ -256,7 +255,7 @@ class GrowthStep:
         gates: [B] per gate: -1 not asked, 0 refused, 1 passed.
         labels: names of the values of `stage`, `op`, `cause`, `curve` and of indices of parameters (`parameter`).
         mode: mode of the reward.
-        history: course of the environments, including this step; None if it is not followed.
+        history: course of the environments, including this step.
     """
 
     last: bool
@@ -266,8 +265,8 @@ class GrowthStep:
     rewards: Mapping[str, Tensor]
     gates: Mapping[str, Tensor]
     labels: Mapping[str, tuple[str, ...]]
-    mode: str = ""
-    history: GrowthHistory | None = None
+    mode: str
+    history: GrowthHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,13 +314,11 @@ class GrowthUpdate:
 
     def events(self, _: Mapping[str, Any]) -> Iterator[Capture]:
         """Yield the event `growth`: the environments and their seeds after the last step."""
-        if self.steps.history is not None:
-            yield Capture("growth", growth_event(self.steps, self.steps.history))
+        yield Capture("growth", growth_event(self.steps))
 
     def progress(self, _: Mapping[str, Any]) -> Iterator[Capture]:
         """Yield the event `growth` in its brief form."""
-        if self.steps.history is not None:
-            yield Capture("growth", growth_event(self.steps, self.steps.history, is_brief=True))
+        yield Capture("growth", growth_event(self.steps, is_brief=True))
 
     def alarm_evidence(self, alarm: Alarm) -> dict[str, Any]:
         """Return the seeds that an alarm is about, by environment and slot, or the hosts that a roll-back alarm is about."""

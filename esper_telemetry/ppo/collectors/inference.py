@@ -111,7 +111,7 @@ def numpy_trunk(trunk: nn.Module) -> HostTrunk:
     return HostTrunk(encode)
 
 
-def torch_trunk(trunk: nn.Module, context: Context = nullcontext) -> HostTrunk:
+def torch_trunk(trunk: nn.Module, context: Context) -> HostTrunk:
     """Return a trunk in torch, on its device."""
     device = next(trunk.parameters()).device
     if not isinstance(trunk, RecurrentTrunk):

@@ -98,10 +98,10 @@ def test_figures_of_four_broken_runs() -> None:
 
     figures = score(runs)
 
-    assert (figures.runs, figures.strict_recall, figures.recall, figures.lenient_recall) == (4, 0.5, 0.75, 1.0)
-    assert (figures.median_lag, figures.p90_lag) == (1, 5)
-    assert figures.root_cause_accuracy == pytest.approx(2 / 3)
-    assert (figures.median_lead, figures.ahead, figures.never_symptomatic) == (1, 0.5, 0.5)
+    assert [figures[name] for name in ("runs", "strict_recall", "recall", "lenient_recall")] == [4, 0.5, 0.75, 1.0]
+    assert (figures["median_lag"], figures["p90_lag"]) == (1, 5)
+    assert figures["root_cause_accuracy"] == pytest.approx(2 / 3)
+    assert (figures["median_lead"], figures["ahead"], figures["never_symptomatic"]) == (1, 0.5, 0.5)
 
 
 def test_updates_shared_before_a_fault_count_once() -> None:
@@ -124,7 +124,7 @@ def test_other_seeds_are_other_updates() -> None:
 def test_figures_without_runs_are_none() -> None:
     empty = score([])
 
-    assert (empty.strict_recall, empty.false_alarms_per_100, empty.median_lag) == (None, None, None)
+    assert (empty["strict_recall"], empty["false_alarms_per_100"], empty["median_lag"]) == (None, None, None)
     assert bootstrap_intervals([]) == {}
     assert partial_area([]) is None
 

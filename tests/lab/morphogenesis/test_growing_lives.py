@@ -254,7 +254,7 @@ def test_slots_without_a_seed_stay_empty_after_a_roll_back() -> None:
 def test_patience_ends_the_episode_of_a_broken_host() -> None:
     """Host 1 breaks in the third epoch and is replaced. The episode of host 0 has all eight epochs."""
     env, counted = tiny(2, horizon=8, patience=100), list[torch.Tensor]()
-    env.hooks.on(GrowthStep, lambda event: counted.append(event.history.epochs))  # type: ignore[union-attr]  # followed
+    env.hooks.on(GrowthStep, lambda event: counted.append(event.history.epochs))
     ended = []
     for number in range(1, 12):
         if number == 3:
