@@ -158,12 +158,11 @@ def layer_gradients(
 
 def derivative(upstream: Array, outputs: Array, activation: str) -> Array:
     """Gradient before the activation, from the gradient after it and the activation's outputs."""
-    slope: Array = outputs > 0 if activation == "relu" else outputs * outputs
-    if activation == "tanh":
-        np.subtract(1, slope, out=slope)
-        np.multiply(slope, upstream, out=slope)
-        return slope
-    return upstream * slope
+    if activation == "relu":
+        return upstream * (outputs > 0)
+    slope: Array = outputs * outputs
+    np.subtract(1, slope, out=slope)
+    return np.multiply(slope, upstream, out=slope)
 
 
 def as_matrices(layer: nn.Module) -> tuple[Array, Array]:

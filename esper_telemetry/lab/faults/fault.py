@@ -115,15 +115,15 @@ def _replace_fields(trainer: Any, name: str, values: Mapping[str, Any]) -> Undo:
     return partial(put, before)
 
 
-def replace_optimizer_settings(trainer: PPO, **settings: Any) -> Undo:
-    """Replace settings of the optimizer, in all parameter groups."""
-    before = [{name: group[name] for name in settings} for group in trainer.optimizer.param_groups]
-    for group in trainer.optimizer.param_groups:
-        group.update(settings)
+def shorten_adam_memory(optimizer: torch.optim.Optimizer) -> Undo:
+    """Set Adam's beta2 to 0.9."""
+    before = [group["betas"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["betas"] = (group["betas"][0], 0.9)
 
     def undo() -> None:
-        for group, old in zip(trainer.optimizer.param_groups, before, strict=True):
-            group.update(old)
+        for group, betas in zip(optimizer.param_groups, before, strict=True):
+            group["betas"] = betas
 
     return undo
 

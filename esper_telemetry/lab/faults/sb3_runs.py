@@ -22,7 +22,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from torch import nn
 
 from esper_telemetry.adapters.sb3.callback import TelemetryCallback
-from esper_telemetry.lab.faults.fault import Undo, fill_parameter, freeze, undo_all
+from esper_telemetry.lab.faults.fault import Undo, fill_parameter, freeze, shorten_adam_memory, undo_all
 from esper_telemetry.lab.faults.optimisation import DEFAULT_ENTROPY_COEF, OSCILLATION_UPDATES
 from esper_telemetry.lab.faults.runs import FaultRun, atomic_directory, journal_telemetry, read_fault_run, training_status
 from esper_telemetry.lab.faults.sb3_models import MODELS, ModelNotApplicableError, VecEnvStep, change_env_steps, replace_attributes, require
@@ -52,18 +52,13 @@ def flipped_loss(model: Any, dose: float) -> Undo:
 
 def sparse_rewards_short_memory(model: Any, dose: float) -> Undo:
     """Set Adam's beta2 to 0.9, and pass on rewards only in one update of `dose`."""
-    group, steps = model.policy.optimizer.param_groups[0], itertools.count()
-    betas = group["betas"]
-    group["betas"] = (betas[0], 0.9)
-
-    def undo() -> None:
-        group["betas"] = betas
+    steps = itertools.count()
 
     def change(step: Any, _: Any) -> Any:
         paid = (next(steps) // model.n_steps + 1) % round(dose) == 0
         return step if paid else step._replace(rewards=np.zeros_like(step.rewards))
 
-    return undo_all(undo, change_env_steps(model, change))
+    return undo_all(shorten_adam_memory(model.policy.optimizer), change_env_steps(model, change))
 
 
 def repeated_minibatches(model: Any, dose: float) -> Undo:

@@ -220,15 +220,8 @@ def _count(kinds: Iterable[str]) -> dict[str, int]:
     return dict(Counter(kinds).most_common())
 
 
-class Interval(NamedTuple):
-    """An interval with 95 % of the resampled figures."""
-
-    low: float
-    high: float
-
-
-def bootstrap_intervals(verdicts: Sequence[RunVerdict]) -> dict[str, Interval]:
-    """Bootstrap intervals over runs, of strict recall and of false alarms per 100 updates (Efron 1979, percentiles)."""
+def bootstrap_intervals(verdicts: Sequence[RunVerdict]) -> dict[str, list[float]]:
+    """Bootstrap intervals over runs, [low, high] at 95 %, of strict recall and of false alarms per 100 updates (Efron 1979)."""
     generator = np.random.default_rng(0)
     strict = np.array([run.strict for run in broken_runs(verdicts)], float)
     healthy = [healthy_updates([verdict]) for verdict in independent_runs(verdicts)]
@@ -241,7 +234,7 @@ def bootstrap_intervals(verdicts: Sequence[RunVerdict]) -> dict[str, Interval]:
     if updates.sum():
         rows = generator.integers(len(false), size=(BOOTSTRAP_RESAMPLES, len(false)))
         samples["false_alarms_per_100"] = 100 * false[rows].sum(1) / updates[rows].sum(1)
-    return {name: Interval(*map(float, np.quantile(values, [0.025, 0.975]))) for name, values in samples.items()}
+    return {name: np.quantile(values, [0.025, 0.975]).tolist() for name, values in samples.items()}
 
 
 class CurvePoint(NamedTuple):
@@ -286,7 +279,7 @@ def score_figures(verdicts: Sequence[RunVerdicts]) -> dict[str, Any]:
     return {
         **score(of_detectors),
         "core_strict_recall": fraction(run.strict for run in broken if run.fault.core),
-        "intervals": {name: tuple(interval) for name, interval in bootstrap_intervals(of_detectors).items()},
+        "intervals": bootstrap_intervals(of_detectors),
         "per_fault": figures_by(broken, lambda run: run.label),
         "per_env": figures_by(broken, lambda run: run.verdict.run.env),
         "curve": [point._asdict() for point in points],

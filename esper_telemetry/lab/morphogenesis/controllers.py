@@ -221,7 +221,16 @@ class ScriptedRun:
         if total_steps <= self.env_steps:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already taken, got {total_steps}")
         if self.hooks.wants(RunStart):
-            facts = self._facts(total_steps)
+            facts = {
+                "env": self.env.name,
+                "total_steps": total_steps,
+                "num_envs": self.env.num_envs * self.ranks.size,
+                "ranks": self.ranks.size,
+                "horizon": self.env.horizon,
+                "num_steps": self.config.num_steps,
+                "gamma": self.config.gamma,
+                "policy": self.config.policy,
+            }
             self.hooks.emit(RunStart(asdict(self.config), facts, self.updates, self.env_steps, 0))
         while self.env_steps < total_steps and not self._stopping:
             self._roll_out()
@@ -275,15 +284,3 @@ class ScriptedRun:
             self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths, episodes.times))
         seconds = {"environment": time.perf_counter() - start, "inference": 0.0, "update": 0.0}
         self.hooks.emit(UpdateEnd(self.updates, self.env_steps, 0, 0.0, seconds))
-
-    def _facts(self, total_steps: int) -> Mapping[str, Any]:
-        return {
-            "env": self.env.name,
-            "total_steps": total_steps,
-            "num_envs": self.env.num_envs * self.ranks.size,
-            "ranks": self.ranks.size,
-            "horizon": self.env.horizon,
-            "num_steps": self.config.num_steps,
-            "gamma": self.config.gamma,
-            "policy": self.config.policy,
-        }

@@ -170,14 +170,12 @@ SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial, type, np.ufunc)
 """Types of values that are part of the program. A callable object, in contrast, may have a state."""
 
-State = dict[str, Any]
-
 
 class CannotSaveError(TypeError):
     """An attribute is neither plain data nor known to be constant."""
 
 
-def capture(env: Any) -> State | None:
+def capture(env: Any) -> dict[str, Any] | None:
     """Return the state of an environment, its wrappers and its parts; None if it cannot be saved."""
     try:
         return {"layers": [{name: packed(value) for name, value in vars(layer).items() if not is_static(value)} for layer in layers(env)]}

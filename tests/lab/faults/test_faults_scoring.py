@@ -148,7 +148,7 @@ def test_an_interval_contains_the_figure_and_without_spread_is_a_point() -> None
     low, high = bootstrap_intervals([*half, *none])["strict_recall"]
 
     assert 0.2 < low < 0.5 < high < 0.8
-    assert bootstrap_intervals(half)["strict_recall"] == (1.0, 1.0)
+    assert bootstrap_intervals(half)["strict_recall"] == [1.0, 1.0]
     assert bootstrap_intervals(half) == bootstrap_intervals(half)
 
 
