@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper_telemetry.core.tensors import mask_logits
-from esper_telemetry.ppo.config import LOG_STD_RANGE
+from esper_telemetry.ppo.config import LOG_STD_RANGE, PPOConfig
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, Array
 from esper_telemetry.ppo.networks import orthogonal
 
@@ -43,10 +43,8 @@ class Squash(nn.Module):
         low, high = (np.array(bounds, np.float64) for bounds in bounds_of(spec))
         if not np.isfinite([low, high]).all():
             raise ValueError(f"squash needs finite bounds, but the action part {part!r} has low={low.tolist()} and high={high.tolist()}")
-        self._low, self._high = low.astype(np.float32), high.astype(np.float32)
-        self._middle, self._reach = ((part / 2).astype(np.float32) for part in (low + high, high - low))
-        rows = np.stack([self._low, self._high, self._middle, self._reach])
-        self.register_buffer("bounds", torch.from_numpy(rows), persistent=False)
+        self._rows = np.stack([low, high, (low + high) / 2, (high - low) / 2]).astype(np.float32)
+        self.register_buffer("bounds", torch.from_numpy(self._rows), persistent=False)
 
     def forward(self, draws: Tensor) -> Tensor:
         """Actions within the bounds [..., D], from samples [..., D]."""
@@ -56,7 +54,8 @@ class Squash(nn.Module):
 
     def as_numpy(self, draws: Array) -> Array:
         """Return the actions in NumPy."""
-        actions: Array = np.clip(self._middle + self._reach * np.tanh(draws), self._low, self._high)
+        low, high, middle, reach = self._rows
+        actions: Array = np.clip(middle + reach * np.tanh(draws), low, high)
         return actions
 
     def log_slope(self, draws: Tensor) -> Tensor:
@@ -163,7 +162,7 @@ class Categorical(PolicyHead):
 
     def sampler(self) -> Sampler:
         """The index of the largest sum."""
-        return sample_categorical
+        return lambda scores, noise: (scores + noise).argmax(-1)
 
     def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
         """The index of the largest sum."""
@@ -176,12 +175,6 @@ class Categorical(PolicyHead):
     def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
         """The logits [N, size]."""
         return {"logits": mask_logits(scores.detach(), mask)}
-
-
-def sample_categorical(scores: Array, noise: Array) -> Array:
-    """The index of the largest sum, [B]."""
-    indices: Array = (scores + noise).argmax(-1)
-    return indices
 
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -299,7 +292,9 @@ class StateDependentGaussian(Gaussian):
         return {"log_std": log_std, "means": means}
 
 
-def make_gaussian(part: str, spec: ActionSpec, features: int, log_std: float, *, state_dependent: bool, squashed: bool) -> Gaussian:
-    """The head of a continuous part; raises ValueError if it cannot be squashed."""
-    kind = StateDependentGaussian if state_dependent else Gaussian
-    return kind(features, spec, log_std, Squash(part, spec) if squashed else None)
+def make_head(part: str, spec: ActionSpec, features: int, config: PPOConfig) -> PolicyHead:
+    """Return the head for one part of an action; raise ValueError for a continuous one that cannot be squashed."""
+    if spec.kind == "categorical":
+        return Categorical(features, spec.size)
+    kind = StateDependentGaussian if config.state_dependent_std else Gaussian
+    return kind(features, spec, config.log_std, Squash(part, spec) if config.squash else None)

@@ -310,25 +310,21 @@ def load(trainer: PPO, path: str | Path) -> None:
         ValueError: the file does not fit; the message says which part differs.
     """
     try:
-        _load(trainer, path)
+        state = own_state(trainer.ranks, made_of(trainer), path)
+        check_shapes(trainer, state, path)
+        trainer.policy.load_state_dict(state["policy"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        trainer.normalizers.load_state_dict(state["normalizers"])
+        for name in COUNTS:
+            setattr(trainer, name, state["counts"][name])
+        trainer.generator.set_state(state["generator"])
+        trainer.collector.load_state_dict(state["collector"])
+        if trainer.watchdog is not None:
+            trainer.watchdog.load_state_dict(state["watchdog"] or {})
+        trainer.checkpointables.load_state_dict(state["checkpointables"])
+        restore_generators(state["generators"])
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"{path} is not a complete checkpoint: {type(error).__name__}: {error}") from error
-
-
-def _load(trainer: PPO, path: str | Path) -> None:
-    state = own_state(trainer.ranks, made_of(trainer), path)
-    check_shapes(trainer, state, path)
-    trainer.policy.load_state_dict(state["policy"])
-    trainer.optimizer.load_state_dict(state["optimizer"])
-    trainer.normalizers.load_state_dict(state["normalizers"])
-    for name in COUNTS:
-        setattr(trainer, name, state["counts"][name])
-    trainer.generator.set_state(state["generator"])
-    trainer.collector.load_state_dict(state["collector"])
-    if trainer.watchdog is not None:
-        trainer.watchdog.load_state_dict(state["watchdog"] or {})
-    trainer.checkpointables.load_state_dict(state["checkpointables"])
-    restore_generators(state["generators"])
 
 
 def own_state(ranks: Ranks, made_of: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
@@ -359,16 +355,11 @@ def check_shapes(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> No
 
 def made_of(trainer: PPO) -> dict[str, Any]:
     """Return the properties that a checkpoint must share to fit, as plain data."""
-    env = trainer.env
+    env, heads = trainer.env, {name: trainer.policy.head(name) for name in trainer.env.action_specs}
     return {
         "env": env.name,
         "num_envs": env.num_envs,
-        "heads": {name: (kind_of(trainer, name), spec.size) for name, spec in env.action_specs.items()},
+        # the squash does not show in the shapes of weights
+        "heads": {name: (head.kind if head.squash is None else f"{head.kind}, squashed", head.size) for name, head in heads.items()},
         "observation_shape": tuple(env.observation_shape),
     }
-
-
-def kind_of(trainer: PPO, part: str) -> str:
-    """Return the kind of the head for that part, with its squash, which the shapes of weights do not show."""
-    head = trainer.policy.head(part)
-    return head.kind if head.squash is None else f"{head.kind}, squashed"

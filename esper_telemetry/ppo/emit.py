@@ -224,7 +224,27 @@ class TrainerEvents:
         minibatches, self._minibatches = self._minibatches, []
         hooks, policy = self._hooks, self._trainer.policy
         for epoch, step, columns, result, log_std in minibatches:
-            hooks.emit(minibatch_event(epoch, step, columns, result, log_std, policy))
+            advantages, old_values, returns, masks, old_log_probs, relevance, rows = columns
+            descriptions = describe(policy, result.scores, masks)
+            parts = {name: result.head_log_probs[name] - old for name, old in old_log_probs.items()}
+            event = MinibatchEnd(
+                epoch,
+                step,
+                log_ratio=result.log_ratio,
+                advantages=advantages,
+                values=result.values,
+                old_values=old_values,
+                returns=returns,
+                losses=result.losses,
+                logits=descriptions.logits,
+                action_masks=masks,
+                log_std={**descriptions.log_std, **log_std},  # before the step, if it does not depend on the state
+                head_log_ratios=parts or dict.fromkeys(result.scores, result.log_ratio),
+                relevance=relevance,
+                means=descriptions.means,
+                rows=rows,
+            )
+            hooks.emit(event)
 
     def rollback(self, rollbacks: int) -> None:
         """Emit `Rollback`, the number `rollbacks` of this run."""
@@ -305,41 +325,6 @@ columns_of: Callable[[Batch], tuple[Any, ...]] = attrgetter(
     "advantages", "values", "returns", "action_masks", "head_log_probs", "relevance", "rows"
 )
 """Columns of a minibatch that are kept; the trainer needs the memory of its observations for the next one."""
-
-
-def minibatch_event(
-    epoch: int, step: int, columns: tuple[Any, ...], result: ObjectiveResult, log_std: Mapping[str, Tensor], policy: ActorCritic
-) -> MinibatchEnd:
-    """Return the event of a minibatch.
-
-    Args:
-        epoch, step: pass over the rollout, and optimizer step within the update.
-        columns: as `columns_of` returns them.
-        result: result of the objective.
-        log_std: log standard deviations of heads for which they do not depend on the state, before the step.
-        policy: describes the heads.
-    """
-    advantages, old_values, returns, masks, old_log_probs, relevance, rows = columns
-    descriptions = describe(policy, result.scores, masks)
-    log_ratio = result.log_ratio
-    parts = {name: result.head_log_probs[name] - old for name, old in old_log_probs.items()}
-    return MinibatchEnd(
-        epoch,
-        step,
-        log_ratio=log_ratio,
-        advantages=advantages,
-        values=result.values,
-        old_values=old_values,
-        returns=returns,
-        losses=result.losses,
-        logits=descriptions.logits,
-        action_masks=masks,
-        log_std={**descriptions.log_std, **log_std},
-        head_log_ratios=parts or dict.fromkeys(result.scores, log_ratio),
-        relevance=relevance,
-        means=descriptions.means,
-        rows=rows,
-    )
 
 
 def without_graph(result: ObjectiveResult, batch: Batch) -> ObjectiveResult:

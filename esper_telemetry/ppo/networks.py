@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -53,7 +54,8 @@ class MLP(nn.Module):
         rows = observations.flatten(1)
         if not self.layers:
             return rows
-        if rows.is_cpu and rows.dtype == torch.float32 and not needs_plain_operations():
+        recorded = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()  # `Layers` supports neither
+        if rows.is_cpu and rows.dtype == torch.float32 and not recorded:
             linears = cast("Iterable[nn.Linear]", self.layers)  # `parameters()` would search the module tree for them
             parameters = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
             features: Tensor = Layers.apply(rows, self.activation, *parameters)  # type: ignore[no-untyped-call] # torch has no types here
@@ -79,7 +81,7 @@ class MLP(nn.Module):
     def as_numpy(self) -> Network:
         """Return the network as a NumPy function of [N, ...]. It reads the weights in place and follows them until they are moved."""
         layers = [as_matrices(layer) for layer in self.layers]
-        activate: Any = np.tanh if self.activation == "tanh" else relu
+        activate = ARRAY_ACTIVATIONS[self.activation]
 
         def features(rows: Array) -> Array:
             rows = rows.reshape(len(rows), -1)
@@ -92,9 +94,12 @@ class MLP(nn.Module):
         return features
 
 
-def needs_plain_operations() -> bool:
-    """Return True if a compiler records operations or autocast changes their precision; `Layers` supports neither."""
-    return torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+def relu(values: Array, out: Array) -> None:
+    """Write max(values, 0) to `out`."""
+    np.maximum(values, 0, out=out)
+
+
+ARRAY_ACTIVATIONS: Mapping[str, Any] = {"tanh": np.tanh, "relu": relu}
 
 
 class Layers(torch.autograd.Function):
@@ -108,7 +113,8 @@ class Layers(torch.autograd.Function):
         for weight, bias in zip(weights, parameters[1::2], strict=True):
             sums = outputs[-1] @ weight.T
             sums += bias.detach().numpy()
-            outputs.append(activate_(sums, activation))
+            ARRAY_ACTIVATIONS[activation](sums, out=sums)
+            outputs.append(sums)
         ctx.activation, ctx.outputs, ctx.weights = activation, outputs, weights
         return torch.from_numpy(outputs[-1])
 
@@ -125,7 +131,8 @@ class Layers(torch.autograd.Function):
             layer_gradients([x[cut] for x in outputs], weights, upstream[cut], ctx.activation, through=needs_rows_gradient) for cut in cuts
         )
         downs, tiles = zip(*parts, strict=True)
-        return (torch.cat(downs) if needs_rows_gradient else None, None, *(sum_of(tensors) for tensors in zip(*tiles, strict=True)))
+        sums = [reduce(Tensor.add_, tensors) for tensors in zip(*tiles, strict=True)]
+        return (torch.cat(downs) if needs_rows_gradient else None, None, *sums)
 
 
 def layer_gradients(
@@ -149,40 +156,19 @@ def layer_gradients(
     return torch.from_numpy(upstream) if through else None, parameter_gradients
 
 
-def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Add the other tensors to the first and return it."""
-    first, *others = tensors
-    for tensor in others:
-        first.add_(tensor)
-    return first
-
-
-def activate_(values: Array, activation: str) -> Array:
-    """The values, activated in place."""
-    activate: Any = np.tanh if activation == "tanh" else relu
-    activate(values, out=values)
-    return values
-
-
 def derivative(upstream: Array, outputs: Array, activation: str) -> Array:
     """Gradient before the activation, from the gradient after it and the activation's outputs."""
-    slope: Array = outputs > 0 if activation == "relu" else outputs * outputs
-    if activation == "tanh":
-        np.subtract(1, slope, out=slope)
-        np.multiply(slope, upstream, out=slope)
-        return slope
-    return upstream * slope
+    if activation == "relu":
+        return upstream * (outputs > 0)
+    slope: Array = outputs * outputs
+    np.subtract(1, slope, out=slope)
+    return np.multiply(slope, upstream, out=slope)
 
 
 def as_matrices(layer: nn.Module) -> tuple[Array, Array]:
     """Views of a linear layer's weight [inputs, outputs] and bias [outputs]."""
     assert isinstance(layer, nn.Linear)
     return layer.weight.detach().numpy().T, layer.bias.detach().numpy()
-
-
-def relu(values: Array, out: Array) -> None:
-    """Write max(values, 0) to `out`."""
-    np.maximum(values, 0, out=out)
 
 
 def orthogonal(layer: Layer, gain: float) -> Layer:
@@ -193,26 +179,21 @@ def orthogonal(layer: Layer, gain: float) -> Layer:
     return layer
 
 
-class Convolution(NamedTuple):
-    """Number of filters, their width, and the stride."""
-
-    filters: int
-    width: int
-    stride: int
-
-
 class Architecture(NamedTuple):
-    """Convolutions, and the width of the linear layer after them; for images whose shorter side is at least `smallest`."""
+    """Convolutions, and the width of the linear layer after them; for images whose shorter side is at least `smallest`.
+
+    A convolution is the number of its filters, their width, and the stride.
+    """
 
     smallest: int
-    convolutions: Sequence[Convolution]
+    convolutions: Sequence[tuple[int, int, int]]
     features: int
 
 
 ARCHITECTURES = (
-    Architecture(36, (Convolution(32, 8, 4), Convolution(64, 4, 2), Convolution(64, 3, 1)), 512),  # Mnih et al. 2015
-    Architecture(16, (Convolution(32, 4, 2), Convolution(64, 3, 2), Convolution(64, 3, 1)), 256),
-    Architecture(8, (Convolution(16, 3, 1), Convolution(32, 3, 2)), 128),  # as for MinAtar's 10x10
+    Architecture(36, ((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),  # Mnih et al. 2015
+    Architecture(16, ((32, 4, 2), (64, 3, 2), (64, 3, 1)), 256),
+    Architecture(8, ((16, 3, 1), (32, 3, 2)), 128),  # as for MinAtar's 10x10
 )
 
 

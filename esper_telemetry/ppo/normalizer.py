@@ -78,7 +78,7 @@ class ObservationNormalizer(RunningMoments):
 
         return normalize
 
-    def vectors(self, observations: Tensor) -> Tensor:
+    def vectors(self, observations: Rows) -> Rows:
         """Return the part of stored observations that is normalised: all of them."""
         return observations
 
@@ -92,12 +92,12 @@ class VectorNormalizer(ObservationNormalizer):
 
     def update(self, rows: Tensor) -> None:
         """Add the vectors of observations [N, ...] of all ranks."""
-        super().update(self._vectors(rows))
+        super().update(self.vectors(rows))
 
     def forward(self, observations: Tensor) -> Tensor:
         """Observations [..., *shape] with their vectors normalised."""
         rows = observations.clone()
-        vectors = self._vectors(rows)
+        vectors = self.vectors(rows)
         vectors.copy_(super().forward(vectors))
         return rows
 
@@ -107,18 +107,15 @@ class VectorNormalizer(ObservationNormalizer):
 
         def normalize(observations: Array) -> Array:
             rows = np.array(observations, self._layout.dtype)
-            vectors = self._vectors(rows)
+            vectors = self.vectors(rows)
             vectors[...] = scaled(vectors)
             return rows
 
         return normalize
 
-    def vectors(self, observations: Tensor) -> Tensor:
+    def vectors(self, observations: Rows) -> Rows:
         """Return the part of stored observations [..., *shape] that is normalised: a view of their vectors [..., vectors]."""
-        return self._vectors(observations)
-
-    def _vectors(self, rows: Rows) -> Rows:
-        return self._layout.numbers_of(rows)[..., : self._layout.vectors]
+        return self._layout.numbers_of(observations)[..., : self._layout.vectors]
 
 
 class RewardNormalizer(nn.Module):
@@ -162,7 +159,12 @@ class Normalizers(nn.Module):
         self.observations, self.rewards = observations, rewards
 
     def finish(self, rollout: Rollout, raw: Tensor) -> Rollout:
-        """Return the rollout with its rewards scaled, and add its raw observations [T, B, ...] to the statistics for the next one."""
+        """Return the rollout with its rewards scaled, and add its raw observations [T, B, ...] to the statistics for the next one.
+
+        In evaluation mode nothing changes.
+        """
+        if not self.training:
+            return rollout
         if self.observations:
             self.observations.update(raw.flatten(0, 1) if rollout.valid is None else raw[rollout.valid])
         if self.rewards is None:
@@ -188,33 +190,16 @@ class Normalizers(nn.Module):
 
     def frozen(self) -> Normalizers:
         """Return copies whose statistics do not change; rewards are not scaled."""
-        return Frozen(copy.deepcopy(self.observations))
-
-
-class Frozen(Normalizers):
-    """Normalisers whose statistics do not change."""
-
-    def finish(self, rollout: Rollout, raw: Tensor) -> Rollout:
-        """Return the rollout unchanged."""
-        return rollout
+        return Normalizers(copy.deepcopy(self.observations)).eval()
 
 
 PLAIN = Normalizers()
 
 
 def normalizers_for(env: Task, config: PPOConfig, ranks: Ranks = ALONE) -> Normalizers:
-    """Return the normalisers that the settings ask for."""
-    return Normalizers(
-        observation_normalizer(env, ranks) if config.normalize_observations else None,
-        RewardNormalizer(env.num_envs, config.gamma, ranks) if config.normalize_rewards else None,
-    )
-
-
-def observation_normalizer(env: Task, ranks: Ranks) -> ObservationNormalizer | None:
-    """Return the normaliser of the vectors among the observations; None without vectors."""
-    layout = layout_of(env)
-    if not layout.vectors:
-        return None
-    if layout.choices or layout.images:
-        return VectorNormalizer(layout, ranks)
-    return ObservationNormalizer(env.observation_shape, ranks)
+    """Return the normalisers that the settings ask for; only vectors among the observations are normalised."""
+    layout, observations = layout_of(env), None
+    if config.normalize_observations and layout.vectors:
+        parts = layout.choices or layout.images
+        observations = VectorNormalizer(layout, ranks) if parts else ObservationNormalizer(env.observation_shape, ranks)
+    return Normalizers(observations, RewardNormalizer(env.num_envs, config.gamma, ranks) if config.normalize_rewards else None)

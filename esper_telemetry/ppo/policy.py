@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.ppo.action_distributions import Categorical, Gaussian, PolicyHead, make_gaussian
+from esper_telemetry.ppo.action_distributions import Gaussian, PolicyHead, make_head
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, ObservationLayout
 from esper_telemetry.ppo.networks import MLP, Core, Encoded, RecurrentTrunk, orthogonal
@@ -176,13 +176,6 @@ class ActorCritic(nn.Module):
         if not torch.stack([torch.isfinite(weight).all() for weight in self.parameters()]).all():
             name = next(name for name, weight in self.named_parameters() if not torch.isfinite(weight).all())
             raise FloatingPointError(f"the policy's weights are not finite after this update, {name} first")
-
-
-def make_head(part: str, spec: ActionSpec, features: int, config: PPOConfig) -> PolicyHead:
-    """Return the head for one part of an action; raise ValueError for a continuous one that cannot be squashed."""
-    if spec.kind == "categorical":
-        return Categorical(features, spec.size)
-    return make_gaussian(part, spec, features, config.log_std, state_dependent=config.state_dependent_std, squashed=config.squash)
 
 
 def add(terms: Sequence[Tensor]) -> Tensor:

@@ -277,7 +277,7 @@ def loss_rows(policy: ActorCritic, batch: Batch, raw_advantages: Tensor, config:
     """
     outputs = policy.trunks(batch.observations, batch.grid())
     normalized = policy.normalize(policy.scores(outputs[0]), batch.action_masks)
-    log_probs = add(list(policy.log_probs(normalized, batch.actions, batch.relevance).values()))
+    log_probs = policy.log_prob(normalized, batch.actions, batch.relevance)
     yield LossRows(
         log_ratio=log_probs - batch.log_probs,
         log_probs=log_probs,

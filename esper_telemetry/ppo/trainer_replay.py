@@ -21,44 +21,15 @@ from esper_telemetry.core.event_parts import Activations, CollectionReplay, Copy
 from esper_telemetry.core.tensors import allow_recurrent_gradients, are_rescaled
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.ppo.emit import describe
-from esper_telemetry.ppo.networks import MLP, Core, RecurrentTrunk
+from esper_telemetry.ppo.networks import MLP, RecurrentTrunk
 from esper_telemetry.ppo.policy import ActorCritic, Tensors, Trunk
 from esper_telemetry.ppo.rollout import Batch, Rollout, columns, flatten, index_on
 
 Flags = npt.NDArray[np.bool_]
+Loss: TypeAlias = Callable[[Batch, Tensor], Tensor]
 
-
-def state_gradients(
-    policy: ActorCritic, rollout: Rollout, columns: Batch, loss: Callable[[Batch, Tensor], Tensor], *, envs: int
-) -> StateGradients | None:
-    """Return gradients at the actor's h before the first step and after the last, in the first `envs` environments with memory.
-
-    The result is None if every environment begins the rollout without memory.
-
-    Args:
-        policy: policy with a recurrent actor.
-        rollout: T steps.
-        columns: its rows as [T, B, ...], with the advantages that multiply the ratio.
-        loss: 0-d loss of a batch and the outputs [N, F] of the actor's trunk.
-        envs: number of environments.
-    """
-    trunk, memory = policy.actor, rollout.recurrence
-    assert isinstance(trunk, RecurrentTrunk) and memory is not None
-    envs_with_memory = np.flatnonzero(~memory.fresh[0])[:envs]
-    if not len(envs_with_memory):
-        return None
-    device = rollout.rewards.device
-    columns_index = index_on(envs_with_memory, device)
-    first = memory.states["actor"][:, :, columns_index].detach().requires_grad_()
-    with policy.autocast():
-        features, outputs = unroll(trunk, rollout.observations[:, columns_index], first, memory.fresh[:, envs_with_memory])
-    features = features.float()
-    batch = columns.map(lambda column: column[:, columns_index].flatten(0, 1))
-    if memory.valid is not None:
-        rows = index_on(np.flatnonzero(memory.valid[:, envs_with_memory]), device)
-        batch, features = batch.map(lambda column: column[rows]), features[rows]
-    at_first, at_outputs = torch.autograd.grad(loss(batch, features), [first, outputs], materialize_grads=True)
-    return StateGradients(at_first[:, 0], at_outputs[-1])
+SAMPLE_ROWS = 512
+"""Number of transitions from which the responses of layers are measured (Moalla 2024)."""
 
 
 def unroll(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Flags) -> tuple[Tensor, Tensor]:
@@ -67,25 +38,14 @@ def unroll(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Fl
     Memory is reset at `fresh` [T, b]. The gradient at an h comes only from its own step's features; after the last step that is all.
     """
     inputs = trunk.encoder(observations.flatten(0, 1)).unflatten(0, observations.shape[:2])
-    outputs = core_outputs(trunk.core, inputs, state, fresh)
-    return trunk.decoder(outputs.flatten(0, 1)), outputs
-
-
-def core_outputs(core: Core, inputs: Tensor, state: Tensor, fresh: Flags) -> Tensor:
-    """Return outputs of the core [T, b, H], in one call from each step with a reset to the next."""
-    begins = [0, *np.flatnonzero(fresh[1:].any(1)) + 1]
-    outputs = []
+    begins = [0, *np.flatnonzero(fresh[1:].any(1)) + 1]  # one call of the core from each step with a reset to the next
+    parts = []
     for first, after in itertools.pairwise([*begins, len(inputs)]):
         without_memory = torch.from_numpy(fresh[first]).to(inputs.device)
-        output, state = core(inputs[first:after], state.masked_fill(without_memory[:, None], 0.0))
-        outputs.append(output)
-    return torch.cat(outputs)
-
-
-Loss: TypeAlias = Callable[[Batch, Tensor], Tensor]
-
-SAMPLE_ROWS = 512
-"""Number of transitions from which the responses of layers are measured (Moalla 2024)."""
+        part, state = trunk.core(inputs[first:after], state.masked_fill(without_memory[:, None], 0.0))
+        parts.append(part)
+    outputs = torch.cat(parts)
+    return trunk.decoder(outputs.flatten(0, 1)), outputs
 
 
 class TrainerReplay:
@@ -147,13 +107,27 @@ class TrainerReplay:
         return Activations({**encoder.layers, "core": memory, **decoder.layers}, decoder.last)
 
     def state_gradients(self) -> StateGradients | None:
-        """See `PolicyReplay`."""
-        if not isinstance(self._policy.actor, RecurrentTrunk):
+        """See `PolicyReplay`; of the first environments with memory, as many as a minibatch has. None if all begin without memory."""
+        trunk, rollout, memory = self._policy.actor, self._rollout, self._rollout.recurrence
+        if not isinstance(trunk, RecurrentTrunk) or memory is None:
+            return None
+        with_memory = np.flatnonzero(~memory.fresh[0])[: self._envs]
+        if not len(with_memory):
             return None
         empty = torch.zeros_like(self._returns)  # rows that are not transitions have an advantage of 0
         advantages = empty.flatten().index_copy(0, self._rows, self._batch.advantages).view_as(empty)
-        table = columns(self._rollout, advantages, self._returns)
-        return state_gradients(self._policy, self._rollout, table, self._loss, envs=self._envs)
+        device = rollout.rewards.device
+        envs = index_on(with_memory, device)
+        first = memory.states["actor"][:, :, envs].detach().requires_grad_()
+        with self._policy.autocast():
+            features, outputs = unroll(trunk, rollout.observations[:, envs], first, memory.fresh[:, with_memory])
+        features = features.float()
+        batch = columns(rollout, advantages, self._returns).map(lambda column: column[:, envs].flatten(0, 1))
+        if memory.valid is not None:
+            rows = index_on(np.flatnonzero(memory.valid[:, with_memory]), device)
+            batch, features = batch.map(lambda column: column[rows]), features[rows]
+        at_first, at_outputs = torch.autograd.grad(self._loss(batch, features), [first, outputs], materialize_grads=True)
+        return StateGradients(at_first[:, 0], at_outputs[-1])
 
     def copy(self) -> Copy:
         """See `PolicyReplay`."""

@@ -343,22 +343,11 @@ def _replay_twice(factory: Factory, directory: Path) -> None:
 
 
 CHECKS: dict[str, Check] = {
-    "protocol": _protocol,
-    "steps": _steps,
-    "not finite": _not_finite,
-    "many keys": _many_keys,
-    "many records": _many_records,
-    "collisions": _collisions,
-    "unicode": _unicode,
-    "alarms": _alarms,
-    "fails once": _fails_once,
-    "refused record": _refused_record,
-    "hangs": _hangs,
-    "fork": _fork,
-    "closes twice": _closes_twice,
-    "sigterm": _sigterm,
-    "resume": _resume,
-    "replay twice": _replay_twice,
+    check.__name__.strip("_").replace("_", " "): check
+    for check in (
+        *(_protocol, _steps, _not_finite, _many_keys, _many_records, _collisions, _unicode, _alarms),
+        *(_fails_once, _refused_record, _hangs, _fork, _closes_twice, _sigterm, _resume, _replay_twice),
+    )
 }
 """The checks by name."""
 

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.alarms import Thresholds
 from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchEnd, RolloutEnd, UpdateEnd
-from esper_telemetry.lab.faults.data import FixedNormalizer, StepFilter
-from esper_telemetry.lab.faults.fault import replace_attribute, wrap_environment
+from esper_telemetry.lab.faults.data import stuck_normalizer
+from esper_telemetry.lab.faults.fault import change_env_steps
 from esper_telemetry.lab.faults.fault_catalogue import schedule
 from esper_telemetry.ppo.environments.environment_protocol import Step
 from esper_telemetry.ppo.ppo_objective import generalized_advantages
@@ -118,7 +117,7 @@ def endless(trainer: PPO) -> None:
     def change(step: Step, _: Any) -> Step:
         return step._replace(terminated=step.terminated & False, truncated=step.truncated & False)
 
-    wrap_environment(trainer, partial(StepFilter, change))
+    change_env_steps(trainer, change)
 
 
 def shorter_traces(trainer: PPO) -> None:
@@ -151,9 +150,7 @@ def shrunk(trainer: PPO) -> None:
 
 def other_normalizer(trainer: PPO) -> PPO:
     """The trainer with a normaliser whose standard deviation is 10,000 times too small from the first update on."""
-    own = trainer.normalizers.observations
-    assert own is not None
-    replace_attribute(trainer.normalizers, "observations", FixedNormalizer(own, 1e-4))
+    stuck_normalizer(trainer, 1e-4)
     return trainer
 
 

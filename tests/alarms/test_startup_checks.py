@@ -1,7 +1,6 @@
 """Programs that are wrong from the start, trained for a few updates together with their correct twins; and each check worked by hand."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from healthy_run import FACTS, Number, both, judged, later, raised, set_to
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import AlarmLevel
-from esper_telemetry.lab.faults.data import StepFilter
-from esper_telemetry.lab.faults.fault import wrap_environment
+from esper_telemetry.lab.faults.fault import change_env_steps
 from esper_telemetry.ppo.environments.environment_protocol import Step
 
 UPDATES = 6
@@ -29,7 +27,7 @@ def trainer(env: str, **settings: Any) -> PPO:
 def types(run_dir: Path, ppo: PPO, change: Change | None = None) -> dict[str, int]:
     """Types of alarm, with their first updates, of a run whose steps are altered from the first one on."""
     if change is not None:
-        wrap_environment(ppo, partial(StepFilter, change))
+        change_env_steps(ppo, change)
     with Telemetry(run_dir=run_dir, offload=False) as telemetry:
         attach(telemetry, ppo)
         ppo.learn(64 * 4 * UPDATES)

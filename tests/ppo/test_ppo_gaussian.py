@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.action_distributions import Gaussian, Squash, StateDependentGaussian, make_gaussian
+from esper_telemetry.ppo.action_distributions import Gaussian, Squash, StateDependentGaussian, make_head
 from esper_telemetry.ppo.collectors.collector import TensorCollector
 from esper_telemetry.ppo.environments.environment_protocol import ActionSpec, TensorStep
 
@@ -28,7 +28,8 @@ def head(*, squashed: bool, state_dependent: bool, spec: ActionSpec = SPEC) -> G
     """Return a head in float64 whose scores differ between rows."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        gaussian = make_gaussian("move", spec, FEATURES, -0.5, state_dependent=state_dependent, squashed=squashed)
+        gaussian = make_head("move", spec, FEATURES, PPOConfig(log_std=-0.5, state_dependent_std=state_dependent, squash=squashed))
+        assert isinstance(gaussian, Gaussian)
         torch.nn.init.normal_(gaussian.linear.weight, std=0.2)
     return gaussian.double()
 
@@ -136,7 +137,7 @@ def test_irrelevant_rows_have_no_entropy() -> None:
 
 
 def test_the_spread_begins_where_the_settings_say_and_is_held_within_its_range() -> None:
-    ours = make_gaussian("move", SPEC, FEATURES, -0.5, state_dependent=True, squashed=False)
+    ours = make_head("move", SPEC, FEATURES, PPOConfig(log_std=-0.5, state_dependent_std=True))
 
     begins = ours.description(ours(torch.zeros(1, FEATURES)))["log_std"]
     log_std = ours.description(torch.tensor([[0.0, 0.0, 0.0, -99.0, 0.5, 99.0]]))["log_std"]
@@ -231,7 +232,7 @@ def test_without_finite_bounds_there_is_nothing_to_squash_into(high: float) -> N
     spec = ActionSpec("continuous", 1, low=(-math.inf,), high=(high,))
 
     with pytest.raises(ValueError, match=r"squash needs finite bounds, but the action part 'move' has low=\[-inf\]"):
-        make_gaussian("move", spec, FEATURES, 0.0, state_dependent=False, squashed=True)
+        make_head("move", spec, FEATURES, PPOConfig(squash=True))
 
 
 def test_a_checkpoint_of_a_squashed_policy_fits_no_other(tmp_path: Any) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich import box
@@ -21,7 +22,7 @@ from esper_telemetry.lab.faults.fault import NEEDS
 from esper_telemetry.lab.faults.fault_catalogue import FAULTS, find, schedule
 from esper_telemetry.lab.faults.runs import ENVIRONMENTS, FaultRun, find_environment, plan_runs, train_all, worker_pool
 from esper_telemetry.lab.faults.score import THRESHOLD_FACTORS, score_figures, tuning_and_held_out
-from esper_telemetry.lab.faults.verdicts import RunVerdicts, all_run_verdicts, list_runs
+from esper_telemetry.lab.faults.verdicts import RunVerdicts, list_runs, run_verdicts
 from esper_telemetry.ppo.config import preset
 from esper_telemetry.ppo.environments.environment_registry import make_env
 from esper_telemetry.ppo.trainer import PPO
@@ -72,52 +73,28 @@ def fault_table() -> Table:
 
 
 def score_tables(figures: Mapping[str, Any], title: str) -> list[Table]:
-    """Return a score as tables: by fault if there are broken runs, then the detectors and the baselines."""
-    return [*([_per_fault_table(figures)] if figures["per_fault"] else []), _detectors_table(figures, title)]
+    """Return a score as tables: by fault if there are broken runs, then the detectors and the baselines.
 
-
-def _per_fault_table(figures: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    numbers = ("runs", "in time", "in 20", "any", "lag", "lead", "cause")
-    for name in ("fault", *numbers, "alarms that named it", "put down to"):
-        table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
-    for name, row in figures["per_fault"].items():
-        table.add_row(
-            name,
-            str(row["runs"]),
-            *(_percent(row[key]) for key in ("strict_recall", "recall", "lenient_recall")),
-            _number(row["median_lag"]),
-            _number(row["median_lead"]),
-            _percent(row["root_cause_accuracy"]),
-            _counts(row["hits"]),
-            _counts(row["causes"]),
-        )
-    return table
-
-
-def _detectors_table(figures: Mapping[str, Any], title: str) -> Table:
-    """Return the comparison of detectors; the caption has the intervals and the types of the false alarms."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = ("", "runs", "in time", "in 20", "any", "lag", "cause", "false", "healthy updates", "false per 100", "area")
-    for name in heads:
-        table.add_column(name, justify="left" if not name else "right")
-    for name, row in {"detectors": figures, **figures["baselines"]}.items():
-        table.add_row(
-            name,
-            str(row["runs"]),
-            *(_percent(row[key]) for key in ("strict_recall", "recall", "lenient_recall")),
-            _number(row["median_lag"]),
-            _percent(row["root_cause_accuracy"]),
-            str(row["false_alarms"]),
-            str(row["healthy_updates"]),
-            _number(row["false_alarms_per_100"]),
-            _number(row.get("partial_auc")),
-        )
+    The caption of the second table has the intervals and the types of the false alarms.
+    """
+    detectors = _figures_table("", {"detectors": figures, **figures["baselines"]}, DETECTOR_COLUMNS)
+    detectors.title, detectors.title_justify = title, "left"
     names = {"strict_recall": "in time", "false_alarms_per_100": "false per 100"}
     parts = [f"{names[key]} {low:.3f} to {high:.3f} (95 %)" for key, (low, high) in figures["intervals"].items()]
     if figures["false_by_type"]:
         parts.append(f"false: {_counts(figures['false_by_type'])}")
-    table.caption, table.caption_justify = "; ".join(parts), "left"
+    detectors.caption, detectors.caption_justify = "; ".join(parts), "left"
+    return [*([_figures_table("fault", figures["per_fault"], PER_FAULT_COLUMNS)] if figures["per_fault"] else []), detectors]
+
+
+def _figures_table(heading: str, rows: Mapping[str, Mapping[str, Any]], columns: Sequence[FigureColumn]) -> Table:
+    """Return a table with a row per name."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(heading, overflow="fold")
+    for column in columns:
+        table.add_column(column.heading, overflow="fold", justify="left" if column.text is _counts else "right")
+    for name, row in rows.items():
+        table.add_row(name, *(column.text(row.get(column.key)) for column in columns))
     return table
 
 
@@ -131,6 +108,38 @@ def _number(value: float | None) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{kind or '?'} {count}" for kind, count in counts.items())
+
+
+class FigureColumn(NamedTuple):
+    """A column of a table of scores: its heading, the key of its figure, and the figure's text."""
+
+    heading: str
+    key: str
+    text: Callable[[Any], str]
+
+
+RECALL_COLUMNS = (
+    FigureColumn("runs", "runs", str),
+    FigureColumn("in time", "strict_recall", _percent),
+    FigureColumn("in 20", "recall", _percent),
+    FigureColumn("any", "lenient_recall", _percent),
+    FigureColumn("lag", "median_lag", _number),
+)
+PER_FAULT_COLUMNS = (
+    *RECALL_COLUMNS,
+    FigureColumn("lead", "median_lead", _number),
+    FigureColumn("cause", "root_cause_accuracy", _percent),
+    FigureColumn("alarms that named it", "hits", _counts),
+    FigureColumn("put down to", "causes", _counts),
+)
+DETECTOR_COLUMNS = (
+    *RECALL_COLUMNS,
+    FigureColumn("cause", "root_cause_accuracy", _percent),
+    FigureColumn("false", "false_alarms", str),
+    FigureColumn("healthy updates", "healthy_updates", str),
+    FigureColumn("false per 100", "false_alarms_per_100", _number),
+    FigureColumn("area", "partial_auc", _number),
+)
 
 
 def show_faults(options: List) -> int:
@@ -153,7 +162,9 @@ def score(options: Score) -> int:
     progress = Progress(*columns, console=console, disable=not is_live(console))
     with worker_pool(options.workers) as pool, progress as bar:
         if run_dirs is None:
-            with _journal_directory(options.keep) as directory:
+            with tempfile.TemporaryDirectory(prefix="faults-") if options.keep is None else nullcontext(options.keep) as place:
+                directory = Path(place)
+                directory.mkdir(parents=True, exist_ok=True)
                 runs = _train(plan, directory, pool, bar, options)
                 verdicts = _evaluate([directory / run.name for run in runs if not run.missing], pool, bar, options)
         else:
@@ -213,17 +224,6 @@ def _checked(name: str, dose: float | None) -> tuple[str, float]:
     return fault.name, fault.checked(dose)
 
 
-@contextmanager
-def _journal_directory(keep: str | None) -> Iterator[Path]:
-    """Yield the directory for journals: `keep`, or a temporary one."""
-    if keep is not None:
-        Path(keep).mkdir(parents=True, exist_ok=True)
-        yield Path(keep)
-        return
-    with tempfile.TemporaryDirectory(prefix="faults-") as directory:
-        yield Path(directory)
-
-
 def _train(plan: Sequence[FaultRun], directory: Path, pool: Executor, bar: Progress, options: Score) -> list[FaultRun]:
     task = bar.add_task("training, updates", total=sum(run.trained_updates for run in plan))
     train = train_all
@@ -237,12 +237,8 @@ def _train(plan: Sequence[FaultRun], directory: Path, pool: Executor, bar: Progr
 
 
 def _evaluate(run_dirs: Sequence[Path], pool: Executor, bar: Progress, options: Score) -> list[RunVerdicts]:
-    task = bar.add_task("judging, runs", total=len(run_dirs))
-    verdicts = []
-    for verdict in all_run_verdicts(run_dirs, pool, THRESHOLD_FACTORS if options.curve else ()):
-        bar.advance(task)
-        verdicts.append(verdict)
-    return verdicts
+    evaluate = partial(run_verdicts, factors=THRESHOLD_FACTORS if options.curve else ())
+    return list(bar.track(pool.map(evaluate, run_dirs, chunksize=4), total=len(run_dirs), description="judging, runs"))
 
 
 def _print_score(options: Score, runs: Sequence[FaultRun], verdicts: Sequence[RunVerdicts]) -> None:

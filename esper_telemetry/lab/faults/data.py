@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from esper_telemetry.lab.faults.fault import Fault, Undo, replace_attribute, replace_config, replace_steps, undo_all, wrap_environment
+from esper_telemetry.lab.faults.fault import Fault, Undo, change_env_steps, replace_attribute, replace_config, replace_steps, undo_all
 from esper_telemetry.ppo.environments.environment_protocol import Array, Step
-from esper_telemetry.ppo.normalizer import ObservationNormalizer
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.trainer import PPO
 
@@ -183,42 +181,6 @@ DATA = (
 )
 
 
-StepChange = Callable[[Step, Mapping[str, Array]], Step]
-
-
-class StepFilter:
-    """Environments whose steps are changed on their way to the trainer; other attributes are passed through."""
-
-    def __init__(self, change: StepChange, env: Any) -> None:
-        self._env, self._change = env, change
-
-    def step(self, actions: Mapping[str, Array]) -> Step:
-        """Return a changed step."""
-        return self._change(self._env.step(actions), actions)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._env, name)
-
-
-class FixedNormalizer(nn.Module):
-    """A normaliser with the moments of another one, but a smaller standard deviation; it does not update."""
-
-    def __init__(self, other: ObservationNormalizer, spread: float) -> None:
-        super().__init__()
-        self.inner = copy.deepcopy(other)
-        self.inner.variance.mul_(spread**2)
-        self.mean, self.vectors, self.scale = self.inner.mean, self.inner.vectors, self.inner.scale
-        self.as_numpy = self.inner.as_numpy
-
-    def forward(self, observations: Tensor) -> Tensor:
-        """Normalised observations [..., *shape]."""
-        normalized: Tensor = self.inner(observations)
-        return normalized
-
-    def update(self, rows: Tensor) -> None:
-        """Ignore the rows."""
-
-
 def favoured_action(trainer: PPO, dose: float) -> Undo:
     """Reward only the second choice of the first categorical head, without an entropy bonus."""
     name = next(name for name, spec in trainer.env.action_specs.items() if spec.kind == "categorical")
@@ -226,9 +188,7 @@ def favoured_action(trainer: PPO, dose: float) -> Undo:
     def change(step: Step, actions: Mapping[str, Array]) -> Step:
         return step._replace(rewards=(dose * (np.asarray(actions[name]) == 1)).astype(np.float32))
 
-    return undo_all(
-        wrap_environment(trainer, partial(StepFilter, change)), replace_config(trainer, entropy_coef=0.0, final_entropy_coef=None)
-    )
+    return undo_all(change_env_steps(trainer, change), replace_config(trainer, entropy_coef=0.0, final_entropy_coef=None))
 
 
 def constant_observations(trainer: PPO, dose: float) -> Undo:
@@ -240,7 +200,7 @@ def constant_observations(trainer: PPO, dose: float) -> Undo:
         observations[:count] = 1
         return step._replace(observations=observations)
 
-    return wrap_environment(trainer, partial(StepFilter, change))
+    return change_env_steps(trainer, change)
 
 
 def swapped_ends(trainer: PPO, dose: float) -> Undo:
@@ -249,14 +209,15 @@ def swapped_ends(trainer: PPO, dose: float) -> Undo:
     def change(step: Step, _: Mapping[str, Array]) -> Step:
         return step._replace(terminated=step.truncated & ~step.terminated, truncated=step.terminated)
 
-    return wrap_environment(trainer, partial(StepFilter, change))
+    return change_env_steps(trainer, change)
 
 
 def stuck_normalizer(trainer: PPO, dose: float) -> Undo:
     """Fix the normaliser at `dose` times the standard deviation of the observations."""
-    current = trainer.normalizers.observations
-    assert current is not None
-    return replace_attribute(trainer.normalizers, "observations", FixedNormalizer(current, dose))
+    fixed: Any = copy.deepcopy(trainer.normalizers.observations)
+    fixed.variance.mul_(dose**2)
+    fixed.update = lambda rows: None
+    return replace_attribute(trainer.normalizers, "observations", fixed)
 
 
 BOUNDARY = (

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from esper_telemetry.ppo.environments.environment_protocol import Array, Step
 from esper_telemetry.ppo.networks import MLP, RecurrentTrunk
 from esper_telemetry.ppo.trainer import PPO
 
-# Faults replace objects of a trainer (steps, settings, parameters, environments), never attributes of a class or a module. Each change
-# undoes only itself, so several may begin and end in any order.
 Undo: TypeAlias = Callable[[], None]
 Break: TypeAlias = Callable[[PPO, float], Undo]
 
@@ -54,7 +53,6 @@ class Fault:
         dose: default dose.
         doses: smallest and largest dose; equal if it is fixed.
         needs: requirements on a trainer, keys of `NEEDS`.
-        causes: accepted causes of an incident; `accepts` if empty.
         hypotheses: labels of equations and their hypotheses, such as `advantages_sign`, with which `integrity/equation` names it too.
         noisy: whether it raises an exception in training.
         core: whether metrics and alarms were designed for this fault; the others test what the alarms find beyond.
@@ -69,7 +67,6 @@ class Fault:
     dose: float = 1.0
     doses: tuple[float, float] = (1.0, 1.0)
     needs: tuple[str, ...] = ()
-    causes: tuple[str, ...] = ()
     hypotheses: tuple[str, ...] = ()
     noisy: bool = False
     core: bool = True
@@ -87,11 +84,6 @@ class Fault:
             wanted = f"from {low:g} to {high:g}" if low < high else f"{low:g}, the only one"
             raise ValueError(f"the dose of {self.name} must be {wanted}, got {dose:g}")
         return dose
-
-    @property
-    def accepted_causes(self) -> tuple[str, ...]:
-        """Accepted causes of an incident."""
-        return self.causes or self.accepts
 
 
 def undo_all(*undos: Undo) -> Undo:
@@ -123,15 +115,15 @@ def _replace_fields(trainer: Any, name: str, values: Mapping[str, Any]) -> Undo:
     return partial(put, before)
 
 
-def replace_optimizer_settings(trainer: PPO, **settings: Any) -> Undo:
-    """Replace settings of the optimizer, in all parameter groups."""
-    before = [{name: group[name] for name in settings} for group in trainer.optimizer.param_groups]
-    for group in trainer.optimizer.param_groups:
-        group.update(settings)
+def shorten_adam_memory(optimizer: torch.optim.Optimizer) -> Undo:
+    """Set Adam's beta2 to 0.9."""
+    before = [group["betas"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["betas"] = (group["betas"][0], 0.9)
 
     def undo() -> None:
-        for group, old in zip(trainer.optimizer.param_groups, before, strict=True):
-            group.update(old)
+        for group, betas in zip(optimizer.param_groups, before, strict=True):
+            group["betas"] = betas
 
     return undo
 
@@ -168,9 +160,27 @@ def replace_attribute(owner: Any, name: str, value: Any) -> Undo:
     return partial(setattr, owner, name, before)
 
 
-def wrap_environment(trainer: PPO, wrap: Callable[[Any], Any]) -> Undo:
-    """Put a wrapper between the trainer and its environments."""
-    return replace_attribute(trainer.collector, "env", wrap(trainer.collector.env))
+StepChange: TypeAlias = Callable[[Step, Mapping[str, Array]], Step]
+"""From a step and its actions to the changed step."""
+
+
+class StepFilter:
+    """Environments whose steps are changed on their way to the trainer; other attributes are passed through."""
+
+    def __init__(self, change: StepChange, env: Any) -> None:
+        self._env, self._change = env, change
+
+    def step(self, actions: Mapping[str, Array]) -> Step:
+        """Return a changed step."""
+        return self._change(self._env.step(actions), actions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+
+def change_env_steps(trainer: PPO, change: StepChange) -> Undo:
+    """Change the steps of the trainer's environments."""
+    return replace_attribute(trainer.collector, "env", StepFilter(change, trainer.collector.env))
 
 
 def first_layers(trainer: PPO) -> list[MLP]:

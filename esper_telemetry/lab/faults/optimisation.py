@@ -16,8 +16,8 @@ from esper_telemetry.lab.faults.fault import (
     first_layers,
     freeze,
     replace_config,
-    replace_optimizer_settings,
     replace_steps,
+    shorten_adam_memory,
     undo_all,
 )
 from esper_telemetry.ppo.rollout import Batch
@@ -71,8 +71,7 @@ def sparse_rewards_short_memory(trainer: PPO, dose: float) -> Undo:
     def rewards(original: Tensor) -> Tensor:
         return original if next(count) % round(dose) == 0 else torch.zeros_like(original)
 
-    first, _ = trainer.optimizer.param_groups[0]["betas"]
-    return undo_all(replace_optimizer_settings(trainer, betas=(first, 0.9)), replace_steps(trainer, rewards=rewards))
+    return undo_all(shorten_adam_memory(trainer.optimizer), replace_steps(trainer, rewards=rewards))
 
 
 def repeated_minibatches(trainer: PPO, dose: float) -> Undo:

@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from esper_telemetry.events import UpdateEnd
-from esper_telemetry.lab.faults.data import StepFilter
-from esper_telemetry.lab.faults.fault import wrap_environment
+from esper_telemetry.lab.faults.fault import change_env_steps
 from esper_telemetry.lab.faults.fault_catalogue import find, schedule
 from esper_telemetry.ppo.config import preset
 from esper_telemetry.ppo.environments.environment_protocol import Array, Step
@@ -92,7 +90,7 @@ def triple_rewards(trainer: PPO) -> None:
 
     def change(event: UpdateEnd) -> None:
         if event.update == REWARD_CHANGE_UPDATE - 1:
-            wrap_environment(trainer, partial(StepFilter, tripled))
+            change_env_steps(trainer, tripled)
 
     trainer.hooks.on(UpdateEnd, change, last=True)
 
@@ -186,9 +184,10 @@ class FaultRun:
         """Return the directory of the updates before the fault, shared by all runs of an environment and seed."""
         return directory / f".{self.env}-{self.at_update}-s{self.seed}".replace("/", "_")
 
-    def write(self, run_dir: Path) -> None:
-        """Write the fields to `RUN_FILE`."""
+    def write(self, run_dir: Path) -> FaultRun:
+        """Write the fields to `RUN_FILE`, and return the run."""
         (run_dir / RUN_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        return self
 
 
 def read_fault_run(run_dir: Path) -> FaultRun:
@@ -200,17 +199,28 @@ def read_fault_run(run_dir: Path) -> FaultRun:
         raise ValueError(f"{run_dir} is not a run of the fault bench: {error}") from error
 
 
-def train_prefix(run: FaultRun, run_dir: Path, level: str = "normal") -> None:
-    """Train the updates before the fault, and save a checkpoint."""
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Context with the path of a temporary directory, which becomes `target` if it was created and the block did not raise."""
+    part = target.with_name(f"{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    yield part
+    if part.exists():
+        shutil.rmtree(target, ignore_errors=True)
+        part.rename(target)
+
+
+def train_prefix(run: FaultRun, directory: Path, level: str) -> None:
+    """Train the updates before the fault into a directory, and save a checkpoint."""
     environment = find_environment(run.env)
     trainer = environment.trainer(run.seed)
-    with journal_telemetry(run_dir, level) as telemetry:
+    with atomic_directory(run.prefix_dir(directory)) as run_dir, journal_telemetry(run_dir, level) as telemetry:
         attach(telemetry, trainer)
         train(trainer, updates=run.at_update - 1, planned=environment.updates)
         trainer.save(run_dir / CHECKPOINT_FILE)
 
 
-def train_fault(run: FaultRun, prefix: Path, run_dir: Path, level: str = "normal") -> FaultRun:
+def train_fault(run: FaultRun, directory: Path, level: str) -> FaultRun:
     """Continue from the prefix, break the trainer, and return the run with its status; do not write if the fault does not apply."""
     assert run.fault is not None
     environment = find_environment(run.env)
@@ -218,31 +228,29 @@ def train_fault(run: FaultRun, prefix: Path, run_dir: Path, level: str = "normal
     missing = find(run.fault, run.dose).missing(trainer)
     if missing is not None:
         return replace(run, missing=missing)
-    shutil.copytree(prefix, run_dir)
-    with journal_telemetry(run_dir, level, resume=True) as telemetry:
-        attach(telemetry, trainer)
-        trainer.load(run_dir / CHECKPOINT_FILE)
-        undo = schedule(trainer, run.fault, run.dose, at_update=run.at_update)
-        status = training_status(lambda: train(trainer, updates=run.last, planned=environment.updates), telemetry)
-        undo()
-    (run_dir / CHECKPOINT_FILE).unlink()
-    run = replace(run, status=status)
-    run.write(run_dir)
-    return run
+    with atomic_directory(directory / run.name) as run_dir:
+        shutil.copytree(run.prefix_dir(directory), run_dir)
+        with journal_telemetry(run_dir, level, resume=True) as telemetry:
+            attach(telemetry, trainer)
+            trainer.load(run_dir / CHECKPOINT_FILE)
+            undo = schedule(trainer, run.fault, run.dose, at_update=run.at_update)
+            status = training_status(lambda: train(trainer, updates=run.last, planned=environment.updates), telemetry)
+            undo()
+        (run_dir / CHECKPOINT_FILE).unlink()
+        return replace(run, status=status).write(run_dir)
 
 
-def train_healthy(run: FaultRun, run_dir: Path, level: str = "normal") -> FaultRun:
-    """Train a healthy run, and return it with its status."""
+def train_healthy(run: FaultRun, directory: Path, level: str) -> FaultRun:
+    """Train a healthy run into its directory, and return it with its status."""
     kind, environment = HEALTHY_KINDS[run.healthy], find_environment(run.env)
     trainer = environment.trainer(run.seed, **kind.settings)
-    with journal_telemetry(run_dir, level) as telemetry:
-        attach(telemetry, trainer)
-        kind.prepare(trainer)
-        planned = run.last if kind.anneals else max(run.last, environment.updates)
-        status = training_status(lambda: train(trainer, updates=run.last, planned=planned), telemetry)
-    run = replace(run, status=status, interventions=kind.interventions)
-    run.write(run_dir)
-    return run
+    with atomic_directory(directory / run.name) as run_dir:
+        with journal_telemetry(run_dir, level) as telemetry:
+            attach(telemetry, trainer)
+            kind.prepare(trainer)
+            planned = run.last if kind.anneals else max(run.last, environment.updates)
+            status = training_status(lambda: train(trainer, updates=run.last, planned=planned), telemetry)
+        return replace(run, status=status, interventions=kind.interventions).write(run_dir)
 
 
 def journal_telemetry(run_dir: Path, level: str, *, resume: bool = False) -> Telemetry:
@@ -306,48 +314,17 @@ def train_all(runs: Sequence[FaultRun], directory: Path, pool: Executor, level: 
         if (directory / run.name).exists():
             yield read_fault_run(directory / run.name)
         elif run.fault is None:
-            running[pool.submit(run_healthy, run, directory, level)] = None
+            running[pool.submit(train_healthy, run, directory, level)] = None
         else:
             runs_by_prefix.setdefault(run.prefix_dir(directory), []).append(run)
     for prefix, broken in runs_by_prefix.items():
-        running[pool.submit(_run_prefix, broken[0], directory, level)] = prefix
+        running[pool.submit(train_prefix, broken[0], directory, level)] = prefix
     while running:
         for done in wait(running, return_when=FIRST_COMPLETED).done:
             shared, result = running.pop(done), done.result()
             if result is not None:
                 yield result
             if shared is not None:
-                running |= {pool.submit(_run_fault, run, directory, level): None for run in runs_by_prefix.pop(shared)}
+                running |= {pool.submit(train_fault, run, directory, level): None for run in runs_by_prefix.pop(shared)}
     for prefix in {run.prefix_dir(directory) for run in runs}:
         shutil.rmtree(prefix, ignore_errors=True)
-
-
-# Module-level functions, since a pool of spawned processes pickles them by name.
-
-
-def _run_prefix(run: FaultRun, directory: Path, level: str) -> None:
-    write_atomically(run.prefix_dir(directory), lambda part: train_prefix(run, part, level))
-
-
-def _run_fault(run: FaultRun, directory: Path, level: str) -> FaultRun:
-    prefix = run.prefix_dir(directory)
-    return write_atomically(directory / run.name, lambda part: train_fault(run, prefix, part, level))
-
-
-def run_healthy(run: FaultRun, directory: Path, level: str) -> FaultRun:
-    """Train a healthy run into its directory."""
-    return write_atomically(directory / run.name, lambda part: train_healthy(run, part, level))
-
-
-Result = TypeVar("Result")
-
-
-def write_atomically(target: Path, write: Callable[[Path], Result]) -> Result:
-    """Return what `write` returns for a temporary directory, which becomes `target` if it was created."""
-    part = target.with_name(f"{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    result = write(part)
-    if part.exists():
-        shutil.rmtree(target, ignore_errors=True)
-        part.rename(target)
-    return result

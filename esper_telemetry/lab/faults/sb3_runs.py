@@ -22,9 +22,9 @@ from stable_baselines3.common.callbacks import BaseCallback
 from torch import nn
 
 from esper_telemetry.adapters.sb3.callback import TelemetryCallback
-from esper_telemetry.lab.faults.fault import Undo, fill_parameter, freeze, undo_all
+from esper_telemetry.lab.faults.fault import Undo, fill_parameter, freeze, shorten_adam_memory, undo_all
 from esper_telemetry.lab.faults.optimisation import DEFAULT_ENTROPY_COEF, OSCILLATION_UPDATES
-from esper_telemetry.lab.faults.runs import FaultRun, journal_telemetry, read_fault_run, training_status, write_atomically
+from esper_telemetry.lab.faults.runs import FaultRun, atomic_directory, journal_telemetry, read_fault_run, training_status
 from esper_telemetry.lab.faults.sb3_models import MODELS, ModelNotApplicableError, VecEnvStep, change_env_steps, replace_attributes, require
 
 
@@ -34,31 +34,31 @@ def scaled_by_update(model: Any, factor: Callable[[int], float]) -> Undo:
     return replace_attributes(model, lr_schedule=lambda remaining: right(remaining) * factor(next(update)))
 
 
-def flipped_loss(model: Any, dose: float) -> Undo:
-    """Negate the gradient of the log-probabilities, and so of the policy loss; their values stay correct."""
+def change_log_probs(model: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Undo:
+    """Change the log-probabilities of actions in training."""
     right = model.policy.evaluate_actions
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         values, log_probs, entropy = right(*args, **kwargs)
-        return values, 2 * log_probs.detach() - log_probs, entropy
+        return values, change(log_probs), entropy
 
     return replace_attributes(model.policy, evaluate_actions=evaluate)
 
 
+def flipped_loss(model: Any, dose: float) -> Undo:
+    """Negate the gradient of the log-probabilities, and so of the policy loss; their values stay correct."""
+    return change_log_probs(model, lambda log_probs: 2 * log_probs.detach() - log_probs)
+
+
 def sparse_rewards_short_memory(model: Any, dose: float) -> Undo:
     """Set Adam's beta2 to 0.9, and pass on rewards only in one update of `dose`."""
-    group, steps = model.policy.optimizer.param_groups[0], itertools.count()
-    betas = group["betas"]
-    group["betas"] = (betas[0], 0.9)
-
-    def undo() -> None:
-        group["betas"] = betas
+    steps = itertools.count()
 
     def change(step: Any, _: Any) -> Any:
         paid = (next(steps) // model.n_steps + 1) % round(dose) == 0
         return step if paid else step._replace(rewards=np.zeros_like(step.rewards))
 
-    return undo_all(undo, change_env_steps(model, change))
+    return undo_all(shorten_adam_memory(model.policy.optimizer), change_env_steps(model, change))
 
 
 def repeated_minibatches(model: Any, dose: float) -> Undo:
@@ -164,17 +164,6 @@ def no_reset(model: Any, dose: float) -> Undo:
         return right(features, states, torch.zeros_like(starts), lstm)
 
     return replace_attributes(model.policy, _process_sequence=process)
-
-
-def rounded_log_probs(model: Any, dose: float) -> Undo:
-    """Round log-probabilities to bfloat16 in training."""
-    right = model.policy.evaluate_actions
-
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        values, log_probs, entropy = right(*args, **kwargs)
-        return values, log_probs.bfloat16().float(), entropy
-
-    return replace_attributes(model.policy, evaluate_actions=evaluate)
 
 
 def scaled_advantages(model: Any, dose: float) -> Undo:
@@ -284,7 +273,7 @@ BREAKS: Mapping[str, Break] = {
     "stuck_normalizer": stuck_normalizer,
     "detached_head": detached_head,
     "saturated_head": saturated_head,
-    "bf16_log_probs": rounded_log_probs,
+    "bf16_log_probs": lambda model, _: change_log_probs(model, lambda log_probs: log_probs.bfloat16().float()),
     "reward_1e4": lambda model, dose: change_env_steps(model, lambda step, _: step._replace(rewards=dose * step.rewards)),
     "nan_reward": one_nan,
     "adv_sign": lambda model, _: _after_returns(model, lambda buffer: np.negative(buffer.advantages, out=buffer.advantages)),
@@ -346,17 +335,12 @@ def train_run(run: FaultRun, directory: Path, level: str) -> FaultRun:
     missing = fault_callback.missing(model)
     if missing:
         return replace(run, missing=f"{run.fault} does not apply to {run.env}: {missing}")
-
-    def train(run_dir: Path) -> FaultRun:
-        steps = model.n_steps * model.n_envs * run.last
+    steps = model.n_steps * model.n_envs * run.last
+    with atomic_directory(directory / run.name) as run_dir:
         with journal_telemetry(run_dir, level) as telemetry:
             callbacks: list[BaseCallback] = [TelemetryCallback(telemetry), fault_callback]
             status = training_status(lambda: model.learn(steps, callback=callbacks), telemetry)
-        finished = replace(run, status=status)
-        finished.write(run_dir)
-        return finished
-
-    return write_atomically(directory / run.name, train)
+        return replace(run, status=status).write(run_dir)
 
 
 class FaultCallback(BaseCallback):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ class BrokenRun:
         inside = [alarm for alarm in verdict.alarms if start <= alarm.update <= start + WINDOW_UPDATES]
         naming = [alarm for alarm in inside if not alarm.hypotheses.isdisjoint(fault.hypotheses)]
         hit = next((alarm for alarm in inside if alarm.type in fault.accepts or alarm in naming), None)
-        causes = {*fault.accepted_causes, *(alarm.type for alarm in naming if hit and alarm.incident == hit.incident)}
+        causes = {*fault.accepts, *(alarm.type for alarm in naming if hit and alarm.incident == hit.incident)}
         return cls(
             fault=fault,
             verdict=verdict,
@@ -144,68 +144,51 @@ def healthy_updates(verdicts: Sequence[RunVerdict]) -> HealthyUpdates:
     return HealthyUpdates(updates, tuple(false_alarms), len(sound), sum(bool(verdict.alarms) for verdict in sound))
 
 
-@dataclass(frozen=True, slots=True)
-class DetectionScore:
-    """Figures of one detector; None without data.
+def score(verdicts: Sequence[RunVerdict]) -> dict[str, Any]:
+    """Return the figures of a detector over these runs, as plain data; None without data.
 
-    Attributes:
-        runs: broken runs.
-        strict_recall: fraction with an accepted alarm within the fault's bound.
-        recall: fraction with an accepted alarm within 20 updates.
-        lenient_recall: fraction with any alarm within 20 updates.
-        healthy_updates, false_alarms: numbers of both.
-        false_alarms_per_100: false alarms in 100 healthy updates.
-        updates_between_false_alarms: healthy updates per false alarm.
-        healthy_runs_alarmed: fraction of the healthy runs with an alarm.
-        median_lag, p90_lag: updates from the first broken one to the accepted alarm.
-        root_cause_accuracy: fraction of the hits whose incident has an accepted cause.
-        median_lead: updates from the accepted alarm to the visible drop of the return, if any.
-        ahead: fraction of the hits with a drop that came at least an update before it.
-        never_symptomatic: fraction of the broken runs whose return never dropped.
-        false_by_type: false alarms by type.
+    - `runs`: broken runs.
+    - `strict_recall`: fraction with an accepted alarm within the fault's bound.
+    - `recall`: fraction with an accepted alarm within 20 updates.
+    - `lenient_recall`: fraction with any alarm within 20 updates.
+    - `median_lag`, `p90_lag`: updates from the first broken one to the accepted alarm.
+    - `root_cause_accuracy`: fraction of the hits whose incident has an accepted cause.
+    - `median_lead`: updates from the accepted alarm to the visible drop of the return, if any.
+    - `ahead`: fraction of the hits with a drop that came at least an update before it.
+    - `never_symptomatic`: fraction of the broken runs whose return never dropped.
+    - `healthy_updates`, `false_alarms`: numbers of both.
+    - `false_alarms_per_100`: false alarms in 100 healthy updates.
+    - `updates_between_false_alarms`: healthy updates per false alarm.
+    - `healthy_runs_alarmed`: fraction of the healthy runs with an alarm.
+    - `false_by_type`: false alarms by type.
     """
-
-    runs: int
-    strict_recall: float | None
-    recall: float | None
-    lenient_recall: float | None
-    healthy_updates: int
-    false_alarms: int
-    false_alarms_per_100: float | None
-    updates_between_false_alarms: float | None
-    healthy_runs_alarmed: float | None
-    median_lag: float | None
-    p90_lag: float | None
-    root_cause_accuracy: float | None
-    median_lead: float | None
-    ahead: float | None
-    never_symptomatic: float | None
-    false_by_type: Mapping[str, int]
-
-
-def score(verdicts: Sequence[RunVerdict]) -> DetectionScore:
-    """Return the figures of a detector over these runs."""
     broken, healthy = broken_runs(verdicts), healthy_updates(verdicts)
-    lags, leads = _lags(broken), _leads(broken)
-    false = len(healthy.false_alarms)
-    return DetectionScore(
-        runs=len(broken),
-        strict_recall=fraction(run.strict for run in broken),
-        recall=fraction(run.hit is not None for run in broken),
-        lenient_recall=fraction(run.lenient for run in broken),
-        healthy_updates=healthy.updates,
-        false_alarms=false,
-        false_alarms_per_100=healthy.false_per_100,
-        updates_between_false_alarms=healthy.updates / false if false else None,
-        healthy_runs_alarmed=healthy.alarmed_runs / healthy.runs if healthy.runs else None,
-        median_lag=_median(lags),
-        p90_lag=quantile(lags, 0.9),
-        root_cause_accuracy=fraction(run.correct_cause for run in broken if run.correct_cause is not None),
-        median_lead=_median(leads),
-        ahead=fraction(lead >= 1 for lead in leads),
-        never_symptomatic=fraction(run.verdict.symptom is None for run in broken),
-        false_by_type=_count(alarm.type for alarm in healthy.false_alarms),
-    )
+    leads, false = _leads(broken), len(healthy.false_alarms)
+    return {
+        **_recall_figures(broken),
+        "p90_lag": quantile(_lags(broken), 0.9),
+        "ahead": fraction(lead >= 1 for lead in leads),
+        "never_symptomatic": fraction(run.verdict.symptom is None for run in broken),
+        "healthy_updates": healthy.updates,
+        "false_alarms": false,
+        "false_alarms_per_100": healthy.false_per_100,
+        "updates_between_false_alarms": healthy.updates / false if false else None,
+        "healthy_runs_alarmed": healthy.alarmed_runs / healthy.runs if healthy.runs else None,
+        "false_by_type": _count(alarm.type for alarm in healthy.false_alarms),
+    }
+
+
+def _recall_figures(broken: Sequence[BrokenRun]) -> dict[str, Any]:
+    """Return the figures of broken runs that are in a whole score and in the score of a part of the runs."""
+    return {
+        "runs": len(broken),
+        "strict_recall": fraction(run.strict for run in broken),
+        "recall": fraction(run.hit is not None for run in broken),
+        "lenient_recall": fraction(run.lenient for run in broken),
+        "median_lag": _median(_lags(broken)),
+        "root_cause_accuracy": fraction(run.correct_cause for run in broken if run.correct_cause is not None),
+        "median_lead": _median(_leads(broken)),
+    }
 
 
 def _lags(broken: Iterable[BrokenRun]) -> list[int]:
@@ -237,16 +220,9 @@ def _count(kinds: Iterable[str]) -> dict[str, int]:
     return dict(Counter(kinds).most_common())
 
 
-class Interval(NamedTuple):
-    """An interval with 95 % of the resampled figures."""
-
-    low: float
-    high: float
-
-
-def bootstrap_intervals(verdicts: Sequence[RunVerdict], seed: int = 0) -> dict[str, Interval]:
-    """Bootstrap intervals over runs, of strict recall and of false alarms per 100 updates (Efron 1979, percentiles)."""
-    generator = np.random.default_rng(seed)
+def bootstrap_intervals(verdicts: Sequence[RunVerdict]) -> dict[str, list[float]]:
+    """Bootstrap intervals over runs, [low, high] at 95 %, of strict recall and of false alarms per 100 updates (Efron 1979)."""
+    generator = np.random.default_rng(0)
     strict = np.array([run.strict for run in broken_runs(verdicts)], float)
     healthy = [healthy_updates([verdict]) for verdict in independent_runs(verdicts)]
     false = np.array([len(part.false_alarms) for part in healthy], float)
@@ -258,7 +234,7 @@ def bootstrap_intervals(verdicts: Sequence[RunVerdict], seed: int = 0) -> dict[s
     if updates.sum():
         rows = generator.integers(len(false), size=(BOOTSTRAP_RESAMPLES, len(false)))
         samples["false_alarms_per_100"] = 100 * false[rows].sum(1) / updates[rows].sum(1)
-    return {name: Interval(*map(float, np.quantile(values, [0.025, 0.975]))) for name, values in samples.items()}
+    return {name: np.quantile(values, [0.025, 0.975]).tolist() for name, values in samples.items()}
 
 
 class CurvePoint(NamedTuple):
@@ -275,9 +251,9 @@ def threshold_curve(verdicts: Sequence[RunVerdicts]) -> list[CurvePoint]:
         return []
     scores = {factor: score([one.scaled[factor] for one in verdicts]) for factor in THRESHOLD_FACTORS}
     return [
-        CurvePoint(factor, one.false_alarms_per_100, one.strict_recall)
+        CurvePoint(factor, one["false_alarms_per_100"], one["strict_recall"])
         for factor, one in scores.items()
-        if one.false_alarms_per_100 is not None and one.strict_recall is not None
+        if one["false_alarms_per_100"] is not None and one["strict_recall"] is not None
     ]
 
 
@@ -301,14 +277,14 @@ def score_figures(verdicts: Sequence[RunVerdicts]) -> dict[str, Any]:
     broken = broken_runs(of_detectors)
     points = threshold_curve(verdicts)
     return {
-        **asdict(score(of_detectors)),
+        **score(of_detectors),
         "core_strict_recall": fraction(run.strict for run in broken if run.fault.core),
-        "intervals": {name: tuple(interval) for name, interval in bootstrap_intervals(of_detectors).items()},
+        "intervals": bootstrap_intervals(of_detectors),
         "per_fault": figures_by(broken, lambda run: run.label),
         "per_env": figures_by(broken, lambda run: run.verdict.run.env),
         "curve": [point._asdict() for point in points],
         "partial_auc": partial_area(points),
-        "baselines": {name: asdict(score([one.baselines[name] for one in verdicts])) for name in BASELINES if verdicts},
+        "baselines": {name: score([one.baselines[name] for one in verdicts]) for name in BASELINES if verdicts},
         "false": [
             {"run": verdict.run.name, "update": alarm.update, "type": alarm.type}
             for verdict in of_detectors
@@ -335,13 +311,7 @@ def figures_by(broken: Sequence[BrokenRun], key: Callable[[BrokenRun], str]) -> 
         groups.setdefault(key(run), []).append(run)
     return {
         name: {
-            "runs": len(group),
-            "strict_recall": fraction(run.strict for run in group),
-            "recall": fraction(run.hit is not None for run in group),
-            "lenient_recall": fraction(run.lenient for run in group),
-            "median_lag": _median(_lags(group)),
-            "root_cause_accuracy": fraction(run.correct_cause for run in group if run.correct_cause is not None),
-            "median_lead": _median(_leads(group)),
+            **_recall_figures(group),
             "hits": _count(run.hit.type for run in group if run.hit is not None),
             "causes": _count(run.verdict.causes.get(run.hit.incident, "") for run in group if run.hit is not None),
             "others": _count(kind for run in group for kind in set(run.others)),

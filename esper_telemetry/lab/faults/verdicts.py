@@ -6,12 +6,10 @@ The baselines are common alternatives to detectors: NaN checks, fixed thresholds
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE
@@ -61,32 +59,6 @@ class RunVerdict:
     symptom: int | None = None
 
 
-class RecordDetector(Protocol):
-    """Reads the records of one run in order, and raises alarms."""
-
-    def step(self, record: Record) -> Iterable[Alarm]:
-        """Return the alarms raised by the next record."""
-
-    def intervention(self) -> None:
-        """Announce that the user changes the next update on purpose."""
-
-
-DetectorFactory = Callable[[Mapping[str, Any]], RecordDetector]
-"""Makes a detector from the facts of a run."""
-
-
-class RuleDetector:
-    """The detectors of the package, without `EXCLUDED_ALARMS`."""
-
-    def __init__(self, facts: Mapping[str, Any], thresholds: Thresholds) -> None:
-        self._detectors = Detectors(facts, thresholds.without(EXCLUDED_ALARMS))
-        self.intervention = self._detectors.intervention
-
-    def step(self, record: Record) -> Iterable[Alarm]:
-        """Return the alarms of the next record."""
-        return self._detectors.step(record).alarms
-
-
 @dataclass(frozen=True, slots=True)
 class JournaledRun:
     """A run with the facts and the records of its journal."""
@@ -102,17 +74,31 @@ def read_journaled_run(run_dir: Path) -> JournaledRun:
     return JournaledRun(run, journal.info.facts, journal.records)
 
 
-def detect(journaled: JournaledRun, factory: DetectorFactory) -> RunVerdict:
-    """Return the alarms that a detector raises in a run."""
-    detector, alarms, causes = factory(journaled.facts), list[RaisedAlarm](), dict[int, str]()
+def detect(
+    journaled: JournaledRun, step: Callable[[Record], Iterable[Alarm]], intervention: Callable[[], None] = lambda: None
+) -> RunVerdict:
+    """Return the alarms that a detector raises in a run.
+
+    Args:
+        journaled: the run.
+        step: takes the records in order, and returns the alarms that each raises.
+        intervention: called before an update that the user changes on purpose.
+    """
+    alarms, causes = list[RaisedAlarm](), dict[int, str]()
     for record in journaled.records:
         if record.axes.update in journaled.run.interventions:
-            detector.intervention()
-        for alarm in detector.step(record):
+            intervention()
+        for alarm in step(record):
             causes[alarm.incident] = alarm.cause
             if alarm.event is AlarmEvent.RAISE:
                 alarms.append(RaisedAlarm(record.axes.update, alarm.type, alarm.incident, equation_hypotheses(alarm, record)))
     return RunVerdict(journaled.run, tuple(alarms), causes, len(journaled.records), symptom_update(journaled))
+
+
+def detect_by_rules(journaled: JournaledRun, thresholds: Thresholds) -> RunVerdict:
+    """Return the alarms that the detectors of the package raise in a run, without `EXCLUDED_ALARMS`."""
+    detectors = Detectors(journaled.facts, thresholds.without(EXCLUDED_ALARMS))
+    return detect(journaled, lambda record: detectors.step(record).alarms, detectors.intervention)
 
 
 def equation_hypotheses(alarm: Alarm, record: Record) -> frozenset[str]:
@@ -162,9 +148,6 @@ class BaselineDetector:
         raised = sorted(kind for kind, count in self._counts.items() if count == self._streak)
         blank = Alarm(record.seq, record.axes, "", AlarmEvent.RAISE, 1.0, AlarmLevel.CRITICAL, "")
         return [replace(blank, type=kind, incident=record.axes.update, cause=kind) for kind in raised]
-
-    def intervention(self) -> None:
-        """Do nothing, because baselines do not keep a history."""
 
 
 def nonfinite_check(record: Record) -> Iterable[str]:
@@ -233,11 +216,11 @@ class RelativeDriftCheck:
         return ["grad/explode" if value > before else "grad/vanish"]
 
 
-BASELINES: Mapping[str, Callable[[Mapping[str, Any]], BaselineDetector]] = {
-    "nan_only": lambda facts: BaselineDetector(nonfinite_check),
-    "fixed_thresholds": lambda facts: BaselineDetector(threshold_check),
-    "return_drop": lambda facts: BaselineDetector(ReturnDropCheck(), streak=3),
-    "relative_ema": lambda facts: BaselineDetector(RelativeDriftCheck()),
+BASELINES: Mapping[str, Callable[[], BaselineDetector]] = {
+    "nan_only": lambda: BaselineDetector(nonfinite_check),
+    "fixed_thresholds": lambda: BaselineDetector(threshold_check),
+    "return_drop": lambda: BaselineDetector(ReturnDropCheck(), streak=3),
+    "relative_ema": lambda: BaselineDetector(RelativeDriftCheck()),
 }
 
 
@@ -260,15 +243,10 @@ def run_verdicts(run_dir: Path, factors: Sequence[float] = ()) -> RunVerdicts:
     """Return all verdicts on the run in a directory; raise ValueError if it is not a run of the fault bench."""
     journaled, usual = read_journaled_run(run_dir), Thresholds()
     return RunVerdicts(
-        detect(journaled, partial(RuleDetector, thresholds=usual)),
-        {name: detect(journaled, factory) for name, factory in BASELINES.items()},
-        {factor: detect(journaled, partial(RuleDetector, thresholds=usual.scaled(factor))) for factor in factors},
+        detect_by_rules(journaled, usual),
+        {name: detect(journaled, make().step) for name, make in BASELINES.items()},
+        {factor: detect_by_rules(journaled, usual.scaled(factor)) for factor in factors},
     )
-
-
-def all_run_verdicts(run_dirs: Sequence[Path], pool: Executor, factors: Sequence[float] = ()) -> Iterator[RunVerdicts]:
-    """Yield the verdicts on all runs, in order."""
-    yield from pool.map(run_verdicts, run_dirs, [tuple(factors)] * len(run_dirs), chunksize=4)
 
 
 def list_runs(directory: Path) -> list[Path]:

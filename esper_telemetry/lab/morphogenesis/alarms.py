@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from esper_telemetry.alarms.alarm_bounds import SMALLEST_DIVISOR, above, below, hard
 from esper_telemetry.alarms.judges import Recent, StateJudge
 from esper_telemetry.alarms.rule import AlarmRule, Finding, View
-from esper_telemetry.core.messages import number, percent
+from esper_telemetry.core.messages import number
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, ROLLBACK_ALARM, Stage
 
 EXPLODING, SUSTAINED, EXPLODING_FRAC = "seed/exploding", "seed/exploding_sustained", "seed/exploding_frac"
@@ -61,15 +61,9 @@ def roll_back(view: View, counts: Recent) -> Iterator[Finding]:
         alone = sum(counts.add(count)) < MIN_ROLLBACKS and not view.get("env/rollback/nonfinite")
         hosts, envs = view.labelled("host/each/", "/rollbacks"), view.facts.num_envs
         frac = count / envs if isinstance(envs, int | float) and envs > 0 else 1.0
-        yield Finding(
-            min(1.0, 0.5 + 0.5 * frac) if count > 0 and not alone else 0.0,
-            ROLLBACKS,
-            count,
-            0.0,
-            text=lambda: (
-                f"the watchdog has restored older weights of broken hosts {number(count)} times in the last update ({reasons(view)}), in "
-                f"{named_hosts(hosts)}"
-            ),
+        yield Finding(min(1.0, 0.5 + 0.5 * frac) if count > 0 and not alone else 0.0, ROLLBACKS, count, 0.0).says(
+            "the watchdog has restored older weights of broken hosts {} times in the last update ({}), in {}",
+            *(count, lambda: reasons(view), lambda: named_hosts(hosts)),
         )
 
 
@@ -100,15 +94,10 @@ def explode(view: View) -> Iterator[Finding]:
         key, value = EXPLODING, largest if share >= view.limits[SEED_ALONE] else 0.0
     if share / share_limit > value / limit:
         key, value, limit = EXPLODING_FRAC, share, share_limit
-    yield Finding(
-        min(1.0, 0.5 * value / limit),
-        key,
-        value,
-        limit,
-        text=lambda: (
-            f"the gradient of a seed has exploded{place(view)}: its severity is {number(largest)} of 1, and {percent(share)} of the seeds' "
-            "gradients are above ten times their clip limit"
-        ),
+    yield Finding(min(1.0, 0.5 * value / limit), key, value, limit).says(
+        "the gradient of a seed has exploded{}: its severity is {} of 1, and {:%} of the seeds' gradients are above ten times their clip "
+        "limit",
+        *(lambda: place(view), largest, share),
     )
 
 
@@ -125,12 +114,8 @@ def vanish(view: View) -> Iterator[Finding]:
     """Seeds whose gradients are almost zero."""
     value, limit = view.get(VANISHING), view.limits[SEED_VANISHING]
     if value is not None:
-        yield Finding(
-            min(1.0, 0.5 * value / limit),
-            VANISHING,
-            value,
-            limit,
-            text=lambda: f"the gradients of seeds have vanished, so they do not learn: the severity averages {number(value)} of 1",
+        yield Finding(min(1.0, 0.5 * value / limit), VANISHING, value, limit).says(
+            "the gradients of seeds have vanished, so they do not learn: the severity averages {} of 1", value
         )
 
 
@@ -139,12 +124,8 @@ def dormant(view: View) -> Iterator[Finding]:
     parts = [view.get(key) for key in (DORMANT, DISCONNECTED)]
     share, limit = sum(part or 0.0 for part in parts), view.limits[SEED_DORMANT]
     if parts[0] is not None:
-        yield Finding(
-            min(1.0, 0.5 * share / limit),
-            DORMANT,
-            share,
-            limit,
-            text=lambda: f"the loss has hardly reached {percent(share)} of the seeds that should learn, so they do not improve",
+        yield Finding(min(1.0, 0.5 * share / limit), DORMANT, share, limit).says(
+            "the loss has hardly reached {:%} of the seeds that should learn, so they do not improve", share
         )
 
 
@@ -152,13 +133,8 @@ def stalled(view: View) -> Iterator[Finding]:
     """Seeds germinate, and none begins to blend."""
     germinated = view.get(GERMINATED)
     if germinated is not None:
-        yield Finding(
-            hard(germinated > 0 and not view.get(BLENDING)),
-            GERMINATED,
-            germinated,
-            text=lambda: (
-                f"{number(germinated)} seeds have germinated per update, and none has passed the gate to blending, so hosts do not change"
-            ),
+        yield Finding(hard(germinated > 0 and not view.get(BLENDING)), GERMINATED, germinated).says(
+            "{} seeds have germinated per update, and none has passed the gate to blending, so hosts do not change", germinated
         )
 
 
@@ -194,16 +170,10 @@ class RewardHackingJudge:
             self.best, self.paid_then = self.score, self.paid
         limit = view.limits[SEED_SCORE_DROP]
         lost = self.best - self.score
-        yield Finding(
-            hard(lost > limit and self.paid >= self.paid_then),
-            SCORE,
-            score,
-            self.best - limit,
-            adaptive=True,
-            text=lambda: (
-                f"the final score of hosts has been {number(score)}, {number(lost)} below its best, although the return has not fallen: "
-                "the reward pays for something else"
-            ),
+        yield Finding(hard(lost > limit and self.paid >= self.paid_then), SCORE, score, self.best - limit, adaptive=True).says(
+            "the final score of hosts has been {}, {} below its best, although the return has not fallen: the reward pays for something "
+            "else",
+            *(score, lost),
         )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,20 +26,22 @@ from esper_telemetry.ppo.gradient_ranks import Ranks
 BLUEPRINT_NAMES = [kind.name for kind in BLUEPRINTS]
 
 
-class ScriptedController(Protocol):
-    """Chooses actions from the state of the environment."""
+class ScriptedController(ABC):
+    """Chooses actions from the state of the environment; by default without a state of its own."""
 
+    @abstractmethod
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:
         """Return one choice [B] per head for the next step."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return its state."""
+        return {}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - there may be nothing to restore
         """Restore a state."""
 
 
-class RandomController:
+class RandomController(ScriptedController):
     """Chooses uniformly among the possible choices of every head."""
 
     def __init__(self, seed: int) -> None:
@@ -64,7 +67,7 @@ class RandomController:
         self._generator.set_state(state["generator"])
 
 
-class OracleController:
+class OracleController(ScriptedController):
     """Germinates the largest suitable seed in every slot as early as possible, and prunes harmful seeds."""
 
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:
@@ -80,15 +83,8 @@ class OracleController:
         kind = "attention" if env.colony.task.tokens > 1 else "mlp"
         return _choose(env, wants, torch.full_like(env.host.op, BLUEPRINT_NAMES.index(kind)))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return an empty state."""
-        return {}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Do nothing."""
-
-
-class HeuristicController:
+class HeuristicController(ScriptedController):
     """Germinates when the host has stabilised and stops improving, prunes harmful seeds, and fossilises helpful ones.
 
     Blueprints rotate; a blueprint whose seed was pruned is avoided for some epochs.
@@ -225,7 +221,16 @@ class ScriptedRun:
         if total_steps <= self.env_steps:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already taken, got {total_steps}")
         if self.hooks.wants(RunStart):
-            facts = self._facts(total_steps)
+            facts = {
+                "env": self.env.name,
+                "total_steps": total_steps,
+                "num_envs": self.env.num_envs * self.ranks.size,
+                "ranks": self.ranks.size,
+                "horizon": self.env.horizon,
+                "num_steps": self.config.num_steps,
+                "gamma": self.config.gamma,
+                "policy": self.config.policy,
+            }
             self.hooks.emit(RunStart(asdict(self.config), facts, self.updates, self.env_steps, 0))
         while self.env_steps < total_steps and not self._stopping:
             self._roll_out()
@@ -279,15 +284,3 @@ class ScriptedRun:
             self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths, episodes.times))
         seconds = {"environment": time.perf_counter() - start, "inference": 0.0, "update": 0.0}
         self.hooks.emit(UpdateEnd(self.updates, self.env_steps, 0, 0.0, seconds))
-
-    def _facts(self, total_steps: int) -> Mapping[str, Any]:
-        return {
-            "env": self.env.name,
-            "total_steps": total_steps,
-            "num_envs": self.env.num_envs * self.ranks.size,
-            "ranks": self.ranks.size,
-            "horizon": self.env.horizon,
-            "num_steps": self.config.num_steps,
-            "gamma": self.config.gamma,
-            "policy": self.config.policy,
-        }

@@ -11,30 +11,15 @@ from torch import Tensor
 from esper_telemetry.events import Hooks
 from esper_telemetry.lab.morphogenesis import feedback
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
-from esper_telemetry.lab.morphogenesis.feedback import (
-    INTENSITY_DECAY,
-    SUSTAINED_EPOCHS,
-    VERSION,
-    CauseHistory,
-    HostState,
-    StepReport,
-    diagnose,
-    exploding,
-    feature_names,
-    intensity_ratio,
-    observe,
-    tensor_health,
-    vanishing,
-)
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthHistory, GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
 from esper_telemetry.lab.morphogenesis.slots import (
     ALIVE,
     EFFECTIVE,
+    GATES,
     LEARNING,
     ActionOutcome,
     Slots,
-    TransitionGates,
     act,
     action_masks,
     advanceable,
@@ -103,9 +88,9 @@ class Morphogenesis:
         self.num_envs, self.device, self.horizon, self.slot_count = num_envs, torch.device(device), horizon, slots
         self.hooks = Hooks()
         self.action_specs = specs(slots)
-        self.observation_names = feature_names(slots)
+        self.observation_names = feedback.feature_names(slots)
         self.observation_shape = (len(self.observation_names),)
-        self._seed, self._reward, self._gamma, self._gates = seed, reward, gamma, TransitionGates(strict=strict)
+        self._seed, self._reward, self._gamma, self._strict = seed, reward, gamma, strict
         self._patience = patience
         self._generator = torch.Generator(self.device).manual_seed(0 if seed is None else seed)
         self.colony = Colony(make_task(task), num_envs, slots, optimizer=optimizer, generator=self._generator)
@@ -113,11 +98,11 @@ class Morphogenesis:
         self._growth = GrowthHistory.fresh(num_envs, self.device)
         self._slots = Slots.empty(num_envs, slots, self.device)
         # Both restart at seeds that do not learn, and so with every episode.
-        self._history = CauseHistory.fresh(num_envs, slots, self.device)
-        self._severities = torch.zeros(SUSTAINED_EPOCHS, num_envs, slots, device=self.device)
+        self._history = feedback.CauseHistory.fresh(num_envs, slots, self.device)
+        self._severities = torch.zeros(feedback.SUSTAINED_EPOCHS, num_envs, slots, device=self.device)
         zero = torch.zeros(num_envs, device=self.device)
         self._epoch = zero.long()
-        self._host = HostState(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero.long())
+        self._host = feedback.HostState(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero.long())
         self._begin(self._everywhere())
 
     @property
@@ -126,7 +111,7 @@ class Morphogenesis:
         return self._slots
 
     @property
-    def host(self) -> HostState:
+    def host(self) -> feedback.HostState:
         """State of the hosts before the next step."""
         return self._host
 
@@ -144,7 +129,7 @@ class Morphogenesis:
 
     def would_advance(self) -> Tensor:
         """Return the seeds that would pass their next gate, [B, S]."""
-        return advanceable(self._slots, self._gates, self._host.val_accuracy)
+        return advanceable(self._slots, self._host.val_accuracy, strict=self._strict)
 
     @torch.no_grad()
     def step(self, actions: Mapping[str, Tensor]) -> TensorStep:
@@ -152,7 +137,7 @@ class Morphogenesis:
         slots, before = self._slots, feedback.potentials(self._slots)
         masks = self.action_masks() if self.hooks.wants(GrowthStep) else {}
         weights = slots.alpha
-        outcome = act(slots, actions, self._gates, self._host.val_accuracy)
+        outcome = act(slots, actions, self._host.val_accuracy, strict=self._strict)
         self.colony.drop(outcome.pruned)
         self.colony.plant(slots, outcome.born)
         slots.move_weights()
@@ -170,15 +155,25 @@ class Morphogenesis:
         score = self._host.val_accuracy - self.colony.task.price * self._host.parameters
         components["final"] = torch.where(last, score, 0.0)
         self.score = torch.where(last, score, self.score)
-        reward = feedback.total(components, self._reward)
+        rewards = {name: weight * components[name] for name, weight in feedback.REWARDS[self._reward].items()}
+        reward = torch.stack([*rewards.values()]).sum(0)
         if self.hooks.wants(GrowthStep):
-            gone = outcome.pruned | pruned | faded
-            context = self.colony, self.horizon, self._growth
-            event = StepReport(slots, self._host, result, outcome, gone, gradients, *context).event(
-                components, masks, mode=self._reward, last=last
+            hosts = {**self._host_columns(result, masks), "ended": last}
+            seeds = {**self._seed_columns(result, outcome, outcome.pruned | pruned | faded), **gradients}
+            self._growth = self._growth.after(hosts, seeds, reward)
+            self.hooks.emit(
+                GrowthStep(
+                    last=bool(last.all()),
+                    horizon=self.horizon,
+                    hosts=hosts,
+                    seeds=seeds,
+                    rewards=rewards,
+                    gates={gate.name: outcome.gates[:, place] for place, gate in enumerate(GATES)},
+                    labels={**feedback.LABELS, "parameter": tuple(self.colony.network.seed.shapes)},
+                    mode=self._reward,
+                    history=self._growth,
+                )
             )
-            self._growth = event.history or self._growth
-            self.hooks.emit(event)
         if last.any():
             self._begin(last)
         return TensorStep(self._observe(velocity * ~last.unsqueeze(1)), reward, last, torch.zeros_like(last))
@@ -195,21 +190,21 @@ class Morphogenesis:
             "history": list(self._history),
             "severities": self._severities,
             "epoch": self._epoch,
-            "layout": VERSION,
+            "layout": feedback.VERSION,
             "score": self.score,
             "generator": self._generator.get_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; raise ValueError if its observations have another layout."""
-        if state["layout"] != VERSION:
-            raise ValueError(f"observations are laid out by version {VERSION}, got a state of version {state['layout']}")
+        if state["layout"] != feedback.VERSION:
+            raise ValueError(f"observations are laid out by version {feedback.VERSION}, got a state of version {state['layout']}")
         self.colony.load_state_dict(state["colony"])
         self._slots = Slots(**{name: tensor.to(self.device) for name, tensor in state["slots"].items()})
         host = {name: torch.as_tensor(part, device=self.device) for name, part in state["host"].items()}
         host["epoch"] = host["epoch"].expand(self.num_envs)  # states of earlier versions have one number for all
-        self._host = HostState(**host)
-        self._history = CauseHistory(*(tensor.to(self.device) for tensor in state["history"]))
+        self._host = feedback.HostState(**host)
+        self._history = feedback.CauseHistory(*(tensor.to(self.device) for tensor in state["history"]))
         self._severities = state.get("severities", torch.zeros_like(self._severities)).to(self.device)
         self._epoch = torch.as_tensor(state["epoch"], device=self.device).expand(self.num_envs)
         self.score = state["score"].to(self.device)
@@ -225,8 +220,8 @@ class Morphogenesis:
         loss, accuracy = (part[:, 0] for part in self.colony.validate(self._slots))
         zero = torch.zeros_like(loss)
         op = zero.long() + Op.WAIT
-        fresh = HostState(zero, loss, accuracy, loss, accuracy, accuracy, zero, zero, zero, zero, op)
-        self._host = HostState(*(torch.where(where, new, old) for new, old in zip(fresh, self._host, strict=True)))
+        fresh = feedback.HostState(zero, loss, accuracy, loss, accuracy, accuracy, zero, zero, zero, zero, op)
+        self._host = feedback.HostState(*(torch.where(where, new, old) for new, old in zip(fresh, self._host, strict=True)))
 
     def _everywhere(self) -> Tensor:
         return torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
@@ -244,22 +239,23 @@ class Morphogenesis:
         slots, epoch = self._slots, result.epoch
         learning = among(slots.stage, LEARNING) & ~slots.leaving
         entries, host_entries = self.colony.parameters(slots), self.colony.network.host.size
-        ratio = intensity_ratio(epoch.seed_norm, entries, epoch.host_norm, host_entries)
-        smooth = torch.where(slots.ratio < 0, ratio, torch.lerp(ratio, slots.ratio, INTENSITY_DECAY))
-        contribution = feedback.contributions(result.accuracy)
-        effective = among(slots.stage, EFFECTIVE) & (slots.alpha > 0)
-        severities = {"exploding": exploding(epoch.seed_peak), "vanishing": vanishing(epoch.seed_norm)}
-        slots.set(learning, norm=epoch.seed_norm, ratio=smooth, **severities)
-        slots.set(torch.ones_like(effective), contribution=torch.where(effective, contribution, -1.0))
+        # gradients per root of the parameter count, and their intensity ratio, -1 if either lacks a gradient
         seed = epoch.seed_norm / entries.clamp(min=1).sqrt()
         host = (epoch.host_norm / host_entries**0.5).unsqueeze(1).expand_as(seed)
-        self._history, cause = diagnose(self._history, ratio, seed, host, epoch.upstream, counted=learning, alpha=slots.alpha)
+        ratio = torch.where((entries > 0) & (host > 0), seed / host.clamp(min=1e-30), -1.0)
+        smooth = torch.where(slots.ratio < 0, ratio, torch.lerp(ratio, slots.ratio, feedback.INTENSITY_DECAY))
+        contribution = feedback.contributions(result.accuracy)
+        effective = among(slots.stage, EFFECTIVE) & (slots.alpha > 0)
+        severities = {"exploding": feedback.exploding(epoch.seed_peak), "vanishing": feedback.vanishing(epoch.seed_norm)}
+        slots.set(learning, norm=epoch.seed_norm, ratio=smooth, **severities)
+        slots.set(torch.ones_like(effective), contribution=torch.where(effective, contribution, -1.0))
+        self._history, cause = feedback.diagnose(self._history, ratio, seed, host, epoch.upstream, counted=learning, alpha=slots.alpha)
         present = self.colony.tensors(slots) & learning.unsqueeze(-1)
-        severity = torch.where(learning, exploding(epoch.seed_norm), 0.0)
+        severity = torch.where(learning, feedback.exploding(epoch.seed_norm), 0.0)
         self._severities = torch.cat([self._severities[1:], severity.unsqueeze(0)])
         sustained = torch.where(learning, self._severities.amin(0), torch.nan)
-        health = tensor_health(epoch.tensor_norm, epoch.tensor_peak, present)
-        return {**health._asdict(), "sustained": sustained, "cause": cause}
+        health = feedback.tensor_health(epoch.tensor_norm, epoch.tensor_peak, present)
+        return {**health, "sustained": sustained, "cause": cause}
 
     def _roll_back(self, result: ColonyResult, outcome: ActionOutcome) -> Tensor:
         """Snapshot the stable hosts and restore the broken ones; return the seeds [B, S] that this prunes."""
@@ -273,10 +269,10 @@ class Morphogenesis:
         slots.empty_out(lost)
         return lost
 
-    def _host_state(self, result: ColonyResult, outcome: ActionOutcome) -> HostState:
+    def _host_state(self, result: ColonyResult, outcome: ActionOutcome) -> feedback.HostState:
         old, accuracy = self._host, result.accuracy[:, 0]
         best = torch.maximum(old.best, accuracy)
-        return HostState(
+        return feedback.HostState(
             epoch=self._epoch / self.horizon,
             train_loss=result.epoch.loss,
             train_accuracy=result.epoch.accuracy,
@@ -304,4 +300,40 @@ class Morphogenesis:
         }
 
     def _observe(self, velocity: Tensor) -> Tensor:
-        return observe(self._host, self._slots, velocity, self.horizon)
+        return feedback.observe(self._host, self._slots, velocity, self.horizon)
+
+    def _host_columns(self, result: ColonyResult, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the columns of the event about the hosts, [B] each, from the action masks before the step."""
+        host, slots, accuracy, verdict = self._host, self._slots, result.accuracy, result.verdict
+        alone = torch.where(among(slots.stage, EFFECTIVE), slots.contribution.clamp(min=-1), 0.0).sum(1)
+        seeds_gain = accuracy[:, 0] - accuracy[:, -1]
+        return {
+            **{name: getattr(host, name) for name in ("train_loss", "train_accuracy", "val_loss", "val_accuracy", "best", "stale")},
+            "norm": host.norm,
+            "growth": 1 + host.parameters,
+            "score": host.val_accuracy - self.colony.task.price * host.parameters,
+            "seeds_gain": seeds_gain,
+            "synergy": seeds_gain - alone,
+            "op": host.op,
+            "decides": masks["op"].sum(1) > 1,
+            "host_parameters": torch.full_like(host.val_loss, self.colony.network.host.size),
+            "nonfinite": verdict.nonfinite,
+            "lobotomy": verdict.lobotomy,
+            "divergence": verdict.divergence,
+        }
+
+    def _seed_columns(self, result: ColonyResult, outcome: ActionOutcome, pruned: Tensor) -> dict[str, Tensor]:
+        """Return the columns of the event about the seeds, [B, S] each, without the columns about single gradients."""
+        slots, effective = self._slots, self._slots.contribution > -1
+        return {
+            **{name: getattr(slots, name) for name in ("stage", "age", "life", "alpha", "tempo", "curve", "blueprint")},
+            "parameters": self.colony.parameters(slots),
+            "progress": torch.where(slots.life > 0, self._host.val_accuracy.unsqueeze(1) - slots.anchor, torch.nan),
+            "born": outcome.born,
+            "pruned": pruned,
+            "fossilized": outcome.fossilized,
+            "norm": torch.where(slots.norm != -1, slots.norm, torch.nan),
+            "ratio": torch.where(slots.ratio >= 0, slots.ratio, torch.nan),
+            "contribution": torch.where(effective, slots.contribution, torch.nan),
+            "shapley": torch.where(effective, feedback.shapley_values(result.accuracy), torch.nan),
+        }

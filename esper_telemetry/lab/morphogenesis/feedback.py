@@ -17,10 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
-from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthHistory, GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
-from esper_telemetry.lab.morphogenesis.slots import CURVES, EFFECTIVE, GATES, LEARNING, ActionOutcome, Slots, among, look_up, potential
+from esper_telemetry.lab.morphogenesis.slots import CURVES, EFFECTIVE, LEARNING, POTENTIALS, Slots, among, look_up
 from esper_telemetry.lab.morphogenesis.training import MAX_GRADIENT_NORM
 
 EXPLODING_DECADES = (0.0, 2.0)
@@ -49,22 +47,11 @@ def vanishing(norm: Tensor) -> Tensor:
     return torch.where(norm.isfinite(), _ramp(norm, VANISHING_DECADES), 0.0)
 
 
-class TensorHealth(NamedTuple):
-    """Health of single parameters of the seeds, [N, S] each; for a seed that does not learn, severities are NaN and indices -1.
+def tensor_health(norm: Tensor, peak: Tensor, present: Tensor) -> dict[str, Tensor]:
+    """Return the health of single parameters of the seeds, [N, S] each; for a seed that does not learn, severities are NaN and indices -1.
 
-    Attributes:
-        exploding, strongest: largest severity, and the index of its parameter.
-        vanishing, weakest: the same for the parameter with the smallest gradient.
-    """
-
-    exploding: Tensor
-    vanishing: Tensor
-    strongest: Tensor
-    weakest: Tensor
-
-
-def tensor_health(norm: Tensor, peak: Tensor, present: Tensor) -> TensorHealth:
-    """Return the health of the parameters that seeds have.
+    These are the largest severity `exploding` and the index of its parameter, `strongest`, and the same for the parameter with the smallest
+    gradient, `vanishing` and `weakest`.
 
     Args:
         norm, peak: [N, S, parameters], mean and largest norm of an epoch.
@@ -73,15 +60,12 @@ def tensor_health(norm: Tensor, peak: Tensor, present: Tensor) -> TensorHealth:
     up, strongest = exploding(peak).masked_fill(~present, -1.0).max(-1)
     down, weakest = vanishing(norm).masked_fill(~present, -1.0).max(-1)
     learns = present.any(-1)
-    severities = (torch.where(learns, severity, torch.nan) for severity in (up, down))
-    return TensorHealth(*severities, *(torch.where(learns, index, -1) for index in (strongest, weakest)))
-
-
-def intensity_ratio(seed: Tensor, seed_entries: Tensor, host: Tensor, host_entries: int) -> Tensor:
-    """Ratio of the gradient per root of the parameter count of each seed [N, S] to its host's [N]; -1 if either lacks a gradient."""
-    of_seed = seed / seed_entries.clamp(min=1).sqrt()
-    of_host = (host / host_entries**0.5).unsqueeze(1)
-    return torch.where((seed_entries > 0) & (of_host > 0), of_seed / of_host.clamp(min=1e-30), -1.0)
+    severities = {"exploding": up, "vanishing": down}
+    places = {"strongest": strongest, "weakest": weakest}
+    return {
+        **{name: torch.where(learns, severity, torch.nan) for name, severity in severities.items()},
+        **{name: torch.where(learns, place, -1) for name, place in places.items()},
+    }
 
 
 CAUSES = ("ok", "disconnected", "dormant", "saturated", "host_fast", "indeterminate", "nonfinite")
@@ -175,7 +159,7 @@ REWARDS: Mapping[str, Mapping[str, float]] = {
 def potentials(slots: Slots) -> Tensor:
     """Sum of the potentials of all seeds [N], by stage and by the epochs in it."""
     rate, most = AGE_POTENTIAL
-    height = potential(slots.stage)
+    height = look_up(tuple(POTENTIALS.get(one, 0.0) for one in Stage), slots.stage)
     return (height + (height > 0) * (rate * (slots.age - 1).clamp(min=0)).clamp(max=most)).sum(1)
 
 
@@ -203,11 +187,6 @@ def rent(parameters: Tensor) -> Tensor:
 def op_cost(op: Tensor) -> Tensor:
     """Cost of operations [N]."""
     return look_up(tuple(OP_COSTS.get(one, 0.0) for one in Op), op)
-
-
-def total(components: Mapping[str, Tensor], mode: str) -> Tensor:
-    """Weighted sum of the components [N]."""
-    return torch.stack([weight * components[name] for name, weight in REWARDS[mode].items()]).sum(0)
 
 
 MAX_SLOTS = 4
@@ -376,100 +355,3 @@ LABELS = {
     "cause": CAUSES,
     "curve": CURVES,
 }
-
-
-class StepReport(NamedTuple):
-    """A step and its results, from which its event is made.
-
-    Attributes:
-        slots, host: states after the step.
-        result, outcome: results of the epoch and of the action.
-        pruned: [N, S], bool: seeds that were pruned.
-        gradients: [N, S] each, columns of the event.
-        colony: the networks.
-        horizon: epochs of an episode.
-        history: course of the environments before the step.
-    """
-
-    slots: Slots
-    host: HostState
-    result: ColonyResult
-    outcome: ActionOutcome
-    pruned: Tensor
-    gradients: Mapping[str, Tensor]
-    colony: Colony
-    horizon: int
-    history: GrowthHistory
-
-    def event(self, components: Mapping[str, Tensor], masks: Mapping[str, Tensor], *, mode: str, last: Tensor) -> GrowthStep:
-        """Return the event of the step.
-
-        Args:
-            components: components of the reward.
-            masks: action masks before the step.
-            mode: mode of the reward.
-            last: [N], bool: episodes that end.
-        """
-        hosts, seeds = {**_host_columns(self, masks), "ended": last}, _seed_columns(self)
-        rewards = {name: weight * components[name] for name, weight in REWARDS[mode].items()}
-        return GrowthStep(
-            last=bool(last.all()),
-            horizon=self.horizon,
-            hosts=hosts,
-            seeds=seeds,
-            rewards=rewards,
-            gates={gate.name: self.outcome.gates[:, place] for place, gate in enumerate(GATES)},
-            labels={**LABELS, "parameter": tuple(self.colony.network.seed.shapes)},
-            mode=mode,
-            history=self.history.after(hosts, seeds, torch.stack([*rewards.values()]).sum(0)),
-        )
-
-
-def _host_columns(report: StepReport, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    host, accuracy, verdict = report.host, report.result.accuracy, report.result.verdict
-    alone = torch.where(among(report.slots.stage, EFFECTIVE), report.slots.contribution.clamp(min=-1), 0.0).sum(1)
-    unseeded = accuracy[:, -1]
-    return {
-        "train_loss": host.train_loss,
-        "train_accuracy": host.train_accuracy,
-        "val_loss": host.val_loss,
-        "val_accuracy": host.val_accuracy,
-        "best": host.best,
-        "stale": host.stale,
-        "norm": host.norm,
-        "growth": 1 + host.parameters,
-        "score": host.val_accuracy - report.colony.task.price * host.parameters,
-        "seeds_gain": accuracy[:, 0] - unseeded,
-        "synergy": accuracy[:, 0] - unseeded - alone,
-        "op": host.op,
-        "decides": masks["op"].sum(1) > 1,
-        "host_parameters": torch.full_like(host.val_loss, report.colony.network.host.size),
-        "nonfinite": verdict.nonfinite,
-        "lobotomy": verdict.lobotomy,
-        "divergence": verdict.divergence,
-    }
-
-
-def _seed_columns(report: StepReport) -> dict[str, Tensor]:
-    slots, outcome, accuracy = report.slots, report.outcome, report.result.accuracy
-    measured = slots.norm != -1
-    effective = slots.contribution > -1
-    return {
-        "stage": slots.stage,
-        "age": slots.age,
-        "life": slots.life,
-        "alpha": slots.alpha,
-        "tempo": slots.tempo,
-        "curve": slots.curve,
-        "parameters": report.colony.parameters(slots),
-        "progress": torch.where(slots.life > 0, report.host.val_accuracy.unsqueeze(1) - slots.anchor, torch.nan),
-        "blueprint": slots.blueprint,
-        "born": outcome.born,
-        "pruned": report.pruned,
-        "fossilized": outcome.fossilized,
-        "norm": torch.where(measured, slots.norm, torch.nan),
-        "ratio": torch.where(slots.ratio >= 0, slots.ratio, torch.nan),
-        "contribution": torch.where(effective, slots.contribution, torch.nan),
-        "shapley": torch.where(effective, shapley_values(accuracy), torch.nan),
-        **report.gradients,
-    }

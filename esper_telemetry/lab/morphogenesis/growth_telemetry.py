@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.record import Alarm, Level
-from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, ROLLBACK_ALARM, SEVERE, Op, Stage
+from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, ROLLBACK_ALARM, ROLLBACK_REASONS, SEVERE, Op, Stage
 from esper_telemetry.lab.morphogenesis.metrics.environment_metrics import each_stats, environment_stats, host_stats
 from esper_telemetry.lab.morphogenesis.metrics.seeds import gate_stats, seed_stats
 from esper_telemetry.updates.extensions import Capture
@@ -50,7 +50,6 @@ SEED_COLUMNS: Final = (
     *("stage", "age", "life", "alpha", "tempo", "curve", "blueprint", "parameters"),
     *("ratio", "cause", "contribution", "shapley", "progress"),
 )
-ROLLBACKS: Final = ("nonfinite", "lobotomy", "divergence")
 INTEGERS: Final = frozenset(
     {
         *("stale", "op", "stage", "age", "life", "tempo", "curve", "blueprint", "parameters", "cause"),
@@ -127,32 +126,29 @@ class GrowthHistory(NamedTuple):
         )
 
 
-def growth_event(
-    step: GrowthStep, history: GrowthHistory, seeds: Mapping[str, Tensor], hosts: Mapping[str, Tensor], *, is_brief: bool = False
-) -> dict[str, Any]:
+def growth_event(steps: GrowthStep, *, is_brief: bool = False) -> dict[str, Any]:
     """Return the data of the event `growth`: the first `MAX_ENVIRONMENTS` environments, see docs/morphogenesis.md.
 
     Columns are lists with a leading environment axis; None for unknown numbers. There is one copy from a device.
 
     Args:
-        step, history: the last step, and the course of the environments.
-        seeds, hosts: [T, B, S] and [T, B] each, the columns of the update, for its worst gradients and its roll-backs.
+        steps: the last step, with the columns [T, ...] of the update, for its worst gradients and its roll-backs.
         is_brief: shorten the trends, which halves the size.
     """
-    total = len(history.paid)
+    history, total = steps.history, len(steps.history.paid)
     count = min(MAX_ENVIRONMENTS, total)
     trend = SHORT_TREND_EPOCHS if is_brief or count > MAX_LONG_TRENDS else TREND_EPOCHS
-    columns = {f"hosts/{name}": step.hosts[column] for name, column in HOST_COLUMNS.items()}
-    columns |= {f"seeds/{name}": step.seeds[name] for name in SEED_COLUMNS}
-    columns |= {f"seeds/{name}": severity for name, severity in worst_epoch(seeds, history.epochs).items()}
-    columns |= {f"rewards/{name}": reward for name, reward in step.rewards.items()}
-    columns |= {f"rollback/{name}": hosts[name].sum(0) for name in ROLLBACKS}
+    columns = {f"hosts/{name}": steps.hosts[column][-1] for name, column in HOST_COLUMNS.items()}
+    columns |= {f"seeds/{name}": steps.seeds[name][-1] for name in SEED_COLUMNS}
+    columns |= {f"seeds/{name}": severity for name, severity in worst_epoch(steps.seeds, history.epochs).items()}
+    columns |= {f"rewards/{name}": reward[-1] for name, reward in steps.rewards.items()}
+    columns |= {f"rollback/{name}": steps.hosts[name].sum(0) for name in ROLLBACK_REASONS}
     columns |= {"trend/accuracy": history.accuracy[:, -trend:], "trend/reward": history.reward[:, -trend:]}
     columns |= {f"course/{name}": getattr(history, name) for name in ("epochs", "paid", "ops", "op_counts", "fates", "status")}
     parts = [column[:count].double() for column in columns.values()]
     pieces = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
-    data: dict[str, Any] = {"environments": total, "horizon": step.horizon, "mode": step.mode}
-    data |= {"statuses": STATUSES, "blueprints": [kind.name for kind in BLUEPRINTS], **step.labels}
+    data: dict[str, Any] = {"environments": total, "horizon": steps.horizon, "mode": steps.mode}
+    data |= {"statuses": STATUSES, "blueprints": [kind.name for kind in BLUEPRINTS], **steps.labels}
     for name, piece, part in zip(columns, pieces, parts, strict=True):
         family, _, column = name.partition("/")
         digits = 3 if family == "trend" else 4
@@ -231,9 +227,9 @@ def named_hosts(hosts: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     Args:
         hosts: [T, B] each, the columns of an update.
     """
-    times = torch.stack([hosts[name].sum(0) for name in ROLLBACKS], 1)
+    times = torch.stack([hosts[name].sum(0) for name in ROLLBACK_REASONS], 1)
     order = times.sum(1).argsort(descending=True, stable=True)[:MAX_ENVIRONMENTS].tolist()
-    counted = ((env, dict(zip(ROLLBACKS, times[env].tolist(), strict=True))) for env in order)
+    counted = ((env, dict(zip(ROLLBACK_REASONS, times[env].tolist(), strict=True))) for env in order)
     return [{"environment": env, **counts} for env, counts in counted if any(counts.values())]
 
 
@@ -259,7 +255,7 @@ class GrowthStep:
         gates: [B] per gate: -1 not asked, 0 refused, 1 passed.
         labels: names of the values of `stage`, `op`, `cause`, `curve` and of indices of parameters (`parameter`).
         mode: mode of the reward.
-        history: course of the environments, including this step; None if it is not followed.
+        history: course of the environments, including this step.
     """
 
     last: bool
@@ -269,8 +265,8 @@ class GrowthStep:
     rewards: Mapping[str, Tensor]
     gates: Mapping[str, Tensor]
     labels: Mapping[str, tuple[str, ...]]
-    mode: str = ""
-    history: GrowthHistory | None = None
+    mode: str
+    history: GrowthHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,32 +274,24 @@ class GrowthUpdate:
     """T steps of the environments; an `updates.extensions.UpdateExtension`.
 
     Attributes:
-        steps: columns as in `GrowthStep`, with T as their first dimension.
-        final: the last step.
+        steps: the last step, with the columns of all steps: T is their first dimension.
     """
 
     event_type: ClassVar[type] = GrowthStep
 
     steps: GrowthStep
-    final: GrowthStep
 
     @classmethod
     def from_events(cls, events: Sequence[GrowthStep]) -> GrowthUpdate:
         """Stack the steps of an update."""
 
-        def stacked(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        def stacked(field: str) -> dict[str, Tensor]:
+            parts = [getattr(step, field) for step in events]
             return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
-        steps = GrowthStep(
-            last=events[-1].last,
-            horizon=events[0].horizon,
-            hosts=stacked([step.hosts for step in events]),
-            seeds=stacked([step.seeds for step in events]),
-            rewards=stacked([step.rewards for step in events]),
-            gates=stacked([step.gates for step in events]),
-            labels=events[0].labels,
-        )
-        return cls(steps, events[-1])
+        last = events[-1]
+        hosts, seeds, rewards, gates = map(stacked, ("hosts", "seeds", "rewards", "gates"))
+        return cls(replace(last, hosts=hosts, seeds=seeds, rewards=rewards, gates=gates))
 
     @property
     def on_device(self) -> bool:
@@ -326,13 +314,11 @@ class GrowthUpdate:
 
     def events(self, _: Mapping[str, Any]) -> Iterator[Capture]:
         """Yield the event `growth`: the environments and their seeds after the last step."""
-        if self.final.history is not None:
-            yield Capture("growth", growth_event(self.final, self.final.history, self.steps.seeds, self.steps.hosts))
+        yield Capture("growth", growth_event(self.steps))
 
     def progress(self, _: Mapping[str, Any]) -> Iterator[Capture]:
         """Yield the event `growth` in its brief form."""
-        if self.final.history is not None:
-            yield Capture("growth", growth_event(self.final, self.final.history, self.steps.seeds, self.steps.hosts, is_brief=True))
+        yield Capture("growth", growth_event(self.steps, is_brief=True))
 
     def alarm_evidence(self, alarm: Alarm) -> dict[str, Any]:
         """Return the seeds that an alarm is about, by environment and slot, or the hosts that a roll-back alarm is about."""

@@ -38,6 +38,9 @@ SEVERE = 0.5
 ROLLBACK_ALARM = "env/rollback"
 """Type of the alarm about roll-backs, whose evidence names the hosts."""
 
+ROLLBACK_REASONS = ("nonfinite", "lobotomy", "divergence")
+"""Reasons for a roll-back by the watchdog."""
+
 MAX_HIDDEN_UNITS = 24
 """Hidden units of the largest seed."""
 

@@ -135,6 +135,9 @@ INERT = ("units",)
 JOINS = {"gated": (gated, ("gate", "gate_bias")), "multiplied": (multiplied, ())}
 """Ways to join the parts' value with the features, and their parameters; other styles add the value unchanged."""
 
+ANATOMY = (*PARTS, *JOINS)
+"""Names of the parts of seeds, and of the ways to join their value with the features."""
+
 Owners = Mapping[str, Tensor | None]
 """Indices of the networks whose seeds have a part or a join; None for all; unused parts are left out."""
 
@@ -228,16 +231,9 @@ class Packing:
         return torch.cat([parameters[name].flatten(-len(shape)) if shape else parameters[name] for name, shape in self.shapes.items()], -1)
 
 
-GATE = ("gate", "gate_bias")
-ATTENTION = ("query", "key", "value", "out")
-
-ANATOMY = ("scales", "units", "attends", "gated", "multiplied")
-"""Names of the parts of seeds, and of the ways to join their value with the features; see `effects`."""
-
-
 def seed_packing(width: int, *, attends: bool) -> Packing:
     """Return the layout of a slot's parameters for features of that width, with or without attention."""
-    square = (width, width)
+    attention = dict.fromkeys(PARTS["attends"][1], (width, width)) if attends else {}
     return Packing(
         {
             "gain": (width,),
@@ -245,7 +241,7 @@ def seed_packing(width: int, *, attends: bool) -> Packing:
             "enter": (width, MAX_HIDDEN_UNITS),
             "enter_bias": (MAX_HIDDEN_UNITS,),
             "leave": (width, MAX_HIDDEN_UNITS),
-            **(dict.fromkeys(ATTENTION, square) if attends else {}),
+            **attention,
             "gate": (width, 1),
             "gate_bias": (1,),
         }
@@ -270,9 +266,9 @@ def _present(packing: Packing, blueprint: Blueprint, style: str) -> Tensor:
     parts["enter"][:, : blueprint.units] = True
     parts["enter_bias"][: blueprint.units] = True
     parts["leave"][:, : blueprint.units] = True
-    for name in parts.keys() & ATTENTION:
+    for name in parts.keys() & PARTS["attends"][1]:
         parts[name][:] = blueprint.attends
-    for name in GATE:
+    for name in JOINS["gated"][1]:
         parts[name][:] = style == "gated"
     return packing.pack(parts)
 

@@ -80,11 +80,6 @@ def among(stage: Tensor, stages: tuple[Stage, ...]) -> Tensor:
     return look_up(tuple(one in stages for one in Stage), stage)
 
 
-def potential(stage: Tensor) -> Tensor:
-    """Return the potential of each stage."""
-    return look_up(tuple(POTENTIALS.get(one, 0.0) for one in Stage), stage)
-
-
 def look_up(values: tuple[float, ...], index: Tensor) -> Tensor:
     """Return the value at each index."""
     return _table(values, type(values[0]).__name__, index.device)[index]
@@ -266,6 +261,11 @@ class Gate:
     to: Stage
     checks: tuple[Condition, ...]
 
+    def passed(self, slots: Slots, accuracy: Tensor, *, strict: bool) -> Tensor:
+        """Return where [N, S] every check of the strict or the permissive gate holds, for an accuracy [N]."""
+        checks = [check for check in self.checks if not (check.permissive if strict else check.strict)]
+        return torch.stack([check.test(slots, accuracy.unsqueeze(1)) for check in checks]).all(0)
+
 
 GATES = (
     Gate("g0", Stage.GERMINATED, (Condition("slot_empty", lambda s, _: s.stage == Stage.DORMANT),)),
@@ -301,20 +301,6 @@ GATES = (
         ),
     ),
 )
-
-
-class TransitionGates:
-    """All gates, either strict or permissive."""
-
-    def __init__(self, *, strict: bool = False) -> None:
-        self.checks: Mapping[str, tuple[Condition, ...]] = {
-            gate.name: tuple(c for c in gate.checks if not (c.permissive if strict else c.strict)) for gate in GATES
-        }
-
-    def passed(self, gate: Gate, slots: Slots, accuracy: Tensor) -> Tensor:
-        """Return where [N, S] every check of a gate holds, for an accuracy [N]."""
-        masks = [check.test(slots, accuracy.unsqueeze(1)) for check in self.checks[gate.name]]
-        return torch.stack(masks).all(0)
 
 
 NOT_ASKED, REFUSED, PASSED = -1, 0, 1
@@ -376,14 +362,14 @@ class ActionOutcome(NamedTuple):
     gates: Tensor
 
 
-def act(slots: Slots, actions: Mapping[str, Tensor], gates: TransitionGates, accuracy: Tensor) -> ActionOutcome:
+def act(slots: Slots, actions: Mapping[str, Tensor], accuracy: Tensor, *, strict: bool) -> ActionOutcome:
     """Apply the choices, [N] per head, in environments in which they are possible; `accuracy` [N] is the previous epoch's."""
     rows = torch.arange(len(accuracy), device=accuracy.device)
     possible = slot_masks(slots)[rows, actions["op"], actions["slot"]]
     op = torch.where(possible, actions["op"], int(Op.WAIT))
     hit = F.one_hot(actions["slot"], slots.stage.shape[1]).bool()
     on = {wanted: (op == wanted).unsqueeze(1) & hit for wanted in Op}
-    answers, moved = _pass_gates(slots, gates, accuracy, on)
+    answers, moved = _pass_gates(slots, accuracy, on, strict=strict)
     chosen = {name: choice.unsqueeze(1) for name, choice in actions.items()}
     pruned = _fade(slots, on[Op.PRUNE], chosen)
     target, speed = look_up(ALPHA_TARGETS, chosen["alpha_target"]), look_up(SPEED_EPOCHS, chosen["alpha_speed"])
@@ -400,23 +386,23 @@ def act(slots: Slots, actions: Mapping[str, Tensor], gates: TransitionGates, acc
     return ActionOutcome(op, born, pruned, moved[Stage.FOSSILIZED], answers)
 
 
-def _pass_gates(slots: Slots, gates: TransitionGates, accuracy: Tensor, on: Mapping[Op, Tensor]) -> tuple[Tensor, dict[Stage, Tensor]]:
+def _pass_gates(slots: Slots, accuracy: Tensor, on: Mapping[Op, Tensor], *, strict: bool) -> tuple[Tensor, dict[Stage, Tensor]]:
     """Return the result of every gate, and the slots that pass, by stage."""
     answers, moved = [], {}
     for gate in GATES:
         candidates = _candidates(gate.to, slots, on)
-        moved[gate.to] = passing = candidates & gates.passed(gate, slots, accuracy) if candidates.any() else candidates
+        moved[gate.to] = passing = candidates & gate.passed(slots, accuracy, strict=strict) if candidates.any() else candidates
         answer = torch.where(passing.any(1), PASSED, REFUSED)
         answers.append(torch.where(candidates.any(1), answer, NOT_ASKED))
     return torch.stack(answers, 1), moved
 
 
-def advanceable(slots: Slots, gates: TransitionGates, accuracy: Tensor) -> Tensor:
+def advanceable(slots: Slots, accuracy: Tensor, *, strict: bool) -> Tensor:
     """Return the slots [N, S] in which ADVANCE would pass the gate."""
     everywhere = dict.fromkeys(Op, torch.ones_like(slots.leaving))
     forward = [gate for gate in GATES if gate.to in ADVANCES.values()]
     candidates = [(gate, _candidates(gate.to, slots, everywhere)) for gate in forward]
-    passing = [mask & gates.passed(gate, slots, accuracy) for gate, mask in candidates if mask.any()]
+    passing = [mask & gate.passed(slots, accuracy, strict=strict) for gate, mask in candidates if mask.any()]
     return torch.stack([torch.zeros_like(slots.leaving), *passing]).any(0)
 
 

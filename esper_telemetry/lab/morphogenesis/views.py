@@ -106,9 +106,9 @@ def loss_text(value: float | None, style: str = "") -> Text:
     return number_text(value, ".3f" if (value or 0.0) < MAX_PLAIN_LOSS else ".1e", style)
 
 
-def by_limits(value: float | None, limits: Sequence[tuple[float, str]], last: str) -> str:
-    """Return the style of the first limit that the value is below, else `last`."""
-    return "" if value is None else next((style for limit, style in limits if value < limit), last)
+def by_limits(value: float | None, limits: Sequence[tuple[float, str]]) -> str:
+    """Return the style of the first limit that the value is below, else red."""
+    return "" if value is None else next((style for limit, style in limits if value < limit), "red")
 
 
 def signed(value: float | None, form: str, *, low: float = 0.0) -> Text:
@@ -209,7 +209,7 @@ def _row(data: Data, env: int, slots: int, *, is_top: bool, acted: bool, stale: 
     conflict = ("+", "green") if synergy > 0.5 else ("-", "bold red") if synergy < -0.5 else ("·", "dim")
     previous = next((value for value in reversed(trend[:-1]) if value is not None), None)
     change = None if accuracy is None or previous is None else accuracy - previous
-    growth_style = by_limits(host["growth"], ((1.0000001, "dim"), (2, "green"), (5, "yellow")), "red")
+    growth_style = by_limits(host["growth"], ((1.0000001, "dim"), (2, "green"), (5, "yellow")))
     cells = [
         number,
         acc,
@@ -219,7 +219,7 @@ def _row(data: Data, env: int, slots: int, *, is_top: bool, acted: bool, stale: 
         momentum(host["stale"], status),
         signed(data["course"]["paid"][env], "+.2f", low=-5),
         reward,
-        loss_text(host["loss"], by_limits(host["loss"], ((0.1, "green"), (0.5, "white"), (1, "yellow")), "red")),
+        loss_text(host["loss"], by_limits(host["loss"], ((0.1, "green"), (0.5, "white"), (1, "yellow")))),
         Text(*conflict),
         number_text(host["growth"], ".2f", growth_style).append("x", growth_style),
         Text(bars(trend[-SHORT_TREND:]), "cyan"),

@@ -111,7 +111,7 @@ def numpy_trunk(trunk: nn.Module) -> HostTrunk:
     return HostTrunk(encode)
 
 
-def torch_trunk(trunk: nn.Module, context: Context = nullcontext) -> HostTrunk:
+def torch_trunk(trunk: nn.Module, context: Context) -> HostTrunk:
     """Return a trunk in torch, on its device."""
     device = next(trunk.parameters()).device
     if not isinstance(trunk, RecurrentTrunk):
@@ -227,13 +227,6 @@ def estimate(
 FORBIDDEN_SCORE: Final = np.finfo(np.float32).min
 
 
-class Restriction(NamedTuple):
-    """The allowed choices of one part of an action [B, size], and whether the part matters [B]; None without restrictions."""
-
-    mask: Any = None
-    relevance: Any = None
-
-
 class Restrictor:
     """Computes the restriction of one part of an action.
 
@@ -247,11 +240,14 @@ class Restrictor:
     def __init__(self, spec: ActionSpec, relevant_choices: Any, forced: Any, rows: Any) -> None:
         self.spec, self.relevant_choices, self.forced, self.rows = spec, relevant_choices, forced, rows
 
-    def __call__(self, mask: Any, actions: Mapping[str, Any], relevance: Mapping[str, Any]) -> Restriction:
-        """Return the restriction, from the environment's mask and the earlier parts with their relevance."""
+    def __call__(self, mask: Any, actions: Mapping[str, Any], relevance: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return the allowed choices of the part [B, size], and whether it matters [B]; None without restrictions.
+
+        They follow from the environment's mask and the earlier parts with their relevance.
+        """
         given = self.spec.given
         if given is None:
-            return Restriction(mask)
+            return mask, None
         if mask is not None and mask.ndim == 3:
             mask = mask[self.rows, actions[given]]
         relevant = relevance.get(given)
@@ -259,11 +255,11 @@ class Restrictor:
             here = self.relevant_choices[actions[given]]
             relevant = here if relevant is None else relevant & here
         if relevant is None:
-            return Restriction(mask)
+            return mask, None
         if self.spec.kind == "continuous":
-            return Restriction(None, relevant)
+            return None, relevant
         matters = relevant[:, None]
-        return Restriction((matters if mask is None else mask & matters) | (self.forced & ~matters), relevant)
+        return (matters if mask is None else mask & matters) | (self.forced & ~matters), relevant
 
     def to(self, device: torch.device) -> Restrictor:
         """Return the restrictor for tensors on a device."""

@@ -170,17 +170,15 @@ SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial, type, np.ufunc)
 """Types of values that are part of the program. A callable object, in contrast, may have a state."""
 
-State = dict[str, Any]
-
 
 class CannotSaveError(TypeError):
     """An attribute is neither plain data nor known to be constant."""
 
 
-def capture(env: Any) -> State | None:
+def capture(env: Any) -> dict[str, Any] | None:
     """Return the state of an environment, its wrappers and its parts; None if it cannot be saved."""
     try:
-        return {"layers": [layer_state(layer) for layer in layers(env)]}
+        return {"layers": [{name: packed(value) for name, value in vars(layer).items() if not is_static(value)} for layer in layers(env)]}
     except (CannotSaveError, RecursionError):
         return None
 
@@ -203,12 +201,6 @@ def layers(env: Any) -> Iterator[Any]:
         yield from layers(part)
     if "env" in vars(env):
         yield from layers(env.env)
-
-
-def layer_state(layer: Any) -> State:
-    """The attributes of one layer that can change."""
-    values = {name: value for name, value in vars(layer).items() if not is_static(value)}
-    return {name: packed(value) for name, value in values.items()}
 
 
 def is_static(value: Any) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -138,14 +139,14 @@ class SpaceLeaf:
     """One part of an observation.
 
     Attributes:
-        find: maps B observations to this part's.
+        path: keys of the part, from the outside in.
         kind: `vector`, `choices` or `image`.
         size: number of entries in a row.
         convert: converts Gymnasium's values, [B, ...], to the numbers [B, size] or the image [B, ...].
         image: description of an image.
     """
 
-    find: Callable[[Any], Any]
+    path: tuple[Any, ...]
     kind: str
     size: int
     convert: Callable[[Array], Array]
@@ -156,7 +157,7 @@ def observation_form(space: gymnasium.Space[Any], name: str) -> ObservationForm:
     """Return an observation space as the trainer sees it; raise ValueError naming a part that is not supported."""
     from gymnasium import spaces
 
-    leaves = list(parts(space, name, lambda observations: observations))
+    leaves = list(parts(space, name))
     images = tuple(leaf.image for leaf in leaves if leaf.image is not None)
     vectors, choices = (sum(leaf.size for leaf in leaves if leaf.kind == kind) for kind in ("vector", "choices"))
     layout = ObservationLayout(vectors, choices, images)
@@ -178,11 +179,11 @@ class ObservationPacker:
 
     def __call__(self, observations: Any) -> Array:
         """Return rows [B, *shape] of B observations from Gymnasium."""
-        return self._pack(lambda leaf: np.asarray(leaf.find(observations)))
+        return self._pack(lambda leaf: np.asarray(reduce(getitem, leaf.path, observations)))
 
     def one(self, observation: Any) -> Array:
         """The row [*shape] of one environment's observation."""
-        row: Array = self._pack(lambda leaf: np.asarray(leaf.find(observation))[None])[0]
+        row: Array = self._pack(lambda leaf: np.asarray(reduce(getitem, leaf.path, observation))[None])[0]
         return row
 
     def _pack(self, values: Callable[[SpaceLeaf], Array]) -> Array:
@@ -190,26 +191,19 @@ class ObservationPacker:
         return self._layout.pack(numbers, images)
 
 
-def parts(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) -> Iterator[SpaceLeaf]:
+def parts(space: gymnasium.Space[Any], name: str, path: tuple[Any, ...] = ()) -> Iterator[SpaceLeaf]:
     """Yield the parts of a space, including nested ones."""
     from gymnasium import spaces
 
-    if isinstance(space, spaces.Dict):
-        for key, part in space.spaces.items():
-            yield from parts(part, f"{name}, part {key!r},", partial(find_part, find, key))
-    elif isinstance(space, spaces.Tuple):
-        for index, part in enumerate(space.spaces):
-            yield from parts(part, f"{name}, part {index},", partial(find_part, find, index))
-    else:
-        yield leaf(space, name, find)
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        yield leaf(space, name, path)
+        return
+    inner: Iterable[tuple[Any, Any]] = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+    for key, part in inner:
+        yield from parts(part, f"{name}, part {key!r},", (*path, key))
 
 
-def find_part(find: Callable[[Any], Any], key: Any, observations: Any) -> Any:
-    """Return the part `key` of the part that `find` returns."""
-    return find(observations)[key]
-
-
-def leaf(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) -> SpaceLeaf:
+def leaf(space: gymnasium.Space[Any], name: str, path: tuple[Any, ...]) -> SpaceLeaf:
     """Return a part that is not nested."""
     from gymnasium import spaces
 
@@ -217,15 +211,15 @@ def leaf(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) -> 
         image = as_image(space)
         size = int(np.prod(space.shape))
         if image is None:
-            return SpaceLeaf(find, "vector", size, flat)
+            return SpaceLeaf(path, "vector", size, flat)
         shape = image.shape  # with the axis of channels, which the space may lack
-        return SpaceLeaf(find, "image", 0, lambda values: values.reshape(len(values), *shape), image)
+        return SpaceLeaf(path, "image", 0, lambda values: values.reshape(len(values), *shape), image)
     if isinstance(space, spaces.MultiBinary):
-        return SpaceLeaf(find, "choices", int(np.prod(space.shape)), flat)
+        return SpaceLeaf(path, "choices", int(np.prod(space.shape)), flat)
     if isinstance(space, spaces.Discrete):
-        return SpaceLeaf(find, "choices", int(space.n), one_hot(np.array([space.n]), np.array([space.start])))
+        return SpaceLeaf(path, "choices", int(space.n), one_hot(np.array([space.n]), np.array([space.start])))
     if isinstance(space, spaces.MultiDiscrete):
-        return SpaceLeaf(find, "choices", int(space.nvec.sum()), one_hot(space.nvec.ravel(), space.start.ravel()))
+        return SpaceLeaf(path, "choices", int(space.nvec.sum()), one_hot(space.nvec.ravel(), space.start.ravel()))
     raise ValueError(f"the observation space of {name} must be {OBSERVATION_SPACES}, got {space}")
 
 

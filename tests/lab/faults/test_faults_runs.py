@@ -7,11 +7,11 @@ import pytest
 
 from esper_telemetry.journal.read import read_run
 from esper_telemetry.lab.faults.__main__ import run
-from esper_telemetry.lab.faults.runs import HEALTHY_KINDS, FaultRun, plan_runs, read_fault_run, run_healthy, triple_rewards
+from esper_telemetry.lab.faults.runs import HEALTHY_KINDS, FaultRun, plan_runs, read_fault_run, train_healthy, triple_rewards
 
 
 def test_a_healthy_run_stores_its_announced_updates(tmp_path: Path) -> None:
-    run = run_healthy(FaultRun("cue-recall", 1, healthy="rewards_x3", last=2), tmp_path, "normal")
+    run = train_healthy(FaultRun("cue-recall", 1, healthy="rewards_x3", last=2), tmp_path, "normal")
 
     assert run == read_fault_run(tmp_path / "cue-recall-healthy-rewards_x3-s1")
     assert (run.status, run.interventions) == ("done", (31,))
@@ -23,7 +23,7 @@ def test_announced_rewards_are_three_times_as_large(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("esper_telemetry.lab.faults.runs.REWARD_CHANGE_UPDATE", 2)
     monkeypatch.setitem(HEALTHY_KINDS, "soon", replace(HEALTHY_KINDS["rewards_x3"], prepare=triple_rewards))
 
-    run_healthy(FaultRun("cue-recall", 1, healthy="soon", last=2), tmp_path, "normal")
+    train_healthy(FaultRun("cue-recall", 1, healthy="soon", last=2), tmp_path, "normal")
 
     first, second = read_run(tmp_path / "cue-recall-healthy-soon-s1").records
     assert first.values["reward/absmax"] == pytest.approx(1.3)

@@ -16,7 +16,7 @@ from esper_telemetry.lab.faults.runs import FaultRun
 from esper_telemetry.lab.faults.sb3_models import MODELS, BreakableVecEnv, ModelNotApplicableError
 from esper_telemetry.lab.faults.sb3_runs import BREAKS, plan_sb3_runs, train_run
 from esper_telemetry.lab.faults.score import BrokenRun
-from esper_telemetry.lab.faults.verdicts import RuleDetector, detect, read_journaled_run
+from esper_telemetry.lab.faults.verdicts import detect_by_rules, read_journaled_run
 
 pytestmark = pytest.mark.sb3
 
@@ -54,7 +54,7 @@ def test_an_accepted_alarm_comes_in_the_first_broken_update(env: str, fault: str
 
     assert train_run(fault_run, tmp_path, "normal").missing == ""
 
-    verdict = detect(read_journaled_run(tmp_path / fault_run.name), lambda facts: RuleDetector(facts, Thresholds()))
+    verdict = detect_by_rules(read_journaled_run(tmp_path / fault_run.name), Thresholds())
     assert [alarm for alarm in verdict.alarms if alarm.update < 3] == []
     assert BrokenRun.of(verdict).strict
 

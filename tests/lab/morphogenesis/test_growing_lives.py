@@ -15,7 +15,7 @@ from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.feedback import CAUSES, CauseHistory, diagnose, exploding, vanishing
 from esper_telemetry.lab.morphogenesis.growth_telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
-from esper_telemetry.lab.morphogenesis.slots import CURVES, GATES, TRANSITIONS, Slots, TransitionGates, progress
+from esper_telemetry.lab.morphogenesis.slots import CURVES, GATES, TRANSITIONS, Slots, progress
 
 LEGAL = {(a, b) for a, after in TRANSITIONS.items() for b in after} | {(stage, stage) for stage in Stage}
 
@@ -128,8 +128,8 @@ def test_gates_open_where_their_checks_hold(gate: str, changes: dict[str, float]
     (tested,) = [one for one in GATES if one.name == gate]
     accuracy = torch.tensor([0.7])
 
-    assert TransitionGates().passed(tested, slots, accuracy).item() is permissive
-    assert TransitionGates(strict=True).passed(tested, slots, accuracy).item() is strict
+    assert tested.passed(slots, accuracy, strict=False).item() is permissive
+    assert tested.passed(slots, accuracy, strict=True).item() is strict
 
 
 def test_severities_are_half_at_their_limits() -> None:
@@ -254,7 +254,7 @@ def test_slots_without_a_seed_stay_empty_after_a_roll_back() -> None:
 def test_patience_ends_the_episode_of_a_broken_host() -> None:
     """Host 1 breaks in the third epoch and is replaced. The episode of host 0 has all eight epochs."""
     env, counted = tiny(2, horizon=8, patience=100), list[torch.Tensor]()
-    env.hooks.on(GrowthStep, lambda event: counted.append(event.history.epochs))  # type: ignore[union-attr]  # followed
+    env.hooks.on(GrowthStep, lambda event: counted.append(event.history.epochs))
     ended = []
     for number in range(1, 12):
         if number == 3:

@@ -14,6 +14,7 @@ from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Max, Mean, Moments, Sum
+from esper_telemetry.lab.morphogenesis.kinds import ROLLBACK_REASONS, Stage
 from esper_telemetry.metrics.statistics import sample, spread, where_any
 
 HOSTS_FAMILY = MetricFamily(
@@ -182,10 +183,6 @@ def each_stats(hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], rewards
     )
 
 
-ROLLBACK_REASONS = ("nonfinite", "lobotomy", "divergence")
-"""Reasons for a roll-back by the watchdog."""
-
-
 GROWTH_FAMILY = MetricFamily(
     "env",
     "Growing",
@@ -297,10 +294,6 @@ class HostRollbacks(MetricGroup):
     )
 
 
-FOSSILIZED = 6
-"""Index of the stage `fossilized`."""
-
-
 @inference_mode
 def environment_stats(
     hosts: Mapping[str, Tensor], rewards: Mapping[str, Tensor], stages: Tensor, *, ops: Sequence[str]
@@ -313,7 +306,7 @@ def environment_stats(
         stages: [T, B, S], indices.
         ops: names of the operations.
     """
-    yield _scores(hosts, (stages == FOSSILIZED).sum(-1))
+    yield _scores(hosts, (stages == Stage.FOSSILIZED).sum(-1))
     parts = torch.stack([part.double().nan_to_num().sum() for part in rewards.values()])
     steps = float(stages[..., 0].numel())
     yield RewardParts(tuple(rewards), Mean(parts, torch.full_like(parts, steps)))

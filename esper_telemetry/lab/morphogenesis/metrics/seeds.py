@@ -13,7 +13,7 @@ from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Min, Moments, OfLargest, Sum
-from esper_telemetry.lab.morphogenesis.kinds import SEVERE
+from esper_telemetry.lab.morphogenesis.kinds import SEVERE, Stage
 from esper_telemetry.metrics.statistics import sample, spread, where_any
 
 SEEDS_FAMILY = MetricFamily(
@@ -186,10 +186,6 @@ class SeedGateStats(MetricGroup):
     )
 
 
-ALIVE = slice(2, 7)
-"""Indices of the stages in which a seed is alive: germinated to fossilised."""
-
-
 @inference_mode
 def seed_stats(seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]], *, horizon: int) -> Iterator[MetricGroup]:
     """Yield the metrics of seeds.
@@ -216,7 +212,7 @@ def seed_stats(seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]],
 
 def _counts(seeds: Mapping[str, Tensor], steps: float, horizon: int) -> SeedCounts:
     stage, episodes = seeds["stage"], steps / horizon
-    alive = (stage >= ALIVE.start) & (stage < ALIVE.stop)
+    alive = (stage >= Stage.GERMINATED) & (stage <= Stage.FOSSILIZED)
     born, fossilized, pruned = (seeds[name].double().sum() for name in ("born", "fossilized", "pruned"))
     return SeedCounts(
         active=Mean(alive.double().sum(), steps),
