@@ -141,7 +141,7 @@ class NumberDecoder:
         begin = line.find(HISTOGRAMS) if line.startswith(RECORD_HEAD) else -1
         form = line[begin:].translate(None, NUMBER_BYTES) if begin > 0 else b""
         if form in self._valid_forms:
-            record = decode_line(line[:begin] + b"}").entry
+            record, _ = decode_line(line[:begin] + b"}")
             if record is not None:
                 return record
         entry = self._reader.decode(line, position)
@@ -214,8 +214,7 @@ def segments(reader: JournalReader) -> Iterator[Segment]:
                 _store(directory, segment, reader)
         else:
             reader.offset = segment.end
-            for position, fault in segment.damage:
-                reader.add_damage(position, fault)
+            reader.damage.update(segment.damage)
         yield segment
 
 
@@ -223,15 +222,14 @@ def _built(reader: JournalReader) -> tuple[Segment, bool]:
     """Return the next segment, parsed from the journal, and whether it is full."""
     begin, known = reader.offset, len(reader.damage)
     builder, decoder = SegmentBuilder(begin), NumberDecoder(reader)
-    while not builder.is_full and (lines := reader.lines(None)):
+    while not builder.is_full and (lines := reader.lines()):
         for position, line in lines:
             if builder.is_full:
                 reader.offset = position
                 break
             if (entry := decoder.decode(line, position)) is not None:
                 builder.add(position, line, entry)
-    damage = [(position, reader.fault(position)) for position in reader.damage[known:]]
-    return builder.segment(reader.offset, damage), builder.is_full
+    return builder.segment(reader.offset, [*reader.damage.items()][known:]), builder.is_full
 
 
 def _store(directory: Path, segment: Segment, reader: JournalReader) -> None:
@@ -334,7 +332,7 @@ class StoredEntries(Sequence[T]):
             for position in positions.tolist():
                 if position not in lines:
                     reader.offset = position
-                    lines = dict(reader.lines(None))
+                    lines = dict(reader.lines())
                 entry = reader.decode(lines[position], position)
                 if not isinstance(entry, Record | JournalEvent):
                     raise ValueError(f"{self.path.parent / COLUMNS_NAME} does not fit the journal: delete this directory")

@@ -43,7 +43,7 @@ from esper_telemetry.core.redaction import masked
 from esper_telemetry.history.recent_return import UPDATE_RETURN
 from esper_telemetry.importers.records import ImportedRun, read_foreign
 from esper_telemetry.importers.source import READERS, read_source
-from esper_telemetry.journal.file import DamagedLine, JournalReader, JournalSample, journal_path, last_entries
+from esper_telemetry.journal.file import DamagedLine, JournalReader, journal_path, last_entries
 from esper_telemetry.journal.lines import End, Entry, JournalEvent, end_status
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.journal.record_columns import Segment, segments
@@ -84,9 +84,7 @@ TELEMETRY_ALARMS: Final = frozenset({"telemetry/missing_metric", "telemetry/over
 T = TypeVar("T")
 
 
-def open_view(
-    source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: bool = False, thresholds: Thresholds | None = None
-) -> RunView:
+def open_view(source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: bool = False) -> RunView:
     """Return the view of a run, read up to its end.
 
     Args:
@@ -94,7 +92,6 @@ def open_view(
         max_points: values that are kept of each key, at least 6; 0 for all.
         judged: judge what the journal does not hold, too: what could not be answered, what is unusual, and the equations. Records that
             were not judged when they were written are judged now; logs always are.
-        thresholds: bounds to judge logs by.
 
     Raises:
         FileNotFoundError: if the run does not exist.
@@ -103,7 +100,7 @@ def open_view(
     """
     address = str(source)
     if address.partition(":")[0] in READERS and not Path(address).is_dir():
-        return open_logs(address, max_points=max_points, thresholds=thresholds)
+        return open_logs(address, max_points=max_points)
     view = RunView(run_info(source), address, max_points=max_points, judged=judged)
     if view._judge is not None and journal_path(source).stat().st_size > MAX_WHOLE_BYTES:
         # judging the outcome of 100,000 records takes three seconds
@@ -120,10 +117,16 @@ def open_sample(run_dir: str | Path, records: int, *, max_points: int = DEFAULT_
     Its attribute `sampled` is True if records were left out.
     """
     with closing(JournalReader(journal_path(run_dir))) as reader:
-        sample = reader.sample(records, is_rare=is_rare_event, every_form=judged)
-        info = reader.head_of(sample.lines) or run_info(run_dir)  # which raises
+        lines, updates, is_complete = reader.sample(records, is_rare=is_rare_event, every_form=judged)
+        info = reader.head_of(lines) or run_info(run_dir)  # which raises
         view = RunView(info, str(run_dir), max_points=max_points, judged=judged)
-        view._add_sample(sample, reader)
+        for begin in range(0, len(lines), CHUNK_LINES):
+            decoded = (reader.decode(line, position) for position, line in lines[begin : begin + CHUNK_LINES])
+            view._add([entry for entry in decoded if entry is not None])
+        view.updates = max(view.updates, updates)
+        view.damage, view.sampled, view._offset = reader.damaged_lines(), not is_complete, reader.offset
+        if view.sampled:
+            reader.damage.clear()  # a view of all records reports it
     return view
 
 
@@ -272,17 +275,6 @@ class RunView:
             self.damage += reader.damaged_lines()
             reader.close()
         return count
-
-    def _add_sample(self, sample: JournalSample, reader: JournalReader) -> None:
-        for begin in range(0, len(sample.lines), CHUNK_LINES):
-            chunk = sample.lines[begin : begin + CHUNK_LINES]
-            decoded = (reader.decode(line, position) for position, line in chunk)
-            self._add([entry for entry in decoded if entry is not None])
-        self.updates = max(self.updates, sample.updates)
-        self.damage, self.sampled = reader.damaged_lines(), not sample.is_complete
-        self._offset = reader.offset
-        if self.sampled:
-            reader.damage.clear()  # a view of all records reports it
 
     @property
     def has_recorded_verdict(self) -> bool:
@@ -514,9 +506,9 @@ class RunView:
         panels = [self._of_plugin(one, partial(panel, one)) for one in view_declarations().panels]
         return [panel for panel in panels if panel is not None and panel.charts]
 
-    def chart(self, *keys: str, log: bool = False) -> ChartView | None:
-        """Return a chart of keys or templates; None if no key has a value."""
-        return self._chart(ChartDeclaration(keys, log=log))
+    def chart(self, key: str) -> ChartView | None:
+        """Return a chart of a key or a template; None without a value."""
+        return self._chart(ChartDeclaration((key,)))
 
     def _chart(self, declared: ChartDeclaration) -> ChartView | None:
         matched = list(dict.fromkeys(key for template in declared.keys for key in self._matching(template)))

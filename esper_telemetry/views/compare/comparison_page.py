@@ -49,9 +49,9 @@ def printed_comparison(comparison: Comparison) -> Iterator[Element]:
     yield from (h("p", note, css="dim") for note in comparison.notes)
 
 
-def comparison_page(comparison: Comparison, title: str = "Comparison of runs") -> str:
+def comparison_page(comparison: Comparison) -> str:
     """Return a page in the style of a report; raises ModuleNotFoundError without plotly."""
-    charts = ReportCharts()
+    charts, title = ReportCharts(), "Comparison of runs"
     return html_page(title, to_html((h("h1", title), comparison_section(comparison, charts))), charts)
 
 
