@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.interrupts import is_interrupt
@@ -24,7 +23,9 @@ from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.core.supervisor import REPORTED
 from esper_telemetry.delivery.sender import CircuitBreaker, Sender, SinkCalls
 from esper_telemetry.delivery.status import FINAL, Cursor, Cursors, SinkState, SinkStatus
+from esper_telemetry.journal.file import JournalReader
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
+from esper_telemetry.journal.memory_journal import MemoryReader
 from esper_telemetry.sinks.sink_protocol import (
     DeadClientError,
     PermanentSinkError,
@@ -46,28 +47,6 @@ REST_SECONDS: Final = 1.0
 """Pause between two batches in the sink process if the sink keeps up: ten single records cost a backend more than one batch of ten."""
 
 _logger = logging.getLogger("esper_telemetry")
-
-
-class SinkReader(Protocol):
-    """Returns the lines of a journal in order."""
-
-    offset: int
-
-    @property
-    def run_dir(self) -> Path | None:
-        """Directory of the run; None for a run without one."""
-
-    def read(self, limit: int | None = None) -> list[Entry]:
-        """Return the next lines, at most `limit`."""
-
-    def head(self) -> RunInfo | None:
-        """Return the run as described by lines before the offset; None if they do not describe it."""
-
-    def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
-        """Return the alarms in the lines before an offset, in all lines by default."""
-
-    def close(self) -> None:
-        """Release the journal."""
 
 
 class Delivery:
@@ -93,7 +72,7 @@ class Delivery:
     def __init__(
         self,
         sink: Sink,
-        reader: SinkReader,
+        reader: JournalReader | MemoryReader,
         *,
         name: str | None = None,
         cursors: Cursors | None = None,
@@ -115,7 +94,7 @@ class Delivery:
         self._needs_update = needs_update
         self._caught_up = False
         self._state = SinkState.OPENING
-        self._calls = SinkCalls(self.name)
+        self.calls = SinkCalls(self.name)
         self._wake = threading.Event()
         self._stopped = False
         self._fallback_end: RunStatus | None = None
@@ -123,7 +102,7 @@ class Delivery:
         self._info: RunInfo | None = None
         self._opened = False
         self._held_update = 0
-        self._sender = Sender(sink, self.name, reader.run_dir, self.breaker, self._calls)
+        self._sender = Sender(sink, self.name, reader.run_dir, self.breaker, self.calls)
         self._saved = Cursor() if cursors is None else cursors.load(self.name)
         self._saved_at = 0.0
         self.cursor = self._saved if needs_update is None else Cursor()
@@ -136,8 +115,8 @@ class Delivery:
         """The state of the delivery at this moment; callable from any thread."""
         cursor = self.cursor
         return SinkStatus(
-            *(self.name, self._state, cursor.records, cursor.seq, self._calls.errors),
-            last_error=self._calls.slowness or self._calls.last_error,
+            *(self.name, self._state, cursor.records, cursor.seq, self.calls.errors),
+            last_error=self.calls.slowness or self.calls.last_error,
             quarantined=cursor.quarantined,
             wall_time=self._sender.wall_time,
         )
@@ -151,11 +130,6 @@ class Delivery:
     def over(self) -> bool:
         """True when the delivery has ended."""
         return self._stopped or self._state in FINAL
-
-    @property
-    def call_seconds(self) -> float:
-        """Duration of the sink's call under way, or 0."""
-        return self._calls.seconds
 
     def import_client(self) -> None:
         """Let the sink import its client, in the calling thread. Call it before `run`, for one delivery after the other."""
@@ -202,13 +176,9 @@ class Delivery:
         self._stopped = True
         self._wake.set()
 
-    def exclude_pause(self, seconds: float) -> None:
-        """Exclude a time in which the whole process was stopped from the duration of the call under way."""
-        self._calls.exclude_pause(seconds)
-
     def give_up_call(self) -> None:
         """Report that the call under way hangs; the process must then end."""
-        self._calls.record_error(TimeoutError(f"a call has not returned for {self.call_seconds:.0f} s"))
+        self.calls.record_error(TimeoutError(f"a call has not returned for {self.calls.seconds:.0f} s"))
         self._state = SinkState.HUNG
 
     def step(self) -> bool:
@@ -225,7 +195,7 @@ class Delivery:
             if isinstance(error, ImportError) and not self._opened:  # a sink without `import_client`
                 self._disable(self._import_error(error))
             else:
-                self._calls.record_failure(error)
+                self.calls.record_failure(error)
                 self.breaker.record_failure(at_end=self._fallback_end is not None)
                 self._state = SinkState.RETRYING
                 if self.breaker.failures == self._patience:
@@ -293,7 +263,7 @@ class Delivery:
         return update <= self._held_update or (self._needs_update is not None and not self._needs_update(update))
 
     def _open(self, info: RunInfo) -> None:
-        with self._calls.timed():
+        with self.calls.timed():
             if self._must_prepare and isinstance(self.sink, SupportsChildPreparation):
                 self.sink.prepare_child()
             self._must_prepare = False
@@ -323,21 +293,21 @@ class Delivery:
 
     def _write(self) -> None:
         """Deliver everything that was read; records that the sink has taken are not sent again after a later failure."""
-        batch, refused = self._sender.batch, self._sender.refused
+        sender, refused = self._sender, self._sender.refused
         try:
-            while batch:
-                self._sender.send(at_end=self._fallback_end is not None, any_before=self.cursor.records > 0)
+            while sender.batch:
+                sender.send(at_end=self._fallback_end is not None, any_before=self.cursor.records > 0)
         finally:
-            self._move(quarantined=self.cursor.quarantined + self._sender.refused - refused)
-        if batch.taken:
-            self._move(seq=batch.taken[-1].seq, records=self.cursor.records + len(batch.taken))
-        batch.clear_taken()
+            self._move(quarantined=self.cursor.quarantined + sender.refused - refused)
+        if sender.taken:
+            self._move(seq=sender.taken[-1].seq, records=self.cursor.records + len(sender.taken))
+        sender.clear_taken()
         self._move(offset=self._reader.offset)
         self._record_success()
 
     def _close(self, status: RunStatus) -> None:
         if self._opened:
-            with self._calls.timed():
+            with self.calls.timed():
                 self.sink.close(status)
         self._move(closed=True)
         self.breaker.record_success()
@@ -356,11 +326,11 @@ class Delivery:
         return kind(f"its client cannot be imported: {client_error(error)}")
 
     def _disable(self, error: PermanentSinkError) -> None:
-        self._calls.record_error(error)
+        self.calls.record_error(error)
         self._state = SinkState.DEAD_CLIENT if isinstance(error, DeadClientError) else SinkState.DISABLED
         if self._state is SinkState.DISABLED or not self._in_child:
             message = "esper-telemetry: sink %s is DISABLED for this run: %s"
-            _logger.error(message, self.name, self._calls.last_error, extra=REPORTED)
+            _logger.error(message, self.name, self.calls.last_error, extra=REPORTED)
 
     def _move(self, **changes: Any) -> None:
         self.cursor = replace(self.cursor, **changes)
