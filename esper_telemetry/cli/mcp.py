@@ -153,9 +153,11 @@ class RunTools:
             run: path of the run, as list_runs gives it.
             everything: leave out nothing; the answer may be long.
         """
-        from esper_telemetry.cli.diagnose import judge_run
+        from esper_telemetry.cli.diagnose import run_answer
+        from esper_telemetry.views.run_view import open_verdict
 
-        return judge_run(str(self._run(run))).answer(everything=everything)
+        directory = str(self._run(run))
+        return run_answer(open_verdict(directory), directory, everything=everything)
 
     def check(self, run: str) -> dict[str, Any]:
         """Compare the numbers of a recorded run with the equations of PPO: which match, which differ and what they equal instead."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli import resume
@@ -31,7 +32,7 @@ from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.core.requirements import require_count, require_path
-from esper_telemetry.events import RolloutEnd
+from esper_telemetry.events import Hooks, MinibatchEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.journal.file import HOLDS_RUN, holds_run
 from esper_telemetry.ppo.checkpoint import Checkpoints, TrainingRun
 from esper_telemetry.ppo.config import POLICIES, PPOConfig
@@ -47,11 +48,6 @@ from esper_telemetry.views.verdict_text import Summary
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Train
-from collections.abc import Callable
-
-from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
-
-from esper_telemetry.events import Hooks, MinibatchEnd, UpdateEnd
 
 MAX_STEPS = 1 << 53
 """Maximum number of steps: backends store it as float64, which cannot represent larger odd numbers."""
@@ -62,14 +58,6 @@ DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 STATUSES = {DONE: RunStatus.FINISHED, INTERRUPTED: RunStatus.INTERRUPTED, TERMINATED: RunStatus.PREEMPTED}
 
 
-class Prepared(NamedTuple):
-    """The objects made from the arguments before anything is created on disk."""
-
-    env: Environment
-    device: torch.device
-    sinks: list[Sink]
-
-
 def train(options: Train) -> int:
     """Train; every argument is checked before anything is created.
 
@@ -77,17 +65,17 @@ def train(options: Train) -> int:
     checkpoints and the terminal.
     """
     with process_group(options.device):
-        prepared = agreed(partial(_prepared, options))
+        env, device, sinks = agreed(partial(_prepared, options))
         with wrong_use():
             environment = registered(options.env)
             if environment and environment.control and options.ppo.policy in environment.controllers:
-                trainer = environment.control(prepared.env, options.ppo)  # it acts but does not learn
+                trainer = environment.control(env, options.ppo)  # it acts but does not learn
             else:
-                trainer = PPO(prepared.env, options.ppo, device=prepared.device)
+                trainer = PPO(env, options.ppo, device=device)
             load = partial(resume.load_checkpoint, trainer, options)
             beginning = agreed(load) if options.resume else _preset_sentence(options)
             summary = Summary()
-            telemetry = _telemetry([*prepared.sinks, summary.observe], options)
+            telemetry = _telemetry([*sinks, summary.observe], options)
             session_of(telemetry).prints_end = False
         if is_first_rank() and beginning:
             print(beginning)
@@ -135,9 +123,10 @@ def _make_env(options: Train, num_envs: int, device: torch.device) -> Environmen
     return make_env(options.env, num_envs=num_envs, mask_velocity=options.mask_velocity, **arguments)
 
 
-def _prepared(options: Train) -> Prepared:
+def _prepared(options: Train) -> tuple[Environment, torch.device, list[Sink]]:
+    """Return the objects made from the arguments before anything is created on disk."""
     _check_numbers(options)
-    _profiler(options, Path())
+    UpdateProfiler(Path(), options.profile_schedule)
     if Level.parse(options.level) is Level.OFF:
         _check_level_off(options)
     _check_task(options)
@@ -154,7 +143,7 @@ def _prepared(options: Train) -> Prepared:
     if options.threads is not None or (max(widths) < MIN_THREADED_WIDTH and not layout.images):
         torch.set_num_threads(options.threads or 1)
     sinks = [*map(as_sink, options.sink or ("console",)), *map(NotifySink, options.notify)] if is_first_rank() else []
-    return Prepared(env, device, sinks)
+    return env, device, sinks
 
 
 def _check_numbers(options: Train) -> None:
@@ -264,18 +253,13 @@ def _profiled(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> Ite
         attach(telemetry, trainer)
         yield
         return
-    profiler = _profiler(options, telemetry.run_dir)
+    profiler = UpdateProfiler(telemetry.run_dir / "profile", options.profile_schedule)
     with profiler.around(trainer.hooks, lambda: attach(telemetry, trainer)):
         yield
     if not profiler.traces:
         print(f"profile: nothing was traced, because the run ended before update {profiler.updates}")
     for trace in profiler.traces:
         print(f"profile      {trace}\n             open it in https://ui.perfetto.dev")
-
-
-def _profiler(options: Train, run_dir: Path) -> UpdateProfiler:
-    wait, warm_up, active = options.profile_schedule
-    return UpdateProfiler(run_dir / "profile", wait=wait, warm_up=warm_up, active=active)
 
 
 def _evaluate(trainer: PPO, options: Train) -> None:
@@ -322,9 +306,6 @@ def _stopped_by_signals(trainer: TrainingRun) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-WAIT, WARM_UP, ACTIVE = 3, 1, 2
-
-
 class Range:
     """A named range of time in the trace, one at a time."""
 
@@ -348,16 +329,19 @@ class Range:
 class UpdateProfiler:
     """Traces `active` updates into `directory`, after `wait` updates without tracing and `warm_up` updates that are discarded.
 
+    `numbers` are `wait`, `warm_up` and `active`.
+
     Raises:
         ValueError: a number of updates is negative, or `active` is 0.
     """
 
-    def __init__(self, directory: str | Path, *, wait: int = WAIT, warm_up: int = WARM_UP, active: int = ACTIVE) -> None:
+    def __init__(self, directory: Path, numbers: tuple[int, int, int]) -> None:
+        wait, warm_up, active = numbers
         if min(wait, warm_up) < 0 or active < 1:
             raise ValueError(
                 f"a profile waits 0 or more updates, warms up 0 or more and traces 1 or more, got {wait}, {warm_up} and {active}"
             )
-        self.directory = Path(directory)
+        self.directory = directory
         self.updates = wait + warm_up + active
         self._schedule = schedule(wait=wait, warmup=warm_up, active=active, repeat=1)
 
