@@ -1,11 +1,4 @@
-"""The delivery of one sink: it follows the journal with a cursor, live, catching up or replaying, in one code path.
-
-A `Delivery` opens the sink at the `run` line, writes records in batches, saves its cursor in `cursors.json`, and closes the sink with the
-status of the `end` line. Only this module catches exceptions of a sink.
-
-A sink gets records in the order of the journal, each at least once. Records of the last second before a process was killed may be sent
-again, because the cursor was not saved yet.
-"""
+"""The delivery of one sink, in one code path: live, catching up or replaying. Only this module catches exceptions of a sink."""
 
 from __future__ import annotations
 
@@ -102,7 +95,7 @@ class Delivery:
         self._info: RunInfo | None = None
         self._opened = False
         self._held_update = 0
-        self._sender = Sender(sink, self.name, reader.run_dir, self.breaker, self.calls)
+        self.sender = Sender(sink, self.name, reader.run_dir, self.breaker, self.calls)
         self._saved = Cursor() if cursors is None else cursors.load(self.name)
         self._saved_at = 0.0
         self.cursor = self._saved if needs_update is None else Cursor()
@@ -118,13 +111,8 @@ class Delivery:
             *(self.name, self._state, cursor.records, cursor.seq, self.calls.errors),
             last_error=self.calls.slowness or self.calls.last_error,
             quarantined=cursor.quarantined,
-            wall_time=self._sender.wall_time,
+            wall_time=self.sender.wall_time,
         )
-
-    @property
-    def sent(self) -> int:
-        """Number of records that this delivery has sent, without earlier deliveries."""
-        return self._sender.sent
 
     @property
     def over(self) -> bool:
@@ -145,13 +133,13 @@ class Delivery:
     def run(self, progress: Callable[[int], object] | None = None) -> None:
         """Deliver until the end of the journal was delivered, the sink is disabled, or `stop` is called.
 
-        `progress` is called with `sent` after every attempt.
+        `progress` is called after every attempt, with the number of records that this delivery has sent.
         """
         try:
             while not self.over:
                 moved = self.step()
                 if progress is not None:
-                    progress(self.sent)
+                    progress(self.sender.sent)
                 # Rest if more lines will come and all existing ones were delivered.
                 rests = self._in_child and self._caught_up and self._fallback_end is None
                 if not moved or rests:
@@ -208,18 +196,16 @@ class Delivery:
 
     def _advance(self) -> bool:
         self._caught_up = False
-        moved = bool(self._sender.batch) or self._read()
-        if self._info is not None and not self._opened and not self.cursor.closed and self._is_described(self._info):
-            self._open(self._info)
-        if self._sender.batch:
+        moved = bool(self.sender.batch) or self._read()
+        info, may_open = self._info, not self._opened and not self.cursor.closed
+        # the descriptions of keys after a new run line were read, or will not come
+        if info is not None and may_open and (info.metrics or self.sender.batch or self.cursor.end is not None):
+            self._open(info)
+        if self.sender.batch:
             self._write()
         elif not moved and self.cursor.end is not None and not (self._until_finish and self._fallback_end is None):
             self._close(self.cursor.end)
         return moved
-
-    def _is_described(self, info: RunInfo) -> bool:
-        """Return whether the descriptions of keys after a new run line were read, or will not come."""
-        return bool(info.metrics or self._sender.batch) or self.cursor.end is not None
 
     def _read(self) -> bool:
         """Read the next lines into the batch; at the end of a complete journal, set the end of the run."""
@@ -227,7 +213,7 @@ class Delivery:
         self._caught_up = 0 < len(entries) < self._batch_lines
         for entry in entries:
             self._add(entry)
-        if not self._sender.batch:
+        if not self.sender.batch:
             self._move(offset=self._reader.offset)
         if not entries and self.cursor.end is None and self._fallback_end is not None:
             self._move(end=self._fallback_end)
@@ -246,13 +232,13 @@ class Delivery:
             case Record() if self._is_held(entry.axes.update):
                 self._move(end=None, closed=False, seq=entry.seq, records=self.cursor.records + 1)
             case Record():
-                self._sender.batch.append(entry)
+                self.sender.batch.append(entry)
                 self._move(end=None, closed=False)
             case Alarm() if isinstance(self.sink, SupportsAlarms) and not self._is_held(entry.axes.update):
-                self._sender.batch.append(entry)
+                self.sender.batch.append(entry)
             case JournalEvent(type="outcome", axes=Axes(update=update)) if not self._is_held(update):
                 if isinstance(self.sink, SupportsOutcome):
-                    self._sender.batch.append(entry)
+                    self.sender.batch.append(entry)
             case JournalEvent(type="metrics") if self._info is not None:
                 self._info.metrics.update(entry.data)
             case End():
@@ -275,7 +261,7 @@ class Delivery:
                 held_update = self.sink.held(info)
                 if held_update is not None:  # read the journal again and skip these updates
                     self._held_update = held_update
-                    self._sender.batch.clear()
+                    self.sender.batch.clear()
                     self._reader.offset = 0
                     self._move(offset=0, seq=0, records=0, end=None)
             self._recall()
@@ -293,7 +279,7 @@ class Delivery:
 
     def _write(self) -> None:
         """Deliver everything that was read; records that the sink has taken are not sent again after a later failure."""
-        sender, refused = self._sender, self._sender.refused
+        sender, refused = self.sender, self.sender.refused
         try:
             while sender.batch:
                 sender.send(at_end=self._fallback_end is not None, any_before=self.cursor.records > 0)

@@ -320,10 +320,8 @@ def log_undelivered(report: CloseReport, run_dir: Path | None) -> None:
         if sink not in unfinished and (sink.state is not SinkState.CLOSED or sink.pending):
             _logger.warning("esper-telemetry: %s", sink)
     if unfinished:
-        names = [sink.name + _in_brackets(f"{sink.pending:,} records" if sink.pending else "", sink.last_error) for sink in unfinished]
+        names = []
+        for sink in unfinished:
+            details = "; ".join(filter(None, (f"{sink.pending:,} records" if sink.pending else "", sink.last_error)))
+            names.append(f"{sink.name} ({details})" if details else sink.name)
         _logger.warning(GOING_ON, ", ".join(names), MAX_DETACHED_SECONDS / 60, run_dir)
-
-
-def _in_brackets(*parts: str) -> str:
-    content = "; ".join(filter(None, parts))
-    return f" ({content})" if content else ""

@@ -13,7 +13,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -111,15 +111,13 @@ class CircuitBreaker:
 
     Args:
         failures: failures in a row so far; they determine the first pause.
-        draw: returns a random number in [0, 1).
 
     Attributes:
         failures: failures in a row; if there are any, the next call is a trial, which should carry as little as possible.
     """
 
-    def __init__(self, failures: int = 0, *, draw: Callable[[], float] = random.random) -> None:
+    def __init__(self, failures: int = 0) -> None:
         self.failures = failures
-        self._draw = draw
         self._open_until = time.monotonic() + self._delay(MAX_RETRY_SECONDS) if failures else 0.0
 
     def pause(self) -> float:
@@ -141,14 +139,7 @@ class CircuitBreaker:
 
     def _delay(self, longest: float) -> float:
         delay = min(longest, FIRST_RETRY_SECONDS * 2.0 ** min(self.failures - 1, 10))
-        return delay * (1.0 - RETRY_JITTER * self._draw())
-
-
-def may_be_data_error(error: BaseException, failures: int) -> bool:
-    """Return whether the sink may have refused a record, after so many earlier failures in a row."""
-    if isinstance(error, INFRASTRUCTURE_ERRORS):
-        return False
-    return isinstance(error, DATA_ERRORS) or failures >= MIN_SUSPECT_FAILURES
+        return delay * (1.0 - RETRY_JITTER * random.random())
 
 
 class Sender:
@@ -211,7 +202,8 @@ class Sender:
         except PermanentSinkError:
             raise
         except Exception as error:
-            if not may_be_data_error(error, self._breaker.failures):
+            is_suspect = isinstance(error, DATA_ERRORS) or self._breaker.failures >= MIN_SUSPECT_FAILURES
+            if isinstance(error, INFRASTRUCTURE_ERRORS) or not is_suspect:  # the sink has not refused a record
                 raise
             self._isolate(records, error, no_later_records=at_end and (any_before or bool(self.taken)))
         else:

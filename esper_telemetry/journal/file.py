@@ -446,14 +446,12 @@ class JournalReader:
     def _earlier(self, before: int | None, is_wanted: Callable[[bytes], bool]) -> list[Entry]:
         """Return the wanted entries before a position, in the whole file by default; damage is left to a reader of all lines."""
         entries: list[Entry] = []
-        reader = JournalReader(self.path)
-        while (before is None or reader.offset < before) and (lines := reader._lines(None)):
-            ends = accumulate((len(line) + 1 for line in lines), initial=reader.offset - sum(map(len, lines)) - len(lines))
-            next(ends)
-            earlier = (line for line, end in zip(lines, ends, strict=True) if before is None or end <= before)
-            entries.extend(reader._decoded(filter(is_wanted, earlier)))
-        reader.damage.clear()
-        reader.close()
+        with closing(JournalReader(self.path)) as reader:
+            while (before is None or reader.offset < before) and (lines := reader.lines()):
+                earlier = ((at, line) for at, line in lines if before is None or at + len(line) < before)
+                decoded = (reader.decode(line, at) for at, line in earlier if is_wanted(line))
+                entries.extend(entry for entry in decoded if entry is not None)
+            reader.damage.clear()
         return entries
 
     def _lines(self, limit: int | None) -> list[bytes]:
@@ -492,7 +490,7 @@ class JournalReader:
             position += len(chunk)
         return False
 
-    def _decoded(self, lines: Iterable[bytes], begin: int = 0, *, values: bool = True) -> list[Entry]:
+    def _decoded(self, lines: Iterable[bytes], begin: int, *, values: bool = True) -> list[Entry]:
         """Decode lines, the first of which begins at that position."""
         entries: list[Entry] = []
         for line in lines:
