@@ -14,20 +14,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli import resume
-from esper_telemetry.cli.arguments import WrongUse, wrong_use
-from esper_telemetry.cli.rank_agreement import (
-    RankLostError,
-    agreed,
-    is_first_rank,
-    largest_over_ranks,
-    own_device,
-    process_group,
-    watching_ranks,
-)
+from esper_telemetry.cli.arguments import WrongUse, is_first_rank, wrong_use
+from esper_telemetry.cli.rank_agreement import RankLostError, agreed, largest_over_ranks, own_device, process_group, watching_ranks
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.core.redaction import masked
@@ -126,7 +118,7 @@ def _make_env(options: Train, num_envs: int, device: torch.device) -> Environmen
 def _prepared(options: Train) -> tuple[Environment, torch.device, list[Sink]]:
     """Return the objects made from the arguments before anything is created on disk."""
     _check_numbers(options)
-    UpdateProfiler(Path(), options.profile_schedule)
+    _profile_schedule(options)
     if Level.parse(options.level) is Level.OFF:
         _check_level_off(options)
     _check_task(options)
@@ -253,13 +245,69 @@ def _profiled(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> Ite
         attach(telemetry, trainer)
         yield
         return
-    profiler = UpdateProfiler(telemetry.run_dir / "profile", options.profile_schedule)
-    with profiler.around(trainer.hooks, lambda: attach(telemetry, trainer)):
+    directory, timing = telemetry.run_dir / "profile", _profile_schedule(options)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    handler = tensorboard_trace_handler(str(directory), use_gzip=True)
+    with (
+        profile(activities=activities, schedule=timing, on_trace_ready=handler, record_shapes=True) as profiler,
+        _named_ranges(trainer.hooks, profiler.step, partial(attach, telemetry, trainer)),
+    ):
         yield
-    if not profiler.traces:
-        print(f"profile: nothing was traced, because the run ended before update {profiler.updates}")
-    for trace in profiler.traces:
+    traces = sorted(directory.glob("*.pt.trace.json.gz"))
+    if not traces:
+        print(f"profile: nothing was traced, because the run ended before update {sum(options.profile_schedule)}")
+    for trace in traces:
         print(f"profile      {trace}\n             open it in https://ui.perfetto.dev")
+
+
+def _profile_schedule(options: Train) -> Callable[[int], ProfilerAction]:
+    """Return what the profiler does in each update; raises ValueError if a number of updates is negative, or none is traced."""
+    wait, warm_up, active = options.profile_schedule
+    if min(wait, warm_up) < 0 or active < 1:
+        raise ValueError(f"a profile waits 0 or more updates, warms up 0 or more and traces 1 or more, got {wait}, {warm_up} and {active}")
+    return schedule(wait=wait, warmup=warm_up, active=active, repeat=1)
+
+
+@contextmanager
+def _named_ranges(hooks: Hooks, step: Callable[[], None], attach: Callable[[], object]) -> Iterator[None]:
+    """Name ranges of time in a trace; the hooks that `attach` registers run between these hooks, as a separate range."""
+    open_ranges: dict[str, record_function] = {}
+
+    def end(name: str, _: object = None) -> None:
+        if name in open_ranges:
+            open_ranges.pop(name).__exit__(None, None, None)
+
+    def begin(name: str, _: object = None) -> None:
+        end(name)
+        open_ranges[name] = record_function(name)
+        open_ranges[name].__enter__()
+
+    removers = [
+        hooks.on(RolloutEnd, partial(end, "rollout")),
+        hooks.on(RolloutEnd, partial(begin, "telemetry")),
+        hooks.on(MinibatchEnd, partial(end, "minibatch")),
+        hooks.on(UpdateEnd, partial(end, "minibatch")),
+        hooks.on(UpdateEnd, partial(end, "update")),
+        hooks.on(UpdateEnd, partial(begin, "telemetry")),
+    ]
+    attach()
+    removers += [
+        hooks.on(RolloutEnd, partial(end, "telemetry")),
+        hooks.on(RolloutEnd, partial(begin, "update")),
+        hooks.on(RolloutEnd, partial(begin, "minibatch")),
+        hooks.on(MinibatchEnd, partial(begin, "minibatch")),
+        hooks.on(UpdateEnd, partial(end, "telemetry")),
+        hooks.on(UpdateEnd, lambda _: step()),
+        hooks.on(UpdateEnd, partial(begin, "rollout")),
+    ]
+    begin("rollout")
+    try:
+        yield
+    finally:
+        for remove in removers:
+            remove()
+        for name in reversed([*open_ranges]):
+            end(name)
 
 
 def _evaluate(trainer: PPO, options: Train) -> None:
@@ -304,87 +352,3 @@ def _stopped_by_signals(trainer: TrainingRun) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class Range:
-    """A named range of time in the trace, one at a time."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._open: record_function | None = None
-
-    def begin(self, _: object = None) -> None:
-        """End the open range and begin a new one."""
-        self.end()
-        self._open = record_function(self._name)
-        self._open.__enter__()
-
-    def end(self, _: object = None) -> None:
-        """End the open range, if there is one."""
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
-
-
-class UpdateProfiler:
-    """Traces `active` updates into `directory`, after `wait` updates without tracing and `warm_up` updates that are discarded.
-
-    `numbers` are `wait`, `warm_up` and `active`.
-
-    Raises:
-        ValueError: a number of updates is negative, or `active` is 0.
-    """
-
-    def __init__(self, directory: Path, numbers: tuple[int, int, int]) -> None:
-        wait, warm_up, active = numbers
-        if min(wait, warm_up) < 0 or active < 1:
-            raise ValueError(
-                f"a profile waits 0 or more updates, warms up 0 or more and traces 1 or more, got {wait}, {warm_up} and {active}"
-            )
-        self.directory = directory
-        self.updates = wait + warm_up + active
-        self._schedule = schedule(wait=wait, warmup=warm_up, active=active, repeat=1)
-
-    @property
-    def traces(self) -> list[Path]:
-        """The files written so far."""
-        return sorted(self.directory.glob("*.pt.trace.json.gz"))
-
-    @contextmanager
-    def around(self, hooks: Hooks, attach: Callable[[], object]) -> Iterator[None]:
-        """Trace everything that happens inside.
-
-        Args:
-            hooks: hooks of the trainer.
-            attach: registers telemetry; its hooks then run between the profiler's hooks, as a separate range.
-        """
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        ranges = {name: Range(name) for name in ("rollout", "update", "minibatch", "telemetry")}
-        handler = tensorboard_trace_handler(str(self.directory), use_gzip=True)
-        with profile(activities=activities, schedule=self._schedule, on_trace_ready=handler, record_shapes=True) as profiler:
-            removers = [
-                hooks.on(RolloutEnd, ranges["rollout"].end),
-                hooks.on(RolloutEnd, ranges["telemetry"].begin),
-                hooks.on(MinibatchEnd, ranges["minibatch"].end),
-                hooks.on(UpdateEnd, ranges["minibatch"].end),
-                hooks.on(UpdateEnd, ranges["update"].end),
-                hooks.on(UpdateEnd, ranges["telemetry"].begin),
-            ]
-            attach()
-            removers += [
-                hooks.on(RolloutEnd, ranges["telemetry"].end),
-                hooks.on(RolloutEnd, ranges["update"].begin),
-                hooks.on(RolloutEnd, ranges["minibatch"].begin),
-                hooks.on(MinibatchEnd, ranges["minibatch"].begin),
-                hooks.on(UpdateEnd, ranges["telemetry"].end),
-                hooks.on(UpdateEnd, lambda _: profiler.step()),
-                hooks.on(UpdateEnd, ranges["rollout"].begin),
-            ]
-            ranges["rollout"].begin()
-            try:
-                yield
-            finally:
-                for remove in removers:
-                    remove()
-                for named_range in reversed(ranges.values()):
-                    named_range.end()

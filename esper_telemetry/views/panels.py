@@ -386,11 +386,6 @@ class ViewDeclarations:
     strip: tuple[StripDeclaration, ...]
     problems: tuple[str, ...] = ()
 
-    @property
-    def table_events(self) -> frozenset[str]:
-        """Types of the events that tables are made of."""
-        return frozenset(event for table in self.tables for event in table.events)
-
     @classmethod
     def of(cls, declarations: Iterable[ViewDeclaration]) -> ViewDeclarations:
         """Return declarations by kind; raises TypeError for anything else, ValueError if two of a kind have one name."""

@@ -10,7 +10,7 @@ import math
 import time
 from array import array
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 from statistics import median
@@ -25,10 +25,9 @@ from esper_telemetry.alarms.verdict.bounds import Judgement as Judgement
 from esper_telemetry.alarms.verdict.bounds import judge as judge
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import end_text
+from esper_telemetry.core.metric import Array
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, MetricInfo, RunInfo
 from esper_telemetry.sinks.layout import flattened
-
-Array = npt.NDArray[np.float64]
 
 DEFAULT_POINTS: Final = 600
 """Points of a series: about one for each pixel of a narrow chart."""
@@ -256,7 +255,6 @@ class IncidentView:
         evidence: rows of the cause's evidence, without its lists.
         lists: lists of minibatches, layers or the like in the cause's evidence, by name.
         keys: of metrics to look at: the alarm's metric, its evidence, and the metrics of the alarms that came with it.
-        report: its alarms.
     """
 
     number: int
@@ -270,7 +268,6 @@ class IncidentView:
     evidence: tuple[EvidenceRow, ...]
     lists: Mapping[str, Sequence[Mapping[str, Any]]]
     keys: tuple[str, ...]
-    report: IncidentReport = field(repr=False)
 
     @property
     def state(self) -> str:
@@ -303,7 +300,6 @@ def incident_view(report: IncidentReport, info: RunInfo, measured: Container[str
         evidence=tuple(_evidence(main, info, lists)),
         lists=lists,
         keys=tuple(keys),
-        report=report,
     )
 
 
@@ -367,7 +363,6 @@ class RunProgress:
         fraction: share that is done.
         eta_seconds: time that remains at the present speed; None for a run that has ended, or has stopped.
         steps_per_second: environment steps per second of wall time, the median of the latest updates.
-        update_seconds: time of an update, the median of the latest ones.
         time_split: shares of the last update's time by part: environment, inference, update and other.
         age_seconds: since the last record, or since the start.
         staleness: `ok` up to two update times, `warn` up to ten, else `bad`; `ended` for a run that has ended.
@@ -379,7 +374,6 @@ class RunProgress:
     fraction: float | None
     eta_seconds: float | None
     steps_per_second: float | None
-    update_seconds: float | None
     time_split: Mapping[str, float]
     age_seconds: float | None
     staleness: Staleness
@@ -429,7 +423,6 @@ def run_progress(
         fraction=None if total is None else steps / total,
         eta_seconds=(total - steps) / speed if total and speed and staleness in ("ok", "warn") else None,
         steps_per_second=speed,
-        update_seconds=seconds,
         time_split=_time_split(last, seconds),
         age_seconds=age,
         staleness=staleness,

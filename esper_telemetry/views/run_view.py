@@ -137,7 +137,7 @@ def open_verdict(run_dir: str | Path) -> RunView:
     """
     if journal_path(run_dir).stat().st_size > MAX_WHOLE_BYTES:
         view = open_sample(run_dir, VERDICT_RECORDS, judged=True)
-        if view.has_recorded_verdict:
+        if view._judge is not None and view._judge.has_recorded(view.updates):
             return view
     return open_view(str(run_dir), judged=True)
 
@@ -186,7 +186,6 @@ class RunView:
         active: the latest event of each alarm that is on, by type.
         events: the latest events, without evidence.
         latest: the last event of each type.
-        interventions: updates after which something was changed on purpose.
         x_label: unit of `Series.env_steps`.
         used, unused: what the logs of another trainer were read as, by key, and tags that were not read.
         notes: on what was read of them, a sentence each.
@@ -205,7 +204,6 @@ class RunView:
         self.active: dict[str, Alarm] = {}
         self.events: deque[JournalEvent] = deque(maxlen=MAX_EVENTS)
         self.latest: dict[str, JournalEvent] = {}
-        self.interventions: list[int] = []
         self.x_label = "environment steps"
         self.used: Mapping[str, str] = {}
         self.unused: Sequence[str] = ()
@@ -275,11 +273,6 @@ class RunView:
             self.damage += reader.damaged_lines()
             reader.close()
         return count
-
-    @property
-    def has_recorded_verdict(self) -> bool:
-        """Whether a sample of the records is enough for `diagnosis`, because the journal holds the rest; for a `judged` view."""
-        return self._judge is not None and self._judge.has_recorded(self.updates)
 
     def _import(self, imported: ImportedRun, thresholds: Thresholds) -> None:
         self._imported, self.x_label = imported, imported.x
@@ -392,10 +385,8 @@ class RunView:
             self._course.append((event.type, event.data))
         if event.type == REMARK:
             self._remarks.append(event.data)
-        elif event.type == "intervention":
-            self.interventions.append(self.axes.update if self.axes else 0)
-            if self._judge:
-                self._judge.intervention()
+        elif event.type == "intervention" and self._judge:
+            self._judge.intervention()
         elif event.type == "failure" and event.axes is not None:
             self._failures.append(Failure(event.seq, event.axes, event.data))
             if self._judge:
@@ -436,7 +427,6 @@ class RunView:
         return replace(diagnosis, outcome=outcome, unanswered=reasons, remedies={kind: hint for kind, hint in remedies.items() if hint})
 
     def _recorded(self) -> Diagnosis:
-        """Return the verdict that the journal holds."""
         outcome = Outcome() if not self.updates else Outcome(text="too short to tell so far", updates=self.updates)
         # before the end the journal has an outcome only when its kind changes
         is_written = OUTCOME in self.latest and self.status is not None
@@ -623,4 +613,4 @@ class RunView:
 
 def is_rare_event(kind: str) -> bool:
     """Return True for a type of events of which a view needs the last one only: evidence, and what tables are made of."""
-    return kind.startswith("evidence/") or kind in view_declarations().table_events
+    return kind.startswith("evidence/") or any(kind in table.events for table in view_declarations().tables)
