@@ -60,6 +60,7 @@ class BackendAudit:
         repeated: how many numbers the backend has more than once, by key.
         unknown: updates that the backend holds and the journal does not.
         ended: whether the backend shows the run as ended; None if it does not say.
+        untouched: whether the backend is empty.
     """
 
     updates: int = 0
@@ -71,6 +72,7 @@ class BackendAudit:
     repeated: Counter[str] = field(default_factory=Counter)
     unknown: list[int] = field(default_factory=list)
     ended: bool | None = None
+    untouched: bool = False
 
     @property
     def equal(self) -> bool:
@@ -117,7 +119,7 @@ def _records_by_update(run_dir: str | os.PathLike[str]) -> Iterator[tuple[int, l
 
 def compare_records(records: Iterable[tuple[int, list[Record]]], numbers_of: Shown, stored: StoredMetrics) -> BackendAudit:
     """Compare the records of each update with the stored numbers; if a journal holds an update twice, either record may match."""
-    result = BackendAudit(ended=stored.ended, repeated=stored.repeated)
+    result = BackendAudit(ended=stored.ended, untouched=not stored.rows, repeated=stored.repeated)
     unknown = set(stored.rows)
     for update, versions in records:
         unknown.discard(update)

@@ -289,6 +289,7 @@ class JournalReader:
 
     Attributes:
         path: path of the file.
+        run_dir: directory of the run.
         offset: position in bytes after the last line that `read` returned; set it to continue from a saved position.
         damage: why `read` left out lines that could not be understood, by their positions in bytes.
 
@@ -297,6 +298,7 @@ class JournalReader:
 
     def __init__(self, path: str | os.PathLike[str], offset: int = 0) -> None:
         self.path = Path(path)
+        self.run_dir = self.path.parent
         self.offset = offset
         self.damage: dict[int, str] = {}
         self._is_open = True
@@ -306,11 +308,6 @@ class JournalReader:
     def size(self) -> int:
         """Current size of the journal in bytes, decompressed."""
         return self._file.size
-
-    @property
-    def run_dir(self) -> Path | None:
-        """Directory of the run."""
-        return self.path.parent
 
     def read(self, limit: int | None = None, *, values: bool = True) -> list[Entry]:
         """Return up to `limit` complete lines after `offset`, decoded; a torn last line is left until it is complete.

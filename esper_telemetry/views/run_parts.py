@@ -10,7 +10,7 @@ import math
 import time
 from array import array
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import itemgetter
 from statistics import median
@@ -255,6 +255,7 @@ class IncidentView:
         evidence: rows of the cause's evidence, without its lists.
         lists: lists of minibatches, layers or the like in the cause's evidence, by name.
         keys: of metrics to look at: the alarm's metric, its evidence, and the metrics of the alarms that came with it.
+        report: its alarms.
     """
 
     number: int
@@ -268,6 +269,7 @@ class IncidentView:
     evidence: tuple[EvidenceRow, ...]
     lists: Mapping[str, Sequence[Mapping[str, Any]]]
     keys: tuple[str, ...]
+    report: IncidentReport = field(repr=False)
 
     @property
     def state(self) -> str:
@@ -300,6 +302,7 @@ def incident_view(report: IncidentReport, info: RunInfo, measured: Container[str
         evidence=tuple(_evidence(main, info, lists)),
         lists=lists,
         keys=tuple(keys),
+        report=report,
     )
 
 
@@ -363,6 +366,7 @@ class RunProgress:
         fraction: share that is done.
         eta_seconds: time that remains at the present speed; None for a run that has ended, or has stopped.
         steps_per_second: environment steps per second of wall time, the median of the latest updates.
+        update_seconds: time of an update, the median of the latest ones.
         time_split: shares of the last update's time by part: environment, inference, update and other.
         age_seconds: since the last record, or since the start.
         staleness: `ok` up to two update times, `warn` up to ten, else `bad`; `ended` for a run that has ended.
@@ -374,6 +378,7 @@ class RunProgress:
     fraction: float | None
     eta_seconds: float | None
     steps_per_second: float | None
+    update_seconds: float | None
     time_split: Mapping[str, float]
     age_seconds: float | None
     staleness: Staleness
@@ -423,6 +428,7 @@ def run_progress(
         fraction=None if total is None else steps / total,
         eta_seconds=(total - steps) / speed if total and speed and staleness in ("ok", "warn") else None,
         steps_per_second=speed,
+        update_seconds=seconds,
         time_split=_time_split(last, seconds),
         age_seconds=age,
         staleness=staleness,

@@ -84,7 +84,9 @@ TELEMETRY_ALARMS: Final = frozenset({"telemetry/missing_metric", "telemetry/over
 T = TypeVar("T")
 
 
-def open_view(source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: bool = False) -> RunView:
+def open_view(
+    source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: bool = False, thresholds: Thresholds | None = None
+) -> RunView:
     """Return the view of a run, read up to its end.
 
     Args:
@@ -92,6 +94,7 @@ def open_view(source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: b
         max_points: values that are kept of each key, at least 6; 0 for all.
         judged: judge what the journal does not hold, too: what could not be answered, what is unusual, and the equations. Records that
             were not judged when they were written are judged now; logs always are.
+        thresholds: bounds to judge logs by.
 
     Raises:
         FileNotFoundError: if the run does not exist.
@@ -100,7 +103,7 @@ def open_view(source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: b
     """
     address = str(source)
     if address.partition(":")[0] in READERS and not Path(address).is_dir():
-        return open_logs(address, max_points=max_points)
+        return open_logs(address, max_points=max_points, thresholds=thresholds)
     view = RunView(run_info(source), address, max_points=max_points, judged=judged)
     if view._judge is not None and journal_path(source).stat().st_size > MAX_WHOLE_BYTES:
         # judging the outcome of 100,000 records takes three seconds
@@ -186,6 +189,7 @@ class RunView:
         active: the latest event of each alarm that is on, by type.
         events: the latest events, without evidence.
         latest: the last event of each type.
+        interventions: updates after which something was changed on purpose.
         x_label: unit of `Series.env_steps`.
         used, unused: what the logs of another trainer were read as, by key, and tags that were not read.
         notes: on what was read of them, a sentence each.
@@ -204,6 +208,7 @@ class RunView:
         self.active: dict[str, Alarm] = {}
         self.events: deque[JournalEvent] = deque(maxlen=MAX_EVENTS)
         self.latest: dict[str, JournalEvent] = {}
+        self.interventions: list[int] = []
         self.x_label = "environment steps"
         self.used: Mapping[str, str] = {}
         self.unused: Sequence[str] = ()
@@ -385,8 +390,10 @@ class RunView:
             self._course.append((event.type, event.data))
         if event.type == REMARK:
             self._remarks.append(event.data)
-        elif event.type == "intervention" and self._judge:
-            self._judge.intervention()
+        elif event.type == "intervention":
+            self.interventions.append(self.axes.update if self.axes else 0)
+            if self._judge:
+                self._judge.intervention()
         elif event.type == "failure" and event.axes is not None:
             self._failures.append(Failure(event.seq, event.axes, event.data))
             if self._judge:
@@ -496,9 +503,9 @@ class RunView:
         panels = [self._of_plugin(one, partial(panel, one)) for one in view_declarations().panels]
         return [panel for panel in panels if panel is not None and panel.charts]
 
-    def chart(self, key: str) -> ChartView | None:
-        """Return a chart of a key or a template; None without a value."""
-        return self._chart(ChartDeclaration((key,)))
+    def chart(self, *keys: str, log: bool = False) -> ChartView | None:
+        """Return a chart of keys or templates; None if no key has a value."""
+        return self._chart(ChartDeclaration(keys, log=log))
 
     def _chart(self, declared: ChartDeclaration) -> ChartView | None:
         matched = list(dict.fromkeys(key for template in declared.keys for key in self._matching(template)))

@@ -103,11 +103,10 @@ def test_the_view_of_the_journal_says_what_judging_it_again_says(tmp_path: Path)
 
     assert [incident.cause for incident in recorded.incidents] == [incident.cause for incident in judged.incidents]
     assert recorded.incidents == judged.incidents != []
-    assert recorded.diagnosis.incidents == judged.diagnosis.incidents
     assert recorded.outcome.kind is judged.outcome.kind
     first = recorded.incidents[0]
     assert "Try:" not in first.text and first.advice
-    assert first.evidence[0].key == first.keys[0] == recorded.diagnosis.incidents[0].main.key
+    assert first.evidence[0].key == first.keys[0] == first.report.main.key
     assert [item.text.rpartition(" ")[2] for item in recorded.strip()][:2] == ["flat", first.cause]
 
 
