@@ -33,6 +33,11 @@ class WrongUse(Exception):  # noqa: N818  # a mistake of the user, not an error 
         return printable(super().__str__())
 
 
+def is_first_rank() -> bool:
+    """Return whether this process is the only one, or rank 0 of the processes that `torchrun` started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def agrees(text: str) -> bool:
     """Ask a question and return whether the answer is yes; False without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):

@@ -122,7 +122,7 @@ def show(run_dirs: Sequence[Path], *, as_json: bool) -> int:
     with collection_paused():
         from esper_telemetry.journal.read import read_run
         from esper_telemetry.views.document import print_document
-        from esper_telemetry.views.equation_table import as_dict, equation_document, equation_rows
+        from esper_telemetry.views.equation_table import equation_document, equation_rows
     states: set[str] = set()
     tables, failed = [], 0
     for run_dir in run_dirs:
@@ -133,7 +133,8 @@ def show(run_dirs: Sequence[Path], *, as_json: bool) -> int:
         failed += int(sum(record.values.get(METRIC_ERRORS, 0.0) for record in run.records))
         head = f"{run.info.name}: {len(run.records)} updates, {run.status or 'not ended'}"
         if as_json:
-            tables.append(as_dict({"run": run.info.name, "run_dir": str(run_dir), "updates": len(run.records)}, rows))
+            equations = [row.values() for row in rows]
+            tables.append({"run": run.info.name, "run_dir": str(run_dir), "updates": len(run.records), "equations": equations})
         else:
             print_document(equation_document(head, rows))
     if as_json:

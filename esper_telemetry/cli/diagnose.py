@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from esper_telemetry.alarms.diagnosis import Diagnosis
 from esper_telemetry.alarms.thresholds import Thresholds
@@ -24,10 +24,6 @@ from esper_telemetry.views.verdict_text import answer, to_text, verdict_document
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Diagnose
-
-FAILURE: Final = "failure"
-FLAT: Final = "flat"
-"""Level of `--fail-on` that considers only the outcome."""
 
 FAILS_ON: Final = 3
 """Exit code of a run that meets the condition of `--fail-on`."""
@@ -48,10 +44,11 @@ def _diagnose_journal(options: Diagnose) -> int:
                 raise WrongUse(f"--fail-on judges one run, and {options.run_dir} holds {len(runs)}")
             _list_runs(options.run_dir, runs, as_json=options.json)
             return 0
-        judged = judge_run(options.run_dir, options.threshold, again=options.again)
-    view, verdict = judged.view, judged.verdict
+        is_again = options.again or options.threshold
+        view = judged_again(options.run_dir, options.threshold) if is_again else open_verdict(options.run_dir)
+        verdict = view.diagnosis
     if options.json:
-        print(to_text(judged.answer(everything=options.all)))
+        print(to_text(run_answer(view, options.run_dir, everything=options.all)))
     else:
         head = f"{view.info.name}: {verdict.updates} updates, {view.status or 'not ended'}"
         # a sample of the records lacks most results of equations
@@ -64,37 +61,20 @@ def _diagnose_journal(options: Diagnose) -> int:
     return _exit_code(verdict, view.ending, options.fail_on)
 
 
-class JudgedRun(NamedTuple):
-    """A view of a run, its directory as it was given, and the verdict on it."""
-
-    view: RunView
-    directory: str
-    verdict: Diagnosis
-
-    def answer(self, *, everything: bool = False) -> dict[str, Any]:
-        """Return the verdict as plain values."""
-        view, verdict = self.view, self.verdict
-        failure = view.latest.get(FAILURE) if view.status is RunStatus.FAILED else None
-        head = {
-            "run": view.info.name,
-            "updates": verdict.updates,
-            "status": None if view.status is None else str(view.status),
-            "ending": view.ending,
-            "failure": None if failure is None else plain(failure.data),
-            "damaged_lines": list(view.damage),
-        }
-        # the equations count updates, and a sample lacks most of them
-        rows = (open_view(self.directory, judged=True) if view.sampled else view).equations()
-        return answer(head, verdict, view.info, address=shlex.quote(self.directory), equations=rows, everything=everything)
-
-
-def judge_run(directory: str, changes: Sequence[str] = (), *, again: bool = False) -> JudgedRun:
-    """Return the verdict on a run: its journal's, or that on all of its records if `again`, or with `changes` as for `--threshold`.
-
-    Raises as `open_view` and `Thresholds.parse`.
-    """
-    view = judged_again(directory, changes) if again or changes else open_verdict(directory)
-    return JudgedRun(view, directory, view.diagnosis)
+def run_answer(view: RunView, directory: str, *, everything: bool = False) -> dict[str, Any]:
+    """Return the verdict on a run as plain values; `directory` is the run's as it was given."""
+    failure = view.latest.get("failure") if view.status is RunStatus.FAILED else None
+    head = {
+        "run": view.info.name,
+        "updates": view.diagnosis.updates,
+        "status": None if view.status is None else str(view.status),
+        "ending": view.ending,
+        "failure": None if failure is None else plain(failure.data),
+        "damaged_lines": list(view.damage),
+    }
+    # the equations count updates, and a sample lacks most of them
+    rows = (open_view(directory, judged=True) if view.sampled else view).equations()
+    return answer(head, view.diagnosis, view.info, address=shlex.quote(directory), equations=rows, everything=everything)
 
 
 def _diagnose_logs(options: Diagnose) -> int:
@@ -102,7 +82,7 @@ def _diagnose_logs(options: Diagnose) -> int:
     with wrong_use():
         if holds_run(Path(options.source)):
             raise WrongUse(f"{options.source} is a run of this package: esper-telemetry diagnose {shlex.quote(options.source)}")
-        columns = dict(_column(pair) for pair in options.map)
+        columns = dict(map(_column, options.map))
         thresholds = Thresholds.parse(options.threshold)
         view = open_logs(options.source, columns=columns, run=options.run, thresholds=thresholds)
     verdict, axes = view.diagnosis, view.axes
@@ -145,7 +125,7 @@ def _exit_code(verdict: Diagnosis, ending: str, level: str | None) -> int:
     failed = bool(ending) or kind is OutcomeKind.FAILED
     if failed or (kind in BAD and level != AlarmLevel.CRITICAL):
         return FAILS_ON
-    if level == FLAT:
+    if level == "flat":  # considers only the outcome
         return 0
     least = CRITICAL_FROM if level == AlarmLevel.CRITICAL else WARN_FROM
     alarms = (alarm for incident in verdict.incidents for alarm in incident.alarms)

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final, Literal
 import tyro
 
 from esper_telemetry import __version__
-from esper_telemetry.cli.arguments import PROGRAM, WrongUse, parse_arguments, with_help
+from esper_telemetry.cli.arguments import PROGRAM, WrongUse, is_first_rank, parse_arguments, with_help
 from esper_telemetry.core.lazy import collection_paused
 from esper_telemetry.core.messages import did_you_mean, one_line
 from esper_telemetry.ppo.config import PPOConfig, preset
@@ -326,17 +326,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from esper_telemetry.cli.run import main as run_script
 
         run_script(words[1:])
-    if words[:1] == ["check"]:
-        from esper_telemetry.cli.check import main as check
-
-        check(words[1:])
     if words[:1] == ["--version"]:
         print(f"{PROGRAM} {__version__}")
         raise SystemExit(0)
     try:
         raise SystemExit(run(words))
     except WrongUse as mistake:
-        if os.environ.get("RANK", "0") == "0":  # one of several processes prints the mistake for all
+        if is_first_rank():  # one of several processes prints the mistake for all
             sys.stderr.write(f"esper-telemetry: {one_line(str(mistake))}\n")
         raise SystemExit(WRONG_USE) from None
     except KeyboardInterrupt:

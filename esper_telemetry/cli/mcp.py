@@ -153,18 +153,20 @@ class RunTools:
             run: path of the run, as list_runs gives it.
             everything: leave out nothing; the answer may be long.
         """
-        from esper_telemetry.cli.diagnose import judge_run
+        from esper_telemetry.cli.diagnose import run_answer
+        from esper_telemetry.views.run_view import open_verdict
 
-        return judge_run(str(self._run(run))).answer(everything=everything)
+        directory = str(self._run(run))
+        return run_answer(open_verdict(directory), directory, everything=everything)
 
     def check(self, run: str) -> dict[str, Any]:
         """Compare the numbers of a recorded run with the equations of PPO: which match, which differ and what they equal instead."""
         from esper_telemetry.journal.read import read_run
-        from esper_telemetry.views.equation_table import as_dict, equation_rows
+        from esper_telemetry.views.equation_table import equation_rows
 
         recorded = read_run(self._run(run))
-        rows = equation_rows(recorded.info, recorded.records)
-        return as_dict({"run": recorded.info.name, "updates": len(recorded.records)}, rows)
+        equations = [row.values() for row in equation_rows(recorded.info, recorded.records)]
+        return {"run": recorded.info.name, "updates": len(recorded.records), "equations": equations}
 
     def compare(self, runs: list[str], ignore: list[str] | None = None, by: list[str] | None = None) -> dict[str, Any]:
         """Compare at least two runs: groups of seeds with their final returns, and what differs beyond the seeds.

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
+from esper_telemetry.ppo.gradient_ranks import Ranks
 
 T = TypeVar("T")
 
@@ -44,11 +45,6 @@ class RankProcess(NamedTuple):
 
     host: str
     pid: int
-
-
-def is_first_rank() -> bool:
-    """Return whether this process is the only one, or rank 0 of the processes that `torchrun` started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
@@ -81,7 +77,7 @@ def backends(device: str) -> str:
 
 def own_device(device: str) -> str:
     """Return the device, with `cuda` resolved to the accelerator of this process."""
-    return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" and _is_group() else device
+    return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" and not Ranks.current().alone else device
 
 
 def agreed(prepare: Callable[[], T]) -> T:
@@ -144,13 +140,8 @@ def _lost_error(processes: list[RankProcess], lost: list[int]) -> RankLostError:
     return RankLostError(f"{names} of {len(processes)} ended early: the run cannot continue")
 
 
-def _is_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _from_all(value: Any) -> list[Any]:
-    """Return every rank's value."""
-    if not _is_group():
+    if Ranks.current().alone:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

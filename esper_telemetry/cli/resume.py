@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from esper_telemetry.cli.arguments import WrongUse, agrees, wrong_use
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.record import RunInfo
 from esper_telemetry.core.redaction import HIDDEN, masked
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import run_info
@@ -71,11 +72,11 @@ def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
 
     Raises WrongUse unless the directory holds a run of `esper-telemetry train`.
     """
-    config, facts = _config_and_facts(run_dir)
+    run = _trained_run(run_dir)
     # JSON has lists instead of tuples. A setting that this version has added keeps its default.
-    stored: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    stored: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in run.config.items()}
     settings: dict[str, Any] = {name: stored[name] for name in STORED_OPTIONS if name in stored}
-    settings |= {"preset_name": stored["preset"], "level": facts.level or "normal"}
+    settings |= {"preset_name": stored["preset"], "level": Facts.of(run.facts).level or "normal"}
     ppo = {field.name: stored[field.name] for field in fields(PPOConfig) if field.name in stored}
     for kind, values in ((form, settings), (PPOConfig, ppo)):
         hints = get_type_hints(kind)
@@ -120,8 +121,7 @@ def checked(options: Train, saved: Train) -> Train:
 
 def saved_sinks(run_dir: str) -> tuple[str, ...]:
     """Return the sinks of the run; raises WrongUse for an address without its password, and for one that the user does not accept."""
-    config, _ = _config_and_facts(run_dir)
-    sinks = config["sinks"]
+    sinks = _trained_run(run_dir).config["sinks"]
     if not TEXTS.accepts(sinks):
         raise WrongUse(f"the sinks that {run_dir} was trained with cannot be read: name them with --sink")
     for sink in sinks:
@@ -151,7 +151,7 @@ def command(run_dir: Path, options: Train) -> str:
 
 def check_ranks(run_dir: str, ranks: int) -> None:
     """Raise WrongUse unless the run was trained by the same number of processes, because each continues its own episodes."""
-    before = _config_and_facts(run_dir)[0].get("ranks", 1)
+    before = _trained_run(run_dir).config.get("ranks", 1)
     if before != ranks:
         noun = "process" if before == 1 else "processes"
         raise WrongUse(f"{run_dir} was trained by {before} {noun}, here {'is' if ranks == 1 else 'are'} {ranks}")
@@ -176,7 +176,7 @@ def load_checkpoint(trainer: TrainingRun, options: Train) -> str:
     trainer.load(path)
     has_episodes = state["collector"].get("environment")
     note = "" if has_episodes else "; the state of this environment cannot be saved, so new episodes begin"
-    schemes = _config_and_facts(options.resume)[0].get("notify", [])
+    schemes = _trained_run(options.resume).config.get("notify", [])
     if TEXTS.accepts(schemes) and schemes and not options.notify:
         note += f"; {', '.join(schemes)} gets no messages, because addresses are not stored: name them with --notify"
     return f"{run_dir} continues after update {trainer.updates:,}, step {trainer.env_steps:,}{note}"
@@ -193,11 +193,11 @@ def print_wait_for_helpers(run_dir: str) -> None:
         print("waiting until the backends have the records from before the run stopped", flush=True)
 
 
-def _config_and_facts(run_dir: str) -> tuple[Mapping[str, Any], Facts]:
+def _trained_run(run_dir: str) -> RunInfo:
     with wrong_use():
         info = run_info(run_dir)
     needed = {*STORED_OPTIONS, "preset", "sinks", "policy", "num_steps", "learning_rate"}
     missing = sorted(needed - info.config.keys())
     if missing:
         raise WrongUse(f"{run_dir} is not a run of esper-telemetry train: its settings lack {missing[0]}")
-    return info.config, Facts.of(info.facts)
+    return info

@@ -10,14 +10,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from esper_telemetry.adapters.script.models import ScriptModels
 from esper_telemetry.adapters.script.program import compiled, findings_line, hide_own_frames, last_line, log_to_stderr, run_as_main, say
 from esper_telemetry.adapters.script.script_taps import Taps
-from esper_telemetry.cli.arguments import WrongUse, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, is_first_rank, wrong_use
 from esper_telemetry.core.messages import one_line
 from esper_telemetry.core.requirements import require_path
 
@@ -135,7 +135,6 @@ def check_run_dir(run_dir: str) -> None:
         raise WrongUse(f"{run_dir} holds a run already: give another directory")
 
 
-@dataclass
 class ScriptTelemetry:
     """The telemetry of a script: created at its first update, and closed when the script ends.
 
@@ -147,22 +146,17 @@ class ScriptTelemetry:
         run_dirs: directories of the runs so far.
     """
 
-    options: ScriptRun
-    on_update: Callable[[], None] | None = None
-    last_words: bool = True
-    telemetry: Telemetry | None = None
-    run_dirs: list[Path] = field(default_factory=list)
-    _announced: bool = False
-    _failure: BaseException | None = None
-    _recorded: Telemetry | None = None
-    _pid: int = field(default_factory=os.getpid)
-    _is_first_rank: bool = field(default_factory=lambda: os.environ.get("RANK", "0") == "0")
-
-    def __post_init__(self) -> None:
+    def __init__(self, options: ScriptRun, *, on_update: Callable[[], None] | None = None, last_words: bool = True) -> None:
+        self.options, self.on_update, self.last_words = options, on_update, last_words
+        self.telemetry: Telemetry | None = None
+        self.run_dirs: list[Path] = []
+        self._announced = False
+        self._failure: BaseException | None = None
+        self._recorded: Telemetry | None = None
+        self._pid, self._is_first_rank = os.getpid(), is_first_rank()
         self._models = ScriptModels(self._make_telemetry, self._say, lambda: self._taps.leave_script())
         self._taps = Taps(self._make_listener, self._with_callback, self._models.watch)
-        run_dir = self.options.run_dir
-        self._directory = None if run_dir is None else require_path("run_dir", run_dir).absolute()
+        self._directory = None if options.run_dir is None else require_path("run_dir", options.run_dir).absolute()
         self._early_failures: list[tuple[Callable[..., object], Exception]] = []
 
     def begin(self) -> None:

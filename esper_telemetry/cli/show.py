@@ -23,7 +23,14 @@ from esper_telemetry.core.record import template_of
 from esper_telemetry.sinks.console import make_console
 
 if TYPE_CHECKING:
-    from esper_telemetry.cli.main import Compare, Report, Watch
+    from esper_telemetry.cli.main import Compare, Metrics, Report, Watch
+
+WIDTH: Final = 200
+"""Width of the table in a pipe or a file, unless COLUMNS gives another."""
+SHARES: Final = {"unit": 2, "what it tells": 5, "normal": 2, "warning": 2, "critical": 2, "what to try": 5}
+"""Titles of the columns after the key, and the relative width of each."""
+MIN_COLUMN_WIDTH: Final = 8
+GAP: Final = "  "
 
 
 def watch(options: Watch) -> int:
@@ -90,17 +97,6 @@ def compare(options: Compare) -> int:
         if output is not None:
             echo(f"\nwrote {output}")
     return 0
-
-
-if TYPE_CHECKING:
-    from esper_telemetry.cli.main import Metrics
-
-WIDTH: Final = 200
-"""Width of the table in a pipe or a file, unless COLUMNS gives another."""
-SHARES: Final = {"unit": 2, "what it tells": 5, "normal": 2, "warning": 2, "critical": 2, "what to try": 5}
-"""Titles of the columns after the key, and the relative width of each."""
-MIN_COLUMN_WIDTH: Final = 8
-GAP: Final = "  "
 
 
 @collection_paused()

@@ -5,33 +5,26 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli import resume
-from esper_telemetry.cli.arguments import WrongUse, wrong_use
-from esper_telemetry.cli.rank_agreement import (
-    RankLostError,
-    agreed,
-    is_first_rank,
-    largest_over_ranks,
-    own_device,
-    process_group,
-    watching_ranks,
-)
+from esper_telemetry.cli.arguments import WrongUse, is_first_rank, wrong_use
+from esper_telemetry.cli.rank_agreement import RankLostError, agreed, largest_over_ranks, own_device, process_group, watching_ranks
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.core.requirements import require_count, require_path
-from esper_telemetry.events import RolloutEnd
+from esper_telemetry.events import Hooks, MinibatchEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.journal.file import HOLDS_RUN, holds_run
 from esper_telemetry.ppo.checkpoint import Checkpoints, TrainingRun
 from esper_telemetry.ppo.config import POLICIES, PPOConfig
@@ -47,11 +40,6 @@ from esper_telemetry.views.verdict_text import Summary
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Train
-from collections.abc import Callable
-
-from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
-
-from esper_telemetry.events import Hooks, MinibatchEnd, UpdateEnd
 
 MAX_STEPS = 1 << 53
 """Maximum number of steps: backends store it as float64, which cannot represent larger odd numbers."""
@@ -62,14 +50,6 @@ DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 STATUSES = {DONE: RunStatus.FINISHED, INTERRUPTED: RunStatus.INTERRUPTED, TERMINATED: RunStatus.PREEMPTED}
 
 
-class Prepared(NamedTuple):
-    """The objects made from the arguments before anything is created on disk."""
-
-    env: Environment
-    device: torch.device
-    sinks: list[Sink]
-
-
 def train(options: Train) -> int:
     """Train; every argument is checked before anything is created.
 
@@ -77,17 +57,17 @@ def train(options: Train) -> int:
     checkpoints and the terminal.
     """
     with process_group(options.device):
-        prepared = agreed(partial(_prepared, options))
+        env, device, sinks = agreed(partial(_prepared, options))
         with wrong_use():
             environment = registered(options.env)
             if environment and environment.control and options.ppo.policy in environment.controllers:
-                trainer = environment.control(prepared.env, options.ppo)  # it acts but does not learn
+                trainer = environment.control(env, options.ppo)  # it acts but does not learn
             else:
-                trainer = PPO(prepared.env, options.ppo, device=prepared.device)
+                trainer = PPO(env, options.ppo, device=device)
             load = partial(resume.load_checkpoint, trainer, options)
             beginning = agreed(load) if options.resume else _preset_sentence(options)
             summary = Summary()
-            telemetry = _telemetry([*prepared.sinks, summary.observe], options)
+            telemetry = _telemetry([*sinks, summary.observe], options)
             session_of(telemetry).prints_end = False
         if is_first_rank() and beginning:
             print(beginning)
@@ -135,9 +115,10 @@ def _make_env(options: Train, num_envs: int, device: torch.device) -> Environmen
     return make_env(options.env, num_envs=num_envs, mask_velocity=options.mask_velocity, **arguments)
 
 
-def _prepared(options: Train) -> Prepared:
+def _prepared(options: Train) -> tuple[Environment, torch.device, list[Sink]]:
+    """Return the objects made from the arguments before anything is created on disk."""
     _check_numbers(options)
-    _profiler(options, Path())
+    _profile_schedule(options)
     if Level.parse(options.level) is Level.OFF:
         _check_level_off(options)
     _check_task(options)
@@ -154,7 +135,7 @@ def _prepared(options: Train) -> Prepared:
     if options.threads is not None or (max(widths) < MIN_THREADED_WIDTH and not layout.images):
         torch.set_num_threads(options.threads or 1)
     sinks = [*map(as_sink, options.sink or ("console",)), *map(NotifySink, options.notify)] if is_first_rank() else []
-    return Prepared(env, device, sinks)
+    return env, device, sinks
 
 
 def _check_numbers(options: Train) -> None:
@@ -264,18 +245,69 @@ def _profiled(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> Ite
         attach(telemetry, trainer)
         yield
         return
-    profiler = _profiler(options, telemetry.run_dir)
-    with profiler.around(trainer.hooks, lambda: attach(telemetry, trainer)):
+    directory, timing = telemetry.run_dir / "profile", _profile_schedule(options)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    handler = tensorboard_trace_handler(str(directory), use_gzip=True)
+    with (
+        profile(activities=activities, schedule=timing, on_trace_ready=handler, record_shapes=True) as profiler,
+        _named_ranges(trainer.hooks, profiler.step, partial(attach, telemetry, trainer)),
+    ):
         yield
-    if not profiler.traces:
-        print(f"profile: nothing was traced, because the run ended before update {profiler.updates}")
-    for trace in profiler.traces:
+    traces = sorted(directory.glob("*.pt.trace.json.gz"))
+    if not traces:
+        print(f"profile: nothing was traced, because the run ended before update {sum(options.profile_schedule)}")
+    for trace in traces:
         print(f"profile      {trace}\n             open it in https://ui.perfetto.dev")
 
 
-def _profiler(options: Train, run_dir: Path) -> UpdateProfiler:
+def _profile_schedule(options: Train) -> Callable[[int], ProfilerAction]:
+    """Return what the profiler does in each update; raises ValueError if a number of updates is negative, or none is traced."""
     wait, warm_up, active = options.profile_schedule
-    return UpdateProfiler(run_dir / "profile", wait=wait, warm_up=warm_up, active=active)
+    if min(wait, warm_up) < 0 or active < 1:
+        raise ValueError(f"a profile waits 0 or more updates, warms up 0 or more and traces 1 or more, got {wait}, {warm_up} and {active}")
+    return schedule(wait=wait, warmup=warm_up, active=active, repeat=1)
+
+
+@contextmanager
+def _named_ranges(hooks: Hooks, step: Callable[[], None], attach: Callable[[], object]) -> Iterator[None]:
+    """Name ranges of time in a trace; the hooks that `attach` registers run between these hooks, as a separate range."""
+    open_ranges: dict[str, record_function] = {}
+
+    def end(name: str, _: object = None) -> None:
+        if name in open_ranges:
+            open_ranges.pop(name).__exit__(None, None, None)
+
+    def begin(name: str, _: object = None) -> None:
+        end(name)
+        open_ranges[name] = record_function(name)
+        open_ranges[name].__enter__()
+
+    removers = [
+        hooks.on(RolloutEnd, partial(end, "rollout")),
+        hooks.on(RolloutEnd, partial(begin, "telemetry")),
+        hooks.on(MinibatchEnd, partial(end, "minibatch")),
+        hooks.on(UpdateEnd, partial(end, "minibatch")),
+        hooks.on(UpdateEnd, partial(end, "update")),
+        hooks.on(UpdateEnd, partial(begin, "telemetry")),
+    ]
+    attach()
+    removers += [
+        hooks.on(RolloutEnd, partial(end, "telemetry")),
+        hooks.on(RolloutEnd, partial(begin, "update")),
+        hooks.on(RolloutEnd, partial(begin, "minibatch")),
+        hooks.on(MinibatchEnd, partial(begin, "minibatch")),
+        hooks.on(UpdateEnd, partial(end, "telemetry")),
+        hooks.on(UpdateEnd, lambda _: step()),
+        hooks.on(UpdateEnd, partial(begin, "rollout")),
+    ]
+    begin("rollout")
+    try:
+        yield
+    finally:
+        for remove in removers:
+            remove()
+        for name in reversed([*open_ranges]):
+            end(name)
 
 
 def _evaluate(trainer: PPO, options: Train) -> None:
@@ -320,87 +352,3 @@ def _stopped_by_signals(trainer: TrainingRun) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-WAIT, WARM_UP, ACTIVE = 3, 1, 2
-
-
-class Range:
-    """A named range of time in the trace, one at a time."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._open: record_function | None = None
-
-    def begin(self, _: object = None) -> None:
-        """End the open range and begin a new one."""
-        self.end()
-        self._open = record_function(self._name)
-        self._open.__enter__()
-
-    def end(self, _: object = None) -> None:
-        """End the open range, if there is one."""
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
-
-
-class UpdateProfiler:
-    """Traces `active` updates into `directory`, after `wait` updates without tracing and `warm_up` updates that are discarded.
-
-    Raises:
-        ValueError: a number of updates is negative, or `active` is 0.
-    """
-
-    def __init__(self, directory: str | Path, *, wait: int = WAIT, warm_up: int = WARM_UP, active: int = ACTIVE) -> None:
-        if min(wait, warm_up) < 0 or active < 1:
-            raise ValueError(
-                f"a profile waits 0 or more updates, warms up 0 or more and traces 1 or more, got {wait}, {warm_up} and {active}"
-            )
-        self.directory = Path(directory)
-        self.updates = wait + warm_up + active
-        self._schedule = schedule(wait=wait, warmup=warm_up, active=active, repeat=1)
-
-    @property
-    def traces(self) -> list[Path]:
-        """The files written so far."""
-        return sorted(self.directory.glob("*.pt.trace.json.gz"))
-
-    @contextmanager
-    def around(self, hooks: Hooks, attach: Callable[[], object]) -> Iterator[None]:
-        """Trace everything that happens inside.
-
-        Args:
-            hooks: hooks of the trainer.
-            attach: registers telemetry; its hooks then run between the profiler's hooks, as a separate range.
-        """
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        ranges = {name: Range(name) for name in ("rollout", "update", "minibatch", "telemetry")}
-        handler = tensorboard_trace_handler(str(self.directory), use_gzip=True)
-        with profile(activities=activities, schedule=self._schedule, on_trace_ready=handler, record_shapes=True) as profiler:
-            removers = [
-                hooks.on(RolloutEnd, ranges["rollout"].end),
-                hooks.on(RolloutEnd, ranges["telemetry"].begin),
-                hooks.on(MinibatchEnd, ranges["minibatch"].end),
-                hooks.on(UpdateEnd, ranges["minibatch"].end),
-                hooks.on(UpdateEnd, ranges["update"].end),
-                hooks.on(UpdateEnd, ranges["telemetry"].begin),
-            ]
-            attach()
-            removers += [
-                hooks.on(RolloutEnd, ranges["telemetry"].end),
-                hooks.on(RolloutEnd, ranges["update"].begin),
-                hooks.on(RolloutEnd, ranges["minibatch"].begin),
-                hooks.on(MinibatchEnd, ranges["minibatch"].begin),
-                hooks.on(UpdateEnd, ranges["telemetry"].end),
-                hooks.on(UpdateEnd, lambda _: profiler.step()),
-                hooks.on(UpdateEnd, ranges["rollout"].begin),
-            ]
-            ranges["rollout"].begin()
-            try:
-                yield
-            finally:
-                for remove in removers:
-                    remove()
-                for named_range in reversed(ranges.values()):
-                    named_range.end()

@@ -205,7 +205,7 @@ def replay(
         delivery.finish(RunStatus.KILLED)
     delivery.run(progress)
     refused = delivery.cursor.quarantined - before
-    status = replace(delivery.status, records=delivery.sent, quarantined=refused)
+    status = replace(delivery.status, records=delivery.sender.sent, quarantined=refused)
     pending = count_records_after(directory, delivery.cursor)
     return CloseReport((sink_report(status, pending=pending, command=replay_command(path.parent, sink)),))
 

@@ -114,8 +114,8 @@ def serve(trainer: TrainerLink, deliveries: Sequence[Delivery], run_dir: Path, c
                 delivery.finish(status)
         pause = pauses.seconds()
         for delivery in deliveries:
-            delivery.exclude_pause(pause)
-            if delivery.call_seconds > call_seconds:
+            delivery.calls.exclude_pause(pause)
+            if delivery.calls.seconds > call_seconds:
                 delivery.give_up_call()
         trainer.report([delivery.status for delivery in deliveries])
         status_file.update(deliveries, detached=trainer.gone)
@@ -134,7 +134,7 @@ def _start_threads(trainer: TrainerLink, deliveries: Sequence[Delivery]) -> list
         delivery.import_client()
     if _needs_fresh_process(deliveries):
         return []
-    trainer.take_secrets()
+    trainer.receive(0.0)  # the secrets that the trainer has sent so far
     threads = [threading.Thread(target=delivery.run, name=delivery.name, daemon=True) for delivery in deliveries]
     for thread in threads:
         thread.start()
@@ -219,7 +219,7 @@ class TrainerLink:
     def settings(self) -> Mapping[str, Any]:
         """Wait for the first line; exit if the trainer is gone before it arrives."""
         while (line := self._next_line()) is None:
-            self._receive(TICK_SECONDS)
+            self.receive(TICK_SECONDS)
             if self.gone:
                 sys.exit(0)
         settings: Mapping[str, Any] = json.loads(line)
@@ -232,7 +232,7 @@ class TrainerLink:
             time.sleep(seconds)
             return None
         if not self.gone:
-            self._receive(seconds)
+            self.receive(seconds)
         line = self._next_line()
         if line is None:
             return None
@@ -257,12 +257,8 @@ class TrainerLink:
             return True
         return False
 
-    def take_secrets(self) -> None:
-        """Remember the secrets that the trainer has sent so far; `listen` does so too."""
-        self._receive(0.0)
-
-    def _receive(self, seconds: float) -> None:
-        """Read incoming data for that time, and find out whether the trainer is gone.
+    def receive(self, seconds: float) -> None:
+        """Read incoming data for that time, remember secrets in it, and find out whether the trainer is gone.
 
         The input may never end, because forked processes also hold it open. So check also whether this process has another parent.
         """

@@ -1,11 +1,4 @@
-"""The delivery of one sink: it follows the journal with a cursor, live, catching up or replaying, in one code path.
-
-A `Delivery` opens the sink at the `run` line, writes records in batches, saves its cursor in `cursors.json`, and closes the sink with the
-status of the `end` line. Only this module catches exceptions of a sink.
-
-A sink gets records in the order of the journal, each at least once. Records of the last second before a process was killed may be sent
-again, because the cursor was not saved yet.
-"""
+"""The delivery of one sink, in one code path: live, catching up or replaying. Only this module catches exceptions of a sink."""
 
 from __future__ import annotations
 
@@ -15,8 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.interrupts import is_interrupt
@@ -24,7 +16,9 @@ from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.core.supervisor import REPORTED
 from esper_telemetry.delivery.sender import CircuitBreaker, Sender, SinkCalls
 from esper_telemetry.delivery.status import FINAL, Cursor, Cursors, SinkState, SinkStatus
+from esper_telemetry.journal.file import JournalReader
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
+from esper_telemetry.journal.memory_journal import MemoryReader
 from esper_telemetry.sinks.sink_protocol import (
     DeadClientError,
     PermanentSinkError,
@@ -46,28 +40,6 @@ REST_SECONDS: Final = 1.0
 """Pause between two batches in the sink process if the sink keeps up: ten single records cost a backend more than one batch of ten."""
 
 _logger = logging.getLogger("esper_telemetry")
-
-
-class SinkReader(Protocol):
-    """Returns the lines of a journal in order."""
-
-    offset: int
-
-    @property
-    def run_dir(self) -> Path | None:
-        """Directory of the run; None for a run without one."""
-
-    def read(self, limit: int | None = None) -> list[Entry]:
-        """Return the next lines, at most `limit`."""
-
-    def head(self) -> RunInfo | None:
-        """Return the run as described by lines before the offset; None if they do not describe it."""
-
-    def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
-        """Return the alarms in the lines before an offset, in all lines by default."""
-
-    def close(self) -> None:
-        """Release the journal."""
 
 
 class Delivery:
@@ -93,7 +65,7 @@ class Delivery:
     def __init__(
         self,
         sink: Sink,
-        reader: SinkReader,
+        reader: JournalReader | MemoryReader,
         *,
         name: str | None = None,
         cursors: Cursors | None = None,
@@ -115,7 +87,7 @@ class Delivery:
         self._needs_update = needs_update
         self._caught_up = False
         self._state = SinkState.OPENING
-        self._calls = SinkCalls(self.name)
+        self.calls = SinkCalls(self.name)
         self._wake = threading.Event()
         self._stopped = False
         self._fallback_end: RunStatus | None = None
@@ -123,7 +95,7 @@ class Delivery:
         self._info: RunInfo | None = None
         self._opened = False
         self._held_update = 0
-        self._sender = Sender(sink, self.name, reader.run_dir, self.breaker, self._calls)
+        self.sender = Sender(sink, self.name, reader.run_dir, self.breaker, self.calls)
         self._saved = Cursor() if cursors is None else cursors.load(self.name)
         self._saved_at = 0.0
         self.cursor = self._saved if needs_update is None else Cursor()
@@ -136,26 +108,16 @@ class Delivery:
         """The state of the delivery at this moment; callable from any thread."""
         cursor = self.cursor
         return SinkStatus(
-            *(self.name, self._state, cursor.records, cursor.seq, self._calls.errors),
-            last_error=self._calls.slowness or self._calls.last_error,
+            *(self.name, self._state, cursor.records, cursor.seq, self.calls.errors),
+            last_error=self.calls.slowness or self.calls.last_error,
             quarantined=cursor.quarantined,
-            wall_time=self._sender.wall_time,
+            wall_time=self.sender.wall_time,
         )
-
-    @property
-    def sent(self) -> int:
-        """Number of records that this delivery has sent, without earlier deliveries."""
-        return self._sender.sent
 
     @property
     def over(self) -> bool:
         """True when the delivery has ended."""
         return self._stopped or self._state in FINAL
-
-    @property
-    def call_seconds(self) -> float:
-        """Duration of the sink's call under way, or 0."""
-        return self._calls.seconds
 
     def import_client(self) -> None:
         """Let the sink import its client, in the calling thread. Call it before `run`, for one delivery after the other."""
@@ -171,13 +133,13 @@ class Delivery:
     def run(self, progress: Callable[[int], object] | None = None) -> None:
         """Deliver until the end of the journal was delivered, the sink is disabled, or `stop` is called.
 
-        `progress` is called with `sent` after every attempt.
+        `progress` is called after every attempt, with the number of records that this delivery has sent.
         """
         try:
             while not self.over:
                 moved = self.step()
                 if progress is not None:
-                    progress(self.sent)
+                    progress(self.sender.sent)
                 # Rest if more lines will come and all existing ones were delivered.
                 rests = self._in_child and self._caught_up and self._fallback_end is None
                 if not moved or rests:
@@ -202,13 +164,9 @@ class Delivery:
         self._stopped = True
         self._wake.set()
 
-    def exclude_pause(self, seconds: float) -> None:
-        """Exclude a time in which the whole process was stopped from the duration of the call under way."""
-        self._calls.exclude_pause(seconds)
-
     def give_up_call(self) -> None:
         """Report that the call under way hangs; the process must then end."""
-        self._calls.record_error(TimeoutError(f"a call has not returned for {self.call_seconds:.0f} s"))
+        self.calls.record_error(TimeoutError(f"a call has not returned for {self.calls.seconds:.0f} s"))
         self._state = SinkState.HUNG
 
     def step(self) -> bool:
@@ -225,7 +183,7 @@ class Delivery:
             if isinstance(error, ImportError) and not self._opened:  # a sink without `import_client`
                 self._disable(self._import_error(error))
             else:
-                self._calls.record_failure(error)
+                self.calls.record_failure(error)
                 self.breaker.record_failure(at_end=self._fallback_end is not None)
                 self._state = SinkState.RETRYING
                 if self.breaker.failures == self._patience:
@@ -238,18 +196,16 @@ class Delivery:
 
     def _advance(self) -> bool:
         self._caught_up = False
-        moved = bool(self._sender.batch) or self._read()
-        if self._info is not None and not self._opened and not self.cursor.closed and self._is_described(self._info):
-            self._open(self._info)
-        if self._sender.batch:
+        moved = bool(self.sender.batch) or self._read()
+        info, may_open = self._info, not self._opened and not self.cursor.closed
+        # the descriptions of keys after a new run line were read, or will not come
+        if info is not None and may_open and (info.metrics or self.sender.batch or self.cursor.end is not None):
+            self._open(info)
+        if self.sender.batch:
             self._write()
         elif not moved and self.cursor.end is not None and not (self._until_finish and self._fallback_end is None):
             self._close(self.cursor.end)
         return moved
-
-    def _is_described(self, info: RunInfo) -> bool:
-        """Return whether the descriptions of keys after a new run line were read, or will not come."""
-        return bool(info.metrics or self._sender.batch) or self.cursor.end is not None
 
     def _read(self) -> bool:
         """Read the next lines into the batch; at the end of a complete journal, set the end of the run."""
@@ -257,7 +213,7 @@ class Delivery:
         self._caught_up = 0 < len(entries) < self._batch_lines
         for entry in entries:
             self._add(entry)
-        if not self._sender.batch:
+        if not self.sender.batch:
             self._move(offset=self._reader.offset)
         if not entries and self.cursor.end is None and self._fallback_end is not None:
             self._move(end=self._fallback_end)
@@ -276,13 +232,13 @@ class Delivery:
             case Record() if self._is_held(entry.axes.update):
                 self._move(end=None, closed=False, seq=entry.seq, records=self.cursor.records + 1)
             case Record():
-                self._sender.batch.append(entry)
+                self.sender.batch.append(entry)
                 self._move(end=None, closed=False)
             case Alarm() if isinstance(self.sink, SupportsAlarms) and not self._is_held(entry.axes.update):
-                self._sender.batch.append(entry)
+                self.sender.batch.append(entry)
             case JournalEvent(type="outcome", axes=Axes(update=update)) if not self._is_held(update):
                 if isinstance(self.sink, SupportsOutcome):
-                    self._sender.batch.append(entry)
+                    self.sender.batch.append(entry)
             case JournalEvent(type="metrics") if self._info is not None:
                 self._info.metrics.update(entry.data)
             case End():
@@ -293,7 +249,7 @@ class Delivery:
         return update <= self._held_update or (self._needs_update is not None and not self._needs_update(update))
 
     def _open(self, info: RunInfo) -> None:
-        with self._calls.timed():
+        with self.calls.timed():
             if self._must_prepare and isinstance(self.sink, SupportsChildPreparation):
                 self.sink.prepare_child()
             self._must_prepare = False
@@ -305,7 +261,7 @@ class Delivery:
                 held_update = self.sink.held(info)
                 if held_update is not None:  # read the journal again and skip these updates
                     self._held_update = held_update
-                    self._sender.batch.clear()
+                    self.sender.batch.clear()
                     self._reader.offset = 0
                     self._move(offset=0, seq=0, records=0, end=None)
             self._recall()
@@ -323,21 +279,21 @@ class Delivery:
 
     def _write(self) -> None:
         """Deliver everything that was read; records that the sink has taken are not sent again after a later failure."""
-        batch, refused = self._sender.batch, self._sender.refused
+        sender, refused = self.sender, self.sender.refused
         try:
-            while batch:
-                self._sender.send(at_end=self._fallback_end is not None, any_before=self.cursor.records > 0)
+            while sender.batch:
+                sender.send(at_end=self._fallback_end is not None, any_before=self.cursor.records > 0)
         finally:
-            self._move(quarantined=self.cursor.quarantined + self._sender.refused - refused)
-        if batch.taken:
-            self._move(seq=batch.taken[-1].seq, records=self.cursor.records + len(batch.taken))
-        batch.clear_taken()
+            self._move(quarantined=self.cursor.quarantined + sender.refused - refused)
+        if sender.taken:
+            self._move(seq=sender.taken[-1].seq, records=self.cursor.records + len(sender.taken))
+        sender.clear_taken()
         self._move(offset=self._reader.offset)
         self._record_success()
 
     def _close(self, status: RunStatus) -> None:
         if self._opened:
-            with self._calls.timed():
+            with self.calls.timed():
                 self.sink.close(status)
         self._move(closed=True)
         self.breaker.record_success()
@@ -356,11 +312,11 @@ class Delivery:
         return kind(f"its client cannot be imported: {client_error(error)}")
 
     def _disable(self, error: PermanentSinkError) -> None:
-        self._calls.record_error(error)
+        self.calls.record_error(error)
         self._state = SinkState.DEAD_CLIENT if isinstance(error, DeadClientError) else SinkState.DISABLED
         if self._state is SinkState.DISABLED or not self._in_child:
             message = "esper-telemetry: sink %s is DISABLED for this run: %s"
-            _logger.error(message, self.name, self._calls.last_error, extra=REPORTED)
+            _logger.error(message, self.name, self.calls.last_error, extra=REPORTED)
 
     def _move(self, **changes: Any) -> None:
         self.cursor = replace(self.cursor, **changes)

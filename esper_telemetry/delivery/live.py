@@ -24,7 +24,7 @@ from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.supervisor import HAS_HELPERS
 from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
-from esper_telemetry.delivery.delivery import Delivery, SinkReader
+from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.process import SinkProcess
 from esper_telemetry.delivery.status import (
     FINAL,
@@ -144,24 +144,23 @@ class Deliveries:
         self._threads: list[threading.Thread] = []
         self._refused: dict[str, SinkStatus] = {}
         run_dir = journal.run_dir
-        remote = {name: sink for name, sink in self._sinks.items() if not runs_in_process(sink)}
         # The sink process reads the journal's file, and cannot import a class that the script defines.
-        remote = {name: sink for name, sink in remote.items() if run_dir and type(sink).__module__ != "__main__"}
-        remote = remote if HAS_HELPERS else {}
+        candidates = self._sinks if HAS_HELPERS and run_dir is not None else {}
+        remote = {name: sink for name, sink in candidates.items() if not runs_in_process(sink) and type(sink).__module__ != "__main__"}
         self._remote = frozenset(remote)
         if remote and run_dir is not None:
             self._process = SinkProcess(run_dir, remote)
         if run_dir is not None and self._sinks:
             write_uris(run_dir, {name: sink_uri(sink) for name, sink in self._sinks.items()})
-        prepared = [pair for name in self._sinks if name not in remote if (pair := self._prepare(name)) is not None]
-        for delivery, _ in prepared:  # one after the other, before any thread starts
+        prepared = [delivery for name in self._sinks if name not in remote if (delivery := self._prepare(name)) is not None]
+        for delivery in prepared:  # one after the other, before any thread starts
             delivery.import_client()
-        for delivery, reader in prepared:
+        for delivery in prepared:
             if isinstance(delivery.sink, SupportsInline) and delivery.sink.inline:
                 self._inline.append(delivery)
                 self._local.append(delivery)
             else:
-                self._start_thread(delivery, reader)
+                self._start_thread(delivery)
 
     @property
     def child_pid(self) -> int | None:
@@ -281,8 +280,8 @@ class Deliveries:
         local = self._refused | {delivery.name: delivery.status for delivery in self._local}
         return {name: local.get(name) or remote[name] for name in self._sinks}
 
-    def _prepare(self, name: str) -> tuple[Delivery, SinkReader] | None:
-        """Return the delivery to a sink of this process and its reader; None, with a warning, if the system lacks resources for them."""
+    def _prepare(self, name: str) -> Delivery | None:
+        """Return the delivery to a sink of this process; None, with a warning, if the system lacks resources for it."""
         run_dir = self._journal.run_dir
         try:
             with ExitStack() as opened:
@@ -293,15 +292,15 @@ class Deliveries:
         except (OSError, MemoryError) as error:
             self._refuse(name, error)
             return None
-        return delivery, reader
+        return delivery
 
-    def _start_thread(self, delivery: Delivery, reader: SinkReader) -> None:
+    def _start_thread(self, delivery: Delivery) -> None:
         """Start the delivery in a thread; log a warning if the system refuses one."""
         thread = threading.Thread(target=delivery.run, name=f"esper-{delivery.name}", daemon=True)
         try:
             thread.start()
         except (MemoryError, RuntimeError) as error:
-            reader.close()
+            delivery.release()
             self._refuse(delivery.name, error)
             return
         self._local.append(delivery)
@@ -321,10 +320,8 @@ def log_undelivered(report: CloseReport, run_dir: Path | None) -> None:
         if sink not in unfinished and (sink.state is not SinkState.CLOSED or sink.pending):
             _logger.warning("esper-telemetry: %s", sink)
     if unfinished:
-        names = [sink.name + _in_brackets(f"{sink.pending:,} records" if sink.pending else "", sink.last_error) for sink in unfinished]
+        names = []
+        for sink in unfinished:
+            details = "; ".join(filter(None, (f"{sink.pending:,} records" if sink.pending else "", sink.last_error)))
+            names.append(f"{sink.name} ({details})" if details else sink.name)
         _logger.warning(GOING_ON, ", ".join(names), MAX_DETACHED_SECONDS / 60, run_dir)
-
-
-def _in_brackets(*parts: str) -> str:
-    content = "; ".join(part for part in parts if part)
-    return f" ({content})" if content else ""

@@ -13,7 +13,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -46,73 +46,6 @@ DATA_ERRORS: Final = (PoisonRecordError, ValueError, TypeError, ArithmeticError,
 DEAD_LETTER_NAME: Final = "dead_letter.jsonl"
 
 _logger = logging.getLogger("esper_telemetry")
-
-
-class RecordBatch:
-    """Records, alarms and outcomes that wait for the sink, in the order of the journal.
-
-    Attributes:
-        taken: records that the sink took since `clear_taken`.
-    """
-
-    def __init__(self) -> None:
-        self.taken: list[Record] = []
-        self._entries: list[Record | Alarm | JournalEvent] = []
-        self._max_records: int | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def append(self, entry: Record | Alarm | JournalEvent) -> None:
-        """Add a journal entry."""
-        self._entries.append(entry)
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._entries.clear()
-        self.clear_taken()
-
-    def clear_taken(self) -> None:
-        """Forget the records that the sink took, once the cursor is past them; full batches are allowed again."""
-        self.taken.clear()
-        self._max_records = None
-
-    def next_message(self) -> Alarm | JournalEvent | None:
-        """Return the alarm or the outcome that comes next; None if a record comes next."""
-        first = self._entries[0]
-        return None if isinstance(first, Record) else first
-
-    def next_records(self, limit: int | None = None) -> Sequence[Record]:
-        """Return the next records: up to the next alarm or outcome, and at most `limit`."""
-        ready: list[Record] = []
-        for entry in self._entries[: min(self._max_records or len(self._entries), limit or len(self._entries))]:
-            if not isinstance(entry, Record):
-                break
-            ready.append(entry)
-        return tuple(ready)
-
-    def records_after(self, record: Record, limit: int) -> Sequence[Record]:
-        """Return at most `limit` records after that record, of the records read so far."""
-        later = (entry for entry in self._entries if isinstance(entry, Record) and entry.seq > record.seq)
-        return tuple(islice(later, limit))
-
-    def halve(self, size: int) -> None:
-        """Let at most half of that many records go at once."""
-        self._max_records = max(1, size // 2)
-
-    def drop_message(self) -> None:
-        """Remove the alarm or the outcome that comes next."""
-        del self._entries[0]
-
-    def take(self, records: Sequence[Record]) -> None:
-        """Move records that the sink took to `taken`."""
-        self.remove(records)
-        self.taken.extend(records)
-
-    def remove(self, records: Sequence[Record]) -> None:
-        """Remove records, whether the sink took them or not."""
-        seqs = {record.seq for record in records}
-        self._entries = [entry for entry in self._entries if not isinstance(entry, Record) or entry.seq not in seqs]
 
 
 class SinkCalls:
@@ -178,18 +111,14 @@ class CircuitBreaker:
 
     Args:
         failures: failures in a row so far; they determine the first pause.
-        draw: returns a random number in [0, 1).
+
+    Attributes:
+        failures: failures in a row; if there are any, the next call is a trial, which should carry as little as possible.
     """
 
-    def __init__(self, failures: int = 0, *, draw: Callable[[], float] = random.random) -> None:
+    def __init__(self, failures: int = 0) -> None:
         self.failures = failures
-        self._draw = draw
         self._open_until = time.monotonic() + self._delay(MAX_RETRY_SECONDS) if failures else 0.0
-
-    @property
-    def half_open(self) -> bool:
-        """True if the next call is a trial, which should carry as little as possible."""
-        return self.failures > 0
 
     def pause(self) -> float:
         """Return the seconds until the next attempt; 0 or less if it may be made now."""
@@ -210,14 +139,7 @@ class CircuitBreaker:
 
     def _delay(self, longest: float) -> float:
         delay = min(longest, FIRST_RETRY_SECONDS * 2.0 ** min(self.failures - 1, 10))
-        return delay * (1.0 - RETRY_JITTER * self._draw())
-
-
-def may_be_data_error(error: BaseException, failures: int) -> bool:
-    """Return whether the sink may have refused a record, after so many earlier failures in a row."""
-    if isinstance(error, INFRASTRUCTURE_ERRORS):
-        return False
-    return isinstance(error, DATA_ERRORS) or failures >= MIN_SUSPECT_FAILURES
+        return delay * (1.0 - RETRY_JITTER * random.random())
 
 
 class Sender:
@@ -231,18 +153,26 @@ class Sender:
         calls: times the calls.
 
     Attributes:
-        batch: entries that wait for the sink.
+        batch: records, alarms and outcomes that wait for the sink, in the order of the journal.
+        taken: records that the sink took since `clear_taken`.
         wall_time: when the last record that the sink took was made; None before the first.
         sent: number of records that the sink took.
         refused: number of records that went to `dead_letter.jsonl`.
     """
 
     def __init__(self, sink: Sink, name: str, run_dir: Path | None, breaker: CircuitBreaker, calls: SinkCalls) -> None:
-        self.batch = RecordBatch()
+        self.batch: list[Record | Alarm | JournalEvent] = []
+        self.taken: list[Record] = []
         self.wall_time: float | None = None
         self.sent = self.refused = 0
+        self._max_records: int | None = None
         self._sink, self._name, self._run_dir = sink, name, run_dir
         self._breaker, self._calls = breaker, calls
+
+    def clear_taken(self) -> None:
+        """Forget the records that the sink took, once the cursor is past them; full batches are allowed again."""
+        self.taken.clear()
+        self._max_records = None
 
     def send(self, *, at_end: bool, any_before: bool) -> None:
         """Make one call of the sink; raises its exception unless a record caused it.
@@ -251,33 +181,46 @@ class Sender:
             at_end: whether the journal is complete.
             any_before: whether the sink has taken a record before this batch.
         """
-        message = self.batch.next_message()
-        if message is not None:
+        first = self.batch[0]
+        if not isinstance(first, Record):
             with self._calls.timed():
-                if isinstance(message, Alarm) and isinstance(self._sink, SupportsAlarms):
-                    self._sink.alarm(message)
-                elif isinstance(message, JournalEvent) and isinstance(self._sink, SupportsOutcome):
-                    self._sink.outcome(message)
-            self.batch.drop_message()
+                if isinstance(first, Alarm) and isinstance(self._sink, SupportsAlarms):
+                    self._sink.alarm(first)
+                elif isinstance(first, JournalEvent) and isinstance(self._sink, SupportsOutcome):
+                    self._sink.outcome(first)
+            del self.batch[0]
             return
-        records = self.batch.next_records(1 if self._breaker.half_open else None)
+        limit = 1 if self._breaker.failures else self._max_records
+        ready: list[Record] = []
+        for entry in self.batch[:limit]:
+            if not isinstance(entry, Record):
+                break
+            ready.append(entry)
+        records = tuple(ready)
         try:
             self._write(records)
         except PermanentSinkError:
             raise
         except Exception as error:
-            if not may_be_data_error(error, self._breaker.failures):
+            is_suspect = isinstance(error, DATA_ERRORS) or self._breaker.failures >= MIN_SUSPECT_FAILURES
+            if isinstance(error, INFRASTRUCTURE_ERRORS) or not is_suspect:  # the sink has not refused a record
                 raise
-            self._isolate(records, error, no_later_records=at_end and (any_before or bool(self.batch.taken)))
+            self._isolate(records, error, no_later_records=at_end and (any_before or bool(self.taken)))
         else:
             self._breaker.record_success()
 
     def _write(self, records: Sequence[Record]) -> None:
         with self._calls.timed():
             self._sink.write(records)
-        self.batch.take(records)
+        self._remove(records)
+        self.taken.extend(records)
         self.sent += len(records)
         self.wall_time = records[-1].axes.wall_time
+
+    def _remove(self, records: Sequence[Record]) -> None:
+        """Remove records from the batch, whether the sink took them or not."""
+        seqs = {record.seq for record in records}
+        self.batch = [entry for entry in self.batch if not isinstance(entry, Record) or entry.seq not in seqs]
 
     def _isolate(self, records: Sequence[Record], error: Exception, *, no_later_records: bool) -> None:
         """Find the record that the sink refuses and set it aside; raises the error if that record is not known yet."""
@@ -286,7 +229,7 @@ class Sender:
             self._set_aside(records[index], error)
         elif len(records) > 1:
             self._calls.record_failure(error)
-            self.batch.halve(len(records))
+            self._max_records = len(records) // 2
         elif self._takes_later_record(records[0], error, no_later_records=no_later_records):
             self._set_aside(records[0], error)
         else:
@@ -297,7 +240,8 @@ class Sender:
 
         For the last records of a run (`no_later_records`), return whether the sink took any record before.
         """
-        following = self.batch.records_after(record, MAX_TRIAL_RECORDS)
+        later = (entry for entry in self.batch if isinstance(entry, Record) and entry.seq > record.seq)
+        following = tuple(islice(later, MAX_TRIAL_RECORDS))
         for other in following:
             try:
                 self._write((other,))
@@ -311,24 +255,20 @@ class Sender:
         return no_later_records
 
     def _set_aside(self, record: Record, error: Exception) -> None:
+        """Append a record to `dead_letter.jsonl`. If the disk is full, the line is lost, but the journal has the record."""
         self._calls.record_failure(error)
-        append_dead_letter(self._run_dir, self._name, record, self._calls.last_error)
-        self.batch.remove((record,))
+        cause = self._calls.last_error
+        if self._run_dir is not None:
+            line = {"kind": "dead_letter", "sink": self._name, "time": time.time(), "error": cause, "record": encode_record(record)}
+            with suppress(OSError):
+                letters = open_own(self._run_dir / DEAD_LETTER_NAME, os.O_WRONLY | os.O_APPEND)
+                try:
+                    os.write(letters, to_json(line))
+                    os.fsync(letters)
+                finally:
+                    os.close(letters)
+        self._remove((record,))
         self.refused += 1
         if self.refused == 1:
             message = "esper-telemetry: sink %s refuses record %d (%s): it is left out, see dead_letter.jsonl"
-            _logger.warning(message, self._name, record.seq, self._calls.last_error)
-
-
-def append_dead_letter(run_dir: Path | None, sink: str, record: Record, error: str) -> None:
-    """Append a refused record to `dead_letter.jsonl`. If the disk is full, the line is lost, but the journal has the record."""
-    if run_dir is None:
-        return
-    line = {"kind": "dead_letter", "sink": sink, "time": time.time(), "error": error, "record": encode_record(record)}
-    with suppress(OSError):
-        letters = open_own(run_dir / DEAD_LETTER_NAME, os.O_WRONLY | os.O_APPEND)
-        try:
-            os.write(letters, to_json(line))
-            os.fsync(letters)
-        finally:
-            os.close(letters)
+            _logger.warning(message, self._name, record.seq, cause)

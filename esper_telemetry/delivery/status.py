@@ -5,7 +5,6 @@ Several processes change these files, so `run_dir_lock` locks them.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -14,7 +13,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
@@ -25,15 +24,14 @@ from esper_telemetry.core.files import open_own, open_regular, read_json, replac
 from esper_telemetry.core.record import Record, RunStatus, SinkLag
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.core.supervisor import HAS_HELPERS
-from esper_telemetry.journal.file import JOURNAL_NAME, JournalReader, journal_path
+from esper_telemetry.journal.file import JOURNAL_NAME, journal_path
 from esper_telemetry.journal.lock import Role, holder_pid, is_held, lock_file
+from esper_telemetry.journal.read import entries
 from esper_telemetry.journal.schema import COUNT, FLAG, check
 from esper_telemetry.sinks.sink_protocol import Sink, sink_name, sink_uri
 from esper_telemetry.sinks.sink_registry import BUNDLED, known_sinks
 
 CURSORS_NAME: Final = "cursors.json"
-COUNT_LINES: Final = 1000
-"""Lines that are read at once to count records."""
 MIN_HUNG_SECONDS: Final = 330.0
 """Longer than a sink process without a trainer lives; it writes its files when it loses the trainer."""
 CURSOR: Final = {**dict.fromkeys(("offset", "seq", "records", "quarantined"), COUNT), "closed": FLAG}
@@ -41,13 +39,13 @@ CURSOR: Final = {**dict.fromkeys(("offset", "seq", "records", "quarantined"), CO
 _logger = logging.getLogger("esper_telemetry")
 
 
-@contextlib.contextmanager
+@contextmanager
 def run_dir_lock(run_dir: Path) -> Iterator[None]:
     """Admit one process and thread at a time, if the file system has locks; raises OSError without a journal."""
     journal = open_regular(journal_path(run_dir), os.O_RDONLY, follow_links=True)  # it exists as long as the run does
     locked = journal if HAS_HELPERS else open_own(run_dir / Role.FILES, os.O_RDWR)  # others read the journal
     try:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             lock_file(locked, wait=True)
         yield
     finally:
@@ -78,12 +76,7 @@ class Cursor:
 
 def count_records_after(run_dir: Path, cursor: Cursor) -> int:
     """Return how many records of the journal the cursor has not passed."""
-    reader = JournalReader(journal_path(run_dir), cursor.offset)
-    count = 0
-    while entries := reader.read(COUNT_LINES):
-        count += sum(isinstance(entry, Record) for entry in entries)
-    reader.close()
-    return count
+    return sum(isinstance(entry, Record) for entry in entries(run_dir, cursor.offset))
 
 
 class Cursors:
@@ -115,7 +108,7 @@ class Cursors:
 
     def names(self) -> list[str]:
         """Return the names of the sinks that have a cursor."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return list(self._read())
         return []
 

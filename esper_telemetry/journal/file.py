@@ -11,11 +11,11 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from esper_telemetry.core.files import open_regular
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
@@ -284,53 +284,30 @@ class _PlainFile:
         self._file.close()
 
 
-class JournalSample(NamedTuple):
-    """Some lines of a journal.
-
-    Attributes:
-        lines: in order, each with its position.
-        updates: number of updates in the whole journal.
-        is_complete: whether all records are among the lines.
-    """
-
-    lines: list[tuple[int, bytes]]
-    updates: int
-    is_complete: bool
-
-
 class JournalReader:
     """Follows a journal file from an offset.
 
     Attributes:
         path: path of the file.
+        run_dir: directory of the run.
         offset: position in bytes after the last line that `read` returned; set it to continue from a saved position.
-        damage: positions in bytes of the lines that `read` left out because they could not be understood.
+        damage: why `read` left out lines that could not be understood, by their positions in bytes.
 
     Raises OSError if the file cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: str | os.PathLike[str], offset: int = 0) -> None:
         self.path = Path(path)
+        self.run_dir = self.path.parent
         self.offset = offset
-        self.damage: list[int] = []
-        self._faults: dict[int, str] = {}
+        self.damage: dict[int, str] = {}
         self._is_open = True
         self._file = PackedFile(self.path) if self.path.suffix == PACKED_SUFFIX else _PlainFile(self.path)
-
-    @property
-    def skipped(self) -> int:
-        """Number of lines that `read` left out."""
-        return len(self.damage)
 
     @property
     def size(self) -> int:
         """Current size of the journal in bytes, decompressed."""
         return self._file.size
-
-    @property
-    def run_dir(self) -> Path | None:
-        """Directory of the run."""
-        return self.path.parent
 
     def read(self, limit: int | None = None, *, values: bool = True) -> list[Entry]:
         """Return up to `limit` complete lines after `offset`, decoded; a torn last line is left until it is complete.
@@ -347,12 +324,9 @@ class JournalReader:
             entries.extend(self._decoded(lines, self.offset - sum(map(len, lines)) - len(lines), values=values))
         return entries
 
-    def lines(self, limit: int | None) -> list[tuple[int, bytes]]:
-        """Return up to `limit` complete lines after `offset`, each with its position, and move past them; for `decode`.
-
-        None for as many as fit into a chunk.
-        """
-        lines = self._lines(limit)
+    def lines(self) -> list[tuple[int, bytes]]:
+        """Return complete lines after `offset` that fit into a chunk, each with its position, and move past them; for `decode`."""
+        lines = self._lines(None)
         position = self.offset - sum(map(len, lines)) - len(lines)
         return [*zip(accumulate((len(line) + 1 for line in lines), initial=position), lines, strict=False)]
 
@@ -360,7 +334,7 @@ class JournalReader:
         """Return the entry of the line at a position; None, and a place in `damage`, if it cannot be understood."""
         entry, fault = decode_line(line, self.run_dir)
         if fault and line and not line.endswith(TORN):
-            self.add_damage(position, fault)
+            self.damage.setdefault(position, fault)
         return entry
 
     def bytes_at(self, position: int, size: int) -> bytes:
@@ -385,8 +359,11 @@ class JournalReader:
         if position > 0:
             self._lines(1)
 
-    def sample(self, records: int, *, is_rare: Callable[[str], bool], every_form: bool) -> JournalSample:
+    def sample(self, records: int, *, is_rare: Callable[[str], bool], every_form: bool) -> tuple[list[tuple[int, bytes]], int, bool]:
         """Return the lines of a long journal that show a run at a glance, and move to its end.
+
+        The lines are in order, each with its position; with them come the number of updates in the whole journal, and whether all records
+        are among the lines.
 
         Args:
             records: number of records at even distances, and number of records at its end.
@@ -399,7 +376,7 @@ class JournalReader:
         events: dict[str, tuple[int, bytes]] = {}
         others: list[tuple[int, bytes]] = []
         count, every, updates, last = 0, 1, 0, b""
-        while lines := self.lines(None):
+        while lines := self.lines():
             for item in lines:
                 line = item[1]
                 if line.startswith(RECORD_HEAD):
@@ -421,15 +398,15 @@ class JournalReader:
                 else:
                     others.append(item)
         chosen = {*spread, *forms.values(), *latest}
-        return JournalSample(sorted([*chosen, *events.values(), *others]), updates, len(chosen) == count)
+        return sorted([*chosen, *events.values(), *others]), updates, len(chosen) == count
 
     def damaged_lines(self) -> tuple[DamagedLine, ...]:
         """Return the numbers of the lines that `read` left out, with the reasons."""
         lines, number, position = [], 1, 0
-        for offset in sorted(self.damage):
+        for offset, fault in sorted(self.damage.items()):
             while position < offset and (chunk := self._file.read_at(position, min(CHUNK_BYTES, offset - position))):
                 number, position = number + chunk.count(b"\n"), position + len(chunk)
-            lines.append(DamagedLine(number, self._faults[offset]))
+            lines.append(DamagedLine(number, fault))
         return tuple(lines)
 
     def head(self, before: int | None = None) -> RunInfo | None:
@@ -466,14 +443,12 @@ class JournalReader:
     def _earlier(self, before: int | None, is_wanted: Callable[[bytes], bool]) -> list[Entry]:
         """Return the wanted entries before a position, in the whole file by default; damage is left to a reader of all lines."""
         entries: list[Entry] = []
-        reader = JournalReader(self.path)
-        while (before is None or reader.offset < before) and (lines := reader._lines(None)):
-            ends = accumulate((len(line) + 1 for line in lines), initial=reader.offset - sum(map(len, lines)) - len(lines))
-            next(ends)
-            earlier = (line for line, end in zip(lines, ends, strict=True) if before is None or end <= before)
-            entries.extend(reader._decoded(filter(is_wanted, earlier)))
-        reader.damage.clear()
-        reader.close()
+        with closing(JournalReader(self.path)) as reader:
+            while (before is None or reader.offset < before) and (lines := reader.lines()):
+                earlier = ((at, line) for at, line in lines if before is None or at + len(line) < before)
+                decoded = (reader.decode(line, at) for at, line in earlier if is_wanted(line))
+                entries.extend(entry for entry in decoded if entry is not None)
+            reader.damage.clear()
         return entries
 
     def _lines(self, limit: int | None) -> list[bytes]:
@@ -485,7 +460,7 @@ class JournalReader:
                 continue
             if len(chunk) < size:
                 if self._file.fault:
-                    self.add_damage(self.offset, self._file.fault)
+                    self.damage.setdefault(self.offset, self._file.fault)
                 return []
             if size < MAX_LINE_BYTES:
                 size *= 2
@@ -506,13 +481,13 @@ class JournalReader:
         while chunk := self._file.read_at(position, CHUNK_BYTES):
             end = chunk.find(b"\n")
             if end >= 0:
-                self.add_damage(self.offset, f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
+                self.damage.setdefault(self.offset, f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
                 self.offset = position + end + 1
                 return True
             position += len(chunk)
         return False
 
-    def _decoded(self, lines: Iterable[bytes], begin: int = 0, *, values: bool = True) -> list[Entry]:
+    def _decoded(self, lines: Iterable[bytes], begin: int, *, values: bool = True) -> list[Entry]:
         """Decode lines, the first of which begins at that position."""
         entries: list[Entry] = []
         for line in lines:
@@ -521,16 +496,6 @@ class JournalReader:
                 entries.append(entry)
             begin += len(line) + 1
         return entries
-
-    def fault(self, position: int) -> str:
-        """Return why the damaged line at a position is left out."""
-        return self._faults[position]
-
-    def add_damage(self, position: int, fault: str) -> None:
-        """Note a line that cannot be understood, once."""
-        if position not in self._faults:
-            self._faults[position] = fault
-            self.damage.append(position)
 
 
 def _event_type(line: bytes) -> str:
@@ -614,9 +579,8 @@ def compress(run_dir: str | os.PathLike[str]) -> tuple[int, int]:
 
 def last_entries(run_dir: str | os.PathLike[str]) -> list[Entry]:
     """Return the entries in the last `MAX_TAIL_BYTES` of a journal; raises FileNotFoundError without a journal."""
-    reader = JournalReader(journal_path(run_dir))
-    reader.offset = max(0, reader.size - MAX_TAIL_BYTES)
-    entries = reader.read()
-    reader.damage.clear()  # reading began in the middle of a line
-    reader.close()
+    with closing(JournalReader(journal_path(run_dir))) as reader:
+        reader.offset = max(0, reader.size - MAX_TAIL_BYTES)
+        entries = reader.read()
+        reader.damage.clear()  # reading began in the middle of a line
     return entries

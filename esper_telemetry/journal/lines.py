@@ -17,7 +17,7 @@ from enum import Enum
 from itertools import islice
 from math import hypot, isfinite
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from esper_telemetry.core.files import TOO_DEEP, check_nesting
 from esper_telemetry.core.interrupts import is_interrupt
@@ -259,28 +259,20 @@ class LineEncoder:
         return encoded, refused
 
 
-class DecodedLine(NamedTuple):
-    """The value of a line of a file; None for a damaged line, and for a kind of line that this version does not know.
+def decode_line(data: bytes, run_dir: Path | None = None) -> tuple[Entry | None, str]:
+    """Return the value of the bytes of a line, its texts `printable`, and why the line, or facts in it, are left out.
 
-    Attributes:
-        entry: the value.
-        fault: why the line, or facts in it, are left out; empty for a valid line.
+    The value is None for a damaged line, which never raises, and for a kind of line that this version does not know. The reason is empty
+    for a valid line.
     """
-
-    entry: Entry | None
-    fault: str = ""
-
-
-def decode_line(data: bytes, run_dir: Path | None = None) -> DecodedLine:
-    """Decode the bytes of a line of a file; its texts become `printable`. A malformed line is a fault and never an exception."""
     try:
         line = _parse(data)
         entry = decode(line, run_dir)
     except ValueError as error:
-        return DecodedLine(None, printable(str(error))[:MAX_FAULT_CHARACTERS])
+        return None, printable(str(error))[:MAX_FAULT_CHARACTERS]
     if isinstance(entry, RunInfo) and (faults := schema.wrong_facts(line.get("facts", {}))):
-        return DecodedLine(entry, printable("; ".join(faults.values()))[:MAX_FAULT_CHARACTERS])
-    return DecodedLine(entry)
+        return entry, printable("; ".join(faults.values()))[:MAX_FAULT_CHARACTERS]
+    return entry, ""
 
 
 CONTROLS: Final = re.compile(

@@ -42,7 +42,7 @@ class TrainerLock:
         self._run_dir = run_dir
         self._descriptor = -1
         while self._descriptor < 0:
-            self._descriptor = _opened(run_dir, Role.TRAINER)
+            self._descriptor = open_own(run_dir / Role.TRAINER, os.O_RDWR)
             try:
                 lock_file(self._descriptor, wait=False)
             except BlockingIOError:
@@ -106,7 +106,7 @@ def _lock_on_windows(descriptor: int, *, wait: bool) -> None:
 
 def lock_for(run_dir: Path, helper: Role) -> int:
     """Return a descriptor that holds a helper's lock: hand it to the helper and close it here."""
-    descriptor = _opened(run_dir, helper)
+    descriptor = open_own(run_dir / helper, os.O_RDWR)
     with suppress(OSError):  # a file system without locks: other processes cannot wait for it either
         lock_file(descriptor, wait=False)
     return descriptor
@@ -160,7 +160,3 @@ def is_held(run_dir: Path, role: Role) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def _opened(run_dir: Path, role: Role) -> int:
-    return open_own(run_dir / role, os.O_RDWR)

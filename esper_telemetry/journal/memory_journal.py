@@ -27,25 +27,21 @@ class MemoryJournal:
     Attributes:
         run_dir: None.
         is_deleted: False, since it is not a file.
+        settled: True, because lines never wait for a disk.
         records: number of records that were given to `write`.
         lost: number of records that a reader lost because too many waited for it.
+        missing_records: 0: no disk can refuse a record.
     """
 
     def __init__(self) -> None:
         self.run_dir: Path | None = None
-        self.is_deleted = False
-        self.records = 0
-        self.lost = 0
+        self.is_deleted, self.settled = False, True
+        self.records = self.lost = self.missing_records = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._encoder = LineEncoder()
         self._head: list[bytes] = []
         self._readers: list[MemoryReader] = []
-
-    @property
-    def missing_records(self) -> int:
-        """0: no disk can refuse a record."""
-        return 0
 
     def write(self, *lines: Line) -> bool:
         """Give lines to every reader; return False in a forked process, or if a reader lost one.
@@ -65,11 +61,6 @@ class MemoryJournal:
                 lost += sum(not reader.take(content, droppable=is_record) for reader in self._readers)
             self.lost += lost
         return lost == 0
-
-    @property
-    def settled(self) -> bool:
-        """True, because lines never wait for a disk."""
-        return True
 
     def reader(self) -> MemoryReader:
         """Return a reader of the lines so far except records, and of all later lines."""
@@ -92,17 +83,14 @@ class MemoryReader:
     Attributes:
         offset: number of lines that were read.
         closed: whether the reader was closed.
+        run_dir: None, because the run is without a directory.
     """
 
     def __init__(self, lines: Iterable[bytes] = ()) -> None:
         self.offset = 0
         self.closed = False
+        self.run_dir: Path | None = None
         self._waiting = deque(lines)
-
-    @property
-    def run_dir(self) -> Path | None:
-        """None, because the run is without a directory."""
-        return None
 
     def take(self, line: bytes, *, droppable: bool) -> bool:
         """Store a line until it is read; return False if it is droppable and too many wait already."""
@@ -116,12 +104,13 @@ class MemoryReader:
     def read(self, limit: int | None = None) -> list[Entry]:
         """Return up to `limit` lines that were not read before, decoded."""
         count = len(self._waiting) if limit is None else min(limit, len(self._waiting))
-        entries: list[Entry | None] = []
+        entries: list[Entry] = []
         for _ in range(count):
             with suppress(ValueError):  # a journal in a file would have refused the line
-                entries.append(decode(json.loads(self._waiting.popleft())))
+                if (entry := decode(json.loads(self._waiting.popleft()))) is not None:
+                    entries.append(entry)
         self.offset += count
-        return [entry for entry in entries if entry is not None]
+        return entries
 
     def head(self) -> RunInfo | None:
         """Return None: lines that were read are gone."""

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -62,18 +62,12 @@ class JournalContents:
         """Last update with a record; 0 before the first."""
         return self.axes.update if self.axes else 0
 
-    def covers(self, axes: Axes) -> bool:
-        """Return whether an update with these axes has a record; a resumed run keeps the first record of an update."""
-        return self.axes is not None and axes.within(self.axes)
-
 
 def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
     """Return the run in a directory, without reading its records; raises as `read_contents`."""
     path = journal_path(run_dir)
-    reader = JournalReader(path)
-    info = reader.head(before=sys.maxsize)
-    reader.close()
-    return _required(info, path)
+    with closing(JournalReader(path)) as reader:
+        return _required(reader.head(before=sys.maxsize), path)
 
 
 def read_contents(run_dir: str | os.PathLike[str], *, known: JournalContents | None = None, values: bool = True) -> JournalContents:
@@ -125,40 +119,29 @@ def _summarized(reader: JournalReader) -> Iterator[list[Entry]]:
 
 def entries(run_dir: str | os.PathLike[str], offset: int = 0) -> Iterator[Entry]:
     """Yield the entries of a journal, line by line, from a position at the beginning of a line."""
-    reader = JournalReader(journal_path(run_dir), offset)
-    try:
+    with closing(JournalReader(journal_path(run_dir), offset)) as reader:
         while chunk := reader.read(CHUNK_LINES):
             yield from chunk
-    finally:
-        reader.close()
 
 
 def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[DamagedLine, ...]:
     """Return the numbers of damaged lines of a journal, from 1; raises FileNotFoundError without a journal."""
-    reader = JournalReader(journal_path(run_dir))
-    while reader.read(CHUNK_LINES):
-        pass
-    damaged = reader.damaged_lines()
-    reader.close()
-    return damaged
+    with closing(JournalReader(journal_path(run_dir))) as reader:
+        while reader.read(CHUNK_LINES):
+            pass
+        return reader.damaged_lines()
 
 
 def alarms(run_dir: str | os.PathLike[str]) -> tuple[Alarm, ...]:
     """Return the alarms of a journal in the order of its lines, without parsing its records."""
-    reader = JournalReader(journal_path(run_dir))
-    try:
+    with closing(JournalReader(journal_path(run_dir))) as reader:
         return reader.alarms()
-    finally:
-        reader.close()
 
 
 def events_of(run_dir: str | os.PathLike[str], *kinds: str) -> list[JournalEvent]:
     """Return the events of these types in the order of a journal's lines, without parsing its records."""
-    reader = JournalReader(journal_path(run_dir))
-    try:
+    with closing(JournalReader(journal_path(run_dir))) as reader:
         return reader.events_of(kinds)
-    finally:
-        reader.close()
 
 
 def last_outcome(run_dir: str | os.PathLike[str]) -> JournalEvent | None:

@@ -126,30 +126,6 @@ class Segment:
                 yield Record(seq, Axes(update, env_step, gradient_step, time), values, partial=partial)
 
 
-class NumberDecoder:
-    """Decodes lines without the histograms of records, which have most of the numbers.
-
-    Histograms are skipped if their text without digits, their form, equals the form of a record that has been parsed.
-    """
-
-    def __init__(self, reader: JournalReader) -> None:
-        self._reader = reader
-        self._valid_forms: set[bytes] = set()
-
-    def decode(self, line: bytes, position: int) -> Entry | None:
-        """Return the entry of the line at a position, without the histograms of a record; None, as `JournalReader`, for a damaged line."""
-        begin = line.find(HISTOGRAMS) if line.startswith(RECORD_HEAD) else -1
-        form = line[begin:].translate(None, NUMBER_BYTES) if begin > 0 else b""
-        if form in self._valid_forms:
-            record = decode_line(line[:begin] + b"}").entry
-            if record is not None:
-                return record
-        entry = self._reader.decode(line, position)
-        if isinstance(entry, Record) and len(self._valid_forms) < MAX_FORMS and FORM.fullmatch(form):
-            self._valid_forms.add(form)
-        return entry
-
-
 class SegmentBuilder:
     """Collects the lines of a segment that begins at a position of the journal."""
 
@@ -214,24 +190,40 @@ def segments(reader: JournalReader) -> Iterator[Segment]:
                 _store(directory, segment, reader)
         else:
             reader.offset = segment.end
-            for position, fault in segment.damage:
-                reader.add_damage(position, fault)
+            reader.damage.update(segment.damage)
         yield segment
 
 
 def _built(reader: JournalReader) -> tuple[Segment, bool]:
     """Return the next segment, parsed from the journal, and whether it is full."""
     begin, known = reader.offset, len(reader.damage)
-    builder, decoder = SegmentBuilder(begin), NumberDecoder(reader)
-    while not builder.is_full and (lines := reader.lines(None)):
+    builder, valid_forms = SegmentBuilder(begin), set[bytes]()
+    while not builder.is_full and (lines := reader.lines()):
         for position, line in lines:
             if builder.is_full:
                 reader.offset = position
                 break
-            if (entry := decoder.decode(line, position)) is not None:
+            if (entry := _decode_numbers(reader, line, position, valid_forms)) is not None:
                 builder.add(position, line, entry)
-    damage = [(position, reader.fault(position)) for position in reader.damage[known:]]
-    return builder.segment(reader.offset, damage), builder.is_full
+    return builder.segment(reader.offset, [*reader.damage.items()][known:]), builder.is_full
+
+
+def _decode_numbers(reader: JournalReader, line: bytes, position: int, valid_forms: set[bytes]) -> Entry | None:
+    """Return the entry of the line at a position, without the histograms of a record, which have most of its numbers.
+
+    Histograms are skipped if their text without digits, their form, is one of `valid_forms`, the forms of records that have been parsed.
+    None, as `JournalReader`, for a damaged line.
+    """
+    begin = line.find(HISTOGRAMS) if line.startswith(RECORD_HEAD) else -1
+    form = line[begin:].translate(None, NUMBER_BYTES) if begin > 0 else b""
+    if form in valid_forms:
+        record, _ = decode_line(line[:begin] + b"}")
+        if record is not None:
+            return record
+    entry = reader.decode(line, position)
+    if isinstance(entry, Record) and len(valid_forms) < MAX_FORMS and FORM.fullmatch(form):
+        valid_forms.add(form)
+    return entry
 
 
 def _store(directory: Path, segment: Segment, reader: JournalReader) -> None:
@@ -334,7 +326,7 @@ class StoredEntries(Sequence[T]):
             for position in positions.tolist():
                 if position not in lines:
                     reader.offset = position
-                    lines = dict(reader.lines(None))
+                    lines = dict(reader.lines())
                 entry = reader.decode(lines[position], position)
                 if not isinstance(entry, Record | JournalEvent):
                     raise ValueError(f"{self.path.parent / COLUMNS_NAME} does not fit the journal: delete this directory")

@@ -35,14 +35,6 @@ def _lies_within(low: float, high: float) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARACTERS
-
-
 def optional(form: Form) -> Form:
     """Return the form of a field that may be null."""
     return Form(f"{form.expected} or null", lambda value: value is None or form.accepts(value))
@@ -72,10 +64,14 @@ def object_with(forms: Mapping[str, Form], expected: str, *, required: Iterable[
 
 
 NUMBER: Final = Form("a finite number", _lies_within(-float_info.max, float_info.max))
-COUNT: Final = Form("a whole number from 0 on", _is_count)
+COUNT: Final = Form(
+    "a whole number from 0 on", lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
+)
 SHARE: Final = Form("a number from 0 to 1", _lies_within(0, 1))
 TIME: Final = Form("a time in seconds since the epoch", _lies_within(0, MAX_TIME))
-TEXT: Final = Form(f"text of at most {MAX_TEXT_CHARACTERS:,} characters", _is_text)
+TEXT: Final = Form(
+    f"text of at most {MAX_TEXT_CHARACTERS:,} characters", lambda value: isinstance(value, str) and len(value) <= MAX_TEXT_CHARACTERS
+)
 FLAG: Final = Form("true or false", lambda value: isinstance(value, bool))
 OBJECT: Final = Form("an object", lambda value: isinstance(value, Mapping))
 TEXTS: Final = list_of(TEXT, "a list of texts")

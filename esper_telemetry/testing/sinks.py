@@ -251,7 +251,7 @@ def _refused_record(factory: Factory, directory: Path) -> None:
     run = run_in(directory)
     delivery = _deliver_around(factory(), run, refuse)
     assert delivery.cursor.quarantined == 1, f"{delivery.cursor.quarantined} records were put aside instead of one"
-    assert delivery.sent == 19, f"{delivery.sent} records of 19 others were sent"
+    assert delivery.sender.sent == 19, f"{delivery.sender.sent} records of 19 others were sent"
 
 
 def _hangs(factory: Factory, directory: Path) -> None:

@@ -102,6 +102,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers_from
     return h("table", head, h("tbody", (h("tr", (h("td", cell) for cell in row)) for row in rows)))
 
 
+def scroll_card(content: Element) -> Element:
+    """Return a card that scrolls sideways if its content is wider."""
+    return h("div", content, css="card scroll")
+
+
 def to_html(document: Any) -> str:
     """Return elements as HTML."""
     return "".join(escape(printable(one)) if isinstance(one, str) else _html(one) for one in flat(document))

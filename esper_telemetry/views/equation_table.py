@@ -241,11 +241,6 @@ def _reason(equation: Equation, run: RunInfo) -> str:
     return reasons.get(equation.name) or f"the trainer does not show {equation.inputs}"
 
 
-def as_dict(head: Mapping[str, Any], rows: Sequence[EquationRow]) -> dict[str, Any]:
-    """Return the values of `head` and a table as plain values."""
-    return {**head, "equations": [row.values() for row in rows]}
-
-
 def equation_document(head: str, rows: Sequence[EquationRow]) -> Iterator[Element]:
     """Yield the table, the formulas and the advice of what differs, and what could not be checked, by reason."""
     yield h("p", head)

@@ -330,9 +330,9 @@ MISSING_CELL: Final = TableCell("─", "dim")
 ENVIRONMENT_COLUMNS: Final = {"return": "Return", "length": "Length", "last_return": "Last return", "last_length": "Last length"}
 
 
-def number_cell(value: Any, style: str = "", form: str = ",.6g") -> TableCell:
+def number_cell(value: Any, form: str = ",.6g") -> TableCell:
     """Return the cell of a number; a dim dash if it is missing."""
-    return MISSING_CELL if value is None else TableCell(format(value, form), style, float(value))
+    return MISSING_CELL if value is None else TableCell(format(value, form), sort=float(value))
 
 
 def environments_table(view: RunView) -> TableView | None:
@@ -348,7 +348,7 @@ def environments_table(view: RunView) -> TableView | None:
         rows.append((TableCell(str(env), "cyan", env), *cells, flags[flag]))
     for column in ENVIRONMENT_COLUMNS:
         values = [value for value in data[column] if value is not None]
-        means.append(number_cell(sum(values) / len(values) if values else None, form=",.4g"))
+        means.append(number_cell(sum(values) / len(values) if values else None, ",.4g"))
     footer = (TableCell("Σ", "bold"), *means, number_cell(sum(data["episodes"])), MISSING_CELL)
     total = int(data["environments"])
     title = f"Environments ({len(rows)} of {total:,})" if len(rows) < total else "Environments"
@@ -385,11 +385,6 @@ class ViewDeclarations:
     tables: tuple[TableDeclaration, ...]
     strip: tuple[StripDeclaration, ...]
     problems: tuple[str, ...] = ()
-
-    @property
-    def table_events(self) -> frozenset[str]:
-        """Types of the events that tables are made of."""
-        return frozenset(event for table in self.tables for event in table.events)
 
     @classmethod
     def of(cls, declarations: Iterable[ViewDeclaration]) -> ViewDeclarations:

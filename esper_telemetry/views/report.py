@@ -20,7 +20,7 @@ from esper_telemetry.sinks.pages import REPORT_NAME
 from esper_telemetry.views.compare import comparison
 from esper_telemetry.views.compare.compared_runs import read_compared
 from esper_telemetry.views.compare.comparison_page import comparison_section
-from esper_telemetry.views.document import Element, folded, h, items, table, text_lines, to_html, to_markdown
+from esper_telemetry.views.document import Element, folded, h, items, scroll_card, table, text_lines, to_html, to_markdown
 from esper_telemetry.views.equation_table import STATE_CLASSES, EquationRow, by_reason
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, WARN_SEVERITY, GradientFlow, ReportCharts, gradient_flow, html_page
 from esper_telemetry.views.run_parts import ChartView, IncidentView, duration, number_text
@@ -39,7 +39,6 @@ MAX_TEXT_CHARACTERS: Final = 400
 _logger = logging.getLogger("esper_telemetry")
 
 JUDGEMENT_WORDS: Final[Mapping[str, str]] = {
-    "": "",
     "outside": "outside its healthy range",
     "warn": "beyond its warning bound",
     "critical": "beyond its critical bound",
@@ -91,7 +90,7 @@ def _several(runs: Sequence[_RunSections], charts: ReportCharts) -> Iterator[Ele
                 ", ".join(dict.fromkeys(incident.cause for incident in incidents[:3])),
             )
         )
-    yield _scroll_card(table(("run", "outcome", "return", "environment steps", "incidents", "causes"), rows))
+    yield scroll_card(table(("run", "outcome", "return", "environment steps", "incidents", "causes"), rows))
     references = [
         charts.line(run.place, key, run.view.series(key), run.view.name, TIMELINE_POINTS)
         for run in runs
@@ -115,15 +114,7 @@ def _comparison(views: Sequence[RunView], charts: ReportCharts) -> Iterator[Elem
 
 
 class _RunSections:
-    """The sections of one run, whose charts are added to the page's.
-
-    Attributes:
-        view: the run.
-        charts: of the page.
-        place: of the run in `charts`.
-        incidents: of the run.
-        marks: environment steps at which they began.
-    """
+    """The sections of one run, whose charts are added to the page's; `marks` are the environment steps at which its incidents began."""
 
     def __init__(self, view: RunView, charts: ReportCharts) -> None:
         self.view, self.charts, self.incidents = view, charts, view.incidents
@@ -145,7 +136,7 @@ class _RunSections:
             yield h("div", (self._chart(chart, self.marks) for chart in panel.charts), css="grid")
         for shown in self.view.tables():
             rows = [[str(cell.text) for cell in row] for row in (*shown.rows, shown.footer) if row]
-            yield h("h2", shown.title), _scroll_card(table(shown.columns, rows))
+            yield h("h2", shown.title), scroll_card(table(shown.columns, rows))
         yield [h("p", problem) for problem in self.view.problems]
         if (flow := gradient_flow(self.view)) is not None:
             yield self._gradient_flow(flow)
@@ -222,7 +213,7 @@ class _RunSections:
     def _chart(self, chart: ChartView, marks: Sequence[float], css: str = "card") -> Element:
         line, info = chart.lines[0], chart.info
         values = [one.value for one in (chart.lines if chart.stacked else chart.lines[:1]) if one.value is not None]
-        state, judged = JUDGEMENT_WORDS[line.judgement], line.judgement or "plain"
+        state, judged = JUDGEMENT_WORDS.get(line.judgement, ""), line.judgement or "plain"
         since = f" since update {line.since:,}" if state and line.since else ""
         notes = (
             "" if chart.unit.lower() in chart.title.lower() else chart.unit,
@@ -248,7 +239,7 @@ class _RunSections:
             return
         rows = [(", ".join(kinds), reason, remedy) for (reason, remedy), kinds in groups.items()]
         count = sum(map(len, groups.values()))
-        answers = _scroll_card(table(("alarm", "reason", "supplied by"), rows))
+        answers = scroll_card(table(("alarm", "reason", "supplied by"), rows))
         yield folded(f"{count} question{'' if count == 1 else 's'}", answers)
 
     def _provenance(self) -> Iterator[Element]:
@@ -269,15 +260,11 @@ class _RunSections:
         for title, rows in sections.items():
             if rows:
                 cells = [(h("code", name), str(value)[:MAX_TEXT_CHARACTERS]) for name, value in rows.items()]
-                yield folded(title, _scroll_card(table((), cells)))
+                yield folded(title, scroll_card(table((), cells)))
         if view.info.notes:
             yield h("p", view.info.notes)
         journal = "" if view.run_dir is None else f"; every number is in {view.run_dir}/journal.jsonl"
         yield h("p", f"Run {view.info.run_id}, read from {view.source}{journal}.", css="dim")
-
-
-def _scroll_card(content: Element) -> Element:
-    return h("div", content, css="card scroll")
 
 
 def _plot(chart: str, css: str = "", **attributes: str) -> Element:
@@ -329,7 +316,7 @@ def _equations(rows: Sequence[EquationRow]) -> Iterator[Element]:
         result = (h("span", row.result, css=STATE_CLASSES[row.state]), advice)
         cells.append((quantity, result, error, f"{row.updates:,}{since}"))
     if cells:
-        yield _scroll_card(table(("quantity and reference", "result", "largest error", "updates"), cells))
+        yield scroll_card(table(("quantity and reference", "result", "largest error", "updates"), cells))
     else:
         yield h("p", "None of them could be checked.")
     for reason, quantities in by_reason(rows, "untraced").items():
@@ -407,5 +394,4 @@ def _summary(view: RunView) -> Iterator[Element]:
 
 
 def _style(view: RunView) -> str:
-    """Return the colour of a run."""
     return {Tone.OPEN: "dim"}.get(view.diagnosis.tone, str(view.diagnosis.tone))

@@ -25,10 +25,9 @@ from esper_telemetry.alarms.verdict.bounds import Judgement as Judgement
 from esper_telemetry.alarms.verdict.bounds import judge as judge
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import end_text
+from esper_telemetry.core.metric import Array
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, MetricInfo, RunInfo
 from esper_telemetry.sinks.layout import flattened
-
-Array = npt.NDArray[np.float64]
 
 DEFAULT_POINTS: Final = 600
 """Points of a series: about one for each pixel of a narrow chart."""

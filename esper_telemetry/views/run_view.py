@@ -43,7 +43,7 @@ from esper_telemetry.core.redaction import masked
 from esper_telemetry.history.recent_return import UPDATE_RETURN
 from esper_telemetry.importers.records import ImportedRun, read_foreign
 from esper_telemetry.importers.source import READERS, read_source
-from esper_telemetry.journal.file import DamagedLine, JournalReader, JournalSample, journal_path, last_entries
+from esper_telemetry.journal.file import DamagedLine, JournalReader, journal_path, last_entries
 from esper_telemetry.journal.lines import End, Entry, JournalEvent, end_status
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.journal.record_columns import Segment, segments
@@ -120,10 +120,16 @@ def open_sample(run_dir: str | Path, records: int, *, max_points: int = DEFAULT_
     Its attribute `sampled` is True if records were left out.
     """
     with closing(JournalReader(journal_path(run_dir))) as reader:
-        sample = reader.sample(records, is_rare=is_rare_event, every_form=judged)
-        info = reader.head_of(sample.lines) or run_info(run_dir)  # which raises
+        lines, updates, is_complete = reader.sample(records, is_rare=is_rare_event, every_form=judged)
+        info = reader.head_of(lines) or run_info(run_dir)  # which raises
         view = RunView(info, str(run_dir), max_points=max_points, judged=judged)
-        view._add_sample(sample, reader)
+        for begin in range(0, len(lines), CHUNK_LINES):
+            decoded = (reader.decode(line, position) for position, line in lines[begin : begin + CHUNK_LINES])
+            view._add([entry for entry in decoded if entry is not None])
+        view.updates = max(view.updates, updates)
+        view.damage, view.sampled, view._offset = reader.damaged_lines(), not is_complete, reader.offset
+        if view.sampled:
+            reader.damage.clear()  # a view of all records reports it
     return view
 
 
@@ -134,7 +140,7 @@ def open_verdict(run_dir: str | Path) -> RunView:
     """
     if journal_path(run_dir).stat().st_size > MAX_WHOLE_BYTES:
         view = open_sample(run_dir, VERDICT_RECORDS, judged=True)
-        if view.has_recorded_verdict:
+        if view._judge is not None and view._judge.has_recorded(view.updates):
             return view
     return open_view(str(run_dir), judged=True)
 
@@ -272,22 +278,6 @@ class RunView:
             self.damage += reader.damaged_lines()
             reader.close()
         return count
-
-    def _add_sample(self, sample: JournalSample, reader: JournalReader) -> None:
-        for begin in range(0, len(sample.lines), CHUNK_LINES):
-            chunk = sample.lines[begin : begin + CHUNK_LINES]
-            decoded = (reader.decode(line, position) for position, line in chunk)
-            self._add([entry for entry in decoded if entry is not None])
-        self.updates = max(self.updates, sample.updates)
-        self.damage, self.sampled = reader.damaged_lines(), not sample.is_complete
-        self._offset = reader.offset
-        if self.sampled:
-            reader.damage.clear()  # a view of all records reports it
-
-    @property
-    def has_recorded_verdict(self) -> bool:
-        """Whether a sample of the records is enough for `diagnosis`, because the journal holds the rest; for a `judged` view."""
-        return self._judge is not None and self._judge.has_recorded(self.updates)
 
     def _import(self, imported: ImportedRun, thresholds: Thresholds) -> None:
         self._imported, self.x_label = imported, imported.x
@@ -444,7 +434,6 @@ class RunView:
         return replace(diagnosis, outcome=outcome, unanswered=reasons, remedies={kind: hint for kind, hint in remedies.items() if hint})
 
     def _recorded(self) -> Diagnosis:
-        """Return the verdict that the journal holds."""
         outcome = Outcome() if not self.updates else Outcome(text="too short to tell so far", updates=self.updates)
         # before the end the journal has an outcome only when its kind changes
         is_written = OUTCOME in self.latest and self.status is not None
@@ -631,4 +620,4 @@ class RunView:
 
 def is_rare_event(kind: str) -> bool:
     """Return True for a type of events of which a view needs the last one only: evidence, and what tables are made of."""
-    return kind.startswith("evidence/") or kind in view_declarations().table_events
+    return kind.startswith("evidence/") or any(kind in table.events for table in view_declarations().tables)

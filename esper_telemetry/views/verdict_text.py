@@ -81,13 +81,12 @@ def verdict_document(
     known: set[str] = set()
     for incident in diagnosis.incidents:
         words = without_numbers(incident.main.text)
+        states = ", ".join(f"{kind} ({end_text(end)})" for kind, end in incident.ends().items())
         if words in known:
-            ends = ", ".join(f"{kind} ({end_text(end)})" for kind, end in incident.ends().items())
-            yield h("p", f"incident {incident.number}, update {incident.since}: again {ends}")
+            yield h("p", f"incident {incident.number}, update {incident.since}: again {states}")
         elif not (ending and incident.cause == RUN_FAILED):
             known.add(words)
             note = " (a symptom; its cause is unknown)" if is_symptom_alone(diagnosis, incident) else ""
-            states = ", ".join(f"{kind} ({end_text(end)})" for kind, end in incident.ends().items())
             yield h(
                 "article",
                 h("h3", f"incident {incident.number}, update {incident.since}: {incident.cause}{note}"),
@@ -278,7 +277,8 @@ def answer(
     rules, facts = {rule.type: rule for rule in alarm_rules()}, Facts.of(run.facts)
     incidents = [_incident(one, diagnosis, run, rules.get(one.cause)) for one in diagnosis.incidents]
     rows = [_equation(row) for row in equations if everything or row.state in ("differs", "untraced")]
-    advice = list(_advice(rows, incidents, facts, _logged_rate(diagnosis)))
+    remarks = [data for kind, data in diagnosis.events if kind == REMARK and data.get("name") in RATE_REMARKS]
+    advice = list(_advice(rows, incidents, facts, max((data["value"] for data in remarks), default=None)))
     values = {
         "schema": SCHEMA,
         **head,
@@ -317,7 +317,9 @@ def _incident(incident: IncidentReport, diagnosis: Diagnosis, run: RunInfo, rule
     rate = values.get(RATE) if isinstance(values, Mapping) else None
     change = None
     if rule is not None:
-        named = [(name, to) for name, to in rule.changes if not isinstance(to, str) or _wrapper(to) in advice]
+        # advice that does not name the wrapper in a call such as `gymnasium.wrappers.RescaleAction(env, -1, 1)` is not about it
+        wrappers = {to: to.partition("(")[0].rpartition(".")[2] for _, to in rule.changes if isinstance(to, str)}
+        named = [(name, to) for name, to in rule.changes if not isinstance(to, str) or wrappers[to] in advice]
         rate = rate if isinstance(rate, int | float) else None
         change = setting_change(rule.settings, named, Facts.of(run.facts), rate)
     evidence = {main.key: main.value, **(values if isinstance(values, Mapping) else {})}
@@ -347,11 +349,6 @@ def _healthy(key: str, run: RunInfo) -> str:
     return info.healthy if info else ""
 
 
-def _wrapper(call: str) -> str:
-    """Return the name in a call such as `gymnasium.wrappers.RescaleAction(env, -1, 1)`; advice that does not name it is not about it."""
-    return call.partition("(")[0].rpartition(".")[2]
-
-
 def _change(text: str, change: SettingChange | None) -> dict[str, Any]:
     """Return advice: a text, and the setting with its value and present value if the advice is about one."""
     setting, value, now = change or (None, None, None)
@@ -374,7 +371,7 @@ def _advice(
 ) -> Iterator[dict[str, Any]]:
     """Yield the changes of settings, the most certain one first: equations that differ, incidents, settings outside published ranges.
 
-    `rate` is a logged learning rate outside these ranges.
+    `rate` is the largest logged learning rate outside these ranges.
     """
     changes: dict[str, dict[str, Any]] = {}
     for row in equations:
@@ -387,12 +384,6 @@ def _advice(
         if (change := setting_change((name,), (), facts, rate)) is not None:
             changes.setdefault(change.setting, {**_change(text, change), "because": "published settings", "place": ""})
     yield from changes.values()
-
-
-def _logged_rate(diagnosis: Diagnosis) -> float | None:
-    """Return the largest learning rate outside all published values that was logged; None without one."""
-    remarks = [data for kind, data in diagnosis.events if kind == REMARK]
-    return max((data["value"] for data in remarks if data.get("name") in RATE_REMARKS), default=None)
 
 
 def _next_command(

@@ -86,7 +86,7 @@ def test_a_malformed_line_has_a_reason(line: bytes, reason: str) -> None:
 
 @pytest.mark.parametrize("line", [RUN, RECORD, ALARM, EVENT, END])
 def test_what_this_package_writes_has_none(line: dict[str, Any]) -> None:
-    assert decode_line(to_json(line)).fault == ""
+    assert decode_line(to_json(line))[1] == ""
 
 
 def test_facts_of_another_form_are_left_out_and_the_run_stays() -> None:

@@ -19,7 +19,7 @@ from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.views.compare import Comparison, comparison
 from esper_telemetry.views.compare.compared_runs import find_runs, first_difference, read_compared
 from esper_telemetry.views.compare.comparison_page import comparison_page
-from esper_telemetry.views.compare.seed_statistics import improvement, iqm, iqm_interval, permutation_p, seeds_needed, smallest_p
+from esper_telemetry.views.compare.seed_statistics import bootstrap_interval, improvement, iqm, permutation_p, seeds_needed, smallest_p
 
 METRICS = {
     "policy/kl": MetricInfo("nats", "?"),
@@ -102,9 +102,9 @@ def compared(*places: str) -> Comparison:
 def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
     """For 1, 2, 3, 4, 100 it is the mean of 2, 3 and 4. Two values are too few for an interval."""
     assert iqm(np.array([100.0, 1, 4, 2, 3])) == 3
-    low, high = iqm_interval(np.array([100.0, 1, 4, 2, 3])) or (0, 0)
+    low, high = bootstrap_interval(iqm, np.array([100.0, 1, 4, 2, 3])) or (0, 0)
     assert 1 <= low < 3 < high <= 100
-    assert iqm_interval(np.array([1.0, 2.0])) is None
+    assert bootstrap_interval(iqm, np.array([1.0, 2.0])) is None
 
 
 def test_improvement_counts_pairs_and_half_of_the_ties() -> None:

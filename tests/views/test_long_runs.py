@@ -11,7 +11,7 @@ from journaled import SPOILED, learning, lines_of, write
 
 from esper_telemetry import RunInfo, RunStatus
 from esper_telemetry.alarms.verdict import run_outcome
-from esper_telemetry.cli.diagnose import judge_run
+from esper_telemetry.cli.diagnose import run_answer
 from esper_telemetry.core.record import Axes, Record
 from esper_telemetry.journal import record_columns
 from esper_telemetry.journal.lines import encode_record, encode_run
@@ -48,9 +48,9 @@ def test_the_verdict_by_a_sample_is_that_by_all_records(spoiled: Path) -> None:
 
 @pytest.mark.system
 def test_the_answer_for_programs_is_that_by_all_records(spoiled: Path) -> None:
-    by_sample, again = judge_run(str(spoiled)), judge_run(str(spoiled), again=True)
+    by_sample, again = open_verdict(spoiled), judged_again(spoiled)
 
-    assert by_sample.view.sampled and by_sample.answer() == again.answer()
+    assert by_sample.sampled and run_answer(by_sample, str(spoiled)) == run_answer(again, str(spoiled))
 
 
 @pytest.mark.system

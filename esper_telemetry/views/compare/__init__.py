@@ -25,11 +25,10 @@ from esper_telemetry.views.compare.seed_statistics import (
     MetricDifference,
     MetricMeans,
     StepAxis,
+    bootstrap_interval,
     final_return_test,
     improvement,
-    improvement_interval,
     iqm,
-    iqm_interval,
     seeds_needed,
     smallest_p,
 )
@@ -226,7 +225,7 @@ def _summary(label: str, group: Sequence[ComparedRun], independent: Sequence[Com
     finals = finals[np.isfinite(finals)]
     courses = np.array([axis.means(run, run.column(return_key)[:, None])[:, 0] for run in independent])
     columns = [column[np.isfinite(column)] for column in courses.reshape(len(independent), axis.bins).T]
-    intervals = [iqm_interval(column) for column in columns]
+    intervals = [bootstrap_interval(iqm, column) for column in columns]
     has_returns = len(finals) > 0
     return GroupSummary(
         label,
@@ -235,7 +234,7 @@ def _summary(label: str, group: Sequence[ComparedRun], independent: Sequence[Com
         outcomes=dict(Counter(str(run.outcome) for run in group).most_common()),
         alarms=dict(Counter(kind for run in group for kind in sorted(run.alarms)).most_common()),
         level=float(iqm(finals)) if has_returns else None,
-        interval=iqm_interval(finals),
+        interval=bootstrap_interval(iqm, finals),
         deviation=float(np.std(finals, ddof=1)) if len(finals) > 1 else None,
         low=float(finals.min()) if has_returns else None,
         high=float(finals.max()) if has_returns else None,
@@ -250,15 +249,8 @@ def _summary(label: str, group: Sequence[ComparedRun], independent: Sequence[Com
 
 def _run_summary(run: ComparedRun, final: float) -> RunSummary:
     return RunSummary(
-        run.place,
-        run.info.name,
-        run.seed,
-        None if run.status is None else str(run.status),
-        str(run.outcome),
-        run.outcome_text,
-        len(run.updates),
-        int(run.last_step),
-        final if math.isfinite(final) else None,
+        *(run.place, run.info.name, run.seed, None if run.status is None else str(run.status), str(run.outcome), run.outcome_text),
+        *(len(run.updates), int(run.last_step), final if math.isfinite(final) else None),
     )
 
 
@@ -281,7 +273,7 @@ def _compare(
         verdict,
         "",
         improvement(*present) if has_returns else None,
-        improvement_interval(present[0], present[1]) if has_returns else None,
+        bootstrap_interval(improvement, *present) if has_returns else None,
         return_p,
         return_divergence,
         metrics,
@@ -294,7 +286,6 @@ def _compare(
 
 
 def _text(comparison: GroupComparison, levels: Sequence[float]) -> str:
-    """Return the sentence on two groups."""
     first, second = comparison.seeds
     seeds = f"{first} and {second} seeds"
     if comparison.verdict == "cannot tell":

@@ -19,7 +19,7 @@ from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
 from esper_telemetry.alarms.verdict.run_outcome import EVALUATION, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import did_you_mean
-from esper_telemetry.core.metric import families, family_name
+from esper_telemetry.core.metric import Array, families, family_name
 from esper_telemetry.core.record import AlarmEvent, MetricInfo, Record, RunInfo, RunStatus, judgeable, template_of
 from esper_telemetry.history.derive import ALL_SUFFIXES
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
@@ -27,8 +27,6 @@ from esper_telemetry.journal.file import damage_sentence, journal_path
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.journal.read import Run, entries, read_run
 from esper_telemetry.journal.record_columns import RecordTable, SegmentBuilder
-
-Array = npt.NDArray[np.float64]
 
 MAX_DEPTH: Final = 3
 """Folders below the given one in which runs are looked for."""

@@ -10,7 +10,7 @@ from esper_telemetry.core.messages import capitalized, number
 from esper_telemetry.views.compare import Comparison, GroupComparison
 from esper_telemetry.views.compare.compared_runs import FirstDifference
 from esper_telemetry.views.compare.seed_statistics import CONFIDENCE, Divergence
-from esper_telemetry.views.document import Element, folded, h, table, to_html
+from esper_telemetry.views.document import Element, folded, h, scroll_card, table, to_html
 from esper_telemetry.views.report_charts import ReportCharts, html_page
 from esper_telemetry.views.run_parts import Series
 
@@ -49,9 +49,9 @@ def printed_comparison(comparison: Comparison) -> Iterator[Element]:
     yield from (h("p", note, css="dim") for note in comparison.notes)
 
 
-def comparison_page(comparison: Comparison, title: str = "Comparison of runs") -> str:
+def comparison_page(comparison: Comparison) -> str:
     """Return a page in the style of a report; raises ModuleNotFoundError without plotly."""
-    charts = ReportCharts()
+    charts, title = ReportCharts(), "Comparison of runs"
     return html_page(title, to_html((h("h1", title), comparison_section(comparison, charts))), charts)
 
 
@@ -65,7 +65,7 @@ def comparison_section(comparison: Comparison, charts: ReportCharts) -> Element:
     metrics = (
         folded(
             f"{len(pair.metrics)} metrics that differ between {pair.first} and {pair.second}",
-            _card(_metrics(pair)),
+            scroll_card(_metrics(pair)),
             is_open=len(pair.metrics) <= MAX_OPEN_METRICS,
         )
         for pair in comparison.comparisons
@@ -76,17 +76,13 @@ def comparison_section(comparison: Comparison, charts: ReportCharts) -> Element:
         h("p", headline(comparison)),
         verdicts,
         (h("p", h("strong", repeat_text(repeat))) for repeat in comparison.repeats),
-        _card(_groups(comparison)),
+        scroll_card(_groups(comparison)),
         _figure(comparison, charts),
-        map(_card, _differing(comparison)),
+        map(scroll_card, _differing(comparison)),
         metrics,
         (h("p", note, css="dim") for note in comparison.notes),
         css="comparison",
     )
-
-
-def _card(table: Element) -> Element:
-    return h("div", table, css="card scroll")
 
 
 def headline(comparison: Comparison) -> str:

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
-from esper_telemetry.core.metric import family_name
-from esper_telemetry.views.compare.compared_runs import Array, ComparedRun, base_key, is_reproducible, is_sampled
+from esper_telemetry.core.metric import Array, family_name
+from esper_telemetry.views.compare.compared_runs import ComparedRun, base_key, is_reproducible, is_sampled
 
 RETURN_LEVEL: Final = 0.02
 METRICS_LEVEL: Final = 0.03
@@ -63,24 +63,18 @@ def iqm(values: Array, axis: int = -1) -> Array:
     return trimmed
 
 
-def iqm_interval(values: Array) -> BootstrapInterval | None:
-    """Return the interval of the interquartile mean of a group [runs]; None for fewer than `MIN_INTERVAL_RUNS`."""
-    return _interval((values,), iqm)
+def improvement(first: Array, second: Array, axis: int = -1) -> float:
+    """Return the probability that a run of the second group is above one of the first, ties counted half; shapes [..., runs].
 
-
-def improvement(first: Array, second: Array) -> float:
-    """Return the probability that a run of the second group is above one of the first, ties counted half; shapes [..., runs]."""
+    SciPy's bootstrap passes `axis`, which is the last one.
+    """
     above = second[..., :, None] > first[..., None, :]
     equal = second[..., :, None] == first[..., None, :]
     return (above + 0.5 * equal).mean(axis=(-2, -1))  # type: ignore[no-any-return]  # an array in the bootstrap
 
 
-def improvement_interval(first: Array, second: Array) -> BootstrapInterval | None:
-    """Return the interval of `improvement`, with each group resampled within itself; None if one has too few runs."""
-    return _interval((first, second), lambda a, b, axis=-1: improvement(a, b))
-
-
-def _interval(samples: tuple[Array, ...], statistic: Callable[..., Any]) -> BootstrapInterval | None:
+def bootstrap_interval(statistic: Callable[..., Any], *samples: Array) -> BootstrapInterval | None:
+    """Return the interval of a statistic of groups [runs], each resampled within itself; None if one has too few runs."""
     if min(len(sample) for sample in samples) < MIN_INTERVAL_RUNS:
         return None
     result = _scipy_stats().bootstrap(
