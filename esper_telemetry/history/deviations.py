@@ -159,6 +159,7 @@ MAD_TO_STD = 1.4826  # median absolute deviation of a Gaussian, to its standard 
 SCALE_MIN = 0.15  # decades: norms that vary less are not judged more strictly
 N_MIN = 20
 OUTLIER_WINDOW = 200
+REBASELINE_AFTER = 50  # unhealthy values in a row after which a history restarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,33 @@ class RobustHistory:
         window = self.values.shape[1]
         count = int(self.count[row])
         return self.values[row, :count].copy() if count < window else np.roll(self.values[row], -(count % window))
+
+
+class HealthyHistory(RobustHistory):
+    """A history without unhealthy values: anomalies must not become the baseline. After `REBASELINE_AFTER` in a row it restarts.
+
+    Attributes:
+        rejected: [K] unhealthy values in a row.
+    """
+
+    def __init__(self, keys: int, window: int = OUTLIER_WINDOW) -> None:
+        super().__init__(keys, window)
+        self.rejected = np.zeros(keys, dtype=np.int64)
+
+    def extend(self, keys: int) -> None:
+        """Add series without values."""
+        super().extend(keys)
+        self.rejected = np.append(self.rejected, np.zeros(keys, dtype=np.int64))
+
+    def learn(self, x: Array, *, present: npt.NDArray[np.bool_], healthy: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Add one value per series, [K], of those that are `present` the healthy ones; returns the series that restart with it, [K]."""
+        healthy = present & healthy
+        self.rejected = np.where(healthy, 0, self.rejected + (present & ~healthy))
+        restarted = self.rejected >= REBASELINE_AFTER
+        self.clear(restarted)
+        self.rejected[restarted] = 0
+        self.push(x, where=healthy | restarted)
+        return restarted
 
 
 def medians(values: Array) -> Array:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.history.deviations import FAST, N_MIN, OUTLIER_WINDOW, SCALE_MIN, Ema, RobustHistory, decades, spread
+from esper_telemetry.history.deviations import FAST, N_MIN, SCALE_MIN, Ema, HealthyHistory, decades, spread
 from esper_telemetry.history.trend import CORRELATION_WINDOW, advantage_gradient
 
 
@@ -70,7 +70,6 @@ CLAMP_VANISH = (1e-8, 1e-2)
 EXPLODE_AT_START = 10.0  # times the clip limit, while the history is short
 VANISH_AT_START = 1e-7
 HEALTHY_BELOW = 0.5  # only updates below this severity enter the history
-REBASELINE_AFTER = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,39 +179,29 @@ def adaptive_thresholds(
         clamp_vanish: bounds in clip limits of the lower threshold.
     """
     median, scale = spread(history, scale_min=scale_min, n_min=n_min)
-    explode = _clamp(10.0 ** (median + k * scale), clamp_explode, max_grad_norm)
-    vanish = _clamp(10.0 ** (median - k * scale), clamp_vanish, max_grad_norm)
+    explode = np.clip(10.0 ** (median + k * scale), clamp_explode[0] * max_grad_norm, clamp_explode[1] * max_grad_norm)
+    vanish = np.clip(10.0 ** (median - k * scale), clamp_vanish[0] * max_grad_norm, clamp_vanish[1] * max_grad_norm)
     early = np.isnan(median)
     return SeverityThresholds(
         np.where(early, EXPLODE_AT_START * max_grad_norm, explode), np.where(early, VANISH_AT_START, vanish), median, scale
     )
 
 
-def _clamp(thresholds: Array, bounds: tuple[float, float], unit: float) -> Array:
-    return np.clip(thresholds, bounds[0] * unit, bounds[1] * unit)
-
-
 class NormBaseline:
-    """Usual gradient norms of K groups, with thresholds from healthy updates only.
-
-    An update with a severity of 0.5 or more does not enter the history, because anomalies must not train their own
-    baseline. After 50 such updates in a row the group starts a new baseline.
+    """Usual gradient norms of K groups, with thresholds from healthy updates only, whose severity is below 0.5.
 
     Attributes:
         max_grad_norm: the clip limit.
-        rejected: [K] unhealthy updates in a row.
     """
 
-    def __init__(self, groups: tuple[str, ...], max_grad_norm: float, window: int = OUTLIER_WINDOW) -> None:
+    def __init__(self, groups: tuple[str, ...], max_grad_norm: float) -> None:
         self.groups = groups
         self.max_grad_norm = max_grad_norm
-        self.rejected = np.zeros(len(groups), dtype=np.int64)
-        self._history = RobustHistory(len(groups), window)
+        self._history = HealthyHistory(len(groups))
 
     def extend(self, groups: tuple[str, ...]) -> None:
         """Add groups without a history."""
         self.groups += groups
-        self.rejected = np.append(self.rejected, np.zeros(len(groups), dtype=np.int64))
         self._history.extend(len(groups))
 
     def step(self, mean: Array, peak: Array) -> tuple[GroupSeverity, npt.NDArray[np.bool_]]:
@@ -229,18 +218,9 @@ class NormBaseline:
         present = ~np.isnan(mean) | np.isinf(peak)
         explode = np.where(present, explode_severity(peak, thresholds.explode), np.nan)
         vanish = np.where(present, vanish_severity(mean, thresholds.vanish), np.nan)
-        restarted = self._learn(mean, np.fmax(explode, vanish), present)
+        restarted = self._history.learn(decades(mean), present=present, healthy=np.fmax(explode, vanish) < HEALTHY_BELOW)
         limits = (np.where(present, limit, np.nan) for limit in (thresholds.explode, thresholds.vanish))
         return GroupSeverity(self.groups, explode, vanish, *limits), restarted
-
-    def _learn(self, mean: Array, severity: Array, present: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        healthy = present & (severity < HEALTHY_BELOW)
-        self.rejected = np.where(healthy, 0, self.rejected + (present & ~healthy))
-        restarted = self.rejected >= REBASELINE_AFTER
-        self._history.clear(restarted)
-        self.rejected[restarted] = 0
-        self._history.push(decades(mean), where=healthy | restarted)
-        return restarted
 
 
 Cause = Literal["nonfinite", "vanish", "explode", "imbalance", "zero"]
@@ -315,7 +295,7 @@ def gradient_condition(
         "vanish": float(weights @ vanish_severity(norms, tau_vanish)),
         "explode": float(explode_severity(norms, tau_explode).max()),
         "imbalance": imbalance,
-        "zero": 0.0 if zero_frac is None else _ramp(zero_frac, ZEROS_FROM, 1.0),
+        "zero": _ramp(zero_frac or 0.0, ZEROS_FROM, 1.0),
     }
     factors = [1.0 - phi * min(severity, 1.0) for phi, severity in zip(factor_weights, severities.values(), strict=True)]
     names: tuple[Cause, ...] = ("vanish", "explode", "imbalance", "zero")
@@ -371,12 +351,10 @@ class GradientHistory:
     def _severity(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         if not self._groups:
             return {}
-        means = [values.get(f"grad/{group}/norm_preclip", np.nan) for group in self._groups]
-        peaks = [
-            np.inf if f"grad/{group}/norm_preclip_nonfinite" in values else values.get(f"grad/{group}/norm_preclip_max", np.nan)
-            for group in self._groups
-        ]
-        severity, restarted = self._baseline.step(np.array(means), np.array(peaks))
+        keys = [f"grad/{group}/norm_preclip" for group in self._groups]
+        means = np.array([values.get(key, np.nan) for key in keys])
+        peaks = np.array([np.inf if f"{key}_nonfinite" in values else values.get(f"{key}_max", np.nan) for key in keys])
+        severity, restarted = self._baseline.step(means, peaks)
         self.rebaselined = tuple(group for group, new in zip(self._groups, restarted.tolist(), strict=True) if new)
         return severity.values(level)
 
@@ -385,11 +363,8 @@ class GradientHistory:
 
         A layer that is missing in an update keeps its history.
         """
-        layer_norms = {
-            key[len(LAYER[0]) : -len(LAYER[1])]: value
-            for key, value in values.items()
-            if key.startswith(LAYER[0]) and key.endswith(LAYER[1])
-        }
+        start, end = LAYER
+        layer_norms = {key[len(start) : -len(end)]: value for key, value in values.items() if key.startswith(start) and key.endswith(end)}
         if tuple(layer_norms) != self._layers.groups:
             known = dict.fromkeys(self._layers.groups)
             self._layers.extend(tuple(name for name in layer_norms if name not in known))

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 
@@ -180,11 +181,10 @@ class Prewhitened(NamedTuple):
     acf1: float
 
 
-@lru_cache(maxsize=16)
-def _pairs(n: int) -> tuple[Array, Array]:
+@lru_cache(maxsize=128)
+def _pairs(n: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
     """Indices of all pairs i < j."""
-    i, j = np.triu_indices(n, 1)
-    return i, j  # type: ignore[return-value]  # integers, used as indices
+    return np.triu_indices(n, 1)
 
 
 def theil_sen(x: Array, at: Array | None = None) -> float:

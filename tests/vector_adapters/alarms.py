@@ -11,7 +11,7 @@ def hysteresis(inputs: Inputs) -> Values:
     state = Hysteresis(Patience(**{name: inputs[name] for name in PATIENCE}))
     active, events = [], []
     for update, severity in enumerate(inputs["severity"], 1):
-        state, change = state.step(None if severity is None else float(severity))
+        change = state.step(None if severity is None else float(severity))
         active.append(state.active)
         events += [[change, update]] if change else []
     return {"aux:active": active, "aux:events": events}
@@ -20,8 +20,5 @@ def hysteresis(inputs: Inputs) -> Values:
 @of_keys("telemetry/escalation_remaining")
 def escalation(inputs: Inputs) -> Values:
     state = Escalation(inputs["durations"], inputs["cap"], inputs["cooldown_factor"])
-    remaining = []
-    for update in range(1, inputs["updates"] + 1):
-        state, left = state.step(inputs["raises"].get(str(update), ()))
-        remaining.append(left)
+    remaining = [state.step(inputs["raises"].get(str(update), ())) for update in range(1, inputs["updates"] + 1)]
     return {"telemetry/escalation_remaining": remaining}

@@ -42,8 +42,9 @@ import numpy as np
 from esper_telemetry.alarms.verdict.return_course import STD
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number
+from esper_telemetry.core.metric import Array
 from esper_telemetry.core.record import Record, RunStatus, judgeable
-from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed, trend_scores
+from esper_telemetry.history.course import Blocks, Noise, noise_of, rise, smoothed, trend_scores
 from esper_telemetry.history.recent_return import COUNT, MAX_RETURN, RECENT_EPISODES, RECENT_RETURN, UPDATE_RETURN, RecentMean
 
 NOT_REPORTED: Final = "no returns are reported: check that the trainer records the returns of episodes"
