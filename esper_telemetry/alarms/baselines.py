@@ -83,7 +83,6 @@ class Baselines:
         self.beyond: dict[str, float] = {}
         self.below: dict[str, float] = {}
         self._rows: dict[str, int] = {}
-        self._names: list[str] = []
         self._outlier = np.zeros(0, dtype=bool)
         self._history = HealthyHistory(0, WINDOW)
         self._floor = np.zeros(0)
@@ -118,7 +117,8 @@ class Baselines:
         scored = np.flatnonzero(np.isfinite(z))
         self._outlier = np.zeros(len(z), dtype=bool)
         self._outlier[scored] = np.abs(z[scored]) >= OUTLIER
-        names = [self._names[row] for row in scored.tolist()]
+        keys = [*self._rows]
+        names = [keys[row] for row in scored.tolist()]
         self.z = dict(zip(names, z[scored].tolist(), strict=True))
         self.shift = dict(zip(names, shift[scored].tolist(), strict=True))
         self.beyond = dict(zip(names, (self._x[scored] - peak[scored]).tolist(), strict=True))
@@ -179,9 +179,6 @@ class Baselines:
         if history.linear:
             self._linear.add(key)
         self._rows[key] = len(self._rows)
-        self._names.append(key)
         self._history.extend(1)
         self._floor = np.append(self._floor, history.scale_min)
-        self._medians.append(nan)
-        self._counts.append(0)
         self._marks = np.hstack([self._marks, np.full((4, 1), np.nan)])

@@ -29,12 +29,11 @@ from esper_telemetry.alarms.alarm_state import (
 from esper_telemetry.alarms.baselines import Baselines, matcher
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, LARGE_STEP_UPDATES, AlarmRule, Finding, Judge, View, checked
-from esper_telemetry.alarms.rule_registry import alarm_rules, is_foreign, with_alarms
 from esper_telemetry.alarms.rules.equation_alarms import EQUATION, EquationJudge, sensible_advice
 from esper_telemetry.alarms.rules.task_alarms import FIRST_ALARM, Event, TaskEvents, bad_ending, failure_findings, failure_sentence
 from esper_telemetry.alarms.rules.telemetry_alarms import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.rules.trust_region_alarms import KL_SUDDEN, action_dimensions
-from esper_telemetry.alarms.thresholds import Thresholds
+from esper_telemetry.alarms.thresholds import Thresholds, alarm_rules, is_foreign, with_alarms
 from esper_telemetry.alarms.verdict.published_settings import in_trainers_names, outside_sentences
 from esper_telemetry.alarms.verdict.remarks import Remarks
 from esper_telemetry.alarms.verdict.run_outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
@@ -231,12 +230,9 @@ class Detectors:
         """
         record = Record(seq, self._before.axes if self._before else axes, {})
         self._update = max(self._update, 1)
-        changes = []
-        for kind, finding in failure_findings(data, axes.update + 1).items():
-            state = self._states.get(kind)
-            change = state.step([finding], self._update) if state else None
-            if state is not None and change is not None:
-                changes.append((state, change))
+        findings = failure_findings(data, axes.update + 1)
+        steps = ((state, state.step([findings[kind]], self._update)) for kind in findings if (state := self._states.get(kind)))
+        changes = [(state, change) for state, change in steps if change is not None]
         incident = self._incidents.raised([state.rule.type for state, _ in changes], self._update) if changes else None
         for state, _ in changes:
             state.incident = incident

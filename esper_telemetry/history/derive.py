@@ -131,25 +131,19 @@ def diagnose_pair(evidence: PairEvidence, *, low: float = LOW) -> PairDiagnosis:
         return PairDiagnosis("ok")
     if evidence.z_seed is None:
         return PairDiagnosis("saturated" if evidence.zero_frac >= SATURATED_ZEROS else "indeterminate")
-    return _by_history(evidence, evidence.z_seed)
-
-
-def _by_history(evidence: PairEvidence, z_seed: float) -> PairDiagnosis:
-    """Return the cause by what is unusual for this module."""
+    # by what is unusual for this module
     z_up, z_gain, z_host = (0.0 if z is None else z for z in (evidence.z_up, evidence.z_gain, evidence.z_host))
     if z_up <= -UNUSUAL:
         return PairDiagnosis("dormant", _confidence(z_up))
     if z_gain <= -UNUSUAL:
         return PairDiagnosis("saturated", _confidence(z_gain))
-    if z_seed > -UNUSUAL and z_host >= UNUSUAL:
+    if evidence.z_seed > -UNUSUAL and z_host >= UNUSUAL:
         return PairDiagnosis("host_fast", _confidence(z_host))
     return PairDiagnosis("indeterminate")
 
 
 def _confidence(z: float) -> float:
-    if math.isinf(z):
-        return 1.0
-    return (abs(z) - UNUSUAL) / (1.0 + abs(z))
+    return 1.0 if math.isinf(z) else (abs(z) - UNUSUAL) / (1.0 + abs(z))
 
 
 START, END = "grad/pair/", "/connected"
