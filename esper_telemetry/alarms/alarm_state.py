@@ -358,7 +358,7 @@ class Escalation:
 
     Attributes:
         durations: updates at DEBUG that each type of alarm requests.
-        cap, cooldown_factor: limits, see the constants.
+        cap: limit, see the constant.
         updates: updates so far.
         remaining: remaining updates at DEBUG.
         streak: updates at DEBUG in a row so far.
@@ -367,7 +367,6 @@ class Escalation:
 
     durations: Mapping[str, int]
     cap: int = CAP
-    cooldown_factor: int = COOLDOWN_FACTOR
     updates: int = 0
     remaining: int = 0
     streak: int = 0
@@ -391,7 +390,7 @@ class Escalation:
             self.ends = {kind: min(end, now - 1) for kind, end in self.ends.items()}
             self.remaining = self.streak = 0
             return 0
-        cooled = {kind: end + self.cooldown_factor * self.durations[kind] for kind, end in self.ends.items()}
+        cooled = {kind: end + COOLDOWN_FACTOR * self.durations[kind] for kind, end in self.ends.items()}
         opened = [kind for kind in raised if self.durations.get(kind, 0) > 0 and now > cooled.get(kind, 0)]
         self.ends |= {kind: now + self.durations[kind] - 1 for kind in opened}
         remaining = max([self.remaining, *(self.durations[kind] for kind in opened)])

@@ -121,13 +121,13 @@ def pair_intensity(pair: str, *, seed_norm: float | None, seed_params: int, host
     return PairIntensity(pair, (seed_norm / math.sqrt(seed_params)) / (host_norm / math.sqrt(host_params)))
 
 
-def diagnose_pair(evidence: PairEvidence, *, low: float = LOW) -> PairDiagnosis:
-    """Return the reason for a module's intensity ratio; a ratio of at least `low` is fine."""
+def diagnose_pair(evidence: PairEvidence) -> PairDiagnosis:
+    """Return the reason for a module's intensity ratio; a ratio of at least `LOW` is fine."""
     if not (evidence.grads_exist and evidence.upstream_exists):
         return PairDiagnosis("disconnected")
     if evidence.ratio is None:
         return PairDiagnosis("undefined")
-    if evidence.ratio >= low:
+    if evidence.ratio >= LOW:
         return PairDiagnosis("ok")
     if evidence.z_seed is None:
         return PairDiagnosis("saturated" if evidence.zero_frac >= SATURATED_ZEROS else "indeterminate")

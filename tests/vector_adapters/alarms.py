@@ -1,6 +1,6 @@
 """Compute the state machines of alarms from the inputs of a reference case."""
 
-from esper_telemetry.alarms.alarm_state import Escalation, Hysteresis, Patience
+from esper_telemetry.alarms.alarm_state import COOLDOWN_FACTOR, Escalation, Hysteresis, Patience
 from vector_adapters.inputs import Inputs, Values, of_formula, of_keys
 
 PATIENCE = ("on", "off", "n_on", "n_off", "warmup")
@@ -19,6 +19,7 @@ def hysteresis(inputs: Inputs) -> Values:
 
 @of_keys("telemetry/escalation_remaining")
 def escalation(inputs: Inputs) -> Values:
-    state = Escalation(inputs["durations"], inputs["cap"], inputs["cooldown_factor"])
+    assert inputs["cooldown_factor"] == COOLDOWN_FACTOR
+    state = Escalation(inputs["durations"], inputs["cap"])
     remaining = [state.step(inputs["raises"].get(str(update), ())) for update in range(1, inputs["updates"] + 1)]
     return {"telemetry/escalation_remaining": remaining}

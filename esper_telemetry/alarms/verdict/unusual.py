@@ -102,7 +102,7 @@ class RunValues:
                 self._every *= 2
         self._place += 1
 
-    def unusual(self, facts: Facts, limit: int = MAX_UNUSUAL, aside: Collection[str] = ()) -> tuple[Unusual, ...]:
+    def unusual(self, facts: Facts, aside: Collection[str] = ()) -> tuple[Unusual, ...]:
         """Return the most unusual values: first those beyond their critical bounds, then those far from healthy runs, worst first. Keys
         `aside` are left out.
         """
@@ -113,7 +113,7 @@ class RunValues:
                 metric, head = judged
                 entry = judge_value(metric, value, table.get(key), values_of(medians, head))
                 found += [] if entry is None else [entry._replace(key=key)]
-        return tuple(sorted(found, key=lambda one: (not one.is_critical, not one.is_far, -one.score, one.key))[:limit])
+        return tuple(sorted(found, key=lambda one: (not one.is_critical, not one.is_far, -one.score, one.key))[:MAX_UNUSUAL])
 
     @property
     def samples(self) -> Mapping[str, array[float]]:
