@@ -87,11 +87,6 @@ class Ema:
         std: Array = np.sqrt(squares / np.where(self.t > 0, weight, np.nan))
         return std
 
-    @property
-    def n_eff(self) -> Array:
-        """Effective number of samples, [K]."""
-        return n_eff(self.t, self.beta)
-
     def step(self, x: Array) -> None:
         """Add one value of each series, [K]."""
         finite = np.isfinite(x)

@@ -18,6 +18,7 @@ from esper_telemetry.history.deviations import (
     LogDrift,
     PageHinkley,
     decades,
+    n_eff,
     robust_z,
 )
 from esper_telemetry.history.gradient_history import (
@@ -68,7 +69,7 @@ def level(inputs: Inputs) -> Values:
     rows = []
     for x in inputs["x"]:
         ema.step(array([x]))
-        rows.append((ema.mean, ema.std, ema.n_eff))
+        rows.append((ema.mean, ema.std, n_eff(ema.t, ema.beta)))
     means, stds, samples = zip(*rows, strict=True)
     return {"*/ema": listed(means), "*/ew_std": listed(stds), "aux:n_eff": listed(samples)}
 
