@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from esper_telemetry.alarms.metric_entries import PRIORITIES, MetricEntry, metric_entries
-from esper_telemetry.alarms.rule_registry import alarm_rules
+from esper_telemetry.alarms.thresholds import alarm_rules
 from esper_telemetry.core.metric import families, family_name
 from esper_telemetry.views.metrics_page import entry_text
 

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.rule import AlarmRule
-from esper_telemetry.alarms.rule_registry import alarm_rules, as_rules, with_alarms
-from esper_telemetry.alarms.thresholds import Thresholds
+from esper_telemetry.alarms.thresholds import Thresholds, alarm_rules, as_rules, with_alarms
 from esper_telemetry.core.arrays import IntegerLike, as_integer, as_number, as_settings, shown
 from esper_telemetry.core.facts import checked_facts
 from esper_telemetry.core.group import MetricGroup, Postponed

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from esper_telemetry.alarms.rule import AlarmRule as AlarmRule
     from esper_telemetry.alarms.rule import Finding as Finding
     from esper_telemetry.alarms.rule import View as View
-    from esper_telemetry.alarms.rule_registry import alarm_rules as alarm_rules
     from esper_telemetry.alarms.rules.task_alarms import Failure as Failure
     from esper_telemetry.alarms.rules.task_alarms import bad_ending as bad_ending
     from esper_telemetry.alarms.thresholds import Thresholds as Thresholds
+    from esper_telemetry.alarms.thresholds import alarm_rules as alarm_rules
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, Literal, NamedTuple
 
@@ -58,9 +58,9 @@ ALARMS_FAMILY = MetricFamily(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hysteresis:
-    """State of one alarm with hysteresis, which missing data do not change. `step` returns the next state.
+    """State of one alarm with hysteresis, which missing data do not change.
 
     Attributes:
         patience: evidence needed for a change.
@@ -74,31 +74,23 @@ class Hysteresis:
     updates: int = 0
     streak: int = 0
     active: bool = False
-    lasting: int = field(default=0, compare=False)
+    lasting: int = 0
 
-    def step(self, severity: float | None) -> HysteresisStep:
-        """Judge one update by its severity, 0 to 1; None and NaN change only the count of updates."""
-        updates, patience = self.updates + 1, self.patience
+    def step(self, severity: float | None) -> Change | None:
+        """Judge one update by its severity, 0 to 1; None and NaN change only the count of updates. Returns the change, if any."""
+        self.updates, patience = self.updates + 1, self.patience
         if severity is None or math.isnan(severity):
-            return HysteresisStep(replace(self, updates=updates), None)
-        lasting = self.lasting + 1 if severity >= patience.on else 0
+            return None
+        self.lasting = self.lasting + 1 if severity >= patience.on else 0
         if self.active:
             speaks, needed = severity < patience.off, patience.n_off
         else:
-            speaks, needed = severity >= patience.on and updates > patience.warmup, patience.n_on
-        streak = self.streak + 1 if speaks else 0
-        if streak < needed:
-            return HysteresisStep(replace(self, updates=updates, streak=streak, lasting=lasting), None)
-        active = not self.active
-        state = replace(self, updates=updates, streak=0, active=active, lasting=lasting)
-        return HysteresisStep(state, "RAISE" if active else "CLEAR")
-
-
-class HysteresisStep(NamedTuple):
-    """The state after an update, and the change, if any."""
-
-    state: Hysteresis
-    change: Change | None
+            speaks, needed = severity >= patience.on and self.updates > patience.warmup, patience.n_on
+        self.streak = self.streak + 1 if speaks else 0
+        if self.streak < needed:
+            return None
+        self.streak, self.active = 0, not self.active
+        return "RAISE" if self.active else "CLEAR"
 
 
 WORSE_SEVERITY: Final = 0.25  # increase of severity after which an alarm is reported again
@@ -187,21 +179,17 @@ class AlarmState:
     def _judge(self, finding: Finding, update: int) -> int:
         """Step the state of one instance; returns the number of updates that were evidence for a change, 0 without a change."""
         name, severity = finding.instance, finding.severity
-        state = self._states.get(name)
-        if state is None:
-            if severity < self._patience.on:
-                return 0
-            state = Hysteresis(self._patience)
-        before = state.streak
-        state, change = replace(state, updates=update - 1).step(severity)
+        if name not in self._states and severity < self._patience.on:
+            return 0
+        state = self._states.setdefault(name, Hysteresis(self._patience))
+        before, state.updates = state.streak, update - 1
+        change = state.step(severity)
         if state.active:
             self.instances[name] = finding
         else:
             self.instances.pop(name, None)
-        if state.active or state.streak or state.lasting:
-            self._states[name] = state
-        else:  # equal to a new state: most instances are, and need not be stored
-            self._states.pop(name, None)
+        if not (state.active or state.streak or state.lasting):  # equal to a new state: most instances are, and need not be stored
+            del self._states[name]
         return before + 1 if change else 0
 
 
@@ -364,13 +352,13 @@ class EscalationRemaining(Derived):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Escalation:
-    """State of the raised level; `step` returns the next state.
+    """State of the raised level.
 
     Attributes:
         durations: updates at DEBUG that each type of alarm requests.
-        cap, cooldown_factor: limits, see the constants.
+        cap: limit, see the constant.
         updates: updates so far.
         remaining: remaining updates at DEBUG.
         streak: updates at DEBUG in a row so far.
@@ -379,11 +367,10 @@ class Escalation:
 
     durations: Mapping[str, int]
     cap: int = CAP
-    cooldown_factor: int = COOLDOWN_FACTOR
     updates: int = 0
     remaining: int = 0
     streak: int = 0
-    ends: Mapping[str, int] = field(default_factory=dict)
+    ends: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rules: Iterable[AlarmRule], updates: int | None = None) -> Escalation:
@@ -393,22 +380,19 @@ class Escalation:
             return cls(dict.fromkeys(durations, updates), cap=max(CAP, updates))
         return cls(durations)
 
-    def step(self, raised: Collection[str] = ()) -> EscalationStep:
-        """Add one update with the types of alarm raised in it; a type without a duration does not raise the level."""
-        now = self.updates + 1
+    def step(self, raised: Collection[str]) -> int:
+        """Add one update with the types of alarm raised in it; a type without a duration does not raise the level.
+
+        Returns the remaining updates at DEBUG, including this one; 0 means NORMAL.
+        """
+        now = self.updates = self.updates + 1
         if self.streak >= self.cap:
-            ends = {kind: min(end, now - 1) for kind, end in self.ends.items()}
-            return EscalationStep(replace(self, updates=now, remaining=0, streak=0, ends=ends), 0)
-        cooled = {kind: end + self.cooldown_factor * self.durations[kind] for kind, end in self.ends.items()}
+            self.ends = {kind: min(end, now - 1) for kind, end in self.ends.items()}
+            self.remaining = self.streak = 0
+            return 0
+        cooled = {kind: end + COOLDOWN_FACTOR * self.durations[kind] for kind, end in self.ends.items()}
         opened = [kind for kind in raised if self.durations.get(kind, 0) > 0 and now > cooled.get(kind, 0)]
-        ends = {**self.ends, **{kind: now + self.durations[kind] - 1 for kind in opened}}
+        self.ends |= {kind: now + self.durations[kind] - 1 for kind in opened}
         remaining = max([self.remaining, *(self.durations[kind] for kind in opened)])
-        state = replace(self, updates=now, remaining=max(0, remaining - 1), streak=self.streak + 1 if remaining else 0, ends=ends)
-        return EscalationStep(state, remaining)
-
-
-class EscalationStep(NamedTuple):
-    """The state after an update, and the remaining updates at DEBUG, including this one; 0 means NORMAL."""
-
-    state: Escalation
-    remaining: int
+        self.remaining, self.streak = max(0, remaining - 1), self.streak + 1 if remaining else 0
+        return remaining

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from esper_telemetry.core.requirements import require_flag, require_number, require_text
-from esper_telemetry.history.deviations import N_MIN, SCALE_MIN, spread
+from esper_telemetry.history.deviations import N_MIN, SCALE_MIN, HealthyHistory, spread
 
 WINDOW = 100  # stored healthy values per key
 OUTLIER = 8.0  # robust score above which a value is left out: anomalies must not become the baseline
-REBASELINE_AFTER = 50  # omitted values in a row after which the history restarts
 MIN_MEDIAN_VALUES = 5  # values needed for a median; robust scores need twenty
 
 USUAL_LEVEL_DECADES = 0.5
@@ -84,11 +83,8 @@ class Baselines:
         self.beyond: dict[str, float] = {}
         self.below: dict[str, float] = {}
         self._rows: dict[str, int] = {}
-        self._names: list[str] = []
         self._outlier = np.zeros(0, dtype=bool)
-        self._values = np.full((0, WINDOW), np.nan)
-        self._count = np.zeros(0, dtype=np.int64)
-        self._rejected = np.zeros(0, dtype=np.int64)
+        self._history = HealthyHistory(0, WINDOW)
         self._floor = np.zeros(0)
         self._x = np.zeros(0)
         self._medians: list[float] = []
@@ -105,10 +101,11 @@ class Baselines:
                 value, size = values[key], abs(values[key])
                 scaled[row] = value if key in self._linear else log10(size) if size > 0 else nan
         self._x = np.array(scaled)
-        filled = self._values[:, : max(1, int(self._count.max(initial=0)))]  # the other columns are empty: most runs are short
+        count = self._history.count
+        filled = self._history.values[:, : max(1, int(count.max(initial=0)))]  # the other columns are empty: most runs are short
         median, scale = spread(filled, scale_min=self._floor, n_min=MIN_MEDIAN_VALUES)
-        self._medians, self._counts = median.tolist(), self._count.tolist()
-        enough = self._count >= N_MIN
+        self._medians, self._counts = median.tolist(), count.tolist()
+        enough = count >= N_MIN
         highest, lowest, peak, trough = self._marks
         low = np.fmin(median, lowest + USUAL_LEVEL_DECADES)  # earlier levels are not outliers
         high = np.fmax(median, highest - USUAL_LEVEL_DECADES)
@@ -120,7 +117,8 @@ class Baselines:
         scored = np.flatnonzero(np.isfinite(z))
         self._outlier = np.zeros(len(z), dtype=bool)
         self._outlier[scored] = np.abs(z[scored]) >= OUTLIER
-        names = [self._names[row] for row in scored.tolist()]
+        keys = [*self._rows]
+        names = [keys[row] for row in scored.tolist()]
         self.z = dict(zip(names, z[scored].tolist(), strict=True))
         self.shift = dict(zip(names, shift[scored].tolist(), strict=True))
         self.beyond = dict(zip(names, (self._x[scored] - peak[scored]).tolist(), strict=True))
@@ -128,23 +126,15 @@ class Baselines:
 
     def learn(self) -> None:
         """Add the values of the latest update, without outliers."""
-        finite, outlier = np.isfinite(self._x), self._outlier
-        self._rejected = np.where(finite & ~outlier, 0, self._rejected + (finite & outlier))
-        restarted = self._rejected >= REBASELINE_AFTER
-        self._values[restarted] = np.nan
-        self._count[restarted] = 0
-        self._rejected[restarted] = 0
-        rows = np.flatnonzero(finite & (~outlier | restarted))
+        finite = np.isfinite(self._x)
+        restarted = self._history.learn(self._x, present=finite, healthy=~self._outlier)
+        rows = np.flatnonzero(finite & (~self._outlier | restarted))
         peak, trough = self._marks[2:]
         peak[rows], trough[rows] = np.fmax(peak[rows], self._x[rows]), np.fmin(trough[rows], self._x[rows])
-        self._values[rows, self._count[rows] % WINDOW] = self._x[rows]
-        self._count[rows] += 1
 
     def forget(self) -> None:
         """Clear all histories."""
-        self._values[:] = np.nan
-        self._count[:] = 0
-        self._rejected[:] = 0
+        self._history = HealthyHistory(len(self._rows), WINDOW)
         self._marks[:] = np.nan
         self._medians, self._counts = [nan] * len(self._rows), [0] * len(self._rows)
         self.z, self.shift, self.beyond, self.below = {}, {}, {}, {}
@@ -157,7 +147,7 @@ class Baselines:
         """Return the range of a key's usual values, 10th to 90th percentile; None for fewer than five values."""
         if self.count(key) < MIN_MEDIAN_VALUES:
             return None
-        window = self._values[self._rows[key]]
+        window = self._history.values[self._rows[key]]
         low, high = np.quantile(window[np.isfinite(window)], (0.1, 0.9)).tolist()
         return (low, high) if key in self._linear else (power(low), power(high))
 
@@ -189,11 +179,6 @@ class Baselines:
         if history.linear:
             self._linear.add(key)
         self._rows[key] = len(self._rows)
-        self._names.append(key)
-        self._values = np.vstack([self._values, np.full((1, WINDOW), np.nan)])
-        self._count = np.append(self._count, 0)
-        self._rejected = np.append(self._rejected, 0)
+        self._history.extend(1)
         self._floor = np.append(self._floor, history.scale_min)
-        self._medians.append(nan)
-        self._counts.append(0)
         self._marks = np.hstack([self._marks, np.full((4, 1), np.nan)])

@@ -29,12 +29,11 @@ from esper_telemetry.alarms.alarm_state import (
 from esper_telemetry.alarms.baselines import Baselines, matcher
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, LARGE_STEP_UPDATES, AlarmRule, Finding, Judge, View, checked
-from esper_telemetry.alarms.rule_registry import alarm_rules, is_foreign, with_alarms
 from esper_telemetry.alarms.rules.equation_alarms import EQUATION, EquationJudge, sensible_advice
 from esper_telemetry.alarms.rules.task_alarms import FIRST_ALARM, Event, TaskEvents, bad_ending, failure_findings, failure_sentence
 from esper_telemetry.alarms.rules.telemetry_alarms import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.rules.trust_region_alarms import KL_SUDDEN, action_dimensions
-from esper_telemetry.alarms.thresholds import Thresholds
+from esper_telemetry.alarms.thresholds import Thresholds, alarm_rules, is_foreign, with_alarms
 from esper_telemetry.alarms.verdict.published_settings import in_trainers_names, outside_sentences
 from esper_telemetry.alarms.verdict.remarks import Remarks
 from esper_telemetry.alarms.verdict.run_outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
@@ -102,6 +101,7 @@ class Detectors:
 
     Attributes:
         rules: rules that apply to the run.
+        coverage: the inputs that these rules need, and which of them the records so far have had.
 
     Raises ValueError if an added rule has the type of another one.
     """
@@ -131,7 +131,7 @@ class Detectors:
         self._task = TaskEvents()
         self._remarks = Remarks()
         self._outcome = OutcomeJudge(self.facts)
-        self._coverage = RuleCoverage(self.rules, self.facts)
+        self.coverage = RuleCoverage(self.rules, self.facts)
         self._limit = AlarmRateLimit(int(thresholds[ALARM_LIMIT]))
         self._limit_incident: Incident | None = None
         self._user_types = {rule.type for rule in self.rules if is_foreign(rule)}
@@ -193,19 +193,6 @@ class Detectors:
         for kind in self._states.keys() - {rule.type for rule in self.rules}:
             self._states[kind].stop()
 
-    @property
-    def checks(self) -> int:
-        """Number of alarms that can be raised from the records so far."""
-        return self._coverage.judged()
-
-    def remedies(self) -> dict[str, str]:
-        """Return the call, fact or option that supplies the missing inputs of an alarm, by type."""
-        return self._coverage.remedies()
-
-    def unanswered(self) -> dict[str, str]:
-        """Return the reason why an alarm cannot be raised from the records so far, by type."""
-        return self._coverage.unanswered()
-
     def step(self, record: Record, recorded: Sequence[Alarm] = ()) -> Verdict:
         """Judge the next record.
 
@@ -216,7 +203,7 @@ class Detectors:
         self._update += 1
         changes = self._begin_anew() if self._intervened else []
         self._look(record)
-        self._coverage.add(self._view.values)
+        self.coverage.add(self._view.values)
         changes += self._judge(record)
         self._quiet = max(0, self._quiet - 1)
         if not record.partial:
@@ -224,14 +211,14 @@ class Detectors:
         self._before = record
         alarms = self._report(changes, record, recorded)
         critical = [a.type for a in alarms if a.event is not AlarmEvent.CLEAR and a.severity >= CRITICAL_FROM]
-        self._escalation, remaining = self._escalation.step(critical)
+        remaining = self._escalation.step(critical)
         return Verdict(alarms, remaining, self._values(alarms, remaining), self._events(record))
 
     def note(self, record: Record, *, for_outcome: bool = True) -> None:
         """Add a record that was judged when it was written; only the coverage of rules and, if wanted, the outcome use it."""
         self._update += 1
         self._note_families(record.values)
-        self._coverage.add(record.values)
+        self.coverage.add(record.values)
         if for_outcome:
             self._outcome.add(record)
         self._before = record
@@ -243,12 +230,9 @@ class Detectors:
         """
         record = Record(seq, self._before.axes if self._before else axes, {})
         self._update = max(self._update, 1)
-        changes = []
-        for kind, finding in failure_findings(data, axes.update + 1).items():
-            state = self._states.get(kind)
-            change = state.step([finding], self._update) if state else None
-            if state is not None and change is not None:
-                changes.append((state, change))
+        findings = failure_findings(data, axes.update + 1)
+        steps = ((state, state.step([findings[kind]], self._update)) for kind in findings if (state := self._states.get(kind)))
+        changes = [(state, change) for state, change in steps if change is not None]
         incident = self._incidents.raised([state.rule.type for state, _ in changes], self._update) if changes else None
         for state, _ in changes:
             state.incident = incident
@@ -422,7 +406,7 @@ class Detectors:
         if not record.partial:
             events += self._remarks.step(self._view)
             events += self._task.step(self._view.values, self._update, self._view.progress)
-        if self._update == COVERAGE_UPDATE and (missing := self._coverage.unanswered(sampled=False)):
+        if self._update == COVERAGE_UPDATE and (missing := self.coverage.unanswered(sampled=False)):
             events.append(("detectors/unanswered", {"questions": missing}))
         return tuple(events)
 

@@ -14,8 +14,7 @@ from esper_telemetry.alarms.detectors import Detectors, LastingFinding
 from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE_KEY
 from esper_telemetry.alarms.rules.task_alarms import Failure
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
-from esper_telemetry.alarms.verdict.headline import Tone, tone_of
+from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, Tone, critical_values, tone_of
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, OUTCOME, OUTCOME_UPDATES, Outcome, OutcomeKind
 from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual, keys_without_bounds, notable
@@ -118,18 +117,14 @@ class Diagnosis:
     def shows_remarks(self) -> bool:
         """True if views should show all remarks: in a bad run that no lasting alarm explains, or that a remark explains certainly."""
         is_bad = self.updates > 0 and self.outcome.kind in BAD and not self.killed
-        return is_bad and (not self.has_lasting_explanation or any(data.get("certain") for data in self.remarks))
+        ends = {kind: end for incident in self.incidents for kind, end in incident.ends().items()}
+        has_lasting_explanation = any(ends[kind] is None for kind in self.explaining)
+        return is_bad and (not has_lasting_explanation or any(data.get("certain") for data in self.remarks))
 
     @property
     def shown_remarks(self) -> list[Mapping[str, Any]]:
         """The remarks in the order in which they may explain the outcome."""
         return sorted(self.remarks, key=lambda data: (not data.get("certain"), bool(data.get("unlikely"))))
-
-    @property
-    def has_lasting_explanation(self) -> bool:
-        """True if an alarm that may explain the outcome lasted to the end."""
-        ends = {kind: end for incident in self.incidents for kind, end in incident.ends().items()}
-        return any(ends[kind] is None for kind in self.explaining)
 
     @property
     def explaining(self) -> set[str]:
@@ -297,11 +292,11 @@ class RunJudge:
             self._updates if updates is None else updates,
             tuple(self._incidents.values()),
             tuple(self._events),
-            detectors.unanswered(),
+            detectors.coverage.unanswered(),
             self._updates > 0 and detectors.gradients_alone,
             outcome=outcome,
-            checks=detectors.checks,
-            remedies=detectors.remedies(),
+            checks=detectors.coverage.judged(),
+            remedies=detectors.coverage.remedies(),
             remarks=tuple(self._remarks),
             effects=frozenset(rule.type for rule in detectors.rules if rule.effect),
             certain=frozenset(rule.type for rule in detectors.rules if rule.claim or rule.hard) - {NONFINITE_KEY},

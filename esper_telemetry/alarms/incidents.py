@@ -24,25 +24,22 @@ NO_EFFECTS: Final = ("telemetry/", "run/")
 
 
 class CausalOrder:
-    """The place of each type of alarm among causes: by rank, then in order of declaration."""
+    """The place of each type of alarm among causes: by rank, then in order of declaration.
+
+    Attributes:
+        claims: types that are always a mistake and never a consequence of another alarm.
+        last: types that are never the cause of another alarm.
+    """
 
     def __init__(self, rules: Iterable[AlarmRule]) -> None:
         ordered = sorted(rules, key=lambda rule: rule.rank)
         self._places = {rule.type: place for place, rule in enumerate(ordered)}
-        self._claims = frozenset(rule.type for rule in ordered if rule.claim)
-        self._last = frozenset(rule.type for rule in ordered if rule.rank >= CAUSE_LAST_RANK)
+        self.claims = frozenset(rule.type for rule in ordered if rule.claim)
+        self.last = frozenset(rule.type for rule in ordered if rule.rank >= CAUSE_LAST_RANK)
 
     def place(self, kind: str) -> int:
         """Return the place of a type, small for causes; unknown types come last."""
         return self._places.get(kind, len(self._places))
-
-    def is_claim(self, kind: str) -> bool:
-        """Return True for a type that is always a mistake and never a consequence of another alarm."""
-        return kind in self._claims
-
-    def is_last(self, kind: str) -> bool:
-        """Return True for a type that is never the cause of another alarm."""
-        return kind in self._last
 
 
 @dataclass(slots=True)
@@ -75,7 +72,7 @@ class Incident:
         together = {kind for kind in self.claims if raised[kind] - first <= INCIDENT_UPDATES}
         return min(
             raised,
-            key=lambda kind: (order.is_last(kind), kind not in self.claims, first if kind in together else raised[kind], order.place(kind)),
+            key=lambda kind: (kind in order.last, kind not in self.claims, first if kind in together else raised[kind], order.place(kind)),
         )
 
     def expects(self, kind: str, lasting: Collection[str], is_claim: bool) -> bool:
@@ -112,7 +109,7 @@ class Incidents:
             began: update since which the earliest of them has held, which may be long before a patient rule raises it.
             lasting: types of the open incident that are still active.
         """
-        claimed = {kind for kind in kinds if self._order.is_claim(kind)} | set(claims)
+        claimed = self._order.claims.intersection(kinds).union(claims)
         recent = self.open is not None and (lasting or update - self.open.last <= RETURN_UPDATES)
         again = self.open is not None and recent and all(self.open.expects(k, lasting, k in claimed) for k in kinds)
         late = self.open is None or (update if began is None else began) - self.open.last > INCIDENT_UPDATES

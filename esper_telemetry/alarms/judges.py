@@ -152,18 +152,6 @@ class Before:
 
 
 @dataclass(slots=True)
-class Total:
-    """A sum over consecutive updates."""
-
-    total: float = 0.0
-
-    def add(self, value: float, goes_on: bool) -> float:
-        """Add a value and return the sum; reset it to 0 unless `goes_on`."""
-        self.total = self.total + value if goes_on else 0.0
-        return self.total
-
-
-@dataclass(slots=True)
 class Streaks:
     """Number of consecutive updates for which something has held, by name."""
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from esper_telemetry.alarms.rule import AlarmRule
-from esper_telemetry.alarms.rule_registry import alarms_reading
-from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE
+from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE, NONFINITE_KEY
+from esper_telemetry.alarms.thresholds import alarm_rules
 from esper_telemetry.core.metric import Derived, Metric, catalogue, declared, families, family_name, groups
 from esper_telemetry.core.record import Level, MetricInfo
 from esper_telemetry.history.derive import histories
@@ -81,6 +81,15 @@ class MetricEntry:
             action=self.action,
             series=", ".join(self.series),
         )
+
+
+def alarms_reading(key: str) -> tuple[AlarmRule, ...]:
+    """Return the alarms that read a key or template; alarms for which it is the deciding input come first."""
+    rules = alarm_rules()
+    if key.endswith(NONFINITE):
+        return tuple(rule for rule in rules if rule.type == NONFINITE_KEY)
+    deciding = [rule for rule in rules if rule.inputs[0] == key]
+    return (*deciding, *(rule for rule in rules if key in rule.inputs[1:]))
 
 
 @lru_cache(maxsize=1)

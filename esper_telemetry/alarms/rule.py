@@ -20,12 +20,12 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 from esper_telemetry.alarms.alarm_bounds import Bound, Limits, Ramp
 from esper_telemetry.alarms.baselines import Baselines, History
-from esper_telemetry.alarms.verdict.return_course import ReturnCourse
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number, percent, span, times
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import check_key
 from esper_telemetry.core.requirements import require_choice, require_count, require_each, require_flag, require_number, require_text
+from esper_telemetry.history.recent_return import ReturnCourse
 
 CAUSE_LAST_RANK: Final = 900
 """Rank from which an alarm is never the cause of another one: alarms about the task, the end of the run, and telemetry."""
@@ -340,13 +340,9 @@ class AlarmRule:
         for name in ("hard", "claim", "effect", "relative", "certain", "sampled", "optional", "partial", "default_off"):
             require_flag(name, getattr(self, name))
         require_each("inputs", self.inputs, require_template, may_be_empty=False)
-        items: dict[str, Callable[[str, Any], object]] = {"facts": require_text, "settings": require_text}
-        items |= {"evidence": require_template, "histories": _require_history, "bounds": _require_bound}
-        items |= {"pieces": _require_piece} | ({} if self.required is None else {"required": _require_templates})
-        items |= {} if self.histograms is None else {"histograms": require_template}
-        items |= {"changes": _require_change}
-        for name, require in items.items():
-            require_each(name, getattr(self, name), require)
+        for name, require in ITEM_CHECKS.items():
+            if getattr(self, name) is not None or name not in ("required", "histograms"):
+                require_each(name, getattr(self, name), require)
 
     @property
     def required_keys(self) -> tuple[tuple[str, ...], ...]:
@@ -414,14 +410,6 @@ def require_template(name: str, value: Any) -> str:
     return str(value)
 
 
-def _require_templates(name: str, value: Any) -> str | tuple[str, ...]:
-    return require_each(name, value, require_template) if isinstance(value, tuple) else require_template(name, value)
-
-
-def _require_history(name: str, value: Any) -> str | History:
-    return value if isinstance(value, History) else require_template(name, value)
-
-
 def _require_change(name: str, value: Any) -> tuple[str, float | str]:
     is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
     if not is_pair or not (isinstance(value[1], str) or (isinstance(value[1], int | float) and value[1] > 0)):
@@ -430,11 +418,23 @@ def _require_change(name: str, value: Any) -> tuple[str, float | str]:
     return str(setting), change
 
 
-def _require_piece(name: str, value: Any) -> str:
-    return str(require_choice(name, value, get_args(EvidencePiece)))
-
-
 def _require_bound(name: str, value: Any) -> Bound | Ramp:
     if not isinstance(value, Bound | Ramp):
         raise TypeError(f"{name} must be a Bound or a Ramp, got {value!r}")
     return value
+
+
+ITEM_CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
+    "facts": require_text,
+    "settings": require_text,
+    "evidence": require_template,
+    "histories": lambda name, value: value if isinstance(value, History) else require_template(name, value),
+    "bounds": _require_bound,
+    "pieces": lambda name, value: require_choice(name, value, get_args(EvidencePiece)),
+    "required": lambda name, value: (
+        require_each(name, value, require_template) if isinstance(value, tuple) else require_template(name, value)
+    ),
+    "histograms": require_template,
+    "changes": _require_change,
+}
+"""The check of each item of a field of `AlarmRule`."""

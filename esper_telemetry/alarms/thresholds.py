@@ -1,21 +1,95 @@
-"""Values of all bounds, which can be changed one by one by name, or together by a multiplier.
+"""All installed alarms, built-in ones and plugins, and the values of their bounds.
 
-Bounds are declared next to the rules that read them. There are three kinds: bounds for values above them, bounds for values below them, and
-counts, which multipliers do not change.
+Bounds can be changed one by one by name, or together by a multiplier. They are declared next to the rules that read them. There are three
+kinds: bounds for values above them, bounds for values below them, and counts, which multipliers do not change.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Self
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any, Final, Self
 
 from esper_telemetry.alarms.alarm_bounds import Bound, Limits, Ramp
 from esper_telemetry.alarms.rule import AlarmRule
-from esper_telemetry.alarms.rule_registry import alarm_rules, as_rules, with_alarms
+from esper_telemetry.alarms.rules import (
+    data_alarms,
+    equation_alarms,
+    exploration_alarms,
+    gradient_alarms,
+    gradient_course_alarms,
+    integrity_alarms,
+    language_alarms,
+    memory_alarms,
+    optimizer_alarms,
+    stagnation_alarms,
+    startup_alarms,
+    task_alarms,
+    telemetry_alarms,
+    trust_region_alarms,
+    value_alarms,
+)
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.messages import did_you_mean
+from esper_telemetry.core.messages import did_you_mean, shown
+from esper_telemetry.core.redaction import error_line
+
+ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
+"""Entry points of plugins: each is an `AlarmRule` or an iterable of them."""
+
+FAMILIES = (
+    *(integrity_alarms, equation_alarms, trust_region_alarms, exploration_alarms, value_alarms, data_alarms),
+    *(startup_alarms, gradient_alarms, gradient_course_alarms, optimizer_alarms, memory_alarms, language_alarms),
+    *(stagnation_alarms, task_alarms, telemetry_alarms),
+)
+BUILT_IN: tuple[AlarmRule, ...] = tuple(rule for family in FAMILIES for rule in family.RULES)
+
+_logger = logging.getLogger("esper_telemetry")
+
+
+@lru_cache(maxsize=1)
+def alarm_rules() -> tuple[AlarmRule, ...]:
+    """Return all installed alarms: built-in ones by family, then plugins.
+
+    A plugin that cannot be loaded or repeats a type is skipped with a warning.
+    """
+    rules = list(BUILT_IN)
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            rules = [*with_alarms(rules, as_rules(entry.load()))]
+        except (Exception, SystemExit) as error:  # a plugin's own code
+            _logger.warning("The alarms of %s cannot be used: %s", entry.name, error_line(error))
+    return tuple(rules)
+
+
+def as_rules(value: AlarmRule | Iterable[AlarmRule]) -> Iterator[AlarmRule]:
+    """Yield one rule or several; raises TypeError for anything else."""
+    if not isinstance(value, AlarmRule | Iterable) or getattr(value, "ndim", None) is not None:
+        raise TypeError(f"alarms must be instances of AlarmRule, got {shown(value)}")
+    for rule in (value,) if isinstance(value, AlarmRule) else value:
+        if not isinstance(rule, AlarmRule):
+            raise TypeError(f"alarms must be instances of AlarmRule, got {shown(rule)}")
+        yield rule
+
+
+def with_alarms(rules: Iterable[AlarmRule], added: Iterable[AlarmRule]) -> tuple[AlarmRule, ...]:
+    """Return the rules and the added ones; raises ValueError for two rules with the same type."""
+    by_type = {rule.type: rule for rule in rules}
+    for rule in added:
+        if rule.type in by_type:
+            raise ValueError(f"an alarm {rule.type!r} already exists; give the new alarm a different type")
+        by_type[rule.type] = rule
+    return tuple(by_type.values())
+
+
+def is_foreign(rule: AlarmRule) -> bool:
+    """Return whether an alarm's judge is defined outside this package."""
+    module = getattr(rule.judge, "__module__", None) or type(rule.judge).__module__
+    return rule.judge is not None and module.partition(".")[0] != __name__.partition(".")[0]
+
 
 ON, OFF = "on", "off"
 
@@ -33,6 +107,9 @@ class Thresholds(Limits):
         alarms: your own alarms, as for `Telemetry(alarms=...)`, whose bounds can then be changed too.
         values: bounds by name.
 
+    Attributes:
+        off: types of alarm that are switched off.
+
     Raises:
         TypeError: for an unknown bound.
         ValueError: for a value that is not a finite number, and for alarms of one type.
@@ -48,7 +125,7 @@ class Thresholds(Limits):
         changed = {name: _number(declared[name], value) for name, value in values.items()}
         super().__init__({name: value for name, value in changed.items() if value != declared[name].default})
         self._check_ramps(changed)
-        self._off = self._default_off() if off is None else frozenset(off)
+        self.off = self._default_off() if off is None else frozenset(off)
 
     def _default_off(self) -> frozenset[str]:
         return frozenset(rule.type for rule in self._rules if rule.default_off)
@@ -62,11 +139,6 @@ class Thresholds(Limits):
                 larger, smaller = (high, low) if low.direction > 0 else (low, high)
                 raise ValueError(f"threshold {larger.name} must be larger than {smaller.name}, got {self[larger]:g} and {self[smaller]:g}")
 
-    @property
-    def off(self) -> frozenset[str]:
-        """Types of alarm that are switched off."""
-        return self._off
-
     def __getattr__(self, name: str) -> float:
         bound = None if name.startswith("_") else bounds(self._alarms).get(name)
         if bound is None:
@@ -74,10 +146,10 @@ class Thresholds(Limits):
         return self[bound]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Thresholds) and ((self._off, self._alarms, self._changes) == (other._off, other._alarms, other._changes))
+        return isinstance(other, Thresholds) and (self.off, self._alarms, self._changes) == (other.off, other._alarms, other._changes)
 
     def __hash__(self) -> int:
-        return hash((self._off, frozenset(self._changes.items())))
+        return hash((self.off, frozenset(self._changes.items())))
 
     def __repr__(self) -> str:
         return f"Thresholds({', '.join(f'{name}={value!r}' for name, value in self.changes().items())})"
@@ -109,12 +181,12 @@ class Thresholds(Limits):
 
     def changes(self) -> dict[str, float | str]:
         """Return the differences from the defaults, as plain data for `with_changes`."""
-        switched = {name: OFF if name in self._off else ON for name in sorted(self._off ^ self._default_off())}
+        switched = {name: OFF if name in self.off else ON for name in sorted(self.off ^ self._default_off())}
         return {**self._changes, **switched}
 
     def with_changes(self, changes: Mapping[str, float | str | bool]) -> Self:
         """Return the bounds with other values by name; raises ValueError for an unknown name or an invalid value."""
-        off, values = set(self._off), dict(self._changes)
+        off, values = set(self.off), dict(self._changes)
         declared, types = bounds(self._alarms), {rule.type for rule in self._rules}
         for name, value in changes.items():
             if name in types:
@@ -130,7 +202,7 @@ class Thresholds(Limits):
 
     def without(self, types: Iterable[str]) -> Self:
         """Return the bounds with these types of alarm switched off."""
-        return type(self)(off=self._off.union(types), alarms=self._alarms, **self._changes)
+        return type(self)(off=self.off.union(types), alarms=self._alarms, **self._changes)
 
     def scaled(self, kappa: float) -> Self:
         """Return all bounds `kappa` times as lenient, to plot recall against false alarms; raises ValueError unless it is positive."""
@@ -138,7 +210,7 @@ class Thresholds(Limits):
             raise ValueError(f"kappa must be positive and finite, got {kappa}")
         declared = bounds(self._alarms).items()
         values = {name: self[bound] * kappa**bound.direction for name, bound in declared if bound.direction}
-        return type(self)(off=self._off, alarms=self._alarms, **{**self._changes, **values})
+        return type(self)(off=self.off, alarms=self._alarms, **{**self._changes, **values})
 
 
 def _number(bound: Bound, value: float | str | bool) -> float:

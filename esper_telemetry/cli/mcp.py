@@ -242,7 +242,7 @@ def explain_metric(key: str) -> Sequence[dict[str, Any]]:
 
 def explain_alarm(type: str) -> dict[str, Any]:
     """Explain an alarm such as "policy/kl_spike": what it means, what to try, what it reads, and its bounds with their sources."""
-    from esper_telemetry.alarms.rule_registry import alarm_rules
+    from esper_telemetry.alarms.thresholds import alarm_rules
 
     rules = {rule.type: rule for rule in alarm_rules()}
     if type not in rules:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from esper_telemetry.core.metric import Array
+from esper_telemetry.history.trend import mann_kendall, theil_sen
 
 MAX_BLOCKS: Final = 128
 FIRST_BLOCKS: Final = 16
@@ -54,8 +56,6 @@ MIN_HEIGHT_NOISE: Final = 9.0
 MAX_RETURN: Final = 1e100
 MAX_EPISODES: Final = 1e15
 """Limits of the followed values, so that squares and their sums stay finite."""
-
-Array = npt.NDArray[np.float64]
 
 
 class EpisodeBlock(NamedTuple):
@@ -375,18 +375,12 @@ def rise(values: Array, levels: Array, noise: Noise, width: int, scores: tuple[f
 
 def trend_scores(values: Array) -> tuple[float, float]:
     """Return Mann-Kendall's standard score, corrected for the autocorrelation about a straight line and about a monotone course."""
-    count = len(values)
-    earlier, later = _pairs(count)
-    differences = values[later] - values[earlier]
-    statistic = float(np.sign(differences).sum())
-    ties = np.unique(values, return_counts=True)[1].astype(float)
-    variance = (count * (count - 1) * (2 * count + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
-    if variance <= 0:
+    test = mann_kendall(values)
+    if test.z is None:
         return 0.0, 0.0
-    score = (statistic - math.copysign(min(1.0, abs(statistic)), statistic)) / math.sqrt(variance)
-    line = _median(differences / (later - earlier)) * np.arange(count)
-    course = monotone(values) if statistic > 0 else -monotone(-values)
-    return score * _shrinkage(values - line), score * _shrinkage(values - course)
+    line = theil_sen(values) * np.arange(len(values))
+    course = monotone(values) if test.s > 0 else -monotone(-values)
+    return test.z * _shrinkage(values - line), test.z * _shrinkage(values - course)
 
 
 def noise_about_course(values: Array) -> float:
@@ -394,11 +388,6 @@ def noise_about_course(values: Array) -> float:
     residuals = values - monotone(values)
     shrinkage = max(_shrinkage(residuals), MIN_SHRINKAGE)
     return float(np.std(residuals)) / shrinkage
-
-
-@lru_cache(maxsize=MAX_BLOCKS)
-def _pairs(count: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    return np.triu_indices(count, 1)
 
 
 def _shrinkage(residuals: Array) -> float:

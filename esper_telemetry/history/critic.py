@@ -97,21 +97,19 @@ class VarianceAverage:
     Attributes:
         total: Σ (1-β) β^(t-i) Var_i.
         updates: t.
-        beta: β.
     """
 
     total: float = 0.0
     updates: int = 0
-    beta: float = BETA
 
     @property
     def mean(self) -> float:
         """The average; 0 before the first update."""
-        return self.total / (1 - self.beta**self.updates) if self.updates else 0.0
+        return self.total / (1 - BETA**self.updates) if self.updates else 0.0
 
     def after(self, variance: float) -> VarianceAverage:
         """Return the average with one more update."""
-        return VarianceAverage(self.beta * self.total + (1 - self.beta) * variance, self.updates + 1, self.beta)
+        return VarianceAverage(BETA * self.total + (1 - BETA) * variance, self.updates + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +208,12 @@ class PolicyTrend(Derived):
     )
 
 
-def entropy_rate(entropies: Sequence[float] | Array, updates: Array | None = None, *, window: int = ENTROPY_WINDOW) -> PolicyTrend:
-    """Theil-Sen slope of ln entropy over the last `window` values, oldest first; `updates` are their numbers if some have none."""
-    latest = np.asarray(entropies, dtype=np.float64)[-window:]
+def entropy_rate(entropies: Sequence[float] | Array, updates: Array | None = None) -> PolicyTrend:
+    """Theil-Sen slope of ln entropy over the last `ENTROPY_WINDOW` values, oldest first; `updates` are their numbers if some have none."""
+    latest = np.asarray(entropies, dtype=np.float64)[-ENTROPY_WINDOW:]
     if len(latest) < 2 or not (latest > 0).all():
         return PolicyTrend()
-    return PolicyTrend(theil_sen(np.log(latest), None if updates is None else updates[-window:]))
+    return PolicyTrend(theil_sen(np.log(latest), None if updates is None else updates[-ENTROPY_WINDOW:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,35 +121,29 @@ def pair_intensity(pair: str, *, seed_norm: float | None, seed_params: int, host
     return PairIntensity(pair, (seed_norm / math.sqrt(seed_params)) / (host_norm / math.sqrt(host_params)))
 
 
-def diagnose_pair(evidence: PairEvidence, *, low: float = LOW) -> PairDiagnosis:
-    """Return the reason for a module's intensity ratio; a ratio of at least `low` is fine."""
+def diagnose_pair(evidence: PairEvidence) -> PairDiagnosis:
+    """Return the reason for a module's intensity ratio; a ratio of at least `LOW` is fine."""
     if not (evidence.grads_exist and evidence.upstream_exists):
         return PairDiagnosis("disconnected")
     if evidence.ratio is None:
         return PairDiagnosis("undefined")
-    if evidence.ratio >= low:
+    if evidence.ratio >= LOW:
         return PairDiagnosis("ok")
     if evidence.z_seed is None:
         return PairDiagnosis("saturated" if evidence.zero_frac >= SATURATED_ZEROS else "indeterminate")
-    return _by_history(evidence, evidence.z_seed)
-
-
-def _by_history(evidence: PairEvidence, z_seed: float) -> PairDiagnosis:
-    """Return the cause by what is unusual for this module."""
+    # by what is unusual for this module
     z_up, z_gain, z_host = (0.0 if z is None else z for z in (evidence.z_up, evidence.z_gain, evidence.z_host))
     if z_up <= -UNUSUAL:
         return PairDiagnosis("dormant", _confidence(z_up))
     if z_gain <= -UNUSUAL:
         return PairDiagnosis("saturated", _confidence(z_gain))
-    if z_seed > -UNUSUAL and z_host >= UNUSUAL:
+    if evidence.z_seed > -UNUSUAL and z_host >= UNUSUAL:
         return PairDiagnosis("host_fast", _confidence(z_host))
     return PairDiagnosis("indeterminate")
 
 
 def _confidence(z: float) -> float:
-    if math.isinf(z):
-        return 1.0
-    return (abs(z) - UNUSUAL) / (1.0 + abs(z))
+    return 1.0 if math.isinf(z) else (abs(z) - UNUSUAL) / (1.0 + abs(z))
 
 
 START, END = "grad/pair/", "/connected"
@@ -176,34 +170,26 @@ class PairHistories:
             signals = {name: values.get(f"{START}{pair}/{name}") for name in SIGNALS[:3]}
             signals["gain"] = _ratio(signals["intensity"], signals["upstream"])
             ratio = _ratio(signals["intensity"], signals["host_intensity"])
-            self.diagnoses[pair] = self._diagnose(pair, values, signals, ratio)
-            derived.update(PairIntensity(pair, ratio).values(level))
-        return derived
-
-    def _diagnose(self, pair: str, values: Mapping[str, float], signals: Mapping[str, float | None], ratio: float | None) -> PairDiagnosis:
-        z = self._unusual(pair, signals)
-        connected = values[f"{START}{pair}{END}"] > 0
-        return diagnose_pair(
-            PairEvidence(
+            connected = values[f"{START}{pair}{END}"] > 0
+            evidence = PairEvidence(
                 ratio=ratio,
                 grads_exist=connected,
                 upstream_exists=connected,
-                z_seed=z["intensity"],
-                z_host=z["host_intensity"],
-                z_up=z["upstream"],
-                z_gain=z["gain"],
                 zero_frac=values.get(f"{START}{pair}/zero_frac", 0.0),
+                **dict(zip(("z_seed", "z_host", "z_up", "z_gain"), self._unusual(pair, signals), strict=True)),
             )
-        )
+            self.diagnoses[pair] = diagnose_pair(evidence)
+            derived.update(PairIntensity(pair, ratio).values(level))
+        return derived
 
-    def _unusual(self, pair: str, signals: Mapping[str, float | None]) -> dict[str, float | None]:
+    def _unusual(self, pair: str, signals: Mapping[str, float | None]) -> list[float | None]:
         """Return the robust z of every signal in its own history; minus infinity for an exact zero, None without a history."""
         history = self._histories.setdefault(pair, RobustHistory(len(SIGNALS)))
         raw = np.array([math.nan if signals[name] is None else signals[name] for name in SIGNALS], dtype=np.float64)
         scores = np.asarray(robust_z(decades(raw), history.values, keys=SIGNALS).robust_z)
         scores = np.where((raw == 0) & (history.count >= N_MIN), -np.inf, scores)
         history.push(decades(raw))
-        return {name: None if math.isnan(z) else z for name, z in zip(SIGNALS, scores.tolist(), strict=True)}
+        return [None if math.isnan(z) else z for z in scores.tolist()]
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
@@ -411,11 +397,13 @@ class RunHistory:
             self._entropies.append((self._records, values["policy/entropy"]))
             numbers, entropies = np.array(self._entropies).T
             entropy = entropy_rate(entropies, numbers).values(level)
+        moments = CriticMoments(*map(values.get, ("value/bias", "value/err/std", "value/std", "value/target/std")))
+        fit, self._variance = critic_fit(moments, self._variance)
         advantages = [values.get(f"adv/raw/{name}") for name in ("mean", "std", "min", "max")]
         shifts = [value for key, value in values.items() if key.startswith(HEADS) and key.endswith(SHIFT)]
         return {
             **returns,
-            **self._critic(values, level),
+            **fit.values(level),
             **advantage_scale(*advantages).values(level),
             **entropy,
             **largest_shift(shifts).values(level),
@@ -423,13 +411,3 @@ class RunHistory:
             **self.pairs.derive(values, level),
             **self._temporal.derive({**values, **returns} if returns else values, level),
         }
-
-    def _critic(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        moments = CriticMoments(
-            bias=values.get("value/bias"),
-            error_std=values.get("value/err/std"),
-            value_std=values.get("value/std"),
-            return_std=values.get("value/target/std"),
-        )
-        fit, self._variance = critic_fit(moments, self._variance)
-        return fit.values(level)

@@ -87,11 +87,6 @@ class Ema:
         std: Array = np.sqrt(squares / np.where(self.t > 0, weight, np.nan))
         return std
 
-    @property
-    def n_eff(self) -> Array:
-        """Effective number of samples, [K]."""
-        return n_eff(self.t, self.beta)
-
     def step(self, x: Array) -> None:
         """Add one value of each series, [K]."""
         finite = np.isfinite(x)
@@ -135,9 +130,8 @@ class LogDrift:
         slow: the slow part.
     """
 
-    def __init__(self, keys: int, beta_fast: float = FAST, beta_slow: float = SLOW) -> None:
-        self.fast = Ema(keys, beta_fast)
-        self.slow = Ema(keys, beta_slow)
+    def __init__(self, keys: int) -> None:
+        self.fast, self.slow = Ema(keys, FAST), Ema(keys, SLOW)
 
     def step(self, x: Array, keys: tuple[str, ...] = ()) -> Drifts:
         """Add one value of each series, [K]; returns its distance from the previous level. Values that are not positive are ignored."""
@@ -159,6 +153,7 @@ MAD_TO_STD = 1.4826  # median absolute deviation of a Gaussian, to its standard 
 SCALE_MIN = 0.15  # decades: norms that vary less are not judged more strictly
 N_MIN = 20
 OUTLIER_WINDOW = 200
+REBASELINE_AFTER = 50  # unhealthy values in a row after which a history restarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +213,33 @@ class RobustHistory:
         return self.values[row, :count].copy() if count < window else np.roll(self.values[row], -(count % window))
 
 
+class HealthyHistory(RobustHistory):
+    """A history without unhealthy values: anomalies must not become the baseline. After `REBASELINE_AFTER` in a row it restarts.
+
+    Attributes:
+        rejected: [K] unhealthy values in a row.
+    """
+
+    def __init__(self, keys: int, window: int = OUTLIER_WINDOW) -> None:
+        super().__init__(keys, window)
+        self.rejected = np.zeros(keys, dtype=np.int64)
+
+    def extend(self, keys: int) -> None:
+        """Add series without values."""
+        super().extend(keys)
+        self.rejected = np.append(self.rejected, np.zeros(keys, dtype=np.int64))
+
+    def learn(self, x: Array, *, present: npt.NDArray[np.bool_], healthy: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Add one value per series, [K], of those that are `present` the healthy ones; returns the series that restart with it, [K]."""
+        healthy = present & healthy
+        self.rejected = np.where(healthy, 0, self.rejected + (present & ~healthy))
+        restarted = self.rejected >= REBASELINE_AFTER
+        self.clear(restarted)
+        self.rejected[restarted] = 0
+        self.push(x, where=healthy | restarted)
+        return restarted
+
+
 def medians(values: Array) -> Array:
     """Median [K] of the values in each row of [K, W] that are not NaN; NaN for empty rows."""
     ordered = np.sort(values, axis=1)
@@ -241,17 +263,16 @@ def spread(history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int =
     return Spread(median, np.where(enough, np.maximum(scale, scale_min), np.nan))
 
 
-def robust_z(x: Array, history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int = N_MIN, keys: tuple[str, ...] = ()) -> RobustZ:
+def robust_z(x: Array, history: Array, *, scale_min: float | Array = SCALE_MIN, keys: tuple[str, ...] = ()) -> RobustZ:
     """Return the distance of values from the medians of their histories, in robust standard deviations.
 
     Args:
         x: [K], log10 of the values to judge.
         history: [K, W], log10 of the values *before* them.
         scale_min: smallest scale, in decades, one for all or [K].
-        n_min: minimum number of values in a history.
         keys: names of the series.
     """
-    median, scale = spread(history, scale_min=scale_min, n_min=n_min)
+    median, scale = spread(history, scale_min=scale_min)
     return RobustZ(keys, (x - median) / scale)
 
 
@@ -361,8 +382,8 @@ def level_model(baseline: Array) -> LevelModel:
 class ChangeState:
     """`Cusum` of K series value by value; the first 50 values of a series are its permanent baseline."""
 
-    def __init__(self, keys: int, baseline: int = BASELINE) -> None:
-        self._first = np.full((keys, baseline), np.nan)
+    def __init__(self, keys: int) -> None:
+        self._first = np.full((keys, BASELINE), np.nan)
         self._count = np.zeros(keys, dtype=np.int64)
         self._before = np.full(keys, np.nan)
         self._models = np.full((3, keys), np.nan)
@@ -372,10 +393,10 @@ class ChangeState:
         """Add one value per series, [K], ignoring NaN; returns the sums, NaN if they do not exist yet."""
         finite = np.isfinite(x)
         sums = np.asarray(self._cusum.step(LevelModel(*self._models).score(x, self._before)).cusum)
-        for row in np.flatnonzero(finite & (self._count < self._first.shape[1])):
+        for row in np.flatnonzero(finite & (self._count < BASELINE)):
             self._first[row, self._count[row]] = x[row]
             self._count[row] += 1
-            if self._count[row] == self._first.shape[1]:
+            if self._count[row] == BASELINE:
                 self._models[:, row] = level_model(self._first[row])
         self._before = np.where(finite, x, self._before)
         return sums

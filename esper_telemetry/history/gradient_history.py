@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.history.deviations import FAST, N_MIN, OUTLIER_WINDOW, SCALE_MIN, Ema, RobustHistory, decades, spread
+from esper_telemetry.history.deviations import FAST, Ema, HealthyHistory, decades, spread
 from esper_telemetry.history.trend import CORRELATION_WINDOW, advantage_gradient
 
 
@@ -65,12 +65,11 @@ class NoiseAverage:
 DECADES_EXPLODE = 2.0
 DECADES_VANISH = 4.0
 SPREADS = 6.0
-CLAMP_EXPLODE = (2.0, 200.0)
+CLAMP_EXPLODE = (2.0, 200.0)  # clip limits, so that a slow rise cannot become normal
 CLAMP_VANISH = (1e-8, 1e-2)
 EXPLODE_AT_START = 10.0  # times the clip limit, while the history is short
 VANISH_AT_START = 1e-7
 HEALTHY_BELOW = 0.5  # only updates below this severity enter the history
-REBASELINE_AFTER = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +137,17 @@ class SeverityThresholds(NamedTuple):
     scale: Array
 
 
-def explode_severity(norms: Array, threshold: Array | float, *, decades_wide: float = DECADES_EXPLODE) -> Array:
-    """Return 0 up to the threshold, 1 from `decades_wide` above it and for non-finite norms; linear in log10 between."""
+def explode_severity(norms: Array, threshold: Array | float) -> Array:
+    """Return 0 up to the threshold, 1 from `DECADES_EXPLODE` above it and for non-finite norms; linear in log10 between."""
     norms = np.asarray(norms, dtype=np.float64)
-    ramp = np.clip((_log10(norms) - np.log10(threshold)) / decades_wide, 0.0, 1.0)
+    ramp = np.clip((_log10(norms) - np.log10(threshold)) / DECADES_EXPLODE, 0.0, 1.0)
     return np.where(np.isfinite(norms), ramp, 1.0)
 
 
-def vanish_severity(norms: Array, threshold: Array | float, *, decades_wide: float = DECADES_VANISH) -> Array:
-    """Return 0 down to the threshold and for non-finite norms, 1 from `decades_wide` below it; linear in log10 between."""
+def vanish_severity(norms: Array, threshold: Array | float) -> Array:
+    """Return 0 down to the threshold and for non-finite norms, 1 from `DECADES_VANISH` below it; linear in log10 between."""
     norms = np.asarray(norms, dtype=np.float64)
-    ramp = np.clip((np.log10(threshold) - _log10(norms)) / decades_wide, 0.0, 1.0)
+    ramp = np.clip((np.log10(threshold) - _log10(norms)) / DECADES_VANISH, 0.0, 1.0)
     return np.where(np.isfinite(norms), ramp, 0.0)
 
 
@@ -158,61 +157,39 @@ def _log10(norms: Array) -> Array:
     return np.log10(finite, out=np.full_like(finite, -np.inf), where=finite > 0)
 
 
-def adaptive_thresholds(
-    history: Array,
-    max_grad_norm: float,
-    *,
-    n_min: int = N_MIN,
-    scale_min: float = SCALE_MIN,
-    k: float = SPREADS,
-    clamp_explode: tuple[float, float] = CLAMP_EXPLODE,
-    clamp_vanish: tuple[float, float] = CLAMP_VANISH,
-) -> SeverityThresholds:
-    """Return thresholds from the history of each group: its median ± k robust standard deviations, within absolute bounds.
+def adaptive_thresholds(history: Array, max_grad_norm: float) -> SeverityThresholds:
+    """Return thresholds from the history of each group: its median ± 6 robust standard deviations, within absolute bounds.
+
+    With fewer than 20 norms, they are 10 clip limits and 1e-7.
 
     Args:
         history: [K, W], log10 of norms, NaN for missing values.
         max_grad_norm: the clip limit, which sets the scale of the bounds.
-        n_min: minimum number of norms; with fewer, the thresholds are 10 clip limits and 1e-7. 0 requires none.
-        scale_min: smallest standard deviation, in decades.
-        k: number of standard deviations.
-        clamp_explode: bounds in clip limits, so that a slow rise cannot become normal.
-        clamp_vanish: bounds in clip limits of the lower threshold.
     """
-    median, scale = spread(history, scale_min=scale_min, n_min=n_min)
-    explode = _clamp(10.0 ** (median + k * scale), clamp_explode, max_grad_norm)
-    vanish = _clamp(10.0 ** (median - k * scale), clamp_vanish, max_grad_norm)
+    median, scale = spread(history)
+    explode = np.clip(10.0 ** (median + SPREADS * scale), CLAMP_EXPLODE[0] * max_grad_norm, CLAMP_EXPLODE[1] * max_grad_norm)
+    vanish = np.clip(10.0 ** (median - SPREADS * scale), CLAMP_VANISH[0] * max_grad_norm, CLAMP_VANISH[1] * max_grad_norm)
     early = np.isnan(median)
     return SeverityThresholds(
         np.where(early, EXPLODE_AT_START * max_grad_norm, explode), np.where(early, VANISH_AT_START, vanish), median, scale
     )
 
 
-def _clamp(thresholds: Array, bounds: tuple[float, float], unit: float) -> Array:
-    return np.clip(thresholds, bounds[0] * unit, bounds[1] * unit)
-
-
 class NormBaseline:
-    """Usual gradient norms of K groups, with thresholds from healthy updates only.
-
-    An update with a severity of 0.5 or more does not enter the history, because anomalies must not train their own
-    baseline. After 50 such updates in a row the group starts a new baseline.
+    """Usual gradient norms of K groups, with thresholds from healthy updates only, whose severity is below 0.5.
 
     Attributes:
         max_grad_norm: the clip limit.
-        rejected: [K] unhealthy updates in a row.
     """
 
-    def __init__(self, groups: tuple[str, ...], max_grad_norm: float, window: int = OUTLIER_WINDOW) -> None:
+    def __init__(self, groups: tuple[str, ...], max_grad_norm: float) -> None:
         self.groups = groups
         self.max_grad_norm = max_grad_norm
-        self.rejected = np.zeros(len(groups), dtype=np.int64)
-        self._history = RobustHistory(len(groups), window)
+        self._history = HealthyHistory(len(groups))
 
     def extend(self, groups: tuple[str, ...]) -> None:
         """Add groups without a history."""
         self.groups += groups
-        self.rejected = np.append(self.rejected, np.zeros(len(groups), dtype=np.int64))
         self._history.extend(len(groups))
 
     def step(self, mean: Array, peak: Array) -> tuple[GroupSeverity, npt.NDArray[np.bool_]]:
@@ -229,18 +206,9 @@ class NormBaseline:
         present = ~np.isnan(mean) | np.isinf(peak)
         explode = np.where(present, explode_severity(peak, thresholds.explode), np.nan)
         vanish = np.where(present, vanish_severity(mean, thresholds.vanish), np.nan)
-        restarted = self._learn(mean, np.fmax(explode, vanish), present)
+        restarted = self._history.learn(decades(mean), present=present, healthy=np.fmax(explode, vanish) < HEALTHY_BELOW)
         limits = (np.where(present, limit, np.nan) for limit in (thresholds.explode, thresholds.vanish))
         return GroupSeverity(self.groups, explode, vanish, *limits), restarted
-
-    def _learn(self, mean: Array, severity: Array, present: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        healthy = present & (severity < HEALTHY_BELOW)
-        self.rejected = np.where(healthy, 0, self.rejected + (present & ~healthy))
-        restarted = self.rejected >= REBASELINE_AFTER
-        self._history.clear(restarted)
-        self.rejected[restarted] = 0
-        self._history.push(decades(mean), where=healthy | restarted)
-        return restarted
 
 
 Cause = Literal["nonfinite", "vanish", "explode", "imbalance", "zero"]
@@ -289,9 +257,8 @@ def gradient_condition(
     tau_explode: Array | float,
     zero_frac: float | None = None,
     layer_weights: Array | None = None,
-    factor_weights: tuple[float, float, float, float] = FACTOR_WEIGHTS,
 ) -> GradientCondition:
-    """Return the health (1-F)(1-φ_V V)(1-φ_E E)(1-φ_I I)(1-φ_Z Z) of the gradients of L layers.
+    """Return the health (1-F)(1-φ_V V)(1-φ_E E)(1-φ_I I)(1-φ_Z Z) of the gradients of L layers, φ as in `FACTOR_WEIGHTS`.
 
     Args:
         norms: [L], not finite if any entry is not.
@@ -299,7 +266,6 @@ def gradient_condition(
         tau_explode: norms above which a layer explodes.
         zero_frac: share of exactly zero entries; None if it was not measured.
         layer_weights: [L] weights of the layers in V, which sum to 1; equal by default.
-        factor_weights: φ of vanish, explode, imbalance and zero.
     """
     norms = np.asarray(norms, dtype=np.float64)
     if norms.size == 0:
@@ -315,9 +281,9 @@ def gradient_condition(
         "vanish": float(weights @ vanish_severity(norms, tau_vanish)),
         "explode": float(explode_severity(norms, tau_explode).max()),
         "imbalance": imbalance,
-        "zero": 0.0 if zero_frac is None else _ramp(zero_frac, ZEROS_FROM, 1.0),
+        "zero": _ramp(zero_frac or 0.0, ZEROS_FROM, 1.0),
     }
-    factors = [1.0 - phi * min(severity, 1.0) for phi, severity in zip(factor_weights, severities.values(), strict=True)]
+    factors = [1.0 - phi * min(severity, 1.0) for phi, severity in zip(FACTOR_WEIGHTS, severities.values(), strict=True)]
     names: tuple[Cause, ...] = ("vanish", "explode", "imbalance", "zero")
     smallest = min(factors)
     cause = names[factors.index(smallest)] if smallest < 1.0 else None  # the first of equal factors
@@ -371,12 +337,10 @@ class GradientHistory:
     def _severity(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         if not self._groups:
             return {}
-        means = [values.get(f"grad/{group}/norm_preclip", np.nan) for group in self._groups]
-        peaks = [
-            np.inf if f"grad/{group}/norm_preclip_nonfinite" in values else values.get(f"grad/{group}/norm_preclip_max", np.nan)
-            for group in self._groups
-        ]
-        severity, restarted = self._baseline.step(np.array(means), np.array(peaks))
+        keys = [f"grad/{group}/norm_preclip" for group in self._groups]
+        means = np.array([values.get(key, np.nan) for key in keys])
+        peaks = np.array([np.inf if f"{key}_nonfinite" in values else values.get(f"{key}_max", np.nan) for key in keys])
+        severity, restarted = self._baseline.step(means, peaks)
         self.rebaselined = tuple(group for group, new in zip(self._groups, restarted.tolist(), strict=True) if new)
         return severity.values(level)
 
@@ -385,11 +349,8 @@ class GradientHistory:
 
         A layer that is missing in an update keeps its history.
         """
-        layer_norms = {
-            key[len(LAYER[0]) : -len(LAYER[1])]: value
-            for key, value in values.items()
-            if key.startswith(LAYER[0]) and key.endswith(LAYER[1])
-        }
+        start, end = LAYER
+        layer_norms = {key[len(start) : -len(end)]: value for key, value in values.items() if key.startswith(start) and key.endswith(end)}
         if tuple(layer_norms) != self._layers.groups:
             known = dict.fromkeys(self._layers.groups)
             self._layers.extend(tuple(name for name in layer_norms if name not in known))

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 
@@ -180,11 +181,10 @@ class Prewhitened(NamedTuple):
     acf1: float
 
 
-@lru_cache(maxsize=16)
-def _pairs(n: int) -> tuple[Array, Array]:
+@lru_cache(maxsize=128)
+def _pairs(n: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
     """Indices of all pairs i < j."""
-    i, j = np.triu_indices(n, 1)
-    return i, j  # type: ignore[return-value]  # integers, used as indices
+    return np.triu_indices(n, 1)
 
 
 def theil_sen(x: Array, at: Array | None = None) -> float:
@@ -286,17 +286,15 @@ def spearman(x: Array, y: Array) -> float | None:
     return min(max(float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)), -1.0), 1.0)
 
 
-def advantage_gradient(adv_std: Array, actor_norm: Array, *, window: int = CORRELATION_WINDOW, n_min: int = MIN_PAIRS) -> AdvantageGradient:
+def advantage_gradient(adv_std: Array, actor_norm: Array) -> AdvantageGradient:
     """Return the rank correlation of the advantages' std with the actor's gradient norm over the last updates.
 
     Args:
         adv_std: [n], `adv/raw/std` per update, oldest first.
         actor_norm: [n], `grad/actor/norm_preclip` of the same updates.
-        window: number of latest updates that count.
-        n_min: minimum number of updates with both.
     """
-    x, y = np.asarray(adv_std)[-window:], np.asarray(actor_norm)[-window:]
-    enough = int((np.isfinite(x) & np.isfinite(y)).sum()) >= n_min
+    x, y = np.asarray(adv_std)[-CORRELATION_WINDOW:], np.asarray(actor_norm)[-CORRELATION_WINDOW:]
+    enough = int((np.isfinite(x) & np.isfinite(y)).sum()) >= MIN_PAIRS
     return AdvantageGradient(spearman(x, y) if enough else None)
 
 

@@ -179,17 +179,11 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
 
     Losses give the positions, or returns if nothing else was logged. A long log is merged to `MAX_UPDATES` rows.
     """
-    tags_by_alias: dict[Alias, list[str]] = {}
+    series: dict[Alias, dict[str, list[LoggedPoint]]] = {}
     for alias in trainer.aliases:
         tags = sorted(tag for tag in logged.points if re.fullmatch(alias.tag, tag))
-        if alias.zero_if_off and not any(value for tag in tags for _, value in logged.points[tag]):
-            tags = []
-        if tags:
-            tags_by_alias[alias] = tags
-    series = {
-        alias: [sorted(point for point in logged.points[tag] if abs(point.x) <= MAX_COUNT) for tag in tags]
-        for alias, tags in tags_by_alias.items()
-    }
+        if tags and (not alias.zero_if_off or any(value for tag in tags for _, value in logged.points[tag])):
+            series[alias] = {tag: sorted(point for point in logged.points[tag] if abs(point.x) <= MAX_COUNT) for tag in tags}
     updates = _positions(series)
     stride = math.ceil(len(updates) / (MAX_EPISODE_GROUPS if all(alias.episodes for alias in series) else MAX_UPDATES))
     positions = [*updates[stride - 1 :: stride], *(updates[-1:] if len(updates) % max(stride, 1) else [])]
@@ -197,13 +191,13 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
     nonfinite: list[set[str]] = [set() for _ in positions]
     sources: dict[str, str] = {}
     unread = dict.fromkeys(logged.points, "")
-    for alias, tags in tags_by_alias.items():
-        dropped = _read_series(alias, dict(zip(tags, series[alias], strict=True)), updates, positions, table, nonfinite)
-        unread = {tag: reason for tag, reason in unread.items() if tag not in tags} | dropped
-        if len(dropped) < len(tags):
-            several = f" and {len(tags) - 1} more" if len(tags) > 1 else ""
+    for alias, own in series.items():
+        dropped = _read_series(alias, own, updates, positions, table, nonfinite)
+        unread = {tag: reason for tag, reason in unread.items() if tag not in own} | dropped
+        if len(dropped) < len(own):
+            several = f" and {len(own) - 1} more" if len(own) > 1 else ""
             scaling = "" if alias.factor == 1 else f" times {alias.factor:g}"
-            sources[alias.key] = f"{tags[0]}{several}{scaling}" + (f" ({alias.note})" if alias.note else "")
+            sources[alias.key] = f"{min(own)}{several}{scaling}" + (f" ({alias.note})" if alias.note else "")
     if trainer.idle and all(tag in logged.points for tag in trainer.idle):
         unread = {tag: reason for tag, reason in unread.items() if tag not in trainer.idle}
         sources[DEAD_GROUPS] = f"{trainer.idle[0]} (1 if it is 0, else a lower bound)"
@@ -286,17 +280,17 @@ def _of_batches(points: Mapping[str, Sequence[LoggedPoint]], batch_tag: str) -> 
     return batches
 
 
-def _positions(series: Mapping[Alias, Sequence[Sequence[LoggedPoint]]]) -> list[float]:
+def _positions(series: Mapping[Alias, Mapping[str, Sequence[LoggedPoint]]]) -> list[float]:
     """Return the positions of updates, by losses, else by other values of training, else by returns."""
     whole = [alias for alias in series if not alias.episodes and alias.key != EVALUATION] or list(series)
     main = [alias for alias in whole if alias.key in LOSSES] or [alias for alias in whole if alias.key in ON_POLICY]
     if any(alias.late for alias in main):  # values of training are logged with any row that follows, such as one of an evaluation
         whole = [alias for alias in whole if not alias.late] or whole
-        return sorted({point.x for alias in whole for points in series[alias] for point in points})
+        return sorted({point.x for alias in whole for points in series[alias].values() for point in points})
     returns = [alias for alias in whole if alias.key in RETURNS]
 
     def densest(aliases: Iterable[Alias]) -> Sequence[LoggedPoint]:
-        return max((points for alias in aliases for points in series[alias]), key=len, default=())
+        return max((points for alias in aliases for points in series[alias].values()), key=len, default=())
 
     points, often = densest(main or returns or whole), densest(returns)
     return sorted({point.x for point in (often if len(often) >= MUCH_DENSER * len(points) else points)})

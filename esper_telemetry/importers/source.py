@@ -57,9 +57,9 @@ def read_source(address: str, run: int | None = None) -> LoggedRun:
     elif kind not in READERS:
         raise ValueError(f"--from takes a file, a folder, {', '.join(f'{name}:...' for name in READERS)}, got {address!r}")
     elif not rest:
-        raise ValueError(f"--from {kind}: needs what to read, such as {EXAMPLES[kind]}")
+        raise ValueError(f"--from {kind}: needs what to read, such as {READERS[kind][1]}")
     else:
-        runs = READERS[kind](rest)
+        runs = READERS[kind][0](rest)
     if run is not None and not 1 <= run <= len(runs):
         raise ValueError(f"{address} holds {len(runs)} run{'s'[: len(runs) > 1]}, and --run asks for {run}")
     logged, note = runs[-1 if run is None else run - 1], ""
@@ -91,26 +91,19 @@ def _runs_below(path: Path, kinds: Sequence[tuple[str, str]]) -> list[LoggedRun]
                 runs += _folder_runs(kind, folder, own)
             except (ValueError, FileNotFoundError) as error:
                 problems.append(str(error))
+        if runs and path.is_dir() and len(kinds) > 1:
+            read = [file for own in folders.values() for file in own]
+            others = {file.name for file in files for _, other in KINDS[:8] if re.fullmatch(other, file.name)}
+            left = sorted(others - {file.name for file in read})
+            note = f"Read: {'' if len(read) == 1 else f'{len(read)} files such as '}{read[-1].relative_to(path)}"
+            note += f"; also here, and not read: {', '.join(left[:4])}" if left else ""
+            runs = [run._replace(notes=(*run.notes, note)) for run in runs]
         if runs:
-            if path.is_dir() and len(kinds) > 1:
-                left = sorted({file.name for file in files for _, other in KINDS[:8] if re.fullmatch(other, file.name)} - _names(folders))
-                note = f"Read: {_shown(path, folders, runs)}" + (f"; also here, and not read: {', '.join(left[:4])}" if left else "")
-                runs = [run._replace(notes=(*run.notes, note)) for run in runs]
             return runs
     if path.is_file() and not problems:
         return read_text(path)
     what = "event files of TensorBoard" if len(kinds) == 1 else "logs"
     raise ValueError(problems[0] if problems else f"found no {what} in {path}")
-
-
-def _names(folders: Mapping[Path, Sequence[Path]]) -> set[str]:
-    return {file.name for files in folders.values() for file in files}
-
-
-def _shown(path: Path, folders: Mapping[Path, Sequence[Path]], runs: Sequence[LoggedRun]) -> str:
-    """Return the name of the file that was read, or the number of files."""
-    files = [file for own in folders.values() for file in own]
-    return str(files[0].relative_to(path)) if len(files) == 1 else f"{len(files)} files such as {files[-1].relative_to(path)}"
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -166,11 +159,8 @@ def _event_runs(folder: Path, files: Sequence[Path]) -> list[LoggedRun]:
             runs[-1][tag] = [point for point in runs[-1].get(tag, []) if point.x < own[0].x] + own
     if not runs:
         pointer = any(file.stat().st_size < 1024 and file.read_bytes().startswith(LFS_POINTER) for file in files)
-        raise ValueError(
-            f"{files[0]} is a pointer of Git LFS: git lfs pull fetches the file"
-            if pointer
-            else f"{folder} lacks numbers in its event files"
-        )
+        reason = f"{files[0]} is a pointer of Git LFS: git lfs pull fetches the file"
+        raise ValueError(reason if pointer else f"{folder} lacks numbers in its event files")
     name = folder.name or folder.absolute().name
     return [LoggedRun(name if len(runs) == 1 else f"{name} ({number} of {len(runs)})", points) for number, points in enumerate(runs, 1)]
 
@@ -189,10 +179,8 @@ def _scalars(file: Path) -> dict[str, list[LoggedPoint]]:
             for value in event.summary.value:
                 if value.HasField("simple_value"):
                     points.setdefault(value.tag, []).append(LoggedPoint(event.step, value.simple_value))
-                elif value.HasField("tensor") and all(
-                    dim.size == 1 for dim in value.tensor.tensor_shape.dim
-                ):  # others may ask for any memory
-                    with suppress(ValueError, TypeError):  # a damaged tensor
+                elif value.HasField("tensor") and {dim.size for dim in value.tensor.tensor_shape.dim} <= {1}:
+                    with suppress(ValueError, TypeError):  # a damaged tensor; larger ones may ask for any memory
                         array = make_ndarray(value.tensor)
                         if array.size == 1 and array.dtype.kind in "fiu":
                             points.setdefault(value.tag, []).append(LoggedPoint(event.step, float(array.reshape(()))))
@@ -287,7 +275,7 @@ def read_mlflow(address: str) -> list[LoggedRun]:
     """Return a run of MLflow: `URI?run=ID`, in the default store if the URI is empty."""
     uri, mark, query = address.rpartition("?run=")
     if not mark or not query:
-        raise ValueError(f"mlflow: needs the run, such as {EXAMPLES['mlflow']}, got mlflow:{address}")
+        raise ValueError(f"mlflow: needs the run, such as {MLFLOW_EXAMPLE}, got mlflow:{address}")
     if uri:
         check_tracking_uri(uri)
     from mlflow import MlflowClient, get_tracking_uri
@@ -312,19 +300,12 @@ def read_mlflow(address: str) -> list[LoggedRun]:
     return [LoggedRun(run.info.run_name or query, points, dict(run.data.params))]
 
 
-READERS: Mapping[str, Callable[[str], list[LoggedRun]]] = {
-    "tensorboard": read_tensorboard,
-    "wandb": read_wandb,
-    "csv": read_text,
-    "log": read_text,
-    "mlflow": read_mlflow,
+MLFLOW_EXAMPLE: Final = "mlflow:sqlite:///mlflow.db?run=0123456789abcdef"
+READERS: Mapping[str, tuple[Callable[[str], list[LoggedRun]], str]] = {
+    "tensorboard": (read_tensorboard, "tensorboard:runs/PPO_1"),
+    "wandb": (read_wandb, "wandb:entity/project/run"),
+    "csv": (read_text, "csv:logs/progress.csv"),
+    "log": (read_text, "log:outputs/checkpoint-500/trainer_state.json"),
+    "mlflow": (read_mlflow, MLFLOW_EXAMPLE),
 }
-
-EXAMPLES = {
-    "tensorboard": "tensorboard:runs/PPO_1",
-    "wandb": "wandb:entity/project/run",
-    "csv": "csv:logs/progress.csv",
-    "log": "log:outputs/checkpoint-500/trainer_state.json",
-    "mlflow": "mlflow:sqlite:///mlflow.db?run=0123456789abcdef",
-}
-"""An address of each kind."""
+"""The reader of each kind of address, and an example."""

@@ -131,8 +131,7 @@ def flat_numbers(row: Mapping[str, Any], config: dict[str, Any] | None = None) -
             if name == "config":
                 if config is not None:
                     config.update(cell)
-                continue
-            if name == "data":
+            elif name == "data":
                 numbers |= flat_numbers({tag: math.nan if value is None else value for tag, value in cell.items()})
             else:
                 numbers |= {f"{name}/{tag}": number for tag, number in flat_numbers(cell).items()}
@@ -400,8 +399,7 @@ def _printed_row(line: str) -> object:
     if braces is None:
         return None
     row = None
-    text = NOT_FINITE.sub(r"'\1'", braces[0])
-    for parse, content in ((parse_json, braces[0]), (ast.literal_eval, text)):
+    for parse, content in ((parse_json, braces[0]), (ast.literal_eval, NOT_FINITE.sub(r"'\1'", braces[0]))):
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # braces of other programs
             row = parse(content)
             break

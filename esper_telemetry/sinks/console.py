@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
-from esper_telemetry.alarms.verdict.headline import COLOURS as TONE_COLOURS
-from esper_telemetry.alarms.verdict.headline import Tone, tone_of
+from esper_telemetry.alarms.verdict.bounds import COLOURS as TONE_COLOURS
+from esper_telemetry.alarms.verdict.bounds import Tone, tone_of
 from esper_telemetry.core.messages import end_text, printable
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.alarms.verdict.headline import COLOURS as TONE_COLOURS
-from esper_telemetry.alarms.verdict.headline import Tone
+from esper_telemetry.alarms.verdict.bounds import COLOURS as TONE_COLOURS
+from esper_telemetry.alarms.verdict.bounds import Tone
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.run_outcome import outcome_of
 from esper_telemetry.core.messages import capitalized, without_numbers

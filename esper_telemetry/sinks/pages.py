@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from esper_telemetry.alarms.verdict.headline import Tone, tone_of
+from esper_telemetry.alarms.verdict.bounds import Tone, tone_of
 from esper_telemetry.core.messages import capitalized, end_text, printable
 from esper_telemetry.core.metric import families, family_name
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunInfo, template_of

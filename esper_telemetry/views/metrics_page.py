@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.metric_entries import MetricEntry, descriptions
-from esper_telemetry.alarms.verdict import remarks, return_course, run_outcome
+from esper_telemetry.alarms.verdict import remarks, run_outcome
 from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.metric import Derived, Metric, declared, families, family_name, groups, since
 from esper_telemetry.core.record import Level, RunInfo
@@ -306,7 +306,7 @@ def _computed_from() -> Mapping[str, Sequence[str]]:
 @lru_cache(maxsize=1)
 def _verdicts() -> Mapping[str, str]:
     """Return the source of the parts that judge a run by keys which no declaration names; they spell them as strings."""
-    parts = {"outcome of the run": (run_outcome, return_course, recent_return), "remarks of `diagnose`": (remarks,)}
+    parts = {"outcome of the run": (run_outcome, recent_return), "remarks of `diagnose`": (remarks,)}
     return {name: "".join(map(getsource, modules)) for name, modules in parts.items()}
 
 

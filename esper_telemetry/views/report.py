@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.alarms.verdict.headline import Tone
+from esper_telemetry.alarms.verdict.bounds import Tone
 from esper_telemetry.alarms.verdict.run_outcome import NAMES
 from esper_telemetry.core.files import read_json, replace_file
 from esper_telemetry.core.messages import capitalized, end_text

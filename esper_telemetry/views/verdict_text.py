@@ -21,7 +21,7 @@ from esper_telemetry.alarms.alarm_state import LACKS_FACTS
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, described_keys
 from esper_telemetry.alarms.rule import AlarmRule
-from esper_telemetry.alarms.rule_registry import alarm_rules
+from esper_telemetry.alarms.thresholds import alarm_rules
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS
 from esper_telemetry.alarms.verdict.published_settings import SettingChange, outside_settings, setting_change, with_logged_rate
 from esper_telemetry.alarms.verdict.remarks import LATER, REMARK, is_setting

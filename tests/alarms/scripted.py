@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from esper_telemetry.alarms.rule import AlarmRule
-from esper_telemetry.alarms.rule_registry import alarm_rules
+from esper_telemetry.alarms.thresholds import alarm_rules
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
 
 

@@ -302,8 +302,8 @@ def test_without_values_questions_stay_open_once() -> None:
 
     assert [name for name, _ in events] == ["detectors/unanswered"]
     assert events[0][1]["questions"]["value/loss_jump"] == "no record has loss/value"
-    assert detectors.unanswered()["lstm/forget_open"] == "no record has lstm/gate/f/sat_hi"
-    assert "policy/kl_spike" not in detectors.unanswered()
+    assert detectors.coverage.unanswered()["lstm/forget_open"] == "no record has lstm/gate/f/sat_hi"
+    assert "policy/kl_spike" not in detectors.coverage.unanswered()
 
 
 def test_a_policy_without_memory_is_not_asked_about_it() -> None:
@@ -311,7 +311,7 @@ def test_a_policy_without_memory_is_not_asked_about_it() -> None:
     detectors.step(record(1, values(1)))
 
     assert not {rule.type for rule in detectors.rules} & {"lstm/forget_open", "lstm/reset_missing"}
-    assert detectors.unanswered() == {}
+    assert detectors.coverage.unanswered() == {}
 
 
 @pytest.mark.system

@@ -16,8 +16,8 @@ import pytest
 
 from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.verdict.run_outcome import GOOD, Outcome, OutcomeJudge, OutcomeKind, outcome_of
+from esper_telemetry.core.metric import Array
 from esper_telemetry.core.record import Axes, Record, RunStatus
-from esper_telemetry.history.course import Array
 
 EPISODES = 12
 SEEDS = 40

@@ -66,7 +66,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     def entries(group: str) -> list[Entry]:
         return [Entry(str(number)) for number in range(len(values))]
 
-    monkeypatch.setattr("esper_telemetry.alarms.rule_registry.entry_points", entries)
+    monkeypatch.setattr("esper_telemetry.alarms.thresholds.entry_points", entries)
     alarm_rules.cache_clear()
     yield values
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from recorded_runs import alarms_of, load, names, texts
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import Thresholds
-from esper_telemetry.alarms.rule_registry import alarm_rules
+from esper_telemetry.alarms.thresholds import alarm_rules
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.lab.faults.data import stuck_normalizer
 from esper_telemetry.lab.faults.fault import change_env_steps

@@ -47,7 +47,7 @@ def test_a_run_at_normal_answers_every_question(trainer: Any, open_questions: se
     for record in run.records:
         detectors.step(record)
 
-    assert set(detectors.unanswered()) <= open_questions
+    assert set(detectors.coverage.unanswered()) <= open_questions
 
 
 @pytest.mark.system

@@ -8,9 +8,9 @@ import pytest
 from metrics_reference import page
 from run_cli import run_cli
 
-from esper_telemetry.alarms.metric_entries import PRIORITIES, metric_entries
+from esper_telemetry.alarms.metric_entries import PRIORITIES, alarms_reading, metric_entries
 from esper_telemetry.alarms.rule import AlarmRule
-from esper_telemetry.alarms.rule_registry import alarm_rules, alarms_reading
+from esper_telemetry.alarms.thresholds import alarm_rules
 from esper_telemetry.core.metric import families
 from esper_telemetry.core.record import Level, MetricInfo, RunInfo, template_of
 from esper_telemetry.history.derive import key_histories

@@ -10,7 +10,7 @@ import pytest
 from healthy_run import FACTS, Spoil, Values, alarms, both, judged, multiplied, raised, run, set_to
 
 from esper_telemetry.alarms import Detectors, Thresholds
-from esper_telemetry.alarms.rule_registry import alarm_rules
+from esper_telemetry.alarms.thresholds import alarm_rules
 from esper_telemetry.core.record import RUN_FAILED, AlarmEvent, AlarmLevel
 
 SINCE = 30

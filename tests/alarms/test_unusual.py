@@ -175,10 +175,10 @@ def test_each_missing_value_names_what_supplies_it() -> None:
 
 def test_functions_that_are_named_exist() -> None:
     """Every function next to a group returns that group, and none is private."""
-    assert all(not name.startswith("_") for supplier in suppliers().values() for name in supplier.functions)
-    assert "episode_stats" in suppliers()["episode/return_mean"].functions
-    for supplier in suppliers().values():
-        for module, _, name in (dotted_name(function).rpartition(".") for function in supplier.functions):
+    assert all(not name.startswith("_") for _, functions in suppliers().values() for name in functions)
+    assert "episode_stats" in suppliers()["episode/return_mean"][1]
+    for _, functions in suppliers().values():
+        for module, _, name in (dotted_name(function).rpartition(".") for function in functions):
             assert callable(getattr(import_module(module), name))
     for equation in equations().values():
         assert not equation.check or callable(getattr(esper_telemetry, equation.check))

@@ -19,17 +19,13 @@ DURATIONS = st.fixed_dictionaries({kind: st.integers(1, 12) for kind in KINDS})
 def changes(patience: Patience, severities: list[float | None]) -> list[Change]:
     state, result = Hysteresis(patience), []
     for severity in severities:
-        state, change = state.step(severity)
+        change = state.step(severity)
         result += [change] if change else []
     return result
 
 
 def remaining(state: Escalation, raised: list[set[str]]) -> list[int]:
-    result = []
-    for kinds in raised:
-        state, left = state.step(kinds)
-        result.append(left)
-    return result
+    return [state.step(kinds) for kinds in raised]
 
 
 @given(PATIENCES, SEVERITIES)
@@ -43,12 +39,11 @@ def test_raises_and_clears_alternate_and_begin_with_a_raise(patience: Patience, 
 @given(PATIENCES, SEVERITIES)
 def test_missing_severities_change_nothing(patience: Patience, severities: list[float | None]) -> None:
     """After the warm-up, which counts them as updates."""
-    warm = Hysteresis(patience, updates=patience.warmup)
-    reference, state = warm, warm
+    reference, state = (Hysteresis(patience, updates=patience.warmup) for _ in range(2))
     for severity in severities:
-        state = state.step(severity).state
+        state.step(severity)
         if severity is not None and not math.isnan(severity):
-            reference = reference.step(severity).state
+            reference.step(severity)
 
     assert (state.active, state.streak) == (reference.active, reference.streak)
     assert state.updates == patience.warmup + len(severities)

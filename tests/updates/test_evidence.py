@@ -13,7 +13,7 @@ from attached_run import learned, rollout
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, make_env, read_run
-from esper_telemetry.alarms.rule_registry import alarm_rules
+from esper_telemetry.alarms.thresholds import alarm_rules
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd

@@ -3,7 +3,7 @@
 import torch
 
 from esper_telemetry.alarms.rules.integrity_alarms import ratio_init_bounds
-from esper_telemetry.history.critic import entropy_rate, largest_shift
+from esper_telemetry.history.critic import ENTROPY_WINDOW, entropy_rate, largest_shift
 from esper_telemetry.metrics.actions import action_shift, greedy_agreement, log_prob_stats
 from esper_telemetry.metrics.entropy import entropy_rows, head_entropy, policy_entropy
 from esper_telemetry.metrics.kl import categorical_kl, exact_kl
@@ -83,7 +83,8 @@ def entropy(inputs: Inputs) -> Values:
 @of_keys("policy/entropy_rate")
 def rate(inputs: Inputs) -> Values:
     """P7, over updates."""
-    return entropy_rate(numbers(inputs["x"]), window=inputs["window"]).values()
+    assert inputs["window"] == ENTROPY_WINDOW
+    return entropy_rate(numbers(inputs["x"])).values()
 
 
 @of_keys("policy/", "head/{h}/action_shift_js action_shift_js")

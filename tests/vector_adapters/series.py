@@ -7,10 +7,43 @@ from typing import Any
 import numpy as np
 
 from esper_telemetry.core.metric import Array
-from esper_telemetry.history.derive import PairEvidence, diagnose_pair, pair_intensity
-from esper_telemetry.history.deviations import Cusum, Ema, LogDrift, PageHinkley, decades, robust_z
-from esper_telemetry.history.gradient_history import adaptive_thresholds, explode_severity, gradient_condition, vanish_severity
-from esper_telemetry.history.trend import acf, advantage_gradient, goertzel, lr_response, mann_kendall, periods, prewhiten, theil_sen
+from esper_telemetry.history.derive import LOW, PairEvidence, diagnose_pair, pair_intensity
+from esper_telemetry.history.deviations import (
+    FAST,
+    N_MIN,
+    SCALE_MIN,
+    SLOW,
+    Cusum,
+    Ema,
+    LogDrift,
+    PageHinkley,
+    decades,
+    n_eff,
+    robust_z,
+)
+from esper_telemetry.history.gradient_history import (
+    CLAMP_EXPLODE,
+    CLAMP_VANISH,
+    DECADES_EXPLODE,
+    DECADES_VANISH,
+    FACTOR_WEIGHTS,
+    SPREADS,
+    adaptive_thresholds,
+    explode_severity,
+    gradient_condition,
+    vanish_severity,
+)
+from esper_telemetry.history.trend import (
+    CORRELATION_WINDOW,
+    acf,
+    advantage_gradient,
+    goertzel,
+    lr_response,
+    mann_kendall,
+    periods,
+    prewhiten,
+    theil_sen,
+)
 from vector_adapters.inputs import Inputs, Values, of_formula, of_keys
 
 
@@ -36,7 +69,7 @@ def level(inputs: Inputs) -> Values:
     rows = []
     for x in inputs["x"]:
         ema.step(array([x]))
-        rows.append((ema.mean, ema.std, ema.n_eff))
+        rows.append((ema.mean, ema.std, n_eff(ema.t, ema.beta)))
     means, stds, samples = zip(*rows, strict=True)
     return {"*/ema": listed(means), "*/ew_std": listed(stds), "aux:n_eff": listed(samples)}
 
@@ -44,7 +77,8 @@ def level(inputs: Inputs) -> Values:
 @of_keys("*/", "drift macd")
 def drift(inputs: Inputs) -> Values:
     """T2, against the last average, and between a fast and a slow average."""
-    state = LogDrift(1, inputs.get("beta_fast", inputs.get("beta", 0.9)), inputs.get("beta_slow", 0.99))
+    assert (inputs.get("beta_fast", inputs.get("beta", FAST)), inputs.get("beta_slow", SLOW)) == (FAST, SLOW)
+    state = LogDrift(1)
     steps = [state.step(array([x])) for x in inputs["x"]]
     return {"*/drift": listed(s.drift for s in steps), "*/macd": listed(s.macd for s in steps)}
 
@@ -53,7 +87,8 @@ def drift(inputs: Inputs) -> Values:
 def robust(inputs: Inputs) -> Values:
     history = decades(array(inputs["history"]))[None]
     x = decades(array([inputs["x"]]))
-    z = robust_z(x, history, scale_min=inputs["scale_min"], n_min=inputs["n_min"])
+    assert inputs["n_min"] == N_MIN
+    z = robust_z(x, history, scale_min=inputs["scale_min"])
     return {"*/robust_z": number(z.robust_z)}
 
 
@@ -134,28 +169,24 @@ def response(inputs: Inputs) -> Values:
 
 @of_keys("adv/grad_corr")
 def leak(inputs: Inputs) -> Values:
-    return advantage_gradient(array(inputs["x"]), array(inputs["y"]), window=inputs["window"]).values()
+    assert inputs["window"] == CORRELATION_WINDOW
+    return advantage_gradient(array(inputs["x"]), array(inputs["y"])).values()
 
 
 @of_keys("grad/{g}/", "severity_vanish severity_explode")
 def severity(inputs: Inputs) -> Values:
     norms = array(inputs["norms"])
-    vanish = vanish_severity(norms, inputs["tau_vanish"], decades_wide=inputs["decades_vanish"])
-    explode = explode_severity(norms, inputs["tau_explode"], decades_wide=inputs["decades_explode"])
+    assert (inputs["decades_vanish"], inputs["decades_explode"]) == (DECADES_VANISH, DECADES_EXPLODE)
+    vanish = vanish_severity(norms, inputs["tau_vanish"])
+    explode = explode_severity(norms, inputs["tau_explode"])
     return {"grad/{g}/severity_vanish": vanish.tolist(), "grad/{g}/severity_explode": explode.tolist()}
 
 
 @of_keys("grad/{g}/", "threshold_explode threshold_vanish")
 def thresholds(inputs: Inputs) -> Values:
-    result = adaptive_thresholds(
-        decades(array(inputs["history"]))[None],
-        inputs["max_grad_norm"],
-        n_min=inputs["n_min"],
-        scale_min=inputs["scale_min"],
-        k=inputs["k"],
-        clamp_explode=tuple(inputs["clamp_explode"]),
-        clamp_vanish=tuple(inputs["clamp_vanish"]),
-    )
+    assert (inputs["n_min"], inputs["scale_min"], inputs["k"]) == (N_MIN, SCALE_MIN, SPREADS)
+    assert (tuple(inputs["clamp_explode"]), tuple(inputs["clamp_vanish"])) == (CLAMP_EXPLODE, CLAMP_VANISH)
+    result = adaptive_thresholds(decades(array(inputs["history"]))[None], inputs["max_grad_norm"])
     return {
         "grad/{g}/threshold_explode": number(result.explode),
         "grad/{g}/threshold_vanish": number(result.vanish),
@@ -166,13 +197,13 @@ def thresholds(inputs: Inputs) -> Values:
 
 @of_keys("grad/", "health health_cause")
 def health(inputs: Inputs) -> Values:
+    assert tuple(inputs["factor_weights"]) == FACTOR_WEIGHTS
     weights = inputs.get("layer_weights")
     results = gradient_condition(
         array(inputs["layer_norms"]),
         tau_vanish=inputs["tau_vanish"],
         tau_explode=inputs["tau_explode"],
         zero_frac=inputs["zero_frac"],
-        factor_weights=tuple(inputs["factor_weights"]),
         layer_weights=None if weights is None else array(weights),
     )
     faults = ("vanish", "explode", "imbalance", "zero")
@@ -189,11 +220,12 @@ def intensity(inputs: Inputs) -> Values:
 @of_keys("grad/pair/{pair}/cause")
 def diagnosis(inputs: Inputs) -> Values:
     """G13, the cause."""
+    assert inputs["low"] == LOW
     causes = []
     for case in inputs["cases"]:
         fields = {name: value for name, value in case.items() if name != "seed_zero_frac"}
         evidence = PairEvidence(zero_frac=case["seed_zero_frac"], **{n: _z(v) for n, v in fields.items()})
-        causes.append(diagnose_pair(evidence, low=inputs["low"]).cause)
+        causes.append(diagnose_pair(evidence).cause)
     return {"grad/pair/{pair}/cause": causes}
 
 

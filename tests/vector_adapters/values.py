@@ -11,7 +11,8 @@ from vector_adapters.inputs import Inputs, Values, floats, mask, of_keys
 def fit(inputs: Inputs) -> Values:
     """V1, V2, V3 and V6: the measured value, and its derivation from the variance of earlier updates."""
     measured = value_fit(floats(inputs["values"]), floats(inputs["returns"]), valid=mask(inputs)).values()
-    earlier = VarianceAverage(beta=inputs.get("beta", BETA))
+    assert inputs.get("beta", BETA) == BETA
+    earlier = VarianceAverage()
     for variance in inputs.get("var_history", ()):
         earlier = earlier.after(variance)
     keys = ("value/bias", "value/err/std", "value/std", "value/target/std")

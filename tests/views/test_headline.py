@@ -8,7 +8,7 @@ from run_cli import run_cli
 
 from esper_telemetry import Telemetry
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.alarms.verdict.headline import Tone, tone_of
+from esper_telemetry.alarms.verdict.bounds import Tone, tone_of
 from esper_telemetry.alarms.verdict.run_outcome import OutcomeKind
 from esper_telemetry.core.record import AlarmLevel, RunStatus
 from esper_telemetry.journal.read import alarms, last_outcome

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from esper_telemetry.alarms.alarm_bounds import Ramp, above, below, count, hard
-from esper_telemetry.alarms.judges import StateJudge, Streaks, reading
+from esper_telemetry.alarms.judges import Before, StateJudge, Streaks, reading
 from esper_telemetry.alarms.rule import Finding, View, alarm
 from esper_telemetry.core.messages import number
 
@@ -23,26 +23,16 @@ NO_SPREAD = (
 )
 
 
-@dataclass(slots=True)
-class LastShare:
-    """The last share of steps with advantages, before all were 0."""
-
-    value: float = 1.0
-
-
-def degenerate_advantages(view: View, last: LastShare) -> Iterator[Finding]:
-    """Advantages that are all equal, or that come from a handful of steps.
+def degenerate_advantages(view: View, last: Before) -> Iterator[Finding]:
+    """Advantages that are all equal, or that come from a handful of steps; `last` is the last share of steps with advantages.
 
     Advantages of groups are all 0 in a solved task, after ever fewer steps have had any.
     """
     bound, floored, share = view.limits[PARTICIPATION], view.get("adv/std_floored"), view.get("adv/participation")
     outlier = view.get("adv/raw/absmax_over_std") or 0.0
     if view.get(USED_STD) == 0:
-        yield (
-            Finding(hard(last.value > SOLVED_SHARE), USED_STD, 0.0, 0.0)
-            .with_advice(lambda: NO_SPREAD)
-            .says("the advantages in the loss have all been equal, so the policy has had no gradient from them")
-        )
+        finding = Finding(hard(last.value > SOLVED_SHARE), USED_STD, 0.0, 0.0).with_advice(lambda: NO_SPREAD)
+        yield finding.says("the advantages in the loss have all been equal, so the policy has had no gradient from them")
         return
     if share is None and floored is None:
         return
@@ -208,8 +198,7 @@ class ConstantRewardJudge:
 
     def _survives(self, view: View) -> bool:
         """True if no episode has terminated in this update and the truncated ones are the longest so far."""
-        length = view.get("episode/length_mean")
-        cut = view.get("episode/truncated_frac")
+        length, cut = view.get("episode/length_mean"), view.get("episode/truncated_frac")
         return length is None or (cut == 1.0 and self.lengths is not None and length >= 0.99 * self.lengths[1])
 
     def _equal_lengths(self) -> bool:
@@ -265,7 +254,7 @@ RULES = (
         "A rare success is a large outlier for an update or two, not for five in a row.",
     )
     .shows("adv/participation", "adv/raw/*", "reward/zero_frac", pieces=("transitions",))
-    .judged(StateJudge(degenerate_advantages, LastShare()), PARTICIPATION, ADVANTAGE_OUTLIER),
+    .judged(StateJudge(degenerate_advantages, Before(1.0)), PARTICIPATION, ADVANTAGE_OUTLIER),
     alarm("obs/constant", CONSTANT_OBS, STILL_OBS, rank=104, claim=True, optional=True, n_off=1, debug_updates=3)
     .says(
         "Some environments return the same observation in every step, or all of them do within an episode.",

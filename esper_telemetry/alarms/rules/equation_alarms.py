@@ -64,17 +64,13 @@ class EquationJudge:
         # an explained difference says what to change, so it comes first
         ordered = sorted(certain, key=lambda result: (not result.explanations, result.equation.rank))
         if ordered:
-            yield _finding(ordered)
+            cause, *others = ordered
+            severity, key = 1.0 if cause.explanations else WARNING, _key(cause.equation)
+            finding = Finding(severity, key, cause.error, cause.tolerance, claim=bool(cause.explanations))
+            advice = (lambda: f"{cause.advice.rstrip('.')}.") if cause.advice else None
+            yield finding.with_advice(advice).with_text(lambda: cause.sentence + _others(others))
         elif results:
             yield Finding(0.0, _key(results[0].equation))
-
-
-def _finding(differences: Sequence[EquationResult]) -> Finding:
-    cause, *others = differences
-    severity, key = 1.0 if cause.explanations else WARNING, _key(cause.equation)
-    finding = Finding(severity, key, cause.error, cause.tolerance, claim=bool(cause.explanations))
-    advice = (lambda: f"{cause.advice.rstrip('.')}.") if cause.advice else None
-    return finding.with_advice(advice).with_text(lambda: cause.sentence + _others(others))
 
 
 def _key(equation: Equation) -> str:

@@ -43,6 +43,14 @@ class HeadEntropies:
     highest: dict[str, float] = field(default_factory=dict)
     levels: dict[str, tuple[float, float]] = field(default_factory=dict)
 
+    def fallen(self, view: View, head: str, *, collapsed: bool) -> bool:
+        """True if the return is clearly below the return when the head collapsed."""
+        if not collapsed:
+            self.levels.pop(head, None)
+        elif view.course.latest.full:
+            self.levels.setdefault(head, view.course.latest.moments())
+        return head in self.levels and view.course.fallen_from(self.levels[head])
+
 
 SAME = (
     "{} takes almost the same action in every state, so it has stopped exploring: its entropy is {:%} of the maximum, the entropy of its "
@@ -60,16 +68,10 @@ def entropy_collapse(view: View, past: HeadEntropies) -> Iterator[Finding]:
     entropy, mix = view.get(key), view.get("policy/entropy_marginal_norm")
     if entropy is None or mix is None:
         return
-    same, course = mix < limits[ENTROPY_MARGINAL], view.course
-    lowest = entropy < limits[ENTROPY_COLLAPSE]
-    if not (same and lowest):
-        past.levels.pop("", None)
-    elif course.latest.full:
-        past.levels.setdefault("", course.latest.moments())
-    fallen = "" in past.levels and course.fallen_from(past.levels[""])
-    if course.rises and not fallen:
+    same, lowest = mix < limits[ENTROPY_MARGINAL], entropy < limits[ENTROPY_COLLAPSE]
+    if not past.fallen(view, "", collapsed=same and lowest) and view.course.rises:
         lowest = False  # one action may be right in every state
-    warns = entropy < limits[ENTROPY_LOW] and course.risen is False
+    warns = entropy < limits[ENTROPY_LOW] and view.course.risen is False
     near = entropy < limits[ENTROPY_CLEAR]
     severity = 1.0 if lowest else 0.5 if warns else 0.3 if near else 0.0  # 0.3 neither raises an alarm nor ends it
     bound = limits[ENTROPY_LOW if warns and not lowest else ENTROPY_COLLAPSE]
@@ -87,11 +89,7 @@ def collapsed_heads(view: View, past: HeadEntropies) -> Iterator[Finding]:
             continue
         highest = past.highest[head] = max(past.highest.get(head, 0.0), entropy)
         same = mix < limits[ENTROPY_MARGINAL] and entropy < limits[ENTROPY_COLLAPSE]
-        if not same:
-            past.levels.pop(head, None)
-        elif view.course.latest.full:
-            past.levels.setdefault(head, view.course.latest.moments())
-        fallen = head in past.levels and view.course.fallen_from(past.levels[head])
+        fallen = past.fallen(view, head, collapsed=same)
         lost = same and highest > HEAD_WAS and (view.course.risen is False or fallen)
         finding = Finding(WARNING * hard(lost), key, entropy, limits[ENTROPY_COLLAPSE], instance=head)
         yield finding.with_advice(lambda: explore_advice(view)).says(SAME, f"the head {head}", entropy, mix)
@@ -181,15 +179,10 @@ def entropy_explosion(view: View, past: LowestEntropy) -> Iterator[Finding]:
     wrong = late and 1 - entropy < limits[ENTROPY_EXPLOSION] and (rose or starved or paid)
     clipped = f"and clipping leaves {percent(coef or 0.0)} of the gradient"
     reason = f"up from {percent(past.lowest)}" if rose else "which the entropy bonus encourages" if paid else clipped
-    yield (
-        Finding(hard(wrong), "policy/entropy_norm", entropy, 1 - limits[ENTROPY_EXPLOSION])
-        .with_advice(lambda: calm_advice(view, starved=starved and not rose and not paid))
-        .says(
-            "the policy acts almost at random: its entropy is {:%} of the maximum, {}, and each update moves it by {} nats",
-            entropy,
-            reason,
-            kl,
-        )
+    finding = Finding(hard(wrong), "policy/entropy_norm", entropy, 1 - limits[ENTROPY_EXPLOSION])
+    yield finding.with_advice(lambda: calm_advice(view, starved=starved and not rose and not paid)).says(
+        "the policy acts almost at random: its entropy is {:%} of the maximum, {}, and each update moves it by {} nats",
+        *(entropy, reason, kl),
     )
 
 
@@ -296,8 +289,9 @@ def advantage_size(view: View) -> float:
 def mean_gain(view: View) -> float:
     """Part of the gain that comes from the mean advantage, which moves all ratios alike."""
     mean, ratio = view.get("adv/norm/mean"), view.get("policy/ratio/mean")
-    known = view.facts.normalize_advantages is False and mean is not None and ratio is not None
-    return mean * (ratio - 1) if known and mean is not None and ratio is not None else 0.0
+    if view.facts.normalize_advantages is not False or mean is None or ratio is None:
+        return 0.0
+    return mean * (ratio - 1)
 
 
 def follows_critic(view: View) -> bool:

@@ -62,13 +62,10 @@ def oscillation(view: View, past: Oscillations) -> Iterator[Finding]:
     if mean is None and chance is None:
         return
     shown = ("policy/kl/period/p", chance) if mean is None else ("grad/align/successive_cos", mean)
-    words, value = (
-        "successive gradients have pointed in opposite directions, so updates undo each other: their cosine averages {}",
-        past.mean,
-    )
+    words = "successive gradients have pointed in opposite directions, so updates undo each other: their cosine averages {}"
     if past.periodic:
-        words, value = ("the KL divergence has oscillated with a period of {} updates, so updates undo each other", length or 0.0)
-    yield Finding(max(past.opposed, past.periodic), *shown).says(words, value)
+        words = "the KL divergence has oscillated with a period of {} updates, so updates undo each other"
+    yield Finding(max(past.opposed, past.periodic), *shown).says(words, (length or 0.0) if past.periodic else past.mean)
 
 
 def within_episode(view: View, updates: float, episode_steps: float) -> bool:

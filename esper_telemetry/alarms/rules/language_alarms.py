@@ -73,22 +73,25 @@ def grouping(view: View) -> Iterator[Finding]:
 
 
 @dataclass(slots=True)
-class FadingSum:
-    """An exponentially fading sum and its variance."""
+class FadingMean:
+    """A weighted mean in which earlier values count less."""
 
     total: float = 0.0
-    variance: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float, *, updates: float) -> float:
+        """Return the mean after adding a value; the earlier ones fade over this number of updates."""
+        fade = 1 - 1 / updates
+        self.total, self.weight = fade * self.total + weight * value, fade * self.weight + weight
+        return self.total / self.weight if self.weight else 0.0
 
 
 @reading("lm/surprise/gap", "lm/surprise/z")
-def surprise(view: View, gap: float, z: float, last: FadingSum) -> Iterator[Finding]:
-    """Difference of surprise and entropy, pooled over the last updates."""
-    fade = 1 - 1 / view.limits[SURPRISE_UPDATES]
+def surprise(view: View, gap: float, z: float, last: FadingMean) -> Iterator[Finding]:
+    """Difference of surprise and entropy, pooled over the last updates by the inverse of its variance."""
     error = abs(gap / z) if z else 0.0
-    weight = 1 / error**2 if error else 0.0
-    last.total, last.variance = fade * last.total + weight * gap, fade * last.variance + weight
-    mean = last.total / last.variance if last.variance else 0.0
-    together = mean * last.variance**0.5
+    mean = last.add(gap, 1 / error**2 if error else 0.0, updates=view.limits[SURPRISE_UPDATES])
+    together = mean * last.weight**0.5
     wrong = abs(together) > view.limits[SURPRISE] and abs(mean) > view.limits[SURPRISE_GAP]
     words = "sampled tokens have been {} likely than the entropy predicts, by {} nats per token ({} standard errors): they come from "
     words += "another distribution"
@@ -155,24 +158,10 @@ def dead_groups(view: View, reward: float, rewards: MeanRewards) -> Iterator[Fin
     yield Finding(hard(dead), key, value, limits[DEAD]).says(words, value)
 
 
-@dataclass(slots=True)
-class FadingMean:
-    """A mean in which earlier values count less."""
-
-    mean: float = 0.0
-    weight: float = 0.0
-
-    def add(self, value: float, share: float) -> float:
-        """Return the mean after adding a value with this weight."""
-        self.mean += share * (value - self.mean)
-        self.weight += share * (1 - self.weight)
-        return self.mean / self.weight
-
-
 @reading("lm/reward/length_correlation")
 def length_reward(view: View, value: float, correlation: FadingMean) -> Iterator[Finding]:
     """Correlation of reward and length within groups, as a fading mean."""
-    mean, bound = correlation.add(value, 1 / view.limits[UPDATES]), view.limits[LENGTH]
+    mean, bound = correlation.add(value, 1.0, updates=view.limits[UPDATES]), view.limits[LENGTH]
     words = "{} completions of a prompt have had higher rewards (correlation {}), so the model may learn length instead of quality"
     yield Finding(hard(abs(mean) > bound), "lm/reward/length_correlation", value, bound).says(
         words, "longer" if mean > 0 else "shorter", mean
@@ -305,7 +294,7 @@ RULES = (
         "the sampling engine, and that each log-probability belongs to its token.",
         "identity: the mean surprise of sampled tokens is the entropy; 6 standard errors are chance once in 5e8 updates",
     )
-    .judged(StateJudge(surprise, FadingSum()), SURPRISE, SURPRISE_GAP, SURPRISE_UPDATES),
+    .judged(StateJudge(surprise, FadingMean()), SURPRISE, SURPRISE_GAP, SURPRISE_UPDATES),
     language_rule("lm/dead_groups", "lm/groups/zero_advantage", "lm/reward/mean", rank=70, n_on=3)
     .needs("lm/reward/mean")
     .says(

@@ -206,7 +206,7 @@ SMALL_BIAS = 0.3  # mean error of the critic relative to the size of returns up 
 @reading("value/bias_truncated", "value/bias", "ret/mean", "ret/std")
 def limit_bias(view: View, ends: float, bias: float, mean: float, std: float) -> Iterator[Finding]:
     """A critic that is right except at the steps at which a time limit truncated an episode."""
-    size, bound = (mean * mean + std * std) ** 0.5, view.limits[LIMIT_BIAS]
+    size, bound = hypot(mean, std), view.limits[LIMIT_BIAS]
     beyond = abs(ends - bias) / size if size > 0 else 0.0
     wrong = beyond > bound and abs(bias) < SMALL_BIAS * size
     words = (
@@ -225,8 +225,8 @@ def relative_error(view: View) -> float:
     bias, scatter, mean, std = (view.get(key) for key in ("value/bias", "value/err/std", "ret/mean", "ret/std"))
     if bias is None or scatter is None or mean is None or std is None:
         return float("inf")
-    size = (mean * mean + std * std) ** 0.5
-    return float((bias * bias + scatter * scatter) ** 0.5 / size) if size > 0 else 0.0
+    size = hypot(mean, std)
+    return hypot(bias, scatter) / size if size > 0 else 0.0
 
 
 STD_LOST = Ramp("std_lost", 0.25, 0.01, "standard deviation of a head relative to its first value, if the return does not rise")

@@ -11,7 +11,7 @@ from functools import partial
 from math import log
 
 from esper_telemetry.alarms.alarm_bounds import above, below, count, hard
-from esper_telemetry.alarms.judges import Before, StateJudge, Total, reading
+from esper_telemetry.alarms.judges import Before, StateJudge, reading
 from esper_telemetry.alarms.rule import WARNING, Finding, View, alarm
 from esper_telemetry.core.messages import number, percent, times
 
@@ -23,12 +23,12 @@ RANDOM_ENOUGH = 0.5
 
 
 @reading(COPIES)
-def copies(view: View, share: float, steps: Total) -> Iterator[Finding]:
+def copies(view: View, share: float, steps: Before) -> Iterator[Finding]:
     """Environments that all return the same observations as another one, although their actions differ; `steps` counts since when."""
     entropy, still = view.get("policy/entropy_norm"), view.get(STILL)
     if still == 1 or (entropy is not None and entropy < RANDOM_ENOUGH):
         return
-    taken = steps.add(view.rollout_steps / (view.facts.num_envs or 1), share == 1)
+    taken = steps.value = steps.value + view.rollout_steps / (view.facts.num_envs or 1) if share == 1 else 0.0
     yield Finding(hard(taken >= view.limits[MIN_STEPS]), COPIES, share, 1.0).says(
         "each of the {} environments has returned the same observations as another environment, in {} steps: the duplicates add no data",
         *(view.facts.num_envs or 0, taken),
@@ -49,10 +49,8 @@ def unscaled_observations(view: View, size: float) -> Iterator[Finding]:
     if view.facts.normalize_observations:
         return
     key, value, bound = RMS, size, limits[FEATURE_SIZE]
-    words = (
-        f"the largest entry of the observations has a root mean square of {number(size)} (usually about 1), so it "
-        f"dominates the network's input"
-    )
+    words = f"the largest entry of the observations has a root mean square of {number(size)} (usually about 1), so it dominates the "
+    words += "network's input"
     if size <= bound and offset is not None and offset > limits[FEATURE_OFFSET]:
         key, value, bound = OFFSET, offset, limits[FEATURE_OFFSET]
         words = f"an entry of the observations is {number(offset)} of its standard deviations from 0, so its variation is hard to see"
@@ -214,7 +212,7 @@ RULES = (
         "stochastic; episodes that start alike then diverge within a few steps.",
     )
     .shows(COPIES, STILL, "policy/entropy_norm")
-    .judged(StateJudge(copies, Total()), MIN_STEPS),
+    .judged(StateJudge(copies, Before()), MIN_STEPS),
     alarm("obs/unscaled", RMS, RMS_RATIO, OFFSET, rank=134, optional=True, n_on=2)
     .changes(env="gymnasium.wrappers.NormalizeObservation(env)")
     .says(

@@ -201,18 +201,14 @@ class TaskEvents:
         if not state or state == self._state:
             return ()
         self._state = state
-        return ((f"task/{state}", self._data(state, old, new, update)),)
-
-    def _data(self, state: str, old: float, new: float, update: int) -> dict[str, Any]:
         updates = self._still * SPAN_UPDATES if state == "plateau" else SPAN_UPDATES
-        low, high = self._range or (old, new)
         place = "" if high <= low else f", {percent((new - low) / (high - low))} of the way from its lowest to its highest"
         words = {
             "improvement": f"the mean return of {updates} updates has risen from {number(old)} to {number(new)}",
             "degradation": f"the mean return of {updates} updates has fallen from {number(old)} to {number(new)}",
             "plateau": f"the return has stayed at {number(new)} for about {updates} updates{place}",
         }
-        return {"update": update, "return": new, "before": old, "updates": updates, "text": words[state]}
+        return ((f"task/{state}", {"update": update, "return": new, "before": old, "updates": updates, "text": words[state]}),)
 
 
 def _moments(values: list[float]) -> tuple[float, float]:

@@ -311,16 +311,9 @@ def clip_saturation(view: View, value: float, shares: list[tuple[float, int]]) -
     worst = 1.0 if view.course.risen is False else WARNING  # a rising return survives it
     severity = min(worst, limits.severity(CLIP_FRAC, mean)) * hard(moved and not harmless)
     narrow = partial(narrow_std, view, "ratios are proportional to its inverse")
-    yield (
-        Finding(severity, key, mean, limits.middle(CLIP_FRAC))
-        .with_advice((lambda: WIDER) if severity and narrow() else None)
-        .says(
-            "{:%} of the samples have left the trust region{}, where clipping stops them from training the policy{}",
-            mean,
-            partial(view.usual, key, percent),
-            narrow,
-        )
-    )
+    finding = Finding(severity, key, mean, limits.middle(CLIP_FRAC)).with_advice((lambda: WIDER) if severity and narrow() else None)
+    words = "{:%} of the samples have left the trust region{}, where clipping stops them from training the policy{}"
+    yield finding.says(words, mean, partial(view.usual, key, percent), narrow)
 
 
 step_alarm = partial(alarm, debug_updates=3, pieces=("transitions",))  # declares an alarm about the size of policy steps
@@ -346,9 +339,8 @@ RULES = (
     .changes(learning_rate=1 / 3, num_epochs=1 / 2)
     .says(
         "The probabilities of a few samples have changed so much that they dominate the update.",
-        "Lower the learning rate, set target_kl, keep action probabilities away from 0; with several heads, "
-        "policy/head/*/blame shows which one "
-        "changed most.",
+        "Lower the learning rate, set target_kl, keep action probabilities away from 0; with several heads, policy/head/*/blame shows "
+        "which one changed most.",
         "Kong's effective sample size; Moalla 2024, coach#87. In healthy runs a single sample of a rare action can cost a minibatch 90 % "
         "of it, which clipping absorbs; the 99th percentile of the ratios is then 1.2 to 2.7.",
     )

@@ -1,4 +1,4 @@
-"""State of a value by the bounds of its metric. A bound is a text with plain numbers:
+"""State of a value by the bounds of its metric, and of a run: its tone. A bound is a text with plain numbers:
 
 > 0.1                                             a bound
 |.| > 0.5                                         a bound on the absolute value
@@ -15,9 +15,11 @@ import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, Literal
 
-from esper_telemetry.core.record import MetricInfo
+from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, OutcomeKind
+from esper_telemetry.core.record import AlarmLevel, MetricInfo
 
 Judgement = Literal["", "outside", "warn", "critical"]  # empty within the bounds, or if they are not plain numbers
 Other = Callable[[str], float | None]  # returns the value of another metric at the same time, by its key or template
@@ -101,6 +103,11 @@ def distance_beyond(text: str, value: float, other: Other = lambda key: None) ->
     return beyond_bound(bound, value) if holds is (word == "with") else 0.0
 
 
+def values_of(values: Mapping[str, float], head: str) -> Other:
+    """Return a function from a key, or the template of all heads, to the value of this head."""
+    return lambda key: values.get(key.replace(HEAD, head))
+
+
 def beyond_bound(text: str, value: float) -> float | None:
     """Return the decades by which a value exceeds a bound such as `> 0.03`, at least 0.01; 0 within the bound; None for other texts."""
     if ends := OUTSIDE.fullmatch(text):
@@ -108,7 +115,7 @@ def beyond_bound(text: str, value: float) -> float | None:
     match = BOUND.fullmatch(text)
     if not match:
         return None
-    size, sign, limit = match[1], match[2], float(match[3].replace(",", ""))
+    size, sign, limit = match[1], match[2], _float(match[3])
     judged = abs(value) if size else value
     over = {">": judged > limit, ">=": judged >= limit, "≥": judged >= limit, "<": judged < limit}.get(sign, judged <= limit)
     if not over:
@@ -145,7 +152,40 @@ def critical_values(
         matches = ((info, match[1]) for pattern, info in heads.items() if (match := pattern.fullmatch(key)))
         info, head = (metrics[key], "") if key in metrics else next(matches, (None, ""))
         bound = info.critical if info else ""
-        distance = distance_beyond(bound, value, lambda other, head=head: medians.get(other.replace(HEAD, head)))  # type: ignore[misc]
+        distance = distance_beyond(bound, value, values_of(medians, head))
         if distance and math.isfinite(value):
             distances[key] = distance
     return {key: medians[key] for key in sorted(distances, key=lambda key: -distances[key])}
+
+
+class Tone(StrEnum):
+    """State of a run in one word, for the header, the colour and the summary of all views and backends: none calls a run healthy that does
+    not learn.
+
+    `good`: has learned something without active alarms or critical values. `open`: not known to be good or bad. `warn`: is flat or
+    declines, has an active warning, or has critical values before it has learned. `bad`: failed or has an active critical alarm.
+    """
+
+    GOOD = "good"
+    OPEN = "open"
+    WARN = "warn"
+    BAD = "bad"
+
+
+COLOURS: Final = {Tone.GOOD: "green", Tone.OPEN: "cyan", Tone.WARN: "yellow", Tone.BAD: "red"}  # colours of a terminal
+
+
+def tone_of(outcome: OutcomeKind | str, lasting: Iterable[AlarmLevel] = (), critical: Collection[str] = ()) -> Tone:
+    """Return the tone of a run.
+
+    Args:
+        outcome: kind of the outcome; an unknown kind counts as neither good nor bad.
+        lasting: levels of the active alarms.
+        critical: keys of values beyond their critical bounds.
+    """
+    levels = set(lasting)
+    if outcome == OutcomeKind.FAILED or AlarmLevel.CRITICAL in levels:
+        return Tone.BAD
+    if outcome in BAD or AlarmLevel.WARN in levels or (critical and outcome not in GOOD):
+        return Tone.WARN
+    return Tone.GOOD if outcome in GOOD and not critical else Tone.OPEN

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.messages import number, span
+from esper_telemetry.core.messages import number
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,3 @@ def outside_sentences(names: Iterable[str], facts: Facts, rate: float | None) ->
     values = settings_of(with_logged_rate(facts, rate)) if names else {}
     outside = [name for name in names if name in values and is_outside(PUBLISHED[name], values[name])]
     return [f"{range_sentence(name, values[name], facts)}." for name in outside]
-
-
-def spread_sentence(value: float) -> str:
-    """Return the sentence about an initial standard deviation."""
-    return f"the initial standard deviation is {number(value)} (published settings: {span(INITIAL_STD.lowest, INITIAL_STD.highest)})"

@@ -20,10 +20,9 @@ from esper_telemetry.alarms.verdict.published_settings import (
     is_outside,
     outside_settings,
     range_sentence,
-    spread_sentence,
     with_logged_rate,
 )
-from esper_telemetry.core.messages import number, percent
+from esper_telemetry.core.messages import number, percent, span
 from esper_telemetry.equations.equation import EQUATION_KEY
 
 REMARK: Final = "remark"  # type of the journal event
@@ -70,10 +69,11 @@ Remark = tuple[str, dict[str, Any]]  # name, and data of the event: `text`, `key
 
 
 @dataclass(slots=True)
-class RunSoFar:
-    """Rewards, ends of episodes and effects of actions in all records so far.
+class Remarks:
+    """Remarks on one run, each reported once, and the rewards, ends of episodes and effects of actions in all records so far.
 
     Attributes:
+        names: of the remarks so far.
         reward_steps: environment steps with rewards.
         largest, spread: largest magnitude of a reward, and standard deviation within a record.
         values: mean rewards of records in which all rewards were equal.
@@ -82,6 +82,7 @@ class RunSoFar:
         shortest, longest: lengths of terminated episodes.
         shortest_cut, longest_cut: lengths of episodes that a time limit ended.
         newest: length of the longest episode of the last record.
+        length: mean length of the latest episodes.
         effect_records, effect_steps: records and steps with `policy/action_effect`.
         effect: sum of `policy/action_effect`.
         correlations: number and sum of `reward/trained_correlation`.
@@ -90,6 +91,7 @@ class RunSoFar:
         stepped, most_steps: updates with a known number of optimizer steps, and the largest one.
     """
 
+    names: set[str] = field(default_factory=set)
     reward_steps: int = 0
     largest: float = 0.0
     spread: float = 0.0
@@ -101,6 +103,7 @@ class RunSoFar:
     shortest_cut: float = float("inf")
     longest_cut: float = 0.0
     newest: float = 0.0
+    length: float | None = None
     effect_records: int = 0
     effect_steps: int = 0
     effect: float = 0.0
@@ -111,7 +114,7 @@ class RunSoFar:
     stepped: int = 0
     most_steps: int = 0
 
-    def add_ends(self, view: View) -> None:
+    def _add_ends(self, view: View) -> None:
         """Add the episodes of a record."""
         count = view.get("episode/count") or 0.0
         self.episodes += count
@@ -121,41 +124,14 @@ class RunSoFar:
         self.longest, self.longest_cut = max(self.longest, terminated), max(self.longest_cut, cut)
         self.shortest_cut = min(self.shortest_cut, view.get("episode/truncated_length_min") or self.shortest_cut)
         self.newest = max(terminated, cut)
-
-    def add_rewards(self, view: View) -> bool:
-        """Add the rewards of a record; returns True if it has any."""
-        largest, spread = view.get("reward/absmax"), view.get("reward/std")
-        if largest is None or spread is None:
-            return False
-        self.reward_steps += view.rollout_steps
-        self.largest, self.spread = max(self.largest, largest), max(self.spread, spread)
-        if spread == 0 and len(self.values) < 2:
-            self.values.add(view.get("reward/mean") or 0.0)
-        return True
-
-    def add_effect(self, view: View) -> bool:
-        """Add the effect of the actions of a record; returns True if it has one."""
-        effect = view.get("policy/action_effect")
-        if effect is not None:
-            self.effect_records, self.effect_steps = self.effect_records + 1, self.effect_steps + view.rollout_steps
-            self.effect += effect
-        return effect is not None
-
-
-class Remarks:
-    """Remarks on one run, each reported once."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-        self._run = RunSoFar()
-        self._episode_length: float | None = None
+        self.length = view.get("episode/length_mean") or self.length
 
     def step(self, view: View) -> list[tuple[str, Mapping[str, Any]]]:
         """Return the events of an update."""
         events: list[tuple[str, Mapping[str, Any]]] = []
         for name, data in self._remarks(view):
-            if name not in self._names:
-                self._names.add(name)
+            if name not in self.names:
+                self.names.add(name)
                 events.append((REMARK, {"name": name, "update": view.update, **data}))
         return events
 
@@ -169,53 +145,50 @@ class Remarks:
         yield from changed_settings(view)
         yield from self._low_rate(view)
         yield from self._early_ends(view)
-        self._run.add_ends(view)
-        self._episode_length = view.get("episode/length_mean") or self._episode_length
+        self._add_ends(view)
         yield from self._horizon(view)
         yield from self._fixed_length(view)
         yield from self._time_limits(view)
         yield from self._short_episodes()
-        if self._run.add_rewards(view):
-            yield from self._reward_remarks()
-        if self._run.add_effect(view):
-            yield from self._effect_remark()
+        yield from self._rewards(view)
+        yield from self._effect(view)
         yield from self._other_rewards(view)
         yield from feature_sizes(view)
         yield from features_and_gradients(view)
 
     def _low_rate(self, view: View) -> Iterator[Remark]:
         """A learning rate that a schedule has brought to almost 0 long before the end."""
-        rate, run = view.get("opt/lr"), self._run
+        rate = view.get("opt/lr")
         if rate is None or rate < 0:
             return
-        run.first_rate = run.first_rate or rate
-        run.rated, run.low_rated = run.rated + 1, run.low_rated + (rate < LOW_RATE * run.first_rate)
-        if run.low_rated >= max(LOW_RATE_UPDATES, LOW_RATE_SHARE * run.rated):
+        self.first_rate = self.first_rate or rate
+        self.rated, self.low_rated = self.rated + 1, self.low_rated + (rate < LOW_RATE * self.first_rate)
+        if self.low_rated >= max(LOW_RATE_UPDATES, LOW_RATE_SHARE * self.rated):
             name = view.facts.setting_names.get("learning_rate", "learning_rate")
             text = (
-                f"{name} has been below a thousandth of its first value for {run.low_rated:,} of {run.rated:,} updates: it is "
-                f"{number(rate)}, and was {number(run.first_rate)}: step a schedule once per update, not per minibatch or epoch"
+                f"{name} has been below a thousandth of its first value for {self.low_rated:,} of {self.rated:,} updates: it is "
+                f"{number(rate)}, and was {number(self.first_rate)}: step a schedule once per update, not per minibatch or epoch"
             )
-            yield "low learning rate", _data(text, "opt/lr", rate, LOW_RATE * run.first_rate)
+            yield "low learning rate", _data(text, "opt/lr", rate, LOW_RATE * self.first_rate)
 
     def _early_ends(self, view: View) -> Iterator[Remark]:
         """Updates that all end after a small part of their optimizer steps."""
-        facts, run, rollout = view.facts, self._run, (view.facts.num_steps or 0) * (view.facts.num_envs or 0)
+        facts, rollout = view.facts, (view.facts.num_steps or 0) * (view.facts.num_envs or 0)
         whole = (facts.num_epochs or 0) * (facts.num_minibatches or 0)
         if view.steps is None or not view.transitions or not whole or not rollout:
             return
         planned = round(whole * view.transitions / rollout)  # several rollouts may share a record
-        run.stepped, run.most_steps = run.stepped + 1, max(run.most_steps, view.steps)
-        if run.stepped >= MIN_ENDED_EARLY and 0 < run.most_steps <= MAX_STEPS_TAKEN * planned:
+        self.stepped, self.most_steps = self.stepped + 1, max(self.most_steps, view.steps)
+        if self.stepped >= MIN_ENDED_EARLY and 0 < self.most_steps <= MAX_STEPS_TAKEN * planned:
             name = facts.setting_names.get("target_kl", "target_kl")
             limit = "" if facts.target_kl is None else f": {name} is {number(facts.target_kl)}"
-            text = f"every update has ended after at most {run.most_steps:,} of {planned:,} optimizer steps{limit}"
-            yield EARLY_END, _data(text, "", run.most_steps, MAX_STEPS_TAKEN * planned)
+            text = f"every update has ended after at most {self.most_steps:,} of {planned:,} optimizer steps{limit}"
+            yield EARLY_END, _data(text, "", self.most_steps, MAX_STEPS_TAKEN * planned)
 
     def _horizon(self, view: View) -> Iterator[Remark]:
         """A discount factor that looks only a few steps ahead in long episodes."""
-        gamma, length = view.facts.gamma, self._episode_length
-        if gamma is None or not 0 <= gamma < 1 or not length or self._run.episodes < MIN_EPISODES:
+        gamma, length = view.facts.gamma, self.length
+        if gamma is None or not 0 <= gamma < 1 or not length or self.episodes < MIN_EPISODES:
             return
         seen = 1 / (1 - gamma)
         if seen < MIN_SEEN_SHARE * length:
@@ -227,23 +200,22 @@ class Remarks:
 
     def _fixed_length(self, view: View) -> Iterator[Remark]:
         """Episodes that all terminate after the same number of steps; an unlikely cause if the critic is not surprised by their ends."""
-        ends = self._run
-        few = ends.episodes < MIN_EPISODES or ends.longest < MIN_LIMITED_STEPS
-        if few or ends.truncated or ends.shortest != ends.longest:
+        few = self.episodes < MIN_EPISODES or self.longest < MIN_LIMITED_STEPS
+        if few or self.truncated or self.shortest != self.longest:
             return
         text = (
-            f"all {number(ends.episodes)} episodes have terminated after exactly {number(ends.longest)} steps: if this is a time limit, "
+            f"all {number(self.episodes)} episodes have terminated after exactly {number(self.longest)} steps: if this is a time limit, "
             "report it as truncated, so that returns are bootstrapped from the critic's estimate"
         )
         at_ends, bias, std = (view.get(key) for key in ("value/bias_terminated", "value/bias", "ret/std"))
         surprised = at_ends is not None and bias is not None and std is not None and abs(at_ends - bias) > LIMIT_SURPRISE * std
-        data = _data(text, "episode/terminated_length_max", ends.longest, ends.longest)
+        data = _data(text, "episode/terminated_length_max", self.longest, self.longest)
         yield "fixed length", {**data, "unlikely": not surprised}
 
     def _time_limits(self, view: View) -> Iterator[Remark]:
         """Advantages that treat time limits as terminations, if most episodes end by one."""
-        share = self._run.truncated / max(1.0, self._run.episodes)
-        if self._run.episodes < MIN_EPISODES or share <= MOSTLY or TIME_LIMITS_END not in view.values:
+        share = self.truncated / max(1.0, self.episodes)
+        if self.episodes < MIN_EPISODES or share <= MOSTLY or TIME_LIMITS_END not in view.values:
             return
         place = view.facts.equation_places.get("advantages", "")
         text = (
@@ -254,36 +226,42 @@ class Remarks:
 
     def _short_episodes(self) -> Iterator[Remark]:
         """Episodes that end as soon as they begin, after longer ones."""
-        ends = self._run
-        longest = max(ends.longest, ends.longest_cut)
-        if ends.episodes >= MIN_EPISODES and 0 < ends.newest <= SHORT_EPISODE and longest >= MIN_LIMITED_STEPS:
-            steps = f"{number(ends.newest)} step{'s' * (ends.newest > 1)}"
+        longest = max(self.longest, self.longest_cut)
+        if self.episodes >= MIN_EPISODES and 0 < self.newest <= SHORT_EPISODE and longest >= MIN_LIMITED_STEPS:
+            steps = f"{number(self.newest)} step{'s' * (self.newest > 1)}"
             text = (
                 f"all episodes of an update have ended after {steps}, and earlier ones after up to {number(longest)}: check that reset() "
                 "of the environment resets its step counter and its flags"
             )
-            data = _data(text, "episode/length_mean", ends.newest, SHORT_EPISODE, quiet=True)
+            data = _data(text, "episode/length_mean", self.newest, SHORT_EPISODE, quiet=True)
             yield "short episodes", {**data, "certain": True}
 
-    def _reward_remarks(self) -> Iterator[Remark]:
-        rewards = self._run
-        if rewards.reward_steps < MIN_STEPS:
+    def _rewards(self, view: View) -> Iterator[Remark]:
+        """Rewards that are all 0, tiny or equal."""
+        largest, spread = view.get("reward/absmax"), view.get("reward/std")
+        if largest is None or spread is None:
             return
-        if rewards.largest == 0:
-            text = f"the first {rewards.reward_steps:,} steps have all had a reward of 0"
+        self.reward_steps += view.rollout_steps
+        self.largest, self.spread = max(self.largest, largest), max(self.spread, spread)
+        if spread == 0 and len(self.values) < 2:
+            self.values.add(view.get("reward/mean") or 0.0)
+        if self.reward_steps < MIN_STEPS:
+            return
+        if self.largest == 0:
+            text = f"the first {self.reward_steps:,} steps have all had a reward of 0"
             yield "no reward", _data(text, "reward/absmax", 0.0, 0.0)
-        elif rewards.largest < TINY_REWARD:
-            text = f"rewards are at most {number(rewards.largest)}, so the critic's targets are close to 0; scale rewards to about 1"
-            yield "tiny rewards", _data(text, "reward/absmax", rewards.largest, TINY_REWARD)
-        elif rewards.spread == 0 and len(rewards.values) == 1:
-            (value,) = rewards.values
-            text = f"the first {rewards.reward_steps:,} steps have all had the same reward, {number(value)}: "
-            length = max(rewards.longest, rewards.longest_cut)
-            fixed = rewards.episodes >= MIN_EPISODES and min(rewards.shortest, rewards.shortest_cut) == length
+        elif self.largest < TINY_REWARD:
+            text = f"rewards are at most {number(self.largest)}, so the critic's targets are close to 0; scale rewards to about 1"
+            yield "tiny rewards", _data(text, "reward/absmax", self.largest, TINY_REWARD)
+        elif self.spread == 0 and len(self.values) == 1:
+            (value,) = self.values
+            text = f"the first {self.reward_steps:,} steps have all had the same reward, {number(value)}: "
+            length = max(self.longest, self.longest_cut)
+            fixed = self.episodes >= MIN_EPISODES and min(self.shortest, self.shortest_cut) == length
             if fixed:
-                never = "" if rewards.longest else ", and none has terminated"
+                never = "" if self.longest else ", and none has terminated"
                 text += (
-                    f"all {number(rewards.episodes)} episodes have lasted {number(length)} steps{never}, so all returns are equal and show "
+                    f"all {number(self.episodes)} episodes have lasted {number(length)} steps{never}, so all returns are equal and show "
                     "nothing to learn from: check the condition in `step` that ends an episode or pays a reward"
                 )
             else:
@@ -292,26 +270,30 @@ class Remarks:
 
     def _other_rewards(self, view: View) -> Iterator[Remark]:
         """Rewards in training that hardly depend on the environment's rewards."""
-        correlation, (count, total), (updates, limit) = view.get("reward/trained_correlation"), self._run.correlations, OTHER_REWARDS
+        correlation, (updates, limit) = view.get("reward/trained_correlation"), OTHER_REWARDS
         if correlation is None:
             return
-        self._run.correlations = count + 1, total + correlation
-        mean = (total + correlation) / (count + 1)
-        if count + 1 >= updates and mean < limit:
+        count, total = self.correlations = self.correlations[0] + 1, self.correlations[1] + correlation
+        mean = total / count
+        if count >= updates and mean < limit:
             text = (
                 f"training gets other rewards than the environment's: their correlation is {number(mean)}, so what wrappers "
                 "add decides what is learned: check its sign and size, or train without it"
             )
             yield "other rewards", _data(text, "reward/trained_correlation", mean, limit, quiet=True)
 
-    def _effect_remark(self) -> Iterator[Remark]:
+    def _effect(self, view: View) -> Iterator[Remark]:
         """Observations that do not depend on the actions."""
-        effects = self._run
-        mean = effects.effect / effects.effect_records
-        limit = next((limit for steps, limit in NO_ACTION_EFFECT if effects.effect_steps >= steps), 0.0)
+        effect = view.get("policy/action_effect")
+        if effect is None:
+            return
+        self.effect_records, self.effect_steps = self.effect_records + 1, self.effect_steps + view.rollout_steps
+        self.effect += effect
+        mean = self.effect / self.effect_records
+        limit = next((limit for steps, limit in NO_ACTION_EFFECT if self.effect_steps >= steps), 0.0)
         if mean < limit:
             text = (
-                f"in {effects.effect_steps:,} steps observations have not depended on the policy's actions: check that env.step "
+                f"in {self.effect_steps:,} steps observations have not depended on the policy's actions: check that env.step "
                 "receives the actions unchanged, also inside wrappers (in a bandit actions never change observations)"
             )
             yield "ignored actions", _data(text, "policy/action_effect", mean, limit, quiet=True)
@@ -361,8 +343,9 @@ def initial_spread(view: View) -> Iterator[Remark]:
         relative = view.values.get(f"policy/head/{head}/std_of_range", value)
         nearest = max(value, relative) if is_low else min(value, relative)
         if constant and is_outside(INITIAL_STD, value) and is_outside(INITIAL_STD, nearest):
-            limit = INITIAL_STD.lowest if is_low else INITIAL_STD.highest
-            yield f"{INITIAL_SPREAD} {head}", _data(spread_sentence(value), key, value, limit)
+            low, high = INITIAL_STD.lowest, INITIAL_STD.highest
+            text = f"the initial standard deviation is {number(value)} (published settings: {span(low, high)})"
+            yield f"{INITIAL_SPREAD} {head}", _data(text, key, value, low if is_low else high)
 
 
 IN_LOSS: Final = {

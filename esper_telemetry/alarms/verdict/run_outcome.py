@@ -35,16 +35,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
-from esper_telemetry.alarms.verdict.return_course import STD
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number
+from esper_telemetry.core.metric import Array
 from esper_telemetry.core.record import Record, RunStatus, judgeable
-from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed, trend_scores
-from esper_telemetry.history.recent_return import COUNT, MAX_RETURN, RECENT_EPISODES, RECENT_RETURN, UPDATE_RETURN, RecentMean
+from esper_telemetry.history.course import Blocks, Noise, noise_of, rise, smoothed, trend_scores
+from esper_telemetry.history.recent_return import COUNT, MAX_RETURN, RECENT_EPISODES, RECENT_RETURN, RETURN_STD, UPDATE_RETURN, RecentMean
 
 NOT_REPORTED: Final = "no returns are reported: check that the trainer records the returns of episodes"
 NOT_OBSERVED: Final = "no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after each rollout"
@@ -197,11 +197,8 @@ class Drift:
         return int(math.copysign(1, self.total)) if is_clear and self.total else 0
 
 
-class OutcomeCandidate(NamedTuple):
-    """A kind that later updates must confirm, and the number of updates when it was first found."""
-
-    kind: OutcomeKind
-    since: int
+Candidate = tuple[OutcomeKind, int]
+"""A kind that later updates must confirm, and the number of updates when it was first found."""
 
 
 class OutcomeJudge:
@@ -227,7 +224,7 @@ class OutcomeJudge:
         self._nonfinite = self._nonfinite_since = 0
         self._passed_since: int | None = None
         self._ending, self._ended = "", False
-        self._candidate: OutcomeCandidate | None = None
+        self._candidate: Candidate | None = None
         self._sign, self._note = 1.0, ""
         self.outcome, self.has_changed = Outcome(), False
 
@@ -306,16 +303,14 @@ class OutcomeJudge:
             self._all_cut_off &= values.get(CUT_OFF) == 1
             settling = length if self._all_cut_off else FIRST_LENGTHS * length
             recent = values.get(RECENT_RETURN)
-            recent = (
-                None if COUNT not in values and recent == values.get(RETURN) else recent
-            )  # a log of another trainer has the mean of the update alone
+            if COUNT not in values and recent == values.get(RETURN):
+                recent = None  # a log of another trainer has the mean of the update alone
             for key in (RETURN, RECENT_RETURN, LENGTH, *filter(is_success, values)):
                 if key in values:
-                    std = values.get(STD) if key == RETURN else None
+                    std = values.get(RETURN_STD) if key == RETURN else None
                     std = std if std is None or 0 <= std <= MAX_RETURN else 0.0
-                    block = {"std": std, "settling": settling, "steps": passed}
                     own = recent if key in (RETURN, RECENT_RETURN) else None
-                    self._put(key, values[key], episodes, update, own, **block)
+                    self._put(key, values[key], episodes, update, own, std=std, settling=settling, steps=passed)
 
     def _number_of(self, episodes: int) -> str:
         return f"{episodes:,} episodes" if self._per_return == 1 else f"{round(episodes / self._per_return):,} reported returns"
@@ -343,16 +338,16 @@ class OutcomeJudge:
             blocks.add(value, episodes, update, **block)
             self._recent.setdefault(key, RecentMean()).add(value, episodes, recent=recent)
 
-    def _confirmed(self, judged: Outcome) -> tuple[Outcome, OutcomeCandidate | None]:
+    def _confirmed(self, judged: Outcome) -> tuple[Outcome, Candidate | None]:
         """Return the outcome after a judgement, and the kind to be confirmed: a single judgement of another kind may be chance."""
         before, candidate = self.outcome, self._candidate
         kinds = {before.kind, judged.kind}
         at_once = OutcomeKind.FAILED in kinds or judged.kind is OutcomeKind.SOLVED or not self._holds(before.kind, judged)
         if before.kind is judged.kind or at_once:
             return judged, None
-        if candidate is None or candidate.kind is not judged.kind:
-            candidate = OutcomeCandidate(judged.kind, self._updates)
-        lasted = self._updates - candidate.since
+        if candidate is None or candidate[0] is not judged.kind:
+            candidate = judged.kind, self._updates
+        lasted = self._updates - candidate[1]
         is_confirmed = lasted >= max(CONFIRMING_UPDATES, CONFIRMING_SHARE * self._updates)
         if is_confirmed and judged.kind is not OutcomeKind.TOO_SHORT:
             return judged, None

@@ -18,7 +18,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Final, NamedTuple
 
-from esper_telemetry.alarms.verdict.bounds import HEAD, RANGE, HealthyRange, Other, distance_beyond
+from esper_telemetry.alarms.verdict.bounds import HEAD, RANGE, HealthyRange, Other, distance_beyond, values_of
 from esper_telemetry.alarms.verdict.run_outcome import GOOD, OutcomeKind
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number
@@ -89,11 +89,10 @@ class RunValues:
 
     def __init__(self) -> None:
         self._values: dict[str, array[float]] = {}
-        self._every = self._place = 0
+        self._every, self._place = 1, 0
 
     def add(self, record: Record) -> None:
         """Add a record, unless thinning leaves it out."""
-        self._every = self._every or 1
         if self._place % self._every == 0:
             for key, value in record.values.items():
                 if judged_metric(key) is not None and math.isfinite(value):
@@ -103,25 +102,18 @@ class RunValues:
                 self._every *= 2
         self._place += 1
 
-    def unusual(self, facts: Facts, limit: int = MAX_UNUSUAL, aside: Collection[str] = ()) -> tuple[Unusual, ...]:
+    def unusual(self, facts: Facts, aside: Collection[str] = ()) -> tuple[Unusual, ...]:
         """Return the most unusual values: first those beyond their critical bounds, then those far from healthy runs, worst first. Keys
         `aside` are left out.
         """
         table = healthy_values().get(kind_of_task(facts), {})
         found, medians = [], {key: statistics.median(self._values[key]) for key in self._values.keys() - aside}
         for key, value in medians.items():
-            metric, head = judged_metric(key) or (None, "")
-            if metric is None:
-                continue
-            entry = judge_value(
-                metric,
-                value,
-                table.get(key),
-                lambda other, head=head: medians.get(other.replace(HEAD, head)),  # type: ignore[misc]
-            )
-            if entry is not None:
-                found.append(entry._replace(key=key))
-        return tuple(sorted(found, key=lambda one: (not one.is_critical, not one.is_far, -one.score, one.key))[:limit])
+            if (judged := judged_metric(key)) is not None:
+                metric, head = judged
+                entry = judge_value(metric, value, table.get(key), values_of(medians, head))
+                found += [] if entry is None else [entry._replace(key=key)]
+        return tuple(sorted(found, key=lambda one: (not one.is_critical, not one.is_far, -one.score, one.key))[:MAX_UNUSUAL])
 
     @property
     def samples(self) -> Mapping[str, array[float]]:
@@ -266,17 +258,10 @@ PART_FAMILIES: Final = frozenset({"lstm"})
 """Families of optional parts of a network: they are not requested from a run that neither names the part nor reports any of its keys."""
 
 
-class Supplier(NamedTuple):
-    """The declaration of a key, and the functions that return its group."""
-
-    metric: Metric
-    functions: tuple[str, ...]
-
-
 @lru_cache(maxsize=1)
-def suppliers() -> Mapping[str, Supplier]:
-    """Return the suppliers of all declared keys: the functions in a group's module whose return annotation names the group."""
-    found: dict[str, Supplier] = {}
+def suppliers() -> Mapping[str, tuple[Metric, tuple[str, ...]]]:
+    """Return the metric of each declared key, and the functions in its group's module whose return annotation names the group."""
+    found: dict[str, tuple[Metric, tuple[str, ...]]] = {}
     for group in groups():
         functions = []
         for name, value in vars(sys.modules[group.__module__]).items():
@@ -286,23 +271,23 @@ def suppliers() -> Mapping[str, Supplier]:
                 if re.search(rf"\b{group.__name__}\b", annotation):
                     functions.append(name)
         for _, metric in declared(group):
-            found.setdefault(metric.key, Supplier(metric, tuple(functions)))
+            found.setdefault(metric.key, (metric, tuple(functions)))
     return found
 
 
 def key_remedy(key: str, facts: Facts) -> str:
     """Return the call or option with which a run with these facts measures a key."""
-    supplier = suppliers().get(template_of(key, suppliers()))
+    metric, functions = suppliers().get(template_of(key, suppliers()), (None, ()))
     level = facts.level or "normal"
-    if supplier is not None and level.upper() in Level.__members__ and supplier.metric.level > Level.parse(level):
-        return f'level="{supplier.metric.level.name.lower()}"'
+    if metric is not None and level.upper() in Level.__members__ and metric.level > Level.parse(level):
+        return f'level="{metric.level.name.lower()}"'
     if not facts.own_loop:
-        if supplier is not None and supplier.metric.cost in ("sampled", "debug"):
+        if metric is not None and metric.cost in ("sampled", "debug"):
             return 'a larger budget=, or level="debug": it is measured in sampled updates'
         return "not available: this trainer's adapter does not report it"
     if key.startswith(WATCHED):
         return "telemetry.watch(agent, optimizer)"
-    function = DERIVED_FROM.get(key) or next(iter(supplier.functions if supplier else ()), "")
+    function = DERIVED_FROM.get(key) or next(iter(functions), "")
     return f"{OBSERVE}({dotted_name(function)}(...))" if function else f'telemetry.log({{"{key}": ...}})'
 
 

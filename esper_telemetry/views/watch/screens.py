@@ -14,7 +14,7 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from esper_telemetry.alarms.verdict.headline import Tone
+from esper_telemetry.alarms.verdict.bounds import Tone
 from esper_telemetry.core.messages import capitalized, end_text
 from esper_telemetry.core.record import AlarmEvent
 from esper_telemetry.sinks.console import ALARM_COLOURS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from forked import run_python
 
-from esper_telemetry.alarms.rule_registry import alarm_rules
+from esper_telemetry.alarms.thresholds import alarm_rules
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.lab.faults import FAULTS
 from esper_telemetry.lab.faults.__main__ import run
