@@ -372,19 +372,19 @@ FITTED = (
     .advises("Compare the lambda that the advantages use with the setting.", source="program: loop-lambda"),
     mistake("time_limit_gamma", "GAE with a different discount of the values after time limits,")
     .fits("δ_t = r_t + γ' V(s_{t+1}) - V_t at time limits", "gamma", fitted_limit_gamma)
-    .advises("Use one discount for time limits and for all other steps.", source="program: gae_programs"),
+    .advises("Use one discount for time limits and for all other steps."),
     mistake("step_gamma", "GAE with a different discount of the next values than in the trace,")
     .fits("δ_t = r_t + γ' V(s_{t+1}) - V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1}", "gamma", fitted_step_gamma)
-    .advises("Use one discount for the next values and for the trace.", source="program: gae_programs"),
+    .advises("Use one discount for the next values and for the trace."),
     mistake("both_gamma", "GAE with a different discount and a different lambda,")
     .fits("A_t with other γ and λ", "gamma", fitted_both(0), fitted_normalized("gamma", "gae_lambda", returned="gamma"))
-    .advises("Compare both with the settings.", source="program: gae_programs"),
+    .advises("Compare both with the settings."),
     mistake("both_lambda", "the same with")
     .fits("A_t with other γ and λ", "lambda", fitted_both(1), fitted_normalized("gamma", "gae_lambda", returned="gae_lambda"))
     .advises("Compare both with the settings.", source="program: test_advantage_equations"),
     mistake("terminal_reward", "GAE with the same number added to the reward of each termination,")
     .fits("r_t + c at terminations", "c", fitted_termination(constant=True))
-    .advises("Compute advantages from the stored rewards.", source="program: gae_programs"),
+    .advises("Compute advantages from the stored rewards."),
     mistake("termination_bootstrapped", "GAE that adds a value after terminations, as if a time limit had ended the episode;")
     .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", fitted_termination(constant=False))
     .advises("Bootstrap only if truncated is set and terminated is not.", source="Pardo et al. 2018, 1712.00378"),
@@ -395,8 +395,7 @@ FITTED = (
     mistake("other_last_value", "GAE that bootstraps the last step with other values;")
     .fits("δ_T = r_T + γ x - V_T", "their mean", fitted_last_value)
     .given(doubtful_without="values")
-    .advises("Evaluate the critic at the observation after the last step, with the weights and states of the rollout.")
-    .cites("program: gae_programs"),
+    .advises("Evaluate the critic at the observation after the last step, with the weights and states of the rollout."),
     mistake("other_ends", "GAE with the ends of episodes in different steps than the environments returned;")
     .fits("A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends", "differing steps", fitted_ends)
     .advises("Compare the flags that the advantages use with the flags that `env.step` returns, step by step and in each environment.")
@@ -404,16 +403,13 @@ FITTED = (
     mistake("other_rows", "GAE of other rows;")
     .fits("A_j in row i", "rows that differ", other_rows, partial(other_rows, normalized=True))
     .given(doubtful_without="order")
-    .advises("Index advantages with the rows of the observations and actions, and shuffle all columns by the same permutation.")
-    .cites("program: gae_programs"),
+    .advises("Index advantages with the rows of the observations and actions, and shuffle all columns by the same permutation."),
     mistake("reward_clip", "GAE of rewards clipped to [-c, c],")
     .fits("δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t", "c", fitted_clip)
-    .advises("If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards.")
-    .cites("program: gae_programs"),
+    .advises("If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards."),
     mistake("scaled", "GAE times a factor,")
     .fits("A_t = c GAE_t", "c", fitted_scale)
-    .advises("Look for a factor after the advantages are computed; normalised advantages do not need one.")
-    .cites("program: gae_programs"),
+    .advises("Look for a factor after the advantages are computed; normalised advantages do not need one."),
     variant("reward_scale", "GAE of scaled rewards,")
     .fits("δ_t = c r_t + γ V_{t+1} - V_t", "factor", fitted_reward_scale)
     .cites("2005.12729, section 3, reward scaling"),

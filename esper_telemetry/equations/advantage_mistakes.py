@@ -471,14 +471,14 @@ ZERO_ADVICE = "Look for a normalisation over an axis with one entry, equal rewar
 MISTAKES = (
     mistake("zero", "0 in every row")
     .predicts("A_t = 0", lambda inputs: torch.zeros_like(inputs.claimed) if bool(inputs.rewards.any()) else None)
-    .advises(ZERO_ADVICE, source="program: gae_programs"),
+    .advises(ZERO_ADVICE),
     mistake("ends_ignored", "GAE that continues over the ends of episodes")
     .predicts("A_t = r_t + γ V_{t+1} - V_t + γλ A_{t+1}", _ends_ignored)
     .advises("Multiply the trace, and the bootstrap, by 1 - done.")
     .cites("Huang et al. 2022, The 37 implementation details of PPO"),
     mistake("terminations_ignored", "GAE that continues over terminations but not over time limits")
     .predicts("A_t = δ_t + γλ (1 - truncated_t) A_{t+1}", _terminations_ignored)
-    .advises("Also multiply the trace, and the bootstrap, by 1 - terminated.", source="program: gae_programs"),
+    .advises("Also multiply the trace, and the bootstrap, by 1 - terminated."),
     mistake("ends_late", "GAE with the ends of episodes one step late")
     .predicts("A_t = δ_t + γλ (1 - end_{t-1}) A_{t+1}", _ends_late)
     .given(doubtful_without="flags")
@@ -492,11 +492,10 @@ MISTAKES = (
     mistake("ends_inverted", "GAE with inverted flags: it continues only at the ends of episodes")
     .predicts("A_t = δ_t + γλ end_t A_{t+1}, δ_t = r_t + γ end_t V_{t+1} - V_t", _ends_inverted)
     .given(unknown_row=True)
-    .advises("Multiply by 1 - done, not by done.", source="program: gae_programs"),
+    .advises("Multiply by 1 - done, not by done."),
     mistake("ends_shared", "GAE in which the end of one environment's episode ends the episodes of all environments")
     .predicts("A_t = δ_t + γλ (1 - max_b end_tb) A_{t+1}", _ends_shared)
-    .advises("Use each environment's own flag: look for `any()` and for shapes that broadcast.")
-    .cites("program: gae_programs"),
+    .advises("Use each environment's own flag: look for `any()` and for shapes that broadcast."),
     mistake("ends_of_others", "GAE with the ends of episodes of other environments")
     .predicts("A_tb = δ_tb + γλ (1 - end_{t,σ(b)}) A_{t+1,b}", _ends_of_others)
     .advises(
@@ -509,7 +508,7 @@ MISTAKES = (
     .cites("vwxyzjn/cleanrl: `next_done` masks the bootstrap of the last step"),
     mistake("next_episode_bootstrap", "GAE that bootstraps ends with the first value of the next episode")
     .predicts("δ_t = r_t + γ V_{t+1} - V_t at ends too", _next_episode_bootstrap)
-    .advises("Multiply the next value by 1 - done.", source="program: gae_programs"),
+    .advises("Multiply the next value by 1 - done."),
     mistake("time_limit_as_termination", "GAE that treats time limits as terminations")
     .predicts("δ_t = r_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: 0.0))
     .advises("Add γ times the value of the episode's last observation if a time limit ended the episode.")
@@ -524,7 +523,7 @@ MISTAKES = (
     .cites("Unity-Technologies/ml-agents#574"),
     mistake("time_limit_twice", "GAE that adds the value after a time limit twice")
     .predicts("δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits", _time_limit_bootstrap(lambda inputs: 2 * inputs.next_values))
-    .advises("Add the value either to the reward or as the next value.", source="program: gae_programs"),
+    .advises("Add the value either to the reward or as the next value."),
     mistake("no_last_bootstrap", "GAE without the value after the last step")
     .predicts("δ_T = r_T - V_T", _last_bootstrap(lambda inputs: 0.0))
     .advises("Bootstrap the last step with the value of the state that follows the rollout.")
@@ -539,30 +538,30 @@ MISTAKES = (
     .cites("program: loop-bootstrap_old_value"),
     mistake("current_value_bootstrap", "GAE that bootstraps each step with the value of its own state")
     .predicts("δ_t = r_t + γ V_t - V_t", _current_value_bootstrap)
-    .advises("The next value is the value in row t + 1.", source="program: gae_programs"),
+    .advises("The next value is the value in row t + 1."),
     mistake("values_exchanged", "GAE with the value and the next value swapped")
     .predicts("δ_t = r_t + γ V_t - V_{t+1}", lambda inputs: gae(inputs, values=inputs.next_values, next_values=inputs.values))
-    .advises("δ_t = r_t + γ V_{t+1} - V_t.", source="program: gae_programs"),
+    .advises("δ_t = r_t + γ V_{t+1} - V_t."),
     mistake("not_flipped", "GAE in reverse order of time")
     .predicts("A_t = GAE_{T-t}", lambda inputs: gae(inputs).flip(0))
-    .advises("Reverse the list that the backward loop has filled.", source="program: gae_programs"),
+    .advises("Reverse the list that the backward loop has filled."),
     mistake("forward", "the recursion of GAE run forward in time")
     .predicts("A_t = δ_t + γλ (1 - end_t) A_{t-1}", _forward)
     .advises("Loop over `reversed(range(T))`.", source="program: loop-forward"),
     mistake("exchanged", "GAE with gamma and lambda swapped")
     .predicts("δ_t = r_t + λ V_{t+1} - V_t", lambda inputs: gae(inputs, gamma=inputs.gae_lambda))
-    .advises("Look at the order of the arguments.", source="program: gae_programs"),
+    .advises("Look at the order of the arguments."),
     mistake("undiscounted_bootstrap", "GAE whose bootstrap is not discounted")
     .predicts("δ_t = r_t + V_{t+1} - V_t", lambda inputs: gae(inputs, gamma=1.0))
-    .advises("Multiply the next value by gamma.", source="program: gae_programs"),
+    .advises("Multiply the next value by gamma."),
     mistake("rewards_discounted", "GAE in which the discount multiplies the rewards, not the next values")
     .predicts(
         "δ_t = γ r_t + V_{t+1} - V_t, A_t = δ_t + λ A_{t+1}", lambda x: gae(x, rewards=x.gamma * x.rewards, gamma=1.0, decay=x.gae_lambda)
     )
-    .advises("Multiply the running sum by gamma: R = r + gamma * R.", source="program: gae_programs"),
+    .advises("Multiply the running sum by gamma: R = r + gamma * R."),
     mistake("trace_without_gamma", "GAE whose trace decays by lambda only")
     .predicts("A_t = δ_t + λ A_{t+1}", lambda inputs: gae(inputs, decay=inputs.gae_lambda))
-    .advises("Multiply the trace by gamma times lambda.", source="program: gae_programs"),
+    .advises("Multiply the trace by gamma times lambda."),
     mistake("sign", "GAE with the opposite sign")
     .predicts("A_t = -GAE_t", lambda inputs: -gae(inputs))
     .advises("Advantages are returns minus values.", source="program: bundled-adv_sign"),
@@ -577,10 +576,10 @@ MISTAKES = (
     mistake("rewards_early", "GAE from the next step's rewards")
     .predicts("δ_t = r_{t+1} + γ V_{t+1} - V_t", _rewards_early)
     .given(unknown_row=True)
-    .advises("Store each reward in the row of the action that earned it.", source="program: gae_programs"),
+    .advises("Store each reward in the row of the action that earned it."),
     mistake("rewards_negated", "GAE of the negative rewards")
     .predicts("δ_t = -r_t + γ V_{t+1} - V_t", _of_rewards(lambda rewards: -rewards))
-    .advises("Rewards are maximised; costs need a minus sign.", source="program: gae_programs"),
+    .advises("Rewards are maximised; costs need a minus sign."),
     mistake("rewards_clipped", "GAE of rewards clipped to [-1, 1]")
     .predicts("δ_t = clip(r_t, -1, 1) + γ V_{t+1} - V_t", _of_rewards(lambda rewards: rewards.clamp(-1, 1)))
     .advises("If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards.")
@@ -607,23 +606,22 @@ MISTAKES = (
     .cites("program: test_advantage_equations"),
     mistake("returns_stored", "returns: the values were not subtracted")
     .predicts("A_t = GAE_t + V_t", lambda inputs: gae(inputs) + inputs.values)
-    .advises("Subtract the values, or store returns and advantages separately.", source="program: gae_programs"),
+    .advises("Subtract the values, or store returns and advantages separately."),
     mistake("immediate_rewards", "immediate rewards instead of sums of rewards")
     .predicts("A_t = r_t - V_t, or r_t", lambda x: closest_whole(x, x.rewards - x.values, x.rewards))
-    .advises("Sum the rewards from each step to the end of its episode.", source="program: gae_programs"),
+    .advises("Sum the rewards from each step to the end of its episode."),
     mistake("values_missing", "discounted sums of rewards, as if all values were 0")
     .predicts(
         "A_t = Σ_k (γλ)^k r_{t+k}",
         lambda inputs: gae(inputs, values=torch.zeros_like(inputs.values), next_values=torch.zeros_like(inputs.values)),
     )
-    .advises("Fill the values before the advantages are computed.", source="program: gae_programs"),
+    .advises("Fill the values before the advantages are computed."),
     mistake("monte_carlo_cut", "discounted rewards to the end of the rollout, minus values, without a bootstrap after the last step")
     .predicts("A_t = Σ_k γ^k r_{t+k} - V_t", lambda inputs: None if inputs.gae_lambda == 1 else _monte_carlo_cut(inputs))
-    .advises("Bootstrap the last step with the value of the state that follows the rollout.")
-    .cites("program: gae_programs"),
+    .advises("Bootstrap the last step with the value of the state that follows the rollout."),
     mistake("rewards_to_go", "discounted rewards to go without a baseline")
     .predicts("A_t = Σ_k γ^k r_{t+k}", lambda x: closest_whole(x, _monte_carlo_cut(x) + x.values, gae(x, decay=x.gamma) + x.values))
-    .advises("Subtract the values.", source="program: gae_programs"),
+    .advises("Subtract the values."),
     mistake(
         "normalized_returns_over_limits",
         "discounted rewards that run across time limits into the next episode, normalised over the whole batch, minus the values",
@@ -637,26 +635,23 @@ MISTAKES = (
     .cites("program: loop-axes_gae"),
     mistake("returns_swapped", "returns that were reshaped with steps and environments swapped, minus the values")
     .predicts("A[t, b] = (GAE + V).reshape(B, T)[b, t] - V[t, b]", _returns_swapped)
-    .advises("Flatten returns, observations and values in the same order: `reshape` and `view` do not move entries.")
-    .cites("program: gae_programs"),
+    .advises("Flatten returns, observations and values in the same order: `reshape` and `view` do not move entries."),
     mistake("rewards_swapped", "GAE of rewards that were reshaped with steps and environments swapped")
     .predicts("δ[t, b] = r.reshape(B, T)[b, t] + γ V_{t+1} - V_t", _rewards_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
     .cites("program: subclass-axes_rewards"),
     mistake("ends_swapped", "GAE of ends, possibly also of rewards, that were reshaped with steps and environments swapped")
     .predicts("end[t, b] = ends.reshape(B, T)[b, t]", _ends_swapped)
-    .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
-    .cites("program: gae_programs"),
+    .advises("Transpose before you reshape: `reshape` and `view` do not move entries."),
     mistake("along_environments", "the recursion of GAE over environments instead of steps")
     .predicts("A_tb = δ_tb + γλ A_t,b+1", _along_environments)
-    .advises("Loop over the axis of time.", source="program: gae_programs"),
+    .advises("Loop over the axis of time."),
     mistake("chained", "GAE of all environments as one sequence")
     .predicts("A_n = δ_n + γλ A_{n+1} over the flattened rollout", _chained)
-    .advises("Compute advantages before the rollout is flattened.", source="program: gae_programs"),
+    .advises("Compute advantages before the rollout is flattened."),
     mistake("environment_mean", "GAE averaged over the environments")
     .predicts("A_tb = mean_b GAE_tb", _environment_mean)
-    .advises("Keep the axis of environments: look for `mean()` and for shapes that broadcast.")
-    .cites("program: gae_programs"),
+    .advises("Keep the axis of environments: look for `mean()` and for shapes that broadcast."),
     mistake("broadcast_mean", "returns minus values, with one of them averaged over all rows")
     .predicts("A_i = mean_j (R_j - V_i)", _broadcast_mean)
     .advises("Print the shapes of returns and values: [N] minus [N, 1] is [N, N].")
@@ -671,16 +666,16 @@ MISTAKES = (
     .cites("Huang et al. 2022, detail 7, normalises over the minibatch"),
     mistake("std_alone", "GAE divided by its standard deviation, without subtracting its mean")
     .predicts("A_t = GAE_t / std", _moved_and_scaled(lambda right, mean, std: right / std))
-    .advises("Subtract the mean.", source="program: gae_programs"),
+    .advises("Subtract the mean."),
     mistake("mean_alone", "GAE minus its mean, not divided by its standard deviation")
     .predicts("A_t = GAE_t - mean", _moved_and_scaled(lambda right, mean, std: right - mean))
-    .advises("Divide by the standard deviation.", source="program: gae_programs"),
+    .advises("Divide by the standard deviation."),
     mistake("variance", "GAE minus its mean, divided by its variance")
     .predicts("A_t = (GAE_t - mean) / std²", _moved_and_scaled(lambda right, mean, std: (right - mean) / std.square()))
-    .advises("Divide by the standard deviation.", source="program: gae_programs"),
+    .advises("Divide by the standard deviation."),
     mistake("precedence", "GAE minus the ratio of its mean and its standard deviation")
     .predicts("A_t = GAE_t - mean / std", _moved_and_scaled(lambda right, mean, std: right - mean / std))
-    .advises("Put `advantages - mean` in parentheses.", source="program: gae_programs"),
+    .advises("Put `advantages - mean` in parentheses."),
     mistake("stale", "the previous rollout's advantages")
     .predicts("A_t = GAE_t of rollout k - 1", _stale)
     .advises("Compute advantages after the rollout is complete, and clear the buffer after each update.")

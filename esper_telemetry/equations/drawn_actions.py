@@ -62,6 +62,7 @@ ACTIONS = CalibrationEquation(
     source="policy gradient theorem (Sutton 1999); scores: Freedman 1975, theorem 1.6",
     inputs="actions, and the distributions that they were drawn from",
     check="check_actions",
+    shown_by="test_action_calibration",
     compute=lambda inputs: calibration.largest(calibration.scores(inputs)),
     advice="Take the actions from the distribution whose parameters are stored, in the same step and environment.",
     hypotheses=(
@@ -86,18 +87,15 @@ ACTIONS = CalibrationEquation(
         mistake("permuted", "another environment's actions")
         .predicts("a_{t,b} ~ π(· | s_{t,σ(b)})", calibration.permuted)
         .given(hides=("independent", "shuffled"))
-        .advises("Keep the order of environments from the policy's output to `env.step` and to the buffer; check reshapes of [T, B].")
-        .cites("program: test_action_calibration"),
+        .advises("Keep the order of environments from the policy's output to `env.step` and to the buffer; check reshapes of [T, B]."),
         mistake("step_before", "drawn from the previous step's distribution")
         .predicts("a_t ~ π(· | s_{t-1})", partial(calibration.displaced, steps=-1))
         .given(hides=("independent", "shuffled"))
-        .advises("Store the observation, distribution and action of a step in the same row.")
-        .cites("program: test_action_calibration"),
+        .advises("Store the observation, distribution and action of a step in the same row."),
         mistake("step_after", "drawn from the next step's distribution")
         .predicts("a_t ~ π(· | s_{t+1})", partial(calibration.displaced, steps=1))
         .given(hides=("independent", "shuffled"))
-        .advises("Store the observation, distribution and action of a step in the same row.")
-        .cites("program: test_action_calibration"),
+        .advises("Store the observation, distribution and action of a step in the same row."),
         mistake("repeated", "repeated from the previous step")
         .predicts("a_t = a_{t-1}, else a_t ~ π(· | s_t)", calibration.repeated)
         .advises("Query the policy in every step; if actions are repeated on purpose, store one transition for all repetitions.")

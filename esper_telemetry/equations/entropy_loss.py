@@ -108,6 +108,7 @@ ENTROPY_LOSS = Equation(
     source="1602.01783, section 4",
     inputs="entropy losses, and logits or standard deviations of the minibatches",
     check="check_entropy",
+    shown_by="test_entropy_and_total",
     compute=entropy_loss,
     tolerance=LOSS_TOLERANCE,
     advice="Compare the line that computes the entropy with the entropy of the distribution.",
@@ -124,8 +125,7 @@ ENTROPY_LOSS = Equation(
         mistake("sample_sign", "the negative log-probability of the chosen action")
         .predicts("L = -mean log π(a)", lambda x: -x.minibatches.mean(x.sampled))
         .given(needs="sampled", gradient="entropy_of_sample_sign")
-        .advises("Take the entropy of the distribution: the expected gradient of log π(a) is 0.")
-        .cites("program: test_entropy_and_total"),
+        .advises("Take the entropy of the distribution: the expected gradient of log π(a) is 0."),
         mistake("chosen_term", "the term p log p of the chosen action, without the other actions")
         .predicts("L = mean π(a) log π(a)", lambda x: x.minibatches.mean(x.sampled.exp() * x.sampled))
         .given(needs="sampled")
@@ -138,12 +138,10 @@ ENTROPY_LOSS = Equation(
         .cites("Stable-Baselines3, PPO.train"),
         mistake("sum", "the sum of the entropies over the rows instead of the mean")
         .predicts("L = -Σ H", lambda x: entropy_loss(x) * x.minibatches.counts)
-        .advises("Take the mean, so that the bonus does not grow with the minibatch.")
-        .cites("program: test_entropy_and_total"),
+        .advises("Take the mean, so that the bonus does not grow with the minibatch."),
         mistake("sum_of_rows", "the sum of the entropies over the rows, averaged over the actions: the axes are swapped")
         .predicts("L = mean_actions Σ_rows p log p", _sum_of_rows)
-        .advises("Sum -p log p over the actions of each row (the last axis), and take the mean over the rows.")
-        .cites("program: test_entropy_and_total"),
+        .advises("Sum -p log p over the actions of each row (the last axis), and take the mean over the rows."),
         mistake("unmasked", "the negative entropy over all choices, including masked choices")
         .predicts("L = -mean H(π without its mask)", lambda x: -x.summed(x.unmasked))
         .given(needs="unmasked", gradient="entropy_unmasked")
@@ -151,56 +149,48 @@ ENTROPY_LOSS = Equation(
         mistake("irrelevant_heads", "the negative entropy of all heads, including irrelevant heads")
         .predicts("L = -mean Σ_{all heads} H", lambda x: entropy_loss(replace(x, relevance={})))
         .given(needs="relevance")
-        .advises("Count a head only in rows in which its choice matters.", source="program: test_entropy_and_total"),
+        .advises("Count a head only in rows in which its choice matters."),
         variant("relevant_rows", "each head's negative entropy, averaged over the rows where the head is relevant")
         .predicts("L = -Σ_heads mean_{relevant rows} H", _over_relevant_rows)
-        .given(needs="relevance")
-        .cites("program: test_entropy_and_total"),
-        variant("mean_of_heads", "the mean of the heads' negative entropies instead of their sum")
-        .predicts("L = -mean mean_heads H", lambda x: entropy_loss(x) / len(x.sizes()) if len(x.sizes()) > 1 else None)
-        .cites("program: test_entropy_and_total"),
+        .given(needs="relevance"),
+        variant("mean_of_heads", "the mean of the heads' negative entropies instead of their sum").predicts(
+            "L = -mean mean_heads H", lambda x: entropy_loss(x) / len(x.sizes()) if len(x.sizes()) > 1 else None
+        ),
         variant("mean_of_entries", "the mean over the actions or dimensions of each head instead of the sum")
         .predicts("L = mean_{rows, actions} p log p", _mean_of_entries)
         .cites("https://github.com/openai/spinningup, ppo.py"),
-        variant("bits", "the negative entropy in bits")
-        .predicts("L = -mean H / log 2", lambda x: entropy_loss(x) / math.log(2))
-        .cites("program: test_entropy_and_total"),
-        variant("normalized", "the negative entropy divided by its largest value")
-        .predicts(
+        variant("bits", "the negative entropy in bits").predicts("L = -mean H / log 2", lambda x: entropy_loss(x) / math.log(2)),
+        variant("normalized", "the negative entropy divided by its largest value").predicts(
             "L = -mean Σ_heads H / log A",
             lambda x: (
                 None
                 if x.log_std or min(x.sizes().values()) < 2
                 else -x.summed({head: rows / math.log(x.sizes()[head]) for head, rows in x.entropies.items()})
             ),
-        )
-        .cites("program: test_entropy_and_total"),
+        ),
         mistake("std", "the negative standard deviation instead of the entropy")
         .predicts("L = -mean Σ σ", _of_std(lambda log_std: log_std.exp().sum(-1)))
         .given(needs="log_std")
-        .advises("Take the entropy, which grows with log σ.", source="program: test_entropy_and_total"),
+        .advises("Take the entropy, which grows with log σ."),
         mistake("mean_std", "the negative mean of the standard deviations instead of the entropy")
         .predicts("L = -mean σ", _of_std(lambda log_std: log_std.exp().mean(-1)))
         .given(needs="log_std")
-        .advises("Take the entropy, which grows with log σ.", source="program: test_entropy_and_total"),
+        .advises("Take the entropy, which grows with log σ."),
         mistake("variance", "the entropy with the variance instead of the standard deviation")
         .predicts("L = -mean Σ (2 log σ + ½ log 2πe)", _of_std(lambda log_std: (2 * log_std + GAUSSIAN_ENTROPY).sum(-1)))
         .given(needs="log_std")
-        .advises("Pass the standard deviation to the distribution, not its square.")
-        .cites("program: test_entropy_and_total"),
+        .advises("Pass the standard deviation to the distribution, not its square."),
         variant("log_std", "the negative log standard deviation, which equals the entropy up to a constant")
         .predicts("L = -mean Σ log σ", _of_std(lambda log_std: log_std.sum(-1)))
-        .given(needs="log_std")
-        .cites("program: test_entropy_and_total"),
+        .given(needs="log_std"),
         mistake("probabilities", "the sum of the squared probabilities")
         .predicts(
             "L = mean Σ p²", lambda x: None if x.log_std else x.summed({head: p.exp().square().sum(-1) for head, p in x.log_probs.items()})
         )
-        .advises("Multiply the probabilities by their logarithms.", source="program: test_entropy_and_total"),
+        .advises("Multiply the probabilities by their logarithms."),
         variant("weighted", "the negative entropy times the weight of its bonus")
         .predicts("L = -c mean H", lambda x: x.weight * entropy_loss(x))
-        .given(needs="weight", of="weight")
-        .cites("program: test_entropy_and_total"),
+        .given(needs="weight", of="weight"),
         with_padding(entropy_loss, "-H")[0],
         *rescaled(entropy_loss, "the negative entropy", "-mean H", scale=variant),
     ),

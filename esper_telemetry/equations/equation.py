@@ -46,7 +46,7 @@ class Hypothesis:
             the comparison uses the other rows. Tried only if no hypothesis without a parameter explains the numbers.
         parameter: name of the fitted parameter, such as "gamma".
         variant: published and correct; a record names it, but it does not raise an alarm.
-        source: paper, code or bug report; "program: NAME" if one of our test programs shows it.
+        source: paper, code or bug report; "program: NAME" if one of our test programs shows it; empty if `Equation.shown_by` does.
         advice: what to change.
         normalized_fit: `fit` for advantages that are normalised over all rows.
         exact: the multiples of `Equation.multiples` are not tried.
@@ -133,6 +133,7 @@ class Equation:
         source: paper.
         inputs: what a trainer must show so that the equation can be checked, as a noun phrase.
         check: public function that checks numbers of the user's own loop; empty if there is none.
+        shown_by: module in tests/ that names, and shows, each hypothesis without a source.
         tolerance: factor applied to `TOLERANCES`.
         advice: what to look at if no hypothesis explains a difference.
         multiples: (inputs) -> factors that programs may apply to the prediction of a hypothesis.
@@ -148,6 +149,7 @@ class Equation:
     source: str
     inputs: str
     check: str = ""
+    shown_by: str = ""
     tolerance: float = 1.0
     advice: str = ""
     rank: int = 50

@@ -36,6 +36,7 @@ ADVANTAGES = Equation(
     source="1506.02438, eq. 16",
     inputs="rewards, values, ends, and the value after the last step",
     check="check_gae",
+    shown_by="gae_programs",
     compute=gae,
     tolerance=ADVANTAGE_TOLERANCE,
     hypotheses=(*MISTAKES, *SUMS_MINUS_VALUES, *VARIANTS, *FITTED, *SUMS),

@@ -460,11 +460,7 @@ def _of_each_term(name: str, says: str, equation: str, advice: str, compute: Cal
     """Yield a mistake for each term: its texts contain the term's name, words, symbol and weight."""
     for term, loss in TERMS.items():
         fill = partial(str.format, term=term, words=loss.words, symbol=f"L_{term}", weighted=f"{loss.weight}L_{term}")
-        yield (
-            mistake(fill(name), fill(says))
-            .predicts(f"g = ∇({fill(equation)})", partial(_of_term, compute, term))
-            .advises(fill(advice), source="program: test_gradients")
-        )
+        yield (mistake(fill(name), fill(says)).predicts(f"g = ∇({fill(equation)})", partial(_of_term, compute, term)).advises(fill(advice)))
 
 
 def _of_term(compute: Callable[[GradientInputs, str], Any], name: str, inputs: GradientInputs) -> Any:
@@ -475,8 +471,8 @@ def _of_losses(term: str) -> Iterator[Hypothesis]:
     """Yield the mistakes of a term as mistakes of its gradient."""
     for name, (place, one) in OTHER_LOSSES.items():
         if place == term:
-            compute = partial(_of_term, GradientInputs.replaced, name)
-            yield replace(one, name=name, says=f"the gradient of {one.says}", compute=compute, needs="", doubtful_without="")
+            compute, source = partial(_of_term, GradientInputs.replaced, name), one.source or f"program: {TERMS[term].equation.shown_by}"
+            yield replace(one, name=name, says=f"the gradient of {one.says}", compute=compute, source=source, needs="", doubtful_without="")
 
 
 GRADIENT = Equation(
@@ -487,6 +483,7 @@ GRADIENT = Equation(
     source="1707.06347, eq. 7 and 9",
     inputs="the live policy at a minibatch, its rows, and the gradient before clipping",
     check="check_gradient",
+    shown_by="test_gradients",
     compute=GradientInputs.total,
     tolerance=1.0,  # errors of the bundled trainer and of Stable-Baselines3 on a CPU: 0, because both passes run the same kernels
     advice="Compare the terms of the loss in the update with the equation, one at a time",
@@ -504,11 +501,10 @@ GRADIENT = Equation(
         .cites("program: parts-cleared"),
         mistake("zero", "zero")
         .predicts("g = 0", lambda inputs: torch.zeros_like(inputs.claimed))
-        .advises("The loss is detached, or the gradient is cleared after the backward pass")
-        .cites("program: test_gradients"),
+        .advises("The loss is detached, or the gradient is cleared after the backward pass"),
         mistake("sign", "the gradient with the opposite sign")
         .predicts("g = -∇L", lambda inputs: -inputs.total())
-        .advises("The optimizer maximises the loss: remove the minus sign", source="program: test_gradients"),
+        .advises("The optimizer maximises the loss: remove the minus sign"),
         *_of_each_term(
             "{term}_sign",
             "the gradient of a loss with the wrong sign of its {words}",
@@ -529,11 +525,10 @@ GRADIENT = Equation(
         .cites("program: subclass-v_half"),
         mistake("value_doubled", "the gradient of a loss with twice the weight of its value term")
         .predicts("g = ∇(L_policy + 2 c_v L_value - c_e H)", partial(factor, term="value", times=2.0))
-        .advises("The factor ½ of the squared error is missing, or the coefficient includes it already")
-        .cites("program: test_gradients"),
+        .advises("The factor ½ of the squared error is missing, or the coefficient includes it already"),
         mistake("summed", "the gradient of the sum over the rows instead of their mean")
         .predicts("g = N ∇L", partial(summed, terms=tuple(TERMS)))
-        .advises("Take the mean over the minibatch", source="program: test_gradients"),
+        .advises("Take the mean over the minibatch"),
         *_of_each_term(
             "{term}_summed",
             "the gradient of a loss whose {words} is a sum over the rows",
@@ -553,19 +548,16 @@ GRADIENT = Equation(
         ),
         mistake("critic_stopped", "the gradient of a loss whose value term does not reach the shared parameters")
         .predicts("g = ∇L without c_v ∇L_value in shared parameters", partial(stopped, terms=("value",)))
-        .advises("The critic's input is detached from the trunk that it shares with the actor")
-        .cites("program: test_gradients"),
+        .advises("The critic's input is detached from the trunk that it shares with the actor"),
         mistake("actor_stopped", "the gradient of a loss whose policy term does not reach the shared parameters")
         .predicts("g = ∇L without ∇(L_policy - c_e H) in shared parameters", partial(stopped, terms=("policy", "entropy")))
-        .advises("The actor's input is detached from the trunk that it shares with the critic")
-        .cites("program: test_gradients"),
+        .advises("The actor's input is detached from the trunk that it shares with the critic"),
         mistake("critic_leaks", "the gradient of a loss whose value term reaches the trunk although it should stop there")
         .predicts("g = ∇L + c_v ∇L_value in the trunk", leaks)
-        .advises("Detach the trunk's output before the critic reads it", source="program: test_gradients"),
+        .advises("Detach the trunk's output before the critic reads it"),
         mistake("parts_missing", "the gradient of the loss, but 0 in some parameters")
         .predicts("g = ∇L in some parameters, 0 in others", parts_missing)
-        .advises("Some parameters lack a gradient although the loss depends on them: look for detach() and no_grad()")
-        .cites("program: test_gradients"),
+        .advises("Some parameters lack a gradient although the loss depends on them: look for detach() and no_grad()"),
         *_of_losses("policy"),
         *_of_losses("value"),
         *_of_losses("entropy"),
@@ -577,8 +569,7 @@ GRADIENT = Equation(
         .cites("torch.nn.utils.clip_grad_norm_"),
         mistake("value_weight", "the gradient of a loss with a different weight of the value term,")
         .fits("g = ∇(L_policy + c L_value - c_e H)", "value_coef", partial(fit_weight, "value"))
-        .advises("Compare the weight of the value loss with the setting; it multiplies half the squared error")
-        .cites("program: test_gradients"),
+        .advises("Compare the weight of the value loss with the setting; it multiplies half the squared error"),
         mistake("entropy_weight", "the gradient of a loss with a different weight of the entropy bonus,")
         .fits("g = ∇(L_policy + c_v L_value - c H)", "entropy_coef", partial(fit_weight, "entropy"))
         .advises("Compare the weight of the entropy bonus with the setting")
@@ -595,8 +586,7 @@ GRADIENT = Equation(
         .advises("PPO clips the global norm of the gradient", source="torch.nn.utils.clip_grad_value_"),
         mistake("weight_penalty", "the gradient of the loss with a penalty on the weights,")
         .fits("g = ∇L + c w", "weight", fit_penalty)
-        .advises("Remove the penalty, or use the optimizer's weight_decay instead")
-        .cites("program: test_gradients"),
+        .advises("Remove the penalty, or use the optimizer's weight_decay instead"),
         variant("kl_penalty", "the gradient of the loss with a penalty on the KL divergence,")
         .fits("g = ∇(L + β KL)", "β", partial(fit_kl, sign=1))
         .cites("1707.06347, eq. 8"),

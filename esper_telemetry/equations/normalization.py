@@ -221,19 +221,20 @@ NORMALIZED_ADVANTAGES = Equation(
     source="Huang et al. 2022, The 37 implementation details of PPO",
     inputs="advantages before and after normalisation, and the rows of each minibatch",
     check="check_normalized_advantages",
+    shown_by="test_returns",
     compute=normalized_advantages,
     tolerance=NORMALIZED_TOLERANCE,
     advice="Check every line that changes advantages between the rollout and the loss.",
     hypotheses=(
         mistake("over_minibatch", "advantages normalised over each minibatch")
         .predicts("(A - mean_minibatch) / std_minibatch", _over("minibatch"))
-        .advises("Configure in one place over which rows advantages are normalised.", source="program: test_returns"),
+        .advises("Configure in one place over which rows advantages are normalised."),
         mistake("over_rollout", "advantages normalised over the whole rollout")
         .predicts("(A - mean_rollout) / std_rollout", _over("rollout"))
-        .advises("Configure in one place over which rows advantages are normalised.", source="program: test_returns"),
+        .advises("Configure in one place over which rows advantages are normalised."),
         mistake("over_environments", "advantages normalised over each environment")
         .predicts("(A - mean_b) / std_b", _over_environments)
-        .advises("Compute the mean and the standard deviation over both axes.", source="program: test_returns"),
+        .advises("Compute the mean and the standard deviation over both axes."),
         mistake("over_padding", "advantages normalised over all rows, including padding")
         .predicts("mean and std over all N rows", _over_padding)
         .advises("Compute the mean and the standard deviation over the rows of the mask.", source="NovaSky-AI/SkyRL#1305"),
@@ -250,14 +251,14 @@ NORMALIZED_ADVANTAGES = Equation(
         mistake("variance", "advantages minus their mean, divided by their variance")
         .predicts("(A - mean) / std²", _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)))
         .given(of="loss")
-        .advises("Divide by the standard deviation.", source="program: test_returns"),
+        .advises("Divide by the standard deviation."),
         mistake("precedence", "advantages minus the ratio of mean and standard deviation")
         .predicts("A - mean / std", _by_moments(lambda advantages, mean, std: advantages - mean / (std + STD_EPS)))
-        .advises("Put `advantages - mean` in parentheses.", source="program: test_returns"),
+        .advises("Put `advantages - mean` in parentheses."),
         mistake("sign", "normalised advantages with the opposite sign")
         .predicts("-(A - mean) / std", lambda inputs: -normalized_advantages(inputs))
         .given(of="loss")
-        .advises("Keep the sign: it decides which actions become more likely.", source="program: test_returns"),
+        .advises("Keep the sign: it decides which actions become more likely."),
         mistake("absolute", "advantages with negative numbers made positive, or 0, before or after normalisation")
         .predicts("|A|, A² or max(A, 0)", _without_signs)
         .advises("Keep the signs: an action that is worse than expected must become less likely.")
@@ -276,14 +277,10 @@ NORMALIZED_ADVANTAGES = Equation(
         )
         .given(of="loss")
         .cites("NumPy's std is biased, torch's is not"),
-        variant("rms", "advantages divided by their root mean square")
-        .predicts(
+        variant("rms", "advantages divided by their root mean square").predicts(
             "A / sqrt(mean A²)", _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS))
-        )
-        .cites("program: test_returns"),
-        variant("clipped", "normalised advantages clipped to [-c, c],")
-        .fits("clip((A - mean) / std, -c, c)", "c", _clipped)
-        .cites("program: test_returns"),
+        ),
+        variant("clipped", "normalised advantages clipped to [-c, c],").fits("clip((A - mean) / std, -c, c)", "c", _clipped),
     ),
 )
 

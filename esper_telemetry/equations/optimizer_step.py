@@ -224,25 +224,22 @@ OPTIMIZER_STEP = Equation(
     source="1412.6980, algorithm 1 (Adam); 1711.05101 (AdamW); Sutskever et al. 2013 (momentum); Hinton 2012, lecture 6 (RMSprop)",
     inputs="the weights before and after a step, the gradient and the optimizer",
     check="check_optimizer_step",
+    shown_by="test_optimizer_step",
     tolerance=10.0,  # errors of healthy runs: 1e-5 to 3.1e-4, most of it rounding of the weights to fp32
     compute=StepInputs.changed,
     advice="Look for code outside the step that changes weights, the learning rate or the optimizer's state",
     hypotheses=(
         mistake("no_gradients", "zero, because none of its parameters has a gradient")
         .predicts("θ' = θ without g", lambda _: None)  # the rule itself: `compare_step` recognises it by the gradients
-        .advises("Call backward() of the loss of these parameters after zero_grad() and before the step")
-        .cites("program: test_optimizer_step"),
+        .advises("Call backward() of the loss of these parameters after zero_grad() and before the step"),
         mistake("no_step", "zero")
         .predicts("θ' = θ", lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale))
-        .advises("The optimizer has parameters of another policy, or the weights are restored after the step")
-        .cites("program: test_optimizer_step"),
+        .advises("The optimizer has parameters of another policy, or the weights are restored after the step"),
         mistake("left_out", "the steps of an optimizer without some of the parameters")
         .predicts("θ' = θ for some parameters with a gradient", _left_out)
         .advises("Pass all parameters of the policy to the optimizer, after the last layer is created")
         .cites("program: loop-missing_parameter"),
-        mistake("twice", "two steps with one gradient")
-        .predicts("θ' = step(step(θ))", _twice)
-        .advises("optimizer.step() is called twice", source="program: test_optimizer_step"),
+        mistake("twice", "two steps with one gradient").predicts("θ' = step(step(θ))", _twice).advises("optimizer.step() is called twice"),
         mistake("state_lost", "the steps of an optimizer whose state was reset in the middle of training")
         .predicts("t less than the number of steps", lambda inputs: inputs.changed(lost=0) if inputs.lost else None)
         .advises("Create the optimizer once, not in every update", source="program: subclass-state_lost"),
@@ -251,12 +248,10 @@ OPTIMIZER_STEP = Equation(
         .advises("Create the optimizer once, not in every step", source="program: loop-state_lost"),
         mistake("ascent", "the opposite of the optimizer's steps")
         .predicts("θ' = θ + lr step", lambda inputs: -inputs.changed())
-        .advises("The learning rate is negative, or the step is added with the wrong sign")
-        .cites("program: test_optimizer_step"),
+        .advises("The learning rate is negative, or the step is added with the wrong sign"),
         mistake("negated_gradient", "the steps with the opposite gradient")
         .predicts("g = ∇(-L)", lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)))
-        .advises("The optimizer maximises: compare its maximize flag with the sign of the loss")
-        .cites("program: test_optimizer_step"),
+        .advises("The optimizer maximises: compare its maximize flag with the sign of the loss"),
         mistake("gradient_descent", "the steps of plain gradient descent")
         .predicts("θ' = θ - lr g", _if(lambda settings: settings.kind != "sgd" or settings.momentum != 0, _plain))
         .advises("The optimizer differs from the settings", source="program: loop-other_optimizer"),
@@ -274,7 +269,7 @@ OPTIMIZER_STEP = Equation(
         .advises("AdamW decays the weights, Adam adds the decay to the gradient", source="1711.05101"),
         mistake("no_decay", "the steps without the configured weight decay")
         .predicts("λ = 0", _if(lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(weight_decay=0.0)))
-        .advises("The optimizer ignores its weight_decay", source="program: test_optimizer_step"),
+        .advises("The optimizer ignores its weight_decay"),
         variant("epsilon_inside", "the steps of RMSprop with ε under the root")
         .predicts(
             "θ' = θ - lr g / √(v + ε)",

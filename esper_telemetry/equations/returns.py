@@ -320,6 +320,7 @@ RETURNS = Equation(
     source="1506.02438, eq. 16; Huang et al. 2022, The 37 implementation details of PPO",
     inputs="advantages before normalisation, values and returns",
     check="check_returns",
+    shown_by="test_returns",
     compute=lambda inputs: inputs.advantages + inputs.values,
     tolerance=RETURNS_TOLERANCE,
     advice="Check that advantages, values and returns are indexed and masked in the same way.",
@@ -334,36 +335,33 @@ RETURNS = Equation(
         .cites("program: subclass-returns_are_advantages"),
         mistake("values_alone", "values: the advantages were not added")
         .predicts("R = V", lambda inputs: inputs.values)
-        .advises("Add the advantages, or the critic learns nothing.", source="program: test_returns"),
+        .advises("Add the advantages, or the critic learns nothing."),
         mistake("values_subtracted", "advantages minus values, or values minus advantages")
         .predicts("R = ±(A - V)", lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages))
-        .advises("Returns are advantages plus values.", source="program: test_returns"),
+        .advises("Returns are advantages plus values."),
         mistake("next_values", "advantages plus the values of the next states")
         .predicts("R_t = A_t + V(s_{t+1})", lambda inputs: inputs.advantages + inputs.next_values)
         .given(needs="next_values")
-        .advises("Add the value of the state that the action was taken in.", source="program: test_returns"),
+        .advises("Add the value of the state that the action was taken in."),
         mistake("new_values", "advantages plus the values of a critic that the update has already changed")
         .predicts("R = A + V_new", _new_values)
         .advises("Add the values stored at collection once, before the first epoch.")
         .cites("program: script-returns_new_values"),
-        mistake("rewards", "the rewards")
-        .predicts("R_t = r_t", lambda inputs: inputs.rewards)
-        .advises("Store advantages plus values.", source="program: test_returns"),
+        mistake("rewards", "the rewards").predicts("R_t = r_t", lambda inputs: inputs.rewards).advises("Store advantages plus values."),
         mistake("monte_carlo_cut", "discounted rewards to the end of the rollout, without a bootstrap after the last step")
         .predicts("R_t = Σ_k γ^k r_{t+k}", _discounted(bootstrap=False))
         .advises("Bootstrap the last step with the value of the state that follows the rollout.")
         .cites("program: script-returns_mc_cut"),
         mistake("axes_swapped", "advantages plus values with steps and environments swapped")
         .predicts("R[t, b] = A[t, b] + V.reshape(B, T)[b, t]", _swapped)
-        .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
-        .cites("program: test_returns"),
+        .advises("Transpose before you reshape: `reshape` and `view` do not move entries."),
         mistake("mean_value", "advantages plus the mean value of all rows")
         .predicts("R_i = A_i + mean_j V_j", _mean_value)
         .advises("Print the shapes of advantages and values: [N] plus [N, 1] is [N, N].")
         .cites("PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74"),
         mistake("other_rows", "other rows' advantages plus values")
         .predicts("R_i = A_j + V_j", _other_rows)
-        .advises("Index advantages, values and returns with the same rows.", source="program: test_returns"),
+        .advises("Index advantages, values and returns with the same rows."),
         mistake("unrelated", "numbers that are unrelated to advantages, values and rewards")
         .predicts("R_i independent of A, V and r", _unrelated)
         .advises("Check where the targets are assigned: the critic cannot learn them.")

@@ -393,6 +393,7 @@ SCHEDULES = Equation(
     source=PAPER,
     inputs="settings with a constant learning rate or a schedule",
     check="check_schedule",
+    shown_by="test_schedules",
     compute=lambda inputs: inputs.line(),
     rank=65,
     over_run=True,
@@ -400,25 +401,22 @@ SCHEDULES = Equation(
     hypotheses=(
         mistake("constant", "the first learning rate throughout, although a schedule is configured")
         .predicts("lr = lr_0", _constant)
-        .advises("Set the rate of the optimizer's parameter groups in every update; a schedule that is never stepped changes nothing.")
-        .cites("program: test_schedules"),
+        .advises("Set the rate of the optimizer's parameter groups in every update; a schedule that is never stepped changes nothing."),
         mistake("annealed", "a line down to 0, although a constant rate is configured")
         .predicts("lr = lr_0 (1 - n / N)", _annealed)
-        .advises("Look for a scheduler that is on by default.", source="program: test_schedules"),
+        .advises("Look for a scheduler that is on by default."),
         mistake("per_epoch", "a schedule that counts epochs as updates")
         .predicts("lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs", lambda inputs: _per_count(inputs, "num_epochs"))
-        .advises("Step the scheduler once per update.", source="program: test_schedules"),
+        .advises("Step the scheduler once per update."),
         mistake("per_minibatch", "a schedule that counts optimizer steps as updates")
         .predicts(
             "lr = lr_0 + (lr_1 - lr_0) min(1, E M n / N), E epochs of M minibatches",
             lambda inputs: _per_count(inputs, "num_epochs", "num_minibatches"),
         )
-        .advises("Step the scheduler once per update, or give it the number of optimizer steps.")
-        .cites("program: test_schedules"),
+        .advises("Step the scheduler once per update, or give it the number of optimizer steps."),
         mistake("per_epoch_negative", "a schedule that counts epochs as updates and continues below its end")
         .predicts("lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs", lambda inputs: _per_count(inputs, "num_epochs", stops=False))
-        .advises("Step the scheduler once per update: a negative rate maximises the loss.")
-        .cites("program: test_schedules"),
+        .advises("Step the scheduler once per update: a negative rate maximises the loss."),
         mistake("per_env", "a schedule that counts calls of the vectorised `env.step` instead of environment steps")
         .predicts(
             "lr = lr_0 + (lr_1 - lr_0) n / (B N), B environments",
@@ -428,14 +426,13 @@ SCHEDULES = Equation(
                 else None
             ),
         )
-        .advises("Multiply the steps by the number of environments.", source="program: test_schedules"),
+        .advises("Multiply the steps by the number of environments."),
         mistake("per_env_step", "a schedule that multiplies environment steps by the number of environments twice")
         .predicts("lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments", lambda inputs: _per_count(inputs, "num_envs"))
-        .advises("Count every environment's step once.", source="program: test_schedules"),
+        .advises("Count every environment's step once."),
         mistake("rising", "a schedule that runs backwards, from its end to its beginning")
         .predicts("lr = lr_1 + (lr_0 - lr_1) n / N", _rising)
-        .advises("Use the remaining share of the run, not the completed share.")
-        .cites("program: test_schedules"),
+        .advises("Use the remaining share of the run, not the completed share."),
         variant("cosine", "a cosine schedule")
         .predicts(
             "lr = lr_1 + (lr_0 - lr_1) (1 + cos(π n / N)) / 2",
@@ -456,7 +453,7 @@ SCHEDULES = Equation(
         .cites("program: loop-schedule_ends_early"),
         mistake("starting_late", "a schedule that starts too late, when the completed share of the run is")
         .fits("lr = lr_0 if n < p N", "p", _fit_late_start)
-        .advises("Set the rate in every update, starting with the first.", source="program: test_schedules"),
+        .advises("Set the rate in every update, starting with the first."),
         mistake("negative", "a schedule that continues below its end, which it reaches when the completed share of the run is")
         .fits("lr = lr_0 + (lr_1 - lr_0) n / (p N)", "p", _fit_negative)
         .advises("Give the schedule the number of updates of the whole run: a negative rate maximises the loss.")
@@ -473,13 +470,10 @@ SCHEDULES = Equation(
         variant("adaptive", "a rate that adapts to the KL divergence, up and down by a")
         .fits("lr = lr_0 c^k, k ± 1 as KL is below or above its target", "factor", _adaptive)
         .cites("leggedrobotics/rsl_rl, PPO.update, schedule 'adaptive'"),
-        variant("other_end", "a linear schedule that ends at")
-        .fits("lr = lr_0 + (l - lr_0) n / N", "l", _fit_unset_end)
-        .cites("program: test_schedules"),
+        variant("other_end", "a linear schedule that ends at").fits("lr = lr_0 + (l - lr_0) n / N", "l", _fit_unset_end),
         mistake("unfinished", "a schedule that does not reach its end, and stops at")
         .fits("lr = lr_0 + (l - lr_0) n / N", "l", _fit_set_end)
-        .advises("Give the schedule the number of updates of this run; it was created for a longer run.")
-        .cites("program: test_schedules"),
+        .advises("Give the schedule the number of updates of this run; it was created for a longer run."),
     ),
 )
 

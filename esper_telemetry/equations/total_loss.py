@@ -47,6 +47,7 @@ TOTAL_LOSS = Equation(
     source="1707.06347, eq. 9",
     inputs="the total loss, its terms, and their weights",
     check="check_total_loss",
+    shown_by="test_entropy_and_total",
     compute=total_loss,
     tolerance=LOSS_TOLERANCE,
     hypotheses=(
@@ -56,45 +57,44 @@ TOTAL_LOSS = Equation(
         .advises("Subtract the weighted entropy.", source="program: loop-entropy_sign"),
         mistake("value_sign", "the sum with the value loss subtracted: the critic increases its error")
         .predicts("L = L_policy - c_value L_value + c_entropy L_entropy", lambda x: x.total(value=-x.value_weight))
-        .advises("Add the weighted value loss: eq. 9 subtracts it because its objective is maximised.")
-        .cites("program: test_entropy_and_total"),
+        .advises("Add the weighted value loss: eq. 9 subtracts it because its objective is maximised."),
         mistake("policy_sign", "the sum with the policy loss subtracted")
         .predicts("L = -L_policy + c_value L_value + c_entropy L_entropy", lambda x: x.total(policy=-1.0))
-        .advises("Add the policy loss, which is the negative surrogate.", source="program: test_entropy_and_total"),
+        .advises("Add the policy loss, which is the negative surrogate."),
         mistake("sign", "the sum with the opposite sign")
         .predicts("L = -(L_policy + c_value L_value + c_entropy L_entropy)", lambda x: -x.total())
-        .advises("Minimise the loss.", source="program: test_entropy_and_total"),
+        .advises("Minimise the loss."),
         mistake("entropy_missing", "the sum without the entropy bonus of the settings")
         .predicts("L = L_policy + c_value L_value", lambda x: x.total(entropy=0.0))
         .given(needs="entropy_weight")
-        .advises("Add the entropy loss times its weight.", source="program: test_entropy_and_total"),
+        .advises("Add the entropy loss times its weight."),
         variant("value_missing", "the sum without the value loss")
         .predicts("L = L_policy + c_entropy L_entropy", lambda x: x.total(value=0.0))
         .cites("separate optimizers of actor and critic"),
         mistake("policy_missing", "the sum without the policy loss")
         .predicts("L = c_value L_value + c_entropy L_entropy", lambda x: x.total(policy=0.0))
-        .advises("Add the policy loss.", source="program: test_entropy_and_total"),
+        .advises("Add the policy loss."),
         variant("value_doubled", "the sum with the value loss as the mean squared error without the factor ½")
         .predicts("L = L_policy + 2 c_value L_value + c_entropy L_entropy", lambda x: x.total(value=2 * x.value_weight))
         .cites("Stable-Baselines3, PPO.train"),
-        variant("value_halved", "the sum with an additional factor ½ of the value loss")
-        .predicts("L = L_policy + ½ c_value L_value + c_entropy L_entropy", lambda x: x.total(value=x.value_weight / 2))
-        .cites("program: test_entropy_and_total"),
+        variant("value_halved", "the sum with an additional factor ½ of the value loss").predicts(
+            "L = L_policy + ½ c_value L_value + c_entropy L_entropy", lambda x: x.total(value=x.value_weight / 2)
+        ),
         variant("value_unweighted", "the sum with an unweighted value loss")
         .predicts("L = L_policy + L_value + c_entropy L_entropy", lambda x: x.total(value=1.0))
         .cites("program: loop-value_weight"),
         mistake("entropy_unweighted", "the sum with an unweighted entropy")
         .predicts("L = L_policy + c_value L_value + L_entropy", lambda x: x.total(entropy=1.0))
         .given(needs="entropy_weight")
-        .advises("Multiply the entropy by its weight.", source="program: test_entropy_and_total"),
+        .advises("Multiply the entropy by its weight."),
         mistake("weights_swapped", "the sum with the two weights swapped")
         .predicts("L = L_policy + c_entropy L_value + c_value L_entropy", lambda x: x.total(value=x.entropy_weight, entropy=x.value_weight))
         .given(needs="entropy_weight")
-        .advises("Compare the weights with the terms that they multiply.", source="program: test_entropy_and_total"),
+        .advises("Compare the weights with the terms that they multiply."),
         mistake("entropy_alone_weighted", "the sum with the entropy's weight for the value loss too")
         .predicts("L = L_policy + c_entropy (L_value + L_entropy)", lambda x: x.total(value=x.entropy_weight))
         .given(needs="entropy_weight")
-        .advises("Compare the weights with the terms that they multiply.", source="program: test_entropy_and_total"),
+        .advises("Compare the weights with the terms that they multiply."),
         variant("entropy_weight", "the sum with a different entropy weight than the setting, annealed or set elsewhere,")
         .fits(
             "L = L_policy + c_value L_value + c L_entropy",
@@ -102,11 +102,9 @@ TOTAL_LOSS = Equation(
             lambda x, claimed: _other_weight(x, claimed, x.entropy, x.total(entropy=0.0)),
         )
         .cites("program: loop-entropy_weight"),
-        variant("value_weight", "the sum with a different weight of the value loss than the setting,")
-        .fits(
+        variant("value_weight", "the sum with a different weight of the value loss than the setting,").fits(
             "L = L_policy + c L_value + c_entropy L_entropy", "c", lambda x, claimed: _other_weight(x, claimed, x.value, x.total(value=0.0))
-        )
-        .cites("program: test_entropy_and_total"),
+        ),
         *rescaled(total_loss, "the sum", "L_policy + c_value L_value + c_entropy L_entropy", scale=variant),
     ),
 )

@@ -121,14 +121,14 @@ TRANSITIONS = Equation(
     source="Sutton and Barto 2018, figure 3.1",
     inputs="the stored observations, and the observations that the environments returned",
     check="check_transitions",
+    shown_by="test_transitions",
     compute=lambda columns: columns.outcomes[:-1],
     tolerance=0.01,
     advice="Compare what `env.step` returns with what is stored and acted on.",
     hypotheses=(
         mistake("whole_numbers", "the environment's observations truncated to whole numbers")
         .predicts("o_t stored as a whole number", _whole_numbers)
-        .advises("Store observations in an array of type float32: an array of an integer type, such as uint8, cuts numbers below 1 to 0.")
-        .cites("program: test_transitions"),
+        .advises("Store observations in an array of type float32: an array of an integer type, such as uint8, cuts numbers below 1 to 0."),
         mistake("never_updated", "the previous step's observations: they are never updated")
         .predicts("o_{t+1} = o_t", _never_updated)
         .advises(
@@ -137,12 +137,10 @@ TRANSITIONS = Equation(
         .cites("program: loop-obs_never_updated"),
         mistake("in_place", "one array that later steps have changed: all rows are the last observation")
         .predicts("o_t is the last observation of the episode, or of the rollout", _in_place)
-        .advises("Store copies: `step` and `reset` return `self.state.copy()`, or the program stores `observation.copy()`.")
-        .cites("program: test_transitions"),
+        .advises("Store copies: `step` and `reset` return `self.state.copy()`, or the program stores `observation.copy()`."),
         mistake("sometimes_updated", "the previous step's observations in some steps: they are not always updated")
         .predicts("o_{t+1} = o_t in some steps", _sometimes_updated)
-        .advises("Assign what `env.step` returns to the observation that is acted on next, in every step.")
-        .cites("program: test_transitions"),
+        .advises("Assign what `env.step` returns to the observation that is acted on next, in every step."),
         mistake("stale", "the observations that the environment returned one step earlier")
         .predicts("o_{t+1} = outcome of a_{t-1}", lambda columns: shifted(columns.outcomes[:-1], -1, columns.inputs[1:]))
         .advises("Act on what the last `env.step` returned, not on what was returned before it.")
@@ -161,7 +159,7 @@ TRANSITIONS = Equation(
         .cites("https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation"),
         mistake("other_environment", "another environment's observations")
         .predicts("o_{t+1,b} = outcome of a_{t,σ(b)}", _other_environment)
-        .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
+        .advises("Keep the order of environments; check reshapes of [T, B]."),
     ),
 )
 
@@ -251,6 +249,7 @@ STORED_REWARDS = Equation(
     source="Sutton and Barto 2018, figure 3.1",
     inputs="the stored rewards, and the rewards that the environments returned",
     check="check_rewards",
+    shown_by="test_transitions",
     compute=lambda columns: columns[1],
     advice="Compare the rewards that `env.step` returns with the stored rewards.",
     hypotheses=(
@@ -260,14 +259,13 @@ STORED_REWARDS = Equation(
         .cites("program: loop-reward_before_obs"),
         mistake("step_after", "the next step's rewards")
         .predicts("r_t = reward of a_{t+1}", _other_step(1))
-        .advises("Store the reward in the row of the action that earned it.", source="program: test_transitions"),
+        .advises("Store the reward in the row of the action that earned it."),
         mistake("other_environment", "another environment's rewards")
         .predicts("r_{t,b} = reward of a_{t,σ(b)}", _best_order)
-        .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
+        .advises("Keep the order of environments; check reshapes of [T, B]."),
         mistake("axes_swapped", "the environments' rewards, reshaped with steps and environments swapped")
         .predicts("r[t, b] = rewards.reshape(B, T)[b, t]", _axes_swapped)
-        .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
-        .cites("program: test_transitions"),
+        .advises("Transpose before you reshape: `reshape` and `view` do not move entries."),
         variant("clipped", "the environments' rewards, clipped,")
         .fits("r_t = min(max(r, low), high)", "upper bound", _clipped)
         .cites("1312.5602, section 5: rewards clipped to -1, 0 and 1"),
@@ -276,8 +274,7 @@ STORED_REWARDS = Equation(
         .cites("1708.02596, section 4.2: reward scaling"),
         mistake("bootstrapped_terminations", "the environments' rewards, plus a bootstrap at terminations, but not at time limits")
         .predicts("r_t + γ V(s_{t+1}) where the episode terminates")
-        .advises("Bootstrap where `truncated` is set: `obs, reward, terminated, truncated, info = env.step(action)`, in this order.")
-        .cites("program: test_transitions"),
+        .advises("Bootstrap where `truncated` is set: `obs, reward, terminated, truncated, info = env.step(action)`, in this order."),
         variant("bootstrapped_limits", "the environments' rewards, plus a bootstrap at time limits")
         .predicts("r_t + γ V(s_{t+1}) where a time limit ends the episode")
         .cites("1712.00378, section 3: bootstrapping at time limits"),
@@ -345,17 +342,17 @@ EXECUTED = Equation(
     source="Sutton and Barto 2018, figure 3.1",
     inputs="the actions that were sent to the environments, and the actions that arrived there",
     check="check_executed",
+    shown_by="test_transitions",
     compute=lambda columns: columns[1],
     tolerance=0.01,
     advice="Follow the actions from the policy's output through all wrappers to `env.step`.",
     hypotheses=(
         mistake("other_environment", "other environments' actions")
         .predicts("executed a_{t,b} = a_{t,σ(b)}", _any_order)
-        .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
+        .advises("Keep the order of environments; check reshapes of [T, B]."),
         mistake("step_before", "the previous step's actions")
         .predicts("executed a_t = a_{t-1}", _other_step(-1))
-        .advises("Step the environments with the actions that were chosen for this step.")
-        .cites("program: test_transitions"),
+        .advises("Step the environments with the actions that were chosen for this step."),
         mistake("late", "the actions of earlier steps,")
         .fits("executed a_t = a_{t-k}", "delay", _steps_late)
         .advises(
@@ -368,8 +365,7 @@ EXECUTED = Equation(
         .cites("program: script-actions_late"),
         mistake("replaced", "the policy's actions, some of them replaced by others,")
         .fits("executed a_t = a_t or another action, by chance", "share", partial(_replaced, sticky=False))
-        .advises("Explore with the policy's own distribution: the stored log-probabilities belong to the actions that the policy chose.")
-        .cites("program: test_transitions"),
+        .advises("Explore with the policy's own distribution: the stored log-probabilities belong to the actions that the policy chose."),
         variant("sticky", "the policy's actions or, by chance, the actions executed in the previous step,")
         .fits("executed a_t = a_t or executed a_{t-1}, by chance", "share", partial(_replaced, sticky=True))
         .cites("1709.06009, section 5.2: sticky actions"),
