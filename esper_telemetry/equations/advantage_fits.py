@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.equations.comparison import ranked
 from esper_telemetry.equations.equation import TOLERANCES, mistake, variant
 from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, rows_that_count, standard
 
@@ -57,13 +58,11 @@ class LocalEquation:
 
     def __init__(self, inputs: GaeInputs, claimed: Tensor) -> None:
         self.left = claimed - inputs.rewards + inputs.values
-        goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
         self.ahead = torch.zeros_like(claimed)
-        self.ahead[:-1] = claimed[1:] * goes_on[:-1]
+        self.ahead[:-1] = claimed[1:] * (~inputs.ended & inputs.counted)[:-1]
         self.rows = torch.zeros_like(inputs.ended)
         self.rows.view(-1)[::2] = True
-        if inputs.valid is not None:
-            self.rows &= inputs.valid
+        self.rows &= inputs.counted
 
     def solve(self, left: Tensor, *factors: Tensor) -> list[float] | None:
         """Return the least-squares coefficients of the factors; None if the rows do not determine them."""
@@ -92,8 +91,7 @@ def with_stored_limits(fit: FitFunction) -> FitFunction:
         stored = replace(inputs, rewards=inputs.bootstrapped_rewards, next_values=inputs.next_values * ~inputs.truncated)
         results = [fit(inputs, claimed), fit(stored, claimed) if bool(inputs.truncated.any()) else None]
         fitted = [result for result in results if result is not None]
-        counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
-        return min(fitted, key=lambda one: float((one[1] - claimed)[counted].abs().amax()), default=None)
+        return min(fitted, key=lambda one: float((one[1] - claimed)[inputs.counted].abs().amax()), default=None)
 
     return nearest
 
@@ -110,7 +108,7 @@ def fitted_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | N
 
 def fitted_limit_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
     """Return the discount of the values after time limits, with the configured discount elsewhere."""
-    limits = inputs.truncated if inputs.valid is None else inputs.truncated & inputs.valid
+    limits = inputs.truncated & inputs.counted
     local, after = LocalEquation(inputs, claimed), inputs.next_values * inputs.truncated
     rest = inputs.gamma * (inputs.next_values * ~inputs.truncated + inputs.gae_lambda * local.ahead)
     values, left = after[limits][::2], (local.left - rest)[limits][::2]
@@ -166,9 +164,8 @@ def fitted_gamma_explains(inputs: GaeInputs, claimed: Tensor) -> bool:
     for fit in (fitted_gamma, fitted_lambda):
         result = fit(inputs, claimed)
         if result is not None:
-            difference = (result[1] - claimed).abs()
-            counted = difference if inputs.valid is None else difference[inputs.valid]
-            if float(counted.amax()) <= ADVANTAGE_TOLERANCE * TOLERANCES["fp32"] * scale:
+            difference = (result[1] - claimed).abs()[inputs.counted]
+            if float(difference.amax()) <= ADVANTAGE_TOLERANCE * TOLERANCES["fp32"] * scale:
                 return True
     return False
 
@@ -218,7 +215,7 @@ def fitted_termination(constant: bool, *, cuts_limits: bool = False) -> FitFunct
     """
 
     def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-        rows = inputs.terminated if inputs.valid is None else inputs.terminated & inputs.valid
+        rows = inputs.terminated & inputs.counted
         added = (claimed - inputs.rewards + inputs.values)[rows]
         if len(added) < MIN_TERMINATIONS:
             return None
@@ -267,7 +264,6 @@ def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
     Each step either ends its episode or continues with the next step's claimed advantage. Misplaced flags hardly change the number of ends;
     a program that cuts episodes on purpose does.
     """
-    counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
     if inputs.rollouts > 1 or int(inputs.ended.sum()) < MIN_ENDS or not inputs.gamma:
         return None
     ahead = torch.cat([claimed[1:], torch.zeros_like(claimed[:1])])
@@ -278,8 +274,8 @@ def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
         for one, other in (ends, [delta + further for delta in ends])
     )
     flags = (cut - claimed).abs() < (goes_on - claimed).abs()
-    differs = int((flags ^ inputs.ended)[counted].sum())
-    surplus = abs(int(flags[counted].sum()) - int(inputs.ended[counted].sum()))
+    differs = int((flags ^ inputs.ended)[inputs.counted].sum())
+    surplus = abs(int(flags[inputs.counted].sum()) - int(inputs.ended[inputs.counted].sum()))
     if differs < MIN_ENDS or surplus > max(inputs.ended.shape[1], differs // 3):
         return None
     return float(differs), torch.where(flags, cut, goes_on)
@@ -303,9 +299,8 @@ def fitted_normalized(*names: str, returned: str) -> FitFunction:
 
     def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
         local = LocalEquation(inputs, claimed)
-        goes_on = torch.ones_like(claimed)
+        goes_on = (~inputs.ended & inputs.counted).to(claimed)
         goes_on[-1] = 0.0
-        goes_on *= ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
         solution = local.solve(
             inputs.rewards - inputs.values, claimed, torch.ones_like(claimed), -inputs.next_values, -local.ahead, -goes_on
         )
@@ -333,14 +328,12 @@ def fitted_normalized(*names: str, returned: str) -> FitFunction:
 
 def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) -> tuple[float, Tensor] | None:
     """Return how many rows have another row's number, and the correct numbers in the order of the claimed numbers."""
-    counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
+    counted, results = inputs.counted, []
     if int(counted.sum()) < MIN_ROWS:
         return None
-    order, results = claimed[counted].argsort(), []
     for right in _standards(inputs, gae(inputs)) if normalized else [gae(inputs)]:
-        moved, ordered = claimed.clone(), torch.empty_like(claimed[counted])
-        ordered[order] = right[counted].sort().values
-        moved[counted] = ordered
+        moved = claimed.clone()
+        moved[counted] = ranked(claimed[counted], right[counted])
         results.append((float((moved != right)[counted].sum()), moved))
     return min(results, key=lambda one: float((one[1] - claimed)[counted].abs().amax()))
 
@@ -351,8 +344,7 @@ def fitted_weights(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] |
     With both bounds at 1, v_t = V_t + A_t. Weights other than 0 to 1, and few or no weights at the bound, are of another formula.
     """
     one_step = inputs.rewards + inputs.gamma * (inputs.next_values + LocalEquation(inputs, claimed).ahead) - inputs.values
-    rows = one_step.abs() > UNKNOWN_WEIGHT * one_step.abs().amax()
-    rows = rows if inputs.valid is None else rows & inputs.valid
+    rows = (one_step.abs() > UNKNOWN_WEIGHT * one_step.abs().amax()) & inputs.counted
     weights = (claimed / one_step)[rows]
     cut = float((weights - 1).abs().le(CUT_WEIGHT).double().mean()) if len(weights) >= MIN_WEIGHTS else 0.0
     within = bool(((weights > 0) & (weights <= 1 + CUT_WEIGHT)).all())

@@ -13,12 +13,12 @@ from dataclasses import replace
 from itertools import product
 
 from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.equations.comparison import other_readings
 from esper_telemetry.equations.equation import mistake, variant
 from esper_telemetry.equations.gae import (
     NEAR,
     STD_EPS,
     GaeInputs,
-    at,
     closest,
     closest_whole,
     gae,
@@ -59,7 +59,7 @@ def _with_ends(inputs: GaeInputs, *flags: Tensor) -> Tensor | None:
 def _ends_ignored(inputs: GaeInputs) -> Tensor | None:
     """GAE that ignores ends in the trace, or also in the bootstrap, possibly with the values after time limits."""
     never = torch.zeros_like(inputs.ended)
-    runs_on, following = _with_ends(inputs, never), at(inputs.terminated, inputs.following, inputs.next_values)
+    runs_on, following = _with_ends(inputs, never), torch.where(inputs.terminated, inputs.following, inputs.next_values)
     return None if runs_on is None else closest(inputs, runs_on, gae(inputs, next_values=following, cut=never))
 
 
@@ -67,7 +67,7 @@ def _terminations_ignored(inputs: GaeInputs) -> Tensor | None:
     limits = inputs.ended & ~inputs.terminated
     if not bool(limits.any()) or not bool(inputs.terminated.any()):
         return None
-    return gae(inputs, next_values=at(inputs.terminated, inputs.following, inputs.next_values), cut=limits)
+    return gae(inputs, next_values=torch.where(inputs.terminated, inputs.following, inputs.next_values), cut=limits)
 
 
 def _ends_inverted(inputs: GaeInputs) -> Tensor | None:
@@ -76,7 +76,7 @@ def _ends_inverted(inputs: GaeInputs) -> Tensor | None:
     beyond = (inputs.claimed - errors).abs()[inputs.ended]
     if continued is None or bool(inputs.ended.all()) or float(beyond.max()) <= NEAR * float(inputs.claimed.abs().max()):
         return continued
-    return closest(inputs, continued, at(inputs.ended, inputs.claimed, errors))
+    return closest(inputs, continued, torch.where(inputs.ended, inputs.claimed, errors))
 
 
 def _ends_late(inputs: GaeInputs) -> Tensor | None:
@@ -145,7 +145,7 @@ def _next_episode_bootstrap(inputs: GaeInputs) -> Tensor | None:
         inputs,
         gae(inputs, next_values=everywhere),
         gae(inputs, rewards=inputs.bootstrapped_rewards, next_values=everywhere),
-        gae(inputs, next_values=at(inputs.terminated, everywhere, inputs.next_values)),
+        gae(inputs, next_values=torch.where(inputs.terminated, everywhere, inputs.next_values)),
     )
 
 
@@ -156,14 +156,14 @@ def _current_value_bootstrap(inputs: GaeInputs) -> Tensor:
     return closest_whole(
         inputs,
         gae(inputs, next_values=inputs.values * ~inputs.terminated),
-        gae(inputs, next_values=at(inside, inputs.values, inputs.next_values)),
+        gae(inputs, next_values=torch.where(inside, inputs.values, inputs.next_values)),
     )
 
 
 def _time_limit_no_end(inputs: GaeInputs) -> Tensor | None:
     if not bool(inputs.truncated.any()):
         return None
-    following = at(inputs.truncated, inputs.following, inputs.next_values)
+    following = torch.where(inputs.truncated, inputs.following, inputs.next_values)
     return closest(
         inputs,
         gae(inputs, next_values=following, cut=inputs.terminated),
@@ -172,28 +172,27 @@ def _time_limit_no_end(inputs: GaeInputs) -> Tensor | None:
     )
 
 
-def _time_limit_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Callable[[GaeInputs], Tensor | None]:
-    """Return GAE with these values after time limits; None if no time limit was reached."""
+def _bootstrapped(
+    places: Callable[[GaeInputs], Tensor], value: Callable[[GaeInputs], Tensor | float]
+) -> Callable[[GaeInputs], Tensor | None]:
+    """Return GAE with these values, [T, B] or a number, after the steps at these places [T, B]; None if there are no such steps."""
 
     def compute(inputs: GaeInputs) -> Tensor | None:
-        if not bool(inputs.truncated.any()):
-            return None
-        return gae(inputs, next_values=at(inputs.truncated, value(inputs), inputs.next_values))
+        after = places(inputs)
+        return gae(inputs, next_values=torch.where(after, value(inputs), inputs.next_values)) if bool(after.any()) else None
 
     return compute
 
 
-def _last_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Callable[[GaeInputs], Tensor | None]:
-    """Return GAE with these values, [T, B] or a number, after the last step, unless the step ended its episode."""
+def _limits(inputs: GaeInputs) -> Tensor:
+    return inputs.truncated
 
-    def compute(inputs: GaeInputs) -> Tensor | None:
-        if bool(inputs.ended[-1].all()):
-            return None
-        last = torch.zeros_like(inputs.ended)
-        last[-1] = ~inputs.ended[-1]
-        return gae(inputs, next_values=at(last, value(inputs), inputs.next_values))
 
-    return compute
+def _open_ends(inputs: GaeInputs) -> Tensor:
+    """The last steps that did not end their episodes."""
+    last = torch.zeros_like(inputs.ended)
+    last[-1] = ~inputs.ended[-1]
+    return last
 
 
 def _last_row_zero(inputs: GaeInputs) -> Tensor | None:
@@ -233,21 +232,14 @@ def _forward(inputs: GaeInputs) -> Tensor:
 
 @in_each_rollout
 def _axes_swapped(inputs: GaeInputs) -> Tensor | None:
-    steps, envs = inputs.values.shape
-    if 1 in (steps, envs):
-        return None
-    right = gae(inputs)
-    return closest_whole(inputs, right.t().reshape(steps, envs), right.reshape(envs, steps).t())
+    turned = [reading(gae(inputs)) for reading in other_readings(inputs.values.shape)]
+    return closest_whole(inputs, *turned) if turned else None
 
 
 @in_each_rollout
 def _returns_swapped(inputs: GaeInputs) -> Tensor | None:
-    steps, envs = inputs.values.shape
-    if 1 in (steps, envs):
-        return None
-    right = gae(inputs) + inputs.values
-    orders = right.t().reshape(steps, envs), right.reshape(envs, steps).t()
-    return closest_whole(inputs, *(returns - inputs.values for returns in orders))
+    turned = [reading(gae(inputs) + inputs.values) - inputs.values for reading in other_readings(inputs.values.shape)]
+    return closest_whole(inputs, *turned) if turned else None
 
 
 @in_each_rollout
@@ -366,7 +358,7 @@ def _one_reward(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
 
 @in_each_rollout
 def _rewards_swapped(inputs: GaeInputs) -> Tensor | None:
-    results = [_of_rewards(reading)(inputs) for reading in _other_readings(inputs)]
+    results = [_of_rewards(reading)(inputs) for reading in other_readings(inputs.values.shape)]
     present = [result for result in results if result is not None]
     return closest_whole(inputs, *present) if present else None
 
@@ -375,19 +367,13 @@ def _rewards_swapped(inputs: GaeInputs) -> Tensor | None:
 def _ends_swapped(inputs: GaeInputs) -> Tensor | None:
     """GAE of ends, and possibly of rewards, with [T, B] read as [B, T] or the reverse."""
     results = []
-    for reading in _other_readings(inputs):
+    for reading in other_readings(inputs.values.shape):
         ended = reading(inputs.ended)
         if not torch.equal(ended, inputs.ended):
             both = replace(inputs, rewards=reading(inputs.rewards))
             rewards = (one for base in (inputs, both) for one in (base.rewards, base.bootstrapped_rewards))
             results += [gae(inputs, rewards=one, next_values=inputs.following * ~ended, cut=ended) for one in rewards]
     return closest_whole(inputs, *results) if results else None
-
-
-def _other_readings(inputs: GaeInputs) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Return the functions that swap the axes of a column [T, B]; none if there is one step or one environment."""
-    steps, envs = inputs.values.shape
-    return () if 1 in (steps, envs) else (lambda x: x.t().reshape(steps, envs), lambda x: x.reshape(envs, steps).t())
 
 
 # what is stored instead
@@ -510,7 +496,7 @@ MISTAKES = (
     .predicts("δ_t = r_t + γ V_{t+1} - V_t at ends too", _next_episode_bootstrap)
     .advises("Multiply the next value by 1 - done."),
     mistake("time_limit_as_termination", "GAE that treats time limits as terminations")
-    .predicts("δ_t = r_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: 0.0))
+    .predicts("δ_t = r_t - V_t at time limits", _bootstrapped(_limits, lambda inputs: 0.0))
     .advises("Add γ times the value of the episode's last observation if a time limit ended the episode.")
     .cites("Pardo et al. 2018, 1712.00378; DLR-RM/stable-baselines3#633"),
     mistake("time_limit_no_end", "GAE that ignores time limits, so that the trace continues into the next episode")
@@ -518,14 +504,14 @@ MISTAKES = (
     .advises("Cut the trace if terminated or truncated is set, and mask the bootstrap by terminated only.")
     .cites("Pardo et al. 2018, 1712.00378"),
     mistake("time_limit_next_episode", "GAE that bootstraps time limits with the first value of the next episode")
-    .predicts("δ_t = r_t + γ V_{t+1} - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.following))
+    .predicts("δ_t = r_t + γ V_{t+1} - V_t at time limits", _bootstrapped(_limits, lambda inputs: inputs.following))
     .advises("Use the value of the episode's last observation (`final_observation`), not of the observation after the reset.")
     .cites("Unity-Technologies/ml-agents#574"),
     mistake("time_limit_twice", "GAE that adds the value after a time limit twice")
-    .predicts("δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits", _time_limit_bootstrap(lambda inputs: 2 * inputs.next_values))
+    .predicts("δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits", _bootstrapped(_limits, lambda inputs: 2 * inputs.next_values))
     .advises("Add the value either to the reward or as the next value."),
     mistake("no_last_bootstrap", "GAE without the value after the last step")
-    .predicts("δ_T = r_T - V_T", _last_bootstrap(lambda inputs: 0.0))
+    .predicts("δ_T = r_T - V_T", _bootstrapped(_open_ends, lambda inputs: 0.0))
     .advises("Bootstrap the last step with the value of the state that follows the rollout.")
     .cites("Huang et al. 2022, The 37 implementation details of PPO"),
     mistake("last_row_zero", "GAE except in the last row, which is 0")
@@ -533,7 +519,7 @@ MISTAKES = (
     .advises("Let the loop over steps begin at the last step: its next value is the value after the rollout.")
     .cites("Farama-Foundation/Gymnasium, docs/tutorials/training_agents/vector_a2c.py; PufferAI/PufferLib#445"),
     mistake("old_last_bootstrap", "GAE that bootstraps the last step with the value of the state before it")
-    .predicts("δ_T = r_T + γ V_T - V_T", _last_bootstrap(lambda inputs: inputs.values))
+    .predicts("δ_T = r_T + γ V_T - V_T", _bootstrapped(_open_ends, lambda inputs: inputs.values))
     .advises("Evaluate the critic at the observation after the last step.")
     .cites("program: loop-bootstrap_old_value"),
     mistake("current_value_bootstrap", "GAE that bootstraps each step with the value of its own state")
@@ -692,7 +678,7 @@ VARIANTS = (
     .predicts("A_t = r_t + γ v_{t+1} - V_t", _v_trace)
     .cites("IMPALA, 1802.01561, section 4.2"),
     variant("time_limit_current_value", "GAE that bootstraps time limits with the value of the last state that was acted on")
-    .predicts("δ_t = r_t + γ V_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.values))
+    .predicts("δ_t = r_t + γ V_t - V_t at time limits", _bootstrapped(_limits, lambda inputs: inputs.values))
     .cites("leggedrobotics/rsl_rl, Rudin et al. 2021, 2109.11978"),
     variant("time_limits_end", "GAE in which time limits end episodes as terminations do")
     .predicts("δ_t = r_t - V_t at time limits")

@@ -58,6 +58,11 @@ class GaeInputs:
         return not self.alone
 
     @property
+    def counted(self) -> Tensor:
+        """Rows that count."""
+        return torch.ones_like(self.ended) if self.valid is None else self.valid
+
+    @property
     def truncated(self) -> Tensor:
         """Steps that a time limit ended."""
         return self.ended & ~self.terminated
@@ -130,11 +135,6 @@ def closest_whole(inputs: GaeInputs, *candidates: Tensor) -> Tensor:
         rows = torch.stack([rows_that_count(one, valid) for one in (flat.claimed, *columns)])
         best = columns[int(torch.corrcoef(rows)[0, 1:].nan_to_num(-1.0).argmax())]
     return best.view_as(inputs.claimed)
-
-
-def at(mask: Tensor, values: Tensor | float, otherwise: Tensor) -> Tensor:
-    """Return `values` where the mask is set, and the other values elsewhere."""
-    return torch.where(mask, values, otherwise)
 
 
 def in_each_rollout(estimate: Callable[[GaeInputs], Tensor | None]) -> Callable[[GaeInputs], Tensor | None]:

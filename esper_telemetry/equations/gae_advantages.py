@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_number, as_tensor
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
@@ -25,8 +26,6 @@ TINY_DEVIATION = 1e-12
 
 MAX_SCALE_PASSES = 60
 """Largest number of iterations that solve for the scale of normalised advantages and an unknown row; each is several times closer."""
-
-DETAILS = "Huang et al. 2022, The 37 implementation details of PPO"
 
 ADVANTAGES = Equation(
     name="advantages",
@@ -139,16 +138,9 @@ def check_gae(
     # `ended` does not show which ends are time limits: an end with a nonzero next value may be one
     inputs = replace(inputs, next_values=following, terminated=ends & (following == 0))
     other = compare_advantages(following_values(inputs, last), precision=precision, tolerance=tolerance)
-    return _likelier(check, other, of_next_episode=bool((following[:-1] == estimates[1:])[ends[:-1]].all()))
-
-
-def _likelier(terminations: EquationCheck, limits: EquationCheck, *, of_next_episode: bool) -> EquationCheck:
-    """Return one of two checks: all ends are terminations, or some are time limits; the first check does not match.
-
-    `of_next_episode`: the values after the ends belong to the next episode, not to a last state.
-    """
-    known = limits.matches or bool(limits.explanations)
-    return terminations if not known or (terminations.explanations and of_next_episode) else limits
+    # unless the values after the ends belong to the next episodes, not to last states
+    of_next_episode = bool((following[:-1] == estimates[1:])[ends[:-1]].all())
+    return check if not other.explained or (check.explanations and of_next_episode) else other
 
 
 def compare_advantages(
@@ -163,30 +155,19 @@ def compare_advantages(
     if counted is not None and not bool(counted.any()):
         reason = "no row counts" if known is None else "the values after time limits are not known"
         return unchecked(ADVANTAGES, reason)
-    check = compare(
-        _of_sums() if inputs.alone else ADVANTAGES,
-        inputs,
-        inputs.claimed,
-        magnitudes=(inputs.rewards, inputs.values, inputs.next_values),
-        valid=counted,
-        precision=precision,
-        tolerance=tolerance,
-    )
+    settings: dict[str, Any] = {"valid": counted, "precision": precision, "tolerance": tolerance}
+    columns = (inputs.rewards, inputs.values, inputs.next_values)
+    # not a constant, as every module constant that is an equation is listed as a separate equation
+    equation = replace(ADVANTAGES, hypotheses=SUMS) if inputs.alone else ADVANTAGES
+    check = compare(equation, inputs, inputs.claimed, magnitudes=columns, **settings)
     if inputs.alone and check.matches:
         return explained(ADVANTAGES, "alone")
     check = distinguished(check)
     if check.matches or check.explanations or inputs.alone or not is_standard(inputs.claimed, inputs.valid):
         return check
     std = rows_that_count(gae(inputs), inputs.valid).std(correction=0).clamp(min=TINY_DEVIATION)
-    normalized = compare(
-        _of_normalized(),
-        inputs,
-        inputs.claimed,
-        magnitudes=tuple(column / std for column in (inputs.rewards, inputs.values, inputs.next_values)),
-        valid=counted,
-        precision=precision,
-        tolerance=tolerance,
-    )
+    magnitudes = [column / std for column in columns]
+    normalized = compare(_of_normalized(), inputs, inputs.claimed, magnitudes=magnitudes, **settings)
     if normalized.matches:  # values that are large next to the spread of the advantages are rounded by more
         return replace(check, explanations=(Explanation(ADVANTAGES["normalized"], normalized.error or 0.0),))
     return replace(check, explanations=distinguished(normalized).explanations)
@@ -216,17 +197,8 @@ def _normalized(compute: Callable[[GaeInputs], Tensor | None], *, has_unknown_re
 
 
 @cache
-def _of_sums() -> Equation:
-    """The equation of programs without a critic; a function, as `_of_normalized`."""
-    return replace(ADVANTAGES, hypotheses=SUMS)
-
-
-@cache
 def _of_normalized() -> Equation:
-    """The equation of advantages that a program normalises over the whole batch without keeping the originals.
-
-    A function, because every module constant that is an equation is listed as a separate equation.
-    """
+    """The equation of advantages that a program normalises over the whole batch without keeping the originals."""
     hypotheses = [
         replace(one, compute=_normalized(one.compute, has_unknown_rewards=one.unknown_row))
         for one in ADVANTAGES.hypotheses

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.requirements import checked_arguments
-from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, ranked, unchecked
 from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.gae import STD_EPS
-from esper_telemetry.equations.returns import MIN_ROWS, ranked
+from esper_telemetry.equations.returns import MIN_ROWS
 from esper_telemetry.metrics.statistics import same_shape
 
 NORMALIZED_TOLERANCE = 1.0

@@ -12,7 +12,7 @@ from itertools import product
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.requirements import checked_arguments
-from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, other_readings, ranked, unchecked
 from esper_telemetry.equations.equation import TOLERANCES, Equation, mistake, variant
 from esper_telemetry.equations.gae import STD_EPS, is_standard, standard
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
@@ -241,22 +241,13 @@ def _new_values(inputs: ReturnInputs) -> Tensor | None:
 
 def _swapped(inputs: ReturnInputs) -> Tensor | None:
     values = inputs.values
-    if values.dim() != 2 or 1 in values.shape:
-        return None
-    turned = (values.t().reshape(values.shape), values.reshape(values.shape[::-1]).t())
-    return _nearest(inputs, *(inputs.advantages + one for one in turned))
+    turned = [inputs.advantages + reading(values) for reading in (other_readings(values.shape) if values.dim() == 2 else ())]
+    return _nearest(inputs, *turned) if turned else None
 
 
 def _mean_value(inputs: ReturnInputs) -> Tensor | None:
     mean = inputs.counted(inputs.values)
     return inputs.advantages + mean.mean() if len(mean) > 1 else None
-
-
-def ranked(claimed: Tensor, numbers: Tensor) -> Tensor:
-    """The numbers [N] in the order of the claimed numbers, which are returned if both hold the same numbers."""
-    ranked = torch.empty_like(numbers)
-    ranked[claimed.argsort()] = numbers.sort().values
-    return ranked
 
 
 def _other_rows(inputs: ReturnInputs) -> Tensor | None:

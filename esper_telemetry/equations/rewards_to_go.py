@@ -61,10 +61,6 @@ def _immediate(inputs: GaeInputs) -> Tensor | None:
     return inputs.rewards if bool(inputs.claimed.any()) else None
 
 
-def _undiscounted(inputs: GaeInputs) -> Tensor | None:
-    return None if inputs.gamma == 1 else gae(inputs, decay=1.0)
-
-
 def _across_ends(inputs: GaeInputs) -> Tensor | None:
     never = torch.zeros_like(inputs.ended)
     return gae(inputs, cut=never) if bool(inputs.ended[:-1].any()) else None
@@ -106,12 +102,8 @@ def _fitted_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | 
     return None if predicted is None else (gamma, predicted)
 
 
-def _alone(one: Hypothesis) -> Hypothesis:
-    return one.given(needs="alone")
-
-
 SUMS = tuple(
-    _alone(one)
+    one.given(needs="alone")
     for one in (
         variant("alone", "discounted rewards to the end of each episode, without a critic")
         .predicts("A_t = Σ_k γ^k r_{t+k}, minus their mean or normalised", _summed(gae))
@@ -138,7 +130,7 @@ SUMS = tuple(
         .predicts("A_t = r_t + γ (1 - end_{t-1}) A_{t+1}", _summed(_ends_late))
         .advises("Store the end of a step with its reward, after `env.step`.", source="program: reinforce-ends_late"),
         mistake("alone_undiscounted", "sums of rewards without the discount that the program sets")
-        .predicts("A_t = Σ_k r_{t+k}", _summed(_undiscounted))
+        .predicts("A_t = Σ_k r_{t+k}", _summed(lambda inputs: None if inputs.gamma == 1 else gae(inputs, decay=1.0)))
         .advises("Multiply the running sum by gamma, or remove the setting.", source="program: reinforce-undiscounted"),
         mistake("alone_rewards_discounted", "sums of rewards in which the discount multiplies the rewards, not the sums")
         .predicts("A_t = γ r_t + A_{t+1}", lambda x: gae(x, rewards=x.gamma * x.rewards, decay=1.0))
