@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from esper_telemetry.core.arrays import ArrayLike, as_tensor, by_head, masks_by_head
+from esper_telemetry.core.arrays import ArrayLike, by_head, masks_by_head
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.core.requirements import checked_arguments
@@ -243,9 +243,8 @@ def check_entropy(
     for head, mask in allowed.items():
         same_shape(**{f"masks of {head}": mask, f"logits of {head}": categorical.get(head)})
     relevant = masks_by_head(relevance)
-    given = {"chosen_log_probs": chosen_log_probs, "log_probs": log_probs, **relevant}
-    columns = {name: as_tensor(column, first) for name, column in given.items() if column is not None}
-    claimed, minibatches, rows = divided(as_tensor(loss), counts, valid, entropy=first[..., 0], **columns)
+    columns = {"entropy": first[..., 0], "chosen_log_probs": chosen_log_probs, "log_probs": log_probs, **relevant}
+    claimed, minibatches, rows = divided(loss, counts, valid, **columns)
 
     def flat(column: Tensor) -> Tensor:
         return column.detach().reshape(-1, column.shape[-1]).double()

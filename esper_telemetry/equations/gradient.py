@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from esper_telemetry.core.arrays import as_floats
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
@@ -254,11 +254,8 @@ class LossGradients:
         return flat64(next(gradients) if p.requires_grad else torch.zeros_like(p) for p in self._parameters)
 
 
-class GradientsByName(Protocol):
-    """Gradients of a loss, or of an alternative to one, by name."""
-
-    def __call__(self, name: str, /) -> Tensor | None:
-        """Return the gradient [d], float64; None if this minibatch does not have the loss."""
+GradientsByName: TypeAlias = "Callable[[str], Tensor | None]"
+"""Returns the gradient [d] of a loss, or of an alternative to one, by name, float64; None if this minibatch does not have the loss."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,28 +263,28 @@ class GradientInputs:
     """Inputs of a gradient. All vectors are [d], float64, divided by `scale`.
 
     Attributes:
+        claimed: the trainer's gradient.
         terms: gradients of the terms without their coefficients.
         coefficients: by term.
         numels: entries of each of the K parameters.
-        scale: [d], largest magnitude among the entries of the same parameter.
-        claimed: the trainer's gradient.
         previous: gradient in `.grad` before the backward pass; None if there was no gradient.
         weights: of the parameters; None if they are not given.
         rows: N; None if it is not known.
         max_norm: limit of the global norm; None if nothing is clipped.
         alternatives: gradients of other losses by name, neither weighted nor scaled.
+        scale: [d], largest magnitude among the entries of the same parameter.
     """
 
+    claimed: Tensor
     terms: Mapping[str, Tensor]
     coefficients: Mapping[str, float]
     numels: tuple[int, ...]
-    scale: Tensor
-    claimed: Tensor
     previous: Tensor | None = None
     weights: Tensor | None = None
     rows: int | None = None
     max_norm: float | None = None
     alternatives: GradientsByName = field(default=lambda name: None)
+    scale: Tensor | float = 1.0
 
     def total(self, **coefficients: float) -> Tensor:
         """Return the gradient of the loss; `coefficients` replace the configured coefficients."""
@@ -656,19 +653,18 @@ def check_gradient(
         filled = zip(entries, models, strict=True)
         return flat64([torch.zeros_like(model) if entry is None else entry.to(model.device) for entry, model in filled])
 
-    return compare_gradient(
+    inputs = GradientInputs(
         joined("gradients", gradients),
         {name: joined(name, entries) for name, entries in by_term.items()},
-        {"policy": 1.0, **coefficients},
+        {"policy": 1.0, **{name: float(weight) for name, weight in coefficients.items()}},
         tuple([model.numel() for model in models]),
         previous=None if previous is None else joined("previous", previous),
         weights=None if weights is None else flat64([w for w in _values(weights) if w is not None]),
         rows=rows,
         max_norm=max_norm,
         alternatives={name: joined(name, entries) for name, entries in (alternatives or {}).items()}.get,
-        precision=precision,
-        tolerance=tolerance,
     )
+    return compare_gradient(inputs, precision=precision, tolerance=tolerance)
 
 
 def _check_names(terms: Iterable[str], coefficients: Iterable[str], alternatives: Iterable[str]) -> None:
@@ -702,36 +698,19 @@ def _models(given: Sequence[Tensor | None], by_term: Mapping[str, Sequence[Tenso
     return models
 
 
-def compare_gradient(
-    claimed: Tensor,
-    terms: Mapping[str, Tensor],
-    coefficients: Mapping[str, float],
-    numels: tuple[int, ...],
-    *,
-    previous: Tensor | None = None,
-    weights: Tensor | None = None,
-    rows: int | None = None,
-    max_norm: float | None = None,
-    alternatives: GradientsByName = lambda name: None,
-    precision: str | None = None,
-    tolerance: float | None = None,
-) -> EquationCheck:
-    """Return the comparison of a gradient [d], float64, with the weighted terms [d]; see `GradientInputs`, here unscaled."""
-    weighted = [coefficients.get(name, 0.0) * gradient for name, gradient in terms.items()]
-    scale = gradient_scale(claimed, weighted, numels)
-    inputs = GradientInputs(
-        terms={name: gradient / scale for name, gradient in terms.items()},
-        coefficients={name: float(weight) for name, weight in coefficients.items()},
-        numels=numels,
+def compare_gradient(inputs: GradientInputs, *, precision: str | None = None, tolerance: float | None = None) -> EquationCheck:
+    """Return the comparison of a gradient with its weighted terms; `inputs` are not divided by a scale yet."""
+    weighted = [inputs.weight(name) * gradient for name, gradient in inputs.terms.items()]
+    scale = gradient_scale(inputs.claimed, weighted, inputs.numels)
+    scaled = replace(
+        inputs,
+        claimed=inputs.claimed / scale,
+        terms={name: gradient / scale for name, gradient in inputs.terms.items()},
+        previous=None if inputs.previous is None else inputs.previous / scale,
+        weights=None if inputs.weights is None else inputs.weights / scale,
         scale=scale,
-        claimed=claimed / scale,
-        previous=None if previous is None else previous / scale,
-        weights=None if weights is None else weights / scale,
-        rows=rows,
-        max_norm=max_norm,
-        alternatives=alternatives,
     )
-    return distinguished(compare(GRADIENT, inputs, inputs.claimed, precision=precision, tolerance=tolerance))
+    return distinguished(compare(GRADIENT, scaled, scaled.claimed, precision=precision, tolerance=tolerance))
 
 
 def same_gradient(claimed: Tensor, total: Tensor, numels: Sequence[int]) -> float:

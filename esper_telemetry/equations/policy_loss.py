@@ -374,20 +374,11 @@ def check_policy_loss(
     """
     if not clip > 0:
         raise ValueError(f"clip must be above 0, got {clip!r}")
-    ratios = as_tensor(log_ratio)
-    given = {"advantages": advantages, "raw_advantages": raw_advantages, "log_probs": log_probs}
-    given |= {f"head_{place}": ratio for place, ratio in enumerate(head_log_ratios)}
-    columns = {name: as_tensor(column, ratios) for name, column in given.items() if column is not None}
-    claimed, minibatches, rows = divided(as_tensor(loss), counts, valid, log_ratio=ratios, **columns)
-    inputs = PolicyLossInputs(
-        log_ratio=rows["log_ratio"],
-        advantages=rows["advantages"],
-        minibatches=minibatches,
-        clip=float(clip),
-        raw_advantages=rows.get("raw_advantages"),
-        log_probs=rows.get("log_probs"),
-        head_log_ratios=tuple(rows[f"head_{place}"] for place in range(len(head_log_ratios))),
-        bonus=None if bonus is None else as_tensor(bonus, ratios).detach().reshape(-1).double(),
-    )
+    heads = {f"head_{place}": ratio for place, ratio in enumerate(head_log_ratios)}
+    columns = {"log_ratio": log_ratio, "advantages": advantages, "raw_advantages": raw_advantages, "log_probs": log_probs, **heads}
+    claimed, minibatches, rows = divided(loss, counts, valid, **columns)
+    head_rows = tuple([rows.pop(head) for head in heads])
+    weighted = None if bonus is None else as_tensor(bonus, claimed).detach().reshape(-1).double()
+    inputs = PolicyLossInputs(minibatches=minibatches, clip=float(clip), head_log_ratios=head_rows, bonus=weighted, **rows)
     terms = minibatches.mean(inputs.advantages.abs() * inputs.ratio.clamp(min=1))
     return compare(POLICY_LOSS, inputs, claimed, magnitudes=(terms,), precision=precision, tolerance=tolerance)

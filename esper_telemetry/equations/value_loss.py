@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from esper_telemetry.core.arrays import ArrayLike, as_tensor
+from esper_telemetry.core.arrays import ArrayLike
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.core.requirements import checked_arguments
@@ -323,21 +323,9 @@ def check_value_loss(
     """
     if clip_value is not None and (old_values is None or not clip_value > 0):
         raise ValueError(f"clipped values need old_values and a clip_value above 0, got clip_value {clip_value!r}")
-    now = as_tensor(values)
-    given = {"returns": returns, "old_values": old_values, "advantages": advantages, "raw_advantages": raw_advantages}
-    columns = {name: as_tensor(column, now) for name, column in given.items() if column is not None}
-    claimed, minibatches, rows = divided(as_tensor(loss), counts, valid, values=now, **columns)
-    inputs = ValueLossInputs(
-        values=rows["values"],
-        returns=rows["returns"],
-        minibatches=minibatches,
-        old_values=rows.get("old_values"),
-        clip=clip_value,
-        advantages=rows.get("advantages"),
-        raw_advantages=rows.get("raw_advantages"),
-        weight=weight,
-        policy_clip=clip,
-    )
+    columns = {"values": values, "returns": returns, "old_values": old_values, "advantages": advantages, "raw_advantages": raw_advantages}
+    claimed, minibatches, rows = divided(loss, counts, valid, **columns)
+    inputs = ValueLossInputs(minibatches=minibatches, clip=clip_value, weight=weight, policy_clip=clip, **rows)
     # a clipped value is rounded when its difference is added to the old value
     error = inputs.error().abs()
     rounding = 0.0 if inputs.clip is None or inputs.old_values is None else 0.1 * inputs.old_values.abs()
