@@ -426,20 +426,10 @@ def fit_weight(term: str, inputs: GradientInputs, numbers: Tensor) -> tuple[floa
     return fitted(inputs.total(**{term: 0.0}), inputs.terms[term], numbers) if term in inputs.terms else None
 
 
-def fit_scale(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Fit a factor for the whole gradient."""
-    return fitted(torch.zeros_like(numbers), inputs.total(), numbers)
-
-
 def fit_limit(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor]:
     """Fit the limit of clipping by value: the largest entry."""
     limit = float((numbers * inputs.scale).abs().max())
     return limit, (inputs.total() * inputs.scale).clamp(-limit, limit) / inputs.scale
-
-
-def fit_penalty(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Fit the coefficient of a penalty on half the squared weights."""
-    return None if inputs.weights is None else fitted(inputs.total(), inputs.weights, numbers)
 
 
 def fit_kl(inputs: GradientInputs, numbers: Tensor, *, sign: int) -> tuple[float, Tensor] | None:
@@ -453,22 +443,18 @@ def fit_kl(inputs: GradientInputs, numbers: Tensor, *, sign: int) -> tuple[float
     return best if best is not None and best[0] * sign > 0 else None
 
 
-def _of_each_term(name: str, says: str, equation: str, advice: str, compute: Callable[[GradientInputs, str], Any]) -> Iterator[Hypothesis]:
-    """Yield a mistake for each term: its texts contain the term's name, words, symbol and weight."""
+def _of_each_term(name: str, says: str, equation: str, advice: str, compute: Callable[..., Any]) -> Iterator[Hypothesis]:
+    """Yield a mistake for each term: its texts contain the term's name, words, symbol and weight; `compute(inputs, term)` predicts it."""
     for term, loss in TERMS.items():
         fill = partial(str.format, term=term, words=loss.words, symbol=f"L_{term}", weighted=f"{loss.weight}L_{term}")
-        yield (mistake(fill(name), fill(says)).predicts(f"g = ∇({fill(equation)})", partial(_of_term, compute, term)).advises(fill(advice)))
-
-
-def _of_term(compute: Callable[[GradientInputs, str], Any], name: str, inputs: GradientInputs) -> Any:
-    return compute(inputs, name)
+        yield (mistake(fill(name), fill(says)).predicts(f"g = ∇({fill(equation)})", partial(compute, term=term)).advises(fill(advice)))
 
 
 def _of_losses(term: str) -> Iterator[Hypothesis]:
     """Yield the mistakes of a term as mistakes of its gradient."""
     for name, (place, one) in OTHER_LOSSES.items():
         if place == term:
-            compute, source = partial(_of_term, GradientInputs.replaced, name), one.source or f"program: {TERMS[term].equation.shown_by}"
+            compute, source = partial(GradientInputs.replaced, name=name), one.source or f"program: {TERMS[term].equation.shown_by}"
             yield replace(one, name=name, says=f"the gradient of {one.says}", compute=compute, source=source, needs="", doubtful_without="")
 
 
@@ -575,14 +561,15 @@ GRADIENT = Equation(
         .fits("g = ∇(c L_policy + c_v L_value - c_e H)", "weight", partial(fit_weight, "policy"))
         .advises("The policy loss has the weight 1", source="program: script-pg_sum"),
         mistake("scaled", "the gradient of the loss multiplied by a")
-        .fits("g = c ∇L", "factor", fit_scale)
+        .fits("g = c ∇L", "factor", lambda inputs, numbers: fitted(torch.zeros_like(numbers), inputs.total(), numbers))
         .advises("Look for a division of the loss, such as one for gradient accumulation")
         .cites("program: subclass-gradient_scaled"),
         mistake("clipped_by_value", "the gradient of the loss with each entry clipped at")
         .fits("g = clip(∇L, ±c)", "limit", fit_limit)
         .advises("PPO clips the global norm of the gradient", source="torch.nn.utils.clip_grad_value_"),
         mistake("weight_penalty", "the gradient of the loss with a penalty on the weights,")
-        .fits("g = ∇L + c w", "weight", fit_penalty)
+        .fits("g = ∇L + c w", "weight", lambda inputs, numbers: fitted(inputs.total(), inputs.weights, numbers))
+        .given(needs="weights")
         .advises("Remove the penalty, or use the optimizer's weight_decay instead"),
         variant("kl_penalty", "the gradient of the loss with a penalty on the KL divergence,")
         .fits("g = ∇(L + β KL)", "β", partial(fit_kl, sign=1))

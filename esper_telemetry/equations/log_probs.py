@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
-from typing import Any
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, by_head, masks_by_head
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
@@ -20,9 +19,6 @@ from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.metrics.statistics import same_shape
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
-
-LOG_PROB_TOLERANCE = 2.0
-"""Factor of the tolerances. Healthy runs in single precision reach 2e-7, or 2e-5 with an epsilon inside the logarithm of a tanh."""
 
 AMPLIFICATION = 1e-2
 """Share of |z| (|a| + |mean|) / std that counts as the magnitude of a Gaussian's log-probability, which float32 rounds to 1e-7."""
@@ -238,11 +234,6 @@ def _of_some_heads(inputs: LogProbInputs) -> Tensor | None:
     return min(sums, key=lambda total: float((total - inputs.stored).abs().sum()))
 
 
-def _shifted(inputs: LogProbInputs, steps: int) -> Tensor | None:
-    """Log-probabilities of the step `steps` later; the stored numbers if there is no such step."""
-    return shifted(log_prob(inputs), steps, inputs.stored)
-
-
 def shifted(column: Tensor, steps: int, filler: Tensor) -> Tensor | None:
     """Return column [T, B] of the step `steps` later, `filler` if there is no such step; None if the column has no time axis."""
     if column.dim() < 2 or len(column) < 2 + abs(steps):
@@ -261,7 +252,7 @@ LOG_PROBS = Equation(
     check="check_log_probs",
     shown_by="test_log_probs",
     compute=log_prob,
-    tolerance=LOG_PROB_TOLERANCE,
+    tolerance=2.0,  # healthy runs in single precision reach 2e-7, or 2e-5 with an epsilon inside the logarithm of a tanh
     advice="Compute the log-probability of the same action that is stored, under the distribution that it was drawn from.",
     hypotheses=(
         mistake("clipped_actions", "the log-probabilities of unclipped actions, while the stored actions are clipped")
@@ -315,10 +306,10 @@ LOG_PROBS = Equation(
         .predicts("π(a | s)", lambda inputs: log_prob(inputs).exp())
         .advises("Store the logarithm."),
         mistake("step_before", "the previous step's log-probabilities")
-        .predicts("log π(a_{t-1} | s_{t-1})", partial(_shifted, steps=-1))
+        .predicts("log π(a_{t-1} | s_{t-1})", lambda inputs: shifted(log_prob(inputs), -1, inputs.stored))
         .advises("Store action and log-probability in the same row."),
         mistake("step_after", "the next step's log-probabilities")
-        .predicts("log π(a_{t+1} | s_{t+1})", partial(_shifted, steps=1))
+        .predicts("log π(a_{t+1} | s_{t+1})", lambda inputs: shifted(log_prob(inputs), 1, inputs.stored))
         .advises("Store action and log-probability in the same row."),
     ),
 )
@@ -403,5 +394,4 @@ def check_log_probs(
         drawn, std = inputs.actions[head], inputs.std[head]
         size = AMPLIFICATION * (drawn - mean).abs() / std * (drawn.abs() + mean.abs()) / std
         magnitudes.append(size.nan_to_num(0.0, 0.0, 0.0))
-    settings: dict[str, Any] = {"valid": counted, "precision": precision, "tolerance": tolerance}
-    return compare(LOG_PROBS, inputs, stored, magnitudes=magnitudes, **settings)
+    return compare(LOG_PROBS, inputs, stored, magnitudes=magnitudes, valid=counted, precision=precision, tolerance=tolerance)

@@ -267,11 +267,6 @@ def _alike(passes: Sequence[RolloutPass]) -> bool:
     return all(one.counts == passes[0].counts for one in passes) and all(one.parts() == passes[0].parts() for one in passes[1:])
 
 
-RATIO_TOLERANCE = 0.5
-"""Factor of the tolerances: 5e-5 in single precision, relative to the largest log-probability or to 1. Healthy runs of the bundled trainer
-reach 3e-7."""
-
-
 @dataclass(frozen=True, slots=True)
 class LogRatioInputs:
     """Log-probabilities of the actions [R], float64.
@@ -331,7 +326,7 @@ LOG_RATIOS = Equation(
     check="check_log_ratios",
     shown_by="test_log_ratios",
     compute=lambda x: x.now - x.stored,
-    tolerance=RATIO_TOLERANCE,
+    tolerance=0.5,  # 5e-5 in single precision, relative to the largest log-probability or to 1; healthy runs reach 3e-7
     rank=48,
     advice="Compare the rows and the order of the two log-probabilities.",
     hypotheses=(

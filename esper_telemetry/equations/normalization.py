@@ -19,9 +19,6 @@ from esper_telemetry.equations.gae import STD_EPS
 from esper_telemetry.equations.returns import MIN_ROWS
 from esper_telemetry.metrics.statistics import same_shape
 
-NORMALIZED_TOLERANCE = 1.0
-"""Factor of `TOLERANCES` for normalised advantages. Errors in float32 reach 3e-7 of the largest |A| / std."""
-
 MIN_GROUP_ROWS = 3
 """Fewest rows of an informative normalised group: a single row becomes 0, and two rows become opposite numbers."""
 
@@ -223,7 +220,7 @@ NORMALIZED_ADVANTAGES = Equation(
     check="check_normalized_advantages",
     shown_by="test_returns",
     compute=normalized_advantages,
-    tolerance=NORMALIZED_TOLERANCE,
+    tolerance=1.0,  # errors in float32 reach 3e-7 of the largest |A| / std
     advice="Check every line that changes advantages between the rollout and the loss.",
     hypotheses=(
         mistake("over_minibatch", "advantages normalised over each minibatch")

@@ -137,25 +137,20 @@ class StepInputs:
 
     steps: tuple[ParameterStep, ...]
     settings: StepSettings
-    scale: Tensor
+    scale: Tensor | float = 1.0
     lost: int = 0
     stands_still: bool = False
 
-    def unscaled(self, change: Change = lambda settings: settings, *, lost: int | None = None) -> Tensor:
-        """Return the change [d] of the weights with changed settings."""
-        missing = self.lost if lost is None else lost
-        return torch.cat(
-            [
-                torch.zeros_like(step.weights).flatten()
-                if step.gradient is None
-                else next_state(replace(step, count=step.count + missing), change(step.settings or self.settings))[0].flatten()
-                for step in self.steps
-            ]
-        )
+    def next(self, step: ParameterStep, change: Change = lambda settings: settings, *, lost: int | None = None) -> tuple[Tensor, State]:
+        """Return the change of a parameter's weights with changed settings, and its state after the step."""
+        if step.gradient is None:
+            return torch.zeros_like(step.weights), step.state
+        counted = replace(step, count=step.count + (self.lost if lost is None else lost))
+        return next_state(counted, change(step.settings or self.settings))
 
     def changed(self, change: Change = lambda settings: settings, *, lost: int | None = None) -> Tensor:
-        """Return the change [d] of the weights, divided by `scale`."""
-        return self.unscaled(change, lost=lost) / self.scale
+        """Return the change [d] of the weights with changed settings, divided by `scale`."""
+        return torch.cat([self.next(step, change, lost=lost)[0].flatten() for step in self.steps]) / self.scale
 
     def any(self, condition: Callable[[StepSettings], bool]) -> bool:
         """Return True if the condition is true for the settings of some parameters."""
@@ -164,19 +159,12 @@ class StepInputs:
 
 def _twice(inputs: StepInputs) -> Tensor:
     """Return the change of two steps with one gradient."""
-    first = [
-        (torch.zeros_like(step.weights), dict(step.state))
-        if step.gradient is None
-        else next_state(replace(step, count=step.count + inputs.lost), step.settings or inputs.settings)
-        for step in inputs.steps
+    first = [inputs.next(step) for step in inputs.steps]
+    after = [
+        replace(step, weights=step.weights + change, state=state, count=step.count + 1)
+        for step, (change, state) in zip(inputs.steps, first, strict=True)
     ]
-    after = tuple(
-        [
-            replace(step, weights=step.weights + change, state=state, count=step.count + 1)
-            for step, (change, state) in zip(inputs.steps, first, strict=True)
-        ]
-    )
-    return torch.cat([change.flatten() for change, _ in first]) / inputs.scale + replace(inputs, steps=after).changed()
+    return torch.cat([change.flatten() for change, _ in first]) / inputs.scale + replace(inputs, steps=tuple(after)).changed()
 
 
 def _cleared(inputs: StepInputs) -> Tensor | None:
@@ -233,7 +221,7 @@ OPTIMIZER_STEP = Equation(
         .predicts("θ' = θ without g", lambda _: None)  # the rule itself: `compare_step` recognises it by the gradients
         .advises("Call backward() of the loss of these parameters after zero_grad() and before the step"),
         mistake("no_step", "zero")
-        .predicts("θ' = θ", lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale))
+        .predicts("θ' = θ", lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.changed()))
         .advises("The optimizer has parameters of another policy, or the weights are restored after the step"),
         mistake("left_out", "the steps of an optimizer without some of the parameters")
         .predicts("θ' = θ for some parameters with a gradient", _left_out)
@@ -355,8 +343,8 @@ def compare_step(
     claimed = torch.cat([(new.double() - step.weights).flatten() for new, step in zip(after, steps, strict=True)])
     weights = torch.cat([step.weights.flatten() for step in steps])
     stands_still = bool(own) and all(one.lr == 0 for one in own)
-    inputs = StepInputs(tuple(steps), settings, torch.ones_like(claimed), lost, stands_still)
-    expected = inputs.unscaled()
+    inputs = StepInputs(tuple(steps), settings, lost=lost, stands_still=stands_still)
+    expected = inputs.changed()
     bound = OPTIMIZER_STEP.tolerance_at(precision) if tolerance is None else tolerance
 
     def largest(vector: Tensor) -> list[Tensor]:

@@ -50,9 +50,6 @@ MIN_CORRELATION = 0.9
 MAX_DIFFERING = 0.9
 """Quantile of the sums, and of their negative, between which they must differ."""
 
-RETURNS_TOLERANCE = 1.0
-"""Factor of `TOLERANCES` for returns. Sums in float32 have a relative error of 1e-7."""
-
 
 @dataclass(frozen=True, slots=True)
 class ReturnInputs:
@@ -313,7 +310,7 @@ RETURNS = Equation(
     check="check_returns",
     shown_by="test_returns",
     compute=lambda inputs: inputs.advantages + inputs.values,
-    tolerance=RETURNS_TOLERANCE,
+    tolerance=1.0,  # sums in float32 have a relative error of 1e-7
     advice="Check that advantages, values and returns are indexed and masked in the same way.",
     hypotheses=(
         mistake("normalized", "values plus normalised advantages")
