@@ -16,15 +16,21 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.equations.calibration import ActionInputs
 from esper_telemetry.equations.comparison import EquationCheck, explained, unchecked
-from esper_telemetry.equations.drawn_actions import MAX_SQUASHED, action_inputs, action_totals, judge_actions
-from esper_telemetry.equations.effects import action_effect, judge_effects, surprising_changes
-from esper_telemetry.equations.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
+from esper_telemetry.equations.drawn_actions import (
+    MAX_SQUASHED,
+    action_effect,
+    action_inputs,
+    action_totals,
+    judge_actions,
+    judge_effects,
+    surprising_changes,
+)
+from esper_telemetry.equations.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy, check_total_loss
 from esper_telemetry.equations.environment_steps import check_environments
 from esper_telemetry.equations.log_probs import check_log_probs, shifted
 from esper_telemetry.equations.minibatch_rows import LOG_RATIOS, MINIBATCHES, check_log_ratios, check_minibatches
 from esper_telemetry.equations.policy_loss import POLICY_LOSS, check_policy_loss
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE, REPLAYED_LOG_PROBS, VALUES, check_replayed_log_probs, check_values
-from esper_telemetry.equations.total_loss import check_total_loss
 from esper_telemetry.equations.transitions import (
     check_executed,
     check_rewards,
