@@ -14,7 +14,7 @@ from typing import Any
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.equations.comparison import ranked
 from esper_telemetry.equations.equation import TOLERANCES, mistake, variant
-from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, rows_that_count, standard
+from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, rows_that_count, standards
 
 ADVANTAGE_TOLERANCE = 1.0
 """Factor of `TOLERANCES` for advantages. Loops in float32 have a relative error of 2e-7 with values near 0. With values near 1000 and no
@@ -283,12 +283,7 @@ def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
 
 def normalized_whole(inputs: GaeInputs, values: Tensor) -> Tensor:
     """Return advantages minus their mean, divided by their standard deviation, biased or not, over all rows that count."""
-    return closest_whole(inputs, *_standards(inputs, values))
-
-
-def _standards(inputs: GaeInputs, values: Tensor) -> list[Tensor]:
-    rows = rows_that_count(values, inputs.valid)
-    return [standard(values, rows, correction) for correction in (0, 1)]
+    return closest_whole(inputs, *standards(values, values[inputs.counted]))
 
 
 def fitted_normalized(*names: str, returned: str) -> FitFunction:
@@ -331,7 +326,8 @@ def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) 
     counted, results = inputs.counted, []
     if int(counted.sum()) < MIN_ROWS:
         return None
-    for right in _standards(inputs, gae(inputs)) if normalized else [gae(inputs)]:
+    own = gae(inputs)
+    for right in standards(own, own[counted]) if normalized else [own]:
         moved = claimed.clone()
         moved[counted] = ranked(claimed[counted], right[counted])
         results.append((float((moved != right)[counted].sum()), moved))

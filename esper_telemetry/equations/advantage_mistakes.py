@@ -24,7 +24,7 @@ from esper_telemetry.equations.gae import (
     gae,
     in_each_rollout,
     rows_that_count,
-    standard,
+    standards,
 )
 from esper_telemetry.metrics.statistics import discounted_sums
 
@@ -383,16 +383,14 @@ def _ends_swapped(inputs: GaeInputs) -> Tensor | None:
 def normalized(inputs: GaeInputs) -> Tensor:
     """GAE minus its mean, divided by its standard deviation, biased or not, over all rows that count."""
     right = gae(inputs)
-    rows = [right] if inputs.valid is None else [right[inputs.valid], right]
-    return closest_whole(inputs, *(standard(right, *pair) for pair in product(rows, (0, 1))))
+    return closest_whole(inputs, *standards(right, right[inputs.counted], right))
 
 
 @in_each_rollout
 def _normalized_returns(inputs: GaeInputs) -> Tensor:
     """Discounted rewards to the end of each episode, normalised over the rows that count, biased or not, minus the values."""
     sums = discounted_sums(inputs.rewards, inputs.gamma * ~inputs.ended)
-    rows = rows_that_count(sums, inputs.valid)
-    return closest_whole(inputs, *(standard(sums, rows, correction) - inputs.values for correction in (0, 1)))
+    return closest_whole(inputs, *(one - inputs.values for one in standards(sums, sums[inputs.counted])))
 
 
 def _normalized_returns_over_limits(inputs: GaeInputs) -> Tensor | None:

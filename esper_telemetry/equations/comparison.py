@@ -196,9 +196,9 @@ def compare(
         values = None if one.compute is None or not applies(one) else one.compute(inputs)
         if values is None:
             return math.inf
-        candidates = values if isinstance(values, tuple) else (values,)
+        candidates = [candidate for candidate in ([values] if isinstance(values, Tensor) else values) if candidate is not None]
         factors = (1.0,) if equation.multiples is None or one.exact else equation.multiples(inputs)
-        return min([error_of(candidate if f == 1 else f * candidate) for candidate in candidates for f in factors])
+        return min([error_of(candidate if f == 1 else f * candidate) for candidate in candidates for f in factors], default=math.inf)
 
     def explanations_of(hypotheses: Iterable[Hypothesis]) -> list[Explanation]:
         errors = [Explanation(one, error_of_nearest(one)) for one in hypotheses]

@@ -41,7 +41,8 @@ class Hypothesis:
         name: segment of a key, unique within its equation.
         says: noun phrase that continues "the advantages equal ": "GAE that ignores the ends of episodes".
         equation: as in a paper.
-        compute: (inputs of the check) -> the predicted values, or several candidates; None if it does not apply to these inputs.
+        compute: (inputs of the check) -> the predicted values, or several candidates, of which the closest counts; None if it does not
+            apply to these inputs.
         fit: (inputs of the check, numbers of the run) -> (fitted parameter, predicted values), or None. The fit uses every second row;
             the comparison uses the other rows. Tried only if no hypothesis without a parameter explains the numbers.
         parameter: name of the fitted parameter, such as "gamma".

@@ -170,9 +170,10 @@ def is_standard(advantages: Tensor, valid: Tensor | None, *, error: float = 1e-2
     return min(abs(float(rows.std(correction=correction)) - 1.0) for correction in (0, 1)) < error
 
 
-def standard(values: Tensor, counted: Tensor, correction: int) -> Tensor:
-    """Return the values normalised by the mean and standard deviation of the rows that count; unchanged if too few rows count."""
-    if counted.numel() <= correction:
-        return values
-    std, mean = torch.std_mean(counted, correction=correction)
-    return (values - mean) / (std + STD_EPS)
+def standards(values: Tensor, *rows: Tensor) -> list[Tensor]:
+    """Return the values normalised by the mean and the biased and the unbiased standard deviation of these rows, of several in turn.
+
+    The values are unchanged for too few rows.
+    """
+    moments = [torch.std_mean(own, correction=c) if own.numel() > c else None for own in rows for c in (0, 1)]
+    return [values if both is None else (values - both[1]) / (both[0] + STD_EPS) for both in moments]

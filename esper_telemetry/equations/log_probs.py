@@ -224,14 +224,13 @@ def _masked_logits(inputs: LogProbInputs, head: str) -> Tensor:
     return inputs.logits[head] if mask is None else inputs.logits[head].masked_fill(~mask, -torch.inf)
 
 
-def _of_some_heads(inputs: LogProbInputs) -> Tensor | None:
-    """The closest to the stored numbers of all sums that leave heads out."""
+def _of_some_heads(inputs: LogProbInputs) -> list[Tensor] | None:
+    """All sums that leave heads out."""
     heads = inputs.heads
     if not 1 < len(heads) <= MAX_SUBSET_HEADS:
         return None
     parts = {head: _total(inputs, [head]) for head in heads}
-    sums = [torch.stack([parts[head] for head in some]).sum(0) for size in range(1, len(heads)) for some in combinations(heads, size)]
-    return min(sums, key=lambda total: float((total - inputs.stored).abs().sum()))
+    return [torch.stack([parts[head] for head in some]).sum(0) for size in range(1, len(heads)) for some in combinations(heads, size)]
 
 
 def shifted(column: Tensor, steps: int, filler: Tensor) -> Tensor | None:

@@ -5,7 +5,7 @@ Shapes: M minibatches of N rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -81,12 +81,6 @@ class NormalizedInputs:
         single = self.valid.sum(-1, keepdim=True) < 2
         return torch.where(single, self.advantages.abs(), self.advantages.abs() / (std + STD_EPS))[self.valid]
 
-    def nearest(self, *candidates: Tensor | None) -> Tensor | None:
-        """Return the candidate that is closest to the claimed numbers; None without candidates."""
-        present = [one for one in candidates if one is not None]
-        errors = [float((one - self.claimed).abs()[self.valid].amax()) for one in present]
-        return present[errors.index(min(errors))] if present else None
-
 
 def normalized_advantages(inputs: NormalizedInputs) -> Tensor:
     """Return advantages normalised according to the settings."""
@@ -96,46 +90,47 @@ def normalized_advantages(inputs: NormalizedInputs) -> Tensor:
 
 SCOPES: tuple[Scope, ...] = ("minibatch", "rollout")
 
+Candidates = Sequence[Tensor | None]
+"""Advantages [M, N] that a mistake may give; None for those that need a missing rollout."""
 
-def _over(scope: Scope) -> Callable[[NormalizedInputs], Tensor | None]:
+
+def _over(scope: Scope) -> Callable[[NormalizedInputs], Candidates]:
     """Return advantages normalised over other rows than the settings name, by a biased or an unbiased standard deviation."""
 
-    def compute(inputs: NormalizedInputs) -> Tensor | None:
-        if scope == inputs.over:
-            return None
-        return inputs.nearest(*(inputs.standard(scope, correction=correction) for correction in (0, 1)))
+    def compute(inputs: NormalizedInputs) -> Candidates:
+        return [inputs.standard(scope, correction=correction) for correction in (0, 1) if scope != inputs.over]
 
     return compute
 
 
-def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[NormalizedInputs], Tensor | None]:
+def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[NormalizedInputs], Candidates]:
     """Return the result of `change` for advantages, mean and standard deviation, of the minibatch or of the rollout."""
 
-    def compute(inputs: NormalizedInputs) -> Tensor | None:
+    def compute(inputs: NormalizedInputs) -> Candidates:
         moments = [both for over in SCOPES for correction in (0, 1) if (both := inputs.moments(over, correction=correction))]
-        return inputs.nearest(*(change(inputs.advantages, *both) for both in moments))
+        return [change(inputs.advantages, *both) for both in moments]
 
     return compute
 
 
-def _over_environments(inputs: NormalizedInputs) -> Tensor | None:
+def _over_environments(inputs: NormalizedInputs) -> Candidates:
     """Each environment normalised over its own rows of the minibatch, of all minibatches, or of the rollout.
 
     The columns of a rollout [T, B] are its environments; a rollout of another shape is flattened by step or by environment.
     """
     index, valid = inputs.environments, inputs.valid
     if index is None or int(index.max()) == 0:
-        return None
+        return []
     count, rows = int(index.max()) + 1, inputs.advantages[valid]
     places = index + count * torch.arange(len(index), device=index.device).unsqueeze(1)
-    candidates = [part for groups in (index, places) for part in _in_groups(inputs, groups, rows, groups[valid])]
+    candidates: list[Tensor | None] = [part for groups in (index, places) for part in _in_groups(inputs, groups, rows, groups[valid])]
     rollout = rows[:0] if inputs.rollout is None else inputs.rollout
     for envs in {count, max(count, rollout.shape[-1])} if rollout.numel() else ():
         if rollout.numel() % envs == 0:
             order = torch.arange(rollout.numel(), device=index.device)
             for groups in (order % envs, order // (rollout.numel() // envs)):
                 candidates += _in_groups(inputs, index, rollout.flatten(), groups)
-    return inputs.nearest(*candidates)
+    return candidates
 
 
 def _in_groups(inputs: NormalizedInputs, own: Tensor, rows: Tensor, groups: Tensor) -> list[Tensor]:
@@ -155,7 +150,7 @@ def _in_groups(inputs: NormalizedInputs, own: Tensor, rows: Tensor, groups: Tens
     return [(inputs.advantages - mean[own]) / (std[own] + STD_EPS) for std in deviations]
 
 
-def _without_signs(inputs: NormalizedInputs) -> Tensor | None:
+def _without_signs(inputs: NormalizedInputs) -> Candidates:
     """Negative advantages made positive or 0; None if no advantage is negative."""
     candidates: list[Tensor | None] = []
     for change in (torch.abs, torch.square, torch.relu):
@@ -165,41 +160,41 @@ def _without_signs(inputs: NormalizedInputs) -> Tensor | None:
         for scope, correction in product(SCOPES, (0, 1)):
             normal = inputs.standard(scope, correction=correction)
             candidates += [changed.standard(scope, correction=correction), None if normal is None else change(normal)]
-    return inputs.nearest(*candidates) if bool((inputs.advantages < 0)[inputs.valid].any()) else None
+    return candidates if bool((inputs.advantages < 0)[inputs.valid].any()) else []
 
 
-def _over_padding(inputs: NormalizedInputs) -> Tensor | None:
+def _over_padding(inputs: NormalizedInputs) -> Candidates:
     """Mean and standard deviation that include rows that do not count, as stored or as zeros."""
     if bool(inputs.valid.all()):
-        return None
-    candidates = []
+        return []
+    candidates: list[Tensor | None] = []
     for filled in (inputs.advantages, inputs.advantages * inputs.valid):
         for correction in (0, 1):
             std, mean = torch.std_mean(filled, -1, correction=correction, keepdim=True)
             candidates.append((inputs.advantages - mean) / (std + STD_EPS))
-    return inputs.nearest(*candidates)
+    return candidates
 
 
-def _reordered(inputs: NormalizedInputs) -> Tensor | None:
+def _reordered(inputs: NormalizedInputs) -> Candidates:
     """The numbers of known other rows, or the correct numbers in another order: within each minibatch, or within all of them."""
     if inputs.of_others is not None:
-        return normalized_advantages(replace(inputs, advantages=inputs.of_others))
+        return [normalized_advantages(replace(inputs, advantages=inputs.of_others))]
     if int(inputs.valid.sum(-1).amin()) < MIN_ROWS:
-        return None
+        return []
     right = normalized_advantages(inputs)
     within, across = inputs.claimed.clone(), inputs.claimed.clone()
     for own, numbers, counted in zip(within, right, inputs.valid, strict=True):
         own[counted] = ranked(own[counted], numbers[counted])
     across[inputs.valid] = ranked(across[inputs.valid], right[inputs.valid])
-    return inputs.nearest(within, across)
+    return [within, across]
 
 
-def _in_order(inputs: NormalizedInputs) -> Tensor | None:
+def _in_order(inputs: NormalizedInputs) -> Candidates:
     """The advantages of the rollout's rows in order, not normalised, or normalised over the minibatch or the rollout."""
     if inputs.in_order is None:
-        return None
+        return []
     other = replace(inputs, advantages=inputs.in_order)
-    return inputs.nearest(other.standard("minibatch"), other.standard("rollout"), inputs.in_order)
+    return [other.standard("minibatch"), other.standard("rollout"), inputs.in_order]
 
 
 def _clipped(inputs: NormalizedInputs, claimed: Tensor) -> tuple[float, Tensor] | None:

@@ -14,7 +14,7 @@ from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, other_readings, ranked, unchecked
 from esper_telemetry.equations.equation import TOLERANCES, Equation, mistake, variant
-from esper_telemetry.equations.gae import STD_EPS, is_standard, standard
+from esper_telemetry.equations.gae import STD_EPS, is_standard, standards
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
 MIN_ROWS = 8
@@ -81,21 +81,13 @@ class ReturnInputs:
         return values.flatten() if self.valid is None else values[self.valid]
 
 
-def _nearest(inputs: ReturnInputs, *candidates: Tensor) -> Tensor:
-    """The candidate that is closest to the claimed returns."""
-    errors = [float(inputs.counted((one - inputs.claimed).abs()).amax()) for one in candidates]
-    return candidates[errors.index(min(errors))]
-
-
-def _with_normalized(inputs: ReturnInputs) -> Tensor | None:
+def _with_normalized(inputs: ReturnInputs) -> list[Tensor] | None:
     counted = inputs.counted(inputs.advantages)
-    if len(counted) < 2:
-        return None
-    normal = [standard(inputs.advantages, *pair) for pair in product((counted, inputs.advantages), (0, 1))]
-    return _nearest(inputs, *(one + inputs.values for one in normal))
+    normal = standards(inputs.advantages, counted, inputs.advantages)
+    return None if len(counted) < 2 else [one + inputs.values for one in normal]
 
 
-def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
+def _normalized_after(inputs: ReturnInputs) -> list[Tensor] | None:
     """Returns whose normalised difference from the values equals the stored advantages."""
     rest, stored = inputs.counted(inputs.claimed - inputs.values), inputs.counted(inputs.advantages)
     if len(rest) < MIN_ROWS or not 0.9 < float(stored.std()) < 1.1 or not abs(float(stored.mean())) < 0.1:
@@ -106,7 +98,7 @@ def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
     for rows, correction in product((rest, inputs.claimed - inputs.values), (0, 1)):
         std, mean = torch.std_mean(rows, correction=correction)
         candidates.append(inputs.advantages * (std + STD_EPS) + mean + inputs.values)
-    return _nearest(inputs, *candidates)
+    return candidates
 
 
 def _unrelated(inputs: ReturnInputs) -> Tensor | None:
@@ -131,12 +123,10 @@ def _unrelated(inputs: ReturnInputs) -> Tensor | None:
     return inputs.claimed if related and all(bool(one < bound) for one in related) else None
 
 
-def _normalized_sum(inputs: ReturnInputs) -> Tensor | None:
+def _normalized_sum(inputs: ReturnInputs) -> list[Tensor] | None:
     total = inputs.advantages + inputs.values
     counted = inputs.counted(total)
-    if len(counted) < MIN_ROWS:
-        return None
-    return _nearest(inputs, *(standard(total, counted, one) for one in (0, 1)))
+    return None if len(counted) < MIN_ROWS else standards(total, counted)
 
 
 def _fitted(inputs: ReturnInputs, *columns: Tensor) -> tuple[Tensor, list[float]] | None:
@@ -236,10 +226,9 @@ def _new_values(inputs: ReturnInputs) -> Tensor | None:
     return inputs.claimed if bool(together > MIN_CORRELATION) else exact
 
 
-def _swapped(inputs: ReturnInputs) -> Tensor | None:
-    values = inputs.values
-    turned = [inputs.advantages + reading(values) for reading in (other_readings(values.shape) if values.dim() == 2 else ())]
-    return _nearest(inputs, *turned) if turned else None
+def _swapped(inputs: ReturnInputs) -> list[Tensor]:
+    readings = other_readings(inputs.values.shape) if inputs.values.dim() == 2 else ()
+    return [inputs.advantages + reading(inputs.values) for reading in readings]
 
 
 def _mean_value(inputs: ReturnInputs) -> Tensor | None:
@@ -325,7 +314,7 @@ RETURNS = Equation(
         .predicts("R = V", lambda inputs: inputs.values)
         .advises("Add the advantages, or the critic learns nothing."),
         mistake("values_subtracted", "advantages minus values, or values minus advantages")
-        .predicts("R = ±(A - V)", lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages))
+        .predicts("R = ±(A - V)", lambda inputs: [inputs.advantages - inputs.values, inputs.values - inputs.advantages])
         .advises("Returns are advantages plus values."),
         mistake("next_values", "advantages plus the values of the next states")
         .predicts("R_t = A_t + V(s_{t+1})", lambda inputs: inputs.advantages + inputs.next_values)

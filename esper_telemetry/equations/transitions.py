@@ -97,12 +97,10 @@ def _sometimes_updated(columns: TransitionInputs) -> Tensor | None:
     return None if bool(repeated.all()) else torch.where(repeated, columns.inputs[:-1], columns.outcomes[:-1])
 
 
-def _other_environment(own: Tensor, reference: Tensor) -> Tensor | None:
-    """The reference [T, B], in the order of environments that is closest to the numbers."""
-    if reference.shape[1] < 2:
-        return None
+def _other_environments(reference: Tensor) -> list[Tensor]:
+    """The reference [T, B] in other orders of the environments."""
     orders = [reference[:, :1].expand_as(reference), reference.roll(1, 1), reference.roll(-1, 1), reference.flip(1)]
-    return min(orders, key=lambda x: float((x - own).abs().sum()))
+    return orders if reference.shape[1] > 1 else []
 
 
 TRANSITIONS = Equation(
@@ -150,17 +148,10 @@ TRANSITIONS = Equation(
         .advises("Evaluate in separate environments, made by a second call of the function that makes the training environments.")
         .cites("https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation"),
         mistake("other_environment", "another environment's observations")
-        .predicts("o_{t+1,b} = outcome of a_{t,σ(b)}", lambda columns: _other_environment(columns.inputs[1:], columns.outcomes[:-1]))
+        .predicts("o_{t+1,b} = outcome of a_{t,σ(b)}", lambda columns: _other_environments(columns.outcomes[:-1]))
         .advises("Keep the order of environments; check reshapes of [T, B]."),
     ),
 )
-
-
-def _axes_swapped(columns: tuple[Tensor, ...]) -> Tensor | None:
-    """The reference [T, B] read as [B, T], or the reverse; the closer of the two."""
-    own, reference = columns[:2]
-    swapped = [reading(reference) for reading in other_readings(reference.shape)]
-    return min(swapped, key=lambda x: float((x - own).abs().sum()), default=None)
 
 
 def _any_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
@@ -168,10 +159,6 @@ def _any_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
     own, reference = columns
     same = own.shape[1] > 1 and bool((own.sort(1).values == reference.sort(1).values).all())
     return own if same else None
-
-
-def _other_step(columns: tuple[Tensor, ...], steps: int) -> Tensor | None:
-    return shifted(columns[1], steps, columns[0])
 
 
 def _scaled(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
@@ -196,9 +183,6 @@ MAX_REPLACED_SHARE = 0.5
 
 MAX_DEPENDENCE = 3.0
 """Standard deviations of the chi-square statistic below which choices count as independent."""
-
-MOVES = (partial(_other_step, steps=-1), partial(_other_step, steps=1), _axes_swapped)
-"""Ways to displace rewards; displaced rewards may also be scaled."""
 
 MIN_BOOTSTRAPS = 5
 """Steps with a bootstrap that tell it from a change of rewards."""
@@ -226,17 +210,19 @@ STORED_REWARDS = Equation(
     advice="Compare the rewards that `env.step` returns with the stored rewards.",
     hypotheses=(
         mistake("step_before", "the previous step's rewards")
-        .predicts("r_t = reward of a_{t-1}", partial(_other_step, steps=-1))
+        .predicts("r_t = reward of a_{t-1}", lambda columns: shifted(columns[1], -1, columns[0]))
         .advises("Store the reward in the row of the action that earned it.")
         .cites("program: loop-reward_before_obs"),
         mistake("step_after", "the next step's rewards")
-        .predicts("r_t = reward of a_{t+1}", partial(_other_step, steps=1))
+        .predicts("r_t = reward of a_{t+1}", lambda columns: shifted(columns[1], 1, columns[0]))
         .advises("Store the reward in the row of the action that earned it."),
         mistake("other_environment", "another environment's rewards")
-        .predicts("r_{t,b} = reward of a_{t,σ(b)}", lambda columns: _other_environment(*columns[:2]))
+        .predicts("r_{t,b} = reward of a_{t,σ(b)}", lambda columns: _other_environments(columns[1]))
         .advises("Keep the order of environments; check reshapes of [T, B]."),
         mistake("axes_swapped", "the environments' rewards, reshaped with steps and environments swapped")
-        .predicts("r[t, b] = rewards.reshape(B, T)[b, t]", _axes_swapped)
+        .predicts(
+            "r[t, b] = rewards.reshape(B, T)[b, t]", lambda columns: [reading(columns[1]) for reading in other_readings(columns[1].shape)]
+        )
         .advises("Transpose before you reshape: `reshape` and `view` do not move entries."),
         variant("clipped", "the environments' rewards, clipped,")
         .fits("r_t = min(max(r, low), high)", "upper bound", _clipped)
@@ -323,7 +309,7 @@ EXECUTED = Equation(
         .predicts("executed a_{t,b} = a_{t,σ(b)}", _any_order)
         .advises("Keep the order of environments; check reshapes of [T, B]."),
         mistake("step_before", "the previous step's actions")
-        .predicts("executed a_t = a_{t-1}", partial(_other_step, steps=-1))
+        .predicts("executed a_t = a_{t-1}", lambda columns: shifted(columns[1], -1, columns[0]))
         .advises("Step the environments with the actions that were chosen for this step."),
         mistake("late", "the actions of earlier steps,")
         .fits("executed a_t = a_{t-k}", "delay", _steps_late)
@@ -479,8 +465,9 @@ def check_rewards(
                 # ends after equal numbers of steps are time limits, which some environments do not report as such
                 is_limit = name == "bootstrapped_limits" or len(lengths) < 2
                 return explained(STORED_REWARDS, "bootstrapped_limits" if is_limit else name, error=check.error or 1.0)
-    inner = slice(1, -1)  # rewards outside the rollout are not known
-    moved = (move((stored, others[0])) for move in MOVES)
+    # displaced rewards may also be scaled; rewards outside the rollout are not known
+    inner = slice(1, -1)
+    moved = [*(shifted(others[0], steps, stored) for steps in (-1, 1)), *(reading(others[0]) for reading in other_readings(stored.shape))]
     factors = (_scaled((stored[inner], to[inner]), stored[inner]) for to in moved if to is not None)
     scaled = (compared(stored / factor[0]) for factor in factors if factor is not None)
     return next((one for one in scaled if not one.matches and one.explanations), check)
