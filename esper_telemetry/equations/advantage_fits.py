@@ -207,34 +207,30 @@ def _implied_rewards(inputs: GaeInputs, local: LocalEquation) -> Tensor:
     return local.left + inputs.rewards - inputs.gamma * inputs.next_values - decay * local.ahead
 
 
-def fitted_termination(constant: bool, *, cuts_limits: bool = False) -> FitFunction:
-    """Return a fit of the numbers added to the rewards of terminations: a constant, or numbers within the range of the values.
+def fitted_termination(inputs: GaeInputs, claimed: Tensor, *, constant: bool, cuts_limits: bool = False) -> tuple[float, Tensor] | None:
+    """Fit the numbers added to the rewards of terminations: a constant, or numbers within the range of the values.
 
     The rows of terminations determine these numbers; the other rows, most of them before a termination, decide. `cuts_limits`: nothing
     follows time limits.
     """
-
-    def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-        rows = inputs.terminated & inputs.counted
-        added = (claimed - inputs.rewards + inputs.values)[rows]
-        if len(added) < MIN_TERMINATIONS:
-            return None
-        scale = float(claimed.abs().amax())
-        spread = float(added.amax() - added.amin())
-        limits_are_cut = bool(inputs.truncated.any()) and not bool((inputs.next_values * inputs.truncated).any())
-        if constant:
-            value = float(added[::2].mean())
-            return value, gae(inputs, rewards=inputs.rewards + value * inputs.terminated)
-        low, high = float(inputs.values.amin()), float(inputs.values.amax())
-        bootstrap = torch.zeros_like(inputs.values)
-        bootstrap[rows] = added / max(inputs.gamma, 1e-6)
-        outside = (bootstrap[rows] < low - (high - low)) | (bootstrap[rows] > high + (high - low))
-        some = (added.abs() > 1e-3 * scale).double().mean() > MIN_BOOTSTRAPPED
-        if spread <= 1e-3 * scale or bool(outside.any()) or not bool(some) or limits_are_cut != cuts_limits:
-            return None
-        return float(bootstrap[rows].mean()), gae(inputs, next_values=inputs.next_values + bootstrap)
-
-    return fit
+    rows = inputs.terminated & inputs.counted
+    added = (claimed - inputs.rewards + inputs.values)[rows]
+    if len(added) < MIN_TERMINATIONS:
+        return None
+    if constant:
+        value = float(added[::2].mean())
+        return value, gae(inputs, rewards=inputs.rewards + value * inputs.terminated)
+    scale = float(claimed.abs().amax())
+    spread = float(added.amax() - added.amin())
+    limits_are_cut = bool(inputs.truncated.any()) and not bool((inputs.next_values * inputs.truncated).any())
+    low, high = float(inputs.values.amin()), float(inputs.values.amax())
+    bootstrap = torch.zeros_like(inputs.values)
+    bootstrap[rows] = added / max(inputs.gamma, 1e-6)
+    outside = (bootstrap[rows] < low - (high - low)) | (bootstrap[rows] > high + (high - low))
+    some = (added.abs() > 1e-3 * scale).double().mean() > MIN_BOOTSTRAPPED
+    if spread <= 1e-3 * scale or bool(outside.any()) or not bool(some) or limits_are_cut != cuts_limits:
+        return None
+    return float(bootstrap[rows].mean()), gae(inputs, next_values=inputs.next_values + bootstrap)
 
 
 def fitted_swapped_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -242,7 +238,7 @@ def fitted_swapped_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tens
     if not bool(inputs.truncated.any()):
         return None
     cut = replace(inputs, next_values=inputs.next_values * ~inputs.truncated)
-    return fitted_termination(constant=False, cuts_limits=True)(cut, claimed)
+    return fitted_termination(cut, claimed, constant=False, cuts_limits=True)
 
 
 def fitted_last_value(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -371,10 +367,10 @@ FITTED = (
     .fits("A_t with other γ and λ", "lambda", fitted_both(1), fitted_normalized("gamma", "gae_lambda", returned="gae_lambda"))
     .advises("Compare both with the settings.", source="program: test_advantage_equations"),
     mistake("terminal_reward", "GAE with the same number added to the reward of each termination,")
-    .fits("r_t + c at terminations", "c", fitted_termination(constant=True))
+    .fits("r_t + c at terminations", "c", partial(fitted_termination, constant=True))
     .advises("Compute advantages from the stored rewards."),
     mistake("termination_bootstrapped", "GAE that adds a value after terminations, as if a time limit had ended the episode;")
-    .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", fitted_termination(constant=False))
+    .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", partial(fitted_termination, constant=False))
     .advises("Bootstrap only if truncated is set and terminated is not.", source="Pardo et al. 2018, 1712.00378"),
     mistake("ends_exchanged", "GAE that adds values after terminations and none after time limits: the two flags are swapped;")
     .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations, r_t - V_t at time limits", "mean value", fitted_swapped_ends)

@@ -74,12 +74,6 @@ class PassInputs:
         return bool((self.visits[:, ~self.valid] > 0).any())
 
 
-def each_row_once(inputs: PassInputs) -> Tensor:
-    """Return one visit of every valid row in each pass, in a different order for each pass."""
-    visits = inputs.valid.double().expand(len(inputs.passes), -1)
-    return torch.cat([visits.flatten(), visits.new_zeros(1)])
-
-
 def _where(condition: Callable[[PassInputs], bool]) -> Callable[[PassInputs], Tensor | None]:
     """Explain the visits if a condition holds: mistakes in drawing rows predict kinds of visits, not numbers."""
     return lambda inputs: inputs.claimed if condition(inputs) else None
@@ -152,7 +146,7 @@ MINIBATCHES = Equation(
     inputs="the rows of each minibatch",
     check="check_minibatches",
     shown_by="test_minibatches",
-    compute=each_row_once,
+    compute=lambda x: torch.cat([x.valid.double().expand(len(x.passes), -1).flatten(), x.visits.new_zeros(1)]),  # each valid row once
     advice="Draw one permutation per pass and split it into minibatches.",
     hypotheses=(
         variant("same_order", "one permutation that is used in every pass")

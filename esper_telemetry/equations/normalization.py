@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, Literal
 
@@ -94,13 +95,9 @@ Candidates = Sequence[Tensor | None]
 """Advantages [M, N] that a mistake may give; None for those that need a missing rollout."""
 
 
-def _over(scope: Scope) -> Callable[[NormalizedInputs], Candidates]:
-    """Return advantages normalised over other rows than the settings name, by a biased or an unbiased standard deviation."""
-
-    def compute(inputs: NormalizedInputs) -> Candidates:
-        return [inputs.standard(scope, correction=correction) for correction in (0, 1) if scope != inputs.over]
-
-    return compute
+def _over(inputs: NormalizedInputs, scope: Scope) -> Candidates:
+    """Advantages normalised over other rows than the settings name, by a biased or an unbiased standard deviation."""
+    return [inputs.standard(scope, correction=correction) for correction in (0, 1) if scope != inputs.over]
 
 
 def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[NormalizedInputs], Candidates]:
@@ -219,10 +216,10 @@ NORMALIZED_ADVANTAGES = Equation(
     advice="Check every line that changes advantages between the rollout and the loss.",
     hypotheses=(
         mistake("over_minibatch", "advantages normalised over each minibatch")
-        .predicts("(A - mean_minibatch) / std_minibatch", _over("minibatch"))
+        .predicts("(A - mean_minibatch) / std_minibatch", partial(_over, scope="minibatch"))
         .advises("Configure in one place over which rows advantages are normalised."),
         mistake("over_rollout", "advantages normalised over the whole rollout")
-        .predicts("(A - mean_rollout) / std_rollout", _over("rollout"))
+        .predicts("(A - mean_rollout) / std_rollout", partial(_over, scope="rollout"))
         .advises("Configure in one place over which rows advantages are normalised."),
         mistake("over_environments", "advantages normalised over each environment")
         .predicts("(A - mean_b) / std_b", _over_environments)

@@ -5,8 +5,8 @@ Shapes: T steps, B environments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
@@ -114,7 +114,7 @@ def _unrelated(inputs: ReturnInputs) -> Tensor | None:
         return None
     if float((ranked(claimed, total) - claimed).abs().amax()) <= TOLERANCES["fp32"] * size:
         return None
-    sums = (_discounted(bootstrap=False)(inputs), inputs.next_values, inputs.rewards, inputs.new_values)
+    sums = (_discounted(inputs, bootstrap=False), inputs.next_values, inputs.rewards, inputs.new_values)
     others = [inputs.counted(one) for one in (inputs.advantages, inputs.values, *sums) if one is not None]
     columns = torch.stack([claimed, *(one for one in (total, *others) if float(one.std()) > 0)])
     ranks = torch.stack([one.argsort().argsort().double() for one in columns])
@@ -185,21 +185,17 @@ def _other_units(inputs: ReturnInputs) -> Tensor | None:
     return units[0] if units is not None and not units[2] and abs(units[1] - 1) > OTHER_UNITS else None
 
 
-def _discounted(bootstrap: bool) -> Callable[[ReturnInputs], Tensor | None]:
-    """Return discounted sums of rewards, with or without the value after the last step."""
-
-    def compute(inputs: ReturnInputs) -> Tensor | None:
-        if inputs.rewards is None or inputs.next_values is None or inputs.ended is None or inputs.gamma is None:
-            return None
-        goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
-        after = torch.where(inputs.ended, inputs.next_values, 0.0)
-        if bootstrap:
-            after[-1] = inputs.next_values[-1]
-        rewards = inputs.rewards + inputs.gamma * after
-        counted = rewards if inputs.valid is None else torch.where(inputs.valid, rewards, 0.0)
-        return discounted_sums(counted, inputs.gamma * goes_on)
-
-    return compute
+def _discounted(inputs: ReturnInputs, *, bootstrap: bool) -> Tensor | None:
+    """Discounted sums of rewards, with or without the value after the last step."""
+    if inputs.rewards is None or inputs.next_values is None or inputs.ended is None or inputs.gamma is None:
+        return None
+    goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
+    after = torch.where(inputs.ended, inputs.next_values, 0.0)
+    if bootstrap:
+        after[-1] = inputs.next_values[-1]
+    rewards = inputs.rewards + inputs.gamma * after
+    counted = rewards if inputs.valid is None else torch.where(inputs.valid, rewards, 0.0)
+    return discounted_sums(counted, inputs.gamma * goes_on)
 
 
 def _td_targets(inputs: ReturnInputs) -> Tensor | None:
@@ -326,7 +322,7 @@ RETURNS = Equation(
         .cites("program: script-returns_new_values"),
         mistake("rewards", "the rewards").predicts("R_t = r_t", lambda inputs: inputs.rewards).advises("Store advantages plus values."),
         mistake("monte_carlo_cut", "discounted rewards to the end of the rollout, without a bootstrap after the last step")
-        .predicts("R_t = Σ_k γ^k r_{t+k}", _discounted(bootstrap=False))
+        .predicts("R_t = Σ_k γ^k r_{t+k}", partial(_discounted, bootstrap=False))
         .advises("Bootstrap the last step with the value of the state that follows the rollout.")
         .cites("program: script-returns_mc_cut"),
         mistake("axes_swapped", "advantages plus values with steps and environments swapped")
@@ -366,7 +362,7 @@ RETURNS = Equation(
         .given(of="units")
         .cites("van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm"),
         variant("monte_carlo", "discounted rewards with the last value (lambda = 1)")
-        .predicts("R_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n})", _discounted(bootstrap=True))
+        .predicts("R_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n})", partial(_discounted, bootstrap=True))
         .cites("openai/spinningup ppo: rewards-to-go are the targets of the value function"),
         variant("td_targets", "one-step targets (lambda = 0)")
         .predicts("R_t = r_t + γ V(s_{t+1})", _td_targets)

@@ -245,20 +245,14 @@ def stacked_backwards(backwards: Sequence[BackwardEnd], trunk: Sequence[TrunkGra
 def _stacked(passes: Sequence[BackwardEnd]) -> BackwardGradients:
     """Passes with gradients in the same parameters."""
     last = passes[-1]
-
-    def of_passes(columns: Sequence[Tensor | None]) -> Tensor | None:
-        """One row of each pass; None if a pass lacks it."""
-        present = [row for row in columns if row is not None]
-        return torch.stack(present) if len(present) == len(passes) else None
-
-    norms = torch.stack([event.norms for event in passes])
+    norms, heads = torch.stack([event.norms for event in passes]), [event.heads for event in passes if event.heads is not None]
     return BackwardGradients(
         epochs=tuple([event.epoch for event in passes]),
         names=last.names,
         numels=tuple([last.parameters[name].numel() for name in last.names]),
         norms=norms,
         max_norm=None if last.clipped_apart else last.max_norm,
-        heads=of_passes([event.heads for event in passes]),
+        heads=torch.stack(heads) if len(heads) == len(passes) else None,
         applied=clipped_norms(last, norms) if last.clipped_apart else None,
     )
 
