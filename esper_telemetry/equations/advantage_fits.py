@@ -14,11 +14,7 @@ from typing import Any
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.equations.comparison import ranked
 from esper_telemetry.equations.equation import TOLERANCES, mistake, variant
-from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, rows_that_count, standards
-
-ADVANTAGE_TOLERANCE = 1.0
-"""Factor of `TOLERANCES` for advantages. Loops in float32 have a relative error of 2e-7 with values near 0. With values near 1000 and no
-discount it is 2e-6 over 128 steps and 2e-5 over 2048 steps."""
+from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, standards
 
 MIN_TERMINATIONS = 3
 """Fewest terminations for a test that a constant was added to their rewards."""
@@ -165,7 +161,7 @@ def fitted_gamma_explains(inputs: GaeInputs, claimed: Tensor) -> bool:
         result = fit(inputs, claimed)
         if result is not None:
             difference = (result[1] - claimed).abs()[inputs.counted]
-            if float(difference.amax()) <= ADVANTAGE_TOLERANCE * TOLERANCES["fp32"] * scale:
+            if float(difference.amax()) <= TOLERANCES["fp32"] * scale:
                 return True
     return False
 
@@ -182,7 +178,7 @@ def fitted_reward_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tens
 def fitted_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
     """Return the factor of all advantages, fitted on every second row that counts."""
     right = gae(inputs)
-    reference, stored = (rows_that_count(column, inputs.valid)[::2] for column in (right, claimed))
+    reference, stored = (column[inputs.counted][::2] for column in (right, claimed))
     square = float(reference @ reference)
     if not square:
         return None

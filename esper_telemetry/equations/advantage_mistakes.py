@@ -11,21 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.equations.comparison import other_readings
 from esper_telemetry.equations.equation import mistake, variant
-from esper_telemetry.equations.gae import (
-    NEAR,
-    STD_EPS,
-    GaeInputs,
-    closest,
-    closest_whole,
-    gae,
-    in_each_rollout,
-    rows_that_count,
-    standards,
-)
+from esper_telemetry.equations.gae import NEAR, STD_EPS, GaeInputs, closest, closest_whole, gae, in_each_rollout, standards
 from esper_telemetry.metrics.statistics import discounted_sums
 
 MAX_ENV_SHIFTS = 8
@@ -111,16 +102,13 @@ def _ends_of_others(inputs: GaeInputs) -> Tensor | None:
 
 def _with_rows(flags: Tensor, *rows: tuple[int, tuple[Tensor | bool, ...]]) -> list[Tensor]:
     """Return copies of the flags with each combination of values in these rows."""
-    variants = [flags]
-    for row, contents in rows:
-        copies = []
-        for one in variants:
-            for content in contents:
-                copy = one.clone()
-                copy[row] = content
-                copies.append(copy)
-        variants = copies
-    return variants
+    copies = []
+    for combination in product(*(contents for _, contents in rows)):
+        copy = flags.clone()
+        for (row, _), content in zip(rows, combination, strict=True):
+            copy[row] = content
+        copies.append(copy)
+    return copies
 
 
 def _last_end_ignored(inputs: GaeInputs) -> Tensor | None:
@@ -184,8 +172,7 @@ def _bootstrapped(
     return compute
 
 
-def _limits(inputs: GaeInputs) -> Tensor:
-    return inputs.truncated
+_limits = attrgetter("truncated")
 
 
 def _open_ends(inputs: GaeInputs) -> Tensor:
@@ -405,7 +392,7 @@ def _moved_and_scaled(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Cal
     @in_each_rollout
     def compute(inputs: GaeInputs) -> Tensor:
         right = gae(inputs)
-        rows = rows_that_count(right, inputs.valid)
+        rows = right[inputs.counted]
         moments = [torch.std_mean(rows, correction=correction) for correction in (0, 1)]
         return closest_whole(inputs, *(change(right, mean, std + STD_EPS) for std, mean in moments))
 

@@ -54,7 +54,7 @@ class Hypothesis:
         needs: attribute of the inputs; the hypothesis does not apply if it is None, 0 or empty.
         gradient: name of the same mistake in the equation of the gradient.
         doubtful_without: what the program must show in addition, because the same numbers may have another reason.
-        of: subject that a check asks for: a setting, units, the memory, or a part of the total loss that is included.
+        of: subject that a check asks for: a setting, units, the memory, sums of rewards, or a part of the total loss that is included.
         hides: names of other hypotheses of the same equation that explain the same numbers by chance.
         unknown_row: the columns lack the number of one row.
     """

@@ -315,12 +315,11 @@ class GradientInputs:
 
     def active(self, vector: Tensor) -> Tensor:
         """Return [d], bool: the entry's parameter has a gradient in `vector`."""
-        return spread([part.any() for part in vector.split(list(self.numels))], self.numels)
+        return spread(torch.stack([part.any() for part in vector.split(list(self.numels))]), self.numels)
 
 
-def spread(values: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
-    """Expand one number per parameter to [d]."""
-    column = torch.stack(list(values))
+def spread(column: Tensor, numels: Sequence[int]) -> Tensor:
+    """Expand one number per parameter, [K], to [d]."""
     return column.repeat_interleave(torch.tensor(numels, device=column.device), output_size=sum(numels))
 
 

@@ -15,7 +15,7 @@ from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
 from esper_telemetry.equations.equation import Equation, mistake, variant
-from esper_telemetry.equations.gradient import fitted, spread
+from esper_telemetry.equations.gradient import fitted, largest_entries, spread
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -346,13 +346,8 @@ def compare_step(
     inputs = StepInputs(tuple(steps), settings, lost=lost, stands_still=stands_still)
     expected = inputs.changed()
     bound = OPTIMIZER_STEP.tolerance_at(precision) if tolerance is None else tolerance
-
-    def largest(vector: Tensor) -> list[Tensor]:
-        return [part.abs().max() if len(part) else part.sum() for part in vector.split(numels)]
-
-    rounding = ROUNDINGS * epsilon / bound
-    parts = zip(largest(claimed), largest(expected), largest(weights), strict=True)
-    scale = spread([torch.maximum(one, other) + rounding * size for one, other, size in parts], numels)
+    sizes, steps_taken, steps_expected = (largest_entries(vector, numels) for vector in (weights, claimed, expected))
+    scale = spread(torch.maximum(steps_taken, steps_expected) + ROUNDINGS * epsilon / bound * sizes, numels)
     scale = torch.where(scale > 0, scale, 1.0)
     inputs = replace(inputs, scale=scale)
     unit = torch.ones(1)  # else a step that is small next to rounding would be compared with itself

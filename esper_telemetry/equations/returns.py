@@ -139,12 +139,6 @@ def _fitted(inputs: ReturnInputs, *columns: Tensor) -> tuple[Tensor, list[float]
     return torch.stack(terms, -1) @ factors, factors.tolist()
 
 
-def few_differ(numbers: Tensor) -> bool:
-    """Return whether nearly all numbers [R] are equal: a line through two points, such as the rewards and the last one, shows nothing."""
-    low, high = numbers.quantile(1 - MAX_DIFFERING), numbers.quantile(MAX_DIFFERING)
-    return bool((high - low).abs() <= TOLERANCES["fp32"] * numbers.abs().amax())
-
-
 def _in_other_units(inputs: ReturnInputs) -> tuple[Tensor, float, bool] | None:
     """Advantages plus values, shifted and scaled to fit the returns, the scale, and whether the critic's estimates follow the returns.
 
@@ -154,7 +148,9 @@ def _in_other_units(inputs: ReturnInputs) -> tuple[Tensor, float, bool] | None:
     if fit is None or inputs.new_values is None or fit[1][0] <= 0:
         return None
     total, (slope, offset) = fit
-    if few_differ(inputs.counted(total)):
+    # if nearly all sums are equal, a line through two points, such as the rewards and the last one, shows nothing
+    sums = inputs.counted(total)
+    if bool((sums.quantile(MAX_DIFFERING) - sums.quantile(1 - MAX_DIFFERING)).abs() <= TOLERANCES["fp32"] * sums.abs().amax()):
         return None
     values, estimates = inputs.counted(inputs.values), inputs.counted(inputs.new_values)
     moved, kept = (float((estimates - one).abs().median()) for one in (slope * values + offset, values))

@@ -50,7 +50,8 @@ def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Ite
     rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
     if rollout is None or not rollout.advantages.numel():
         return
-    if facts.columns_by_name and facts.has_critic and _alike(rollout.values):
+    values = rollout.values
+    if facts.columns_by_name and facts.has_critic and bool(values.max() - values.min() <= ALIKE * values.abs().max()):
         yield from (partial(unchecked, equation, ALIKE_VALUES) for equation in (ADVANTAGES, RETURNS))
         return
     gae_lambda, discount = facts.gae_lambda if facts.has_critic else 1.0, facts.gamma
@@ -84,10 +85,6 @@ def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Ite
         yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts), *missing)
         if NORMALIZED_ADVANTAGES.name not in facts.unchecked_equations and facts.ranks == 1:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
-
-
-def _alike(values: Tensor) -> bool:
-    return bool(values.max() - values.min() <= ALIKE * values.abs().max())
 
 
 def certain(facts: Facts, check: Callable[[], EquationCheck | None], *missing: str, held: set[str] | None = None) -> Iterable[MetricGroup]:
