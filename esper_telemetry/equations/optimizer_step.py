@@ -158,7 +158,6 @@ class StepInputs:
 
 
 def _twice(inputs: StepInputs) -> Tensor:
-    """Return the change of two steps with one gradient."""
     first = [inputs.next(step) for step in inputs.steps]
     after = [
         replace(step, weights=step.weights + change, state=state, count=step.count + 1)
@@ -168,7 +167,6 @@ def _twice(inputs: StepInputs) -> Tensor:
 
 
 def _cleared(inputs: StepInputs) -> Tensor | None:
-    """Return the change if the state is empty."""
     if not any(step.state for step in inputs.steps):
         return None
     return replace(inputs, steps=tuple([replace(step, state={}, count=0) for step in inputs.steps])).changed(lost=0)

@@ -80,7 +80,6 @@ def _of_step(inputs: ReplayInputs, name: str, steps: int) -> Tensor | None:
 
 
 def _pass(name: str) -> Callable[[ReplayInputs], Tensor | None]:
-    """Return a function that returns the policy's pass of that name."""
     return lambda inputs: inputs.alternative(name)
 
 

@@ -125,7 +125,6 @@ def clipped_at(x: ValueLossInputs, clip: float | None) -> Tensor:
 
 
 def _to(x: ValueLossInputs, target: Tensor | None) -> Tensor | None:
-    """Return the loss to another target."""
     return None if target is None else value_loss(replace(x, returns=target))
 
 

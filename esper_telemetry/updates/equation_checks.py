@@ -465,7 +465,6 @@ def _dimensions(batches: JoinedMinibatches) -> int:
 
 
 def _nearest(columns: Sequence[Tensor | None], claimed: Tensor) -> Tensor | None:
-    """Return the column that is nearest to the trainer's loss."""
     known = [column for column in columns if column is not None]
     return min(known, key=lambda column: float((column - claimed).abs().sum()), default=None)
 

@@ -347,8 +347,6 @@ def _alternatives(collection: CollectionReplay, numbers: Callable[[Outputs], Ten
 
 
 def _rows_of(outputs: Outputs, rows: Tensor) -> Outputs:
-    """The distributions of these rows."""
-
     def take(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {head: column if column.dim() == 1 else column[rows] for head, column in columns.items()}
 
