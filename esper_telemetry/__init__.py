@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from esper_telemetry.equations.clipping import check_clipping as check_clipping
     from esper_telemetry.equations.drawn_actions import check_actions as check_actions
     from esper_telemetry.equations.entropy_loss import check_entropy as check_entropy
+    from esper_telemetry.equations.entropy_loss import check_total_loss as check_total_loss
     from esper_telemetry.equations.gae_advantages import check_gae as check_gae
     from esper_telemetry.equations.gradient import check_gradient as check_gradient
     from esper_telemetry.equations.log_probs import check_log_probs as check_log_probs
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from esper_telemetry.equations.replayed_outputs import check_values as check_values
     from esper_telemetry.equations.returns import check_returns as check_returns
     from esper_telemetry.equations.schedules import check_schedule as check_schedule
-    from esper_telemetry.equations.total_loss import check_total_loss as check_total_loss
     from esper_telemetry.equations.transitions import check_executed as check_executed
     from esper_telemetry.equations.transitions import check_rewards as check_rewards
     from esper_telemetry.equations.transitions import check_transitions as check_transitions

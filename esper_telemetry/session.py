@@ -74,11 +74,10 @@ from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 from esper_telemetry.sinks.end_block import RunEnd, print_end
 from esper_telemetry.sinks.notify import NotifySink
 from esper_telemetry.sinks.sink_registry import SinkLike, as_sinks
-from esper_telemetry.updates.extensions import Capture, UpdateExtension, progress_of
+from esper_telemetry.updates.extensions import Capture, ObservedSource, UpdateExtension, progress_of
 from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
 from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, group_names
 from esper_telemetry.updates.groups import measure
-from esper_telemetry.updates.sources import ObservedSource
 from esper_telemetry.updates.update import Update
 
 _logger = logging.getLogger("esper_telemetry")

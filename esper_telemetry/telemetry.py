@@ -37,8 +37,8 @@ from esper_telemetry.recording.recorder import UpdateRecorder
 from esper_telemetry.session import SessionOptions, TelemetrySession
 from esper_telemetry.sinks.sink_protocol import require_package
 from esper_telemetry.sinks.sink_registry import SinkLike
+from esper_telemetry.updates.extensions import EventSource, ObservedSource
 from esper_telemetry.updates.gradient_watcher import Members
-from esper_telemetry.updates.sources import EventSource, ObservedSource
 
 MAX_CLOSE_TIMEOUT_SECONDS: Final = 1e8
 """Three years; operating systems cannot wait much longer than some centuries."""
@@ -359,7 +359,7 @@ def session_of(telemetry: Telemetry) -> TelemetrySession:
 def attach(telemetry: Telemetry, source: EventSource) -> Remover:
     """Make `telemetry` observe and flush the events of `source`; returns a function that detaches it.
 
-    At level OFF nothing is registered, so the trainer does no extra work. A source may offer more than hooks: see `updates.sources`.
+    At level OFF nothing is registered, so the trainer does no extra work. A source may offer more than hooks: see `updates.extensions`.
 
     Raises:
         TypeError: for arguments that are not a Telemetry and an object that emits events.

@@ -27,8 +27,8 @@ from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import BeforeUpdate, Hooks, RecurrentForward, RolloutEnd
 from esper_telemetry.telemetry import Telemetry, session_of
+from esper_telemetry.updates.extensions import ObservedSource
 from esper_telemetry.updates.failure import Candidate, of_parameters
-from esper_telemetry.updates.sources import ObservedSource
 from esper_telemetry.updates.update import JoinedMinibatches
 
 try:

@@ -34,9 +34,9 @@ from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import Hooks, MinibatchEnd, RolloutEnd
 from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.updates.extensions import ObservedSource
 from esper_telemetry.updates.failure import Candidate, of_parameters
 from esper_telemetry.updates.joining import joined_minibatches
-from esper_telemetry.updates.sources import ObservedSource
 from esper_telemetry.updates.update import JoinedMinibatches
 
 HEAD = "action"

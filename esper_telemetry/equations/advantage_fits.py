@@ -12,12 +12,9 @@ from functools import partial
 from typing import Any
 
 from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.equations.comparison import ranked
 from esper_telemetry.equations.equation import TOLERANCES, mistake, variant
-from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, rows_that_count, standard
-
-ADVANTAGE_TOLERANCE = 1.0
-"""Factor of `TOLERANCES` for advantages. Loops in float32 have a relative error of 2e-7 with values near 0. With values near 1000 and no
-discount it is 2e-6 over 128 steps and 2e-5 over 2048 steps."""
+from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, standards
 
 MIN_TERMINATIONS = 3
 """Fewest terminations for a test that a constant was added to their rewards."""
@@ -57,13 +54,11 @@ class LocalEquation:
 
     def __init__(self, inputs: GaeInputs, claimed: Tensor) -> None:
         self.left = claimed - inputs.rewards + inputs.values
-        goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
         self.ahead = torch.zeros_like(claimed)
-        self.ahead[:-1] = claimed[1:] * goes_on[:-1]
+        self.ahead[:-1] = claimed[1:] * (~inputs.ended & inputs.counted)[:-1]
         self.rows = torch.zeros_like(inputs.ended)
         self.rows.view(-1)[::2] = True
-        if inputs.valid is not None:
-            self.rows &= inputs.valid
+        self.rows &= inputs.counted
 
     def solve(self, left: Tensor, *factors: Tensor) -> list[float] | None:
         """Return the least-squares coefficients of the factors; None if the rows do not determine them."""
@@ -92,8 +87,7 @@ def with_stored_limits(fit: FitFunction) -> FitFunction:
         stored = replace(inputs, rewards=inputs.bootstrapped_rewards, next_values=inputs.next_values * ~inputs.truncated)
         results = [fit(inputs, claimed), fit(stored, claimed) if bool(inputs.truncated.any()) else None]
         fitted = [result for result in results if result is not None]
-        counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
-        return min(fitted, key=lambda one: float((one[1] - claimed)[counted].abs().amax()), default=None)
+        return min(fitted, key=lambda one: float((one[1] - claimed)[inputs.counted].abs().amax()), default=None)
 
     return nearest
 
@@ -110,7 +104,7 @@ def fitted_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | N
 
 def fitted_limit_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
     """Return the discount of the values after time limits, with the configured discount elsewhere."""
-    limits = inputs.truncated if inputs.valid is None else inputs.truncated & inputs.valid
+    limits = inputs.truncated & inputs.counted
     local, after = LocalEquation(inputs, claimed), inputs.next_values * inputs.truncated
     rest = inputs.gamma * (inputs.next_values * ~inputs.truncated + inputs.gae_lambda * local.ahead)
     values, left = after[limits][::2], (local.left - rest)[limits][::2]
@@ -166,9 +160,8 @@ def fitted_gamma_explains(inputs: GaeInputs, claimed: Tensor) -> bool:
     for fit in (fitted_gamma, fitted_lambda):
         result = fit(inputs, claimed)
         if result is not None:
-            difference = (result[1] - claimed).abs()
-            counted = difference if inputs.valid is None else difference[inputs.valid]
-            if float(counted.amax()) <= ADVANTAGE_TOLERANCE * TOLERANCES["fp32"] * scale:
+            difference = (result[1] - claimed).abs()[inputs.counted]
+            if float(difference.amax()) <= TOLERANCES["fp32"] * scale:
                 return True
     return False
 
@@ -185,7 +178,7 @@ def fitted_reward_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tens
 def fitted_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
     """Return the factor of all advantages, fitted on every second row that counts."""
     right = gae(inputs)
-    reference, stored = (rows_that_count(column, inputs.valid)[::2] for column in (right, claimed))
+    reference, stored = (column[inputs.counted][::2] for column in (right, claimed))
     square = float(reference @ reference)
     if not square:
         return None
@@ -210,34 +203,30 @@ def _implied_rewards(inputs: GaeInputs, local: LocalEquation) -> Tensor:
     return local.left + inputs.rewards - inputs.gamma * inputs.next_values - decay * local.ahead
 
 
-def fitted_termination(constant: bool, *, cuts_limits: bool = False) -> FitFunction:
-    """Return a fit of the numbers added to the rewards of terminations: a constant, or numbers within the range of the values.
+def fitted_termination(inputs: GaeInputs, claimed: Tensor, *, constant: bool, cuts_limits: bool = False) -> tuple[float, Tensor] | None:
+    """Fit the numbers added to the rewards of terminations: a constant, or numbers within the range of the values.
 
     The rows of terminations determine these numbers; the other rows, most of them before a termination, decide. `cuts_limits`: nothing
     follows time limits.
     """
-
-    def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-        rows = inputs.terminated if inputs.valid is None else inputs.terminated & inputs.valid
-        added = (claimed - inputs.rewards + inputs.values)[rows]
-        if len(added) < MIN_TERMINATIONS:
-            return None
-        scale = float(claimed.abs().amax())
-        spread = float(added.amax() - added.amin())
-        limits_are_cut = bool(inputs.truncated.any()) and not bool((inputs.next_values * inputs.truncated).any())
-        if constant:
-            value = float(added[::2].mean())
-            return value, gae(inputs, rewards=inputs.rewards + value * inputs.terminated)
-        low, high = float(inputs.values.amin()), float(inputs.values.amax())
-        bootstrap = torch.zeros_like(inputs.values)
-        bootstrap[rows] = added / max(inputs.gamma, 1e-6)
-        outside = (bootstrap[rows] < low - (high - low)) | (bootstrap[rows] > high + (high - low))
-        some = (added.abs() > 1e-3 * scale).double().mean() > MIN_BOOTSTRAPPED
-        if spread <= 1e-3 * scale or bool(outside.any()) or not bool(some) or limits_are_cut != cuts_limits:
-            return None
-        return float(bootstrap[rows].mean()), gae(inputs, next_values=inputs.next_values + bootstrap)
-
-    return fit
+    rows = inputs.terminated & inputs.counted
+    added = (claimed - inputs.rewards + inputs.values)[rows]
+    if len(added) < MIN_TERMINATIONS:
+        return None
+    if constant:
+        value = float(added[::2].mean())
+        return value, gae(inputs, rewards=inputs.rewards + value * inputs.terminated)
+    scale = float(claimed.abs().amax())
+    spread = float(added.amax() - added.amin())
+    limits_are_cut = bool(inputs.truncated.any()) and not bool((inputs.next_values * inputs.truncated).any())
+    low, high = float(inputs.values.amin()), float(inputs.values.amax())
+    bootstrap = torch.zeros_like(inputs.values)
+    bootstrap[rows] = added / max(inputs.gamma, 1e-6)
+    outside = (bootstrap[rows] < low - (high - low)) | (bootstrap[rows] > high + (high - low))
+    some = (added.abs() > 1e-3 * scale).double().mean() > MIN_BOOTSTRAPPED
+    if spread <= 1e-3 * scale or bool(outside.any()) or not bool(some) or limits_are_cut != cuts_limits:
+        return None
+    return float(bootstrap[rows].mean()), gae(inputs, next_values=inputs.next_values + bootstrap)
 
 
 def fitted_swapped_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -245,7 +234,7 @@ def fitted_swapped_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tens
     if not bool(inputs.truncated.any()):
         return None
     cut = replace(inputs, next_values=inputs.next_values * ~inputs.truncated)
-    return fitted_termination(constant=False, cuts_limits=True)(cut, claimed)
+    return fitted_termination(cut, claimed, constant=False, cuts_limits=True)
 
 
 def fitted_last_value(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -267,7 +256,6 @@ def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
     Each step either ends its episode or continues with the next step's claimed advantage. Misplaced flags hardly change the number of ends;
     a program that cuts episodes on purpose does.
     """
-    counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
     if inputs.rollouts > 1 or int(inputs.ended.sum()) < MIN_ENDS or not inputs.gamma:
         return None
     ahead = torch.cat([claimed[1:], torch.zeros_like(claimed[:1])])
@@ -278,8 +266,8 @@ def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
         for one, other in (ends, [delta + further for delta in ends])
     )
     flags = (cut - claimed).abs() < (goes_on - claimed).abs()
-    differs = int((flags ^ inputs.ended)[counted].sum())
-    surplus = abs(int(flags[counted].sum()) - int(inputs.ended[counted].sum()))
+    differs = int((flags ^ inputs.ended)[inputs.counted].sum())
+    surplus = abs(int(flags[inputs.counted].sum()) - int(inputs.ended[inputs.counted].sum()))
     if differs < MIN_ENDS or surplus > max(inputs.ended.shape[1], differs // 3):
         return None
     return float(differs), torch.where(flags, cut, goes_on)
@@ -287,12 +275,7 @@ def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
 
 def normalized_whole(inputs: GaeInputs, values: Tensor) -> Tensor:
     """Return advantages minus their mean, divided by their standard deviation, biased or not, over all rows that count."""
-    return closest_whole(inputs, *_standards(inputs, values))
-
-
-def _standards(inputs: GaeInputs, values: Tensor) -> list[Tensor]:
-    rows = rows_that_count(values, inputs.valid)
-    return [standard(values, rows, correction) for correction in (0, 1)]
+    return closest_whole(inputs, *standards(values, values[inputs.counted]))
 
 
 def fitted_normalized(*names: str, returned: str) -> FitFunction:
@@ -303,9 +286,8 @@ def fitted_normalized(*names: str, returned: str) -> FitFunction:
 
     def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
         local = LocalEquation(inputs, claimed)
-        goes_on = torch.ones_like(claimed)
+        goes_on = (~inputs.ended & inputs.counted).to(claimed)
         goes_on[-1] = 0.0
-        goes_on *= ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
         solution = local.solve(
             inputs.rewards - inputs.values, claimed, torch.ones_like(claimed), -inputs.next_values, -local.ahead, -goes_on
         )
@@ -333,14 +315,13 @@ def fitted_normalized(*names: str, returned: str) -> FitFunction:
 
 def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) -> tuple[float, Tensor] | None:
     """Return how many rows have another row's number, and the correct numbers in the order of the claimed numbers."""
-    counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
+    counted, results = inputs.counted, []
     if int(counted.sum()) < MIN_ROWS:
         return None
-    order, results = claimed[counted].argsort(), []
-    for right in _standards(inputs, gae(inputs)) if normalized else [gae(inputs)]:
-        moved, ordered = claimed.clone(), torch.empty_like(claimed[counted])
-        ordered[order] = right[counted].sort().values
-        moved[counted] = ordered
+    own = gae(inputs)
+    for right in standards(own, own[counted]) if normalized else [own]:
+        moved = claimed.clone()
+        moved[counted] = ranked(claimed[counted], right[counted])
         results.append((float((moved != right)[counted].sum()), moved))
     return min(results, key=lambda one: float((one[1] - claimed)[counted].abs().amax()))
 
@@ -351,8 +332,7 @@ def fitted_weights(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] |
     With both bounds at 1, v_t = V_t + A_t. Weights other than 0 to 1, and few or no weights at the bound, are of another formula.
     """
     one_step = inputs.rewards + inputs.gamma * (inputs.next_values + LocalEquation(inputs, claimed).ahead) - inputs.values
-    rows = one_step.abs() > UNKNOWN_WEIGHT * one_step.abs().amax()
-    rows = rows if inputs.valid is None else rows & inputs.valid
+    rows = (one_step.abs() > UNKNOWN_WEIGHT * one_step.abs().amax()) & inputs.counted
     weights = (claimed / one_step)[rows]
     cut = float((weights - 1).abs().le(CUT_WEIGHT).double().mean()) if len(weights) >= MIN_WEIGHTS else 0.0
     within = bool(((weights > 0) & (weights <= 1 + CUT_WEIGHT)).all())
@@ -372,21 +352,21 @@ FITTED = (
     .advises("Compare the lambda that the advantages use with the setting.", source="program: loop-lambda"),
     mistake("time_limit_gamma", "GAE with a different discount of the values after time limits,")
     .fits("δ_t = r_t + γ' V(s_{t+1}) - V_t at time limits", "gamma", fitted_limit_gamma)
-    .advises("Use one discount for time limits and for all other steps.", source="program: gae_programs"),
+    .advises("Use one discount for time limits and for all other steps."),
     mistake("step_gamma", "GAE with a different discount of the next values than in the trace,")
     .fits("δ_t = r_t + γ' V(s_{t+1}) - V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1}", "gamma", fitted_step_gamma)
-    .advises("Use one discount for the next values and for the trace.", source="program: gae_programs"),
+    .advises("Use one discount for the next values and for the trace."),
     mistake("both_gamma", "GAE with a different discount and a different lambda,")
     .fits("A_t with other γ and λ", "gamma", fitted_both(0), fitted_normalized("gamma", "gae_lambda", returned="gamma"))
-    .advises("Compare both with the settings.", source="program: gae_programs"),
+    .advises("Compare both with the settings."),
     mistake("both_lambda", "the same with")
     .fits("A_t with other γ and λ", "lambda", fitted_both(1), fitted_normalized("gamma", "gae_lambda", returned="gae_lambda"))
     .advises("Compare both with the settings.", source="program: test_advantage_equations"),
     mistake("terminal_reward", "GAE with the same number added to the reward of each termination,")
-    .fits("r_t + c at terminations", "c", fitted_termination(constant=True))
-    .advises("Compute advantages from the stored rewards.", source="program: gae_programs"),
+    .fits("r_t + c at terminations", "c", partial(fitted_termination, constant=True))
+    .advises("Compute advantages from the stored rewards."),
     mistake("termination_bootstrapped", "GAE that adds a value after terminations, as if a time limit had ended the episode;")
-    .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", fitted_termination(constant=False))
+    .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", partial(fitted_termination, constant=False))
     .advises("Bootstrap only if truncated is set and terminated is not.", source="Pardo et al. 2018, 1712.00378"),
     mistake("ends_exchanged", "GAE that adds values after terminations and none after time limits: the two flags are swapped;")
     .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations, r_t - V_t at time limits", "mean value", fitted_swapped_ends)
@@ -395,8 +375,7 @@ FITTED = (
     mistake("other_last_value", "GAE that bootstraps the last step with other values;")
     .fits("δ_T = r_T + γ x - V_T", "their mean", fitted_last_value)
     .given(doubtful_without="values")
-    .advises("Evaluate the critic at the observation after the last step, with the weights and states of the rollout.")
-    .cites("program: gae_programs"),
+    .advises("Evaluate the critic at the observation after the last step, with the weights and states of the rollout."),
     mistake("other_ends", "GAE with the ends of episodes in different steps than the environments returned;")
     .fits("A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends", "differing steps", fitted_ends)
     .advises("Compare the flags that the advantages use with the flags that `env.step` returns, step by step and in each environment.")
@@ -404,16 +383,13 @@ FITTED = (
     mistake("other_rows", "GAE of other rows;")
     .fits("A_j in row i", "rows that differ", other_rows, partial(other_rows, normalized=True))
     .given(doubtful_without="order")
-    .advises("Index advantages with the rows of the observations and actions, and shuffle all columns by the same permutation.")
-    .cites("program: gae_programs"),
+    .advises("Index advantages with the rows of the observations and actions, and shuffle all columns by the same permutation."),
     mistake("reward_clip", "GAE of rewards clipped to [-c, c],")
     .fits("δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t", "c", fitted_clip)
-    .advises("If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards.")
-    .cites("program: gae_programs"),
+    .advises("If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards."),
     mistake("scaled", "GAE times a factor,")
     .fits("A_t = c GAE_t", "c", fitted_scale)
-    .advises("Look for a factor after the advantages are computed; normalised advantages do not need one.")
-    .cites("program: gae_programs"),
+    .advises("Look for a factor after the advantages are computed; normalised advantages do not need one."),
     variant("reward_scale", "GAE of scaled rewards,")
     .fits("δ_t = c r_t + γ V_{t+1} - V_t", "factor", fitted_reward_scale)
     .cites("2005.12729, section 3, reward scaling"),

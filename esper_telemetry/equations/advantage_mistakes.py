@@ -11,21 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 
 from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.equations.comparison import other_readings
 from esper_telemetry.equations.equation import mistake, variant
-from esper_telemetry.equations.gae import (
-    NEAR,
-    STD_EPS,
-    GaeInputs,
-    at,
-    closest,
-    closest_whole,
-    gae,
-    in_each_rollout,
-    rows_that_count,
-    standard,
-)
+from esper_telemetry.equations.gae import NEAR, STD_EPS, GaeInputs, closest, closest_whole, gae, in_each_rollout, standards
 from esper_telemetry.metrics.statistics import discounted_sums
 
 MAX_ENV_SHIFTS = 8
@@ -59,7 +50,7 @@ def _with_ends(inputs: GaeInputs, *flags: Tensor) -> Tensor | None:
 def _ends_ignored(inputs: GaeInputs) -> Tensor | None:
     """GAE that ignores ends in the trace, or also in the bootstrap, possibly with the values after time limits."""
     never = torch.zeros_like(inputs.ended)
-    runs_on, following = _with_ends(inputs, never), at(inputs.terminated, inputs.following, inputs.next_values)
+    runs_on, following = _with_ends(inputs, never), torch.where(inputs.terminated, inputs.following, inputs.next_values)
     return None if runs_on is None else closest(inputs, runs_on, gae(inputs, next_values=following, cut=never))
 
 
@@ -67,7 +58,7 @@ def _terminations_ignored(inputs: GaeInputs) -> Tensor | None:
     limits = inputs.ended & ~inputs.terminated
     if not bool(limits.any()) or not bool(inputs.terminated.any()):
         return None
-    return gae(inputs, next_values=at(inputs.terminated, inputs.following, inputs.next_values), cut=limits)
+    return gae(inputs, next_values=torch.where(inputs.terminated, inputs.following, inputs.next_values), cut=limits)
 
 
 def _ends_inverted(inputs: GaeInputs) -> Tensor | None:
@@ -76,7 +67,7 @@ def _ends_inverted(inputs: GaeInputs) -> Tensor | None:
     beyond = (inputs.claimed - errors).abs()[inputs.ended]
     if continued is None or bool(inputs.ended.all()) or float(beyond.max()) <= NEAR * float(inputs.claimed.abs().max()):
         return continued
-    return closest(inputs, continued, at(inputs.ended, inputs.claimed, errors))
+    return closest(inputs, continued, torch.where(inputs.ended, inputs.claimed, errors))
 
 
 def _ends_late(inputs: GaeInputs) -> Tensor | None:
@@ -111,16 +102,13 @@ def _ends_of_others(inputs: GaeInputs) -> Tensor | None:
 
 def _with_rows(flags: Tensor, *rows: tuple[int, tuple[Tensor | bool, ...]]) -> list[Tensor]:
     """Return copies of the flags with each combination of values in these rows."""
-    variants = [flags]
-    for row, contents in rows:
-        copies = []
-        for one in variants:
-            for content in contents:
-                copy = one.clone()
-                copy[row] = content
-                copies.append(copy)
-        variants = copies
-    return variants
+    copies = []
+    for combination in product(*(contents for _, contents in rows)):
+        copy = flags.clone()
+        for (row, _), content in zip(rows, combination, strict=True):
+            copy[row] = content
+        copies.append(copy)
+    return copies
 
 
 def _last_end_ignored(inputs: GaeInputs) -> Tensor | None:
@@ -145,7 +133,7 @@ def _next_episode_bootstrap(inputs: GaeInputs) -> Tensor | None:
         inputs,
         gae(inputs, next_values=everywhere),
         gae(inputs, rewards=inputs.bootstrapped_rewards, next_values=everywhere),
-        gae(inputs, next_values=at(inputs.terminated, everywhere, inputs.next_values)),
+        gae(inputs, next_values=torch.where(inputs.terminated, everywhere, inputs.next_values)),
     )
 
 
@@ -156,14 +144,14 @@ def _current_value_bootstrap(inputs: GaeInputs) -> Tensor:
     return closest_whole(
         inputs,
         gae(inputs, next_values=inputs.values * ~inputs.terminated),
-        gae(inputs, next_values=at(inside, inputs.values, inputs.next_values)),
+        gae(inputs, next_values=torch.where(inside, inputs.values, inputs.next_values)),
     )
 
 
 def _time_limit_no_end(inputs: GaeInputs) -> Tensor | None:
     if not bool(inputs.truncated.any()):
         return None
-    following = at(inputs.truncated, inputs.following, inputs.next_values)
+    following = torch.where(inputs.truncated, inputs.following, inputs.next_values)
     return closest(
         inputs,
         gae(inputs, next_values=following, cut=inputs.terminated),
@@ -172,28 +160,26 @@ def _time_limit_no_end(inputs: GaeInputs) -> Tensor | None:
     )
 
 
-def _time_limit_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Callable[[GaeInputs], Tensor | None]:
-    """Return GAE with these values after time limits; None if no time limit was reached."""
+def _bootstrapped(
+    places: Callable[[GaeInputs], Tensor], value: Callable[[GaeInputs], Tensor | float]
+) -> Callable[[GaeInputs], Tensor | None]:
+    """Return GAE with these values, [T, B] or a number, after the steps at these places [T, B]; None if there are no such steps."""
 
     def compute(inputs: GaeInputs) -> Tensor | None:
-        if not bool(inputs.truncated.any()):
-            return None
-        return gae(inputs, next_values=at(inputs.truncated, value(inputs), inputs.next_values))
+        after = places(inputs)
+        return gae(inputs, next_values=torch.where(after, value(inputs), inputs.next_values)) if bool(after.any()) else None
 
     return compute
 
 
-def _last_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Callable[[GaeInputs], Tensor | None]:
-    """Return GAE with these values, [T, B] or a number, after the last step, unless the step ended its episode."""
+_limits = attrgetter("truncated")
 
-    def compute(inputs: GaeInputs) -> Tensor | None:
-        if bool(inputs.ended[-1].all()):
-            return None
-        last = torch.zeros_like(inputs.ended)
-        last[-1] = ~inputs.ended[-1]
-        return gae(inputs, next_values=at(last, value(inputs), inputs.next_values))
 
-    return compute
+def _open_ends(inputs: GaeInputs) -> Tensor:
+    """The last steps that did not end their episodes."""
+    last = torch.zeros_like(inputs.ended)
+    last[-1] = ~inputs.ended[-1]
+    return last
 
 
 def _last_row_zero(inputs: GaeInputs) -> Tensor | None:
@@ -233,21 +219,14 @@ def _forward(inputs: GaeInputs) -> Tensor:
 
 @in_each_rollout
 def _axes_swapped(inputs: GaeInputs) -> Tensor | None:
-    steps, envs = inputs.values.shape
-    if 1 in (steps, envs):
-        return None
-    right = gae(inputs)
-    return closest_whole(inputs, right.t().reshape(steps, envs), right.reshape(envs, steps).t())
+    turned = [reading(gae(inputs)) for reading in other_readings(inputs.values.shape)]
+    return closest_whole(inputs, *turned) if turned else None
 
 
 @in_each_rollout
 def _returns_swapped(inputs: GaeInputs) -> Tensor | None:
-    steps, envs = inputs.values.shape
-    if 1 in (steps, envs):
-        return None
-    right = gae(inputs) + inputs.values
-    orders = right.t().reshape(steps, envs), right.reshape(envs, steps).t()
-    return closest_whole(inputs, *(returns - inputs.values for returns in orders))
+    turned = [reading(gae(inputs) + inputs.values) - inputs.values for reading in other_readings(inputs.values.shape)]
+    return closest_whole(inputs, *turned) if turned else None
 
 
 @in_each_rollout
@@ -366,7 +345,7 @@ def _one_reward(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
 
 @in_each_rollout
 def _rewards_swapped(inputs: GaeInputs) -> Tensor | None:
-    results = [_of_rewards(reading)(inputs) for reading in _other_readings(inputs)]
+    results = [_of_rewards(reading)(inputs) for reading in other_readings(inputs.values.shape)]
     present = [result for result in results if result is not None]
     return closest_whole(inputs, *present) if present else None
 
@@ -375,19 +354,13 @@ def _rewards_swapped(inputs: GaeInputs) -> Tensor | None:
 def _ends_swapped(inputs: GaeInputs) -> Tensor | None:
     """GAE of ends, and possibly of rewards, with [T, B] read as [B, T] or the reverse."""
     results = []
-    for reading in _other_readings(inputs):
+    for reading in other_readings(inputs.values.shape):
         ended = reading(inputs.ended)
         if not torch.equal(ended, inputs.ended):
             both = replace(inputs, rewards=reading(inputs.rewards))
             rewards = (one for base in (inputs, both) for one in (base.rewards, base.bootstrapped_rewards))
             results += [gae(inputs, rewards=one, next_values=inputs.following * ~ended, cut=ended) for one in rewards]
     return closest_whole(inputs, *results) if results else None
-
-
-def _other_readings(inputs: GaeInputs) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Return the functions that swap the axes of a column [T, B]; none if there is one step or one environment."""
-    steps, envs = inputs.values.shape
-    return () if 1 in (steps, envs) else (lambda x: x.t().reshape(steps, envs), lambda x: x.reshape(envs, steps).t())
 
 
 # what is stored instead
@@ -397,16 +370,14 @@ def _other_readings(inputs: GaeInputs) -> tuple[Callable[[Tensor], Tensor], ...]
 def normalized(inputs: GaeInputs) -> Tensor:
     """GAE minus its mean, divided by its standard deviation, biased or not, over all rows that count."""
     right = gae(inputs)
-    rows = [right] if inputs.valid is None else [right[inputs.valid], right]
-    return closest_whole(inputs, *(standard(right, *pair) for pair in product(rows, (0, 1))))
+    return closest_whole(inputs, *standards(right, right[inputs.counted], right))
 
 
 @in_each_rollout
 def _normalized_returns(inputs: GaeInputs) -> Tensor:
     """Discounted rewards to the end of each episode, normalised over the rows that count, biased or not, minus the values."""
     sums = discounted_sums(inputs.rewards, inputs.gamma * ~inputs.ended)
-    rows = rows_that_count(sums, inputs.valid)
-    return closest_whole(inputs, *(standard(sums, rows, correction) - inputs.values for correction in (0, 1)))
+    return closest_whole(inputs, *(one - inputs.values for one in standards(sums, sums[inputs.counted])))
 
 
 def _normalized_returns_over_limits(inputs: GaeInputs) -> Tensor | None:
@@ -421,7 +392,7 @@ def _moved_and_scaled(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Cal
     @in_each_rollout
     def compute(inputs: GaeInputs) -> Tensor:
         right = gae(inputs)
-        rows = rows_that_count(right, inputs.valid)
+        rows = right[inputs.counted]
         moments = [torch.std_mean(rows, correction=correction) for correction in (0, 1)]
         return closest_whole(inputs, *(change(right, mean, std + STD_EPS) for std, mean in moments))
 
@@ -471,14 +442,14 @@ ZERO_ADVICE = "Look for a normalisation over an axis with one entry, equal rewar
 MISTAKES = (
     mistake("zero", "0 in every row")
     .predicts("A_t = 0", lambda inputs: torch.zeros_like(inputs.claimed) if bool(inputs.rewards.any()) else None)
-    .advises(ZERO_ADVICE, source="program: gae_programs"),
+    .advises(ZERO_ADVICE),
     mistake("ends_ignored", "GAE that continues over the ends of episodes")
     .predicts("A_t = r_t + γ V_{t+1} - V_t + γλ A_{t+1}", _ends_ignored)
     .advises("Multiply the trace, and the bootstrap, by 1 - done.")
     .cites("Huang et al. 2022, The 37 implementation details of PPO"),
     mistake("terminations_ignored", "GAE that continues over terminations but not over time limits")
     .predicts("A_t = δ_t + γλ (1 - truncated_t) A_{t+1}", _terminations_ignored)
-    .advises("Also multiply the trace, and the bootstrap, by 1 - terminated.", source="program: gae_programs"),
+    .advises("Also multiply the trace, and the bootstrap, by 1 - terminated."),
     mistake("ends_late", "GAE with the ends of episodes one step late")
     .predicts("A_t = δ_t + γλ (1 - end_{t-1}) A_{t+1}", _ends_late)
     .given(doubtful_without="flags")
@@ -492,11 +463,10 @@ MISTAKES = (
     mistake("ends_inverted", "GAE with inverted flags: it continues only at the ends of episodes")
     .predicts("A_t = δ_t + γλ end_t A_{t+1}, δ_t = r_t + γ end_t V_{t+1} - V_t", _ends_inverted)
     .given(unknown_row=True)
-    .advises("Multiply by 1 - done, not by done.", source="program: gae_programs"),
+    .advises("Multiply by 1 - done, not by done."),
     mistake("ends_shared", "GAE in which the end of one environment's episode ends the episodes of all environments")
     .predicts("A_t = δ_t + γλ (1 - max_b end_tb) A_{t+1}", _ends_shared)
-    .advises("Use each environment's own flag: look for `any()` and for shapes that broadcast.")
-    .cites("program: gae_programs"),
+    .advises("Use each environment's own flag: look for `any()` and for shapes that broadcast."),
     mistake("ends_of_others", "GAE with the ends of episodes of other environments")
     .predicts("A_tb = δ_tb + γλ (1 - end_{t,σ(b)}) A_{t+1,b}", _ends_of_others)
     .advises(
@@ -509,9 +479,9 @@ MISTAKES = (
     .cites("vwxyzjn/cleanrl: `next_done` masks the bootstrap of the last step"),
     mistake("next_episode_bootstrap", "GAE that bootstraps ends with the first value of the next episode")
     .predicts("δ_t = r_t + γ V_{t+1} - V_t at ends too", _next_episode_bootstrap)
-    .advises("Multiply the next value by 1 - done.", source="program: gae_programs"),
+    .advises("Multiply the next value by 1 - done."),
     mistake("time_limit_as_termination", "GAE that treats time limits as terminations")
-    .predicts("δ_t = r_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: 0.0))
+    .predicts("δ_t = r_t - V_t at time limits", _bootstrapped(_limits, lambda inputs: 0.0))
     .advises("Add γ times the value of the episode's last observation if a time limit ended the episode.")
     .cites("Pardo et al. 2018, 1712.00378; DLR-RM/stable-baselines3#633"),
     mistake("time_limit_no_end", "GAE that ignores time limits, so that the trace continues into the next episode")
@@ -519,14 +489,14 @@ MISTAKES = (
     .advises("Cut the trace if terminated or truncated is set, and mask the bootstrap by terminated only.")
     .cites("Pardo et al. 2018, 1712.00378"),
     mistake("time_limit_next_episode", "GAE that bootstraps time limits with the first value of the next episode")
-    .predicts("δ_t = r_t + γ V_{t+1} - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.following))
+    .predicts("δ_t = r_t + γ V_{t+1} - V_t at time limits", _bootstrapped(_limits, lambda inputs: inputs.following))
     .advises("Use the value of the episode's last observation (`final_observation`), not of the observation after the reset.")
     .cites("Unity-Technologies/ml-agents#574"),
     mistake("time_limit_twice", "GAE that adds the value after a time limit twice")
-    .predicts("δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits", _time_limit_bootstrap(lambda inputs: 2 * inputs.next_values))
-    .advises("Add the value either to the reward or as the next value.", source="program: gae_programs"),
+    .predicts("δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits", _bootstrapped(_limits, lambda inputs: 2 * inputs.next_values))
+    .advises("Add the value either to the reward or as the next value."),
     mistake("no_last_bootstrap", "GAE without the value after the last step")
-    .predicts("δ_T = r_T - V_T", _last_bootstrap(lambda inputs: 0.0))
+    .predicts("δ_T = r_T - V_T", _bootstrapped(_open_ends, lambda inputs: 0.0))
     .advises("Bootstrap the last step with the value of the state that follows the rollout.")
     .cites("Huang et al. 2022, The 37 implementation details of PPO"),
     mistake("last_row_zero", "GAE except in the last row, which is 0")
@@ -534,35 +504,35 @@ MISTAKES = (
     .advises("Let the loop over steps begin at the last step: its next value is the value after the rollout.")
     .cites("Farama-Foundation/Gymnasium, docs/tutorials/training_agents/vector_a2c.py; PufferAI/PufferLib#445"),
     mistake("old_last_bootstrap", "GAE that bootstraps the last step with the value of the state before it")
-    .predicts("δ_T = r_T + γ V_T - V_T", _last_bootstrap(lambda inputs: inputs.values))
+    .predicts("δ_T = r_T + γ V_T - V_T", _bootstrapped(_open_ends, lambda inputs: inputs.values))
     .advises("Evaluate the critic at the observation after the last step.")
     .cites("program: loop-bootstrap_old_value"),
     mistake("current_value_bootstrap", "GAE that bootstraps each step with the value of its own state")
     .predicts("δ_t = r_t + γ V_t - V_t", _current_value_bootstrap)
-    .advises("The next value is the value in row t + 1.", source="program: gae_programs"),
+    .advises("The next value is the value in row t + 1."),
     mistake("values_exchanged", "GAE with the value and the next value swapped")
     .predicts("δ_t = r_t + γ V_t - V_{t+1}", lambda inputs: gae(inputs, values=inputs.next_values, next_values=inputs.values))
-    .advises("δ_t = r_t + γ V_{t+1} - V_t.", source="program: gae_programs"),
+    .advises("δ_t = r_t + γ V_{t+1} - V_t."),
     mistake("not_flipped", "GAE in reverse order of time")
     .predicts("A_t = GAE_{T-t}", lambda inputs: gae(inputs).flip(0))
-    .advises("Reverse the list that the backward loop has filled.", source="program: gae_programs"),
+    .advises("Reverse the list that the backward loop has filled."),
     mistake("forward", "the recursion of GAE run forward in time")
     .predicts("A_t = δ_t + γλ (1 - end_t) A_{t-1}", _forward)
     .advises("Loop over `reversed(range(T))`.", source="program: loop-forward"),
     mistake("exchanged", "GAE with gamma and lambda swapped")
     .predicts("δ_t = r_t + λ V_{t+1} - V_t", lambda inputs: gae(inputs, gamma=inputs.gae_lambda))
-    .advises("Look at the order of the arguments.", source="program: gae_programs"),
+    .advises("Look at the order of the arguments."),
     mistake("undiscounted_bootstrap", "GAE whose bootstrap is not discounted")
     .predicts("δ_t = r_t + V_{t+1} - V_t", lambda inputs: gae(inputs, gamma=1.0))
-    .advises("Multiply the next value by gamma.", source="program: gae_programs"),
+    .advises("Multiply the next value by gamma."),
     mistake("rewards_discounted", "GAE in which the discount multiplies the rewards, not the next values")
     .predicts(
         "δ_t = γ r_t + V_{t+1} - V_t, A_t = δ_t + λ A_{t+1}", lambda x: gae(x, rewards=x.gamma * x.rewards, gamma=1.0, decay=x.gae_lambda)
     )
-    .advises("Multiply the running sum by gamma: R = r + gamma * R.", source="program: gae_programs"),
+    .advises("Multiply the running sum by gamma: R = r + gamma * R."),
     mistake("trace_without_gamma", "GAE whose trace decays by lambda only")
     .predicts("A_t = δ_t + λ A_{t+1}", lambda inputs: gae(inputs, decay=inputs.gae_lambda))
-    .advises("Multiply the trace by gamma times lambda.", source="program: gae_programs"),
+    .advises("Multiply the trace by gamma times lambda."),
     mistake("sign", "GAE with the opposite sign")
     .predicts("A_t = -GAE_t", lambda inputs: -gae(inputs))
     .advises("Advantages are returns minus values.", source="program: bundled-adv_sign"),
@@ -577,10 +547,10 @@ MISTAKES = (
     mistake("rewards_early", "GAE from the next step's rewards")
     .predicts("δ_t = r_{t+1} + γ V_{t+1} - V_t", _rewards_early)
     .given(unknown_row=True)
-    .advises("Store each reward in the row of the action that earned it.", source="program: gae_programs"),
+    .advises("Store each reward in the row of the action that earned it."),
     mistake("rewards_negated", "GAE of the negative rewards")
     .predicts("δ_t = -r_t + γ V_{t+1} - V_t", _of_rewards(lambda rewards: -rewards))
-    .advises("Rewards are maximised; costs need a minus sign.", source="program: gae_programs"),
+    .advises("Rewards are maximised; costs need a minus sign."),
     mistake("rewards_clipped", "GAE of rewards clipped to [-1, 1]")
     .predicts("δ_t = clip(r_t, -1, 1) + γ V_{t+1} - V_t", _of_rewards(lambda rewards: rewards.clamp(-1, 1)))
     .advises("If you clip rewards, clip them in a wrapper of the environment, so that everything learns from the same rewards.")
@@ -607,23 +577,22 @@ MISTAKES = (
     .cites("program: test_advantage_equations"),
     mistake("returns_stored", "returns: the values were not subtracted")
     .predicts("A_t = GAE_t + V_t", lambda inputs: gae(inputs) + inputs.values)
-    .advises("Subtract the values, or store returns and advantages separately.", source="program: gae_programs"),
+    .advises("Subtract the values, or store returns and advantages separately."),
     mistake("immediate_rewards", "immediate rewards instead of sums of rewards")
     .predicts("A_t = r_t - V_t, or r_t", lambda x: closest_whole(x, x.rewards - x.values, x.rewards))
-    .advises("Sum the rewards from each step to the end of its episode.", source="program: gae_programs"),
+    .advises("Sum the rewards from each step to the end of its episode."),
     mistake("values_missing", "discounted sums of rewards, as if all values were 0")
     .predicts(
         "A_t = Σ_k (γλ)^k r_{t+k}",
         lambda inputs: gae(inputs, values=torch.zeros_like(inputs.values), next_values=torch.zeros_like(inputs.values)),
     )
-    .advises("Fill the values before the advantages are computed.", source="program: gae_programs"),
+    .advises("Fill the values before the advantages are computed."),
     mistake("monte_carlo_cut", "discounted rewards to the end of the rollout, minus values, without a bootstrap after the last step")
     .predicts("A_t = Σ_k γ^k r_{t+k} - V_t", lambda inputs: None if inputs.gae_lambda == 1 else _monte_carlo_cut(inputs))
-    .advises("Bootstrap the last step with the value of the state that follows the rollout.")
-    .cites("program: gae_programs"),
+    .advises("Bootstrap the last step with the value of the state that follows the rollout."),
     mistake("rewards_to_go", "discounted rewards to go without a baseline")
     .predicts("A_t = Σ_k γ^k r_{t+k}", lambda x: closest_whole(x, _monte_carlo_cut(x) + x.values, gae(x, decay=x.gamma) + x.values))
-    .advises("Subtract the values.", source="program: gae_programs"),
+    .advises("Subtract the values."),
     mistake(
         "normalized_returns_over_limits",
         "discounted rewards that run across time limits into the next episode, normalised over the whole batch, minus the values",
@@ -637,26 +606,23 @@ MISTAKES = (
     .cites("program: loop-axes_gae"),
     mistake("returns_swapped", "returns that were reshaped with steps and environments swapped, minus the values")
     .predicts("A[t, b] = (GAE + V).reshape(B, T)[b, t] - V[t, b]", _returns_swapped)
-    .advises("Flatten returns, observations and values in the same order: `reshape` and `view` do not move entries.")
-    .cites("program: gae_programs"),
+    .advises("Flatten returns, observations and values in the same order: `reshape` and `view` do not move entries."),
     mistake("rewards_swapped", "GAE of rewards that were reshaped with steps and environments swapped")
     .predicts("δ[t, b] = r.reshape(B, T)[b, t] + γ V_{t+1} - V_t", _rewards_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
     .cites("program: subclass-axes_rewards"),
     mistake("ends_swapped", "GAE of ends, possibly also of rewards, that were reshaped with steps and environments swapped")
     .predicts("end[t, b] = ends.reshape(B, T)[b, t]", _ends_swapped)
-    .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
-    .cites("program: gae_programs"),
+    .advises("Transpose before you reshape: `reshape` and `view` do not move entries."),
     mistake("along_environments", "the recursion of GAE over environments instead of steps")
     .predicts("A_tb = δ_tb + γλ A_t,b+1", _along_environments)
-    .advises("Loop over the axis of time.", source="program: gae_programs"),
+    .advises("Loop over the axis of time."),
     mistake("chained", "GAE of all environments as one sequence")
     .predicts("A_n = δ_n + γλ A_{n+1} over the flattened rollout", _chained)
-    .advises("Compute advantages before the rollout is flattened.", source="program: gae_programs"),
+    .advises("Compute advantages before the rollout is flattened."),
     mistake("environment_mean", "GAE averaged over the environments")
     .predicts("A_tb = mean_b GAE_tb", _environment_mean)
-    .advises("Keep the axis of environments: look for `mean()` and for shapes that broadcast.")
-    .cites("program: gae_programs"),
+    .advises("Keep the axis of environments: look for `mean()` and for shapes that broadcast."),
     mistake("broadcast_mean", "returns minus values, with one of them averaged over all rows")
     .predicts("A_i = mean_j (R_j - V_i)", _broadcast_mean)
     .advises("Print the shapes of returns and values: [N] minus [N, 1] is [N, N].")
@@ -671,16 +637,16 @@ MISTAKES = (
     .cites("Huang et al. 2022, detail 7, normalises over the minibatch"),
     mistake("std_alone", "GAE divided by its standard deviation, without subtracting its mean")
     .predicts("A_t = GAE_t / std", _moved_and_scaled(lambda right, mean, std: right / std))
-    .advises("Subtract the mean.", source="program: gae_programs"),
+    .advises("Subtract the mean."),
     mistake("mean_alone", "GAE minus its mean, not divided by its standard deviation")
     .predicts("A_t = GAE_t - mean", _moved_and_scaled(lambda right, mean, std: right - mean))
-    .advises("Divide by the standard deviation.", source="program: gae_programs"),
+    .advises("Divide by the standard deviation."),
     mistake("variance", "GAE minus its mean, divided by its variance")
     .predicts("A_t = (GAE_t - mean) / std²", _moved_and_scaled(lambda right, mean, std: (right - mean) / std.square()))
-    .advises("Divide by the standard deviation.", source="program: gae_programs"),
+    .advises("Divide by the standard deviation."),
     mistake("precedence", "GAE minus the ratio of its mean and its standard deviation")
     .predicts("A_t = GAE_t - mean / std", _moved_and_scaled(lambda right, mean, std: right - mean / std))
-    .advises("Put `advantages - mean` in parentheses.", source="program: gae_programs"),
+    .advises("Put `advantages - mean` in parentheses."),
     mistake("stale", "the previous rollout's advantages")
     .predicts("A_t = GAE_t of rollout k - 1", _stale)
     .advises("Compute advantages after the rollout is complete, and clear the buffer after each update.")
@@ -697,7 +663,7 @@ VARIANTS = (
     .predicts("A_t = r_t + γ v_{t+1} - V_t", _v_trace)
     .cites("IMPALA, 1802.01561, section 4.2"),
     variant("time_limit_current_value", "GAE that bootstraps time limits with the value of the last state that was acted on")
-    .predicts("δ_t = r_t + γ V_t - V_t at time limits", _time_limit_bootstrap(lambda inputs: inputs.values))
+    .predicts("δ_t = r_t + γ V_t - V_t at time limits", _bootstrapped(_limits, lambda inputs: inputs.values))
     .cites("leggedrobotics/rsl_rl, Rudin et al. 2021, 2109.11978"),
     variant("time_limits_end", "GAE in which time limits end episodes as terminations do")
     .predicts("δ_t = r_t - V_t at time limits")

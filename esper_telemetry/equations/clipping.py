@@ -71,27 +71,27 @@ CLIPPING = Equation(
     source="1211.5063, section 3.2",
     inputs="the gradient after the backward pass and at the optimizer's step",
     check="check_clipping",
+    shown_by="test_optimizer_step",
     compute=ClipInputs.clipped,
     tolerance=1.0,  # errors of healthy runs: 5e-7 and below
     advice="Something changes the gradient between the backward pass and the optimizer's step",
     hypotheses=(
         mistake("not_clipped", "gradients that are not clipped, or only after the step")
         .predicts("g", lambda inputs: inputs.gradient / inputs.scale)
-        .advises("Clip between the backward pass and optimizer.step()", source="program: test_optimizer_step"),
+        .advises("Clip between the backward pass and optimizer.step()"),
         mistake("by_value", "gradients with each entry clipped at the limit of the norm")
         .predicts("clip(g, ±c)", lambda inputs: inputs.gradient.clamp(-inputs.max_norm, inputs.max_norm) / inputs.scale)
         .given(needs="max_norm")
         .advises("Use clip_grad_norm_ instead of clip_grad_value_", source="torch.nn.utils.clip_grad_value_"),
         mistake("each_tensor", "gradients with each tensor clipped by its own norm")
         .predicts("g_k min(1, c / ‖g_k‖)", _each_tensor)
-        .advises("Clip all parameters in one call, by their global norm", source="program: test_optimizer_step"),
+        .advises("Clip all parameters in one call, by their global norm"),
         mistake("cleared", "zero: they were cleared between the backward pass and the step")
         .predicts("0", lambda inputs: torch.zeros_like(inputs.gradient))
-        .advises("Call zero_grad() before the backward pass, not between it and the step")
-        .cites("program: test_optimizer_step"),
+        .advises("Call zero_grad() before the backward pass, not between it and the step"),
         mistake("norm", "gradients with a norm that differs from the limit,")
         .fits("g c / ‖g‖", "norm", _fit_norm)
-        .advises("Compare the limit with the setting", source="program: test_optimizer_step"),
+        .advises("Compare the limit with the setting"),
         mistake("value", "gradients with each entry clipped at")
         .fits("clip(g, ±c)", "c", _fit_value)
         .advises("Use clip_grad_norm_ instead of clip_grad_value_", source="torch.nn.utils.clip_grad_value_"),

@@ -7,7 +7,7 @@ the numbers and their inputs. So rounding of values around 1000 does not fail a 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -196,9 +196,9 @@ def compare(
         values = None if one.compute is None or not applies(one) else one.compute(inputs)
         if values is None:
             return math.inf
-        candidates = values if isinstance(values, tuple) else (values,)
+        candidates = [candidate for candidate in ([values] if isinstance(values, Tensor) else values) if candidate is not None]
         factors = (1.0,) if equation.multiples is None or one.exact else equation.multiples(inputs)
-        return min([error_of(candidate if f == 1 else f * candidate) for candidate in candidates for f in factors])
+        return min([error_of(candidate if f == 1 else f * candidate) for candidate in candidates for f in factors], default=math.inf)
 
     def explanations_of(hypotheses: Iterable[Hypothesis]) -> list[Explanation]:
         errors = [Explanation(one, error_of_nearest(one)) for one in hypotheses]
@@ -224,6 +224,19 @@ def distinguished(check: EquationCheck) -> EquationCheck:
         return replace(check, explanations=())
     limit = max(ROUNDING_ERROR, MAX_ERROR_RATIO * best)
     return replace(check, explanations=tuple([one for one in check.explanations if one.error <= limit]))
+
+
+def ranked(claimed: Tensor, numbers: Tensor) -> Tensor:
+    """Return the numbers [N] in the order of the claimed numbers, which are returned if both hold the same numbers."""
+    ranked = torch.empty_like(numbers)
+    ranked[claimed.argsort()] = numbers.sort().values
+    return ranked
+
+
+def other_readings(shape: Sequence[int]) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """Return functions that read a column [T, B] of this shape as [B, T], and the reverse; none for one step or one environment."""
+    steps, envs = shape
+    return () if 1 in (steps, envs) else (lambda x: x.t().reshape(steps, envs), lambda x: x.reshape(envs, steps).t())
 
 
 def _largest(values: Tensor, valid: Tensor | None) -> float:

@@ -67,6 +67,7 @@ ENVIRONMENTS = EnvironmentEquation(
     equation="o_{t+1} shows the state after a_t; environments draw their random numbers independently",
     source="https://gymnasium.farama.org/api/env/",
     inputs="observations that are vectors of real numbers, at least 64 steps within episodes",
+    shown_by="test_environment_steps",
     compute=lambda columns: columns,
     advice="Check the environment with `gymnasium.utils.env_checker.check_env`.",
     hypotheses=(
@@ -87,17 +88,13 @@ ENVIRONMENTS = EnvironmentEquation(
         mistake(
             "observation_behind",
             "`step` returns the observation of one step ago: rewards fit the action and the observation after it, not before it",
-        )
-        .advises(
+        ).advises(
             "Compute the observation at the end of `step`, after the state has been updated: the policy must see the state "
             "that the reward of its next action depends on."
-        )
-        .cites("program: test_environment_steps"),
+        ),
         mistake(
             "reward_behind", "`step` returns the reward of one step ago: rewards fit the action and the observation of the previous step"
-        )
-        .advises("Return the reward of the action that `step` was given.")
-        .cites("program: test_environment_steps"),
+        ).advises("Return the reward of the action that `step` was given."),
         mistake("one_seed", "environments have the same random numbers: their episodes begin with the same observations;")
         .given(parameter="environments")
         .advises("Seed each environment differently: `env.reset(seed=seed + index)`, or `make_vec_env(..., seed=seed)`.")
@@ -107,8 +104,7 @@ ENVIRONMENTS = EnvironmentEquation(
         .advises(
             "Divide rewards by their scale, and subtract no mean, as `gymnasium.wrappers.NormalizeReward` does: what is "
             "subtracted from each reward changes the return of long episodes more than that of short ones."
-        )
-        .cites("program: test_environment_steps"),
+        ),
         mistake("interleaved", "the rows of one environment belong to several streams in turn;")
         .given(parameter="streams")
         .advises(

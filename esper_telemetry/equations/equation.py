@@ -41,19 +41,20 @@ class Hypothesis:
         name: segment of a key, unique within its equation.
         says: noun phrase that continues "the advantages equal ": "GAE that ignores the ends of episodes".
         equation: as in a paper.
-        compute: (inputs of the check) -> the predicted values, or several candidates; None if it does not apply to these inputs.
+        compute: (inputs of the check) -> the predicted values, or several candidates, of which the closest counts; None if it does not
+            apply to these inputs.
         fit: (inputs of the check, numbers of the run) -> (fitted parameter, predicted values), or None. The fit uses every second row;
             the comparison uses the other rows. Tried only if no hypothesis without a parameter explains the numbers.
         parameter: name of the fitted parameter, such as "gamma".
         variant: published and correct; a record names it, but it does not raise an alarm.
-        source: paper, code or bug report; "program: NAME" if one of our test programs shows it.
+        source: paper, code or bug report; "program: NAME" if one of our test programs shows it; empty if `Equation.shown_by` does.
         advice: what to change.
         normalized_fit: `fit` for advantages that are normalised over all rows.
         exact: the multiples of `Equation.multiples` are not tried.
         needs: attribute of the inputs; the hypothesis does not apply if it is None, 0 or empty.
         gradient: name of the same mistake in the equation of the gradient.
         doubtful_without: what the program must show in addition, because the same numbers may have another reason.
-        of: subject that a check asks for: a setting, units, the memory, or a part of the total loss that is included.
+        of: subject that a check asks for: a setting, units, the memory, sums of rewards, or a part of the total loss that is included.
         hides: names of other hypotheses of the same equation that explain the same numbers by chance.
         unknown_row: the columns lack the number of one row.
     """
@@ -133,6 +134,7 @@ class Equation:
         source: paper.
         inputs: what a trainer must show so that the equation can be checked, as a noun phrase.
         check: public function that checks numbers of the user's own loop; empty if there is none.
+        shown_by: module in tests/ that names, and shows, each hypothesis without a source.
         tolerance: factor applied to `TOLERANCES`.
         advice: what to look at if no hypothesis explains a difference.
         multiples: (inputs) -> factors that programs may apply to the prediction of a hypothesis.
@@ -148,6 +150,7 @@ class Equation:
     source: str
     inputs: str
     check: str = ""
+    shown_by: str = ""
     tolerance: float = 1.0
     advice: str = ""
     rank: int = 50

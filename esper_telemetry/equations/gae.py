@@ -58,6 +58,11 @@ class GaeInputs:
         return not self.alone
 
     @property
+    def counted(self) -> Tensor:
+        """Rows that count."""
+        return torch.ones_like(self.ended) if self.valid is None else self.valid
+
+    @property
     def truncated(self) -> Tensor:
         """Steps that a time limit ended."""
         return self.ended & ~self.terminated
@@ -121,20 +126,14 @@ def closest_whole(inputs: GaeInputs, *candidates: Tensor) -> Tensor:
 
     If none is close, the fit may scale and shift the candidates, because the advantages may be normalised.
     """
-    valid = None if inputs.valid is None else inputs.valid.reshape(-1, 1)
-    flat = replace(inputs, claimed=inputs.claimed.reshape(-1, 1), valid=valid)
+    counted = inputs.counted.reshape(-1, 1)
+    flat = replace(inputs, claimed=inputs.claimed.reshape(-1, 1), valid=counted)
     columns = [one.reshape(-1, 1) for one in candidates]
     best = closest(flat, *columns)
-    limit = NEAR * float(rows_that_count(flat.claimed, valid).abs().max())
-    if float(rows_that_count(best - flat.claimed, valid).abs().max()) > limit:
-        rows = torch.stack([rows_that_count(one, valid) for one in (flat.claimed, *columns)])
+    if float((best - flat.claimed)[counted].abs().max()) > NEAR * float(flat.claimed[counted].abs().max()):
+        rows = torch.stack([one[counted] for one in (flat.claimed, *columns)])
         best = columns[int(torch.corrcoef(rows)[0, 1:].nan_to_num(-1.0).argmax())]
     return best.view_as(inputs.claimed)
-
-
-def at(mask: Tensor, values: Tensor | float, otherwise: Tensor) -> Tensor:
-    """Return `values` where the mask is set, and the other values elsewhere."""
-    return torch.where(mask, values, otherwise)
 
 
 def in_each_rollout(estimate: Callable[[GaeInputs], Tensor | None]) -> Callable[[GaeInputs], Tensor | None]:
@@ -157,22 +156,18 @@ def in_each_rollout(estimate: Callable[[GaeInputs], Tensor | None]) -> Callable[
     return compute
 
 
-def rows_that_count(column: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the entries [R] of a column in the rows that count; all entries if `valid` is None."""
-    return column.flatten() if valid is None else column[valid]
-
-
 def is_standard(advantages: Tensor, valid: Tensor | None, *, error: float = 1e-2) -> bool:
     """Return True if the rows that count have a standard deviation of 1, biased or not, and a mean of 0, to a tenth of `error`."""
-    rows = rows_that_count(advantages, valid)
+    rows = advantages.flatten() if valid is None else advantages[valid]
     if len(rows) < 2 or abs(float(rows.mean())) > error / 10:
         return False
     return min(abs(float(rows.std(correction=correction)) - 1.0) for correction in (0, 1)) < error
 
 
-def standard(values: Tensor, counted: Tensor, correction: int) -> Tensor:
-    """Return the values normalised by the mean and standard deviation of the rows that count; unchanged if too few rows count."""
-    if counted.numel() <= correction:
-        return values
-    std, mean = torch.std_mean(counted, correction=correction)
-    return (values - mean) / (std + STD_EPS)
+def standards(values: Tensor, *rows: Tensor) -> list[Tensor]:
+    """Return the values normalised by the mean and the biased and the unbiased standard deviation of these rows, of several in turn.
+
+    The values are unchanged for too few rows.
+    """
+    moments = [torch.std_mean(own, correction=c) if own.numel() > c else None for own in rows for c in (0, 1)]
+    return [values if both is None else (values - both[1]) / (both[0] + STD_EPS) for both in moments]

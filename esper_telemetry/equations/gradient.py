@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from esper_telemetry.core.arrays import as_floats
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
@@ -254,11 +254,8 @@ class LossGradients:
         return flat64(next(gradients) if p.requires_grad else torch.zeros_like(p) for p in self._parameters)
 
 
-class GradientsByName(Protocol):
-    """Gradients of a loss, or of an alternative to one, by name."""
-
-    def __call__(self, name: str, /) -> Tensor | None:
-        """Return the gradient [d], float64; None if this minibatch does not have the loss."""
+GradientsByName: TypeAlias = "Callable[[str], Tensor | None]"
+"""Returns the gradient [d] of a loss, or of an alternative to one, by name, float64; None if this minibatch does not have the loss."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,28 +263,28 @@ class GradientInputs:
     """Inputs of a gradient. All vectors are [d], float64, divided by `scale`.
 
     Attributes:
+        claimed: the trainer's gradient.
         terms: gradients of the terms without their coefficients.
         coefficients: by term.
         numels: entries of each of the K parameters.
-        scale: [d], largest magnitude among the entries of the same parameter.
-        claimed: the trainer's gradient.
         previous: gradient in `.grad` before the backward pass; None if there was no gradient.
         weights: of the parameters; None if they are not given.
         rows: N; None if it is not known.
         max_norm: limit of the global norm; None if nothing is clipped.
         alternatives: gradients of other losses by name, neither weighted nor scaled.
+        scale: [d], largest magnitude among the entries of the same parameter.
     """
 
+    claimed: Tensor
     terms: Mapping[str, Tensor]
     coefficients: Mapping[str, float]
     numels: tuple[int, ...]
-    scale: Tensor
-    claimed: Tensor
     previous: Tensor | None = None
     weights: Tensor | None = None
     rows: int | None = None
     max_norm: float | None = None
     alternatives: GradientsByName = field(default=lambda name: None)
+    scale: Tensor | float = 1.0
 
     def total(self, **coefficients: float) -> Tensor:
         """Return the gradient of the loss; `coefficients` replace the configured coefficients."""
@@ -318,12 +315,11 @@ class GradientInputs:
 
     def active(self, vector: Tensor) -> Tensor:
         """Return [d], bool: the entry's parameter has a gradient in `vector`."""
-        return spread([part.any() for part in vector.split(list(self.numels))], self.numels)
+        return spread(torch.stack([part.any() for part in vector.split(list(self.numels))]), self.numels)
 
 
-def spread(values: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
-    """Expand one number per parameter to [d]."""
-    column = torch.stack(list(values))
+def spread(column: Tensor, numels: Sequence[int]) -> Tensor:
+    """Expand one number per parameter, [K], to [d]."""
     return column.repeat_interleave(torch.tensor(numels, device=column.device), output_size=sum(numels))
 
 
@@ -429,20 +425,10 @@ def fit_weight(term: str, inputs: GradientInputs, numbers: Tensor) -> tuple[floa
     return fitted(inputs.total(**{term: 0.0}), inputs.terms[term], numbers) if term in inputs.terms else None
 
 
-def fit_scale(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Fit a factor for the whole gradient."""
-    return fitted(torch.zeros_like(numbers), inputs.total(), numbers)
-
-
 def fit_limit(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor]:
     """Fit the limit of clipping by value: the largest entry."""
     limit = float((numbers * inputs.scale).abs().max())
     return limit, (inputs.total() * inputs.scale).clamp(-limit, limit) / inputs.scale
-
-
-def fit_penalty(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Fit the coefficient of a penalty on half the squared weights."""
-    return None if inputs.weights is None else fitted(inputs.total(), inputs.weights, numbers)
 
 
 def fit_kl(inputs: GradientInputs, numbers: Tensor, *, sign: int) -> tuple[float, Tensor] | None:
@@ -456,27 +442,19 @@ def fit_kl(inputs: GradientInputs, numbers: Tensor, *, sign: int) -> tuple[float
     return best if best is not None and best[0] * sign > 0 else None
 
 
-def _of_each_term(name: str, says: str, equation: str, advice: str, compute: Callable[[GradientInputs, str], Any]) -> Iterator[Hypothesis]:
-    """Yield a mistake for each term: its texts contain the term's name, words, symbol and weight."""
+def _of_each_term(name: str, says: str, equation: str, advice: str, compute: Callable[..., Any]) -> Iterator[Hypothesis]:
+    """Yield a mistake for each term: its texts contain the term's name, words, symbol and weight; `compute(inputs, term)` predicts it."""
     for term, loss in TERMS.items():
         fill = partial(str.format, term=term, words=loss.words, symbol=f"L_{term}", weighted=f"{loss.weight}L_{term}")
-        yield (
-            mistake(fill(name), fill(says))
-            .predicts(f"g = ∇({fill(equation)})", partial(_of_term, compute, term))
-            .advises(fill(advice), source="program: test_gradients")
-        )
-
-
-def _of_term(compute: Callable[[GradientInputs, str], Any], name: str, inputs: GradientInputs) -> Any:
-    return compute(inputs, name)
+        yield (mistake(fill(name), fill(says)).predicts(f"g = ∇({fill(equation)})", partial(compute, term=term)).advises(fill(advice)))
 
 
 def _of_losses(term: str) -> Iterator[Hypothesis]:
     """Yield the mistakes of a term as mistakes of its gradient."""
     for name, (place, one) in OTHER_LOSSES.items():
         if place == term:
-            compute = partial(_of_term, GradientInputs.replaced, name)
-            yield replace(one, name=name, says=f"the gradient of {one.says}", compute=compute, needs="", doubtful_without="")
+            compute, source = partial(GradientInputs.replaced, name=name), one.source or f"program: {TERMS[term].equation.shown_by}"
+            yield replace(one, name=name, says=f"the gradient of {one.says}", compute=compute, source=source, needs="", doubtful_without="")
 
 
 GRADIENT = Equation(
@@ -487,6 +465,7 @@ GRADIENT = Equation(
     source="1707.06347, eq. 7 and 9",
     inputs="the live policy at a minibatch, its rows, and the gradient before clipping",
     check="check_gradient",
+    shown_by="test_gradients",
     compute=GradientInputs.total,
     tolerance=1.0,  # errors of the bundled trainer and of Stable-Baselines3 on a CPU: 0, because both passes run the same kernels
     advice="Compare the terms of the loss in the update with the equation, one at a time",
@@ -504,11 +483,10 @@ GRADIENT = Equation(
         .cites("program: parts-cleared"),
         mistake("zero", "zero")
         .predicts("g = 0", lambda inputs: torch.zeros_like(inputs.claimed))
-        .advises("The loss is detached, or the gradient is cleared after the backward pass")
-        .cites("program: test_gradients"),
+        .advises("The loss is detached, or the gradient is cleared after the backward pass"),
         mistake("sign", "the gradient with the opposite sign")
         .predicts("g = -∇L", lambda inputs: -inputs.total())
-        .advises("The optimizer maximises the loss: remove the minus sign", source="program: test_gradients"),
+        .advises("The optimizer maximises the loss: remove the minus sign"),
         *_of_each_term(
             "{term}_sign",
             "the gradient of a loss with the wrong sign of its {words}",
@@ -529,11 +507,10 @@ GRADIENT = Equation(
         .cites("program: subclass-v_half"),
         mistake("value_doubled", "the gradient of a loss with twice the weight of its value term")
         .predicts("g = ∇(L_policy + 2 c_v L_value - c_e H)", partial(factor, term="value", times=2.0))
-        .advises("The factor ½ of the squared error is missing, or the coefficient includes it already")
-        .cites("program: test_gradients"),
+        .advises("The factor ½ of the squared error is missing, or the coefficient includes it already"),
         mistake("summed", "the gradient of the sum over the rows instead of their mean")
         .predicts("g = N ∇L", partial(summed, terms=tuple(TERMS)))
-        .advises("Take the mean over the minibatch", source="program: test_gradients"),
+        .advises("Take the mean over the minibatch"),
         *_of_each_term(
             "{term}_summed",
             "the gradient of a loss whose {words} is a sum over the rows",
@@ -553,19 +530,16 @@ GRADIENT = Equation(
         ),
         mistake("critic_stopped", "the gradient of a loss whose value term does not reach the shared parameters")
         .predicts("g = ∇L without c_v ∇L_value in shared parameters", partial(stopped, terms=("value",)))
-        .advises("The critic's input is detached from the trunk that it shares with the actor")
-        .cites("program: test_gradients"),
+        .advises("The critic's input is detached from the trunk that it shares with the actor"),
         mistake("actor_stopped", "the gradient of a loss whose policy term does not reach the shared parameters")
         .predicts("g = ∇L without ∇(L_policy - c_e H) in shared parameters", partial(stopped, terms=("policy", "entropy")))
-        .advises("The actor's input is detached from the trunk that it shares with the critic")
-        .cites("program: test_gradients"),
+        .advises("The actor's input is detached from the trunk that it shares with the critic"),
         mistake("critic_leaks", "the gradient of a loss whose value term reaches the trunk although it should stop there")
         .predicts("g = ∇L + c_v ∇L_value in the trunk", leaks)
-        .advises("Detach the trunk's output before the critic reads it", source="program: test_gradients"),
+        .advises("Detach the trunk's output before the critic reads it"),
         mistake("parts_missing", "the gradient of the loss, but 0 in some parameters")
         .predicts("g = ∇L in some parameters, 0 in others", parts_missing)
-        .advises("Some parameters lack a gradient although the loss depends on them: look for detach() and no_grad()")
-        .cites("program: test_gradients"),
+        .advises("Some parameters lack a gradient although the loss depends on them: look for detach() and no_grad()"),
         *_of_losses("policy"),
         *_of_losses("value"),
         *_of_losses("entropy"),
@@ -577,8 +551,7 @@ GRADIENT = Equation(
         .cites("torch.nn.utils.clip_grad_norm_"),
         mistake("value_weight", "the gradient of a loss with a different weight of the value term,")
         .fits("g = ∇(L_policy + c L_value - c_e H)", "value_coef", partial(fit_weight, "value"))
-        .advises("Compare the weight of the value loss with the setting; it multiplies half the squared error")
-        .cites("program: test_gradients"),
+        .advises("Compare the weight of the value loss with the setting; it multiplies half the squared error"),
         mistake("entropy_weight", "the gradient of a loss with a different weight of the entropy bonus,")
         .fits("g = ∇(L_policy + c_v L_value - c H)", "entropy_coef", partial(fit_weight, "entropy"))
         .advises("Compare the weight of the entropy bonus with the setting")
@@ -587,16 +560,16 @@ GRADIENT = Equation(
         .fits("g = ∇(c L_policy + c_v L_value - c_e H)", "weight", partial(fit_weight, "policy"))
         .advises("The policy loss has the weight 1", source="program: script-pg_sum"),
         mistake("scaled", "the gradient of the loss multiplied by a")
-        .fits("g = c ∇L", "factor", fit_scale)
+        .fits("g = c ∇L", "factor", lambda inputs, numbers: fitted(torch.zeros_like(numbers), inputs.total(), numbers))
         .advises("Look for a division of the loss, such as one for gradient accumulation")
         .cites("program: subclass-gradient_scaled"),
         mistake("clipped_by_value", "the gradient of the loss with each entry clipped at")
         .fits("g = clip(∇L, ±c)", "limit", fit_limit)
         .advises("PPO clips the global norm of the gradient", source="torch.nn.utils.clip_grad_value_"),
         mistake("weight_penalty", "the gradient of the loss with a penalty on the weights,")
-        .fits("g = ∇L + c w", "weight", fit_penalty)
-        .advises("Remove the penalty, or use the optimizer's weight_decay instead")
-        .cites("program: test_gradients"),
+        .fits("g = ∇L + c w", "weight", lambda inputs, numbers: fitted(inputs.total(), inputs.weights, numbers))
+        .given(needs="weights")
+        .advises("Remove the penalty, or use the optimizer's weight_decay instead"),
         variant("kl_penalty", "the gradient of the loss with a penalty on the KL divergence,")
         .fits("g = ∇(L + β KL)", "β", partial(fit_kl, sign=1))
         .cites("1707.06347, eq. 8"),
@@ -666,19 +639,18 @@ def check_gradient(
         filled = zip(entries, models, strict=True)
         return flat64([torch.zeros_like(model) if entry is None else entry.to(model.device) for entry, model in filled])
 
-    return compare_gradient(
+    inputs = GradientInputs(
         joined("gradients", gradients),
         {name: joined(name, entries) for name, entries in by_term.items()},
-        {"policy": 1.0, **coefficients},
+        {"policy": 1.0, **{name: float(weight) for name, weight in coefficients.items()}},
         tuple([model.numel() for model in models]),
         previous=None if previous is None else joined("previous", previous),
         weights=None if weights is None else flat64([w for w in _values(weights) if w is not None]),
         rows=rows,
         max_norm=max_norm,
         alternatives={name: joined(name, entries) for name, entries in (alternatives or {}).items()}.get,
-        precision=precision,
-        tolerance=tolerance,
     )
+    return compare_gradient(inputs, precision=precision, tolerance=tolerance)
 
 
 def _check_names(terms: Iterable[str], coefficients: Iterable[str], alternatives: Iterable[str]) -> None:
@@ -712,36 +684,19 @@ def _models(given: Sequence[Tensor | None], by_term: Mapping[str, Sequence[Tenso
     return models
 
 
-def compare_gradient(
-    claimed: Tensor,
-    terms: Mapping[str, Tensor],
-    coefficients: Mapping[str, float],
-    numels: tuple[int, ...],
-    *,
-    previous: Tensor | None = None,
-    weights: Tensor | None = None,
-    rows: int | None = None,
-    max_norm: float | None = None,
-    alternatives: GradientsByName = lambda name: None,
-    precision: str | None = None,
-    tolerance: float | None = None,
-) -> EquationCheck:
-    """Return the comparison of a gradient [d], float64, with the weighted terms [d]; see `GradientInputs`, here unscaled."""
-    weighted = [coefficients.get(name, 0.0) * gradient for name, gradient in terms.items()]
-    scale = gradient_scale(claimed, weighted, numels)
-    inputs = GradientInputs(
-        terms={name: gradient / scale for name, gradient in terms.items()},
-        coefficients={name: float(weight) for name, weight in coefficients.items()},
-        numels=numels,
+def compare_gradient(inputs: GradientInputs, *, precision: str | None = None, tolerance: float | None = None) -> EquationCheck:
+    """Return the comparison of a gradient with its weighted terms; `inputs` are not divided by a scale yet."""
+    weighted = [inputs.weight(name) * gradient for name, gradient in inputs.terms.items()]
+    scale = gradient_scale(inputs.claimed, weighted, inputs.numels)
+    scaled = replace(
+        inputs,
+        claimed=inputs.claimed / scale,
+        terms={name: gradient / scale for name, gradient in inputs.terms.items()},
+        previous=None if inputs.previous is None else inputs.previous / scale,
+        weights=None if inputs.weights is None else inputs.weights / scale,
         scale=scale,
-        claimed=claimed / scale,
-        previous=None if previous is None else previous / scale,
-        weights=None if weights is None else weights / scale,
-        rows=rows,
-        max_norm=max_norm,
-        alternatives=alternatives,
     )
-    return distinguished(compare(GRADIENT, inputs, inputs.claimed, precision=precision, tolerance=tolerance))
+    return distinguished(compare(GRADIENT, scaled, scaled.claimed, precision=precision, tolerance=tolerance))
 
 
 def same_gradient(claimed: Tensor, total: Tensor, numels: Sequence[int]) -> float:

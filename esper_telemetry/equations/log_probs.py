@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
-from typing import Any
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, by_head, masks_by_head
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
@@ -20,9 +19,6 @@ from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.metrics.statistics import same_shape
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
-
-LOG_PROB_TOLERANCE = 2.0
-"""Factor of the tolerances. Healthy runs in single precision reach 2e-7, or 2e-5 with an epsilon inside the logarithm of a tanh."""
 
 AMPLIFICATION = 1e-2
 """Share of |z| (|a| + |mean|) / std that counts as the magnitude of a Gaussian's log-probability, which float32 rounds to 1e-7."""
@@ -228,19 +224,13 @@ def _masked_logits(inputs: LogProbInputs, head: str) -> Tensor:
     return inputs.logits[head] if mask is None else inputs.logits[head].masked_fill(~mask, -torch.inf)
 
 
-def _of_some_heads(inputs: LogProbInputs) -> Tensor | None:
-    """The closest to the stored numbers of all sums that leave heads out."""
+def _of_some_heads(inputs: LogProbInputs) -> list[Tensor] | None:
+    """All sums that leave heads out."""
     heads = inputs.heads
     if not 1 < len(heads) <= MAX_SUBSET_HEADS:
         return None
     parts = {head: _total(inputs, [head]) for head in heads}
-    sums = [torch.stack([parts[head] for head in some]).sum(0) for size in range(1, len(heads)) for some in combinations(heads, size)]
-    return min(sums, key=lambda total: float((total - inputs.stored).abs().sum()))
-
-
-def _shifted(inputs: LogProbInputs, steps: int) -> Tensor | None:
-    """Log-probabilities of the step `steps` later; the stored numbers if there is no such step."""
-    return shifted(log_prob(inputs), steps, inputs.stored)
+    return [torch.stack([parts[head] for head in some]).sum(0) for size in range(1, len(heads)) for some in combinations(heads, size)]
 
 
 def shifted(column: Tensor, steps: int, filler: Tensor) -> Tensor | None:
@@ -259,8 +249,9 @@ LOG_PROBS = Equation(
     source="1707.06347, eq. 6; 1801.01290, appendix C, for a tanh",
     inputs="actions, their log-probabilities, and the distributions that they were drawn from",
     check="check_log_probs",
+    shown_by="test_log_probs",
     compute=log_prob,
-    tolerance=LOG_PROB_TOLERANCE,
+    tolerance=2.0,  # healthy runs in single precision reach 2e-7, or 2e-5 with an epsilon inside the logarithm of a tanh
     advice="Compute the log-probability of the same action that is stored, under the distribution that it was drawn from.",
     hypotheses=(
         mistake("clipped_actions", "the log-probabilities of unclipped actions, while the stored actions are clipped")
@@ -269,7 +260,7 @@ LOG_PROBS = Equation(
         .cites("https://github.com/thu-ml/tianshou/issues/312"),
         mistake("mean_over_dimensions", "means over the action dimensions instead of sums")
         .predicts("1/D Σ_i log π(a_i | s)", _mean_over_dimensions)
-        .advises("Sum the log-probabilities over the action dimensions.", source="program: test_log_probs"),
+        .advises("Sum the log-probabilities over the action dimensions."),
         mistake("log_det_missing", "the log-probabilities of the Gaussian before its tanh")
         .predicts("log N(u; μ, σ), a = tanh u", lambda inputs: log_prob(replace(inputs, squashed=frozenset())))
         .given(needs="squashed")
@@ -290,36 +281,35 @@ LOG_PROBS = Equation(
         .advises("Mask the logits before the log-probability is computed.", source="2006.14171"),
         mistake("likeliest_action", "the log-probabilities of the most likely action instead of the stored action")
         .predicts("max_a log π(a | s)", _of_likeliest)
-        .advises("Compute the log-probability of the action that was drawn.", source="program: test_log_probs"),
+        .advises("Compute the log-probability of the action that was drawn."),
         mistake("permuted_choices", "the log-probabilities of renamed choices: each stored choice means another")
         .predicts("log π(σ(a) | s), σ a permutation of the choices", _permuted_choices)
         .advises("Use one numbering of the choices for the distribution, the environment and the buffer.")
         .cites("program: loop-action_permuted_stored"),
         mistake("other_choices", "the log-probabilities of other choices than the stored ones, such as of other rows;")
         .fits("log π(a_j | s_i)", "share of the rows", _other_choices)
-        .advises("Take the states and the actions of the loss from the same rows, with one index for both.")
-        .cites("program: test_log_probs"),
+        .advises("Take the states and the actions of the loss from the same rows, with one index for both."),
         mistake("heads_left_out", "sums that leave heads out")
         .predicts("Σ over some heads of log π_i(a_i | s)", _of_some_heads)
         .given(doubtful_without="heads")
-        .advises("Add the log-probabilities of all heads.", source="program: test_log_probs"),
+        .advises("Add the log-probabilities of all heads."),
         mistake("irrelevant_heads", "sums over all heads, including irrelevant heads")
         .predicts("Σ over all heads of log π_i(a_i | s)", lambda inputs: log_prob(replace(inputs, relevant={})))
         .given(needs="relevant")
-        .advises("Leave a head out of the sum in rows in which its choice does not matter.", source="program: test_log_probs"),
+        .advises("Leave a head out of the sum in rows in which its choice does not matter."),
         mistake("not_stored", "zeros, as in a buffer that was never written")
         .predicts("0", lambda inputs: torch.zeros_like(inputs.stored))
         .advises("Store the log-probability of each step; otherwise the ratio divides the new probability by 1.")
         .cites("https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py"),
         mistake("probabilities", "probabilities, without a logarithm")
         .predicts("π(a | s)", lambda inputs: log_prob(inputs).exp())
-        .advises("Store the logarithm.", source="program: test_log_probs"),
+        .advises("Store the logarithm."),
         mistake("step_before", "the previous step's log-probabilities")
-        .predicts("log π(a_{t-1} | s_{t-1})", partial(_shifted, steps=-1))
-        .advises("Store action and log-probability in the same row.", source="program: test_log_probs"),
+        .predicts("log π(a_{t-1} | s_{t-1})", lambda inputs: shifted(log_prob(inputs), -1, inputs.stored))
+        .advises("Store action and log-probability in the same row."),
         mistake("step_after", "the next step's log-probabilities")
-        .predicts("log π(a_{t+1} | s_{t+1})", partial(_shifted, steps=1))
-        .advises("Store action and log-probability in the same row.", source="program: test_log_probs"),
+        .predicts("log π(a_{t+1} | s_{t+1})", lambda inputs: shifted(log_prob(inputs), 1, inputs.stored))
+        .advises("Store action and log-probability in the same row."),
     ),
 )
 
@@ -403,5 +393,4 @@ def check_log_probs(
         drawn, std = inputs.actions[head], inputs.std[head]
         size = AMPLIFICATION * (drawn - mean).abs() / std * (drawn.abs() + mean.abs()) / std
         magnitudes.append(size.nan_to_num(0.0, 0.0, 0.0))
-    settings: dict[str, Any] = {"valid": counted, "precision": precision, "tolerance": tolerance}
-    return compare(LOG_PROBS, inputs, stored, magnitudes=magnitudes, **settings)
+    return compare(LOG_PROBS, inputs, stored, magnitudes=magnitudes, valid=counted, precision=precision, tolerance=tolerance)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from esper_telemetry.core.arrays import ArrayLike, as_mask, shown
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, shown
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.equations.equation import Hypothesis, mistake, variant
 from esper_telemetry.metrics.statistics import same_shape
@@ -103,9 +103,9 @@ class OneMinibatch(Minibatches):
 
 
 def divided(
-    loss: Tensor, counts: Sequence[int] | None, valid: ArrayLike | None, **columns: Tensor | None
-) -> tuple[Tensor, Minibatches, dict[str, Tensor]]:
-    """Return the losses [M], the minibatches, and the columns [R] in float64, without columns that are None.
+    loss: ArrayLike, counts: Sequence[int] | None, valid: ArrayLike | None, **columns: ArrayLike | None
+) -> tuple[Tensor, Minibatches, dict[str, Any]]:
+    """Return the losses [M], the minibatches, and the columns [R] in float64, on the first one's device, without columns that are None.
 
     Args:
         loss: 0-d or [M].
@@ -116,12 +116,13 @@ def divided(
     Raises:
         ValueError: shapes do not fit.
     """
-    same_shape(**columns)
-    present = {name: column for name, column in columns.items() if column is not None}
-    name, first = next(iter(present.items()))
-    claimed = loss.detach().reshape(-1).to(first.device)
-    if loss.dim() > 1 or not len(claimed):
-        raise ValueError(f"the loss must be one number, or one number per minibatch [M], got {shown(loss)}")
+    name, first = next((name, as_tensor(column)) for name, column in columns.items() if column is not None)
+    present = {name: as_tensor(column, first) for name, column in columns.items() if column is not None}
+    same_shape(**present)
+    losses = as_tensor(loss)
+    claimed = losses.detach().reshape(-1).to(first.device)
+    if losses.dim() > 1 or not len(claimed):
+        raise ValueError(f"the loss must be one number, or one number per minibatch [M], got {shown(losses)}")
     number = len(claimed)
     sizes = torch.as_tensor(counts if counts is not None else [first.numel() // number] * number)
     whole = counts is not None or number == 1 or first.shape[0] == number

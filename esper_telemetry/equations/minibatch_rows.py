@@ -74,12 +74,6 @@ class PassInputs:
         return bool((self.visits[:, ~self.valid] > 0).any())
 
 
-def each_row_once(inputs: PassInputs) -> Tensor:
-    """Return one visit of every valid row in each pass, in a different order for each pass."""
-    visits = inputs.valid.double().expand(len(inputs.passes), -1)
-    return torch.cat([visits.flatten(), visits.new_zeros(1)])
-
-
 def _where(condition: Callable[[PassInputs], bool]) -> Callable[[PassInputs], Tensor | None]:
     """Explain the visits if a condition holds: mistakes in drawing rows predict kinds of visits, not numbers."""
     return lambda inputs: inputs.claimed if condition(inputs) else None
@@ -151,7 +145,8 @@ MINIBATCHES = Equation(
     source="1707.06347, algorithm 1",
     inputs="the rows of each minibatch",
     check="check_minibatches",
-    compute=each_row_once,
+    shown_by="test_minibatches",
+    compute=lambda x: torch.cat([x.valid.double().expand(len(x.passes), -1).flatten(), x.visits.new_zeros(1)]),  # each valid row once
     advice="Draw one permutation per pass and split it into minibatches.",
     hypotheses=(
         variant("same_order", "one permutation that is used in every pass")
@@ -180,8 +175,7 @@ MINIBATCHES = Equation(
             "equal visits in each pass, but not one for each row",
             _where(lambda x: x.repeats and _same_visits(x) and not _same_minibatch(x)),
         )
-        .advises("Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for all passes.")
-        .cites("program: test_minibatches"),
+        .advises("Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for all passes."),
         mistake("same_minibatch", "the same minibatch several times in each pass")
         .predicts("rows 1 to N, rows 1 to N, ...", _where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)))
         .advises("Advance the bounds of the minibatch by its size.", source="program: bundled-repeated_minibatches"),
@@ -191,11 +185,10 @@ MINIBATCHES = Equation(
         .cites("program: subclass-first_minibatch_only"),
         mistake("environments_left_out", "the rows of some environments, without the other environments")
         .predicts("all t of some b", _where(_environments_left_out))
-        .advises("Flatten time and environments, and draw rows from all of them.")
-        .cites("program: test_minibatches"),
+        .advises("Flatten time and environments, and draw rows from all of them."),
         mistake("times_left_out", "the first rows of the rollout, without the later ones")
         .predicts("rows 1 to K of R", _where(_times_left_out))
-        .advises("Draw indices up to steps times environments.", source="program: test_minibatches"),
+        .advises("Draw indices up to steps times environments."),
         mistake("left_out", "a permutation without some of its rows, at least one minibatch of them")
         .predicts("each row at most once", _where(_left_out))
         .advises("Compare the number of minibatches times their size with the size of the rollout.")
@@ -207,7 +200,7 @@ MINIBATCHES = Equation(
         .cites("program: test_minibatches"),
         mistake("padding", "rows that are padding or resets instead of transitions")
         .predicts("rows that do not count", _where(lambda x: x.outside and not x.repeats and not x.missing))
-        .advises("Draw minibatches from the valid rows.", source="program: test_minibatches"),
+        .advises("Draw minibatches from the valid rows."),
     ),
 )
 
@@ -268,11 +261,6 @@ def _alike(passes: Sequence[RolloutPass]) -> bool:
     return all(one.counts == passes[0].counts for one in passes) and all(one.parts() == passes[0].parts() for one in passes[1:])
 
 
-RATIO_TOLERANCE = 0.5
-"""Factor of the tolerances: 5e-5 in single precision, relative to the largest log-probability or to 1. Healthy runs of the bundled trainer
-reach 3e-7."""
-
-
 @dataclass(frozen=True, slots=True)
 class LogRatioInputs:
     """Log-probabilities of the actions [R], float64.
@@ -330,8 +318,9 @@ LOG_RATIOS = Equation(
     source="1707.06347, eq. 6",
     inputs="log-ratios, the distributions of the minibatches, and the actions and log-probabilities of the rollout",
     check="check_log_ratios",
+    shown_by="test_log_ratios",
     compute=lambda x: x.now - x.stored,
-    tolerance=RATIO_TOLERANCE,
+    tolerance=0.5,  # 5e-5 in single precision, relative to the largest log-probability or to 1; healthy runs reach 3e-7
     rank=48,
     advice="Compare the rows and the order of the two log-probabilities.",
     hypotheses=(
@@ -340,14 +329,13 @@ LOG_RATIOS = Equation(
         .advises("Take exp(new log-probability - old log-probability).", source="program: loop-pg_ratio_inverted"),
         mistake("recomputed", "zeros: the old log-probabilities are recomputed with the new policy")
         .predicts("log r = log π - log π", lambda x: 0 * x.now)
-        .advises("Store the log-probabilities once, at collection; otherwise nothing is ever clipped.")
-        .cites("program: test_log_ratios"),
+        .advises("Store the log-probabilities once, at collection; otherwise nothing is ever clipped."),
         mistake("no_old", "the new log-probabilities without subtracting the old")
         .predicts("log r = log π", lambda x: x.now)
-        .advises("Subtract the log-probabilities at collection.", source="program: test_log_ratios"),
+        .advises("Subtract the log-probabilities at collection."),
         mistake("quotient", "the quotient of the log-probabilities instead of the quotient of the probabilities")
         .predicts("r = log π / log π_old", lambda x: (x.now / x.stored).abs().log())
-        .advises("Take the exponential of the difference.", source="program: test_log_ratios"),
+        .advises("Take the exponential of the difference."),
         mistake("mixed_quotient", "the new probability divided by the old log-probability")
         .predicts("r = π / log π_old", lambda x: x.now - x.stored.abs().log())
         .advises("Take the exponential of both, or of the difference.", source="program: script-pg_ratio_quotient"),
@@ -358,8 +346,7 @@ LOG_RATIOS = Equation(
         .predicts(
             "log r = 1/D Σ_i log π(a_i|s) - Σ_i log π_old(a_i|s)", lambda x: x.now / x.dimensions - x.stored if x.dimensions > 1 else None
         )
-        .advises("Sum the new log-probabilities over the action dimensions, as at collection.")
-        .cites("program: test_log_ratios"),
+        .advises("Sum the new log-probabilities over the action dimensions, as at collection."),
         mistake("clamped", "log-ratios that are clamped before the surrogate,")
         .fits("log r = clip(log π - log π_old, low, c)", "c", _clamped)
         .advises("Clip only the ratio in the second term: a clamped log-ratio has a gradient of 0 on both sides of the minimum.")
@@ -371,20 +358,19 @@ LOG_RATIOS = Equation(
             "rows_in_order", "the new minus the old log-probabilities in the order of the rollout: they are not indexed with the minibatch"
         )
         .predicts("log r_i = log π_i - log π_old,start+i", lambda x: x.to(x.in_order))
-        .advises("Index the old log-probabilities with the rows of the minibatch.")
-        .cites("program: test_log_ratios"),
+        .advises("Index the old log-probabilities with the rows of the minibatch."),
         mistake("axes_swapped", "the new minus the old log-probabilities, flattened with steps and environments swapped")
         .predicts("log r = log π_tb - log π_old,bt", lambda x: x.to(x.swapped))
-        .advises("Flatten all columns of the rollout in the same order.", source="program: test_log_ratios"),
+        .advises("Flatten all columns of the rollout in the same order."),
         mistake(
             "actions_swapped",
             "the log-probabilities of actions flattened with steps and environments swapped, minus the old log-probabilities",
         )
         .predicts("log r = log π(a_bt|s_tb) - log π_old,tb", lambda x: None if x.now_swapped is None else x.now_swapped - x.stored)
-        .advises("Flatten all columns of the rollout in the same order.", source="program: test_log_ratios"),
+        .advises("Flatten all columns of the rollout in the same order."),
         mistake("shifted_rows", "the new log-probabilities minus the previous row's old log-probabilities")
         .predicts("log r_i = log π_i - log π_old,i-1", lambda x: x.now - x.stored.roll(1))
-        .advises("Index both log-probabilities with the same rows.", source="program: test_log_ratios"),
+        .advises("Index both log-probabilities with the same rows."),
     ),
 )
 

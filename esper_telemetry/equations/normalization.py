@@ -5,22 +5,20 @@ Shapes: M minibatches of N rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, Literal
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.requirements import checked_arguments
-from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, ranked, unchecked
 from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.gae import STD_EPS
-from esper_telemetry.equations.returns import MIN_ROWS, ranked
+from esper_telemetry.equations.returns import MIN_ROWS
 from esper_telemetry.metrics.statistics import same_shape
-
-NORMALIZED_TOLERANCE = 1.0
-"""Factor of `TOLERANCES` for normalised advantages. Errors in float32 reach 3e-7 of the largest |A| / std."""
 
 MIN_GROUP_ROWS = 3
 """Fewest rows of an informative normalised group: a single row becomes 0, and two rows become opposite numbers."""
@@ -84,12 +82,6 @@ class NormalizedInputs:
         single = self.valid.sum(-1, keepdim=True) < 2
         return torch.where(single, self.advantages.abs(), self.advantages.abs() / (std + STD_EPS))[self.valid]
 
-    def nearest(self, *candidates: Tensor | None) -> Tensor | None:
-        """Return the candidate that is closest to the claimed numbers; None without candidates."""
-        present = [one for one in candidates if one is not None]
-        errors = [float((one - self.claimed).abs()[self.valid].amax()) for one in present]
-        return present[errors.index(min(errors))] if present else None
-
 
 def normalized_advantages(inputs: NormalizedInputs) -> Tensor:
     """Return advantages normalised according to the settings."""
@@ -99,46 +91,43 @@ def normalized_advantages(inputs: NormalizedInputs) -> Tensor:
 
 SCOPES: tuple[Scope, ...] = ("minibatch", "rollout")
 
-
-def _over(scope: Scope) -> Callable[[NormalizedInputs], Tensor | None]:
-    """Return advantages normalised over other rows than the settings name, by a biased or an unbiased standard deviation."""
-
-    def compute(inputs: NormalizedInputs) -> Tensor | None:
-        if scope == inputs.over:
-            return None
-        return inputs.nearest(*(inputs.standard(scope, correction=correction) for correction in (0, 1)))
-
-    return compute
+Candidates = Sequence[Tensor | None]
+"""Advantages [M, N] that a mistake may give; None for those that need a missing rollout."""
 
 
-def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[NormalizedInputs], Tensor | None]:
+def _over(inputs: NormalizedInputs, scope: Scope) -> Candidates:
+    """Advantages normalised over other rows than the settings name, by a biased or an unbiased standard deviation."""
+    return [inputs.standard(scope, correction=correction) for correction in (0, 1) if scope != inputs.over]
+
+
+def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[NormalizedInputs], Candidates]:
     """Return the result of `change` for advantages, mean and standard deviation, of the minibatch or of the rollout."""
 
-    def compute(inputs: NormalizedInputs) -> Tensor | None:
+    def compute(inputs: NormalizedInputs) -> Candidates:
         moments = [both for over in SCOPES for correction in (0, 1) if (both := inputs.moments(over, correction=correction))]
-        return inputs.nearest(*(change(inputs.advantages, *both) for both in moments))
+        return [change(inputs.advantages, *both) for both in moments]
 
     return compute
 
 
-def _over_environments(inputs: NormalizedInputs) -> Tensor | None:
+def _over_environments(inputs: NormalizedInputs) -> Candidates:
     """Each environment normalised over its own rows of the minibatch, of all minibatches, or of the rollout.
 
     The columns of a rollout [T, B] are its environments; a rollout of another shape is flattened by step or by environment.
     """
     index, valid = inputs.environments, inputs.valid
     if index is None or int(index.max()) == 0:
-        return None
+        return []
     count, rows = int(index.max()) + 1, inputs.advantages[valid]
     places = index + count * torch.arange(len(index), device=index.device).unsqueeze(1)
-    candidates = [part for groups in (index, places) for part in _in_groups(inputs, groups, rows, groups[valid])]
+    candidates: list[Tensor | None] = [part for groups in (index, places) for part in _in_groups(inputs, groups, rows, groups[valid])]
     rollout = rows[:0] if inputs.rollout is None else inputs.rollout
     for envs in {count, max(count, rollout.shape[-1])} if rollout.numel() else ():
         if rollout.numel() % envs == 0:
             order = torch.arange(rollout.numel(), device=index.device)
             for groups in (order % envs, order // (rollout.numel() // envs)):
                 candidates += _in_groups(inputs, index, rollout.flatten(), groups)
-    return inputs.nearest(*candidates)
+    return candidates
 
 
 def _in_groups(inputs: NormalizedInputs, own: Tensor, rows: Tensor, groups: Tensor) -> list[Tensor]:
@@ -158,7 +147,7 @@ def _in_groups(inputs: NormalizedInputs, own: Tensor, rows: Tensor, groups: Tens
     return [(inputs.advantages - mean[own]) / (std[own] + STD_EPS) for std in deviations]
 
 
-def _without_signs(inputs: NormalizedInputs) -> Tensor | None:
+def _without_signs(inputs: NormalizedInputs) -> Candidates:
     """Negative advantages made positive or 0; None if no advantage is negative."""
     candidates: list[Tensor | None] = []
     for change in (torch.abs, torch.square, torch.relu):
@@ -168,41 +157,41 @@ def _without_signs(inputs: NormalizedInputs) -> Tensor | None:
         for scope, correction in product(SCOPES, (0, 1)):
             normal = inputs.standard(scope, correction=correction)
             candidates += [changed.standard(scope, correction=correction), None if normal is None else change(normal)]
-    return inputs.nearest(*candidates) if bool((inputs.advantages < 0)[inputs.valid].any()) else None
+    return candidates if bool((inputs.advantages < 0)[inputs.valid].any()) else []
 
 
-def _over_padding(inputs: NormalizedInputs) -> Tensor | None:
+def _over_padding(inputs: NormalizedInputs) -> Candidates:
     """Mean and standard deviation that include rows that do not count, as stored or as zeros."""
     if bool(inputs.valid.all()):
-        return None
-    candidates = []
+        return []
+    candidates: list[Tensor | None] = []
     for filled in (inputs.advantages, inputs.advantages * inputs.valid):
         for correction in (0, 1):
             std, mean = torch.std_mean(filled, -1, correction=correction, keepdim=True)
             candidates.append((inputs.advantages - mean) / (std + STD_EPS))
-    return inputs.nearest(*candidates)
+    return candidates
 
 
-def _reordered(inputs: NormalizedInputs) -> Tensor | None:
+def _reordered(inputs: NormalizedInputs) -> Candidates:
     """The numbers of known other rows, or the correct numbers in another order: within each minibatch, or within all of them."""
     if inputs.of_others is not None:
-        return normalized_advantages(replace(inputs, advantages=inputs.of_others))
+        return [normalized_advantages(replace(inputs, advantages=inputs.of_others))]
     if int(inputs.valid.sum(-1).amin()) < MIN_ROWS:
-        return None
+        return []
     right = normalized_advantages(inputs)
     within, across = inputs.claimed.clone(), inputs.claimed.clone()
     for own, numbers, counted in zip(within, right, inputs.valid, strict=True):
         own[counted] = ranked(own[counted], numbers[counted])
     across[inputs.valid] = ranked(across[inputs.valid], right[inputs.valid])
-    return inputs.nearest(within, across)
+    return [within, across]
 
 
-def _in_order(inputs: NormalizedInputs) -> Tensor | None:
+def _in_order(inputs: NormalizedInputs) -> Candidates:
     """The advantages of the rollout's rows in order, not normalised, or normalised over the minibatch or the rollout."""
     if inputs.in_order is None:
-        return None
+        return []
     other = replace(inputs, advantages=inputs.in_order)
-    return inputs.nearest(other.standard("minibatch"), other.standard("rollout"), inputs.in_order)
+    return [other.standard("minibatch"), other.standard("rollout"), inputs.in_order]
 
 
 def _clipped(inputs: NormalizedInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -221,19 +210,20 @@ NORMALIZED_ADVANTAGES = Equation(
     source="Huang et al. 2022, The 37 implementation details of PPO",
     inputs="advantages before and after normalisation, and the rows of each minibatch",
     check="check_normalized_advantages",
+    shown_by="test_returns",
     compute=normalized_advantages,
-    tolerance=NORMALIZED_TOLERANCE,
+    tolerance=1.0,  # errors in float32 reach 3e-7 of the largest |A| / std
     advice="Check every line that changes advantages between the rollout and the loss.",
     hypotheses=(
         mistake("over_minibatch", "advantages normalised over each minibatch")
-        .predicts("(A - mean_minibatch) / std_minibatch", _over("minibatch"))
-        .advises("Configure in one place over which rows advantages are normalised.", source="program: test_returns"),
+        .predicts("(A - mean_minibatch) / std_minibatch", partial(_over, scope="minibatch"))
+        .advises("Configure in one place over which rows advantages are normalised."),
         mistake("over_rollout", "advantages normalised over the whole rollout")
-        .predicts("(A - mean_rollout) / std_rollout", _over("rollout"))
-        .advises("Configure in one place over which rows advantages are normalised.", source="program: test_returns"),
+        .predicts("(A - mean_rollout) / std_rollout", partial(_over, scope="rollout"))
+        .advises("Configure in one place over which rows advantages are normalised."),
         mistake("over_environments", "advantages normalised over each environment")
         .predicts("(A - mean_b) / std_b", _over_environments)
-        .advises("Compute the mean and the standard deviation over both axes.", source="program: test_returns"),
+        .advises("Compute the mean and the standard deviation over both axes."),
         mistake("over_padding", "advantages normalised over all rows, including padding")
         .predicts("mean and std over all N rows", _over_padding)
         .advises("Compute the mean and the standard deviation over the rows of the mask.", source="NovaSky-AI/SkyRL#1305"),
@@ -250,14 +240,14 @@ NORMALIZED_ADVANTAGES = Equation(
         mistake("variance", "advantages minus their mean, divided by their variance")
         .predicts("(A - mean) / std²", _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)))
         .given(of="loss")
-        .advises("Divide by the standard deviation.", source="program: test_returns"),
+        .advises("Divide by the standard deviation."),
         mistake("precedence", "advantages minus the ratio of mean and standard deviation")
         .predicts("A - mean / std", _by_moments(lambda advantages, mean, std: advantages - mean / (std + STD_EPS)))
-        .advises("Put `advantages - mean` in parentheses.", source="program: test_returns"),
+        .advises("Put `advantages - mean` in parentheses."),
         mistake("sign", "normalised advantages with the opposite sign")
         .predicts("-(A - mean) / std", lambda inputs: -normalized_advantages(inputs))
         .given(of="loss")
-        .advises("Keep the sign: it decides which actions become more likely.", source="program: test_returns"),
+        .advises("Keep the sign: it decides which actions become more likely."),
         mistake("absolute", "advantages with negative numbers made positive, or 0, before or after normalisation")
         .predicts("|A|, A² or max(A, 0)", _without_signs)
         .advises("Keep the signs: an action that is worse than expected must become less likely.")
@@ -276,14 +266,10 @@ NORMALIZED_ADVANTAGES = Equation(
         )
         .given(of="loss")
         .cites("NumPy's std is biased, torch's is not"),
-        variant("rms", "advantages divided by their root mean square")
-        .predicts(
+        variant("rms", "advantages divided by their root mean square").predicts(
             "A / sqrt(mean A²)", _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS))
-        )
-        .cites("program: test_returns"),
-        variant("clipped", "normalised advantages clipped to [-c, c],")
-        .fits("clip((A - mean) / std, -c, c)", "c", _clipped)
-        .cites("program: test_returns"),
+        ),
+        variant("clipped", "normalised advantages clipped to [-c, c],").fits("clip((A - mean) / std, -c, c)", "c", _clipped),
     ),
 )
 

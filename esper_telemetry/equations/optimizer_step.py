@@ -15,7 +15,7 @@ from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
 from esper_telemetry.equations.equation import Equation, mistake, variant
-from esper_telemetry.equations.gradient import fitted, spread
+from esper_telemetry.equations.gradient import fitted, largest_entries, spread
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -137,25 +137,20 @@ class StepInputs:
 
     steps: tuple[ParameterStep, ...]
     settings: StepSettings
-    scale: Tensor
+    scale: Tensor | float = 1.0
     lost: int = 0
     stands_still: bool = False
 
-    def unscaled(self, change: Change = lambda settings: settings, *, lost: int | None = None) -> Tensor:
-        """Return the change [d] of the weights with changed settings."""
-        missing = self.lost if lost is None else lost
-        return torch.cat(
-            [
-                torch.zeros_like(step.weights).flatten()
-                if step.gradient is None
-                else next_state(replace(step, count=step.count + missing), change(step.settings or self.settings))[0].flatten()
-                for step in self.steps
-            ]
-        )
+    def next(self, step: ParameterStep, change: Change = lambda settings: settings, *, lost: int | None = None) -> tuple[Tensor, State]:
+        """Return the change of a parameter's weights with changed settings, and its state after the step."""
+        if step.gradient is None:
+            return torch.zeros_like(step.weights), step.state
+        counted = replace(step, count=step.count + (self.lost if lost is None else lost))
+        return next_state(counted, change(step.settings or self.settings))
 
     def changed(self, change: Change = lambda settings: settings, *, lost: int | None = None) -> Tensor:
-        """Return the change [d] of the weights, divided by `scale`."""
-        return self.unscaled(change, lost=lost) / self.scale
+        """Return the change [d] of the weights with changed settings, divided by `scale`."""
+        return torch.cat([self.next(step, change, lost=lost)[0].flatten() for step in self.steps]) / self.scale
 
     def any(self, condition: Callable[[StepSettings], bool]) -> bool:
         """Return True if the condition is true for the settings of some parameters."""
@@ -163,24 +158,15 @@ class StepInputs:
 
 
 def _twice(inputs: StepInputs) -> Tensor:
-    """Return the change of two steps with one gradient."""
-    first = [
-        (torch.zeros_like(step.weights), dict(step.state))
-        if step.gradient is None
-        else next_state(replace(step, count=step.count + inputs.lost), step.settings or inputs.settings)
-        for step in inputs.steps
+    first = [inputs.next(step) for step in inputs.steps]
+    after = [
+        replace(step, weights=step.weights + change, state=state, count=step.count + 1)
+        for step, (change, state) in zip(inputs.steps, first, strict=True)
     ]
-    after = tuple(
-        [
-            replace(step, weights=step.weights + change, state=state, count=step.count + 1)
-            for step, (change, state) in zip(inputs.steps, first, strict=True)
-        ]
-    )
-    return torch.cat([change.flatten() for change, _ in first]) / inputs.scale + replace(inputs, steps=after).changed()
+    return torch.cat([change.flatten() for change, _ in first]) / inputs.scale + replace(inputs, steps=tuple(after)).changed()
 
 
 def _cleared(inputs: StepInputs) -> Tensor | None:
-    """Return the change if the state is empty."""
     if not any(step.state for step in inputs.steps):
         return None
     return replace(inputs, steps=tuple([replace(step, state={}, count=0) for step in inputs.steps])).changed(lost=0)
@@ -224,25 +210,22 @@ OPTIMIZER_STEP = Equation(
     source="1412.6980, algorithm 1 (Adam); 1711.05101 (AdamW); Sutskever et al. 2013 (momentum); Hinton 2012, lecture 6 (RMSprop)",
     inputs="the weights before and after a step, the gradient and the optimizer",
     check="check_optimizer_step",
+    shown_by="test_optimizer_step",
     tolerance=10.0,  # errors of healthy runs: 1e-5 to 3.1e-4, most of it rounding of the weights to fp32
     compute=StepInputs.changed,
     advice="Look for code outside the step that changes weights, the learning rate or the optimizer's state",
     hypotheses=(
         mistake("no_gradients", "zero, because none of its parameters has a gradient")
         .predicts("θ' = θ without g", lambda _: None)  # the rule itself: `compare_step` recognises it by the gradients
-        .advises("Call backward() of the loss of these parameters after zero_grad() and before the step")
-        .cites("program: test_optimizer_step"),
+        .advises("Call backward() of the loss of these parameters after zero_grad() and before the step"),
         mistake("no_step", "zero")
-        .predicts("θ' = θ", lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale))
-        .advises("The optimizer has parameters of another policy, or the weights are restored after the step")
-        .cites("program: test_optimizer_step"),
+        .predicts("θ' = θ", lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.changed()))
+        .advises("The optimizer has parameters of another policy, or the weights are restored after the step"),
         mistake("left_out", "the steps of an optimizer without some of the parameters")
         .predicts("θ' = θ for some parameters with a gradient", _left_out)
         .advises("Pass all parameters of the policy to the optimizer, after the last layer is created")
         .cites("program: loop-missing_parameter"),
-        mistake("twice", "two steps with one gradient")
-        .predicts("θ' = step(step(θ))", _twice)
-        .advises("optimizer.step() is called twice", source="program: test_optimizer_step"),
+        mistake("twice", "two steps with one gradient").predicts("θ' = step(step(θ))", _twice).advises("optimizer.step() is called twice"),
         mistake("state_lost", "the steps of an optimizer whose state was reset in the middle of training")
         .predicts("t less than the number of steps", lambda inputs: inputs.changed(lost=0) if inputs.lost else None)
         .advises("Create the optimizer once, not in every update", source="program: subclass-state_lost"),
@@ -251,12 +234,10 @@ OPTIMIZER_STEP = Equation(
         .advises("Create the optimizer once, not in every step", source="program: loop-state_lost"),
         mistake("ascent", "the opposite of the optimizer's steps")
         .predicts("θ' = θ + lr step", lambda inputs: -inputs.changed())
-        .advises("The learning rate is negative, or the step is added with the wrong sign")
-        .cites("program: test_optimizer_step"),
+        .advises("The learning rate is negative, or the step is added with the wrong sign"),
         mistake("negated_gradient", "the steps with the opposite gradient")
         .predicts("g = ∇(-L)", lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)))
-        .advises("The optimizer maximises: compare its maximize flag with the sign of the loss")
-        .cites("program: test_optimizer_step"),
+        .advises("The optimizer maximises: compare its maximize flag with the sign of the loss"),
         mistake("gradient_descent", "the steps of plain gradient descent")
         .predicts("θ' = θ - lr g", _if(lambda settings: settings.kind != "sgd" or settings.momentum != 0, _plain))
         .advises("The optimizer differs from the settings", source="program: loop-other_optimizer"),
@@ -274,7 +255,7 @@ OPTIMIZER_STEP = Equation(
         .advises("AdamW decays the weights, Adam adds the decay to the gradient", source="1711.05101"),
         mistake("no_decay", "the steps without the configured weight decay")
         .predicts("λ = 0", _if(lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(weight_decay=0.0)))
-        .advises("The optimizer ignores its weight_decay", source="program: test_optimizer_step"),
+        .advises("The optimizer ignores its weight_decay"),
         variant("epsilon_inside", "the steps of RMSprop with ε under the root")
         .predicts(
             "θ' = θ - lr g / √(v + ε)",
@@ -360,16 +341,11 @@ def compare_step(
     claimed = torch.cat([(new.double() - step.weights).flatten() for new, step in zip(after, steps, strict=True)])
     weights = torch.cat([step.weights.flatten() for step in steps])
     stands_still = bool(own) and all(one.lr == 0 for one in own)
-    inputs = StepInputs(tuple(steps), settings, torch.ones_like(claimed), lost, stands_still)
-    expected = inputs.unscaled()
+    inputs = StepInputs(tuple(steps), settings, lost=lost, stands_still=stands_still)
+    expected = inputs.changed()
     bound = OPTIMIZER_STEP.tolerance_at(precision) if tolerance is None else tolerance
-
-    def largest(vector: Tensor) -> list[Tensor]:
-        return [part.abs().max() if len(part) else part.sum() for part in vector.split(numels)]
-
-    rounding = ROUNDINGS * epsilon / bound
-    parts = zip(largest(claimed), largest(expected), largest(weights), strict=True)
-    scale = spread([torch.maximum(one, other) + rounding * size for one, other, size in parts], numels)
+    sizes, steps_taken, steps_expected = (largest_entries(vector, numels) for vector in (weights, claimed, expected))
+    scale = spread(torch.maximum(steps_taken, steps_expected) + ROUNDINGS * epsilon / bound * sizes, numels)
     scale = torch.where(scale > 0, scale, 1.0)
     inputs = replace(inputs, scale=scale)
     unit = torch.ones(1)  # else a step that is small next to rounding would be compared with itself

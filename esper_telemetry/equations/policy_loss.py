@@ -187,6 +187,7 @@ POLICY_LOSS = Equation(
     source="1707.06347, eq. 7",
     inputs="policy losses, log-ratios and advantages of the minibatches",
     check="check_policy_loss",
+    shown_by="test_losses",
     compute=clipped_surrogate,
     tolerance=LOSS_TOLERANCE,
     advice="Compare the line that computes the policy loss with the equation, term by term.",
@@ -202,7 +203,7 @@ POLICY_LOSS = Equation(
         mistake("optimistic", "the larger of the two gains instead of the smaller")
         .predicts("L = -mean max(r A, clip(r) A)", lambda x: x.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)))
         .given(needs="clip", gradient="maximum")
-        .advises("Take min of the gains, or max of the losses.", source="program: test_losses"),
+        .advises("Take min of the gains, or max of the losses."),
         mistake("no_minimum", "only the clipped term, without the minimum")
         .predicts("L = -mean clip(r, 1 - ε, 1 + ε) A", lambda x: x.mean(x.clipped() * x.advantages))
         .given(needs="clip", gradient="no_minimum")
@@ -214,7 +215,7 @@ POLICY_LOSS = Equation(
         .advises("Clip the ratio in the second term.", source="1707.06347, eq. 6"),
         mistake("minimum_of_ratios", "the advantage times the smaller ratio, for positive and negative advantages")
         .predicts("L = -mean min(r, clip(r)) A", lambda x: x.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages))
-        .advises("Multiply both ratios by the advantage before the minimum.", source="program: test_losses"),
+        .advises("Multiply both ratios by the advantage before the minimum."),
         mistake("inverted_ratio", "the clipped surrogate with the inverted ratio: the old probability divided by the new")
         .predicts("L = -mean min(A / r, clip(1 / r) A)", lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio)))
         .given(needs="clip", gradient="ratio_inverted")
@@ -225,12 +226,11 @@ POLICY_LOSS = Equation(
             lambda x: x.mean(torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)),
         )
         .given(needs="clip", gradient="probability_difference")
-        .advises("Take the exponential of the difference of the log-probabilities.", source="program: test_losses"),
+        .advises("Take the exponential of the difference of the log-probabilities."),
         mistake("log_ratio_as_clip", "the smaller of the gain and the advantage times the log-ratio clipped to 1 ± ε")
         .predicts("L = -mean min(r A, clip(log r, 1 - ε, 1 + ε) A)", lambda x: pessimistic(x, x.log_ratio.clamp(1 - x.width, 1 + x.width)))
         .given(needs="clip")
-        .advises("Clip the ratio, which is the exponential of the log-ratio: 1 ± ε are bounds of the ratio.")
-        .cites("program: test_losses"),
+        .advises("Clip the ratio, which is the exponential of the log-ratio: 1 ± ε are bounds of the ratio."),
         mistake("log_prob", "the policy gradient of the log-probability, without a ratio")
         .predicts("L = -mean log π(a) A", lambda x: x.mean(x.log_probs * x.advantages))
         .given(needs="log_probs", doubtful_without="ratio", gradient="no_ratio")
@@ -238,20 +238,19 @@ POLICY_LOSS = Equation(
         .cites("1602.01783 (A2C)"),
         mistake("clip_around_zero", "the clipped surrogate with the ratio clipped to ±ε instead of 1 ± ε")
         .predicts("L = -mean min(r A, clip(r, -ε, ε) A)", lambda x: between(x, -x.clip, x.clip))
-        .advises("Clip to 1 - ε and 1 + ε.", source="program: test_losses"),
+        .advises("Clip to 1 - ε and 1 + ε."),
         mistake("upper_clip_only", "the clipped surrogate without the lower bound of the ratio")
         .predicts("L = -mean min(r A, min(r, 1 + ε) A)", lambda x: between(x, -torch.inf, 1 + x.clip))
-        .advises("Clip the ratio on both sides.", source="program: test_losses"),
+        .advises("Clip the ratio on both sides."),
         mistake("lower_clip_only", "the clipped surrogate without the upper bound of the ratio")
         .predicts("L = -mean min(r A, max(r, 1 - ε) A)", lambda x: between(x, 1 - x.clip, torch.inf))
-        .advises("Clip the ratio on both sides.", source="program: test_losses"),
+        .advises("Clip the ratio on both sides."),
         mistake("clipped_product", "the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped instead of the ratio")
         .predicts("L = -mean min(r A, clip(r A, 1 - ε, 1 + ε))", lambda x: x.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)))
-        .advises("Clip the ratio before multiplying it by the advantage.", source="program: test_losses"),
+        .advises("Clip the ratio before multiplying it by the advantage."),
         mistake("clipped_log_ratio", "the clipped surrogate with the log-ratio clipped to ±ε")
         .predicts("L = -mean min(r A, exp(clip(log r, -ε, ε)) A)", lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()))
-        .advises("Clip the ratio; the matching bounds of the log-ratio are log(1 - ε) and log(1 + ε).")
-        .cites("program: test_losses"),
+        .advises("Clip the ratio; the matching bounds of the log-ratio are log(1 - ε) and log(1 + ε)."),
         mistake("broadcast", "the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]")
         .predicts("L = -mean_ij min(r_i A_j, clip(r_i) A_j)", _of_all_pairs)
         .given(gradient="advantages_broadcast")
@@ -268,14 +267,14 @@ POLICY_LOSS = Equation(
         mistake("shifted_rows", "the clipped surrogate with each ratio times the previous row's advantage")
         .predicts("L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1})", lambda x: x.of_advantages(x.advantages[x.minibatches.followers(-1)]))
         .given(gradient="advantages_shifted")
-        .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
+        .advises("Index ratios and advantages with the same rows."),
         mistake("following_rows", "the clipped surrogate with each ratio times the next row's advantage")
         .predicts("L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1})", lambda x: x.of_advantages(x.advantages[x.minibatches.followers(1)]))
-        .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
+        .advises("Index ratios and advantages with the same rows."),
         mistake("reversed_rows", "the clipped surrogate with the advantages in reverse order")
         .predicts("L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i})", lambda x: x.of_advantages(x.advantages[x.minibatches.reversed()]))
         .given(gradient="advantages_reversed")
-        .advises("Index ratios and advantages with the same rows.", source="program: test_losses"),
+        .advises("Index ratios and advantages with the same rows."),
         variant("normalized_again", "the clipped surrogate of the advantages, normalised over each minibatch")
         .predicts(
             "L = -mean min(r Â, clip(r) Â), Â = (A - mean A) / std A", lambda x: x.of_advantages(x.minibatches.normalized(x.advantages))
@@ -286,7 +285,7 @@ POLICY_LOSS = Equation(
         .cites("1903.01344 (H-PPO)"),
         mistake("per_dimension", "the mean over action dimensions, each with its own ratio")
         .predicts("L = -1/D Σ_i mean min(r_i A, clip(r_i) A)", _per_dimension)
-        .advises("Sum the log-probabilities over the action dimensions, so that each row has one ratio.", source="program: test_losses"),
+        .advises("Sum the log-probabilities over the action dimensions, so that each row has one ratio."),
         variant("dual_clip", "the surrogate with dual clipping at 3")
         .predicts("L = -mean max(min(r A, clip(r) A), 3 A) if A < 0", _dual_clipped)
         .given(needs="clip", gradient="dual_clip")
@@ -296,8 +295,7 @@ POLICY_LOSS = Equation(
         .cites("1802.01561 (V-trace)"),
         variant("with_entropy", "the clipped surrogate plus the entropy bonus")
         .predicts("L = -mean min(r A, clip(r) A) - c H", lambda x: clipped_surrogate(x) + x.bonus)
-        .given(needs="bonus", of="bonus")
-        .cites("program: test_losses"),
+        .given(needs="bonus", of="bonus"),
         variant("annealed_clip", "the clipped surrogate with a smaller clip range than the setting, annealed or set elsewhere,")
         .fits(
             "L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
@@ -311,7 +309,7 @@ POLICY_LOSS = Equation(
             "ε",
             _bound(lambda x, clip: between(x, 1 - clip, 1 + clip), lambda x: (x.width, max(float((x.ratio - 1).abs().max()), x.width))),
         )
-        .advises("Compare the bounds in the loss with the setting.", source="program: test_losses"),
+        .advises("Compare the bounds in the loss with the setting."),
         variant("decoupled_clip", "the clipped surrogate with a separate upper bound,")
         .fits(
             "L = -mean min(r A, clip(r, 1 - ε, 1 + ε_high) A)",
@@ -376,20 +374,11 @@ def check_policy_loss(
     """
     if not clip > 0:
         raise ValueError(f"clip must be above 0, got {clip!r}")
-    ratios = as_tensor(log_ratio)
-    given = {"advantages": advantages, "raw_advantages": raw_advantages, "log_probs": log_probs}
-    given |= {f"head_{place}": ratio for place, ratio in enumerate(head_log_ratios)}
-    columns = {name: as_tensor(column, ratios) for name, column in given.items() if column is not None}
-    claimed, minibatches, rows = divided(as_tensor(loss), counts, valid, log_ratio=ratios, **columns)
-    inputs = PolicyLossInputs(
-        log_ratio=rows["log_ratio"],
-        advantages=rows["advantages"],
-        minibatches=minibatches,
-        clip=float(clip),
-        raw_advantages=rows.get("raw_advantages"),
-        log_probs=rows.get("log_probs"),
-        head_log_ratios=tuple(rows[f"head_{place}"] for place in range(len(head_log_ratios))),
-        bonus=None if bonus is None else as_tensor(bonus, ratios).detach().reshape(-1).double(),
-    )
+    heads = {f"head_{place}": ratio for place, ratio in enumerate(head_log_ratios)}
+    columns = {"log_ratio": log_ratio, "advantages": advantages, "raw_advantages": raw_advantages, "log_probs": log_probs, **heads}
+    claimed, minibatches, rows = divided(loss, counts, valid, **columns)
+    head_rows = tuple([rows.pop(head) for head in heads])
+    weighted = None if bonus is None else as_tensor(bonus, claimed).detach().reshape(-1).double()
+    inputs = PolicyLossInputs(minibatches=minibatches, clip=float(clip), head_log_ratios=head_rows, bonus=weighted, **rows)
     terms = minibatches.mean(inputs.advantages.abs() * inputs.ratio.clamp(min=1))
     return compare(POLICY_LOSS, inputs, claimed, magnitudes=(terms,), precision=precision, tolerance=tolerance)

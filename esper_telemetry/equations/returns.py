@@ -5,16 +5,16 @@ Shapes: T steps, B environments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.requirements import checked_arguments
-from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, explained, other_readings, ranked, unchecked
 from esper_telemetry.equations.equation import TOLERANCES, Equation, mistake, variant
-from esper_telemetry.equations.gae import STD_EPS, is_standard, standard
+from esper_telemetry.equations.gae import STD_EPS, is_standard, standards
 from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
 MIN_ROWS = 8
@@ -50,9 +50,6 @@ MIN_CORRELATION = 0.9
 MAX_DIFFERING = 0.9
 """Quantile of the sums, and of their negative, between which they must differ."""
 
-RETURNS_TOLERANCE = 1.0
-"""Factor of `TOLERANCES` for returns. Sums in float32 have a relative error of 1e-7."""
-
 
 @dataclass(frozen=True, slots=True)
 class ReturnInputs:
@@ -84,21 +81,13 @@ class ReturnInputs:
         return values.flatten() if self.valid is None else values[self.valid]
 
 
-def _nearest(inputs: ReturnInputs, *candidates: Tensor) -> Tensor:
-    """The candidate that is closest to the claimed returns."""
-    errors = [float(inputs.counted((one - inputs.claimed).abs()).amax()) for one in candidates]
-    return candidates[errors.index(min(errors))]
-
-
-def _with_normalized(inputs: ReturnInputs) -> Tensor | None:
+def _with_normalized(inputs: ReturnInputs) -> list[Tensor] | None:
     counted = inputs.counted(inputs.advantages)
-    if len(counted) < 2:
-        return None
-    normal = [standard(inputs.advantages, *pair) for pair in product((counted, inputs.advantages), (0, 1))]
-    return _nearest(inputs, *(one + inputs.values for one in normal))
+    normal = standards(inputs.advantages, counted, inputs.advantages)
+    return None if len(counted) < 2 else [one + inputs.values for one in normal]
 
 
-def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
+def _normalized_after(inputs: ReturnInputs) -> list[Tensor] | None:
     """Returns whose normalised difference from the values equals the stored advantages."""
     rest, stored = inputs.counted(inputs.claimed - inputs.values), inputs.counted(inputs.advantages)
     if len(rest) < MIN_ROWS or not 0.9 < float(stored.std()) < 1.1 or not abs(float(stored.mean())) < 0.1:
@@ -109,7 +98,7 @@ def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
     for rows, correction in product((rest, inputs.claimed - inputs.values), (0, 1)):
         std, mean = torch.std_mean(rows, correction=correction)
         candidates.append(inputs.advantages * (std + STD_EPS) + mean + inputs.values)
-    return _nearest(inputs, *candidates)
+    return candidates
 
 
 def _unrelated(inputs: ReturnInputs) -> Tensor | None:
@@ -125,7 +114,7 @@ def _unrelated(inputs: ReturnInputs) -> Tensor | None:
         return None
     if float((ranked(claimed, total) - claimed).abs().amax()) <= TOLERANCES["fp32"] * size:
         return None
-    sums = (_discounted(bootstrap=False)(inputs), inputs.next_values, inputs.rewards, inputs.new_values)
+    sums = (_discounted(inputs, bootstrap=False), inputs.next_values, inputs.rewards, inputs.new_values)
     others = [inputs.counted(one) for one in (inputs.advantages, inputs.values, *sums) if one is not None]
     columns = torch.stack([claimed, *(one for one in (total, *others) if float(one.std()) > 0)])
     ranks = torch.stack([one.argsort().argsort().double() for one in columns])
@@ -134,12 +123,10 @@ def _unrelated(inputs: ReturnInputs) -> Tensor | None:
     return inputs.claimed if related and all(bool(one < bound) for one in related) else None
 
 
-def _normalized_sum(inputs: ReturnInputs) -> Tensor | None:
+def _normalized_sum(inputs: ReturnInputs) -> list[Tensor] | None:
     total = inputs.advantages + inputs.values
     counted = inputs.counted(total)
-    if len(counted) < MIN_ROWS:
-        return None
-    return _nearest(inputs, *(standard(total, counted, one) for one in (0, 1)))
+    return None if len(counted) < MIN_ROWS else standards(total, counted)
 
 
 def _fitted(inputs: ReturnInputs, *columns: Tensor) -> tuple[Tensor, list[float]] | None:
@@ -152,12 +139,6 @@ def _fitted(inputs: ReturnInputs, *columns: Tensor) -> tuple[Tensor, list[float]
     return torch.stack(terms, -1) @ factors, factors.tolist()
 
 
-def few_differ(numbers: Tensor) -> bool:
-    """Return whether nearly all numbers [R] are equal: a line through two points, such as the rewards and the last one, shows nothing."""
-    low, high = numbers.quantile(1 - MAX_DIFFERING), numbers.quantile(MAX_DIFFERING)
-    return bool((high - low).abs() <= TOLERANCES["fp32"] * numbers.abs().amax())
-
-
 def _in_other_units(inputs: ReturnInputs) -> tuple[Tensor, float, bool] | None:
     """Advantages plus values, shifted and scaled to fit the returns, the scale, and whether the critic's estimates follow the returns.
 
@@ -167,7 +148,9 @@ def _in_other_units(inputs: ReturnInputs) -> tuple[Tensor, float, bool] | None:
     if fit is None or inputs.new_values is None or fit[1][0] <= 0:
         return None
     total, (slope, offset) = fit
-    if few_differ(inputs.counted(total)):
+    # if nearly all sums are equal, a line through two points, such as the rewards and the last one, shows nothing
+    sums = inputs.counted(total)
+    if bool((sums.quantile(MAX_DIFFERING) - sums.quantile(1 - MAX_DIFFERING)).abs() <= TOLERANCES["fp32"] * sums.abs().amax()):
         return None
     values, estimates = inputs.counted(inputs.values), inputs.counted(inputs.new_values)
     moved, kept = (float((estimates - one).abs().median()) for one in (slope * values + offset, values))
@@ -198,21 +181,17 @@ def _other_units(inputs: ReturnInputs) -> Tensor | None:
     return units[0] if units is not None and not units[2] and abs(units[1] - 1) > OTHER_UNITS else None
 
 
-def _discounted(bootstrap: bool) -> Callable[[ReturnInputs], Tensor | None]:
-    """Return discounted sums of rewards, with or without the value after the last step."""
-
-    def compute(inputs: ReturnInputs) -> Tensor | None:
-        if inputs.rewards is None or inputs.next_values is None or inputs.ended is None or inputs.gamma is None:
-            return None
-        goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
-        after = torch.where(inputs.ended, inputs.next_values, 0.0)
-        if bootstrap:
-            after[-1] = inputs.next_values[-1]
-        rewards = inputs.rewards + inputs.gamma * after
-        counted = rewards if inputs.valid is None else torch.where(inputs.valid, rewards, 0.0)
-        return discounted_sums(counted, inputs.gamma * goes_on)
-
-    return compute
+def _discounted(inputs: ReturnInputs, *, bootstrap: bool) -> Tensor | None:
+    """Discounted sums of rewards, with or without the value after the last step."""
+    if inputs.rewards is None or inputs.next_values is None or inputs.ended is None or inputs.gamma is None:
+        return None
+    goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
+    after = torch.where(inputs.ended, inputs.next_values, 0.0)
+    if bootstrap:
+        after[-1] = inputs.next_values[-1]
+    rewards = inputs.rewards + inputs.gamma * after
+    counted = rewards if inputs.valid is None else torch.where(inputs.valid, rewards, 0.0)
+    return discounted_sums(counted, inputs.gamma * goes_on)
 
 
 def _td_targets(inputs: ReturnInputs) -> Tensor | None:
@@ -239,24 +218,14 @@ def _new_values(inputs: ReturnInputs) -> Tensor | None:
     return inputs.claimed if bool(together > MIN_CORRELATION) else exact
 
 
-def _swapped(inputs: ReturnInputs) -> Tensor | None:
-    values = inputs.values
-    if values.dim() != 2 or 1 in values.shape:
-        return None
-    turned = (values.t().reshape(values.shape), values.reshape(values.shape[::-1]).t())
-    return _nearest(inputs, *(inputs.advantages + one for one in turned))
+def _swapped(inputs: ReturnInputs) -> list[Tensor]:
+    readings = other_readings(inputs.values.shape) if inputs.values.dim() == 2 else ()
+    return [inputs.advantages + reading(inputs.values) for reading in readings]
 
 
 def _mean_value(inputs: ReturnInputs) -> Tensor | None:
     mean = inputs.counted(inputs.values)
     return inputs.advantages + mean.mean() if len(mean) > 1 else None
-
-
-def ranked(claimed: Tensor, numbers: Tensor) -> Tensor:
-    """The numbers [N] in the order of the claimed numbers, which are returned if both hold the same numbers."""
-    ranked = torch.empty_like(numbers)
-    ranked[claimed.argsort()] = numbers.sort().values
-    return ranked
 
 
 def _other_rows(inputs: ReturnInputs) -> Tensor | None:
@@ -320,8 +289,9 @@ RETURNS = Equation(
     source="1506.02438, eq. 16; Huang et al. 2022, The 37 implementation details of PPO",
     inputs="advantages before normalisation, values and returns",
     check="check_returns",
+    shown_by="test_returns",
     compute=lambda inputs: inputs.advantages + inputs.values,
-    tolerance=RETURNS_TOLERANCE,
+    tolerance=1.0,  # sums in float32 have a relative error of 1e-7
     advice="Check that advantages, values and returns are indexed and masked in the same way.",
     hypotheses=(
         mistake("normalized", "values plus normalised advantages")
@@ -334,36 +304,33 @@ RETURNS = Equation(
         .cites("program: subclass-returns_are_advantages"),
         mistake("values_alone", "values: the advantages were not added")
         .predicts("R = V", lambda inputs: inputs.values)
-        .advises("Add the advantages, or the critic learns nothing.", source="program: test_returns"),
+        .advises("Add the advantages, or the critic learns nothing."),
         mistake("values_subtracted", "advantages minus values, or values minus advantages")
-        .predicts("R = ±(A - V)", lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages))
-        .advises("Returns are advantages plus values.", source="program: test_returns"),
+        .predicts("R = ±(A - V)", lambda inputs: [inputs.advantages - inputs.values, inputs.values - inputs.advantages])
+        .advises("Returns are advantages plus values."),
         mistake("next_values", "advantages plus the values of the next states")
         .predicts("R_t = A_t + V(s_{t+1})", lambda inputs: inputs.advantages + inputs.next_values)
         .given(needs="next_values")
-        .advises("Add the value of the state that the action was taken in.", source="program: test_returns"),
+        .advises("Add the value of the state that the action was taken in."),
         mistake("new_values", "advantages plus the values of a critic that the update has already changed")
         .predicts("R = A + V_new", _new_values)
         .advises("Add the values stored at collection once, before the first epoch.")
         .cites("program: script-returns_new_values"),
-        mistake("rewards", "the rewards")
-        .predicts("R_t = r_t", lambda inputs: inputs.rewards)
-        .advises("Store advantages plus values.", source="program: test_returns"),
+        mistake("rewards", "the rewards").predicts("R_t = r_t", lambda inputs: inputs.rewards).advises("Store advantages plus values."),
         mistake("monte_carlo_cut", "discounted rewards to the end of the rollout, without a bootstrap after the last step")
-        .predicts("R_t = Σ_k γ^k r_{t+k}", _discounted(bootstrap=False))
+        .predicts("R_t = Σ_k γ^k r_{t+k}", partial(_discounted, bootstrap=False))
         .advises("Bootstrap the last step with the value of the state that follows the rollout.")
         .cites("program: script-returns_mc_cut"),
         mistake("axes_swapped", "advantages plus values with steps and environments swapped")
         .predicts("R[t, b] = A[t, b] + V.reshape(B, T)[b, t]", _swapped)
-        .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
-        .cites("program: test_returns"),
+        .advises("Transpose before you reshape: `reshape` and `view` do not move entries."),
         mistake("mean_value", "advantages plus the mean value of all rows")
         .predicts("R_i = A_i + mean_j V_j", _mean_value)
         .advises("Print the shapes of advantages and values: [N] plus [N, 1] is [N, N].")
         .cites("PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74"),
         mistake("other_rows", "other rows' advantages plus values")
         .predicts("R_i = A_j + V_j", _other_rows)
-        .advises("Index advantages, values and returns with the same rows.", source="program: test_returns"),
+        .advises("Index advantages, values and returns with the same rows."),
         mistake("unrelated", "numbers that are unrelated to advantages, values and rewards")
         .predicts("R_i independent of A, V and r", _unrelated)
         .advises("Check where the targets are assigned: the critic cannot learn them.")
@@ -391,7 +358,7 @@ RETURNS = Equation(
         .given(of="units")
         .cites("van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm"),
         variant("monte_carlo", "discounted rewards with the last value (lambda = 1)")
-        .predicts("R_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n})", _discounted(bootstrap=True))
+        .predicts("R_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n})", partial(_discounted, bootstrap=True))
         .cites("openai/spinningup ppo: rewards-to-go are the targets of the value function"),
         variant("td_targets", "one-step targets (lambda = 0)")
         .predicts("R_t = r_t + γ V(s_{t+1})", _td_targets)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,16 +17,14 @@ from numpy.typing import NDArray
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.rate_schedule import MIN_TOLERANCE, Array, RateSchedule
 from esper_telemetry.core.requirements import checked_arguments
-from esper_telemetry.equations.comparison import EquationCheck, unchecked
+from esper_telemetry.equations.comparison import MAX_EXPLAINED_SHARE, EquationCheck, unchecked
 from esper_telemetry.equations.equation import Equation, Explanation, Hypothesis, mistake, variant
 
 UPDATE_SHARES: Final = 1.5
 """Number of updates by which a schedule may lead or lag the environment steps."""
 
-MAX_EXPLAINED_SHARE: Final = 0.2
-"""Largest error of an explanation relative to the schedule's error; `MAX_ERROR_RATIO` is relative to the best explanation."""
-
 MAX_ERROR_RATIO: Final = 10.0
+"""Largest error of an explanation, relative to the best one."""
 
 MAX_POINTS: Final = 2048
 """Largest number of updates that are compared; longer runs use every second, fourth, ... update."""
@@ -242,52 +241,26 @@ def _anneals(inputs: ScheduleInputs) -> bool:
     return inputs.schedule.initial != inputs.schedule.final
 
 
-def _constant(inputs: ScheduleInputs) -> Array | None:
-    return np.full_like(inputs.progress, inputs.schedule.initial) if _anneals(inputs) else None
-
-
-def _annealed(inputs: ScheduleInputs) -> Array | None:
-    return None if _anneals(inputs) else inputs.schedule.initial * (1 - inputs.progress)
-
-
 def _per_count(inputs: ScheduleInputs, *names: str, stops: bool = True) -> Array | None:
     """Return the rates if each update counts as several; None if the number is 1 or unknown."""
     counts = [inputs.schedule.counts.get(name, 1) for name in names]
     return inputs.line(float(np.prod(counts)), stops=stops) if 1 not in counts and _anneals(inputs) else None
 
 
-def _rising(inputs: ScheduleInputs) -> Array | None:
-    return inputs.at(1 - inputs.progress) if _anneals(inputs) else None
-
-
-def _fit_early_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+def _fit_fast(inputs: ScheduleInputs, rates: Array, *, name: str, stops: bool) -> tuple[float, Array] | None:
+    """Return the share of the run in which a line that is too fast, or a curve with the named defect, reaches its end, and its rates."""
     if inputs.schedule.defect:
-        return inputs.defective("ending_early", rates)
+        return inputs.defective(name, rates)
     speed = fitted_speed(inputs, rates)
-    return (1 / speed, inputs.line(speed)) if speed is not None and speed > 1 else None
+    return (1 / speed, inputs.line(speed, stops=stops)) if speed is not None and speed > 1 else None
 
 
-def _fit_negative(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    if inputs.schedule.defect:
-        return inputs.defective("negative", rates)
-    speed = fitted_speed(inputs, rates)
-    return (1 / speed, inputs.line(speed, stops=False)) if speed is not None and speed > 1 else None
-
-
-def _fit_other_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the final rate of a slower line, and the line's rates."""
-    speed = fitted_speed(inputs, rates)
+def _fit_other_end(inputs: ScheduleInputs, rates: Array, *, is_set: bool) -> tuple[float, Array] | None:
+    """Return the final rate of a slower line, and the line's rates; None unless the settings set, or do not set, the final rate."""
+    speed = fitted_speed(inputs, rates) if inputs.schedule.final_is_set == is_set else None
     if speed is None or not 0 < speed < 1:
         return None
     return inputs.schedule.initial + speed * (inputs.schedule.final - inputs.schedule.initial), inputs.line(speed)
-
-
-def _fit_unset_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    return None if inputs.schedule.final_is_set else _fit_other_end(inputs, rates)
-
-
-def _fit_set_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    return _fit_other_end(inputs, rates) if inputs.schedule.final_is_set else None
 
 
 def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
@@ -393,32 +366,30 @@ SCHEDULES = Equation(
     source=PAPER,
     inputs="settings with a constant learning rate or a schedule",
     check="check_schedule",
+    shown_by="test_schedules",
     compute=lambda inputs: inputs.line(),
     rank=65,
     over_run=True,
     advice="Compare the learning rate that each update uses with the configured schedule.",
     hypotheses=(
         mistake("constant", "the first learning rate throughout, although a schedule is configured")
-        .predicts("lr = lr_0", _constant)
-        .advises("Set the rate of the optimizer's parameter groups in every update; a schedule that is never stepped changes nothing.")
-        .cites("program: test_schedules"),
+        .predicts("lr = lr_0", lambda inputs: np.full_like(inputs.progress, inputs.schedule.initial) if _anneals(inputs) else None)
+        .advises("Set the rate of the optimizer's parameter groups in every update; a schedule that is never stepped changes nothing."),
         mistake("annealed", "a line down to 0, although a constant rate is configured")
-        .predicts("lr = lr_0 (1 - n / N)", _annealed)
-        .advises("Look for a scheduler that is on by default.", source="program: test_schedules"),
+        .predicts("lr = lr_0 (1 - n / N)", lambda inputs: None if _anneals(inputs) else inputs.schedule.initial * (1 - inputs.progress))
+        .advises("Look for a scheduler that is on by default."),
         mistake("per_epoch", "a schedule that counts epochs as updates")
         .predicts("lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs", lambda inputs: _per_count(inputs, "num_epochs"))
-        .advises("Step the scheduler once per update.", source="program: test_schedules"),
+        .advises("Step the scheduler once per update."),
         mistake("per_minibatch", "a schedule that counts optimizer steps as updates")
         .predicts(
             "lr = lr_0 + (lr_1 - lr_0) min(1, E M n / N), E epochs of M minibatches",
             lambda inputs: _per_count(inputs, "num_epochs", "num_minibatches"),
         )
-        .advises("Step the scheduler once per update, or give it the number of optimizer steps.")
-        .cites("program: test_schedules"),
+        .advises("Step the scheduler once per update, or give it the number of optimizer steps."),
         mistake("per_epoch_negative", "a schedule that counts epochs as updates and continues below its end")
         .predicts("lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs", lambda inputs: _per_count(inputs, "num_epochs", stops=False))
-        .advises("Step the scheduler once per update: a negative rate maximises the loss.")
-        .cites("program: test_schedules"),
+        .advises("Step the scheduler once per update: a negative rate maximises the loss."),
         mistake("per_env", "a schedule that counts calls of the vectorised `env.step` instead of environment steps")
         .predicts(
             "lr = lr_0 + (lr_1 - lr_0) n / (B N), B environments",
@@ -428,14 +399,13 @@ SCHEDULES = Equation(
                 else None
             ),
         )
-        .advises("Multiply the steps by the number of environments.", source="program: test_schedules"),
+        .advises("Multiply the steps by the number of environments."),
         mistake("per_env_step", "a schedule that multiplies environment steps by the number of environments twice")
         .predicts("lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments", lambda inputs: _per_count(inputs, "num_envs"))
-        .advises("Count every environment's step once.", source="program: test_schedules"),
+        .advises("Count every environment's step once."),
         mistake("rising", "a schedule that runs backwards, from its end to its beginning")
-        .predicts("lr = lr_1 + (lr_0 - lr_1) n / N", _rising)
-        .advises("Use the remaining share of the run, not the completed share.")
-        .cites("program: test_schedules"),
+        .predicts("lr = lr_1 + (lr_0 - lr_1) n / N", lambda inputs: inputs.at(1 - inputs.progress) if _anneals(inputs) else None)
+        .advises("Use the remaining share of the run, not the completed share."),
         variant("cosine", "a cosine schedule")
         .predicts(
             "lr = lr_1 + (lr_0 - lr_1) (1 + cos(π n / N)) / 2",
@@ -451,14 +421,14 @@ SCHEDULES = Equation(
         .advises("Create the schedule once, with the number of updates of the whole run.")
         .cites("program: loop-schedule_restarts"),
         mistake("ending_early", "a schedule that ends too early, when the completed share of the run is")
-        .fits("lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))", "p", _fit_early_end)
+        .fits("lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))", "p", partial(_fit_fast, name="ending_early", stops=True))
         .advises("Give the schedule the number of updates of the whole run.")
         .cites("program: loop-schedule_ends_early"),
         mistake("starting_late", "a schedule that starts too late, when the completed share of the run is")
         .fits("lr = lr_0 if n < p N", "p", _fit_late_start)
-        .advises("Set the rate in every update, starting with the first.", source="program: test_schedules"),
+        .advises("Set the rate in every update, starting with the first."),
         mistake("negative", "a schedule that continues below its end, which it reaches when the completed share of the run is")
-        .fits("lr = lr_0 + (lr_1 - lr_0) n / (p N)", "p", _fit_negative)
+        .fits("lr = lr_0 + (lr_1 - lr_0) n / (p N)", "p", partial(_fit_fast, name="negative", stops=False))
         .advises("Give the schedule the number of updates of the whole run: a negative rate maximises the loss.")
         .cites("program: loop-schedule_negative"),
         variant("warm_up", "a schedule after a linear warm-up from 0, which ends when the completed share of the run is")
@@ -473,13 +443,12 @@ SCHEDULES = Equation(
         variant("adaptive", "a rate that adapts to the KL divergence, up and down by a")
         .fits("lr = lr_0 c^k, k ± 1 as KL is below or above its target", "factor", _adaptive)
         .cites("leggedrobotics/rsl_rl, PPO.update, schedule 'adaptive'"),
-        variant("other_end", "a linear schedule that ends at")
-        .fits("lr = lr_0 + (l - lr_0) n / N", "l", _fit_unset_end)
-        .cites("program: test_schedules"),
+        variant("other_end", "a linear schedule that ends at").fits(
+            "lr = lr_0 + (l - lr_0) n / N", "l", partial(_fit_other_end, is_set=False)
+        ),
         mistake("unfinished", "a schedule that does not reach its end, and stops at")
-        .fits("lr = lr_0 + (l - lr_0) n / N", "l", _fit_set_end)
-        .advises("Give the schedule the number of updates of this run; it was created for a longer run.")
-        .cites("program: test_schedules"),
+        .fits("lr = lr_0 + (l - lr_0) n / N", "l", partial(_fit_other_end, is_set=True))
+        .advises("Give the schedule the number of updates of this run; it was created for a longer run."),
     ),
 )
 

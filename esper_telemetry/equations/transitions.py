@@ -8,14 +8,13 @@ Shapes: T steps, B environments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.requirements import checked_arguments
-from esper_telemetry.equations.comparison import EquationCheck, compare, explained, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, compare, explained, other_readings, unchecked
 from esper_telemetry.equations.equation import Equation, mistake, variant
 from esper_telemetry.equations.log_probs import shifted
 from esper_telemetry.metrics.statistics import same_shape
@@ -83,10 +82,6 @@ def _are_last(columns: TransitionInputs) -> bool:
     return of_episodes or any(bool((inputs == last).all()) for last in (outcomes[-1], finals[-1]))
 
 
-def _whole_numbers(columns: TransitionInputs) -> Tensor | None:
-    return None if columns.whole is None else columns.whole[:-1]
-
-
 def _never_updated(columns: TransitionInputs) -> Tensor | None:
     is_cut = columns.whole is not None and bool((columns.whole[:-1] == columns.inputs[1:]).all())
     return None if is_cut or _are_last(columns) else columns.inputs[:-1]
@@ -102,15 +97,10 @@ def _sometimes_updated(columns: TransitionInputs) -> Tensor | None:
     return None if bool(repeated.all()) else torch.where(repeated, columns.inputs[:-1], columns.outcomes[:-1])
 
 
-def _other_environment(columns: TransitionInputs) -> Tensor | None:
-    """The outcomes, in the order of environments that is closest to the inputs."""
-    envs = columns.inputs.shape[1]
-    if envs < 2:
-        return None
-    place = torch.arange(envs, device=columns.inputs.device)
-    orders = [torch.zeros_like(place), place.roll(1), place.roll(-1), place.flip(0)]
-    rows = columns.outcomes[:-1]
-    return min((rows[:, order] for order in orders), key=lambda x: float((x - columns.inputs[1:]).abs().sum()))
+def _other_environments(reference: Tensor) -> list[Tensor]:
+    """The reference [T, B] in other orders of the environments."""
+    orders = [reference[:, :1].expand_as(reference), reference.roll(1, 1), reference.roll(-1, 1), reference.flip(1)]
+    return orders if reference.shape[1] > 1 else []
 
 
 TRANSITIONS = Equation(
@@ -121,14 +111,14 @@ TRANSITIONS = Equation(
     source="Sutton and Barto 2018, figure 3.1",
     inputs="the stored observations, and the observations that the environments returned",
     check="check_transitions",
+    shown_by="test_transitions",
     compute=lambda columns: columns.outcomes[:-1],
     tolerance=0.01,
     advice="Compare what `env.step` returns with what is stored and acted on.",
     hypotheses=(
         mistake("whole_numbers", "the environment's observations truncated to whole numbers")
-        .predicts("o_t stored as a whole number", _whole_numbers)
-        .advises("Store observations in an array of type float32: an array of an integer type, such as uint8, cuts numbers below 1 to 0.")
-        .cites("program: test_transitions"),
+        .predicts("o_t stored as a whole number", lambda columns: None if columns.whole is None else columns.whole[:-1])
+        .advises("Store observations in an array of type float32: an array of an integer type, such as uint8, cuts numbers below 1 to 0."),
         mistake("never_updated", "the previous step's observations: they are never updated")
         .predicts("o_{t+1} = o_t", _never_updated)
         .advises(
@@ -137,12 +127,10 @@ TRANSITIONS = Equation(
         .cites("program: loop-obs_never_updated"),
         mistake("in_place", "one array that later steps have changed: all rows are the last observation")
         .predicts("o_t is the last observation of the episode, or of the rollout", _in_place)
-        .advises("Store copies: `step` and `reset` return `self.state.copy()`, or the program stores `observation.copy()`.")
-        .cites("program: test_transitions"),
+        .advises("Store copies: `step` and `reset` return `self.state.copy()`, or the program stores `observation.copy()`."),
         mistake("sometimes_updated", "the previous step's observations in some steps: they are not always updated")
         .predicts("o_{t+1} = o_t in some steps", _sometimes_updated)
-        .advises("Assign what `env.step` returns to the observation that is acted on next, in every step.")
-        .cites("program: test_transitions"),
+        .advises("Assign what `env.step` returns to the observation that is acted on next, in every step."),
         mistake("stale", "the observations that the environment returned one step earlier")
         .predicts("o_{t+1} = outcome of a_{t-1}", lambda columns: shifted(columns.outcomes[:-1], -1, columns.inputs[1:]))
         .advises("Act on what the last `env.step` returned, not on what was returned before it.")
@@ -160,29 +148,10 @@ TRANSITIONS = Equation(
         .advises("Evaluate in separate environments, made by a second call of the function that makes the training environments.")
         .cites("https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation"),
         mistake("other_environment", "another environment's observations")
-        .predicts("o_{t+1,b} = outcome of a_{t,σ(b)}", _other_environment)
-        .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
+        .predicts("o_{t+1,b} = outcome of a_{t,σ(b)}", lambda columns: _other_environments(columns.outcomes[:-1]))
+        .advises("Keep the order of environments; check reshapes of [T, B]."),
     ),
 )
-
-
-def _best_order(columns: tuple[Tensor, ...]) -> Tensor | None:
-    """The reference, in the order of environments that is closest to the first column."""
-    own, reference = columns[:2]
-    if reference.shape[1] < 2:
-        return None
-    orders = [reference.roll(1, 1), reference.roll(-1, 1), reference.flip(1), reference[:, :1].expand_as(reference)]
-    return min(orders, key=lambda x: float((x - own).abs().sum()))
-
-
-def _axes_swapped(columns: tuple[Tensor, ...]) -> Tensor | None:
-    """The reference [T, B] read as [B, T], or the reverse; the closer of the two."""
-    own, reference = columns[:2]
-    steps, envs = reference.shape
-    if 1 in (steps, envs):
-        return None
-    swapped = [reference.t().reshape(steps, envs), reference.reshape(envs, steps).t()]
-    return min(swapped, key=lambda x: float((x - own).abs().sum()))
 
 
 def _any_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
@@ -190,13 +159,6 @@ def _any_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
     own, reference = columns
     same = own.shape[1] > 1 and bool((own.sort(1).values == reference.sort(1).values).all())
     return own if same else None
-
-
-def _other_step(steps: int) -> Callable[[tuple[Tensor, ...]], Tensor | None]:
-    def compute(columns: tuple[Tensor, ...]) -> Tensor | None:
-        return shifted(columns[1], steps, columns[0])
-
-    return compute
 
 
 def _scaled(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
@@ -222,9 +184,6 @@ MAX_REPLACED_SHARE = 0.5
 MAX_DEPENDENCE = 3.0
 """Standard deviations of the chi-square statistic below which choices count as independent."""
 
-MOVES = (_other_step(-1), _other_step(1), _axes_swapped)
-"""Ways to displace rewards; displaced rewards may also be scaled."""
-
 MIN_BOOTSTRAPS = 5
 """Steps with a bootstrap that tell it from a change of rewards."""
 
@@ -238,11 +197,6 @@ def _is_bootstrap(added: Tensor, values: Tensor, places: Tensor) -> bool:
     return varies and float((own - values[places]).abs().median()) < 0.5 * float(own.abs().median())
 
 
-def _lengths(ends: Tensor) -> set[int]:
-    """Return the lengths of the whole episodes in [T, B]."""
-    return {length for column in ends.t() for length in column.nonzero().flatten().diff().tolist()}
-
-
 STORED_REWARDS = Equation(
     name="stored_rewards",
     rank=12,
@@ -251,23 +205,25 @@ STORED_REWARDS = Equation(
     source="Sutton and Barto 2018, figure 3.1",
     inputs="the stored rewards, and the rewards that the environments returned",
     check="check_rewards",
+    shown_by="test_transitions",
     compute=lambda columns: columns[1],
     advice="Compare the rewards that `env.step` returns with the stored rewards.",
     hypotheses=(
         mistake("step_before", "the previous step's rewards")
-        .predicts("r_t = reward of a_{t-1}", _other_step(-1))
+        .predicts("r_t = reward of a_{t-1}", lambda columns: shifted(columns[1], -1, columns[0]))
         .advises("Store the reward in the row of the action that earned it.")
         .cites("program: loop-reward_before_obs"),
         mistake("step_after", "the next step's rewards")
-        .predicts("r_t = reward of a_{t+1}", _other_step(1))
-        .advises("Store the reward in the row of the action that earned it.", source="program: test_transitions"),
+        .predicts("r_t = reward of a_{t+1}", lambda columns: shifted(columns[1], 1, columns[0]))
+        .advises("Store the reward in the row of the action that earned it."),
         mistake("other_environment", "another environment's rewards")
-        .predicts("r_{t,b} = reward of a_{t,σ(b)}", _best_order)
-        .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
+        .predicts("r_{t,b} = reward of a_{t,σ(b)}", lambda columns: _other_environments(columns[1]))
+        .advises("Keep the order of environments; check reshapes of [T, B]."),
         mistake("axes_swapped", "the environments' rewards, reshaped with steps and environments swapped")
-        .predicts("r[t, b] = rewards.reshape(B, T)[b, t]", _axes_swapped)
-        .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")
-        .cites("program: test_transitions"),
+        .predicts(
+            "r[t, b] = rewards.reshape(B, T)[b, t]", lambda columns: [reading(columns[1]) for reading in other_readings(columns[1].shape)]
+        )
+        .advises("Transpose before you reshape: `reshape` and `view` do not move entries."),
         variant("clipped", "the environments' rewards, clipped,")
         .fits("r_t = min(max(r, low), high)", "upper bound", _clipped)
         .cites("1312.5602, section 5: rewards clipped to -1, 0 and 1"),
@@ -276,8 +232,7 @@ STORED_REWARDS = Equation(
         .cites("1708.02596, section 4.2: reward scaling"),
         mistake("bootstrapped_terminations", "the environments' rewards, plus a bootstrap at terminations, but not at time limits")
         .predicts("r_t + γ V(s_{t+1}) where the episode terminates")
-        .advises("Bootstrap where `truncated` is set: `obs, reward, terminated, truncated, info = env.step(action)`, in this order.")
-        .cites("program: test_transitions"),
+        .advises("Bootstrap where `truncated` is set: `obs, reward, terminated, truncated, info = env.step(action)`, in this order."),
         variant("bootstrapped_limits", "the environments' rewards, plus a bootstrap at time limits")
         .predicts("r_t + γ V(s_{t+1}) where a time limit ends the episode")
         .cites("1712.00378, section 3: bootstrapping at time limits"),
@@ -345,17 +300,17 @@ EXECUTED = Equation(
     source="Sutton and Barto 2018, figure 3.1",
     inputs="the actions that were sent to the environments, and the actions that arrived there",
     check="check_executed",
+    shown_by="test_transitions",
     compute=lambda columns: columns[1],
     tolerance=0.01,
     advice="Follow the actions from the policy's output through all wrappers to `env.step`.",
     hypotheses=(
         mistake("other_environment", "other environments' actions")
         .predicts("executed a_{t,b} = a_{t,σ(b)}", _any_order)
-        .advises("Keep the order of environments; check reshapes of [T, B].", source="program: test_transitions"),
+        .advises("Keep the order of environments; check reshapes of [T, B]."),
         mistake("step_before", "the previous step's actions")
-        .predicts("executed a_t = a_{t-1}", _other_step(-1))
-        .advises("Step the environments with the actions that were chosen for this step.")
-        .cites("program: test_transitions"),
+        .predicts("executed a_t = a_{t-1}", lambda columns: shifted(columns[1], -1, columns[0]))
+        .advises("Step the environments with the actions that were chosen for this step."),
         mistake("late", "the actions of earlier steps,")
         .fits("executed a_t = a_{t-k}", "delay", _steps_late)
         .advises(
@@ -368,8 +323,7 @@ EXECUTED = Equation(
         .cites("program: script-actions_late"),
         mistake("replaced", "the policy's actions, some of them replaced by others,")
         .fits("executed a_t = a_t or another action, by chance", "share", partial(_replaced, sticky=False))
-        .advises("Explore with the policy's own distribution: the stored log-probabilities belong to the actions that the policy chose.")
-        .cites("program: test_transitions"),
+        .advises("Explore with the policy's own distribution: the stored log-probabilities belong to the actions that the policy chose."),
         variant("sticky", "the policy's actions or, by chance, the actions executed in the previous step,")
         .fits("executed a_t = a_t or executed a_{t-1}, by chance", "share", partial(_replaced, sticky=True))
         .cites("1709.06009, section 5.2: sticky actions"),
@@ -504,14 +458,16 @@ def check_rewards(
     ends, limits = as_mask(ended, stored), as_mask(time_limits, stored)
     if values is not None and ends is not None:
         limits = torch.zeros_like(ends) if limits is None else limits
+        lengths = {length for column in ends.t() for length in column.nonzero().flatten().diff().tolist()}  # of whole episodes
         added, estimates = stored - others[0], as_tensor(values).to(stored).detach()
         for name, places in (("bootstrapped_terminations", ends & ~limits), ("bootstrapped_limits", ends & limits)):
             if _is_bootstrap(added, estimates, places):
                 # ends after equal numbers of steps are time limits, which some environments do not report as such
-                is_limit = name == "bootstrapped_limits" or len(_lengths(ends)) < 2
+                is_limit = name == "bootstrapped_limits" or len(lengths) < 2
                 return explained(STORED_REWARDS, "bootstrapped_limits" if is_limit else name, error=check.error or 1.0)
-    inner = slice(1, -1)  # rewards outside the rollout are not known
-    moved = (move((stored, others[0])) for move in MOVES)
+    # displaced rewards may also be scaled; rewards outside the rollout are not known
+    inner = slice(1, -1)
+    moved = [*(shifted(others[0], steps, stored) for steps in (-1, 1)), *(reading(others[0]) for reading in other_readings(stored.shape))]
     factors = (_scaled((stored[inner], to[inner]), stored[inner]) for to in moved if to is not None)
     scaled = (compared(stored / factor[0]) for factor in factors if factor is not None)
     return next((one for one in scaled if not one.matches and one.explanations), check)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from esper_telemetry.core.arrays import ArrayLike, as_tensor
+from esper_telemetry.core.arrays import ArrayLike
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.core.requirements import checked_arguments
@@ -125,7 +125,6 @@ def clipped_at(x: ValueLossInputs, clip: float | None) -> Tensor:
 
 
 def _to(x: ValueLossInputs, target: Tensor | None) -> Tensor | None:
-    """Return the loss to another target."""
     return None if target is None else value_loss(replace(x, returns=target))
 
 
@@ -179,6 +178,7 @@ VALUE_LOSS = Equation(
     source="1707.06347, eq. 9",
     inputs="value losses, values and returns of the minibatches, and old values if values are clipped",
     check="check_value_loss",
+    shown_by="test_losses",
     compute=value_loss,
     multiples=ValueLossInputs.multiples,
     tolerance=LOSS_TOLERANCE,
@@ -190,8 +190,7 @@ VALUE_LOSS = Equation(
         .cites("Stable-Baselines3, PPO.train"),
         variant("weighted", "the squared error times the weight of the value loss")
         .predicts("L = c ½ mean (V - R)²", lambda x: x.weight * value_loss(x))
-        .given(needs="weight", of="weight")
-        .cites("program: test_losses"),
+        .given(needs="weight", of="weight"),
         variant("clipped", "the squared error of clipped values although the settings do not enable clipping")
         .predicts("L = ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²)", lambda x: clipped_at(x, x.policy_clip) if x.clip is None else None)
         .given(needs="policy_clip", gradient="value_clipped")
@@ -202,7 +201,7 @@ VALUE_LOSS = Equation(
         .cites("2006.05990 (Andrychowicz et al.), 3.4"),
         mistake("sign", "the squared error with a minus sign")
         .predicts("L = -½ mean (V - R)²", lambda x: -value_loss(x))
-        .advises("Minimise the squared error.", source="program: test_losses"),
+        .advises("Minimise the squared error."),
         mistake("sum", "the sum of the squared errors instead of the mean")
         .predicts("L = ½ Σ (V - R)²", lambda x: value_loss(x) * x.minibatches.counts)
         .advises("Take the mean, so that the step does not grow with the minibatch.")
@@ -218,11 +217,11 @@ VALUE_LOSS = Equation(
         .cites("program: loop-v_advantage"),
         mistake("normalized_advantages_in_target", "the squared error to normalised advantages plus old values")
         .predicts("L = ½ mean (V - Â - V_old)²", lambda x: _to_estimates(x, x.advantages, x.old_values))
-        .advises("Compute the returns before the advantages are normalised.", source="program: test_losses"),
+        .advises("Compute the returns before the advantages are normalised."),
         mistake("moving_target", "the squared error to advantages plus current values: a target that moves with the critic")
         .predicts("L = ½ mean (V - (A + V))²", lambda x: _to_estimates(x, x.raw(), x.values))
         .given(gradient="target_moving")
-        .advises("Add the values at collection to the advantages once per rollout.", source="program: test_losses"),
+        .advises("Add the values at collection to the advantages once per rollout."),
         mistake("old_value_target", "the squared error to the values at collection")
         .predicts("L = ½ mean (V - V_old)²", lambda x: x.half((x.values - x.old_values).square()))
         .given(needs="old_values", gradient="target_old_values")
@@ -230,7 +229,7 @@ VALUE_LOSS = Equation(
         mistake("old_values", "the squared error of the values at collection, which do not depend on the weights")
         .predicts("L = ½ mean (V_old - R)²", lambda x: x.half((x.old_values - x.returns).square()))
         .given(needs="old_values")
-        .advises("Use the values of this forward pass.", source="program: test_losses"),
+        .advises("Use the values of this forward pass."),
         variant("unclipped", "the squared error without clipping although the settings enable it")
         .predicts("L = ½ mean (V - R)²", lambda x: clipped_at(x, None))
         .given(needs="clip")
@@ -255,27 +254,26 @@ VALUE_LOSS = Equation(
         mistake("absolute", "the absolute error")
         .predicts("L = mean |V - R|", lambda x: x.half(x.error().abs()))
         .given(gradient="value_absolute")
-        .advises("Take the square: the absolute error regresses on the median.", source="program: test_losses"),
+        .advises("Take the square: the absolute error regresses on the median."),
         mistake("root", "the root of the mean squared error")
         .predicts("L = √ mean (V - R)²", lambda x: 0.5 * (2 * clipped_at(x, None)).sqrt())
         .given(gradient="value_root")
-        .advises("Take the mean squared error itself.", source="program: test_losses"),
+        .advises("Take the mean squared error itself."),
         mistake("squared_mean", "the square of the mean error")
         .predicts("L = ½ (mean (V - R))²", lambda x: 0.5 * x.minibatches.mean(x.error()).square())
-        .advises("Square each row's error before the mean.", source="program: test_losses"),
+        .advises("Square each row's error before the mean."),
         mistake("normalized_returns", "the squared error to returns normalised over the minibatch")
         .predicts("L = ½ mean (V - (R - mean R) / std R)²", lambda x: _to(x, x.minibatches.normalized(x.returns)))
         .given(gradient="target_normalized_returns")
-        .advises("Regress on the raw returns, or use the same statistics for the values in the advantages.")
-        .cites("program: test_losses"),
+        .advises("Regress on the raw returns, or use the same statistics for the values in the advantages."),
         mistake("shifted_rows", "the squared error to the previous row's return")
         .predicts("L = ½ mean (V_i - R_{i-1})²", lambda x: _to(x, x.returns[x.minibatches.followers(-1)]))
         .given(gradient="target_shifted")
-        .advises("Index values and returns with the same rows.", source="program: test_losses"),
+        .advises("Index values and returns with the same rows."),
         mistake("following_rows", "the squared error to the next row's return")
         .predicts("L = ½ mean (V_i - R_{i+1})²", lambda x: _to(x, x.returns[x.minibatches.followers(1)]))
         .given(gradient="target_following")
-        .advises("Index values and returns with the same rows.", source="program: test_losses"),
+        .advises("Index values and returns with the same rows."),
         variant("clip_range", "the squared error with a different clip range of the values than the setting,")
         .fits("L = ½ mean max((V - R)², (clip(V, V_old ± ε') - R)²)", "ε", _other_range)
         .cites("Huang et al. 2022, The 37 implementation details of PPO"),
@@ -324,21 +322,9 @@ def check_value_loss(
     """
     if clip_value is not None and (old_values is None or not clip_value > 0):
         raise ValueError(f"clipped values need old_values and a clip_value above 0, got clip_value {clip_value!r}")
-    now = as_tensor(values)
-    given = {"returns": returns, "old_values": old_values, "advantages": advantages, "raw_advantages": raw_advantages}
-    columns = {name: as_tensor(column, now) for name, column in given.items() if column is not None}
-    claimed, minibatches, rows = divided(as_tensor(loss), counts, valid, values=now, **columns)
-    inputs = ValueLossInputs(
-        values=rows["values"],
-        returns=rows["returns"],
-        minibatches=minibatches,
-        old_values=rows.get("old_values"),
-        clip=clip_value,
-        advantages=rows.get("advantages"),
-        raw_advantages=rows.get("raw_advantages"),
-        weight=weight,
-        policy_clip=clip,
-    )
+    columns = {"values": values, "returns": returns, "old_values": old_values, "advantages": advantages, "raw_advantages": raw_advantages}
+    claimed, minibatches, rows = divided(loss, counts, valid, **columns)
+    inputs = ValueLossInputs(minibatches=minibatches, clip=clip_value, weight=weight, policy_clip=clip, **rows)
     # a clipped value is rounded when its difference is added to the old value
     error = inputs.error().abs()
     rounding = 0.0 if inputs.clip is None or inputs.old_values is None else 0.1 * inputs.old_values.abs()

@@ -43,8 +43,6 @@ from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, entries, read_contents
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_RECORDS, RunState, SnapshotFile
 from esper_telemetry.pipeline.window import LoggedValues, Window
-from esper_telemetry.updates.environments import EVENT as ENVIRONMENTS
-from esper_telemetry.updates.environments import EnvironmentTable
 from esper_telemetry.updates.evidence import (
     AlarmedUpdate,
     EvidenceChoice,
@@ -56,6 +54,7 @@ from esper_telemetry.updates.evidence import (
 )
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
+from esper_telemetry.updates.joining import ENVIRONMENTS, EnvironmentTable
 from esper_telemetry.updates.target_equations import Held
 from esper_telemetry.updates.update import Update, copied
 

@@ -14,7 +14,7 @@ from esper_telemetry.events import BackwardEnd, Remover
 from esper_telemetry.metrics.gradients.actor_critic import pair_gradients
 from esper_telemetry.recording.probes import TimedListener
 from esper_telemetry.session import TelemetrySession
-from esper_telemetry.updates.sources import EventSource
+from esper_telemetry.updates.extensions import EventSource
 
 logger = logging.getLogger("esper_telemetry")
 

@@ -39,7 +39,14 @@ from esper_telemetry.recording.probes import MAX_TRAVELLING_ENTRIES, GradientPro
 from esper_telemetry.recording.step_probe import StepProbe
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.equation_checks import collection_checks
-from esper_telemetry.updates.extensions import SupportsProgress, UpdateExtension, update_extensions
+from esper_telemetry.updates.extensions import (
+    CheckpointedSource,
+    EventSource,
+    ExtendedSource,
+    SupportsProgress,
+    UpdateExtension,
+    update_extensions,
+)
 from esper_telemetry.updates.failure import Candidate, of_backward, of_minibatches, of_rollout
 from esper_telemetry.updates.groups import gradient_sample
 from esper_telemetry.updates.joining import (
@@ -51,7 +58,6 @@ from esper_telemetry.updates.joining import (
     stacked_backwards,
     without_critic,
 )
-from esper_telemetry.updates.sources import CheckpointedSource, EventSource, ExtendedSource
 from esper_telemetry.updates.update import (
     CollectedRows,
     Episodes,

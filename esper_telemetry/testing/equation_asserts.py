@@ -17,7 +17,7 @@ from typing import ParamSpec
 from esper_telemetry.equations.clipping import check_clipping
 from esper_telemetry.equations.comparison import EquationCheck
 from esper_telemetry.equations.drawn_actions import check_actions
-from esper_telemetry.equations.entropy_loss import check_entropy
+from esper_telemetry.equations.entropy_loss import check_entropy, check_total_loss
 from esper_telemetry.equations.gae_advantages import check_gae
 from esper_telemetry.equations.gradient import check_gradient
 from esper_telemetry.equations.log_probs import check_log_probs
@@ -28,7 +28,6 @@ from esper_telemetry.equations.policy_loss import check_policy_loss
 from esper_telemetry.equations.replayed_outputs import check_replayed_log_probs, check_values
 from esper_telemetry.equations.returns import check_returns
 from esper_telemetry.equations.schedules import check_schedule
-from esper_telemetry.equations.total_loss import check_total_loss
 from esper_telemetry.equations.transitions import check_executed, check_rewards, check_transitions
 from esper_telemetry.equations.value_loss import check_value_loss
 

@@ -16,15 +16,21 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.equations.calibration import ActionInputs
 from esper_telemetry.equations.comparison import EquationCheck, explained, unchecked
-from esper_telemetry.equations.drawn_actions import MAX_SQUASHED, action_inputs, action_totals, judge_actions
-from esper_telemetry.equations.effects import action_effect, judge_effects, surprising_changes
-from esper_telemetry.equations.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
+from esper_telemetry.equations.drawn_actions import (
+    MAX_SQUASHED,
+    action_effect,
+    action_inputs,
+    action_totals,
+    judge_actions,
+    judge_effects,
+    surprising_changes,
+)
+from esper_telemetry.equations.entropy_loss import ENTROPY_LOSS, check_entropy, check_total_loss
 from esper_telemetry.equations.environment_steps import check_environments
-from esper_telemetry.equations.log_probs import check_log_probs, shifted
+from esper_telemetry.equations.log_probs import LogProbInputs, check_log_probs, log_prob, shifted
 from esper_telemetry.equations.minibatch_rows import LOG_RATIOS, MINIBATCHES, check_log_ratios, check_minibatches
 from esper_telemetry.equations.policy_loss import POLICY_LOSS, check_policy_loss
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE, REPLAYED_LOG_PROBS, VALUES, check_replayed_log_probs, check_values
-from esper_telemetry.equations.total_loss import check_total_loss
 from esper_telemetry.equations.transitions import (
     check_executed,
     check_rewards,
@@ -65,7 +71,8 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
     if transitions is not None or rollout.observations is not None:
         yield partial(_environments, rollout, facts)
     if transitions is not None:
-        yield _explained(
+        yield partial(
+            _explained,
             compare_transitions,
             transitions.inputs,
             transitions.outcomes,
@@ -79,9 +86,9 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
         if rollout.rewards is not None:
             raw = rollout.raw_rewards if isinstance(rollout, RolloutEnd) else None
             ends = {name: getattr(rollout, name, None) for name in ("values", "ended", "time_limits")}
-            yield _explained(check_rewards, rollout.rewards, transitions.rewards, raw_rewards=raw, **ends, valid=valid)
+            yield partial(_explained, check_rewards, rollout.rewards, transitions.rewards, raw_rewards=raw, **ends, valid=valid)
         if transitions.sent is not None and transitions.received is not None:
-            yield _explained(check_executed, transitions.sent, transitions.received)
+            yield partial(_explained, check_executed, transitions.sent, transitions.received)
     elif rollout.observations is not None:
         yield partial(check_transitions, rollout.observations, ended=rollout.ended, valid=valid)
 
@@ -250,13 +257,7 @@ def _drawn(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[Metri
     named = any(not one.doubtful_without for one in check.hypotheses)
     if shown or check.matches or named:
         yield from check
-    if shown or check.matches:
-        yield from _actions(rollout, facts)
-
-
-def _actions(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[MetricGroup]:
-    """Test that the actions were drawn from their distributions."""
-    inputs = _inputs_of(rollout, facts)
+    inputs = _inputs_of(rollout, facts) if shown or check.matches else None
     if inputs is None:
         return
     check = judge_actions(inputs)
@@ -302,16 +303,12 @@ def _inputs_of(rollout: RolloutEnd | RolloutActions, facts: Facts) -> ActionInpu
     )
 
 
-def _explained(check: Callable[..., EquationCheck], *columns: Any, **settings: Any) -> Measurement:
+def _explained(check: Callable[..., EquationCheck], *columns: Any, **settings: Any) -> Iterable[MetricGroup]:
     """Return the check, without differences that no known mistake explains: programs transform observations, rewards and actions on
     purpose.
     """
-
-    def run() -> Iterable[MetricGroup]:
-        result = check(*columns, **settings)
-        return result if result.explained else ()
-
-    return run
+    result = check(*columns, **settings)
+    return result if result.explained else ()
 
 
 MIN_VALUE_ROWS = 32
@@ -380,22 +377,22 @@ class LossClaims(NamedTuple):
         batches, rollout = self.batches, self.rollout
         if rollout is None or not set(batches.log_std) <= set(batches.means):
             return None
-        parts = []
-        for head in (*batches.logits, *batches.log_std):
+        actions = {}
+        for head, like in {**dict.fromkeys(batches.logits, batches.log_ratio), **batches.log_std}.items():
             stored = rollout.actions.get(head)
-            actions = None if stored is None else self.of_rows(stored)
-            if stored is None or actions is None:
+            taken = None if stored is None else self.of_rows(stored)
+            if stored is None or taken is None:
                 return None
-            actions = actions if rows is None else stored.flatten(0, 1)[rows]
-            if head in batches.logits:
-                chosen = actions.long().reshape(-1, 1)
-                part = batches.logits[head].double().log_softmax(-1).gather(-1, chosen).squeeze(-1)
-            else:
-                log_std = batches.log_std[head].double()
-                distance = (actions.reshape(log_std.shape) - batches.means[head]) / log_std.exp()
-                part = (0.5 - 0.5 * distance.square() - log_std - GAUSSIAN_ENTROPY).sum(-1)
-            parts.append(torch.where(batches.relevance[head], part, 0.0) if head in batches.relevance else part)
-        return torch.stack(parts).sum(0) if parts else None
+            actions[head] = (taken if rows is None else stored.flatten(0, 1)[rows]).reshape(like.shape)
+        inputs = LogProbInputs(
+            stored=torch.zeros_like(batches.log_ratio, dtype=torch.float64),
+            actions=actions,
+            logits={head: logits.double() for head, logits in batches.logits.items()},
+            means={head: batches.means[head] for head in batches.log_std},
+            std={head: log_std.double().exp() for head, log_std in batches.log_std.items()},
+            relevant=batches.relevance,
+        )
+        return log_prob(inputs) if actions else None
 
 
 def loss_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
@@ -468,7 +465,6 @@ def _dimensions(batches: JoinedMinibatches) -> int:
 
 
 def _nearest(columns: Sequence[Tensor | None], claimed: Tensor) -> Tensor | None:
-    """Return the column that is nearest to the trainer's loss."""
     known = [column for column in columns if column is not None]
     return min(known, key=lambda column: float((column - claimed).abs().sum()), default=None)
 

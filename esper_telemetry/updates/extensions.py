@@ -1,4 +1,4 @@
-"""Events of plugins as columns of an update, metric groups and evidence.
+"""Sources of events with the optional protocols that they may support, and events of plugins as columns, metric groups and evidence.
 
 A plugin that emits its own events on a trainer's hooks declares one class that joins them, and names it in the entry-point group
 `esper_telemetry.updates`:
@@ -13,7 +13,7 @@ may also be a `SupportsEvents`, a `SupportsProgress` or a `SupportsAlarmEvidence
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
@@ -22,6 +22,7 @@ from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, Level
 from esper_telemetry.core.redaction import error_line
+from esper_telemetry.events import Hooks, Remover
 
 GROUP = "esper_telemetry.updates"
 
@@ -98,3 +99,59 @@ def update_extensions() -> tuple[type[UpdateExtension], ...]:
         except (Exception, SystemExit) as error:  # from a plugin
             _logger.warning("the extension %s = %s cannot be used: %s", entry.name, entry.value, error_line(error))
     return tuple(classes)
+
+
+@runtime_checkable
+class EventSource(Protocol):
+    """Anything that emits events: a trainer, an environment, an adapter."""
+
+    @property
+    def hooks(self) -> Hooks:
+        """Hooks that the events are emitted on."""
+
+
+@runtime_checkable
+class ExtendedSource(Protocol):
+    """A source that emits events in addition to `events`, and names the classes that join them."""
+
+    @property
+    def extensions(self) -> Collection[type[UpdateExtension]]:
+        """Classes that join its own events, in addition to the plugins' classes."""
+
+
+class Checkpointable(Protocol):
+    """State that a checkpoint saves and loads."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+
+
+class CheckpointRegistry(Protocol):
+    """Objects that a source saves and loads with itself."""
+
+    def join(self, name: str, member: Checkpointable) -> Remover:
+        """Add an object; returns the function that ends this."""
+
+
+@runtime_checkable
+class CheckpointedSource(Protocol):
+    """A source whose checkpoints keep the history of what is measured."""
+
+    @property
+    def checkpointables(self) -> CheckpointRegistry:
+        """Objects that are saved and loaded with it."""
+
+
+class ObservedSource:
+    """A source that is observed: `hooks` emit its events, and a call ends the observation."""
+
+    def __init__(self, hooks: Hooks, remove: Remover) -> None:
+        self.hooks = hooks
+        self._remove = remove
+
+    def __call__(self) -> None:
+        """End the observation; harmless when repeated."""
+        self._remove()

@@ -166,11 +166,6 @@ def user_frames() -> list[FrameType]:
     return frames
 
 
-def user_scopes() -> list[Mapping[str, Any]]:
-    """Return the variables of these frames."""
-    return [dict(frame.f_locals) for frame in user_frames()]
-
-
 def place_of(name: str, frames: Iterable[FrameType]) -> str:
     """Return the file and the lines of the assignments to a variable or an attribute of that name in the first frame that has any; empty
     without one.

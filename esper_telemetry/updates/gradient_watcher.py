@@ -34,7 +34,7 @@ from esper_telemetry.core.rate_schedule import group_rates, rates_by_name
 from esper_telemetry.core.tensors import gradient_norms, stop_at_nonfinite, total_norm
 from esper_telemetry.events import BackwardEnd, Hooks
 from esper_telemetry.metrics.optimizer import LearningRate, group_learning_rates
-from esper_telemetry.updates.failure import Candidate, nonfinite_local, of_parameters, user_scopes
+from esper_telemetry.updates.failure import Candidate, nonfinite_local, of_parameters, user_frames
 from esper_telemetry.updates.update import BackwardGradients, Update
 
 logger = logging.getLogger("esper_telemetry")
@@ -189,7 +189,7 @@ class GradientTap:
             own = tuple([id(parameter) for parameter, _ in present])
             self._before = own, norms, [mark(gradient) for _, gradient in present] if len(own) >= MANY_TENSORS else []
             if norms.is_cpu and self.origin is None and not bool(norms.isfinite().all()):
-                self.origin = nonfinite_local(user_scopes())
+                self.origin = nonfinite_local([dict(frame.f_locals) for frame in user_frames()])
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -212,13 +212,9 @@ class GradientTap:
             step = self._norms(own, present, first, marks)
             self._steps.append(step)
             if self.hooks.wants(BackwardEnd):
-                self._emit(step)
-
-    def _emit(self, step: StepNorms) -> None:
-        names = self._names()
-        parameters = {names[id(parameter)]: parameter for parameter in self._parameters()}
-        place = len(self._steps) - 1
-        self.hooks.emit(BackwardEnd(0, place, parameters, step.names, step.before, None))
+                names = self._names()
+                parameters = {names[id(parameter)]: parameter for parameter in self._parameters()}
+                self.hooks.emit(BackwardEnd(0, len(self._steps) - 1, parameters, step.names, step.before, None))
 
     def _names(self) -> dict[int, str]:
         """Return the names of the optimizer's parameters by `id`; parameters of other models are numbered."""

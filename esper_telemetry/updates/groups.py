@@ -213,7 +213,6 @@ def _actions(update: Update, rollout: RolloutEnd) -> Iterator[Measurement]:
 
 
 def _shift(head: str, size: int, *choices: tuple[Tensor, Tensor | None]) -> MetricGroup:
-    """Measure how far the second choices were from the first."""
     return action_shift(head, *(action_counts(actions, size, valid=counted) for actions, counted in choices))
 
 

@@ -90,7 +90,7 @@ def pickled_around(policy: nn.Module, content: object, without: Mapping[type, Re
     """
 
     def leave_out(module: nn.Module) -> Any:
-        return (_policy, ()) if module is policy else module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return (_placeholder, ("policy",)) if module is policy else module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
     pickler = TensorPickler({**without, type(policy): leave_out}, local=local)
     return pickler.result(clone=False) if pickler.dump(content) and pickler.is_portable else None
@@ -147,11 +147,11 @@ class TensorPickler:
         """True if another process can load it: it cannot import classes of the script, nor use tensors on a device."""
         return self._local or (b"__main__" not in self.content and all(tensor.is_cpu for tensor in self.tensors))
 
-    def _leave_out(self, tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    def _leave_out(self, tensor: Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         parameter = isinstance(tensor, nn.Parameter)
         plain = not (parameter or tensor.requires_grad) and tensor.numel() > 0 and tensor.is_contiguous()
         place = self._place((tensor.data_ptr(), tensor.numel(), tensor.dtype) if plain else id(tensor), tensor)
-        return _restored, (place, tuple(tensor.shape), parameter, tensor.requires_grad)
+        return _placeholder, ("tensor", place, tuple(tensor.shape), parameter, tensor.requires_grad)
 
     def _leave_array_out(self, array: Any) -> Any:
         simple = array.dtype.kind in "biuf" and array.flags.c_contiguous and array.flags.writeable
@@ -162,7 +162,7 @@ class TensorPickler:
         except TypeError:  # a type of numbers that torch does not have
             return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         place = self._place((tensor.data_ptr(), tensor.numel(), tensor.dtype), tensor)
-        return _restored_array, (place, array.shape)
+        return _placeholder, ("array", place, array.shape)
 
     def _place(self, key: object, tensor: Tensor) -> int:
         place = self._places.get(id(tensor), self._places.get(key))
@@ -193,9 +193,9 @@ class _LocalPickler(pickle.Pickler):
         self._references.append(value)
         place = len(self._references) - 1
         if isinstance(value, type) or "<locals>" not in value.__qualname__:
-            return _reference, (place,)
+            return _placeholder, ("reference", place)
         cells = tuple([cell.cell_contents for cell in value.__closure__ or ()])
-        return _closure, (place, cells, value.__defaults__, value.__kwdefaults__)
+        return _placeholder, ("closure", place, cells, value.__defaults__, value.__kwdefaults__)
 
 
 class ContentUnpickler(pickle.Unpickler):
@@ -212,19 +212,19 @@ class ContentUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a pickle names."""
-        if module == __name__:
-            own = {
-                "_restored": self._restore,
-                "_restored_array": self._restore_array,
-                "_reference": self._references.__getitem__,
-                "_closure": self._restore_closure,
-                "_policy": lambda: self._policy,
-            }
-            if name in own:
-                return own[name]
-        return super().find_class(module, name)
+        return self._restored if (module, name) == (__name__, _placeholder.__name__) else super().find_class(module, name)
 
-    def _restore(self, place: int, shape: tuple[int, ...], parameter: bool, requires_grad: bool) -> Tensor:
+    def _restored(self, kind: str, *values: Any) -> Any:
+        restore: dict[str, Callable[..., Any]] = {
+            "tensor": self._restore_tensor,
+            "array": self._restore_array,
+            "reference": self._references.__getitem__,
+            "closure": self._restore_closure,
+            "policy": lambda: self._policy,
+        }
+        return restore[kind](*values)
+
+    def _restore_tensor(self, place: int, shape: tuple[int, ...], parameter: bool, requires_grad: bool) -> Tensor:
         tensor = self._tensors[place]
         if parameter:
             own = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
@@ -249,26 +249,6 @@ def left_out(_: object) -> Any:
     return type(None), ()
 
 
-def _restored(*_: object) -> Tensor:
-    """Placeholder of a tensor in a pickle."""
-    raise AssertionError("only the unpickler knows its tensors")
-
-
-def _restored_array(*_: object) -> Any:
-    """Placeholder of an array in a pickle."""
-    raise AssertionError("only the unpickler knows its arrays")
-
-
-def _reference(place: int) -> Any:
-    """Placeholder of a class or a function in a pickle."""
-    raise AssertionError("only the unpickler knows its classes")
-
-
-def _closure(*_: object) -> Any:
-    """Placeholder of a closure in a pickle."""
-    raise AssertionError("only the unpickler knows its functions")
-
-
-def _policy() -> nn.Module:
-    """Placeholder of the policy in a pickle."""
-    raise AssertionError("only the unpickler knows the policy")
+def _placeholder(kind: str, *_: object) -> Any:
+    """Placeholder of a tensor, an array, a class, a function or the policy in a pickle."""
+    raise AssertionError(f"only the unpickler knows what is left out, such as this {kind}")

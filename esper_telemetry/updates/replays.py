@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.event_parts import Activations, CollectionReplay, FirstMinibatch, Outputs, PolicyReplay, UsedAdvantages
-from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
 from esper_telemetry.equations.comparison import EquationCheck
-from esper_telemetry.equations.equation import Equation
 from esper_telemetry.equations.log_probs import LogProbInputs, log_prob
 from esper_telemetry.equations.normalization import Scope, check_normalized_advantages
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE, REPLAYED_LOG_PROBS, check_replayed_log_probs, check_values
@@ -168,12 +166,8 @@ class FirstPasses(NamedTuple):
 
 def layer_metrics(activations: Activations, level: Level) -> Iterator[Measurement]:
     """Units of single layers, and the size of the features before the last nonlinearity; at DEBUG how layers respond."""
-
-    def units() -> MetricGroup:
-        return unit_activity(activations.layers).layers
-
     if activations.layers:
-        yield units
+        yield lambda: unit_activity(activations.layers).layers
         if level >= Level.DEBUG:
             yield partial(layer_responses, activations.layers)
     if activations.last is not None:
@@ -325,13 +319,14 @@ def used_advantages(event: UsedAdvantages, precision: str | None) -> Iterator[Me
     if event.used.shape != event.raw.shape:
         return
     over: Scope = "minibatch" if event.normalized else "nothing"
+    first = None if event.rollout is None else event.rollout.flatten()[: len(event.raw)]  # as many as the minibatch has rows
     check = check_normalized_advantages(
         event.raw,
         event.used,
         over=over,
         rollout=event.rollout,
         environments=event.environments,
-        in_order=_first_rows(event),
+        in_order=first if first is not None and len(first) == len(event.raw) else None,
         valid=event.valid,
         precision=precision,
     )
@@ -341,12 +336,6 @@ def used_advantages(event: UsedAdvantages, precision: str | None) -> Iterator[Me
         yield lambda: check
 
 
-def _first_rows(event: UsedAdvantages) -> Tensor | None:
-    """Return as many of the rollout's first advantages as the minibatch has rows."""
-    rows = None if event.rollout is None else event.rollout.flatten()[: len(event.raw)]
-    return rows if rows is not None and len(rows) == len(event.raw) else None
-
-
 def _alternatives(collection: CollectionReplay, numbers: Callable[[Outputs], Tensor | None]) -> dict[str, Callable[[], Tensor | None]]:
     """Return the numbers of every hypothesis, computed on access."""
 
@@ -354,13 +343,10 @@ def _alternatives(collection: CollectionReplay, numbers: Callable[[Outputs], Ten
         outputs = collection.outputs(name)
         return None if outputs is None else numbers(outputs)
 
-    equation: Equation = REPLAYED_LOG_PROBS
-    return {one.name: partial(run, one.name) for one in equation.hypotheses}
+    return {one.name: partial(run, one.name) for one in REPLAYED_LOG_PROBS.hypotheses}
 
 
 def _rows_of(outputs: Outputs, rows: Tensor) -> Outputs:
-    """The distributions of these rows."""
-
     def take(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {head: column if column.dim() == 1 else column[rows] for head, column in columns.items()}
 

@@ -24,7 +24,7 @@ from esper_telemetry.core.minibatch_objective import LossRows, MinibatchForward
 from esper_telemetry.equations.clipping import compare_clipping
 from esper_telemetry.equations.comparison import EquationCheck, explained, unchecked
 from esper_telemetry.equations.equation import Explanation
-from esper_telemetry.equations.gradient import GRADIENT, GradientsByName, LossGradients, compare_gradient, same_gradient
+from esper_telemetry.equations.gradient import GRADIENT, GradientInputs, GradientsByName, LossGradients, compare_gradient, same_gradient
 from esper_telemetry.equations.optimizer_step import OPTIMIZER_STEP, ParameterStep, StepSettings, compare_step
 from esper_telemetry.updates.pickles import ContentUnpickler, PolicyPickle, TensorPickler, left_out
 
@@ -208,7 +208,7 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
         detached = silent and not step.by_name and any(loss.detached())
         return replace(explained(GRADIENT, "parts_missing") if detached else EquationCheck(GRADIENT, error, bound), tolerance=bound)
     terms = {name: term for name in step.coefficients if (term := loss.gradients(name)) is not None}
-    check = compare_gradient(
+    inputs = GradientInputs(
         claimed,
         terms,
         step.coefficients,
@@ -218,8 +218,8 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
         rows=loss.rows,
         max_norm=step.max_norm,
         alternatives=loss.gradients,
-        precision=precision,
     )
+    check = compare_gradient(inputs, precision=precision)
     if not check.explained and step.value_gradient is not None:
         check = _with_other_errors(check, step, loss, claimed)
     return _certain(check) if step.by_name else check

@@ -23,7 +23,7 @@ from esper_telemetry.equations.normalization import NORMALIZED_ADVANTAGES, Scope
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE
 from esper_telemetry.equations.returns import RETURNS, check_returns
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.update import TARGET_COLUMNS, CollectedRows, JoinedMinibatches, Update, columns_in_grid, in_grid
+from esper_telemetry.updates.update import TARGET_COLUMNS, CollectedRows, JoinedMinibatches, Update, column_in_grid, in_grid, mapped
 
 Held = Mapping[bool, set[str]]
 """Names of equations that have held in earlier rollouts, apart for rollouts whose last step ended the episodes of all environments."""
@@ -50,7 +50,8 @@ def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Ite
     rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
     if rollout is None or not rollout.advantages.numel():
         return
-    if facts.columns_by_name and facts.has_critic and _alike(rollout.values):
+    values = rollout.values
+    if facts.columns_by_name and facts.has_critic and bool(values.max() - values.min() <= ALIKE * values.abs().max()):
         yield from (partial(unchecked, equation, ALIKE_VALUES) for equation in (ADVANTAGES, RETURNS))
         return
     gae_lambda, discount = facts.gae_lambda if facts.has_critic else 1.0, facts.gamma
@@ -84,10 +85,6 @@ def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Ite
         yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts), *missing)
         if NORMALIZED_ADVANTAGES.name not in facts.unchecked_equations and facts.ranks == 1:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
-
-
-def _alike(values: Tensor) -> bool:
-    return bool(values.max() - values.min() <= ALIKE * values.abs().max())
 
 
 def certain(facts: Facts, check: Callable[[], EquationCheck | None], *missing: str, held: set[str] | None = None) -> Iterable[MetricGroup]:
@@ -144,17 +141,23 @@ def _values_in_order(rollout: RolloutEnd, inputs: GaeInputs | None) -> bool:
     )
 
 
+def _count(rollout: RolloutEnd) -> int:
+    """Number of rollouts that the record joins."""
+    return 1 if rollout.last_values is None else len(rollout.last_values)
+
+
+def _side_by_side(column: Tensor, parts: int) -> Tensor:
+    """Return rollouts one after the other, [K T, B], as [T, K B]."""
+    placed: Tensor = column.unflatten(0, (parts, -1)).transpose(0, 1).flatten(1)
+    return placed
+
+
 def _gae_inputs(rollout: RolloutEnd, gae_lambda: float, previous: Tensor | None) -> GaeInputs | None:
     """Return the columns of all rollouts that the record joins, side by side; None if they differ in length."""
-    parts = 1 if rollout.last_values is None else len(rollout.last_values)
+    parts = _count(rollout)
     if len(rollout.rewards) % parts:
         return None
-
-    def side_by_side(column: Tensor) -> Tensor:
-        """The rollouts, [K T, B], as [T, K B]."""
-        placed: Tensor = column.unflatten(0, (parts, -1)).transpose(0, 1).flatten(1)
-        return placed
-
+    side_by_side = partial(_side_by_side, parts=parts)
     next_values = side_by_side(rollout.next_values).double()
     raw = None if rollout.raw_rewards is None else side_by_side(rollout.raw_rewards).double()
     ended, terminated = side_by_side(rollout.ended), side_by_side(rollout.terminated)
@@ -190,7 +193,7 @@ def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> 
     check = compare_advantages(inputs, precision=facts.precision)
     if rollout.time_limits is None or (check.explained and not check.matches) or not inputs.gamma:
         return check
-    limits = rollout.time_limits.unflatten(0, (inputs.rollouts, -1)).transpose(0, 1).flatten(1)
+    limits = _side_by_side(rollout.time_limits, inputs.rollouts)
     if not bool(limits.any()):
         return check
     if check.matches and facts.columns_by_name and not inputs.alone:  # the values after limits are 0 in the inputs
@@ -212,7 +215,7 @@ def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, fact
 
 def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) -> GaeInputs | None:
     """The first environment of the previous rollout."""
-    if columns is None or (rollout.last_values is not None and len(rollout.last_values) > 1):
+    if columns is None or _count(rollout) > 1:
         return None
     named = {name: row.unsqueeze(1) for name, row in zip(TARGET_COLUMNS, columns.double(), strict=True)}
     ended = named["ended"] > 0
@@ -236,13 +239,8 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, minibatches: JoinedM
     Advantages may be stored after a transformation. Returns are right if they equal GAE plus values, and wrong if they are made of
     normalised GAE. `inputs` are GAE's inputs; None if GAE is not known.
     """
-    count = 1 if rollout.last_values is None else len(rollout.last_values)
-    several = count > 1
-
-    def side_by_side(column: Tensor) -> Tensor:
-        return column.unflatten(0, (count, -1)).transpose(0, 1).flatten(1) if several else column
-
-    precision = facts.precision
+    count, precision = _count(rollout), facts.precision
+    several, side_by_side = count > 1, partial(_side_by_side, parts=count)
     settings: dict[str, Any] = {
         "rewards": side_by_side(rollout.rewards),
         "next_values": side_by_side(rollout.next_values),
@@ -352,27 +350,15 @@ def _returns_in_use(rollout: RolloutEnd, minibatches: JoinedMinibatches, collect
 
 
 def _first_pass(minibatches: JoinedMinibatches, collected: CollectedRows) -> tuple[JoinedMinibatches, CollectedRows]:
-    """Return the first pass's columns that the checks of targets need."""
+    """Return the first pass's columns, without losses."""
     count = minibatches.epochs.count(minibatches.epochs[0])
     rows = slice(sum(minibatches.counts[:count]))
 
-    def cut(column: Tensor | None) -> Tensor | None:
-        return None if column is None else column[rows]
+    def cut(column: Tensor) -> Tensor:
+        return column[rows]
 
-    first = JoinedMinibatches(
-        epochs=minibatches.epochs[:count],
-        counts=minibatches.counts[:count],
-        log_ratio=minibatches.log_ratio[rows],
-        advantages=minibatches.advantages[rows],
-        valid=cut(minibatches.valid),
-        losses={},
-        rows=cut(minibatches.rows),
-        advantage_rows=cut(minibatches.advantage_rows),
-        values=cut(minibatches.values),
-        old_values=cut(minibatches.old_values),
-        returns=cut(minibatches.returns),
-    )
-    return first, CollectedRows(advantages=collected.advantages[rows])
+    first = mapped(minibatches._replace(losses={}), cut)._replace(epochs=minibatches.epochs[:count], counts=minibatches.counts[:count])
+    return first, mapped(collected, cut)
 
 
 def _normalized(rollout: RolloutEnd, minibatches: JoinedMinibatches, collected: CollectedRows, facts: Facts) -> EquationCheck:
@@ -382,26 +368,22 @@ def _normalized(rollout: RolloutEnd, minibatches: JoinedMinibatches, collected: 
     if normalizes and own is not None and not facts.columns_by_name:  # scripts do not show over which rows
         over = "minibatch" if own else "rollout"
     counts, rows = minibatches.counts, minibatches.rows
-    grid = in_grid(minibatches)
-    raw = columns_in_grid(collected, counts).advantages
+    grid, in_columns = in_grid(minibatches), partial(column_in_grid, counts=counts)
     environments = in_order = None
     if rows is not None:
-        table = CollectedRows(advantages=rows % rollout.rewards.shape[1])
-        environments = columns_in_grid(table, counts).advantages
+        environments = in_columns(rows % rollout.rewards.shape[1])
         places = torch.arange(len(rows), device=rollout.advantages.device) % rollout.advantages.numel()
-        in_order = columns_in_grid(CollectedRows(advantages=rollout.advantages.flatten()[places]), counts).advantages
-    of_others = None
-    if minibatches.advantage_rows is not None:
-        of_others = CollectedRows(advantages=rollout.advantages.flatten()[minibatches.advantage_rows])
+        in_order = in_columns(rollout.advantages.flatten()[places])
+    others = minibatches.advantage_rows
     whole = rollout.advantages if rollout.valid is None else rollout.advantages[rollout.valid]
     return check_normalized_advantages(
-        raw,
+        in_columns(collected.advantages),
         grid.advantages,
         over=over,
         rollout=whole,
         environments=environments,
         in_order=in_order,
-        of_others=None if of_others is None else columns_in_grid(of_others, counts).advantages,
+        of_others=None if others is None else in_columns(rollout.advantages.flatten()[others]),
         correction=facts.advantage_correction,
         floor=facts.advantage_std_floor or 0.0,
         valid=grid.valid,

@@ -8,7 +8,7 @@ Shapes: T steps, B environments, A actions; M minibatches of R rows in all, K pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -332,20 +332,8 @@ class Update(NamedTuple):
 KINDS: Final = (
     *(RolloutEnd, JoinedMinibatches, UpdateEnd, ActionChoices, Layer, RecurrentState, Normalizer, RolloutContext),
     *(Episodes, CollectedRows, LeafGradients, BackwardGradients, GradientSample, TrainingProgress, Update),
-    *(
-        ActionTotal,
-        AdamState,
-        CheckedStep,
-        GRUWeights,
-        LSTMWeights,
-        PolicyPass,
-        PolicyPickle,
-        StateSize,
-        StepSettings,
-        LossTermGradients,
-        Transitions,
-        UpdateReplay,
-    ),
+    *(ActionTotal, AdamState, CheckedStep, GRUWeights, LSTMWeights, PolicyPass, PolicyPickle, StateSize, StepSettings),
+    *(LossTermGradients, Transitions, UpdateReplay),
 )
 """Types of the records and of their parts, which pickles for the worker need not describe."""
 
@@ -386,16 +374,19 @@ def in_grid(minibatches: JoinedMinibatches) -> JoinedMinibatches:
     return columns_in_grid(minibatches, minibatches.counts)
 
 
+def column_in_grid(column: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return a column [R, ...] as a grid [M, N, ...] of minibatches with `counts` rows."""
+    if len(set(counts)) == 1:
+        return column.view(len(counts), -1, *column.shape[1:])
+    return torch.nn.utils.rnn.pad_sequence(list(column.split(list(counts))), batch_first=True)
+
+
 def columns_in_grid(table: Table, counts: tuple[int, ...]) -> Table:
     """Return the same with every column of rows, alone or one per head, as a grid of minibatches with `counts` rows."""
 
     def grid(column: Any) -> Any:
         if isinstance(column, Mapping):
             return {head: grid(part) for head, part in column.items()}
-        if not isinstance(column, Tensor):
-            return column
-        if len(set(counts)) == 1:
-            return column.view(len(counts), -1, *column.shape[1:])
-        return torch.nn.utils.rnn.pad_sequence(list(column.split(list(counts))), batch_first=True)
+        return column_in_grid(column, counts) if isinstance(column, Tensor) else column
 
     return table._replace(**{name: grid(column) for name, column in table._asdict().items() if name != "losses"})

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from esper_telemetry.equations.calibration import ActionInputs
 from esper_telemetry.equations.comparison import EquationCheck
-from esper_telemetry.equations.drawn_actions import action_inputs
-from esper_telemetry.equations.effects import action_effect, judge_effects, surprising_changes
+from esper_telemetry.equations.drawn_actions import action_effect, action_inputs, judge_effects, surprising_changes
 
 STEPS, ENVS, LENGTH = 400, 4, 50
 SEEDS = range(3)

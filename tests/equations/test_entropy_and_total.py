@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Normal
 
 from esper_telemetry.equations.comparison import EquationCheck
-from esper_telemetry.equations.entropy_loss import check_entropy
-from esper_telemetry.equations.total_loss import check_total_loss
+from esper_telemetry.equations.entropy_loss import check_entropy, check_total_loss
 
 MINIBATCHES, ROWS, ACTIONS, DIMENSIONS = 6, 32, 5, 3
 

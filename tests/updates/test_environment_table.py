@@ -7,7 +7,7 @@ import pytest
 from attached_run import learned
 
 from esper_telemetry import PPO, PPOConfig, make_env
-from esper_telemetry.updates.environments import EnvironmentTable
+from esper_telemetry.updates.joining import EnvironmentTable
 
 
 def test_episodes_are_followed_over_rollouts() -> None:
