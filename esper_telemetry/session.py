@@ -44,7 +44,7 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import NO_VALUES, Postponed, Values
 from esper_telemetry.core.interrupts import SerialCalls, is_interrupt
 from esper_telemetry.core.process_memory import DeviceSampler
-from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
+from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus, SinkBacklog
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
 from esper_telemetry.delivery.status import CloseReport
@@ -61,7 +61,6 @@ from esper_telemetry.pipeline.in_process import (
     InProcessPipeline,
     OpenUpdate,
     PipelineSettings,
-    SinkBacklog,
 )
 from esper_telemetry.pipeline.rank_exchange import Peers, RankDecision
 from esper_telemetry.pipeline.response import AlarmCallback, AlarmResponse
@@ -367,7 +366,7 @@ class TelemetrySession:
 
     def attempt(self, function: Callable[[Event], None], event: Event) -> None:
         """Call one of telemetry's hooks. If it raises, its measurements are lost, with a warning."""
-        self._containment.attempt(partial(function, event), lambda _: None)
+        self._containment.attempt(partial(function, event))
 
     def guard(self, function: Callable[[Event], None], event: Event) -> None:
         """Call one of telemetry's hooks, as `attempt` does, but let `SystemExit` pass: an `on_alarm` callback of the user may raise it."""
@@ -464,7 +463,7 @@ class TelemetrySession:
     def _flush(self, env_step: int, update: int | None, gradient_step: int | None) -> None:
         with self.clock:
             if self._watched:
-                self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
+                self._containment.attempt(partial(self._take_watched, whole=True))
             self._record_pending()
             self._start()
             self._response.begin_update(late=self.sampling.is_late)
@@ -559,7 +558,7 @@ class TelemetrySession:
         last_axes = self._axes
         with self._calls.nested():
             for callback in self._close_callbacks:
-                self._containment.attempt(callback, lambda _: None)
+                self._containment.attempt(callback)
             self._containment.attempt(self._take_open_update, self.submit)
         self._containment.attempt(partial(self._take_watched, whole=False), lambda _: self._watched.stop())
         if self._open:
@@ -680,10 +679,9 @@ class TelemetrySession:
             if self._recorder is None or self._deliveries is None:
                 return
             self._recorder.describe(tables)
-            results = [NO_VALUES]
+            measured: Values | None = None
             if tables:
-                read: Callable[[], Values] = partial(finish, tables, flushed.level, copies=int(transfer.pending))
-                self._containment.attempt(read, results.append)
+                measured = self._containment.attempt(partial(finish, tables, flushed.level, copies=int(transfer.pending)))
             now = time.perf_counter()
             elapsed, self._flushed_at = now - self._flushed_at, now
             seconds, cpu_seconds = self.clock.take()
@@ -692,7 +690,7 @@ class TelemetrySession:
             cost = FlushCost(seconds, cpu_seconds, elapsed, self._containment.take())
             backlog = SinkBacklog(stats.queue_depth, stats.errors, stats.lags)
             begun = time.perf_counter()
-            update = flushed._replace(measured=results[-1], cost=cost, backlog=backlog)
+            update = flushed._replace(measured=measured or NO_VALUES, cost=cost, backlog=backlog)
             if self._journal_position.covers(flushed.axes):
                 self._response.receive(self._recorder.judge(update, self._checkpoint))
             else:

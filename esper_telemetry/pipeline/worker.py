@@ -34,7 +34,7 @@ import torch
 from esper_telemetry.core.containment import CallNote, call_note
 from esper_telemetry.core.group import Values
 from esper_telemetry.core.process_memory import DeviceUsage
-from esper_telemetry.core.record import Alarm, Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.record import Alarm, Axes, Level, MetricInfo, RunInfo, RunStatus, SinkBacklog, SinkLag
 from esper_telemetry.core.redaction import error_line, known_secrets
 from esper_telemetry.core.supervisor import (
     HAS_HELPERS,
@@ -60,7 +60,7 @@ from esper_telemetry.pipeline.channel import (
     reply,
     shared_file,
 )
-from esper_telemetry.pipeline.in_process import AlarmReport, FlushCost, FlushedUpdate, InProcessPipeline, PipelineSettings, SinkBacklog
+from esper_telemetry.pipeline.in_process import AlarmReport, FlushCost, FlushedUpdate, InProcessPipeline, PipelineSettings
 from esper_telemetry.updates.update import KINDS
 
 LOG_NAME: Final = "summary.log"
