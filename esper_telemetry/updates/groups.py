@@ -121,7 +121,8 @@ def measure(update: Update, facts: Facts, level: Level, held: Held | None = None
     rollout, minibatches, progress = update.rollout, update.minibatches, update.progress
     if rollout is not None:
         yield Measurements(_rollout(rollout, update.context.constant, has_critic=facts.has_critic))
-        yield Measurements(observation_measurements(rollout.observations, update.context.window, rollout))
+        window = update.context.window
+        yield Measurements(observation_measurements(rollout.observations, window, ended=rollout.ended, valid=rollout.valid))
         yield Measurements(_normalizers(update.context.normalizers))
         yield Measurements(_actions(update, rollout))
         yield Measurements(_memory(update.context.memory, rollout.valid, facts))

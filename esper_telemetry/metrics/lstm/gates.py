@@ -1,7 +1,7 @@
-"""Gates of an LSTM or a GRU, recomputed exactly from the inputs and outputs of a stock `nn.LSTM` or `nn.GRU`.
+"""Gates of an LSTM or a GRU, recomputed exactly from the inputs and states of a stock `nn.LSTM` or `nn.GRU`.
 
-torch packs the weights of the gates in the order [i, f, g, o], for a GRU [r, z, n]. Inputs and outputs of all steps are known, so all gates
-of a sequence are one matrix product; only c = f c + i g needs a pass over time. Inverting h = o tanh c instead would be ill-conditioned.
+torch packs the weights of the gates in the order [i, f, g, o], for a GRU [r, z, n]. Inputs and states of all steps are known, so all gates
+of a sequence are one matrix product.
 
 A GRU keeps the share z of its state, h = z h + (1 - z) n, so z has the role of an LSTM's forget gate.
 """
@@ -252,37 +252,11 @@ def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: 
         inputs: [T, B, I] inputs of the cell.
         hidden, memory: [T, B, H] its states h and c before each step, zero if memory was reset.
     """
-    i, f, g, o = _activations(weights, inputs, hidden)
-    c = f * memory + i * g
-    return Gates(i, f, o, g, o * c.tanh(), c)
-
-
-@inference_mode
-def lstm_gates(weights: LSTMWeights, inputs: Tensor, outputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor) -> Gates:
-    """Return the gates of a sequence from its inputs and outputs.
-
-    Args:
-        weights: from `lstm_weights`.
-        inputs: [T, B, I] inputs of the cell.
-        outputs: [T, B, H] its outputs.
-        state: h and c, [B, H] each, before the first step.
-        resets: [T, B] bool: memory is reset at this step.
-    """
-    goes_on = (~resets.bool()).to(outputs.dtype).unsqueeze(-1)
-    hidden = torch.cat([state[0].unsqueeze(0), outputs[:-1]]) * goes_on
-    i, f, g, o = _activations(weights, inputs, hidden)
-    memory, lasting, written = state[1], f * goes_on, i * g
-    c = torch.empty_like(written)
-    for t in range(len(written)):
-        memory = torch.addcmul(written[t], lasting[t], memory, out=c[t])
-    return Gates(i, f, o, g, o * c.tanh(), c)
-
-
-def _activations(weights: LSTMWeights, inputs: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Return i, f, g and o, [T, B, H] each."""
     matrix = torch.cat([weights.inputs, weights.hidden], 1)
     i, f, g, o = torch.nn.functional.linear(torch.cat([inputs, hidden], -1), matrix, weights.bias).chunk(4, -1)
-    return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    c = f * memory + i * g
+    return Gates(i, f, o, g, o * c.tanh(), c)
 
 
 class GateGroups(NamedTuple):
@@ -300,7 +274,7 @@ def gate_stats(gates: Gates | GRUGates, resets: Tensor, *, bptt_length: int | No
     unit that never forgets would dominate a mean.
 
     Args:
-        gates: T steps, from `lstm_gates`, `gates_between` or `gru_gates`.
+        gates: T steps, from `gates_between` or `gru_gates`.
         resets: [T, B] bool: memory is reset at this step.
         bptt_length: steps through which gradients flow; None if it is unknown.
         valid: [T, B] bool; None if every step is valid.
