@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat, TypeVar, cast
+from typing import Any, Final, SupportsFloat, TypeVar, cast
 
 import torch
 from torch import nn
@@ -81,6 +81,9 @@ from esper_telemetry.updates.sources import ObservedSource
 from esper_telemetry.updates.update import Update
 
 _logger = logging.getLogger("esper_telemetry")
+
+SYNC_SECONDS: Final = 20.0
+"""Time that a checkpoint waits for the journal to be on the disk."""
 
 LogRatios = RatioDiagnostics
 """The group that knows the precision of a loop's arithmetic; under this name, the reference does not list the session as its maker."""
@@ -513,7 +516,7 @@ class TelemetrySession:
     def _sync(self) -> None:
         self._record_pending()
         if self._active and self._recorder is not None and self._recorder.run is not None:
-            self._recorder.sync()
+            self._recorder.pipeline.sync(SYNC_SECONDS)
 
     def _counts(self) -> dict[str, int]:
         return {name: getattr(self._axes, name) for name in ("update", "env_step", "gradient_step")}
@@ -708,7 +711,7 @@ class TelemetrySession:
     def _receive_reports(self) -> None:
         """Receive the alarms of new records for the user's callbacks, which are called when no other call is under way."""
         if self._recorder is not None:
-            self._response.receive(self._recorder.take_reports())
+            self._response.receive(self._recorder.pipeline.take_reports())
             if self._deliveries is not None:
                 self._deliveries.poll()  # so that the console shows an update when it ends
 

@@ -52,9 +52,6 @@ MAX_LABEL_CHARACTERS: Final = 50
 OUTPUTS: Final = frozenset({"sinks", "notify"})
 """Settings of `train` that do not change the training."""
 
-SYNC_SECONDS: Final = 20.0
-"""Time that a checkpoint waits for the journal."""
-
 PACKAGES: Final = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
 """Packages whose versions are in the run line."""
 
@@ -308,14 +305,6 @@ class RunRecorder:
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
         """Append an event other than a record."""
         self.pipeline.event(JournalEvent(kind, plain(data), seq=self._next_seq(), axes=axes))
-
-    def take_reports(self) -> Sequence[AlarmReport]:
-        """Return the detector's reports that this process has received since the last call; never waits."""
-        return self.pipeline.take_reports()
-
-    def sync(self) -> None:
-        """Wait until the journal holds everything so far on the disk, for at most `SYNC_SECONDS`."""
-        self.pipeline.sync(SYNC_SECONDS)
 
     def end(self, status: RunStatus, timeout: float) -> None:
         """Append the end line; the journal is complete on return, if `timeout` seconds and the disk allow."""

@@ -42,9 +42,10 @@ def gates(inputs: Inputs) -> Values:
     hidden, memory = (torch.cat([first[None], part[:-1]]) * goes_on for first, part in zip(state, after, strict=True))
     result = gates_between(lstm_weights(cell), x, hidden, memory)
     groups = gate_stats(result, resets, bptt_length=inputs.get("bptt_length"))
-    states = torch.stack([result.h, result.c], 1).unsqueeze(1)
+    parts = {**result.by_name, "g": result.candidate, "h": result.h, "c": torch.as_tensor(result.c)}
+    states = torch.stack([parts["h"], parts["c"]], 1).unsqueeze(1)
     values: Values = {**state_stats(state_size(states)).values(), **groups.gates.values(), **groups.cell.values()}
-    return {**values, **{f"aux:{name}": part.tolist() for name, part in result._asdict().items()}}
+    return {**values, **{f"aux:{name}": part.tolist() for name, part in parts.items()}}
 
 
 @of_formula("L3")

@@ -8,6 +8,7 @@ A GRU keeps the share z of its state, h = z h + (1 - z) n, so z has the role of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -115,29 +116,23 @@ class LSTMWeights(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Activations of one LSTM layer, each [T, B, H]: gates i, f and o, candidate g, and the states h and c after each step."""
+    """Activations of one layer, each [T, B, H].
 
-    i: Tensor
-    f: Tensor
-    o: Tensor
-    g: Tensor
+    Attributes:
+        by_name: its gates: i, f and o of an LSTM, r and z of a GRU.
+        candidate: the candidate state before gating, g or n.
+        h, c: the states after each step; a GRU has no c.
+    """
+
+    by_name: Mapping[str, Tensor]
+    candidate: Tensor
     h: Tensor
-    c: Tensor
-
-    @property
-    def by_name(self) -> dict[str, Tensor]:
-        """The gates by name."""
-        return {"i": self.i, "f": self.f, "o": self.o}
+    c: Tensor | None = None
 
     @property
     def keep_gate(self) -> Tensor:
         """The gate that decides how much of the state is kept."""
-        return self.f
-
-    @property
-    def candidate(self) -> Tensor:
-        """The candidate state before gating."""
-        return self.g
+        return self.by_name["f" if "f" in self.by_name else "z"]
 
 
 class GRUWeights(NamedTuple):
@@ -153,30 +148,6 @@ class GRUWeights(NamedTuple):
     hidden: Tensor
     input_bias: Tensor
     hidden_bias: Tensor
-
-
-class GRUGates(NamedTuple):
-    """Activations of one GRU layer, each [T, B, H]: reset gate r, update gate z, candidate n, and the state h after each step."""
-
-    r: Tensor
-    z: Tensor
-    n: Tensor
-    h: Tensor
-
-    @property
-    def by_name(self) -> dict[str, Tensor]:
-        """The gates by name."""
-        return {"r": self.r, "z": self.z}
-
-    @property
-    def keep_gate(self) -> Tensor:
-        """The gate that decides how much of the state is kept."""
-        return self.z
-
-    @property
-    def candidate(self) -> Tensor:
-        """The candidate state before gating."""
-        return self.n
 
 
 Weights: TypeAlias = LSTMWeights | GRUWeights
@@ -218,7 +189,7 @@ def _check_layer(cell: nn.LSTM | nn.GRU) -> None:
         raise ValueError(f"gates are known only for one layer, one direction and no projection, got {cell}")
 
 
-def gates_of(weights: Weights, inputs: Tensor, hidden: Tensor, memory: Tensor | None) -> Gates | GRUGates:
+def gates_of(weights: Weights, inputs: Tensor, hidden: Tensor, memory: Tensor | None) -> Gates:
     """Return the gates of an LSTM or a GRU whose state before every step is known; `memory` is the c of an LSTM."""
     if isinstance(weights, GRUWeights):
         return gru_gates(weights, inputs, hidden)
@@ -227,7 +198,7 @@ def gates_of(weights: Weights, inputs: Tensor, hidden: Tensor, memory: Tensor | 
 
 
 @inference_mode
-def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> GRUGates:
+def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> Gates:
     """Return the gates of a GRU.
 
     Args:
@@ -240,7 +211,7 @@ def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> GRUGates:
     (r, z, n), (r_before, z_before, n_before) = ours.chunk(3, -1), before.chunk(3, -1)
     r, z = (r + r_before).sigmoid(), (z + z_before).sigmoid()
     n = (n + r * n_before).tanh()
-    return GRUGates(r, z, n, torch.lerp(n, hidden, z))
+    return Gates({"r": r, "z": z}, n, torch.lerp(n, hidden, z))
 
 
 @inference_mode
@@ -256,7 +227,13 @@ def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: 
     i, f, g, o = torch.nn.functional.linear(torch.cat([inputs, hidden], -1), matrix, weights.bias).chunk(4, -1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     c = f * memory + i * g
-    return Gates(i, f, o, g, o * c.tanh(), c)
+    return Gates({"i": i, "f": f, "o": o}, g, o * c.tanh(), c)
+
+
+def side_by_side(layers: Sequence[Gates]) -> Gates:
+    """Return the gates of several layers as if they were one."""
+    by_name = {name: torch.cat([layer.by_name[name] for layer in layers], -1) for name in layers[0].by_name}
+    return Gates(by_name, torch.cat([layer.candidate for layer in layers], -1), torch.cat([layer.h for layer in layers], -1))
 
 
 class GateGroups(NamedTuple):
@@ -267,7 +244,7 @@ class GateGroups(NamedTuple):
 
 
 @inference_mode
-def gate_stats(gates: Gates | GRUGates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None) -> GateGroups:
+def gate_stats(gates: Gates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None) -> GateGroups:
     """Return saturation of the gates, timescales and the gain along the cell state.
 
     Timescales are 1 / (1 - mean f) of each unit, with z instead of f for a GRU. They are summarised by quantiles over units, because one
@@ -283,12 +260,11 @@ def gate_stats(gates: Gates | GRUGates, resets: Tensor, *, bptt_length: int | No
     return GateGroups(_openness(gates, counts), _cell_stats(gates, resets.bool(), bptt_length, counts))
 
 
-def _openness(gates: Gates | GRUGates, valid: Tensor) -> GateStats:
-    by_name = gates.by_name
-    x = torch.stack(list(by_name.values())).flatten(1)
+def _openness(gates: Gates, valid: Tensor) -> GateStats:
+    x = torch.stack(list(gates.by_name.values())).flatten(1)
     s = keep(x.double(), _per_unit(valid, gates.keep_gate).flatten())
     return GateStats(
-        gate=tuple(by_name),
+        gate=tuple(gates.by_name),
         mean=s.mean(s.values),
         sat_lo=s.share(s.values < LOW),
         sat_hi=s.share(s.values > HIGH),
@@ -296,7 +272,7 @@ def _openness(gates: Gates | GRUGates, valid: Tensor) -> GateStats:
     )
 
 
-def _cell_stats(gates: Gates | GRUGates, resets: Tensor, bptt_length: int | None, valid: Tensor) -> CellStats:
+def _cell_stats(gates: Gates, resets: Tensor, bptt_length: int | None, valid: Tensor) -> CellStats:
     written = keep(gates.candidate.flatten().double(), _per_unit(valid, gates.candidate).flatten())
     units = timescales(gates.keep_gate, valid=valid)
     at_levels = quantiles(ascending(units), units.count, levels_for(gates.keep_gate))

@@ -19,7 +19,7 @@ import numpy as np
 
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, by_tag, counts_by_tag, family_of, overview_names, sections
+from esper_telemetry.sinks.layout import ALARM_FAMILY, UPDATE, KeyBudget, by_tag, counts_by_tag, family_of, overview_names, sections
 from esper_telemetry.sinks.pages import IncidentCards, run_readme
 from esper_telemetry.sinks.sink_protocol import OpenedSink, Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
 
@@ -33,7 +33,7 @@ PAGES: Final = (
     ("verdict", f"{ADDRESS}/#text"),
 )
 """Addresses of TensorBoard's pages, without smoothing, which would draw alarms and jumps as slopes."""
-UPDATE, GRADIENT_STEP = "axis/update", "axis/gradient_step"
+GRADIENT_STEP: Final = "axis/gradient_step"
 AXES: Final = {UPDATE, GRADIENT_STEP}
 FINAL_STATUSES: Final = {RunStatus.FINISHED, RunStatus.FAILED}
 """Statuses that are written into the table of runs. It keeps the first status, and runs with another status may be resumed."""

@@ -26,7 +26,7 @@ from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import error_line
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
-from esper_telemetry.sinks.layout import TASK_AXIS, KeyBudget, by_tag, counts_by_tag, family_of, overview_names, with_at_most
+from esper_telemetry.sinks.layout import TASK_AXIS, UPDATE, KeyBudget, by_tag, counts_by_tag, family_of, overview_names, with_at_most
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCards, alarm_text, cause_of, run_note
 from esper_telemetry.sinks.sink_protocol import (
     OVERVIEW_FAMILY,
@@ -320,7 +320,6 @@ def axes_of(record: Record) -> dict[str, float]:
     return {f"axis/{name}": value for name, value in encode_axes(record.axes).items()}
 
 
-UPDATE: Final = "axis/update"
 RUNNING: Final = "running"
 SERVER_TIMEOUT_SECONDS: Final = 30
 SETTLE_SECONDS: Final = 2.0
