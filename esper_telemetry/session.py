@@ -41,7 +41,7 @@ from esper_telemetry.core.arrays import IntegerLike, as_integer
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.containment import Containment, Measurement
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.group import NO_VALUES, Postponed, Values
+from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.interrupts import SerialCalls, is_interrupt
 from esper_telemetry.core.process_memory import DeviceSampler
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus, SinkBacklog
@@ -336,10 +336,10 @@ class TelemetrySession:
     def _is_offloaded(self) -> bool:
         return self._recorder is not None and isinstance(self._recorder.pipeline, WorkerPipeline)
 
-    def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:
+    def measure(self, measurements: Iterable[Measurement]) -> None:
         """Observe the results of metric functions called for a trainer. If one raises, its group is lost, with a warning."""
         if self._active:
-            self._serve(partial(self._measure, measurements, epoch))
+            self._serve(partial(self._measure, measurements))
 
     def _measure(self, measurements: Iterable[Measurement], epoch: int | Sequence[int] = 0) -> None:
         with self.clock:
@@ -405,10 +405,7 @@ class TelemetrySession:
             for group in list(flattened(groups)):
                 if isinstance(group, LogRatios):
                     self._precision = self._precision or group.precision
-                if isinstance(group, Postponed):
-                    self._open.window.postpone(group, epochs, place)
-                else:
-                    self._open.window.add(group, epochs, place)
+                self._open.window.add(group, epochs, place)
             if self._open.window.overdue:
                 self._usage.warn(OVERDUE)
 

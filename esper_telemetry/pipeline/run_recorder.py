@@ -422,11 +422,6 @@ class RunLease:
     earlier: JournalContents | None = None
     _lock: TrainerLock | None = None
 
-    @property
-    def run_dir(self) -> Path | None:
-        """Directory of the run; None for a run without one."""
-        return self.journal.run_dir
-
     def release(self) -> None:
         """Close the journal and let others resume the run; harmless when repeated."""
         self.journal.close()

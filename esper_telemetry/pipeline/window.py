@@ -85,19 +85,16 @@ class Window:
         steps = [rows.steps for part in (self._rows, self._postponed) for rows in part.values()]
         return max((max(each) + 1 for each in steps if max(each) > 0), default=0)
 
-    def postpone(self, measured: Postponed, epoch: int | Sequence[int], step: int | None) -> None:
-        """Keep a measurement until the window is sent; it belongs to `step`, or follows earlier ones of its kind."""
-        epochs = _epoch_of_each_row(epoch, 1)
-        self.overdue |= self._postponed.setdefault(measured.kind, ObservedRows()).add(measured, epochs, step)
-
     def add(self, group: MetricGroup | Postponed, epoch: int | Sequence[int], step: int | Sequence[int] | None) -> None:
         """Pack a group. Its first row belongs to `step`, or follows earlier rows of its layout; a sequence gives the step of each row.
 
         It is packed now and not when the window is sent, because the owner of its tensors may change them. A group in which everything is
-        undefined adds no rows. A postponed measurement is kept, as by `postpone`.
+        undefined adds no rows. A postponed measurement is kept until the window is sent; it belongs to `step`, or follows earlier ones of
+        its kind.
         """
         if isinstance(group, Postponed):
-            self.postpone(group, epoch, step if isinstance(step, int) else None)
+            epochs = _epoch_of_each_row(epoch, 1)
+            self.overdue |= self._postponed.setdefault(group.kind, ObservedRows()).add(group, epochs, step)
             return
         packed = pack(group)
         if packed.layout.fields and packed.rows:
