@@ -16,7 +16,7 @@ A run chooses its pipeline once, when it starts (`TelemetrySession.start`):
 | several ranks, one core, no run directory, no memory files | in process | in process | in process |
 
 Several ranks exchange their measurements, which a worker does not have. On CUDA the tensors of an update are copied to the host for the
-worker (`pipeline.ship`). In sampled updates, and without a worker, they are measured on the device.
+worker (`pipeline.window.ship`). In sampled updates, and without a worker, they are measured on the device.
 """
 
 from __future__ import annotations
@@ -56,19 +56,15 @@ from esper_telemetry.pipeline.in_process import (
     FAILURE,
     INTERVENTION,
     DetectorFactory,
-    FlushCost,
-    FlushedUpdate,
     InProcessPipeline,
-    OpenUpdate,
     PipelineSettings,
 )
 from esper_telemetry.pipeline.rank_exchange import Peers, RankDecision
 from esper_telemetry.pipeline.response import AlarmCallback, AlarmResponse
 from esper_telemetry.pipeline.run_recorder import RunOptions, RunPosition, RunRecorder
 from esper_telemetry.pipeline.sampling import Sampling
-from esper_telemetry.pipeline.ship import ship
 from esper_telemetry.pipeline.usage import AFTER_CLOSE, NEVER_FLUSHED, OVERDUE, UsageWarnings
-from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flattened
+from esper_telemetry.pipeline.window import FlushCost, FlushedUpdate, OpenUpdate, Transfer, as_epochs, finish, flattened, ship
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 from esper_telemetry.sinks.end_block import RunEnd, print_end
 from esper_telemetry.sinks.notify import NotifySink

@@ -23,8 +23,8 @@ from esper_telemetry.alarms.detectors import Detectors, Verdict
 from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import NO_VALUES, Values
-from esper_telemetry.core.process_memory import DeviceUsage, MemorySampler
-from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkBacklog, check_key
+from esper_telemetry.core.process_memory import MemorySampler
+from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, check_key
 from esper_telemetry.core.redaction import remember
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal, JournalReader, journal_path
@@ -43,7 +43,7 @@ from esper_telemetry.journal.lines import (
 from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, entries, read_contents
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_RECORDS, RunState, SnapshotFile
-from esper_telemetry.pipeline.window import LoggedValues, Window
+from esper_telemetry.pipeline.window import FlushedUpdate, Window
 from esper_telemetry.updates.environments import EVENT as ENVIRONMENTS
 from esper_telemetry.updates.environments import EnvironmentTable
 from esper_telemetry.updates.evidence import (
@@ -58,7 +58,6 @@ from esper_telemetry.updates.evidence import (
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 from esper_telemetry.updates.target_equations import Held
-from esper_telemetry.updates.update import Update, copied
 
 MAX_READ_BACK_BYTES: Final = 1 << 20
 """End of the journal that a resumed run without a snapshot evaluates again: about 200 records, which take a second."""
@@ -113,64 +112,6 @@ class AlarmReport(NamedTuple):
 
     alarms: tuple[Alarm, ...]
     remaining: int
-
-
-class FlushCost(NamedTuple):
-    """Time that telemetry took since the last record.
-
-    Attributes:
-        seconds, cpu_seconds: wall and processor time on the training thread; the latter is None if it was not measured.
-        elapsed: wall time since the last record.
-        metric_errors: metric functions that raised on the training thread.
-    """
-
-    seconds: float = 0.0
-    cpu_seconds: float | None = None
-    elapsed: float = 0.0
-    metric_errors: int = 0
-
-
-class FlushedUpdate(NamedTuple):
-    """One update on its way through the pipeline.
-
-    Attributes:
-        axes, partial: fields of the record.
-        level: level at which this update is measured.
-        logged: plain numbers; they override a measured value with the same key.
-        updates: data that are still to be measured.
-        evidence_updates: updates that are measured already and provide evidence; rank 0's if there are several ranks.
-        seq: number of the journal line.
-        measured: values of the groups that were observed.
-        cost: cost of telemetry on the training thread.
-        backlog: backlog of the sinks.
-        unmeasured: whether measurements were skipped because the worker was too far behind.
-        minibatch_stride: one in this many minibatches was shipped; 1 if all were.
-        copies: number of copies of its tensors from a device to the host.
-        devices: memory of the devices that the trainer uses, which only its own process can see.
-    """
-
-    axes: Axes
-    level: Level
-    partial: bool = False
-    logged: Mapping[str, float] = {}
-    updates: tuple[Update, ...] = ()
-    evidence_updates: tuple[Update, ...] = ()
-    seq: int = 0
-    measured: Values = NO_VALUES
-    cost: FlushCost = FlushCost()
-    backlog: SinkBacklog = SinkBacklog()
-    unmeasured: bool = False
-    minibatch_stride: int = 1
-    copies: int = 0
-    devices: DeviceUsage = DeviceUsage()
-
-    def without_summary(self) -> FlushedUpdate:
-        """Return this update without the data that are still to be measured."""
-        return self._replace(updates=(), unmeasured=bool(self.updates))
-
-    def with_copies(self) -> FlushedUpdate:
-        """Return this update with copies of the tensors that the trainer will overwrite."""
-        return self._replace(updates=copied(self.updates), evidence_updates=copied(self.evidence_updates))
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,37 +423,4 @@ class InProcessPipeline:
 
 
 def _add_events(lines: list[Line], events: Iterable[tuple[str, Mapping[str, Any]]], seq: int, axes: Axes | None) -> None:
-    """Add the lines of a detector's events."""
     lines += [encode_event(JournalEvent(kind, data, seq, axes)) for kind, data in events]
-
-
-class OpenUpdate:
-    """The update under way.
-
-    Attributes:
-        window: groups that were observed.
-        logged: plain numbers.
-        updates: whole updates of a trainer, still to be measured.
-        evidence_updates: whole updates that are measured already.
-    """
-
-    def __init__(self) -> None:
-        self.window = Window()
-        self.logged = LoggedValues()
-        self.updates: list[Update] = []
-        self.evidence_updates: list[Update] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.window or self.logged or any(self.updates))
-
-    @property
-    def gradient_steps(self) -> int:
-        """Number of optimizer steps in this update so far."""
-        return self.window.gradient_steps + sum(update.gradient_steps for update in self.updates)
-
-    def flush(self, axes: Axes, level: Level, *, partial: bool) -> FlushedUpdate:
-        """Return everything except the observed groups, which `window.send` returns; the next update begins empty."""
-        updates, evidence_updates = tuple(self.updates), tuple(self.evidence_updates)
-        self.updates.clear()
-        self.evidence_updates.clear()
-        return FlushedUpdate(axes, level, partial, self.logged.take(), updates, evidence_updates)

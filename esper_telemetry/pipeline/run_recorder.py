@@ -34,8 +34,9 @@ from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_metri
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
 from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, read_contents
-from esper_telemetry.pipeline.in_process import INTERVENTION, AlarmReport, FlushedUpdate, InProcessPipeline, PipelineSettings
+from esper_telemetry.pipeline.in_process import INTERVENTION, AlarmReport, InProcessPipeline, PipelineSettings
 from esper_telemetry.pipeline.snapshot import known_contents
+from esper_telemetry.pipeline.window import FlushedUpdate
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 
 MAX_HELPER_SECONDS: Final = 60.0

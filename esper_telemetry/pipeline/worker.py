@@ -60,7 +60,8 @@ from esper_telemetry.pipeline.channel import (
     reply,
     shared_file,
 )
-from esper_telemetry.pipeline.in_process import AlarmReport, FlushCost, FlushedUpdate, InProcessPipeline, PipelineSettings
+from esper_telemetry.pipeline.in_process import AlarmReport, InProcessPipeline, PipelineSettings
+from esper_telemetry.pipeline.window import FlushCost, FlushedUpdate
 from esper_telemetry.updates.update import KINDS
 
 LOG_NAME: Final = "summary.log"
