@@ -564,7 +564,6 @@ class TelemetrySession:
             self._recorder.event(FAILURE, last_axes, failure)
 
     def _end(self, status: RunStatus) -> CloseReport | None:
-        """End the journal and the sinks."""
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._peers:

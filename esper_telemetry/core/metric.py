@@ -75,8 +75,6 @@ class Reading(TypedDict, total=False):
 
 
 class _Factory(Protocol):
-    """Makes metrics of one kind."""
-
     def __call__(self, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Metric: ...
 
 

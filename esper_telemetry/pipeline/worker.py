@@ -335,7 +335,6 @@ class WorkerPipeline:
             self._take_over("has died")
 
     def _read(self) -> None:
-        """Receive the replies so far."""
         received = b""
         with suppress(OSError):  # if the pipe cannot be read, the worker's counter says which messages are answered
             while piece := self._supervisor.read():

@@ -119,6 +119,12 @@ class IncidentCards:
         self.alarms.extend(alarms)
         del self.alarms[:-MAX_ALARMS]
 
+    def after(self, event: Alarm | JournalEvent) -> IncidentCards:
+        """Return the verdict after one more alarm, or with a new outcome; this one does not change, since a sink may refuse the event."""
+        if isinstance(event, JournalEvent):
+            return IncidentCards(self.alarms, event)
+        return IncidentCards([*self.alarms, event][-MAX_ALARMS:], self.outcome)
+
     @property
     def raised(self) -> list[Alarm]:
         """The alarms that were raised, without their updates and ends."""

@@ -115,17 +115,11 @@ class MlflowRun:
         if self._is_own and time.monotonic() - self._noted_at >= NOTE_SECONDS:
             self._write_verdict(self.incidents)
 
-    def alarm(self, alarm: Alarm) -> None:
+    def show(self, event: Alarm | JournalEvent, cards: IncidentCards) -> None:
         """Update the verdict and the description; store the incidents when an alarm is raised."""
-        self._write_verdict(IncidentCards([*self.incidents.alarms, alarm], self.incidents.outcome))
-        self.incidents.add(alarm)
-        if alarm.event is AlarmEvent.RAISE:
-            self._artifacts.store_incidents(self.incidents)
-
-    def outcome(self, event: JournalEvent) -> None:
-        """Update the verdict and the description."""
-        self._write_verdict(IncidentCards(self.incidents.alarms, event))
-        self.incidents.outcome = event
+        self._write_verdict(cards)
+        if isinstance(event, Alarm) and event.event is AlarmEvent.RAISE:
+            self._artifacts.store_incidents(cards)
 
     def _write_verdict(self, cards: IncidentCards) -> None:
         """Set the tag of the verdict and, in an own run, the description at the top of its page, in one request."""
