@@ -16,7 +16,7 @@ A run chooses its pipeline once, when it starts (`TelemetrySession.start`):
 | several ranks, one core, no run directory, no memory files | in process | in process | in process |
 
 Several ranks exchange their measurements, which a worker does not have. On CUDA the tensors of an update are copied to the host for the
-worker (`pipeline.ship`). In sampled updates, and without a worker, they are measured on the device.
+worker (`pipeline.window.ship`). In sampled updates, and without a worker, they are measured on the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat, TypeVar, cast
+from typing import Any, Final, SupportsFloat, TypeVar, cast
 
 import torch
 from torch import nn
@@ -41,10 +41,10 @@ from esper_telemetry.core.arrays import IntegerLike, as_integer
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.containment import Containment, Measurement
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.group import NO_VALUES, Postponed, Values
+from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.interrupts import SerialCalls, is_interrupt
 from esper_telemetry.core.process_memory import DeviceSampler
-from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
+from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus, SinkBacklog
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
 from esper_telemetry.delivery.status import CloseReport
@@ -56,20 +56,15 @@ from esper_telemetry.pipeline.in_process import (
     FAILURE,
     INTERVENTION,
     DetectorFactory,
-    FlushCost,
-    FlushedUpdate,
     InProcessPipeline,
-    OpenUpdate,
     PipelineSettings,
-    SinkBacklog,
 )
 from esper_telemetry.pipeline.rank_exchange import Peers, RankDecision
 from esper_telemetry.pipeline.response import AlarmCallback, AlarmResponse
 from esper_telemetry.pipeline.run_recorder import RunOptions, RunPosition, RunRecorder
 from esper_telemetry.pipeline.sampling import Sampling
-from esper_telemetry.pipeline.ship import ship
 from esper_telemetry.pipeline.usage import AFTER_CLOSE, NEVER_FLUSHED, OVERDUE, UsageWarnings
-from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flattened
+from esper_telemetry.pipeline.window import FlushCost, FlushedUpdate, OpenUpdate, Transfer, as_epochs, finish, flattened, ship
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 from esper_telemetry.sinks.end_block import RunEnd, print_end
 from esper_telemetry.sinks.notify import NotifySink
@@ -81,6 +76,9 @@ from esper_telemetry.updates.groups import measure
 from esper_telemetry.updates.update import Update
 
 _logger = logging.getLogger("esper_telemetry")
+
+SYNC_SECONDS: Final = 20.0
+"""Time that a checkpoint waits for the journal to be on the disk."""
 
 LogRatios = RatioDiagnostics
 """The group that knows the precision of a loop's arithmetic; under this name, the reference does not list the session as its maker."""
@@ -333,10 +331,10 @@ class TelemetrySession:
     def _is_offloaded(self) -> bool:
         return self._recorder is not None and isinstance(self._recorder.pipeline, WorkerPipeline)
 
-    def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:
+    def measure(self, measurements: Iterable[Measurement]) -> None:
         """Observe the results of metric functions called for a trainer. If one raises, its group is lost, with a warning."""
         if self._active:
-            self._serve(partial(self._measure, measurements, epoch))
+            self._serve(partial(self._measure, measurements))
 
     def _measure(self, measurements: Iterable[Measurement], epoch: int | Sequence[int] = 0) -> None:
         with self.clock:
@@ -366,7 +364,7 @@ class TelemetrySession:
 
     def attempt(self, function: Callable[[Event], None], event: Event) -> None:
         """Call one of telemetry's hooks. If it raises, its measurements are lost, with a warning."""
-        self._containment.attempt(partial(function, event), lambda _: None)
+        self._containment.attempt(partial(function, event))
 
     def guard(self, function: Callable[[Event], None], event: Event) -> None:
         """Call one of telemetry's hooks, as `attempt` does, but let `SystemExit` pass: an `on_alarm` callback of the user may raise it."""
@@ -402,10 +400,7 @@ class TelemetrySession:
             for group in list(flattened(groups)):
                 if isinstance(group, LogRatios):
                     self._precision = self._precision or group.precision
-                if isinstance(group, Postponed):
-                    self._open.window.postpone(group, epochs, place)
-                else:
-                    self._open.window.add(group, epochs, place)
+                self._open.window.add(group, epochs, place)
             if self._open.window.overdue:
                 self._usage.warn(OVERDUE)
 
@@ -463,7 +458,7 @@ class TelemetrySession:
     def _flush(self, env_step: int, update: int | None, gradient_step: int | None) -> None:
         with self.clock:
             if self._watched:
-                self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
+                self._containment.attempt(partial(self._take_watched, whole=True))
             self._record_pending()
             self._start()
             self._response.begin_update(late=self.sampling.is_late)
@@ -513,7 +508,7 @@ class TelemetrySession:
     def _sync(self) -> None:
         self._record_pending()
         if self._active and self._recorder is not None and self._recorder.run is not None:
-            self._recorder.sync()
+            self._recorder.pipeline.sync(SYNC_SECONDS)
 
     def _counts(self) -> dict[str, int]:
         return {name: getattr(self._axes, name) for name in ("update", "env_step", "gradient_step")}
@@ -558,7 +553,7 @@ class TelemetrySession:
         last_axes = self._axes
         with self._calls.nested():
             for callback in self._close_callbacks:
-                self._containment.attempt(callback, lambda _: None)
+                self._containment.attempt(callback)
             self._containment.attempt(self._take_open_update, self.submit)
         self._containment.attempt(partial(self._take_watched, whole=False), lambda _: self._watched.stop())
         if self._open:
@@ -568,7 +563,6 @@ class TelemetrySession:
             self._recorder.event(FAILURE, last_axes, failure)
 
     def _end(self, status: RunStatus) -> CloseReport | None:
-        """End the journal and the sinks."""
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._peers:
@@ -679,10 +673,9 @@ class TelemetrySession:
             if self._recorder is None or self._deliveries is None:
                 return
             self._recorder.describe(tables)
-            results = [NO_VALUES]
+            measured: Values | None = None
             if tables:
-                read: Callable[[], Values] = partial(finish, tables, flushed.level, copies=int(transfer.pending))
-                self._containment.attempt(read, results.append)
+                measured = self._containment.attempt(partial(finish, tables, flushed.level, copies=int(transfer.pending)))
             now = time.perf_counter()
             elapsed, self._flushed_at = now - self._flushed_at, now
             seconds, cpu_seconds = self.clock.take()
@@ -691,7 +684,7 @@ class TelemetrySession:
             cost = FlushCost(seconds, cpu_seconds, elapsed, self._containment.take())
             backlog = SinkBacklog(stats.queue_depth, stats.errors, stats.lags)
             begun = time.perf_counter()
-            update = flushed._replace(measured=results[-1], cost=cost, backlog=backlog)
+            update = flushed._replace(measured=measured or NO_VALUES, cost=cost, backlog=backlog)
             if self._journal_position.covers(flushed.axes):
                 self._response.receive(self._recorder.judge(update, self._checkpoint))
             else:
@@ -709,7 +702,7 @@ class TelemetrySession:
     def _receive_reports(self) -> None:
         """Receive the alarms of new records for the user's callbacks, which are called when no other call is under way."""
         if self._recorder is not None:
-            self._response.receive(self._recorder.take_reports())
+            self._response.receive(self._recorder.pipeline.take_reports())
             if self._deliveries is not None:
                 self._deliveries.poll()  # so that the console shows an update when it ends
 

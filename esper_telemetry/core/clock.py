@@ -58,7 +58,6 @@ class Clock:
         return elapsed
 
     def _add(self) -> None:
-        """Add the running block so far."""
         now, busy = time.perf_counter(), time.thread_time()
         self.seconds += now - self._since
         self.cpu_seconds += busy - self._busy_since

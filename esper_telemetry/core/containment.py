@@ -30,8 +30,6 @@ METRIC_MODULES: Final = tuple(f"{MetricGroup.__module__.partition('.')[0]}.{part
 NOTE_BYTES: Final = 128
 """Maximum bytes of a function's name in a `CallNote`."""
 
-_END: Final = object()
-
 _logger = logging.getLogger("esper_telemetry")
 
 
@@ -98,15 +96,11 @@ class Containment:
     def steps(self, items: Iterable[Result]) -> Iterator[Result]:
         """Yield the items until making the next one raises."""
         iterator = iter(items)
-        while True:
-            made: list[Any] = [_END]
-            self.attempt(partial(next, iterator, _END), made.append, name=_name_of(items))
-            if made[-1] is _END:
-                return
-            yield made[-1]
+        while (item := self.attempt(partial(next, iterator, None), name=_name_of(items))) is not None:
+            yield item
 
-    def attempt(self, function: Callable[[], Result], use: Callable[[Result], object], *, name: str = "") -> None:
-        """Pass the result of the function to `use`, unless one of them raises.
+    def attempt(self, function: Callable[[], Result], use: Callable[[Result], object] = lambda _: None, *, name: str = "") -> Result | None:
+        """Pass the result of the function to `use` and return it; None if one of them raises.
 
         Args:
             function: the function to call.
@@ -114,15 +108,17 @@ class Containment:
             name: name of the function in the warning; its own by default.
         """
         if self._banned and (name or _name_of(function)) in self._banned:
-            return
+            return None
         try:
             if call_note.memory is None:
-                use(function())
+                use(result := function())
             else:
                 with call_note.of(name or _name_of(function)):
-                    use(function())
+                    use(result := function())
         except BaseException as error:
             self.note(function, error, name=name)
+            return None
+        return result
 
     def note(self, culprit: Any, error: BaseException, *, name: str = "") -> None:
         """Count that `culprit` has raised, and warn the first time; raises an interrupt again."""

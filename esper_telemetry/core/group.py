@@ -110,7 +110,12 @@ class SlotLayout:
                 (result if reported else unreported)[reader.key] = value
             else:
                 undefined += reported and not reader.metric.when_positive
-        return Values(result, self._finish_histograms(window, level), undefined, unreported)
+        histograms = {
+            reader.key: Histogram(reader.field.edges, tuple(counts))
+            for reader in self.histograms
+            if reader.metric.level <= level and any(counts := window.slots(reader))
+        }
+        return Values(result, histograms, undefined, unreported)
 
     def table(self, tensors: Array, numbers: Sequence[float], rows: int) -> Array:
         """Return [rows, labels * slots], every slot in its column, from [tensor slots, rows * labels] and the plain numbers."""
@@ -119,12 +124,6 @@ class SlotLayout:
         table[..., self._places[0]] = tensors.reshape(-1, rows, labels).transpose(1, 2, 0)
         table[..., self._places[1]] = numbers
         return table.reshape(rows, -1)
-
-    def _finish_histograms(self, window: PackedWindow, level: Level) -> dict[str, Histogram]:
-        """Return the histograms of `level` that are not empty."""
-        readers = [reader for reader in self.histograms if reader.metric.level <= level]
-        counts = {reader.key: window.slots(reader) for reader in readers}
-        return {reader.key: Histogram(reader.field.edges, tuple(counts[reader.key])) for reader in readers if any(counts[reader.key])}
 
     @property
     def replicated(self) -> bool:
@@ -144,12 +143,12 @@ class SlotLayout:
     @cached_property
     def readers(self) -> tuple[RowReader, ...]:
         """Every scalar key of the layout."""
-        return tuple(reader for reader in self._all_readers() if not _is_histogram(reader))
+        return tuple(reader for reader in self._all_readers() if reader.field.reduction is not Counts)
 
     @cached_property
     def histograms(self) -> tuple[RowReader, ...]:
         """Every histogram key of the layout."""
-        return tuple(reader for reader in self._all_readers() if _is_histogram(reader))
+        return tuple(reader for reader in self._all_readers() if reader.field.reduction is Counts)
 
     @cached_property
     def blocks(self) -> tuple[tuple[type[Reduction], Index], ...]:
@@ -241,10 +240,6 @@ def _merge_key(reader: RowReader, slots: Array) -> list[float]:
     """Merge one key's [rows, slots]; a single row is returned as it is."""
     merged = slots[0] if len(slots) == 1 else reader.field.reduction.merge(slots[:, None])[0]
     return list(merged.tolist())
-
-
-def _is_histogram(reader: RowReader) -> bool:
-    return reader.field.reduction is Counts
 
 
 def _select(rows: Rows, steps: Index, epochs: Index) -> Any:

@@ -38,7 +38,7 @@ from enum import Enum
 from functools import lru_cache
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -75,8 +75,6 @@ class Reading(TypedDict, total=False):
 
 
 class _Factory(Protocol):
-    """Makes metrics of one kind."""
-
     def __call__(self, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Metric: ...
 
 
@@ -261,21 +259,17 @@ class Declaring:
 
 
 def declared(group: type) -> Iterator[tuple[dataclasses.Field[Any], Metric]]:
-    """Yield every metric that a group type declares, with the field that holds it, in order."""
-    common: tuple[str, Cost, Level] = group._common  # type: ignore[attr-defined]  # every group is `Declaring`
+    """Yield every metric that a group type declares, with what it leaves to the group, and the field that holds it, in order."""
+    absent, cost, level = group._common  # type: ignore[attr-defined]  # every group is `Declaring`
     for item in dataclasses.fields(group):
         for metric in item.metadata.get("metrics", ()):
-            yield item, _completed(metric, *common)
-
-
-def _completed(metric: Metric, absent: str, cost: Cost, level: Level) -> Metric:
-    """Return a metric of a group with what it leaves to the group."""
-    return replace(
-        metric,
-        undefined=absent if metric.undefined is None else metric.undefined,
-        cost=cost if metric.cost == "free" else metric.cost,
-        level=level if metric.level is Level.NORMAL else metric.level,
-    )
+            completed = replace(
+                metric,
+                undefined=absent if metric.undefined is None else metric.undefined,
+                cost=cost if metric.cost == "free" else metric.cost,
+                level=level if metric.level is Level.NORMAL else metric.level,
+            )
+            yield item, completed
 
 
 def label_field(group: type) -> str | None:
@@ -305,29 +299,23 @@ class Derived(Declaring):
     def values(self, level: Level = Level.DEBUG) -> dict[str, float]:
         """Return the defined numbers of `level` by key; None, NaN and infinities are absent."""
         kind: type = type(self)
-        return dict(_items(self, _declaration(kind), level))
-
-
-class _Declaration(NamedTuple):
-    """A type's label and its fields with their metrics."""
-
-    label: str | None
-    fields: tuple[tuple[str, Metric], ...]
+        name, metrics = _declaration(kind)
+        numbers: dict[str, float] = {}
+        for field, metric in metrics:
+            value = getattr(self, field)
+            if value is not None and metric.level <= level:
+                numbers |= {
+                    key: number
+                    for key, number in _labelled(self, name, metric.key, value)
+                    if math.isfinite(number) and (number > 0 or not metric.when_positive)
+                }
+        return numbers
 
 
 @lru_cache(maxsize=256)
-def _declaration(group: type) -> _Declaration:
-    return _Declaration(label_field(group), tuple((item.name, metric) for item, metric in declared(group)))
-
-
-def _items(group: Derived, declaration: _Declaration, level: Level) -> Iterator[tuple[str, float]]:
-    for name, metric in declaration.fields:
-        value = getattr(group, name)
-        if value is None or metric.level > level:
-            continue
-        for key, number in _labelled(group, declaration.label, metric.key, value):
-            if math.isfinite(number) and (number > 0 or not metric.when_positive):
-                yield key, number
+def _declaration(group: type) -> tuple[str | None, tuple[tuple[str, Metric], ...]]:
+    """Return the name of a type's label, and its metrics with the names of their fields."""
+    return label_field(group), tuple((item.name, metric) for item, metric in declared(group))
 
 
 def _labelled(group: Derived, name: str | None, key: str, value: float | Sequence[float] | Array) -> Iterator[tuple[str, float]]:

@@ -58,7 +58,7 @@ class DeviceSampler:
         """Return the memory now, or a sample of at most `SAMPLE_SECONDS` ago."""
         now = time.monotonic()
         if now >= self._due:
-            self._due, self._last = now + SAMPLE_SECONDS, DeviceUsage(*_devices())
+            self._due, self._last = now + SAMPLE_SECONDS, _devices()
         return self._last
 
 
@@ -83,7 +83,7 @@ class MemorySampler:
         now = self._clock()
         if now >= self._due or self._due < 0:
             self._due = now + SAMPLE_SECONDS
-            seen = DeviceUsage(*_devices()) if self._pid == os.getpid() else devices
+            seen = _devices() if self._pid == os.getpid() else devices
             self._last = MemoryUsage(resident_bytes(self._pid), self._children(now), self._limit, *seen)
         return self._last
 
@@ -170,16 +170,13 @@ def _group_limits(root: Path, path: str, name: str) -> Iterator[int]:
             yield int((place / name).read_text())
 
 
-def _devices() -> tuple[int | None, float | None]:
-    """Return the bytes that this process has reserved on CUDA devices, and the used share of the fullest one.
-
-    Both are None if torch is not imported or has not begun to use CUDA, because asking would begin it.
-    """
+def _devices() -> DeviceUsage:
+    """Return the memory of CUDA devices; unknown if torch is not imported or has not begun to use CUDA, because asking would begin it."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return None, None
+        return DeviceUsage()
     with suppress(RuntimeError):
         reserved = {device: torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count())}
         free = [torch.cuda.mem_get_info(device) for device, count in reserved.items() if count]
-        return sum(reserved.values()), max((1 - unused / total for unused, total in free), default=None)
-    return None, None
+        return DeviceUsage(sum(reserved.values()), max((1 - unused / total for unused, total in free), default=None))
+    return DeviceUsage()

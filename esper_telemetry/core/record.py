@@ -292,6 +292,20 @@ class SinkLag(NamedTuple):
     errors: int
 
 
+class SinkBacklog(NamedTuple):
+    """State of the delivery to all sinks.
+
+    Attributes:
+        queue_depth: records that the slowest sink has not taken yet.
+        errors: failures of all sinks so far.
+        sinks: each delivery.
+    """
+
+    queue_depth: int = 0
+    errors: int = 0
+    sinks: tuple[SinkLag, ...] = ()
+
+
 MAX_COUNT = 2**63 - 1
 """Largest update, step or other count."""
 

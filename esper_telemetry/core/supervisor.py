@@ -288,7 +288,7 @@ def become_helper_process(niceness: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
     lower_process_priority(niceness)
-    collect_garbage_rarely()
+    gc.set_threshold(GARBAGE_THRESHOLD_OBJECTS, *gc.get_threshold()[1:])
     sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)  # they end in a file
 
 
@@ -305,8 +305,3 @@ def lower_process_priority(niceness: int) -> None:
     with suppress(OSError, AttributeError):
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores - {min(cores)} or cores)
-
-
-def collect_garbage_rarely() -> None:
-    """Collect garbage after `GARBAGE_THRESHOLD_OBJECTS` new objects."""
-    gc.set_threshold(GARBAGE_THRESHOLD_OBJECTS, *gc.get_threshold()[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
@@ -196,13 +196,12 @@ def normalized_advantage_stats(
     valid = as_mask(valid, normalized)
     same_shape(normalized=normalized, advantages=advantages, valid=valid)
     s = sample(normalized, valid, dim=dim)
-    merged = spread(s)
     square = torch.linalg.vecdot(s.values, s.values)
     sign_flip = None
     if advantages is not None:  # the sign of a zero advantage is undefined
         sign_flip = Mean((s.values * rows_of(advantages, dim).double() < 0).sum(-1), s.count)
     return NormalizedAdvantageStats(
-        moments=StandardMoments(*(getattr(merged, item.name) for item in fields(merged))),
+        moments=StandardMoments(*spread(s).slots()),
         participation=Participation(s.count, s.values.abs().sum(-1), square),
         sign_flip=sign_flip,
         nonfinite=Sum(s.nonfinite),

@@ -17,7 +17,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Reduction, Slot, Statistic, Sum
+from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic, Sum
 from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import Sample, keep, rows_of, same_shape, sample
 
@@ -131,15 +131,13 @@ def entropy_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class MeanEntropy(AdditiveReduction):
+class MeanEntropy(Mean):
     """A mean entropy. If all heads are categorical, `perplexity` is its exponential, the effective number of actions."""
 
-    total: Slot
-    count: Slot
     continuous: Slot
 
     statistics: ClassVar[Mapping[str, Statistic]] = {
-        "mean": lambda s: s[0] / s[1] if s[1] else NAN,
+        **Mean.statistics,
         "perplexity": lambda s: math.exp(s[0] / s[1]) if s[1] and not s[2] else NAN,
     }
 

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import Array, Max, Mean, Reduction, Slot, Statistic, Sum
+from esper_telemetry.core.reduction import Max, Mean, Reduction, Slot, Statistic, Sum
 from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.statistics import Sample, deviations, keep, rows_of, same_shape, sample, where_any
 
@@ -51,12 +49,7 @@ class RelativeError(Reduction):
     scale: Slot
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"relative": lambda s: s[0] / max(1.0, s[1])}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Return the largest of each slot."""
-        merged: Array = np.fmax.reduce(rows, axis=0)
-        return merged
+    merge = staticmethod(Max.merge)
 
 
 @dataclass(frozen=True, slots=True)

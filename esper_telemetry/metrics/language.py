@@ -6,7 +6,7 @@ Every function merges all its completions into one row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from esper_telemetry.core.group import MetricGroup
@@ -15,7 +15,7 @@ from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, se
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Ess, Max, Mean, Min, Moments, Sum
 from esper_telemetry.metrics.ratio import EXP_LIMIT, effective_sample_size
-from esper_telemetry.metrics.statistics import Quantiles, Sample, as_quantiles, ascending, levels_for, quantiles, sample, spread, where_any
+from esper_telemetry.metrics.statistics import Quantiles, as_quantiles, ascending, defined, levels_for, quantiles, sample, spread, where_any
 
 ENGINE = "NVIDIA-NeMo/RL docs/guides/grpo.md (1.05); huggingface/trl#3867, #4772 and #6789"
 DEAD_GROUPS = "huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2"
@@ -195,7 +195,7 @@ def sampling_mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Sampling
     """Return how far the trainer's log-probabilities [B, T] at collection are from the engine's, which are NaN for unknown tokens."""
     s = sample(trainer.double() - engine.double(), mask)
     e = s.values.clamp(-EXP_LIMIT, EXP_LIMIT).expm1()
-    ratio = Sample(e, s.weight, s.mask, s.count, s.nonfinite)
+    ratio = s._replace(values=e)
     moments = spread(ratio)
     at_levels = quantiles(ascending(ratio), s.count.sum(), levels_for(e)) + 1
     error = s.values.abs().clamp(max=EXP_LIMIT).exp() * s.weight
@@ -433,7 +433,7 @@ def group_stats(
     compared = dead & counted
     length = lengths.double()
     length = (length - (_by_group(length * s.weight, index, groups) / counts.clamp(min=1))[index]) * s.weight
-    correlation = (centred * length).sum() / (centred.square().sum() * length.square().sum()).sqrt()
+    correlation = defined((centred * length).sum() / (centred.square().sum() * length.square().sum()).sqrt())
     agreement = mixed = single = None
     if advantages is not None:
         single = Mean((counts == 1).sum(), (counts > 0).sum())
@@ -441,10 +441,9 @@ def group_stats(
     if size is not None and size > 0 and len(prompts) % size == 0:
         parts = prompts.view(-1, size)
         mixed = Mean((parts != parts[:, :1]).any(-1).sum(), len(parts))
-    known = torch.isfinite(correlation)
     return GroupStats(
         reward=spread(s),
-        length_correlation=Mean(torch.where(known, correlation, 0.0), known.double()),
+        length_correlation=correlation,
         zero_advantage=Mean(compared.sum(), counted.sum()),
         all_best=Mean((compared & ((means - best).abs() <= 1e-5 * scale)).sum() * varied, counted.sum() * varied),
         all_worst=Mean((compared & ((means - worst).abs() <= 1e-5 * scale)).sum() * varied, counted.sum() * varied),
@@ -490,7 +489,5 @@ def reward_components(rewards: Mapping[str, Tensor], lengths: Tensor) -> RewardC
     d = (s.values - mean) * s.weight
     length = lengths.double() * s.weight
     length = (length - length.sum(-1, keepdim=True) / s.count.clamp(min=1).unsqueeze(-1)) * s.weight
-    r = torch.linalg.vecdot(d, length) / (d.square().sum(-1) * length.square().sum(-1)).sqrt()
-    known = torch.isfinite(r)
-    names: Sequence[str] = [segment(name) for name in rewards]
-    return RewardComponents(tuple(names), spread(s), Mean(torch.where(known, r, 0.0), known.double()))
+    correlation = torch.linalg.vecdot(d, length) / (d.square().sum(-1) * length.square().sum(-1)).sqrt()
+    return RewardComponents(tuple(map(segment, rewards)), spread(s), defined(correlation))

@@ -13,10 +13,10 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic, Sum
+from esper_telemetry.core.reduction import Array, Mean, Slot, Sum
 from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.ratio import EXP_LIMIT
-from esper_telemetry.metrics.statistics import rows_of, same_shape, sample
+from esper_telemetry.metrics.statistics import defined, rows_of, same_shape, sample
 
 LOSSES_FAMILY = MetricFamily(
     "loss",
@@ -161,7 +161,7 @@ def ppo_losses(
 
 
 @dataclass(frozen=True, slots=True)
-class NormRatio(AdditiveReduction):
+class NormRatio(Mean):
     """A mean over optimizer steps of the ratio of two norms; the squares of several ranks add up.
 
     Attributes:
@@ -169,12 +169,8 @@ class NormRatio(AdditiveReduction):
         above, below: squared norms, each summed over the rows.
     """
 
-    total: Slot
-    count: Slot
     above: Slot
     below: Slot
-
-    statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
@@ -182,7 +178,7 @@ class NormRatio(AdditiveReduction):
         above, below = ranks[..., 2].sum(axis=0), ranks[..., 3].sum(axis=0)
         with np.errstate(all="ignore"):
             ratio = np.sqrt(above / below)
-        defined = np.isfinite(ratio) & (below > 0)
+        defined = np.isfinite(ratio)
         return np.stack([np.where(defined, ratio, 0.0), defined, above, below], axis=-1)
 
 
@@ -224,9 +220,8 @@ def entropy_gradient(
 
 def norm_ratio(above: Tensor, below: Tensor) -> NormRatio:
     """Return √(above / below) of squared norms [M]."""
-    ratio = (above / below).sqrt()
-    defined = torch.isfinite(ratio) & (below > 0)
-    return NormRatio(torch.where(defined, ratio, 0.0), defined, above, below)
+    mean = defined((above / below).sqrt())
+    return NormRatio(mean.total, mean.count, above, below)
 
 
 @inference_mode

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import Array, Derived, Metric, MetricFamily, label, reports
 from esper_telemetry.core.process_memory import MIB, MemoryUsage
-from esper_telemetry.core.record import Level, SinkLag
+from esper_telemetry.core.record import Level, SinkBacklog, SinkLag
 from esper_telemetry.core.reduction import Max
 
 BACKEND_BEHIND = (
@@ -257,22 +257,6 @@ class SinkHealth(Derived):
     )
 
 
-class SinkStats(Protocol):
-    """State of all sinks."""
-
-    @property
-    def queue_depth(self) -> int:
-        """Records that the slowest sink has not taken yet."""
-
-    @property
-    def errors(self) -> int:
-        """Exceptions of all sinks so far."""
-
-    @property
-    def sinks(self) -> Sequence[SinkLag]:
-        """Each delivery."""
-
-
 def update_performance(
     update: int, *, env_steps: int, elapsed: float, seconds: Mapping[str, float], cpu_seconds: Mapping[str, float] | None = None
 ) -> UpdatePerformance:
@@ -285,25 +269,16 @@ def update_performance(
         seconds: wall time by phase, such as `environment`, `inference`, `update`; other phases are ignored.
         cpu_seconds: processor time by phase: `rollout`, its parts `environment` and `inference`, `update`.
     """
-    processor = {name: 1000.0 * value for name, value in (cpu_seconds or {}).items()}
-    phases = {name: 1000.0 * value for name, value in seconds.items()}
-    busy = [processor[name] for name in ("rollout", "update") if name in processor]
+    processor = cpu_seconds or {}
+    busy = [1000.0 * processor[name] for name in ("rollout", "update") if name in processor]
+    phases = {f"{name}_ms": seconds.get(name) for name in ("environment", "inference", "update")}
+    phases |= {f"{name}_cpu_ms": processor.get(name) for name in ("rollout", "environment", "inference", "update")}
     return UpdatePerformance(
         update=float(update),
         env_steps_per_second=env_steps / elapsed if elapsed > 0 else None,
-        environment_ms=_slowest(phases.get("environment")),
-        inference_ms=_slowest(phases.get("inference")),
-        update_ms=_slowest(phases.get("update")),
-        rollout_cpu_ms=_slowest(processor.get("rollout")),
-        environment_cpu_ms=_slowest(processor.get("environment")),
-        inference_cpu_ms=_slowest(processor.get("inference")),
-        update_cpu_ms=_slowest(processor.get("update")),
         cpu_frac=sum(busy) / (1000.0 * elapsed) if busy and elapsed > 0 else None,
+        **{name: Max(1000.0 * phase) for name, phase in phases.items() if phase is not None},
     )
-
-
-def _slowest(milliseconds: float | None) -> Max | None:
-    return None if milliseconds is None else Max(milliseconds)
 
 
 def telemetry_health(
@@ -313,8 +288,7 @@ def telemetry_health(
     undefined: int,
     copies: int,
     level: Level,
-    stats: SinkStats,
-    dropped: int = 0,
+    stats: SinkBacklog,
     metric_errors: int = 0,
     unmeasured: bool = False,
     minibatch_stride: int = 1,
@@ -330,7 +304,6 @@ def telemetry_health(
         copies: number of vectors that were copied from the device for this record.
         level: level of this record.
         stats: how far the sinks are behind, and their errors.
-        dropped: records that will not reach any sink.
         metric_errors: metric functions that raised.
         unmeasured: the update was not measured: the worker was too far behind, or a script's update was only counted.
         minibatch_stride: one in this many minibatches was measured.
@@ -345,7 +318,7 @@ def telemetry_health(
         level=float(level),
         undefined=float(undefined),
         queue_depth=float(stats.queue_depth),
-        dropped=float(dropped),
+        dropped=0.0,
         errors=float(stats.errors),
         metric_errors=float(metric_errors),
         unmeasured=float(unmeasured),

@@ -94,12 +94,15 @@ def unit_activity(
     """
     allowed = None if valid is None else valid.bool()
     units = [keep(x.detach().double().t(), allowed) for x in activations.values()]
-    dormant = _side_by_side([_share(dormant_scores(s) <= threshold, s) for s in units])
-    layers = LayerActivity(tuple(map(segment, activations)), Mean(*dormant))
-    if activation is None:
-        return ActivityGroups(UnitActivity(dormant.mean()), layers)
-    dead = _side_by_side([_share(_dead(s, activation), s) for s in units])
-    return ActivityGroups(UnitActivity(dormant.mean(), dead.mean()), layers)
+    seen = [s.count > 0 for s in units]  # by any row
+    numbers = torch.stack([present.sum() for present in seen])
+    dormant = torch.stack([((dormant_scores(s) <= threshold) & present).sum() for s, present in zip(units, seen, strict=True)])
+    layers = LayerActivity(tuple(map(segment, activations)), Mean(dormant, numbers))
+    dead = None
+    if activation is not None:
+        counts = [(_dead(s, activation) & present).sum() for s, present in zip(units, seen, strict=True)]
+        dead = Mean(torch.stack(counts).sum(), numbers.sum())
+    return ActivityGroups(UnitActivity(Mean(dormant.sum(), numbers.sum()), dead), layers)
 
 
 def dormant_scores(units: Sample) -> Tensor:
@@ -118,26 +121,6 @@ def _dead(units: Sample, activation: str) -> Tensor:
     _, d = deviations(units)
     squares: Tensor = torch.linalg.vecdot(d, d)
     return squares < SPREAD**2 * units.count
-
-
-class _Share(NamedTuple):
-    """Number of units with a property, and of units that saw any row: [] or, for several layers, [layers]."""
-
-    total: Tensor
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which is not used
-
-    def mean(self) -> Mean:
-        """Return the mean over all layers."""
-        return Mean(self.total.sum(), self.count.sum())
-
-
-def _share(condition: Tensor, units: Sample) -> _Share:
-    present = units.count > 0
-    return _Share((condition & present).sum(), present.sum())
-
-
-def _side_by_side(shares: list[_Share]) -> _Share:
-    return _Share(*map(torch.stack, zip(*shares, strict=True)))
 
 
 STEPS = 20

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
@@ -23,6 +22,7 @@ from esper_telemetry.metrics.statistics import (
     Quantiles,
     as_quantiles,
     ascending,
+    defined,
     histogram,
     levels_for,
     moments,
@@ -262,9 +262,7 @@ def reward_stats(rewards: ArrayLike, *, trained: ArrayLike | None = None, valid:
     if trained is not None:
         other = sample(as_tensor(trained).to(rewards), as_mask(valid, rewards))
         one, two = ((x.values - (x.values * s.weight).sum() / s.count) * s.weight * other.weight for x in (s, other))
-        found = (one * two).sum() / (one.square().sum() * two.square().sum()).sqrt()
-        known = torch.isfinite(found)
-        correlation = Mean(torch.where(known, found, 0.0), known.double())
+        correlation = defined((one * two).sum() / (one.square().sum() * two.square().sum()).sqrt())
     return RewardStats(
         trained=correlation,
         moments=spread(s),
@@ -510,26 +508,17 @@ def observation_scale(observations: ArrayLike, *, valid: ArrayLike | None = None
     )
 
 
-class EpisodeFlags(Protocol):
-    """Ends of episodes and valid rows of a rollout, [T, B] bool each; see `events.RolloutEnd`."""
-
-    @property
-    def ended(self) -> Tensor:
-        """The step ended its episode."""
-
-    @property
-    def valid(self) -> Tensor | None:
-        """Rows that count; None if every row does."""
-
-
 def observation_measurements(
-    observations: Tensor | None, window: Tensor | None, rollout: EpisodeFlags
+    observations: Tensor | None, window: Tensor | None, *, ended: Tensor, valid: Tensor | None
 ) -> Iterator[Callable[[], MetricGroup]]:
-    """Yield the measurements of a rollout's observations [T, B, ...], or of a window of them if they are not available."""
+    """Yield the measurements of a rollout's observations [T, B, ...], or of a window of them if they are not available.
+
+    `ended` and `valid` [T, B] are as in `observation_change`.
+    """
     if window is None and observations is not None:
         window = observation_window(observations)
     if window is None:
         return
-    yield partial(observation_scale, window, valid=None if rollout.valid is None else rollout.valid[: len(window)])
+    yield partial(observation_scale, window, valid=None if valid is None else valid[: len(window)])
     if len(window) > 1:
-        yield partial(observation_change, window, rollout.ended, valid=rollout.valid)
+        yield partial(observation_change, window, ended, valid=valid)

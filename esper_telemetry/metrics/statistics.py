@@ -142,19 +142,14 @@ def ascending(s: Sample) -> Tensor:
     return x.sort().values
 
 
-class Neighbours(NamedTuple):
-    """The ordered values [2, levels] around quantiles, and the quantiles' relative distance from the first to the second."""
-
-    ends: Tensor
-    fraction: Tensor
-
-
-def neighbours(ordered: Tensor, count: Tensor, levels: Sequence[float]) -> Neighbours:
-    """Return the neighbours of the quantiles of the first `count` [] of the `ordered` values; NaN without any."""
+def neighbours(ordered: Tensor, count: Tensor, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return the values [2, levels] around the quantiles of the first `count` [] of the `ordered` values, NaN without any, and the
+    quantiles' relative distance [levels] from the first to the second.
+    """
     position = (count - 1).clamp(min=0) * constant(tuple(levels), ordered.device)
     low = position.floor()
     ends = torch.stack([low, position.ceil()]).long()
-    return Neighbours(ordered.take(ends), position - low)
+    return ordered.take(ends), position - low
 
 
 def quantiles(ordered: Tensor, count: Tensor, levels: Sequence[float]) -> Tensor:

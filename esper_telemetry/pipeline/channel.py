@@ -317,7 +317,7 @@ class MessagePacker:
         if len(self._numbers) >= MAX_LAYOUTS:
             self._numbers.clear()
             self._blocks.clear()
-        self._numbers[shapes] = layout = self._next_number, block_bytes(shapes)
+        self._numbers[shapes] = layout = self._next_number, sum(aligned(shape.numel() * dtype.itemsize) for dtype, shape in shapes)
         self._next_number += 1
         return layout
 
@@ -344,11 +344,6 @@ def tensor_views(block: memoryview, shapes: Shapes) -> list[Tensor]:
         views.append(flat.view(shape))
         start += aligned(count * dtype.itemsize)
     return views
-
-
-def block_bytes(shapes: Shapes) -> int:
-    """Return the size of a block for tensors of these shapes, in bytes."""
-    return sum(aligned(shape.numel() * dtype.itemsize) for dtype, shape in shapes)
 
 
 def messages(parent: int, ring: Ring | None = None, vocabulary: Vocabulary = NO_VOCABULARY) -> Iterator[Message]:

@@ -17,13 +17,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol
 
+from esper_telemetry.alarms.detectors import Detectors, Verdict
 from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import NO_VALUES, Values
-from esper_telemetry.core.process_memory import DeviceUsage, MemorySampler
-from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag, check_key
+from esper_telemetry.core.process_memory import MemorySampler
+from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, check_key
 from esper_telemetry.core.redaction import remember
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal, JournalReader, journal_path
@@ -42,7 +43,7 @@ from esper_telemetry.journal.lines import (
 from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, entries, read_contents
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_RECORDS, RunState, SnapshotFile
-from esper_telemetry.pipeline.window import LoggedValues, Window
+from esper_telemetry.pipeline.window import FlushedUpdate, Window
 from esper_telemetry.updates.evidence import (
     AlarmedUpdate,
     EvidenceChoice,
@@ -56,7 +57,6 @@ from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 from esper_telemetry.updates.joining import ENVIRONMENTS, EnvironmentTable
 from esper_telemetry.updates.target_equations import Held
-from esper_telemetry.updates.update import Update, copied
 
 MAX_READ_BACK_BYTES: Final = 1 << 20
 """End of the journal that a resumed run without a snapshot evaluates again: about 200 records, which take a second."""
@@ -72,74 +72,20 @@ INTERVENTION = "intervention"
 """The type of the event for a deliberate change of the run."""
 
 
-class Judgement(Protocol):
-    """The result of one record; see `alarms.detectors.Verdict`."""
-
-    @property
-    def alarms(self) -> tuple[Alarm, ...]:
-        """Alarms that begin, get worse or end with the record."""
-
-    @property
-    def remaining(self) -> int:
-        """Number of updates that should be measured at DEBUG; 0 for none."""
-
-    @property
-    def values(self) -> Mapping[str, float]:
-        """Values that are added to the record."""
-
-    @property
-    def events(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-        """Other events, by type."""
-
-
 class Detector(Protocol):
-    """Judges the records of a run in order; see `alarms.detectors.Detectors`."""
+    """Judges the records of a run in order; `Detectors` can also continue from a snapshot, and judge a whole run at its end."""
 
-    def step(self, record: Record) -> Judgement:
+    def step(self, record: Record) -> Verdict:
         """Judge the next record."""
 
     def intervention(self) -> None:
         """Note that the run was changed on purpose."""
 
-    def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Judgement:
+    def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Verdict:
         """Judge the exception that ended the run, from the data of its `failure` event; records follow if the run is resumed."""
 
     def rule(self, kind: str) -> EvidenceChoice | None:
         """Return the declaration of a type of alarm, which chooses its evidence."""
-
-
-@runtime_checkable
-class SupportsEnd(Protocol):
-    """A detector that judges a whole run at its end."""
-
-    def end(self, status: RunStatus) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-        """Return the events, by type, of a run that ends with this status."""
-
-
-@runtime_checkable
-class SupportsSnapshot(Protocol):
-    """A detector that can continue from a saved state."""
-
-    @property
-    def references(self) -> Mapping[str, Any]:
-        """Objects that the state refers to, by name; a detector of the same run has its own copies."""
-
-    def state(self) -> Mapping[str, Any]:
-        """Return everything that follows from the records so far."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-
-    def note(self, record: Record) -> None:
-        """Receive a record that was judged when it was written."""
-
-
-@runtime_checkable
-class SupportsBan(Protocol):
-    """A detector that calls code of users."""
-
-    def ban(self, name: str) -> None:
-        """Never call the code again that has ended a process, nor any code of users."""
 
 
 DetectorFactory = Callable[[Facts], Detector]
@@ -155,77 +101,16 @@ def made_detector(factory: DetectorFactory, facts: Facts) -> Detector:
     return detector
 
 
+def judgement(detector: Detector, record: Record) -> Verdict:
+    """Return the detector's verdict on a record, which it cannot change."""
+    return detector.step(replace(record, values=MappingProxyType(record.values)))
+
+
 class AlarmReport(NamedTuple):
     """News of one record for the training thread: its alarms, and the number of updates that should be measured at DEBUG."""
 
     alarms: tuple[Alarm, ...]
     remaining: int
-
-
-class SinkBacklog(NamedTuple):
-    """Records that the sinks have not taken yet, and failures of sinks: in total, and for each sink."""
-
-    queue_depth: int = 0
-    errors: int = 0
-    sinks: tuple[SinkLag, ...] = ()
-
-
-class FlushCost(NamedTuple):
-    """Time that telemetry took since the last record.
-
-    Attributes:
-        seconds, cpu_seconds: wall and processor time on the training thread; the latter is None if it was not measured.
-        elapsed: wall time since the last record.
-        metric_errors: metric functions that raised on the training thread.
-    """
-
-    seconds: float = 0.0
-    cpu_seconds: float | None = None
-    elapsed: float = 0.0
-    metric_errors: int = 0
-
-
-class FlushedUpdate(NamedTuple):
-    """One update on its way through the pipeline.
-
-    Attributes:
-        axes, partial: fields of the record.
-        level: level at which this update is measured.
-        logged: plain numbers; they override a measured value with the same key.
-        updates: data that are still to be measured.
-        evidence_updates: updates that are measured already and provide evidence; rank 0's if there are several ranks.
-        seq: number of the journal line.
-        measured: values of the groups that were observed.
-        cost: cost of telemetry on the training thread.
-        backlog: backlog of the sinks.
-        unmeasured: whether measurements were skipped because the worker was too far behind.
-        minibatch_stride: one in this many minibatches was shipped; 1 if all were.
-        copies: number of copies of its tensors from a device to the host.
-        devices: memory of the devices that the trainer uses, which only its own process can see.
-    """
-
-    axes: Axes
-    level: Level
-    partial: bool = False
-    logged: Mapping[str, float] = {}
-    updates: tuple[Update, ...] = ()
-    evidence_updates: tuple[Update, ...] = ()
-    seq: int = 0
-    measured: Values = NO_VALUES
-    cost: FlushCost = FlushCost()
-    backlog: SinkBacklog = SinkBacklog()
-    unmeasured: bool = False
-    minibatch_stride: int = 1
-    copies: int = 0
-    devices: DeviceUsage = DeviceUsage()
-
-    def without_summary(self) -> FlushedUpdate:
-        """Return this update without the data that are still to be measured."""
-        return self._replace(updates=(), unmeasured=bool(self.updates))
-
-    def with_copies(self) -> FlushedUpdate:
-        """Return this update with copies of the tensors that the trainer will overwrite."""
-        return self._replace(updates=copied(self.updates), evidence_updates=copied(self.evidence_updates))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +163,7 @@ class InProcessPipeline:
 
         If a run is killed at its start, readers then find a line of a few hundred bytes instead of a torn line of 200 kB.
         """
-        self._begin(info.facts)
-        self._keep_snapshots(info.run_dir)
+        self._begin(info.facts, info.run_dir)
         self._journal.write(encode_run(replace(info, metrics={})))
         self._journal.write(encode_metrics(info.metrics))
 
@@ -290,8 +174,7 @@ class InProcessPipeline:
             earlier: what the caller knows of the journal's first lines: reading 100,000 of them takes seconds.
             until: the last position that is read; by default the journal's end.
         """
-        self._begin(info.facts)
-        self._keep_snapshots(info.run_dir)
+        self._begin(info.facts, info.run_dir)
         self._environments = EnvironmentTable(resumed=True)
         if info.run_dir:
             with suppress(OSError):  # if the journal cannot be read, only the history is lost
@@ -372,40 +255,34 @@ class InProcessPipeline:
         """Append the outcome of the run and the last line."""
         self._save_snapshot()  # before the end changes the state, because a resumed run has not ended
         lines: list[Line] = []
-        detector = self._detector
-        if isinstance(detector, SupportsEnd) and self._axes is not None:
-            ended = partial(self._end_lines, detector, status, seq)
-            self._containment.attempt(ended, lines.extend, name=DETECTOR)
+        if isinstance(self._detector, Detectors) and self._axes is not None:
+            add = partial(_add_events, lines, seq=seq, axes=self._axes)
+            self._containment.attempt(partial(self._detector.end, status), add, name=DETECTOR)
         self._journal.write(*lines, encode_end(status, seq=seq))
 
-    def _begin(self, facts: Mapping[str, Any]) -> None:
+    def _begin(self, facts: Mapping[str, Any], run_dir: Path | None = None) -> None:
         self._facts = facts = Facts.of(facts)
         self._held: Held = {True: set(), False: set()}
         self._series = RunHistory(facts)
         self._detector: Detector | None = None
         if self._settings.detector_factory is not None:
-            made: list[Detector] = []
-            make = partial(made_detector, self._settings.detector_factory, facts)
-            self._containment.attempt(make, made.append, name=DETECTOR)
-            self._detector = next(iter(made), None)
-            if isinstance(self._detector, SupportsBan):
-                for name in self._banned:
-                    self._detector.ban(name)
-
-    def _keep_snapshots(self, run_dir: Path | None) -> None:
-        if run_dir is not None and isinstance(self._detector, SupportsSnapshot):
-            self._snapshots = SnapshotFile(run_dir, self._new_state)
+            self._detector = self._containment.attempt(partial(made_detector, self._settings.detector_factory, facts), name=DETECTOR)
+        if isinstance(self._detector, Detectors):
+            for name in self._banned:
+                self._detector.ban(name)
+            if run_dir is not None:
+                self._snapshots = SnapshotFile(run_dir, self._new_state)
 
     def _new_state(self) -> RunState:
         factory = self._settings.detector_factory
         detector = None if factory is None else factory(self._facts)
-        assert isinstance(detector, SupportsSnapshot)
+        assert isinstance(detector, Detectors)
         return RunState({"series": RunHistory(self._facts), **detector.state()}, detector.references)
 
     def _save_snapshot(self) -> None:
         """Save histories and alarms for the next part of the run, once the journal has all records that they depend on."""
         detector = self._detector
-        if self._snapshots is None or self._journal.run_dir is None or not isinstance(detector, SupportsSnapshot):
+        if self._snapshots is None or self._journal.run_dir is None or not isinstance(detector, Detectors):
             return
         self._unsaved_records = 0
         if self._journal.settled:
@@ -417,9 +294,9 @@ class InProcessPipeline:
     def _read_back(self, run_dir: Path, earlier: JournalContents | None, until: Axes | None) -> None:
         """Continue from the snapshot and the records after it; without one, from the last records."""
         saved, detector, self._contents = None, self._detector, earlier
-        if self._snapshots is not None and isinstance(detector, SupportsSnapshot) and until is None:
+        if self._snapshots is not None and isinstance(detector, Detectors) and until is None:
             saved = self._snapshots.read(detector.references)
-        if saved is not None and isinstance(detector, SupportsSnapshot):
+        if saved is not None and isinstance(detector, Detectors):
             self._contents, state = saved
             self._series, self._remaining = state["series"], state["remaining"]
             detector.restore(state)
@@ -427,51 +304,41 @@ class InProcessPipeline:
         else:
             reader = JournalReader(journal_path(run_dir))
             for record in reader.skip_to_tail(MAX_READ_BACK_BYTES, EARLIER_SAMPLES):
-                if isinstance(detector, SupportsSnapshot):
-                    self._containment.attempt(partial(detector.note, record), lambda _: None, name=DETECTOR)
+                if isinstance(detector, Detectors):
+                    self._containment.attempt(partial(detector.note, record), name=DETECTOR)
             offset = reader.offset
             reader.close()
         for entry in entries(run_dir, offset):
             if isinstance(entry, Record):
                 if until is not None and not entry.axes.within(until):
                     break
-                derive = partial(self._series.derive, entry.values, self._settings.level)
-                self._containment.attempt(derive, lambda _: None)
+                self._containment.attempt(partial(self._series.derive, entry.values, self._settings.level))
                 own = {key: value for key, value in entry.values.items() if not key.startswith(DETECTOR_PREFIXES)}
-                for verdict in self._judge(replace(entry, values=own)):  # as the detector saw it when it was new
-                    self._remaining = verdict.remaining
+                if detector is not None:
+                    judge = partial(judgement, detector, replace(entry, values=own))  # as the detector saw it when it was new
+                    verdict = self._containment.attempt(judge, name=DETECTOR)
+                    self._remaining = self._remaining if verdict is None else verdict.remaining
             elif isinstance(entry, JournalEvent):
                 self._heed(entry)
         self._reports = [AlarmReport((), self._remaining)]
 
     def _measure(self, update: FlushedUpdate) -> Values:
         """Return the values of the updates that are still to be measured; a measurement that raises is left out."""
-        window, results = Window(), list[Values]()
+        window = Window()
         for snapshot in update.updates:
             for measurements, epochs in self._containment.steps(measure(snapshot, self._facts, update.level, self._held)):
                 self._containment.measure(measurements, partial(window.add, epoch=epochs, step=None))
-        if window:
-            self._containment.attempt(lambda: window.send().finish(update.level), results.append)
-        return results[0] if results else NO_VALUES
-
-    def _judge(self, record: Record) -> Sequence[Judgement]:
-        """Return the detector's verdict on a record, which it cannot change; nothing without a detector, or if it raises."""
-        verdicts: list[Judgement] = []
-        if self._detector is not None:
-            record = replace(record, values=MappingProxyType(record.values))
-            judge = partial(self._detector.step, record)
-            self._containment.attempt(judge, verdicts.append, name=DETECTOR)
-        return verdicts
+        return (self._containment.attempt(lambda: window.send().finish(update.level)) if window else None) or NO_VALUES
 
     def _judged(self, record: Record, update: FlushedUpdate) -> Sequence[Line]:
         """Return the line of the record, with the detector's values, followed by the lines of its alarms and events."""
-        lines: list[Sequence[Line]] = [[encode_record(record)]]
-        for verdict in self._judge(record):
-            judged = partial(self._judged_lines, verdict, record, update)
-            self._containment.attempt(judged, lines.append, name=DETECTOR)
-        return lines[-1]
+        lines = None
+        if self._detector is not None:
+            lines = self._containment.attempt(partial(self._judged_lines, self._detector, record, update), name=DETECTOR)
+        return lines or [encode_record(record)]
 
-    def _judged_lines(self, verdict: Judgement, record: Record, update: FlushedUpdate) -> Sequence[Line]:
+    def _judged_lines(self, detector: Detector, record: Record, update: FlushedUpdate) -> Sequence[Line]:
+        verdict = judgement(detector, record)
         alarms = verdict.alarms
         if alarms:
             sources = update.updates + update.evidence_updates
@@ -482,26 +349,23 @@ class InProcessPipeline:
         lines = self._verdict_lines(verdict, alarms, int(verdict.remaining), record.seq, record.axes)
         return [encode_record(whole), *lines]
 
-    def _verdict_lines(self, verdict: Judgement, alarms: Iterable[Alarm], remaining: int, seq: int, axes: Axes | None) -> list[Line]:
+    def _verdict_lines(self, verdict: Verdict, alarms: Iterable[Alarm], remaining: int, seq: int, axes: Axes | None) -> list[Line]:
         """Return the lines of a verdict's alarms and events, and keep the alarms in the journal for the training thread."""
-        alarm_lines = [encode_alarm(alarm) for alarm in alarms]
-        events = [encode_event(JournalEvent(kind, data, seq, axes)) for kind, data in verdict.events]
-        self._report(tuple(alarm for line in alarm_lines if isinstance(alarm := decode(line), Alarm)), remaining)
-        return [*alarm_lines, *events]
-
-    def _end_lines(self, detector: SupportsEnd, status: RunStatus, seq: int) -> list[Line]:
-        return [encode_event(JournalEvent(kind, data, seq, self._axes)) for kind, data in detector.end(status)]
+        lines: list[Line] = [encode_alarm(alarm) for alarm in alarms]
+        self._report(tuple(alarm for line in lines if isinstance(alarm := decode(line), Alarm)), remaining)
+        _add_events(lines, verdict.events, seq, axes)
+        return lines
 
     def _with_evidence(self, alarm: Alarm, alarmed: AlarmedUpdate) -> Alarm:
         """Return an alarm with the evidence of the update that raised it; without evidence if that fails, or the alarm is not new."""
         if alarm.event is not AlarmEvent.RAISE:
             return alarm
         choice = self._detector.rule(alarm.type) if self._detector else None
-        evidence = [alarm.evidence]
-        self._containment.attempt(
-            lambda: plain({**alarm.evidence, **evidence_of(alarm, alarmed, choice)}), evidence.append, name=f"the evidence of {alarm.type}"
+        evidence = self._containment.attempt(
+            lambda: plain({**alarm.evidence, **evidence_of(alarm, alarmed, choice)}), name=f"the evidence of {alarm.type}"
         )
-        return replace(alarm, evidence=evidence[-1], text=alarm.text + first_nonfinite(evidence[-1]))
+        evidence = alarm.evidence if evidence is None else evidence
+        return replace(alarm, evidence=evidence, text=alarm.text + first_nonfinite(evidence))
 
     def _report(self, alarms: tuple[Alarm, ...], remaining: int) -> None:
         """Keep news for the training thread, which need not hear about records that change nothing."""
@@ -509,15 +373,13 @@ class InProcessPipeline:
             self._reports.append(AlarmReport(alarms, remaining))
             self._remaining = remaining
 
-    def _heed(self, event: JournalEvent) -> Judgement | None:
+    def _heed(self, event: JournalEvent) -> Verdict | None:
         """Pass an event to the detector; return its judgement of a failure."""
-        verdicts: list[Judgement] = []
         if self._detector is not None and event.type == INTERVENTION:
-            self._containment.attempt(self._detector.intervention, lambda _: None, name=DETECTOR)
+            self._containment.attempt(self._detector.intervention, name=DETECTOR)
         elif self._detector is not None and event.type == FAILURE and event.axes is not None:
-            failure = partial(self._detector.failure, event.seq, event.axes, event.data)
-            self._containment.attempt(failure, verdicts.append, name=DETECTOR)
-        return next(iter(verdicts), None)
+            return self._containment.attempt(partial(self._detector.failure, event.seq, event.axes, event.data), name=DETECTOR)
+        return None
 
     def _capture(self, update: FlushedUpdate) -> None:
         """Append the events of plugins, and the evidence of an update at DEBUG; at NORMAL only why modules learn badly, when that changes.
@@ -534,14 +396,14 @@ class InProcessPipeline:
         snapshots = update.updates + update.evidence_updates
         for snapshot in snapshots if update.level >= Level.NORMAL else ():
             for event in self._containment.steps(update_events(snapshot, self._facts)):
-                self._containment.attempt(partial(self._append_capture, event, update), lambda _: None)
+                self._containment.attempt(partial(self._append_capture, event, update))
             self._containment.attempt(
                 partial(self._environments.add, snapshot), lambda table: self._append_event(ENVIRONMENTS, table, update) if table else None
             )
         if update.level >= Level.DEBUG:
             for snapshot in snapshots:
                 for capture in self._containment.steps(captures(snapshot, self._facts, pairs)):
-                    self._containment.attempt(partial(self._append_evidence, capture, update), lambda _: None)
+                    self._containment.attempt(partial(self._append_evidence, capture, update))
 
     def _append_evidence(self, capture: Capture, update: FlushedUpdate) -> None:
         """Append evidence; it shows rank 0's rows if there are several ranks."""
@@ -559,33 +421,5 @@ class InProcessPipeline:
         return {name: asdict(diagnosis) for name, diagnosis in self._series.pairs.diagnoses.items()}
 
 
-class OpenUpdate:
-    """The update under way.
-
-    Attributes:
-        window: groups that were observed.
-        logged: plain numbers.
-        updates: whole updates of a trainer, still to be measured.
-        evidence_updates: whole updates that are measured already.
-    """
-
-    def __init__(self) -> None:
-        self.window = Window()
-        self.logged = LoggedValues()
-        self.updates: list[Update] = []
-        self.evidence_updates: list[Update] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.window or self.logged or any(self.updates))
-
-    @property
-    def gradient_steps(self) -> int:
-        """Number of optimizer steps in this update so far."""
-        return self.window.gradient_steps + sum(update.gradient_steps for update in self.updates)
-
-    def flush(self, axes: Axes, level: Level, *, partial: bool) -> FlushedUpdate:
-        """Return everything except the observed groups, which `window.send` returns; the next update begins empty."""
-        updates, evidence_updates = tuple(self.updates), tuple(self.evidence_updates)
-        self.updates.clear()
-        self.evidence_updates.clear()
-        return FlushedUpdate(axes, level, partial, self.logged.take(), updates, evidence_updates)
+def _add_events(lines: list[Line], events: Iterable[tuple[str, Mapping[str, Any]]], seq: int, axes: Axes | None) -> None:
+    lines += [encode_event(JournalEvent(kind, data, seq, axes)) for kind, data in events]

@@ -34,8 +34,9 @@ from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_metri
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
 from esper_telemetry.journal.memory_journal import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, read_contents
-from esper_telemetry.pipeline.in_process import INTERVENTION, AlarmReport, FlushedUpdate, InProcessPipeline, PipelineSettings
+from esper_telemetry.pipeline.in_process import INTERVENTION, AlarmReport, InProcessPipeline, PipelineSettings
 from esper_telemetry.pipeline.snapshot import known_contents
+from esper_telemetry.pipeline.window import FlushedUpdate
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 
 MAX_HELPER_SECONDS: Final = 60.0
@@ -51,9 +52,6 @@ MAX_LABEL_CHARACTERS: Final = 50
 
 OUTPUTS: Final = frozenset({"sinks", "notify"})
 """Settings of `train` that do not change the training."""
-
-SYNC_SECONDS: Final = 20.0
-"""Time that a checkpoint waits for the journal."""
 
 PACKAGES: Final = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
 """Packages whose versions are in the run line."""
@@ -309,14 +307,6 @@ class RunRecorder:
         """Append an event other than a record."""
         self.pipeline.event(JournalEvent(kind, plain(data), seq=self._next_seq(), axes=axes))
 
-    def take_reports(self) -> Sequence[AlarmReport]:
-        """Return the detector's reports that this process has received since the last call; never waits."""
-        return self.pipeline.take_reports()
-
-    def sync(self) -> None:
-        """Wait until the journal holds everything so far on the disk, for at most `SYNC_SECONDS`."""
-        self.pipeline.sync(SYNC_SECONDS)
-
     def end(self, status: RunStatus, timeout: float) -> None:
         """Append the end line; the journal is complete on return, if `timeout` seconds and the disk allow."""
         if self.repeated and self.earlier is not None and self.earlier.axes is not None:
@@ -432,11 +422,6 @@ class RunLease:
     journal: Journal | MemoryJournal
     earlier: JournalContents | None = None
     _lock: TrainerLock | None = None
-
-    @property
-    def run_dir(self) -> Path | None:
-        """Directory of the run; None for a run without one."""
-        return self.journal.run_dir
 
     def release(self) -> None:
         """Close the journal and let others resume the run; harmless when repeated."""

@@ -1,6 +1,7 @@
-"""The update under way before it is flushed: observed groups on the device, logged numbers.
+"""The update under way, observed groups on the device and logged numbers, and the flushed update on its way to the pipeline.
 
-Observed groups stay on their device until `flush`, which starts one copy of all their numbers to the host.
+Observed groups stay on their device until `flush`, which starts one copy of all their numbers to the host. If a worker measures the whole
+updates of a trainer, `ship` copies their tensors from a GPU; the training thread does not wait for these copies either.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, NamedTuple, SupportsFloat, TypeVar
+from typing import Any, Final, Generic, NamedTuple, SupportsFloat, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from esper_telemetry.core.arrays import as_integer, as_number, shown
-from esper_telemetry.core.group import Index, MetricGroup, Packed, Postponed, SlotLayout, Values, pack
-from esper_telemetry.core.record import Level, check_key
+from esper_telemetry.core.group import NO_VALUES, Index, MetricGroup, Packed, Postponed, SlotLayout, Values, pack
+from esper_telemetry.core.process_memory import DeviceUsage
+from esper_telemetry.core.record import Axes, Level, SinkBacklog, check_key
 from esper_telemetry.core.reduction import Array
+from esper_telemetry.updates.update import Update, copied, mapped
 
 MAX_EPOCH_RESTARTS: Final = 10
 """How often the epochs of one update may restart: once for each of several policies that are trained in turn."""
@@ -28,6 +31,9 @@ MAX_ROWS: Final = 10_000
 
 MAX_CHECKED_KEYS: Final = 100_000
 """Keys that are remembered as checked; a loop that logs more of them invents new ones for every record."""
+
+MAX_MINIBATCH_ROWS: Final = 1 << 16
+"""Rows of minibatches copied from one update on a GPU: a core measures about 500,000 a second, and an update takes a fifth of that."""
 
 NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 
@@ -85,19 +91,16 @@ class Window:
         steps = [rows.steps for part in (self._rows, self._postponed) for rows in part.values()]
         return max((max(each) + 1 for each in steps if max(each) > 0), default=0)
 
-    def postpone(self, measured: Postponed, epoch: int | Sequence[int], step: int | None) -> None:
-        """Keep a measurement until the window is sent; it belongs to `step`, or follows earlier ones of its kind."""
-        epochs = _epoch_of_each_row(epoch, 1)
-        self.overdue |= self._postponed.setdefault(measured.kind, ObservedRows()).add(measured, epochs, step)
-
     def add(self, group: MetricGroup | Postponed, epoch: int | Sequence[int], step: int | Sequence[int] | None) -> None:
         """Pack a group. Its first row belongs to `step`, or follows earlier rows of its layout; a sequence gives the step of each row.
 
         It is packed now and not when the window is sent, because the owner of its tensors may change them. A group in which everything is
-        undefined adds no rows. A postponed measurement is kept, as by `postpone`.
+        undefined adds no rows. A postponed measurement is kept until the window is sent; it belongs to `step`, or follows earlier ones of
+        its kind.
         """
         if isinstance(group, Postponed):
-            self.postpone(group, epoch, step if isinstance(step, int) else None)
+            epochs = _epoch_of_each_row(epoch, 1)
+            self.overdue |= self._postponed.setdefault(group.kind, ObservedRows()).add(group, epochs, step)
             return
         packed = pack(group)
         if packed.layout.fields and packed.rows:
@@ -255,3 +258,174 @@ def as_epochs(epoch: object) -> int | list[int]:
     if several or (isinstance(epoch, Tensor | np.ndarray) and epoch.ndim == 1):
         return [as_integer(one, "epoch") for one in epoch]  # type: ignore[attr-defined]  # mypy forgets the check above
     return as_integer(epoch, "epoch")
+
+
+class FlushCost(NamedTuple):
+    """Time that telemetry took since the last record.
+
+    Attributes:
+        seconds, cpu_seconds: wall and processor time on the training thread; the latter is None if it was not measured.
+        elapsed: wall time since the last record.
+        metric_errors: metric functions that raised on the training thread.
+    """
+
+    seconds: float = 0.0
+    cpu_seconds: float | None = None
+    elapsed: float = 0.0
+    metric_errors: int = 0
+
+
+class FlushedUpdate(NamedTuple):
+    """One update on its way through the pipeline.
+
+    Attributes:
+        axes, partial: fields of the record.
+        level: level at which this update is measured.
+        logged: plain numbers; they override a measured value with the same key.
+        updates: data that are still to be measured.
+        evidence_updates: updates that are measured already and provide evidence; rank 0's if there are several ranks.
+        seq: number of the journal line.
+        measured: values of the groups that were observed.
+        cost: cost of telemetry on the training thread.
+        backlog: backlog of the sinks.
+        unmeasured: whether measurements were skipped because the worker was too far behind.
+        minibatch_stride: one in this many minibatches was shipped; 1 if all were.
+        copies: number of copies of its tensors from a device to the host.
+        devices: memory of the devices that the trainer uses, which only its own process can see.
+    """
+
+    axes: Axes
+    level: Level
+    partial: bool = False
+    logged: Mapping[str, float] = {}
+    updates: tuple[Update, ...] = ()
+    evidence_updates: tuple[Update, ...] = ()
+    seq: int = 0
+    measured: Values = NO_VALUES
+    cost: FlushCost = FlushCost()
+    backlog: SinkBacklog = SinkBacklog()
+    unmeasured: bool = False
+    minibatch_stride: int = 1
+    copies: int = 0
+    devices: DeviceUsage = DeviceUsage()
+
+    def without_summary(self) -> FlushedUpdate:
+        """Return this update without the data that are still to be measured."""
+        return self._replace(updates=(), unmeasured=bool(self.updates))
+
+    def with_copies(self) -> FlushedUpdate:
+        """Return this update with copies of the tensors that the trainer will overwrite."""
+        return self._replace(updates=copied(self.updates), evidence_updates=copied(self.evidence_updates))
+
+
+class OpenUpdate:
+    """The update under way.
+
+    Attributes:
+        window: groups that were observed.
+        logged: plain numbers.
+        updates: whole updates of a trainer, still to be measured.
+        evidence_updates: whole updates that are measured already.
+    """
+
+    def __init__(self) -> None:
+        self.window = Window()
+        self.logged = LoggedValues()
+        self.updates: list[Update] = []
+        self.evidence_updates: list[Update] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.window or self.logged or any(self.updates))
+
+    @property
+    def gradient_steps(self) -> int:
+        """Number of optimizer steps in this update so far."""
+        return self.window.gradient_steps + sum(update.gradient_steps for update in self.updates)
+
+    def flush(self, axes: Axes, level: Level, *, partial: bool) -> FlushedUpdate:
+        """Return everything except the observed groups, which `window.send` returns; the next update begins empty."""
+        updates, evidence_updates = tuple(self.updates), tuple(self.evidence_updates)
+        self.updates.clear()
+        self.evidence_updates.clear()
+        return FlushedUpdate(axes, level, partial, self.logged.take(), updates, evidence_updates)
+
+
+class Shipment(NamedTuple):
+    """An update whose tensors are on the host, or on their way there.
+
+    Attributes:
+        update: update with tensors on the host.
+        arrival: event after which they may be read; None if they may be read at once.
+    """
+
+    update: FlushedUpdate
+    arrival: torch.cuda.Event | None = None
+
+
+def ship(update: FlushedUpdate) -> Shipment:
+    """Begin to copy the tensors of an update that are on a GPU into pinned memory of the host.
+
+    Measuring an update on a GPU takes a thousand small kernels, and copying its columns about thirty copies; the worker then measures on
+    the CPU. The copies are enqueued on the trainer's stream, so the trainer cannot overwrite a tensor before it has been copied.
+    """
+    copier = _Copier()
+    stride = max((_stride(part.minibatches.counts) for part in update.updates if part.minibatches), default=1)
+    updates = tuple([copier.copy(thinned(part, stride)) for part in update.updates])
+    evidence_updates = tuple(map(copier.copy, update.evidence_updates))
+    shipped = update._replace(updates=updates, evidence_updates=evidence_updates, minibatch_stride=stride, copies=copier.copies)
+    if not copier.copies:
+        return Shipment(update)
+    arrival = torch.cuda.Event()
+    arrival.record()
+    return Shipment(shipped, arrival)
+
+
+class _Copier:
+    """Copies tensors, each one once, and counts the copies."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+        self._copied: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copy(self, update: Update) -> Update:
+        return mapped(update, self._to_host)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        known = self._copied.get(id(tensor))
+        if known is None:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            host.copy_(tensor.detach(), non_blocking=True)
+            self._copied[id(tensor)] = known = tensor, host  # keeps the tensor alive, so that its id stays unique
+            self.copies += 1
+        return known[1]
+
+
+def _stride(counts: Sequence[int]) -> int:
+    return -(-sum(counts) // MAX_MINIBATCH_ROWS)
+
+
+def thinned(update: Update, stride: int) -> Update:
+    """Return the update with the first minibatch, every `stride`-th after it, and the last one, without their row numbers.
+
+    Minibatches stay whole for the sake of their ratios, losses and normalisation. Repeated rows can no longer be identified.
+    """
+    minibatches = update.minibatches
+    if stride <= 1 or minibatches is None:
+        return update
+    last = len(minibatches.counts) - 1
+    kept = sorted({*range(0, last + 1, stride), last})
+
+    def picked(column: Any, counts: Sequence[int]) -> Any:
+        if isinstance(column, Mapping):
+            return {name: picked(part, counts) for name, part in column.items()}
+        if not isinstance(column, Tensor):
+            return column
+        parts = column.split(list(counts))
+        return torch.cat([parts[index] for index in kept])
+
+    each: dict[str, Any] = {name: tuple([getattr(minibatches, name)[index] for index in kept]) for name in ("epochs", "counts")}
+    each["losses"], each["rows"] = picked(minibatches.losses, [1] * (last + 1)), None
+    rows = {name: picked(column, minibatches.counts) for name, column in minibatches._asdict().items() if name not in each}
+    return update._replace(minibatches=minibatches._replace(**each, **rows))

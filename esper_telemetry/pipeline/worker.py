@@ -34,7 +34,7 @@ import torch
 from esper_telemetry.core.containment import CallNote, call_note
 from esper_telemetry.core.group import Values
 from esper_telemetry.core.process_memory import DeviceUsage
-from esper_telemetry.core.record import Alarm, Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.record import Alarm, Axes, Level, MetricInfo, RunInfo, RunStatus, SinkBacklog, SinkLag
 from esper_telemetry.core.redaction import error_line, known_secrets
 from esper_telemetry.core.supervisor import (
     HAS_HELPERS,
@@ -60,7 +60,8 @@ from esper_telemetry.pipeline.channel import (
     reply,
     shared_file,
 )
-from esper_telemetry.pipeline.in_process import AlarmReport, FlushCost, FlushedUpdate, InProcessPipeline, PipelineSettings, SinkBacklog
+from esper_telemetry.pipeline.in_process import AlarmReport, InProcessPipeline, PipelineSettings
+from esper_telemetry.pipeline.window import FlushCost, FlushedUpdate
 from esper_telemetry.updates.update import KINDS
 
 LOG_NAME: Final = "summary.log"
@@ -106,8 +107,7 @@ def can_use_worker(settings: PipelineSettings) -> bool:
     """
     if not (HAS_HELPERS and HAS_SHARED_FILES):
         return False
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if (cores or 1) < 2:
+    if _cores() < 2:
         return False
     try:
         return b"__main__" not in pickle.dumps(settings)
@@ -117,8 +117,11 @@ def can_use_worker(settings: PipelineSettings) -> bool:
 
 def worker_threads() -> int:
     """Return the number of threads of a worker: one for a trainer on the CPU, more if a GPU leaves cores idle and makes large updates."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MAX_WORKER_THREADS, cores // 4)) if torch.cuda.is_initialized() else 1
+    return max(1, min(MAX_WORKER_THREADS, _cores() // 4)) if torch.cuda.is_initialized() else 1
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerPipeline:
@@ -332,7 +335,6 @@ class WorkerPipeline:
             self._take_over("has died")
 
     def _read(self) -> None:
-        """Receive the replies so far."""
         received = b""
         with suppress(OSError):  # if the pipe cannot be read, the worker's counter says which messages are answered
             while piece := self._supervisor.read():
@@ -387,7 +389,8 @@ class WorkerPipeline:
         culprit = CallNote.read(self._ring.note) if under_way else ""
         if code == -signal.SIGKILL and not was_alive and not culprit.startswith(USER_ALARM):
             culprit = ""  # killed from outside, as by a system that is out of memory
-        self._warn(_takeover_sentence(reason, culprit))
+        blamed = f" in {culprit}, which is not called again in this run" if culprit else ""
+        self._warn(f"the process that summarises updates {reason}{blamed}: training continues and summarises them itself")
         calls = [message.load() for message in unanswered]
         if under_way and calls and not culprit:
             calls[0] = _without_summary(*calls[0])
@@ -437,11 +440,6 @@ class WorkerPipeline:
         if text not in self._warned:
             _logger.warning("esper-telemetry: %s (%s)", text, self._run_dir / LOG_NAME)
             self._warned.add(text)
-
-
-def _takeover_sentence(reason: str, culprit: str) -> str:
-    blamed = f" in {culprit}, which is not called again in this run" if culprit else ""
-    return f"the process that summarises updates {reason}{blamed}: training continues and summarises them itself"
 
 
 def _without_summary(method: str, arguments: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:

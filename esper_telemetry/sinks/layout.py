@@ -45,6 +45,7 @@ OVERVIEW: Final[Mapping[str, str]] = {
 }
 """Keys that people look at first, in that order, with titles that are short enough for the cards of W&B."""
 MAX_OVERVIEW: Final = 15
+UPDATE: Final = "axis/update"
 TASK_AXIS: Final = "axis/env_step"
 """Axis of the families whose numbers describe the task, not the update."""
 

@@ -119,6 +119,12 @@ class IncidentCards:
         self.alarms.extend(alarms)
         del self.alarms[:-MAX_ALARMS]
 
+    def after(self, event: Alarm | JournalEvent) -> IncidentCards:
+        """Return the verdict after one more alarm, or with a new outcome; this one does not change, since a sink may refuse the event."""
+        if isinstance(event, JournalEvent):
+            return IncidentCards(self.alarms, event)
+        return IncidentCards([*self.alarms, event][-MAX_ALARMS:], self.outcome)
+
     @property
     def raised(self) -> list[Alarm]:
         """The alarms that were raised, without their updates and ends."""
@@ -190,11 +196,8 @@ class IncidentCards:
         title = capitalized(self.sentence()) if self.outcome and not self.failure else ""
         heading = f"# {safe(title)}" if title else "# What went wrong" if self.alarms else "# No outcome yet"
         quiet = [] if self.alarms else [self.quiet_text]
-        return "\n\n".join([heading, *self.headline(), *quiet, *map(self.incident, self.numbers)]) + "\n"
-
-    def headline(self) -> list[str]:
-        """Return the sentence of `failure` in Markdown, or nothing."""
-        return [f"**{safe(self.failure)}**"] if self.failure else []
+        failure = [f"**{safe(self.failure)}**"] if self.failure else []
+        return "\n\n".join([heading, *failure, *quiet, *map(self.incident, self.numbers)]) + "\n"
 
     def cause(self, number: int) -> Alarm | None:
         """Return the raised alarm that is the cause of an incident; None if none of its alarms was raised."""

@@ -260,15 +260,19 @@ class OpenedSink:
 
     def alarm(self, alarm: Alarm) -> None:
         """Add an event of an alarm."""
-        if self._open is not None:
-            with self._classified():
-                self._open.alarm(alarm)
+        self._show(alarm)
 
     def outcome(self, event: JournalEvent) -> None:
         """Show the outcome so far."""
+        self._show(event)
+
+    def _show(self, event: Alarm | JournalEvent) -> None:
+        """Pass the event on with the verdict after it, which the run keeps unless it raises, because delivery then repeats the event."""
         if self._open is not None:
             with self._classified():
-                self._open.outcome(event)
+                cards = self._open.incidents.after(event)
+                self._open.show(event, cards)
+                self._open.incidents = cards
 
     def recall(self, alarms: Sequence[Alarm]) -> None:
         """Add the alarms of earlier parts of the run, whose incidents may continue."""

@@ -12,10 +12,9 @@ from typing import Any, ClassVar, Final
 from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.layout import KeyBudget, overview_names
+from esper_telemetry.sinks.layout import UPDATE, KeyBudget, overview_names
 from esper_telemetry.sinks.sink_protocol import PermanentSinkError, Place, Shown, StoredMetrics, check_options, require_package
 
-UPDATE: Final = "axis/update"
 LEVELS: Final = {AlarmLevel.INFO: "INFO", AlarmLevel.WARN: "WARN", AlarmLevel.CRITICAL: "ERROR"}
 UNUSUAL: Final = re.compile(r"[^A-Za-z0-9_.-]+")
 MAX_NAME_CHARACTERS: Final = 100

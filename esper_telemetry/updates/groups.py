@@ -55,7 +55,7 @@ from esper_telemetry.metrics.gradients.norms import LayerGradients, coefficients
 from esper_telemetry.metrics.integrity import Numerics, buffer_age, gae_identity, mask_violation, nonfinite_count, rows_repeated
 from esper_telemetry.metrics.kl import exact_kl, head_exact_kl, kl_rows
 from esper_telemetry.metrics.losses import LossComponents, entropy_gradients, loss_terms, loss_weights
-from esper_telemetry.metrics.lstm.gates import GateGroups, gate_stats, gates_of
+from esper_telemetry.metrics.lstm.gates import GateGroups, gate_stats, gates_of, side_by_side
 from esper_telemetry.metrics.lstm.states import bucket_width, cell_growth, reset_stats, state_stats
 from esper_telemetry.metrics.optimizer import (
     AdamMemory,
@@ -121,7 +121,8 @@ def measure(update: Update, facts: Facts, level: Level, held: Held | None = None
     rollout, minibatches, progress = update.rollout, update.minibatches, update.progress
     if rollout is not None:
         yield Measurements(_rollout(rollout, update.context.constant, has_critic=facts.has_critic))
-        yield Measurements(observation_measurements(rollout.observations, update.context.window, rollout))
+        window = update.context.window
+        yield Measurements(observation_measurements(rollout.observations, window, ended=rollout.ended, valid=rollout.valid))
         yield Measurements(_normalizers(update.context.normalizers))
         yield Measurements(_actions(update, rollout))
         yield Measurements(_memory(update.context.memory, rollout.valid, facts))
@@ -231,8 +232,7 @@ def _memory(memory: RecurrentState | None, valid: Tensor | None, facts: Facts) -
 
 def _gates(memory: RecurrentState, valid: Tensor | None, bptt_length: int | None) -> GateGroups:
     """Measure the gates of all layers as if they were one."""
-    layers = [gates_of(layer.weights, layer.inputs, layer.hidden, layer.memory) for layer in memory.layers]
-    gates = type(layers[0])(*(torch.cat(parts, -1) for parts in zip(*layers, strict=True)))
+    gates = side_by_side([gates_of(layer.weights, layer.inputs, layer.hidden, layer.memory) for layer in memory.layers])
     envs = gates.keep_gate.shape[1]
     part = None if valid is None else valid[:, :envs]
     return gate_stats(gates, memory.size.empty[:, :envs], bptt_length=bptt_length, valid=part)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from esper_telemetry.alarms.detectors import Verdict
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.thresholds import alarm_rules
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
@@ -18,13 +19,6 @@ class ScriptedAlarm(NamedTuple):
     severity: float = 0.9
     key: str = "policy/kl"
     remaining: int = 0
-
-
-class ScriptedVerdict(NamedTuple):
-    alarms: tuple[Alarm, ...] = ()
-    remaining: int = 0
-    values: Mapping[str, float] = {}
-    events: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
 
 Script = Mapping[int, ScriptedAlarm]
@@ -41,7 +35,7 @@ class ScriptedDetectors:
     remaining: int = 0
     since: dict[str, int] = field(default_factory=dict)
 
-    def step(self, record: Record) -> ScriptedVerdict:
+    def step(self, record: Record) -> Verdict:
         self.records.append(record)
         self.remaining = max(0, self.remaining - 1)
         line = self.script.get(record.axes.update)
@@ -52,11 +46,11 @@ class ScriptedDetectors:
             "telemetry/escalation_remaining": float(self.remaining),
         }
         if line is None:
-            return ScriptedVerdict((), self.remaining, count)
+            return Verdict((), self.remaining, count, ())
         since = self.since.setdefault(line.type, record.axes.update)
         values = {f"alarm/{line.type}": 0.0 if line.event is AlarmEvent.CLEAR else line.severity, **count}
         alarm = alarm_of(line, record, since)
-        return ScriptedVerdict((alarm,), self.remaining, values, (("task/plateau", {"update": 7, "text": "no better"}),))
+        return Verdict((alarm,), self.remaining, values, (("task/plateau", {"update": 7, "text": "no better"}),))
 
     def rule(self, kind: str) -> AlarmRule | None:
         return next((rule for rule in alarm_rules() if rule.type == kind), None)
@@ -64,8 +58,8 @@ class ScriptedDetectors:
     def intervention(self) -> None:
         self.interventions.append(len(self.records))
 
-    def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> ScriptedVerdict:
-        return ScriptedVerdict()
+    def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Verdict:
+        return Verdict((), 0, {}, ())
 
 
 def scripted(script: Script) -> Callable[[Mapping[str, Any]], ScriptedDetectors]:

@@ -141,8 +141,8 @@ def test_a_name_is_no_path(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     lease = lease_new_run("auto", name)
     lease.release()
 
-    assert lease.run_dir is not None
-    assert lease.run_dir.parent == tmp_path / "runs"
+    assert lease.journal.run_dir is not None
+    assert lease.journal.run_dir.parent == tmp_path / "runs"
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from esper_telemetry import ConsoleSink, MLflowSink, PrometheusSink, Telemetry, TensorBoardSink, WandbSink
+from esper_telemetry.alarms.detectors import Verdict
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.sink_protocol import PermanentSinkError, Sink
 
@@ -73,21 +73,10 @@ SINK_ERROR = f"401 for {ENVIRONMENT['PGPASSWORD']}, {made_up('sink error', 'bear
 PRINTED = made_up("printed", "password={}")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    alarms: tuple[Alarm, ...] = ()
-    remaining: int = 0
-    events: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-
-    @property
-    def values(self) -> Mapping[str, float]:
-        return {}
-
-
 class Accuser:
     def step(self, record: Record) -> Verdict:
         if record.axes.update != 2:
-            return Verdict()
+            return Verdict((), 0, {}, ())
         alarm = Alarm(
             *(record.seq, record.axes, "mine/refused", AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, "policy/kl"),
             since=2,
@@ -95,13 +84,13 @@ class Accuser:
             text=SENTENCE,
             evidence=EVIDENCE,
         )
-        return Verdict((alarm,), events=(("remark", REMARK), ("mine", EVENT)))
+        return Verdict((alarm,), 0, {}, (("remark", REMARK), ("mine", EVENT)))
 
     def intervention(self) -> None:
         """Do nothing."""
 
     def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Verdict:
-        return Verdict()
+        return Verdict((), 0, {}, ())
 
     def rule(self, kind: str) -> None:
         """Return no evidence."""

@@ -1,7 +1,6 @@
 """Copies of environments, observations that stay the same, and the scale of features."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,7 +120,5 @@ def test_a_window_of_images_has_two_steps_at_least_and_fits() -> None:
 
 
 def test_observations_that_no_one_shows_are_not_measured() -> None:
-    flags = SimpleNamespace(ended=RUNNING, valid=None)
-
-    assert list(observation_measurements(None, None, flags)) == []
-    assert len(list(observation_measurements(torch.zeros(4, 3, 2), None, flags))) == 2
+    assert list(observation_measurements(None, None, ended=RUNNING, valid=None)) == []
+    assert len(list(observation_measurements(torch.zeros(4, 3, 2), None, ended=RUNNING, valid=None))) == 2

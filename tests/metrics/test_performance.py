@@ -1,20 +1,11 @@
 """Training speed, and telemetry's numbers about itself."""
 
-from dataclasses import dataclass
-
 import pytest
 
 from esper_telemetry.core.clock import Clock
-from esper_telemetry.core.record import Level, SinkLag
+from esper_telemetry.core.record import Level, SinkBacklog, SinkLag
 from esper_telemetry.metrics.performance import telemetry_health, update_performance
 from esper_telemetry.ppo.collectors.base import RolloutClock
-
-
-@dataclass
-class Stats:
-    queue_depth: int = 3
-    errors: int = 1
-    sinks: tuple[SinkLag, ...] = ()
 
 
 def test_speed_and_phases_of_an_update() -> None:
@@ -114,7 +105,7 @@ def test_no_time_means_no_speed() -> None:
 
 
 def test_every_sink_has_its_lag_and_the_errors_that_it_had() -> None:
-    stats = Stats(sinks=(SinkLag("tensorboard", 0, 0.0, 0), SinkLag("wandb_walker", 12, 3.5, 2)))
+    stats = SinkBacklog(3, 1, (SinkLag("tensorboard", 0, 0.0, 0), SinkLag("wandb_walker", 12, 3.5, 2)))
     result = telemetry_health(seconds=0.0, elapsed=1.0, undefined=0, copies=0, level=Level.NORMAL, stats=stats)
 
     assert {key: value for key, value in result.items() if key.count("/") == 2} == {
@@ -128,7 +119,8 @@ def test_every_sink_has_its_lag_and_the_errors_that_it_had() -> None:
 
 def test_telemetry_reports_on_itself_at_every_level() -> None:
     """2 ms of 100 ms are 2 %."""
-    result = telemetry_health(seconds=0.002, cpu_seconds=0.001, elapsed=0.1, undefined=5, copies=1, level=Level.MINIMAL, stats=Stats())
+    stats = SinkBacklog(3, 1)
+    result = telemetry_health(seconds=0.002, cpu_seconds=0.001, elapsed=0.1, undefined=5, copies=1, level=Level.MINIMAL, stats=stats)
 
     assert result == {
         "perf/telemetry_ms": 2.0,

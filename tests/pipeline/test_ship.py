@@ -12,10 +12,9 @@ from pretended_gpu import GPU, DeviceCalls, mark, pretended_gpu
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Axes, Level
-from esper_telemetry.pipeline import ship as ship_module
-from esper_telemetry.pipeline.in_process import FlushedUpdate
+from esper_telemetry.pipeline import window as window_module
 from esper_telemetry.pipeline.sampling import Sampling
-from esper_telemetry.pipeline.ship import ship, thinned
+from esper_telemetry.pipeline.window import FlushedUpdate, ship, thinned
 from esper_telemetry.updates.update import BackwardGradients, JoinedMinibatches, Update
 
 pytestmark = [pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker"), pytest.mark.system]
@@ -119,7 +118,7 @@ def test_of_a_large_update_whole_minibatches_travel_the_first_and_the_last_among
 
 def test_a_record_says_how_many_minibatches_stand_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record has all minibatch metrics, and raises no alarm."""
-    monkeypatch.setattr(ship_module, "MAX_MINIBATCH_ROWS", 64)
+    monkeypatch.setattr(window_module, "MAX_MINIBATCH_ROWS", 64)
     with pretended_gpu(), Telemetry(run_dir=tmp_path / "run") as telemetry:
         ppo = trainer({}, "cuda")
         attach(telemetry, ppo)

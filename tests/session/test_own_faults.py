@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.pipeline.in_process import InProcessPipeline, OpenUpdate
+from esper_telemetry.pipeline.in_process import InProcessPipeline
 from esper_telemetry.pipeline.response import AlarmResponse
 from esper_telemetry.pipeline.run_recorder import RunRecorder
 from esper_telemetry.pipeline.sampling import Sampling
-from esper_telemetry.pipeline.window import Window
+from esper_telemetry.pipeline.window import OpenUpdate, Window
 from esper_telemetry.recording.recorder import UpdateRecorder
 
 ROLLOUT = 32

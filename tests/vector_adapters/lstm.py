@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.metrics.lstm.gates import gate_stats, lstm_gates, lstm_weights, timescales
+from esper_telemetry.metrics.lstm.gates import gate_stats, gates_between, lstm_weights, timescales
 from esper_telemetry.metrics.lstm.states import cell_growth, reset_stats, state_ages, state_size, state_staleness, state_stats
 from vector_adapters.inputs import Inputs, Values, floats, of_formula, of_keys
 
@@ -37,12 +37,15 @@ def unrolled(cell: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], resets
 def gates(inputs: Inputs) -> Values:
     cell, x, resets = cell_of(inputs), floats(inputs["x"]), torch.tensor(inputs["reset"]).bool()
     state = floats(inputs["h0"]), floats(inputs["c0"])
-    outputs, _ = unrolled(cell, x, state, resets)
-    result = lstm_gates(lstm_weights(cell), x, outputs, state, resets)
+    goes_on = (~resets).double().unsqueeze(-1)
+    after = unrolled(cell, x, state, resets)
+    hidden, memory = (torch.cat([first[None], part[:-1]]) * goes_on for first, part in zip(state, after, strict=True))
+    result = gates_between(lstm_weights(cell), x, hidden, memory)
     groups = gate_stats(result, resets, bptt_length=inputs.get("bptt_length"))
-    states = torch.stack([result.h, result.c], 1).unsqueeze(1)
+    parts = {**result.by_name, "g": result.candidate, "h": result.h, "c": torch.as_tensor(result.c)}
+    states = torch.stack([parts["h"], parts["c"]], 1).unsqueeze(1)
     values: Values = {**state_stats(state_size(states)).values(), **groups.gates.values(), **groups.cell.values()}
-    return {**values, **{f"aux:{name}": part.tolist() for name, part in result._asdict().items()}}
+    return {**values, **{f"aux:{name}": part.tolist() for name, part in parts.items()}}
 
 
 @of_formula("L3")

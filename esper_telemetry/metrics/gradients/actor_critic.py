@@ -17,7 +17,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic
+from esper_telemetry.core.reduction import Array, Mean, Slot
 from esper_telemetry.core.requirements import checked_arguments
 from esper_telemetry.metrics.gradients.gradient_health import tensor_norms
 from esper_telemetry.metrics.gradients.norms import GradientNorms, coefficients
@@ -105,7 +105,7 @@ def compared(actor: Tensor, critic: Tensor, coefs: Tensor | float, dots: Tensor 
 
 
 @dataclass(frozen=True, slots=True)
-class Pull(AdditiveReduction):
+class Pull(Mean):
     """Mean over optimizer steps of a comparison of the actor's and the critic's gradient, here log10 of critic over actor.
 
     The loss of all rows is the mean of the ranks' losses weighted by their rows. So each rank's gradient counts with its share of the rows;
@@ -119,8 +119,6 @@ class Pull(AdditiveReduction):
         rows: number of rows that the losses are averaged over.
     """
 
-    total: Slot
-    count: Slot
     actor: Slot
     critic: Slot
     dot: Slot
@@ -128,7 +126,6 @@ class Pull(AdditiveReduction):
     rows: Slot
 
     place: ClassVar[int] = 0
-    statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
@@ -446,7 +443,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class BonusNorm(AdditiveReduction):
+class BonusNorm(Mean):
     """A mean over optimizer steps of the norm √(Σ squares) / rows; the squares and the rows of several ranks add up.
 
     Attributes:
@@ -455,12 +452,8 @@ class BonusNorm(AdditiveReduction):
         rows: number of rows that the entropy is averaged over.
     """
 
-    total: Slot
-    count: Slot
     squares: Slot
     rows: Slot
-
-    statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
@@ -529,6 +522,5 @@ def bonus_gradient(
         parts.append(torch.where(torch.stack(flags).all(0), square, 0.0) if flags else square)
     rows = torch.full_like(parts[0][..., 0], parts[0].shape[-1]) if counted is None else counted.sum(-1)
     total = entropy_coef**2 * torch.stack(parts).sum((0, -1))
-    norm = total.sqrt() / rows
-    defined = torch.isfinite(norm)
-    return BonusGradient(BonusNorm(torch.where(defined, norm, 0.0), defined, total, rows))
+    mean = defined(total.sqrt() / rows)
+    return BonusGradient(BonusNorm(mean.total, mean.count, total, rows))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.group import MetricGroup
@@ -298,24 +298,8 @@ class _Sums(NamedTuple):
     flaws: Tensor
 
 
-class _Columns(NamedTuple):
-    """The slots of the whole network, [M], or of the groups, [M, G]; `clean` marks steps at which clipping is defined."""
-
-    norms: Tensor
-    usable: Tensor
-    flaws: Tensor
-    rms: Tensor | None
-    clipped: Tensor | None
-    clean: Tensor
-
-    def reductions(self) -> tuple[Mean, Mean | None, Mean | None, Sum]:
-        """Return norm before clipping, RMS, norm after clipping and number of non-finite entries."""
-        return (
-            Mean(self.norms, self.usable),
-            None if self.rms is None else Mean(self.rms, self.usable),
-            None if self.clipped is None else Mean(self.clipped, self.clean),
-            Sum(self.flaws),
-        )
+Reductions: TypeAlias = tuple[Mean, Mean | None, Mean | None, Sum]
+"""Norm before clipping, RMS, norm after clipping, and number of non-finite entries."""
 
 
 @checked_arguments()
@@ -365,11 +349,11 @@ def gradient_norms(
         coefs: Tensor | None = torch.where(factor > UNTOUCHED, 1.0, factor) * clean
     else:
         coefs = None if max_norm is None else clip_coefficients(total_norm, max_norm) * clean
-    total, parts = _split(sums, members, coefs, clean, None if used is None else used.norms * clean.unsqueeze(1))
+    total, parts = _reductions(sums, members, coefs, clean, None if used is None else used.norms * clean.unsqueeze(1))
     return GradientNorms(
-        GlobalGradient(*total.reductions()),
+        GlobalGradient(*total),
         Clipping() if coefs is None else clipping(total_norm, clean, coefs, max_norm=max_norm),
-        GroupGradients(members.labels, *parts.reductions()) if members.labels else GroupGradients(()),
+        GroupGradients(members.labels, *parts) if members.labels else GroupGradients(()),
         LayerGradients(members.layers, Mean(norms, finite)),
     )
 
@@ -388,14 +372,21 @@ def _sums(values: Tensor, finite: Tensor, members: Membership, nonfinite: Tensor
     return _Sums(norms * usable, usable, flaws)
 
 
-def _split(sums: _Sums, members: Membership, coefs: Tensor | None, clean: Tensor, applied: Tensor | None) -> tuple[_Columns, _Columns]:
-    """Return the columns of the whole network and of the groups."""
+def _reductions(
+    sums: _Sums, members: Membership, coefs: Tensor | None, clean: Tensor, applied: Tensor | None
+) -> tuple[Reductions, Reductions]:
+    """Return the reductions of the whole network, [M], and of the groups, [M, G]; `clean` marks steps at which clipping is defined."""
     rms = None if members.scale is None else sums.norms * members.scale
     clipped = applied if applied is not None or coefs is None else sums.norms * coefs.unsqueeze(1)
 
-    def columns(pick: Callable[[Tensor], Tensor], clean: Tensor) -> _Columns:
-        root, after = (None if column is None else pick(column) for column in (rms, clipped))
-        return _Columns(pick(sums.norms), pick(sums.usable), pick(sums.flaws), root, after, clean)
+    def columns(pick: Callable[[Tensor], Tensor], clean: Tensor) -> Reductions:
+        usable = pick(sums.usable)
+        return (
+            Mean(pick(sums.norms), usable),
+            None if rms is None else Mean(pick(rms), usable),
+            None if clipped is None else Mean(pick(clipped), clean),
+            Sum(pick(sums.flaws)),
+        )
 
     count = len(members.labels)
     return columns(lambda x: x.select(1, 0), clean), columns(lambda x: x.narrow(1, 1, count), clean.unsqueeze(1))

@@ -1,13 +1,14 @@
-"""Gates of an LSTM or a GRU, recomputed exactly from the inputs and outputs of a stock `nn.LSTM` or `nn.GRU`.
+"""Gates of an LSTM or a GRU, recomputed exactly from the inputs and states of a stock `nn.LSTM` or `nn.GRU`.
 
-torch packs the weights of the gates in the order [i, f, g, o], for a GRU [r, z, n]. Inputs and outputs of all steps are known, so all gates
-of a sequence are one matrix product; only c = f c + i g needs a pass over time. Inverting h = o tanh c instead would be ill-conditioned.
+torch packs the weights of the gates in the order [i, f, g, o], for a GRU [r, z, n]. Inputs and states of all steps are known, so all gates
+of a sequence are one matrix product.
 
 A GRU keeps the share z of its state, h = z h + (1 - z) n, so z has the role of an LSTM's forget gate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -115,29 +116,23 @@ class LSTMWeights(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Activations of one LSTM layer, each [T, B, H]: gates i, f and o, candidate g, and the states h and c after each step."""
+    """Activations of one layer, each [T, B, H].
 
-    i: Tensor
-    f: Tensor
-    o: Tensor
-    g: Tensor
+    Attributes:
+        by_name: its gates: i, f and o of an LSTM, r and z of a GRU.
+        candidate: the candidate state before gating, g or n.
+        h, c: the states after each step; a GRU has no c.
+    """
+
+    by_name: Mapping[str, Tensor]
+    candidate: Tensor
     h: Tensor
-    c: Tensor
-
-    @property
-    def by_name(self) -> dict[str, Tensor]:
-        """The gates by name."""
-        return {"i": self.i, "f": self.f, "o": self.o}
+    c: Tensor | None = None
 
     @property
     def keep_gate(self) -> Tensor:
         """The gate that decides how much of the state is kept."""
-        return self.f
-
-    @property
-    def candidate(self) -> Tensor:
-        """The candidate state before gating."""
-        return self.g
+        return self.by_name["f" if "f" in self.by_name else "z"]
 
 
 class GRUWeights(NamedTuple):
@@ -153,30 +148,6 @@ class GRUWeights(NamedTuple):
     hidden: Tensor
     input_bias: Tensor
     hidden_bias: Tensor
-
-
-class GRUGates(NamedTuple):
-    """Activations of one GRU layer, each [T, B, H]: reset gate r, update gate z, candidate n, and the state h after each step."""
-
-    r: Tensor
-    z: Tensor
-    n: Tensor
-    h: Tensor
-
-    @property
-    def by_name(self) -> dict[str, Tensor]:
-        """The gates by name."""
-        return {"r": self.r, "z": self.z}
-
-    @property
-    def keep_gate(self) -> Tensor:
-        """The gate that decides how much of the state is kept."""
-        return self.z
-
-    @property
-    def candidate(self) -> Tensor:
-        """The candidate state before gating."""
-        return self.n
 
 
 Weights: TypeAlias = LSTMWeights | GRUWeights
@@ -218,7 +189,7 @@ def _check_layer(cell: nn.LSTM | nn.GRU) -> None:
         raise ValueError(f"gates are known only for one layer, one direction and no projection, got {cell}")
 
 
-def gates_of(weights: Weights, inputs: Tensor, hidden: Tensor, memory: Tensor | None) -> Gates | GRUGates:
+def gates_of(weights: Weights, inputs: Tensor, hidden: Tensor, memory: Tensor | None) -> Gates:
     """Return the gates of an LSTM or a GRU whose state before every step is known; `memory` is the c of an LSTM."""
     if isinstance(weights, GRUWeights):
         return gru_gates(weights, inputs, hidden)
@@ -227,7 +198,7 @@ def gates_of(weights: Weights, inputs: Tensor, hidden: Tensor, memory: Tensor | 
 
 
 @inference_mode
-def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> GRUGates:
+def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> Gates:
     """Return the gates of a GRU.
 
     Args:
@@ -240,7 +211,7 @@ def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> GRUGates:
     (r, z, n), (r_before, z_before, n_before) = ours.chunk(3, -1), before.chunk(3, -1)
     r, z = (r + r_before).sigmoid(), (z + z_before).sigmoid()
     n = (n + r * n_before).tanh()
-    return GRUGates(r, z, n, torch.lerp(n, hidden, z))
+    return Gates({"r": r, "z": z}, n, torch.lerp(n, hidden, z))
 
 
 @inference_mode
@@ -252,37 +223,17 @@ def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: 
         inputs: [T, B, I] inputs of the cell.
         hidden, memory: [T, B, H] its states h and c before each step, zero if memory was reset.
     """
-    i, f, g, o = _activations(weights, inputs, hidden)
-    c = f * memory + i * g
-    return Gates(i, f, o, g, o * c.tanh(), c)
-
-
-@inference_mode
-def lstm_gates(weights: LSTMWeights, inputs: Tensor, outputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor) -> Gates:
-    """Return the gates of a sequence from its inputs and outputs.
-
-    Args:
-        weights: from `lstm_weights`.
-        inputs: [T, B, I] inputs of the cell.
-        outputs: [T, B, H] its outputs.
-        state: h and c, [B, H] each, before the first step.
-        resets: [T, B] bool: memory is reset at this step.
-    """
-    goes_on = (~resets.bool()).to(outputs.dtype).unsqueeze(-1)
-    hidden = torch.cat([state[0].unsqueeze(0), outputs[:-1]]) * goes_on
-    i, f, g, o = _activations(weights, inputs, hidden)
-    memory, lasting, written = state[1], f * goes_on, i * g
-    c = torch.empty_like(written)
-    for t in range(len(written)):
-        memory = torch.addcmul(written[t], lasting[t], memory, out=c[t])
-    return Gates(i, f, o, g, o * c.tanh(), c)
-
-
-def _activations(weights: LSTMWeights, inputs: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Return i, f, g and o, [T, B, H] each."""
     matrix = torch.cat([weights.inputs, weights.hidden], 1)
     i, f, g, o = torch.nn.functional.linear(torch.cat([inputs, hidden], -1), matrix, weights.bias).chunk(4, -1)
-    return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    c = f * memory + i * g
+    return Gates({"i": i, "f": f, "o": o}, g, o * c.tanh(), c)
+
+
+def side_by_side(layers: Sequence[Gates]) -> Gates:
+    """Return the gates of several layers as if they were one."""
+    by_name = {name: torch.cat([layer.by_name[name] for layer in layers], -1) for name in layers[0].by_name}
+    return Gates(by_name, torch.cat([layer.candidate for layer in layers], -1), torch.cat([layer.h for layer in layers], -1))
 
 
 class GateGroups(NamedTuple):
@@ -293,14 +244,14 @@ class GateGroups(NamedTuple):
 
 
 @inference_mode
-def gate_stats(gates: Gates | GRUGates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None) -> GateGroups:
+def gate_stats(gates: Gates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None) -> GateGroups:
     """Return saturation of the gates, timescales and the gain along the cell state.
 
     Timescales are 1 / (1 - mean f) of each unit, with z instead of f for a GRU. They are summarised by quantiles over units, because one
     unit that never forgets would dominate a mean.
 
     Args:
-        gates: T steps, from `lstm_gates`, `gates_between` or `gru_gates`.
+        gates: T steps, from `gates_between` or `gru_gates`.
         resets: [T, B] bool: memory is reset at this step.
         bptt_length: steps through which gradients flow; None if it is unknown.
         valid: [T, B] bool; None if every step is valid.
@@ -309,12 +260,11 @@ def gate_stats(gates: Gates | GRUGates, resets: Tensor, *, bptt_length: int | No
     return GateGroups(_openness(gates, counts), _cell_stats(gates, resets.bool(), bptt_length, counts))
 
 
-def _openness(gates: Gates | GRUGates, valid: Tensor) -> GateStats:
-    by_name = gates.by_name
-    x = torch.stack(list(by_name.values())).flatten(1)
+def _openness(gates: Gates, valid: Tensor) -> GateStats:
+    x = torch.stack(list(gates.by_name.values())).flatten(1)
     s = keep(x.double(), _per_unit(valid, gates.keep_gate).flatten())
     return GateStats(
-        gate=tuple(by_name),
+        gate=tuple(gates.by_name),
         mean=s.mean(s.values),
         sat_lo=s.share(s.values < LOW),
         sat_hi=s.share(s.values > HIGH),
@@ -322,7 +272,7 @@ def _openness(gates: Gates | GRUGates, valid: Tensor) -> GateStats:
     )
 
 
-def _cell_stats(gates: Gates | GRUGates, resets: Tensor, bptt_length: int | None, valid: Tensor) -> CellStats:
+def _cell_stats(gates: Gates, resets: Tensor, bptt_length: int | None, valid: Tensor) -> CellStats:
     written = keep(gates.candidate.flatten().double(), _per_unit(valid, gates.candidate).flatten())
     units = timescales(gates.keep_gate, valid=valid)
     at_levels = quantiles(ascending(units), units.count, levels_for(gates.keep_gate))

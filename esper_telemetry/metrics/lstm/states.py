@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Max, Mean, Slot, Statistic, Sum
 from esper_telemetry.metrics.kl import joint_kl
-from esper_telemetry.metrics.statistics import keep, rows_of, same_shape
+from esper_telemetry.metrics.statistics import defined, keep, rows_of, same_shape
 
 PARTS = ("h", "c")
 """Parts of a recurrent state: hidden state and, of an LSTM, cell state."""
@@ -156,7 +155,7 @@ class RelativeDistance(AdditiveReduction):
     difference: Slot
     reference: Slot
 
-    statistics: ClassVar[Mapping[str, Statistic]] = {"relative": lambda s: sqrt(s[0] / s[1]) if s[1] else NAN}
+    statistics: ClassVar[Mapping[str, Statistic]] = {"relative": lambda s: math.sqrt(s[0] / s[1]) if s[1] else NAN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,11 +313,7 @@ def bptt_stats(first: Tensor, last: Tensor) -> BpttStats:
         last: ∂L/∂h of the last layer after the last step, [envs, H].
     """
     norm = torch.linalg.vector_norm
-    end = norm(last.double())
-    ratio = norm(first[-1].double()) / end
-    defined = torch.isfinite(ratio)
-    begin = norm(first.double())
-    return BpttStats(first=Mean(begin.nan_to_num(0.0, 0.0), torch.isfinite(begin)), profile=Mean(torch.where(defined, ratio, 0.0), defined))
+    return BpttStats(first=defined(norm(first.double())), profile=defined(norm(first[-1].double()) / norm(last.double())))
 
 
 BUCKETS = 64

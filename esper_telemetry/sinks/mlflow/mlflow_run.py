@@ -25,7 +25,7 @@ from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunInfo, RunS
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.read import last_outcome
-from esper_telemetry.sinks.layout import KeyBudget, by_tag, flattened, overview_names
+from esper_telemetry.sinks.layout import UPDATE, KeyBudget, by_tag, flattened, overview_names
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table, split_latest
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, glossary, run_note, run_readme
 from esper_telemetry.sinks.sink_protocol import PermanentSinkError, PoisonRecordError, logger
@@ -115,17 +115,11 @@ class MlflowRun:
         if self._is_own and time.monotonic() - self._noted_at >= NOTE_SECONDS:
             self._write_verdict(self.incidents)
 
-    def alarm(self, alarm: Alarm) -> None:
+    def show(self, event: Alarm | JournalEvent, cards: IncidentCards) -> None:
         """Update the verdict and the description; store the incidents when an alarm is raised."""
-        self._write_verdict(IncidentCards([*self.incidents.alarms, alarm], self.incidents.outcome))
-        self.incidents.add(alarm)
-        if alarm.event is AlarmEvent.RAISE:
-            self._artifacts.store_incidents(self.incidents)
-
-    def outcome(self, event: JournalEvent) -> None:
-        """Update the verdict and the description."""
-        self._write_verdict(IncidentCards(self.incidents.alarms, event))
-        self.incidents.outcome = event
+        self._write_verdict(cards)
+        if isinstance(event, Alarm) and event.event is AlarmEvent.RAISE:
+            self._artifacts.store_incidents(cards)
 
     def _write_verdict(self, cards: IncidentCards) -> None:
         """Set the tag of the verdict and, in an own run, the description at the top of its page, in one request."""
@@ -145,7 +139,7 @@ class MlflowRun:
             self._write_verdict(self.incidents)
         if self.incidents.alarms:
             self._artifacts.store_incidents(self.incidents)
-        self._artifacts.store_report(run)
+        self._artifacts.store_file(run, REPORT_NAME)
         if self._is_own:
             self._artifacts.store_description(run)
         if self._checkpoints:
@@ -263,9 +257,7 @@ def _create_run(client: Any, experiment_id: str, run: RunInfo, parent_tags: Mapp
 
 def numbers_of(record: Record) -> dict[str, float]:
     """Return the stored numbers of a record: values, axes without a field in MLflow, three quantiles of each histogram."""
-    numbers = {**record.values}
-    numbers["axis/update"] = record.axes.update
-    numbers["axis/gradient_step"] = record.axes.gradient_step
+    numbers = {**record.values, UPDATE: record.axes.update, "axis/gradient_step": record.axes.gradient_step}
     for tag, histogram in by_tag(record).items():
         quantiles = {f"{tag}_{name}": histogram.quantile(share) for name, share in QUANTILES.items()}
         numbers |= {name: value for name, value in quantiles.items() if value is not None}
@@ -323,13 +315,10 @@ class Artifacts:
         """Store the pages about the run and its metrics, and its settings from the run directory, which have secrets masked."""
         self._try(METRICS_PAGE, lambda: self._client.log_text(self._run_id, glossary(run), METRICS_PAGE))
         self._try(README, lambda: self._client.log_text(self._run_id, run_readme(run) + "\n", README))
-        self._store_file(run, CONFIG)
+        self.store_file(run, CONFIG)
 
-    def store_report(self, run: RunInfo) -> None:
-        """Store the page of the run, if it has one."""
-        self._store_file(run, REPORT_NAME)
-
-    def _store_file(self, run: RunInfo, name: str) -> None:
+    def store_file(self, run: RunInfo, name: str) -> None:
+        """Store a file of the run directory, if it exists."""
         if run.run_dir is not None and (path := Path(run.run_dir) / name).is_file():
             self._try(name, lambda: self._client.log_artifact(self._run_id, str(path)))
 

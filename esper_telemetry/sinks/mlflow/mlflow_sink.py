@@ -21,7 +21,7 @@ from urllib.request import Request, urlopen
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, limit_mlflow_requests
 from esper_telemetry.core.record import RunInfo
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.sinks.layout import KeyBudget
+from esper_telemetry.sinks.layout import UPDATE, KeyBudget
 from esper_telemetry.sinks.mlflow.mlflow_run import (
     RUN_TAG,
     LegalNames,
@@ -44,7 +44,6 @@ from esper_telemetry.sinks.sink_protocol import (
     require_run_dir,
 )
 
-UPDATE: Final = "axis/update"
 RUNNING: Final = "RUNNING"
 MAX_LOCK_SECONDS: Final = 10.0
 

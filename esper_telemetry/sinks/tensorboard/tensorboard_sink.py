@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
+from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, by_tag, counts_by_tag, family_of, overview_names, sections
+from esper_telemetry.sinks.layout import ALARM_FAMILY, UPDATE, KeyBudget, by_tag, counts_by_tag, family_of, overview_names, sections
 from esper_telemetry.sinks.pages import IncidentCards, run_readme
 from esper_telemetry.sinks.sink_protocol import OpenedSink, Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
 
@@ -33,7 +33,7 @@ PAGES: Final = (
     ("verdict", f"{ADDRESS}/#text"),
 )
 """Addresses of TensorBoard's pages, without smoothing, which would draw alarms and jumps as slopes."""
-UPDATE, GRADIENT_STEP = "axis/update", "axis/gradient_step"
+GRADIENT_STEP: Final = "axis/gradient_step"
 AXES: Final = {UPDATE, GRADIENT_STEP}
 FINAL_STATUSES: Final = {RunStatus.FINISHED, RunStatus.FAILED}
 """Statuses that are written into the table of runs. It keeps the first status, and runs with another status may be resumed."""
@@ -121,8 +121,6 @@ class TensorBoardSink(OpenedSink):
 
 
 class _EventFile:
-    """The event file of an open run."""
-
     def __init__(self, directory: Path, run: RunInfo, budget: KeyBudget) -> None:
         from esper_telemetry.sinks.tensorboard import event_encoding
 
@@ -146,21 +144,12 @@ class _EventFile:
                 self._append(self.budget.select(record))
             self.writer.flush()
 
-    def alarm(self, alarm: Alarm) -> None:
-        """Append the verdict with the alarm; a viewer keeps one text per tag and step."""
-        self._append_verdict(alarm.axes, IncidentCards([*self.incidents.alarms, alarm], self.incidents.outcome))
-        self.incidents.add(alarm)
-
-    def outcome(self, event: JournalEvent) -> None:
-        """Append the verdict with the outcome."""
+    def show(self, event: Alarm | JournalEvent, cards: IncidentCards) -> None:
+        """Append the verdict with an alarm or an outcome; a viewer keeps one text per tag and step."""
         if event.axes is not None:
-            self._append_verdict(event.axes, IncidentCards(self.incidents.alarms, event))
-            self.incidents.outcome = event
-
-    def _append_verdict(self, axes: Axes, cards: IncidentCards) -> None:
-        with self._appending():
-            self.writer.add_event(self.events.event(axes, [self.events.markdown(VERDICT_TAG, cards.page())]))
-            self.writer.flush()
+            with self._appending():
+                self.writer.add_event(self.events.event(event.axes, [self.events.markdown(VERDICT_TAG, cards.page())]))
+                self.writer.flush()
 
     def close(self, status: RunStatus) -> None:
         if self.writer is None:

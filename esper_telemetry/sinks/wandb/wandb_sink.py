@@ -26,7 +26,7 @@ from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import error_line
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
-from esper_telemetry.sinks.layout import TASK_AXIS, KeyBudget, by_tag, counts_by_tag, family_of, overview_names, with_at_most
+from esper_telemetry.sinks.layout import TASK_AXIS, UPDATE, KeyBudget, by_tag, counts_by_tag, family_of, overview_names, with_at_most
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCards, alarm_text, cause_of, run_note
 from esper_telemetry.sinks.sink_protocol import (
     OVERVIEW_FAMILY,
@@ -222,8 +222,6 @@ class WandbSink(OpenedSink):
 
 
 class _OpenRun:
-    """The rows and alarms of an open run."""
-
     def __init__(self, target: OwnRun | JoinedRun, budget: KeyBudget) -> None:
         self.target = target
         self.incidents = IncidentCards()
@@ -247,9 +245,17 @@ class _OpenRun:
                 self._defined.add(name)
             self.target.log(row)
 
-    def alarm(self, alarm: Alarm) -> None:
-        """Alert if the alarm is raised or becomes critical; update summary and notes: active alarms, the first cause, the failure."""
-        cards = IncidentCards([*self.incidents.alarms, alarm], self.incidents.outcome)
+    def show(self, event: Alarm | JournalEvent, cards: IncidentCards) -> None:
+        """Update summary and notes."""
+        if isinstance(event, Alarm):
+            self._show_alarm(event, cards)
+        else:
+            outcome = {"outcome": event.data.get("outcome", ""), "outcome/text": event.data.get("text", "")}
+            self.target.run.summary.update(outcome)
+        self._write_verdict(cards)
+
+    def _show_alarm(self, alarm: Alarm, cards: IncidentCards) -> None:
+        """Alert if the alarm is raised or becomes critical; update active alarms, the first cause, and the failure in the summary."""
         run = self.target.run
         is_critical_now = alarm.event is AlarmEvent.UPDATE and alarm.level is AlarmLevel.CRITICAL
         if alarm.event is AlarmEvent.RAISE or is_critical_now:
@@ -264,15 +270,6 @@ class _OpenRun:
                 **({"alarms/failure": cards.failure} if cards.failure or self.incidents.failure else {}),
             }
         )
-        self._write_verdict(cards)
-        self.incidents.add(alarm)
-
-    def outcome(self, event: JournalEvent) -> None:
-        """Update the outcome in summary and notes."""
-        outcome = {"outcome": event.data.get("outcome", ""), "outcome/text": event.data.get("text", "")}
-        self.target.run.summary.update(outcome)
-        self._write_verdict(IncidentCards(self.incidents.alarms, event))
-        self.incidents.outcome = event
 
     def _write_verdict(self, cards: IncidentCards) -> None:
         """Set the verdict in the summary and, in an own run, in the notes at the top of its page."""
@@ -320,7 +317,6 @@ def axes_of(record: Record) -> dict[str, float]:
     return {f"axis/{name}": value for name, value in encode_axes(record.axes).items()}
 
 
-UPDATE: Final = "axis/update"
 RUNNING: Final = "running"
 SERVER_TIMEOUT_SECONDS: Final = 30
 SETTLE_SECONDS: Final = 2.0
