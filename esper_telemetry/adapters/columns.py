@@ -364,8 +364,7 @@ def next_values(values: Tensor, last: Tensor, ended: Tensor, bootstrap: Tensor |
         values: [T, B], estimates of the states before each step.
         last: [B], estimates of the states after the last step.
         ended: [T, B], bool: the step ended its episode.
-        bootstrap: [T, B], estimates of the last states of episodes that a time limit ended, 0 elsewhere; None if no
-            episode has one.
+        bootstrap: [T, B], estimates of the last states of episodes that a time limit ended, 0 elsewhere; None without any.
     """
     following = torch.cat([values[1:], last.reshape(1, -1).to(values)])
     return torch.where(ended, torch.zeros_like(following) if bootstrap is None else bootstrap, following)

@@ -4,8 +4,7 @@ The rollout is read from the experience buffer, and the losses of minibatches fr
 limits, and may normalise values and returns. So rewards are copied when they arrive; losses are in the normaliser's units, the columns of
 minibatches are converted back.
 
-Shapes: T steps, B environments, A actions, D action dimensions, N rows of a minibatch. rl_games flattens a rollout environment by
-environment.
+Shapes: T steps, B environments, A actions, D action dimensions, N rows of a minibatch. A flat rollout has one environment after the other.
 """
 
 from __future__ import annotations
@@ -195,7 +194,6 @@ class AlgoListener(Adapter):
         return {part: names for part, names in groups.items() if names}
 
     def _after_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-        """The model evaluated a minibatch."""
         if self.learning:
             self.begin_minibatch(self._count // len(self._algo.dataset))
             self._count += 1
@@ -275,7 +273,6 @@ class AlgoListener(Adapter):
         yield from of_parameters(self._parameters().items())
 
     def _facts(self) -> dict[str, Any]:
-        """Facts for the alarms about a run."""
         algo, model = self._algo, _model(self._algo)
         envs = algo.num_actors * algo.num_agents * algo.world_size
         steps, frames = algo.horizon_length * algo.num_actors * algo.world_size, int(algo.max_frames)

@@ -146,9 +146,7 @@ class RunnerListener(Adapter):
             self._time_outs.append(extras["time_outs"].to(rewards.device, copy=True))
 
     def _after_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-        """Keep the critic's estimates of a minibatch or a step. The last estimates before an update belong to the states after the
-        rollout.
-        """
+        """Keep the critic's estimates of a minibatch or a step. The last ones before an update are of the states after the rollout."""
         if self.learning:
             self._values = result.detach()
         else:
@@ -331,7 +329,6 @@ class RunnerListener(Adapter):
         return evaluated_minibatches(rows, HEAD, clip=alg.clip_param, clip_value=clip_value, clip_maximum=True)
 
     def _facts(self, iterations: int | None) -> dict[str, Any]:
-        """Facts for the alarms about a run of that many iterations."""
         runner, alg, cell = self._runner, self._alg, self._cell
         env, storage, kinds = runner.env, alg.storage, {type(part) for part in self._actor.modules()}
         steps, envs, ranks = int(storage.num_transitions_per_env), int(storage.num_envs), self._ranks

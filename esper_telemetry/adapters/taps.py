@@ -193,6 +193,12 @@ def _identity(value: Value) -> Value:
     return value
 
 
+def remove_all(removers: list[Remover]) -> None:
+    """Call the removers, the last one first, and clear the list."""
+    while removers:
+        removers.pop()()
+
+
 CLIP_FUNCTION = "clip_grad_norm_"
 
 
@@ -203,9 +209,7 @@ class ClipListener(Protocol):
         """Return True for the parameters that it observes."""
 
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float, norms: Tensor | None) -> None:
-        """Handle parameters that are about to be clipped together. `norms` [K] are the norms of all gradients; None if they were
-        not computed.
-        """
+        """Handle parameters that are about to be clipped together; `norms` [K] of all gradients are None if they were not computed."""
 
 
 class ClipFunction:

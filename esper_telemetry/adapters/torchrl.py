@@ -154,7 +154,6 @@ class LossListener(Adapter):
         self._critic = result[1].detach().flatten(), result[0].detach().flatten()
 
     def _after_loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """The loss of a minibatch is computed."""
         log_ratio, advantages, heads, (values, returns) = self._log_ratio, self._advantages, self._heads, self._critic
         self._advantages = None
         self._forget_passes()
@@ -243,7 +242,6 @@ class LossListener(Adapter):
         return losses
 
     def _coefficients(self) -> dict[str, float]:
-        """Weights of the losses now."""
         entropy, critic = (getattr(self._loss, name, None) for name in ("entropy_coeff", "critic_coeff"))
         weights = {"entropy": 0.0 if entropy is None else float(entropy)}
         if critic is not None:  # their value loss is the mean squared error, ours half of it

@@ -1,5 +1,4 @@
-"""Probes of sampled updates: whole gradients, the optimizer's state, and passes of the policy over its rollout before and after the
-update.
+"""Probes of sampled updates: whole gradients, the optimizer's state, and passes of the policy over its rollout before and after them.
 
 The hooks of these probes exist only while an update is sampled, so other updates are not slowed down. Each hook is removed as soon
 as its sample is complete. Copies and measurements do not change training. Optimizer states and zeros in gradients are sampled
@@ -46,9 +45,7 @@ change between them, which inflates the noise.
 """
 
 MAX_SAMPLE_ENTRIES = 1 << 26
-"""Largest number of entries in a sample's gradients. Two minibatches of larger networks are copied, in addition to the optimizer's
-states.
-"""
+"""Largest number of entries in a sample's gradients. Of larger networks two minibatches are copied, next to the optimizer's states."""
 
 MAX_TRAVELLING_ENTRIES = 1 << 20
 """Entries of a sample that may travel to the worker: four megabytes. Larger samples are measured in the trainer's process."""

@@ -71,10 +71,11 @@ class StepRecorder:
         while hasattr(self.innermost, "venv"):
             self.innermost = self.innermost.venv
         self._answers: list[tuple[Array | None, Array]] = []
-        self.begin()
+        self.begin(whole=True)
 
-    def begin(self) -> None:
-        """Forget all steps: a rollout begins."""
+    def begin(self, *, whole: bool) -> None:
+        """Forget all steps: a rollout begins, which is recorded if `whole`."""
+        self._whole = whole
         self._acted: list[Tensor] = []
         self._outcomes: list[StepOutcome] = []
         self._sent: list[Array] = []
@@ -89,17 +90,19 @@ class StepRecorder:
 
     def after_env_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The first environment returned this."""
-        self._cast = max(self._cast, cast_change(result[0], self.innermost.observation_space.dtype))
+        if self._whole:
+            self._cast = max(self._cast, cast_change(result[0], self.innermost.observation_space.dtype))
 
     def after_action(self, args: tuple[Any, ...]) -> None:
         """The policy was called with these arguments."""
         if args and isinstance(args[0], Tensor) and args[0].numel() <= MAX_KEPT_ENTRIES:
             self._acted.append(args[0].clone())
 
-    def after_answer(self, observations: Any, rewards: Array) -> None:
-        """The environments returned these to the collecting loop."""
-        kept = _entries(observations).copy() if isinstance(observations, np.ndarray) else None
-        self._answers.append((kept, np.array(rewards)))
+    def after_answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The environments returned this to the collecting loop."""
+        if self._whole:
+            kept = _entries(result[0]).copy() if isinstance(result[0], np.ndarray) else None
+            self._answers.append((kept, np.array(result[1])))
 
     def after_step(self, variables: Mapping[str, Any], rewards: Array) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop, `rewards` [B] as it received them."""

@@ -185,8 +185,7 @@ def minibatches_of(model: Any) -> int:
 
 
 def default_updates_per_record(model: Any) -> int:
-    """1 if training takes several passes over a rollout; for A2C, whose updates are single steps, the number of updates with 2048
-    transitions.
+    """1 if training takes several passes over a rollout; for A2C, whose updates are single steps, the number with 2048 transitions.
 
     A shorter run has a single record, whose last update is checked. An incomplete record is not checked.
     """
@@ -283,9 +282,7 @@ def _is_fresh(scaled: Any) -> bool:
 
 
 def schedule_of(model: Any) -> Callable[[float], float] | None:
-    """Return the learning rate as a function of the remaining training. None for a function that may count its calls, or have other
-    side effects.
-    """
+    """Return the learning rate as a function of the remaining training; None for a function that may have side effects."""
     schedule: Any = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
     is_library = str(getattr(schedule, "__module__", "")).startswith("stable_baselines3.")
     return schedule if is_library or is_formula(schedule) else None
@@ -337,8 +334,6 @@ def _initial(schedule: Any) -> float | None:
 def _plain(value: Any) -> Any:
     if isinstance(value, int | float | str | None):
         return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
     try:
         return float(value(1.0)) if callable(value) else str(value)
     except Exception:  # not a schedule

@@ -264,7 +264,8 @@ class RolloutReplay:
             return None if inputs.masks is None else (inputs._replace(masks=None), memory)
         if name in ("other_observations", "other_statistics"):
             own = self._other_observations()
-            if own is None or _are_rescaled(inputs.observations, own) != (name == "other_statistics"):
+            both = [] if own is None else [torch.from_numpy(_flat(one)) for one in (inputs.observations, own)]
+            if own is None or are_rescaled(*both) != (name == "other_statistics"):
                 return None
             return inputs._replace(observations=own), memory
         if memory is None:
@@ -425,11 +426,6 @@ def _distribution(policy: Any, latents: Tensor, inputs: StoredRollout, rows: Arr
     if inputs.masks is not None:
         distribution.apply_masking(_flat(inputs.masks)[rows])
     return distribution
-
-
-def _are_rescaled(stored: Array, own: Array) -> bool:
-    """Return whether observations [T, B, ...] are the stored ones in another scale."""
-    return are_rescaled(torch.from_numpy(stored).flatten(0, 1), torch.from_numpy(own).flatten(0, 1))
 
 
 def _flat(array: Array) -> Array:

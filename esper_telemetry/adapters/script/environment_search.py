@@ -87,10 +87,6 @@ class StepCall(NamedTuple):
         """How well it fits: a flag and the choice are the surest signs, and objects distinguish environments."""
         return not isinstance(self.result, list), bool(self.action), self.method_of() is not None
 
-    def encloses(self, other: StepCall) -> bool:
-        """Return True if this call began before another one that has returned earlier."""
-        return self.began < other.began
-
     def method_of(self) -> tuple[Any, type] | None:
         """Return the object and the class whose method this is; None for other functions."""
         owner = next(iter(self.arguments.values()), None) if self.code.co_argcount else None
@@ -235,7 +231,8 @@ class EnvironmentSearch:
         if not action and (size < 3 or not arguments or isinstance(result, list)):
             return
         known = self._found
-        if known is None or (*call.rank, call.encloses(known)) > (*known.rank, False):
+        # a call that began earlier encloses the known one, which has returned already
+        if known is None or (*call.rank, call.began < known.began) > (*known.rank, False):
             self._found = call
 
     def _holds_choice(self, value: object) -> bool:

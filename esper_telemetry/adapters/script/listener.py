@@ -38,7 +38,6 @@ from esper_telemetry.adapters.script.autograd_graph import (
 from esper_telemetry.adapters.script.environment_search import NO_STEP
 from esper_telemetry.adapters.script.loss_graph import joined, read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, ValueTerm
-from esper_telemetry.adapters.script.objective import LossTerms, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     Asked,
@@ -57,9 +56,12 @@ from esper_telemetry.adapters.script.recorders import (
     step_parts,
 )
 from esper_telemetry.adapters.script.script_minibatches import (
+    LossTerms,
     MinibatchQueue,
     PassFinder,
     ScriptMinibatch,
+    left_out,
+    loss_terms,
     losses_of,
     unused_entropy,
     without_graph,
@@ -160,8 +162,7 @@ class ScriptListener:
         counts_only: only steps of environments and optimizers are recorded now.
         traced_updates: which updates are traced.
         asks_for_traces: returns True while the next updates should be traced at any cost.
-        origin: first variable that was not finite when a loss or a gradient was not; None on an accelerator, which would have to be
-            awaited.
+        origin: first variable that was not finite when a loss or a gradient was not; None on an accelerator, which would be awaited.
         value_loss_alone: place of a loss with an error of values before the first one of a policy; empty without any.
     """
 
@@ -299,10 +300,10 @@ class ScriptListener:
         self._epoch = self._pass_of(variables)
         self._optimizers.add(optimizer)
         self._several = self._several or len(self._optimizers) > 1
-        is_read = self._shown or self._passes == self._last_passes.get(optimizer, 1) or self.clips.has_calls
-        if self.hooks.wants(MinibatchObjective) and (
-            self._announced is None or (self._announced is optimizer and not is_read)
-        ):  # the script may have clipped the gradients of an unexpected number of passes itself: this ends the check
+        is_read = self._shown or self._passes == self._last_passes.get(optimizer, 1) or self.clips.calls
+        is_due = self._announced is None or (self._announced is optimizer and not is_read)
+        if is_due and self.hooks.wants(MinibatchObjective):
+            # the script may have clipped the gradients of an unexpected number of passes itself: this ends the check
             self._emit_objective(optimizer, variables)
         if self._shown and self._announced in (None, optimizer):
             self.clips.clear()
@@ -431,9 +432,7 @@ class ScriptListener:
         return any(not leaves.isdisjoint(map(id, _parameters_of(one))) for one in climbing)
 
     def after_backward(self) -> None:
-        """The backward pass has ended. Gradients of a script that clips with its own function are available now, scaled gradients
-        later.
-        """
+        """The backward pass has ended: gradients of a script that clips with its own function are available now, scaled ones later."""
         announced = self._announced
         if announced is None or self._shown or self._last_clips.get(announced) or self._scales is not None:
             return
@@ -471,16 +470,12 @@ class ScriptListener:
         )
 
     def _steps_with_turns(self) -> int:
-        """Number of steps after which the check is due. It makes successive updates check different optimizers, whether they
-        alternate or step in sequence.
-        """
+        """Number of steps after which the check is due. Successive updates check different optimizers, which alternate or follow."""
         in_turns = self._early[0] != self._early[1]
         return 3 + self.updates % 2 if in_turns else self._last_steps if self.updates % 2 else 3
 
     def _rate_of_settings(self, optimizer: Optimizer, variables: Variables) -> float | None:
-        """The only optimizer's learning rate by the settings, if the optimizer's own rate is constant and the settings do not
-        explain this.
-        """
+        """The only optimizer's learning rate by the settings, if its own rate is constant and the settings do not explain this."""
         rate = float(optimizer.param_groups[0]["lr"])
         if self._several or not self.updates or rate != self._first_rate:
             return None
@@ -488,9 +483,7 @@ class ScriptListener:
         return None if any(names.as_number(value) == rate for value in others) else self._stated.get("learning_rate")
 
     def _max_norm(self, optimizer: Optimizer, variables: Variables) -> float | None:
-        """The limit to which the last step was clipped; the setting if nothing was clipped, and None for several limits or a
-        partial clip.
-        """
+        """The limit to which the last step was clipped; the setting if nothing was, and None for several limits or a partial clip."""
         positive = variables.find(settings.MAX_NORM, lambda value: limit if (limit := names.as_number(value) or 0) > 0 else None)
         calls = self._last_clips.get(optimizer, [])
         if not calls:
@@ -888,7 +881,6 @@ class ScriptListener:
                 self.hooks.emit(RecurrentForward([lstm.module], [lstm.inputs], [states]))
 
     def _add_reading(self, reading: LossReading, variables: Variables) -> None:
-        """Add a loss to the minibatches of the update."""
         policy = reading.policy
         if policy is None:
             if reading.value is not None:
@@ -927,8 +919,12 @@ class ScriptListener:
         for minibatch in self._minibatches.take(all_of_them=all_of_them):
             reading, policy, rollout = minibatch.reading, minibatch.policy, self._rollout
             value = reading.value if reading.value is not None or self._minibatches.critic_apart else reading.left_out
-            rows = None if self._rows is None else self._rows.rows_of(minibatch.columns(), minibatch.indices)
-            rows = None if rows is None else rows.to(policy.advantages.device)
+            rows = advantage_rows = None
+            if self._rows is not None:
+                rows = self._rows.rows_of(minibatch.columns(), minibatch.indices)
+            if self._rows is not None and rows is not None:
+                rows = rows.to(policy.advantages.device)
+                advantage_rows = self._rows.rows_of_advantages(policy.advantages, rows, minibatch.indices)
             counted = self._pass_key is not None or not self._size % len(policy.advantages)
             returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
             if rows is not None and rollout is not None:
@@ -957,18 +953,12 @@ class ScriptListener:
                     losses=losses,
                     valid=policy.valid,
                     rows=rows,
-                    advantage_rows=self._other_rows(minibatch, rows),
+                    advantage_rows=advantage_rows,
                     earlier=minibatch.earlier,
                     head_log_ratios=dict(zip(head_names(len(parts)), parts, strict=True)),
                     **reading.heads._asdict(),
                 )
             )
-
-    def _other_rows(self, minibatch: ScriptMinibatch, rows: Tensor | None) -> Tensor | None:
-        """Return the transitions of a minibatch's advantages if they are known to be others than `rows`."""
-        if rows is None or self._rows is None:
-            return None
-        return self._rows.rows_of_advantages(minibatch.policy.advantages, rows, minibatch.indices)
 
     def _pass_of(self, variables: Variables) -> int:
         """Number of the pass over the rollout, from 0."""
@@ -997,10 +987,8 @@ class ScriptListener:
 
 def _as_drawn(collected: ObservedSteps, draws: Tensor | None) -> Tensor | None:
     """Return the actions [T, B, 1] that the environments received, if the policy drew them: a loss may have others by mistake."""
-    received = collected.received()
-    if received is None or draws is None or received.shape != draws.shape:
-        return None
-    return draws if torch.equal(received.to(draws), draws) else None
+    received = collected.received
+    return draws if received is not None and draws is not None and torch.equal(received.to(draws), draws) else None
 
 
 def nonfinite_result(loss: Tensor, graph: Collection[Any], variables: Variables) -> Candidate | None:

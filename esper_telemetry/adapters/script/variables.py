@@ -191,9 +191,7 @@ def _containers(scopes: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, An
             for value in list(scope.values()):
                 if id(value) not in visited:
                     visited.add(id(value))
-                    members = members_of(value)
-                    if members:
-                        deeper.append(members)
+                    deeper += [members] if (members := members_of(value)) else []
         yield from deeper
         level = deeper
 
@@ -312,14 +310,14 @@ def read_source() -> Source:
 def _stores(node: ast.AST) -> Iterator[tuple[str, int]]:
     """Yield the names that a node stores, with a rank: 2 where arithmetic is, 1 where an entry is set, 0 elsewhere."""
     if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-        yield node.id if isinstance(node, ast.Name) else node.attr, 0
+        yield _name(node), 0
     if not isinstance(node, ast.Assign | ast.AugAssign):
         return
     computes = isinstance(node, ast.AugAssign) or isinstance(node.value, ast.BinOp)
     for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
         owner = target.value if isinstance(target, ast.Subscript) else target
         if isinstance(owner, ast.Name | ast.Attribute) and (computes or owner is not target):
-            yield owner.id if isinstance(owner, ast.Name) else owner.attr, 2 if computes else 1
+            yield _name(owner), 2 if computes else 1
 
 
 def calling_place() -> str:
@@ -371,7 +369,7 @@ def _factors_of(node: ast.AST, numbers: Mapping[str, float]) -> tuple[list[float
     factors, names, waiting = list[float](), set[str](), [node.left, node.right]
     while waiting:
         part = waiting.pop()
-        number = part.value if isinstance(part, ast.Constant) else numbers.get(_base_name(part, attribute=True))
+        number = part.value if isinstance(part, ast.Constant) else numbers.get(_name(part))
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult):
             waiting += [part.left, part.right]
         elif isinstance(number, float) and 0 < number < 1:
@@ -381,10 +379,13 @@ def _factors_of(node: ast.AST, numbers: Mapping[str, float]) -> tuple[list[float
     return factors, names
 
 
-def _base_name(node: ast.AST, *, attribute: bool = False) -> str:
-    """Return the name of a variable, also of one that is indexed; with `attribute`, of a variable or an attribute as it is."""
-    if attribute:
-        return str(getattr(node, "attr", getattr(node, "id", "")))
+def _name(node: ast.AST) -> str:
+    """Return the name of a variable or an attribute; empty for other nodes."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
+def _base_name(node: ast.AST) -> str:
+    """Return the name of a variable, also of one that is indexed."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return str(getattr(node, "id", ""))
@@ -394,8 +395,7 @@ def _sets_rate(node: ast.AST) -> bool:
     """Return True for an assignment to `group["lr"]`, and for a name with `lr_scheduler` or `LR` in it."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
         return isinstance(node.slice, ast.Constant) and node.slice.value == "lr"
-    name = str(getattr(node, "attr", getattr(node, "id", "")))
-    return name == "lr_scheduler" or name.endswith(("LR", "Scheduler"))
+    return _name(node) == "lr_scheduler" or _name(node).endswith(("LR", "Scheduler"))
 
 
 def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
@@ -415,15 +415,11 @@ def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
             pairs = list(zip(own[len(own) - len(node.defaults) :], node.defaults, strict=True))
             pairs += zip(node.kwonlyargs, node.kw_defaults, strict=True)
         elif isinstance(node, ast.Call):
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            own = functions[called].args.args if called in functions else []
+            called = functions.get(_name(node.func))
+            own = [] if called is None else called.args.args
             pairs = list(zip(own[bool(own) and own[0].arg == "self" :], node.args, strict=False))
         for target, value in pairs:
-            name = (
-                target
-                if isinstance(target, str)
-                else next((getattr(target, key) for key in ("id", "attr", "arg") if hasattr(target, key)), None)
-            )
+            name = target if isinstance(target, str) else _name(target) or getattr(target, "arg", None)
             if name and isinstance(value, ast.Constant) and isinstance(value.value, int | float):
                 yield name, value.value
 
