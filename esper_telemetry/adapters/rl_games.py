@@ -218,7 +218,7 @@ class AlgoListener(Adapter):
         if not algo.has_central_value:
             columns = output["values"], batch["old_values"], batch["returns"]
             names = ("values", "old_values", "returns")
-            critic = {name: _total(column.detach()) for name, column in zip(names, columns, strict=True)}
+            critic = {name: column.detach().sum(-1) for name, column in zip(names, columns, strict=True)}
         masks = batch.get("rnn_masks")
         self.row = MinibatchEnd(
             self.epoch,
@@ -373,11 +373,6 @@ class TelemetryObserver:
 def _model(algo: Any) -> Any:
     """The model itself, not what `torch.compile` has made of it."""
     return getattr(algo.model, "_orig_mod", algo.model)
-
-
-def _total(values: Tensor) -> Tensor:
-    """The sum [N] of the estimates [N, V] of each row."""
-    return values.squeeze(-1) if values.shape[-1] == 1 else values.sum(-1)
 
 
 def _statistics(normalizer: Any) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.adapter import Adapter, named_parameters, parameter_groups, plain_settings
-from esper_telemetry.adapters.columns import EvaluatedMinibatch, evaluated_minibatches, next_values
+from esper_telemetry.adapters.columns import HEAD, EvaluatedMinibatch, evaluated_minibatches, next_values
 from esper_telemetry.adapters.taps import GeneratorTap, SurroundingTap
 from esper_telemetry.core.event_parts import Scale
 from esper_telemetry.core.facts import UNCHECKED_FACT
@@ -37,9 +37,6 @@ except ImportError:  # older than 5.4, which attach_runner does not need
     LogWriter = object
 
 log = logging.getLogger("esper_telemetry")
-
-HEAD = "action"
-"""Name of the one head of a policy."""
 
 REQUIRED_ATTRIBUTES = ("actor", "critic", "storage", "optimizer", "clip_param", "compute_returns")
 """Attributes of an algorithm whose updates the adapter understands."""
@@ -326,7 +323,7 @@ class RunnerListener(Adapter):
         """Return all minibatches of the update."""
         alg = self._alg
         clip_value = alg.clip_param if alg.use_clipped_value_loss else None
-        return evaluated_minibatches(rows, HEAD, clip=alg.clip_param, clip_value=clip_value, clip_maximum=True)
+        return evaluated_minibatches(rows, clip=alg.clip_param, clip_value=clip_value)
 
     def _facts(self, iterations: int | None) -> dict[str, Any]:
         runner, alg, cell = self._runner, self._alg, self._cell

@@ -239,7 +239,11 @@ class ClipFunction:
                 norms = ops.raw_norms(gradients)
         except Exception as error:  # torch clips instead
             owners[0][1](self._reproduces_torch, error)
-        _report(owners, listed, max_norm, norms)
+        for owner, on_error in owners:
+            try:
+                owner.before_clip(listed, max_norm, norms)
+            except Exception as error:  # a bug of ours must not reach the trainer
+                on_error(owner.before_clip, error)
         if norms is None:
             return self._clip(listed, max_norm, *args, **kwargs)
         return ops.clip_by_norms(gradients, norms, float(max_norm))
@@ -253,16 +257,6 @@ class ClipFunction:
         if plain and gradients and self._verified is None:
             self._verified = equals_torch(gradients, max_norm)
         return plain and bool(self._verified)
-
-
-def _report(
-    owners: Sequence[tuple[ClipListener, ErrorHandler]], parameters: Sequence[Tensor], max_norm: float, norms: Tensor | None
-) -> None:
-    for owner, on_error in owners:
-        try:
-            owner.before_clip(parameters, max_norm, norms)
-        except Exception as error:  # a bug of ours must not reach the trainer
-            on_error(owner.before_clip, error)
 
 
 @torch.no_grad()

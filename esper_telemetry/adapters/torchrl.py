@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper_telemetry.adapters.adapter import Adapter, last_layer, parameter_groups, plain_settings
-from esper_telemetry.adapters.columns import HeadColumns, head_columns, minibatch_means
+from esper_telemetry.adapters.columns import HEAD, HeadColumns, head_columns, minibatch_means
 from esper_telemetry.adapters.taps import listen
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.record import Level
@@ -25,9 +25,6 @@ from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.joining import joined_column, joined_minibatches
 from esper_telemetry.updates.update import JoinedMinibatches
-
-HEAD = "action"
-"""Name of the one head of a policy."""
 
 NORMALIZERS = frozenset({"VecNorm", "VecNormV2"})
 """Transforms of environments that normalise observations and rewards."""

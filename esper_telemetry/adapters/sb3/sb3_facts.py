@@ -22,7 +22,7 @@ from esper_telemetry.adapters.columns import HeadColumns, Join, chosen_log_probs
 from esper_telemetry.adapters.environment_facts import environment_facts
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
-from esper_telemetry.updates.failure import Candidate
+from esper_telemetry.updates.failure import Candidate, of_parameters
 from esper_telemetry.updates.pickles import policy_copy
 
 SQUASH_BOUND = math.atanh(0.99)
@@ -115,7 +115,7 @@ class ActionHeads:
         """Return the columns of several captures."""
         if not (self.continuous or self.single_choice):
             return join_columns(captures, join)
-        (name,), (first, second) = self.names, zip(*captures, strict=True)
+        (name,), (first, second) = self.names, map(list, zip(*captures, strict=True))
         if self.continuous:
             return HeadColumns(means={name: join(first)}, log_std={name: join(second).log()})
         masked = all(masks is not None for masks in second)
@@ -349,9 +349,7 @@ def nonfinite_candidates(model: Any) -> Iterator[Candidate]:
     flat = buffer.generator_ready  # then the rows of all environments follow one another
     for name in ("observations", "values", "log_probs", "advantages", "returns"):
         yield from _arrays(name, getattr(buffer, name), environments=None if flat else 1, steps=None if flat else steps)
-    parameters = dict(model.policy.named_parameters())
-    yield from (Candidate(name, parameter.detach()) for name, parameter in parameters.items())
-    yield from (Candidate(f"gradient of {name}", p.grad) for name, p in parameters.items() if p.grad is not None)
+    yield from of_parameters(list(model.policy.named_parameters()))
 
 
 def _arrays(name: str, value: Any, *, environments: int | None, steps: int | None = None) -> Iterator[Candidate]:

@@ -17,7 +17,7 @@ import torch
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.columns import Array, LossColumns, policy_loss
+from esper_telemetry.adapters.columns import Array, HeadColumns, LossColumns, policy_loss
 from esper_telemetry.adapters.sb3.sb3_facts import ActionHeads, last_distribution
 from esper_telemetry.adapters.sb3.sb3_gradients import advantages_as_used, clip_of
 from esper_telemetry.adapters.taps import in_mode, listen, without_trace
@@ -311,9 +311,8 @@ class RolloutReplay:
     def _pass(self, inputs: StoredRollout, memory: Memory | None, *, critic: bool = True) -> Outputs:
         """Outputs in the policy's current mode; memory runs through the whole rollout."""
         policy, hidden, rows = self._policy, None, np.arange(inputs.starts.size)
-        chunks = (
-            _features(policy, inputs.rows(rows[start : start + CHUNK_ROWS], policy.device)) for start in range(0, len(rows), CHUNK_ROWS)
-        )
+        begins = range(0, len(rows), CHUNK_ROWS)
+        chunks = (_features(policy, inputs.rows(rows[begin : begin + CHUNK_ROWS], policy.device)) for begin in begins)
         parts: Iterable[tuple[Tensor, Tensor]] = chunks
         if memory is not None:
             hidden, read = self._recurrent(chunks, inputs.starts, memory, critic=critic)
@@ -350,11 +349,8 @@ class RolloutReplay:
 
     def _stored(self, rows: Any) -> Outputs:
         rollout = self._rollout
-        logits, means, log_std = (
-            {name: column.flatten(0, 1)[rows] for name, column in columns.items()}
-            for columns in (rollout.logits, rollout.means, rollout.log_std)
-        )
-        return Outputs(logits, means, log_std, {}, self._memory_after(rows))
+        heads = HeadColumns(rollout.logits, rollout.means, rollout.log_std).map(lambda column: column.flatten(0, 1)[rows])
+        return Outputs(heads.logits, heads.means, heads.log_std, {}, self._memory_after(rows))
 
     def _memory_after(self, rows: Any) -> Tensor | None:
         """Outputs [n, H] of the LSTM when the rollout was collected."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episodes_event, head_actions, head_names
+from esper_telemetry.adapters.columns import HEAD, FinishedEpisode, HeadColumns, episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
@@ -511,16 +511,20 @@ class ScriptListener:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has taken the step."""
+        parameters = _parameters_of(optimizer)
+        self._steps_of.update(id(one) for one in parameters if one.grad is not None)
         if not self.traced_updates.includes_this:
-            self._after_counted_step(optimizer)
+            self._step += 1
+            self._gradient_step += 1
+            if not self.counts_only:
+                self.distributions.after_optimizer_step()
+                self.estimates.take_graphs()
+                self.indices.take(0)
             return
         call, self._call = self._call, None
         if self._announced in (None, optimizer):
             self._announced, self._passes, self._shown = None, 1, False
         self._stepping = False
-        parameters = _parameters_of(optimizer)
-        self._steps_of.update(id(one) for one in parameters if one.grad is not None)
-        own = set(map(id, parameters))
         self._last_clips[optimizer] = self.clips.take_calls(parameters)
         # passes are not counted by optimizer before the first step
         self._last_passes[optimizer] = self._pass_counts.pop(optimizer, 1 if call is None else max(1, call.passes))
@@ -531,7 +535,7 @@ class ScriptListener:
             self._add_reading(reading, call.variables)
         self._emit_minibatches()
         if self._step in (1, 2):
-            self._early[self._step - 1] = own
+            self._early[self._step - 1] = set(map(id, parameters))
         self._step += 1
         self._gradient_step += 1
 
@@ -548,15 +552,6 @@ class ScriptListener:
         self._emit_episodes(finished)
         self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, traced=False))
         self.counts_only = not self.traced_updates.includes_next  # the next rollout begins with the choice of an action
-
-    def _after_counted_step(self, optimizer: Optimizer) -> None:
-        self._steps_of.update(id(one) for one in _parameters_of(optimizer) if one.grad is not None)
-        self._step += 1
-        self._gradient_step += 1
-        if not self.counts_only:
-            self.distributions.after_optimizer_step()
-            self.estimates.take_graphs()
-            self.indices.take(0)
 
     def end_update(self) -> None:
         """End the update: the environments continue, or the script is over. Nothing happens between updates."""
@@ -634,7 +629,7 @@ class ScriptListener:
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = {**self.environments.facts(), **settings.find_facts(variables, self.clips.max_norm, readings)}
         facts["optimizer"] = type(optimizer).__name__
-        parts = [part for one in variables.values() if isinstance(one, nn.Module) for part in one.modules()]
+        parts = (part for module in variables.modules() for part in module.modules())
         is_recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts)
         facts["policy"] = "lstm" if self.lstm_count else "gru" if is_recurrent else "mlp"
         groups = names.groups_of(self._parameters.values())
@@ -734,9 +729,8 @@ class ScriptListener:
         if known is not None and collected is not None and not acted:  # in the order of time; the script may store another
             acted = [Asked(row, None) for row in collected.log_probs(known) or ()]
         if logits is not None and first is not None and not (heads.logits or heads.means):
-            name = head_names(1)[0]
             spreads = {head: std[0].expand_as(logits).clone() for head, std in first.heads.log_std.items()}
-            heads = HeadColumns(means={name: logits}, log_std=spreads) if spreads else HeadColumns({name: logits})
+            heads = HeadColumns(means={HEAD: logits}, log_std=spreads) if spreads else HeadColumns({HEAD: logits})
         finder, rollout, observations, actions = self._found(variables, collection, first, acted, heads)
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
@@ -816,8 +810,7 @@ class ScriptListener:
         if rows is None:
             return None
         trained = {id(parameter) for one in self._optimizers for parameter in _parameters_of(one)} | self._parameters.keys()
-        modules = [value for value in variables.values() if isinstance(value, nn.Module)]
-        return acting.difference(first.inputs, rows, observations, trained, modules)
+        return acting.difference(first.inputs, rows, observations, trained, variables.modules())
 
     def _actions_of(
         self,
@@ -898,7 +891,7 @@ class ScriptListener:
         self.distributions.after_optimizer_step()
         heads = reading.heads
         if not (heads.logits or heads.means) and reading.logits is not None and len(reading.logits) == count:
-            heads = HeadColumns(logits={head_names(1)[0]: reading.logits})
+            heads = HeadColumns(logits={HEAD: reading.logits})
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from esper_telemetry.adapters.columns import HEAD
 from esper_telemetry.adapters.script.autograd_graph import (
     EXPONENTIALS,
     JOINTS,
@@ -253,7 +254,7 @@ class _LossReader:
         if drawn is None:
             return reading._replace(heads=heads)
         if policy.log_probs is None and policy.log_ratio is not None:
-            means, log_std = heads.means["action"], heads.log_std["action"]
+            means, log_std = heads.means[HEAD], heads.log_std[HEAD]
             density = torch.distributions.Normal(means, log_std.exp()).log_prob(drawn).sum(-1)
             policy = policy._replace(log_probs=density)
         return reading._replace(policy=policy, heads=heads, actions=drawn, source=layer)

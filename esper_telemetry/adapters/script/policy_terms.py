@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from esper_telemetry.adapters.columns import HeadColumns
+from esper_telemetry.adapters.columns import HEAD, HeadColumns
 from esper_telemetry.adapters.script.autograd_graph import (
     EXPONENTIALS,
     EXTREMES,
@@ -364,7 +364,7 @@ def gaussian_of(graph: LossGraph, node: Node) -> tuple[HeadColumns, Tensor | Non
         sign = -1 if own[0] == 0 else 1
         actions = means + sign * square._saved_self.detach()
         spread = log_std.detach().reshape(-1, log_std.shape[-1]).expand_as(means).clone()
-        return (HeadColumns(means={"action": means}, log_std={"action": spread}), actions, graph.layer_at(parts[own[0]], means.shape[1]))
+        return (HeadColumns(means={HEAD: means}, log_std={HEAD: spread}), actions, graph.layer_at(parts[own[0]], means.shape[1]))
     return HeadColumns(), None, None
 
 

@@ -245,13 +245,10 @@ def _rows(columns: HeadColumns) -> int:
 
 def _merge(heads: Sequence[HeadColumns]) -> HeadColumns:
     """Heads in the order in which they were recorded, under the names of `head_names`; logits of masked actions become finite."""
-    merged: tuple[dict[str, Tensor], ...] = ({}, {}, {}, {})
-    for name, columns in zip(head_names(len(heads)), heads, strict=True):
-        for part, own in zip(merged, columns, strict=True):
-            for column in own.values():
-                part[name] = column
-    finite = {name: column.clamp(min=torch.finfo(column.dtype).min) for name, column in merged[0].items()}
-    return HeadColumns(finite, *merged[1:])
+    named = list(zip(head_names(len(heads)), heads, strict=True))
+    logits, *others = ({name: column for name, own in named for column in own[part].values()} for part in range(len(HeadColumns._fields)))
+    finite = {name: column.clamp(min=torch.finfo(column.dtype).min) for name, column in logits.items()}
+    return HeadColumns(finite, *others)
 
 
 class LastEstimate(NamedTuple):
@@ -420,14 +417,11 @@ class LstmLog:
         """Record the arguments of a call of one step of an LSTM without gradients, and the states of the first call with them."""
         if not isinstance(module, nn.LSTM):
             return
+        inputs, states, *_ = (*arguments, None, None)
         if torch.is_grad_enabled():
             if self._trained_from_zero is None and module is self._module:
-                given = arguments[1] if len(arguments) > 1 else None
-                self._trained_from_zero = not (isinstance(given, tuple) and any(bool(part.any()) for part in given))
+                self._trained_from_zero = not (isinstance(states, tuple) and any(bool(part.any()) for part in states))
             return
-        if len(arguments) < 2:
-            return
-        inputs, states = arguments[0], arguments[1]
         if not isinstance(inputs, Tensor) or not isinstance(states, tuple) or inputs.dim() != 3:
             return
         steps = inputs.shape[1 if module.batch_first else 0]

@@ -257,8 +257,8 @@ def loss_terms(
 
     Returns None if listeners in the network, or several processes, would notice the pass.
     """
-    modules = [value for value in variables.values() if isinstance(value, nn.Module)]
-    hooked = any(part._backward_hooks or part._backward_pre_hooks for module in modules for part in module.modules())
+    parts = (part for module in variables.modules() for part in module.modules())
+    hooked = any(part._backward_hooks or part._backward_pre_hooks for part in parts)
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if hooked or several or any(parameter._backward_hooks for parameter in parameters) or not loss.requires_grad:
         return None
@@ -294,20 +294,16 @@ def left_out(loss: Tensor, variables: Variables, parameters: Iterable[Tensor], o
     """Return the parameters, by name, that no optimizer trains, although the loss depends on them, or they have a gradient and are in the
     script's smallest module with all `parameters`. `others` are trained by other optimizers.
     """
-    own, elsewhere = ({id(parameter) for parameter in part} for part in (parameters, others))
-    module_parameters: dict[str, Tensor] | None = None
-    for module in {id(value): value for value in variables.values() if isinstance(value, nn.Module)}.values():
-        named: dict[str, Tensor] = dict(module.named_parameters())
-        smaller = module_parameters is None or len(named) < len(module_parameters)
-        if smaller and own <= {id(parameter) for parameter in named.values()}:
-            module_parameters = named
-    missing = {name: one for name, one in (module_parameters or {}).items() if one.requires_grad and one.grad is not None}
+    own = set(map(id, parameters))
+    trained = own | set(map(id, others))
+    named: list[dict[str, Tensor]] = [dict(module.named_parameters()) for module in variables.modules()]
+    smallest = min((one for one in named if own <= set(map(id, one.values()))), key=len, default={})
+    missing = {name: one for name, one in smallest.items() if one.requires_grad and one.grad is not None and id(one) not in trained}
     names = {id(value): name for name, value in variables.named_values() if isinstance(value, Tensor) and value.is_leaf}
     # weights that are plain tensors have a gradient from an earlier pass, unlike data that requires one
     leaves = [leaf for leaf in leaves_of(loss) if isinstance(leaf, nn.Parameter) or leaf.grad is not None]
-    known = own | elsewhere | {id(one) for one in missing.values()}
-    missing |= {names.get(id(leaf), f"parameter_{place}"): leaf for place, leaf in enumerate(leaves) if id(leaf) not in known}
-    return {name: one for name, one in missing.items() if id(one) not in own | elsewhere}
+    known = trained | set(map(id, missing.values()))
+    return missing | {names.get(id(leaf), f"parameter_{place}"): leaf for place, leaf in enumerate(leaves) if id(leaf) not in known}
 
 
 def _terms(

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from inspect import getattr_static
@@ -96,18 +96,14 @@ class AfterImport(MetaPathFinder):
             return None
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            _call_after(spec.loader, callback)
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                callback(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # this loader is of this module alone
         return spec
-
-
-def _call_after(loader: Loader, callback: Callable[[ModuleType], None]) -> None:
-    load = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        load(module)
-        callback(module)
-
-    loader.exec_module = exec_module  # type: ignore[method-assign]  # this loader is of this module alone
 
 
 class Patches:

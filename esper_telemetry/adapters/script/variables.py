@@ -131,6 +131,10 @@ class Variables:
         for scope in self._scopes:
             yield from scope.values()
 
+    def modules(self) -> list[nn.Module]:
+        """Return the modules among the variables, each once."""
+        return list({id(value): value for value in self.values() if isinstance(value, nn.Module)}.values())
+
     def with_constants(self, constants: Mapping[str, Any]) -> Variables:
         """Return the same with constants that are found if no variable is."""
         return Variables([*self._scopes, constants])
@@ -242,10 +246,9 @@ def _columns(rows: list[Any]) -> dict[str, Any]:
         return {}
     if isinstance(rows[0], tuple | list):
         width = len(rows[0])
-        if not 1 < width <= MAX_MEMBERS or any(len(row) != width for row in rows) or hasattr(rows[0], "_fields"):
-            fields = getattr(rows[0], "_fields", ())
-            return {name: [row[place] for row in rows] for place, name in enumerate(fields)}
-        return {f"column_{place}": [row[place] for row in rows] for place in range(width)}
+        is_regular = 1 < width <= MAX_MEMBERS and all(len(row) == width for row in rows)
+        names = getattr(rows[0], "_fields", [f"column_{place}" for place in range(width)] if is_regular else ())
+        return {name: [row[place] for row in rows] for place, name in enumerate(names)}
     if kind.__module__.partition(".")[0] in LIBRARIES:
         return {}
     names = members_of(rows[0])
@@ -502,13 +505,8 @@ def stacked(value: object) -> Tensor | None:
 def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[int, str]:
     """Return names of parameters by `id`, from the smallest of the script's modules that have most of them; else by their places."""
     places = {key: f"parameter_{place}" for place, key in enumerate(dict.fromkeys(map(id, parameters)))}
-    best: tuple[int, int] = (0, 0)
-    names: dict[int, str] = {}
-    for module in {id(value): value for value in variables.values() if isinstance(value, nn.Module)}.values():
-        named = {id(parameter): name for name, parameter in module.named_parameters()}
-        score = (len(places.keys() & named.keys()), -len(named))
-        if score[0] and score > best:
-            best, names = score, named
+    named = [{id(parameter): name for name, parameter in module.named_parameters()} for module in variables.modules()]
+    names = max(named, key=lambda own: (len(places.keys() & own.keys()), -len(own)), default={})
     # without the prefixes of DataParallel and torch.compile
     plain = {key: re.sub(r"(^|\.)(module|_orig_mod)(?=\.)", "", name).lstrip(".") for key, name in names.items()}
     return places | {key: name for key, name in plain.items() if key in places}
