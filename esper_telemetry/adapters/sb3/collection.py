@@ -45,17 +45,6 @@ def ended_rows(ends: Sequence[StepEnds]) -> Iterator[tuple[int, int, Mapping[str
             yield step, index, infos[index]
 
 
-class StepOutcome(NamedTuple):
-    """What the environments returned in a step: rewards [B], and some entries of the observations, [B, n], None of several parts.
-
-    The loop may change observations before it shows them.
-    """
-
-    paid: Array
-    returned: Array | None
-    shown: Array | None
-
-
 class StepRecorder:
     """Records the steps of one rollout after another.
 
@@ -77,7 +66,9 @@ class StepRecorder:
         """Forget all steps: a rollout begins, which is recorded if `whole`."""
         self._whole = whole
         self._acted: list[Tensor] = []
-        self._outcomes: list[StepOutcome] = []
+        # of each step, rewards [B] and some entries of the observations, [B, n], None of several parts: as the environments returned them,
+        # and as the loop shows them, which may change them
+        self._outcomes: list[tuple[Array, Array | None, Array | None]] = []
         self._sent: list[Array] = []
         self._received: list[Array] = []
         self._cast = 0.0
@@ -114,7 +105,7 @@ class StepRecorder:
         returned = shown if last is None or shown is None or last.shape != shown.shape else last
         # a loop that repeats its actions adds the rewards of several answers
         paid = answers[0][1] if len(answers) == 1 and answers[0][1].shape == rewards.shape else rewards
-        self._outcomes.append(StepOutcome(paid, returned, shown))
+        self._outcomes.append((paid, returned, shown))
         sent = variables.get("clipped_actions", variables.get("actions"))  # MaskablePPO cuts none
         received = getattr(self.innermost, "actions", None)
         if isinstance(sent, np.ndarray) and isinstance(received, np.ndarray) and received.shape == sent.shape:
@@ -129,7 +120,7 @@ class StepRecorder:
 
     def transitions(self, stored: Any, ends: Sequence[StepEnds], resets: ResetCounter) -> Transitions | None:
         """Return the rollout, of which the buffer has stored these observations; None if they have several parts."""
-        if not isinstance(stored, np.ndarray) or any(one.shown is None for one in self._outcomes) or not self._outcomes:
+        if not isinstance(stored, np.ndarray) or any(shown is None for _, _, shown in self._outcomes) or not self._outcomes:
             return None
         columns: Any = zip(*self._outcomes, strict=True)
         paid, returned, shown = map(np.stack, columns)

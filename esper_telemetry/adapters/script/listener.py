@@ -129,15 +129,6 @@ class Collected(NamedTuple):
     announced: bool
 
 
-class OptimizerCall(NamedTuple):
-    """The current optimizer step, the losses whose gradients it applies, and the number of passes since the last step."""
-
-    optimizer: Optimizer
-    variables: Variables
-    readings: list[LossReading]
-    passes: int
-
-
 WHAT_TO_ADD = (
     "A loss of a policy is a mean over log-probabilities of at least two actions times their advantages, or over ratios: collect several "
     "steps for each step of the optimizer, or report from the loop (docs/own_loop.md)"
@@ -203,7 +194,7 @@ class ScriptListener:
         self._learning_rate = self._seconds = 0.0
         self._rates: dict[int, list[GroupRate]] = {}  # of each optimizer, at its first step in the update
         self._owners: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-        self._first_rate: float | None = None
+        self._first_rate = 0.0
         self._early: list[set[int]] = [set(), {0}]
         self._early_values: list[tuple[object, ValueTerm]] = []  # of the critic, before the first step of a policy
         self._last_steps = 3
@@ -218,7 +209,8 @@ class ScriptListener:
         self._coefficients: dict[str, float] = {}
         self._read_weights: dict[str, float] = {}  # of the loss itself, if no setting has them
         self._other_clip: dict[str, float] = {}  # of the loss itself, if the setting has another
-        self._call: OptimizerCall | None = None
+        # of the current optimizer step, with the losses whose gradients it applies, and the number of passes since the last step
+        self._call: tuple[Optimizer, Variables, list[LossReading], int] | None = None
         self._collected: Collected | None = None  # of an update whose rollout waits for the first loss of the policy
         self._announced: Optimizer | None = None
         self._shown = self._several = False
@@ -290,11 +282,10 @@ class ScriptListener:
         self._find_rollout(variables, joined(readings))
         policies = [one.policy for one in readings if one.policy is not None]
         self._accumulates = len(policies) + passes - len(readings) > 1 and policies[-1].log_ratio is None
-        self._call = OptimizerCall(optimizer, variables, readings, passes)
+        self._call = optimizer, variables, readings, passes
         if self._step == 0:
             self._rates = {}
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
-            self._first_rate = self._learning_rate if self._first_rate is None else self._first_rate
         if id(optimizer) not in self._rates:
             self._rates[id(optimizer)] = self._rates_of(optimizer, variables, readings)
         self._epoch = self._pass_of(variables)
@@ -521,18 +512,18 @@ class ScriptListener:
                 self.estimates.take_graphs()
                 self.indices.take(0)
             return
-        call, self._call = self._call, None
+        (stepping, variables, readings, passes), self._call = self._call or (None, Variables([]), [], 1), None
         if self._announced in (None, optimizer):
             self._announced, self._passes, self._shown = None, 1, False
         self._stepping = False
         self._last_clips[optimizer] = self.clips.take_calls(parameters)
         # passes are not counted by optimizer before the first step
-        self._last_passes[optimizer] = self._pass_counts.pop(optimizer, 1 if call is None else max(1, call.passes))
-        if call is None or call.optimizer is not optimizer:
+        self._last_passes[optimizer] = self._pass_counts.pop(optimizer, max(1, passes))
+        if stepping is not optimizer:
             return
         self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._named_parameters(optimizer)))
-        for reading in call.readings:
-            self._add_reading(reading, call.variables)
+        for reading in readings:
+            self._add_reading(reading, variables)
         self._emit_minibatches()
         if self._step in (1, 2):
             self._early[self._step - 1] = set(map(id, parameters))
@@ -649,7 +640,7 @@ class ScriptListener:
         traced |= {role: f"{traced[role]} ({place})" for role, place in places.items()}
         traced |= {} if first is None or first.entropy is None else {"entropy": ""}
         size = 0 if rollout is None else rollout.rewards.numel()
-        known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts
+        known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate, self._facts
         rows = len(first.policy.advantages) if first is not None and first.policy is not None else 0
         if rows and size > rows and size % rows == 0:  # minibatches that the script does not count
             facts = {"num_minibatches": size // rows, **facts}
