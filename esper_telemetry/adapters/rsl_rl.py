@@ -373,7 +373,6 @@ class RunnerListener(Adapter):
         }
 
     def _unchecked(self, *, adaptive: bool) -> dict[str, str]:
-        """Why equations cannot be checked that the events do not show."""
         environment = "RSL-RL does not return the last observations of episodes, nor what arrived in its environments"
         losses = ("policy_loss", "value_loss", "entropy_loss", "total_loss", "log_ratios")
         reasons = dict.fromkeys(losses, "RSL-RL keeps its losses to itself")

@@ -410,7 +410,6 @@ def environment_facts(env: Any) -> dict[str, Any]:
 
 
 def _unchecked(loss: Any, estimator: Any) -> dict[str, str]:
-    """Return why equations cannot be checked that the events do not show."""
     reasons = dict.fromkeys(
         ("transitions", "executed_actions", "stored_rewards"), "batches of collectors keep no copy of what environments returned"
     )

@@ -252,7 +252,6 @@ class RolloutReplay:
 
     @property
     def _observations(self) -> Any:
-        """Observations of some transitions."""
         return self._inputs.rows(self._part, self._policy.device)
 
     def _mistaken(self, name: str) -> tuple[StoredRollout, Memory | None] | None:

@@ -201,19 +201,17 @@ class _LossReader:
 
     def _read_rows(self) -> tuple[list[Node], set[Node]]:
         """Read the terms of single rows; return the nodes of log-probabilities, and all nodes that have been read."""
-        graph, slopes, read = self.graph, self.terms.slopes, set[Node]()
+        graph, slopes = self.graph, self.terms.slopes
         chosen = [node for node in graph.in_order(slopes) if is_row_log_prob(graph, node)] if len(slopes) > 1 else []
         errors, bonuses = row_errors(graph, slopes), row_entropies(graph, slopes)
         if len(chosen) > 1:
             self.policy = policy_of_rows(graph, chosen, slopes)
-            read |= set(chosen) if self.policy is not None else set()
         if len(errors) > 1:
             self.value = critic_of_rows(graph, errors, slopes)
-            read |= set(errors) if self.value is not None else set()
         if self.policy is not None and len(bonuses) == len(chosen):
             self.entropy = entropy_of_rows(graph, bonuses, slopes)
-            read |= set(bonuses) if self.entropy is not None else set()
-        return chosen, read
+        by_term = ((self.policy, chosen), (self.value, errors), (self.entropy, bonuses))
+        return chosen, {node for term, nodes in by_term if term is not None for node in nodes}
 
     def _read_term(self, place: int, *, sampled: bool) -> None:
         graph, terms, node = self.graph, self.terms, self.terms.edges[place].node
