@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_telemetry.adapters.columns import EpisodeCounter, numbers_by_key
-from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
+from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping, remove_all
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.events import BackwardEnd, EpisodeEnd, Hooks, OptimizerStep, Remover, RolloutEnd, RunStart, UpdateStart
@@ -161,7 +161,7 @@ class Adapter:
         self._parts = apart if sum(map(len, apart)) == len(set().union(*apart)) == len(whole) else (whole,)
         if self._stop_clipping is None:
             self._stop_clipping = listen_to_clipping(self, self.session.failed, self.clipping_module)
-        _call_all(self._steps)
+        remove_all(self._steps)
         attempt = self.session.attempt
         for one in self.optimizers:
             before = one.register_step_pre_hook(lambda optimizer, *_: attempt(self.before_step, optimizer))
@@ -244,8 +244,8 @@ class Adapter:
         stop_clipping, self._stop_clipping = self._stop_clipping, None
         if stop_clipping is not None:
             stop_clipping()
-        _call_all(self._steps)
-        _call_all(self._taps)
+        remove_all(self._steps)
+        remove_all(self._taps)
         self.session.attempt(lambda adapter: adapter.end_update(), self)
 
     # Gradients.
@@ -320,11 +320,6 @@ class Adapter:
         episodes = self.episodes(rollout)
         if episodes is not None:
             self.hooks.emit(episodes)
-
-
-def _call_all(removers: list[Remover]) -> None:
-    while removers:
-        removers.pop()()
 
 
 def named_parameters(**parts: nn.Module) -> dict[str, Tensor]:

@@ -22,12 +22,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from esper_telemetry.events import NONE, EpisodeEnd
+from esper_telemetry.updates.joining import joined_heads
 from esper_telemetry.updates.update import JoinedMinibatches
 
 Array: TypeAlias = npt.NDArray[Any]
 
-Join: TypeAlias = Callable[[tuple[Tensor, ...]], Tensor]
+Join: TypeAlias = Callable[[list[Tensor]], Tensor]
 """`torch.cat` or `torch.stack`."""
+
+HEAD = "action"
+"""Name of a policy's only head."""
 
 ADVANTAGE_EPS = 1e-8
 """Added to the standard deviation by which advantages are divided, as in Stable-Baselines3 and CleanRL."""
@@ -54,7 +58,7 @@ class HeadColumns(NamedTuple):
 
 def head_names(count: int) -> tuple[str, ...]:
     """Return the names of a policy's heads: `action`, or `action_0`, `action_1`, ... for several."""
-    return ("action",) if count == 1 else tuple(f"action_{index}" for index in range(count))
+    return (HEAD,) if count == 1 else tuple(f"action_{index}" for index in range(count))
 
 
 def head_columns(parts: Mapping[str, Any]) -> HeadColumns:
@@ -92,11 +96,7 @@ def join_columns(columns: Sequence[HeadColumns], join: Join) -> HeadColumns:
     """Join each column of several `HeadColumns`. Columns that some of them lack are left out."""
     if len(columns) == 1 and join is torch.cat:
         return columns[0]
-    joined: list[dict[str, Tensor]] = []
-    for parts in zip(*columns, strict=True):
-        names = parts[0] if all(len(part) == len(parts[0]) for part in parts) else ()
-        joined.append({name: join(tuple([part[name] for part in parts])) for name in names})
-    return HeadColumns(*joined)
+    return HeadColumns(*(joined_heads(parts, join) for parts in zip(*columns, strict=True)))
 
 
 def head_actions(actions: Tensor, names: Sequence[str], continuous: Collection[str], shape: Sequence[int]) -> dict[str, Tensor]:
@@ -223,10 +223,8 @@ class EvaluatedMinibatch(NamedTuple):
 
 
 @torch.no_grad()
-def evaluated_minibatches(
-    rows: Sequence[EvaluatedMinibatch], head: str, *, clip: float, clip_value: float | None, clip_maximum: bool = False
-) -> JoinedMinibatches:
-    """Return the minibatches of an update, with their losses; see `loss_columns` for the clips. `head` is the name of the one head."""
+def evaluated_minibatches(rows: Sequence[EvaluatedMinibatch], *, clip: float, clip_value: float | None) -> JoinedMinibatches:
+    """Return the minibatches of an update, with RSL-RL's losses; see `loss_columns` for the clips."""
     fields: Any = EvaluatedMinibatch._make(zip(*rows, strict=True))  # each field of all minibatches
     sizes = tuple([log_probs.numel() for log_probs in fields.log_probs])
     counts = tuple([size if own is None else len(own) for own, size in zip(fields.rows, sizes, strict=True)])
@@ -244,7 +242,7 @@ def evaluated_minibatches(
         return counted(columns).flatten()
 
     def joined_head(place: int) -> dict[str, Tensor]:
-        return {head: counted([parameters[place].flatten(0, -2) for parameters in fields.gaussian])}
+        return {HEAD: counted([parameters[place].flatten(0, -2) for parameters in fields.gaussian])}
 
     log_probs = joined("log_probs")
     columns = LossColumns(
@@ -253,7 +251,7 @@ def evaluated_minibatches(
         entropy=log_probs,  # no loss reads it
         **{name: joined(name) for name in ("advantages", "values", "old_values", "returns")},
     )
-    losses = {"policy": policy_loss(columns, clip), "value": value_loss(columns, clip_value, maximum=clip_maximum)}
+    losses = {"policy": policy_loss(columns, clip), "value": value_loss(columns, clip_value, maximum=True)}
     known = [own for own in fields.rows if own is not None]
     return JoinedMinibatches(
         epochs=fields.epoch,
@@ -364,8 +362,7 @@ def next_values(values: Tensor, last: Tensor, ended: Tensor, bootstrap: Tensor |
         values: [T, B], estimates of the states before each step.
         last: [B], estimates of the states after the last step.
         ended: [T, B], bool: the step ended its episode.
-        bootstrap: [T, B], estimates of the last states of episodes that a time limit ended, 0 elsewhere; None if no
-            episode has one.
+        bootstrap: [T, B], estimates of the last states of episodes that a time limit ended, 0 elsewhere; None without any.
     """
     following = torch.cat([values[1:], last.reshape(1, -1).to(values)])
     return torch.where(ended, torch.zeros_like(following) if bootstrap is None else bootstrap, following)
@@ -426,11 +423,7 @@ class EpisodeCounter:
 
 def numbers_by_key(prefix: str, logged: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers that a trainer has logged, under keys that every backend takes: `Loss/value` becomes `rsl_rl/loss/value`."""
-    numbers = {}
-    for name, value in logged.items():
-        if isinstance(value, Real):
-            numbers[_key(prefix, str(name))] = float(value)
-    return numbers
+    return {_key(prefix, str(name)): float(value) for name, value in logged.items() if isinstance(value, Real)}
 
 
 @cache

@@ -6,7 +6,7 @@ This module does not import a trainer's library, because the worker process impo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -151,8 +151,7 @@ class TokensEnd:
         log_probs: of the tokens, before the step.
         mask: True for tokens that are trained on.
         entropy: of the distribution of each token.
-        old: log-probabilities at collection, or [B] of whole completions if the ratio is theirs; None if the trainer uses `log_probs`
-            instead, so that every ratio is 1.
+        old: log-probabilities at collection, or [B] of whole completions if the ratio is theirs; None if every ratio is 1 by construction.
         reference: log-probabilities under the reference model.
         sampling: the sampling engine's log-probabilities; NaN if it gave none.
         ends: True for end tokens; None if the mask does not follow from them.
@@ -187,7 +186,7 @@ class TokensUpdate:
 
     event_type: ClassVar[type] = TokensEnd
 
-    passes: tuple[TokensEnd, ...] = field(default=())
+    passes: tuple[TokensEnd, ...] = ()
 
     @classmethod
     def from_events(cls, events: Sequence[TokensEnd]) -> TokensUpdate:

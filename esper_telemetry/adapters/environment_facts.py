@@ -43,7 +43,8 @@ def _facts(env: Any) -> dict[str, str]:
     if is_remote:
         chain = [(one.name, one.kwargs) for one in getattr(spec, "additional_wrappers", ())] + chain
     has_limit = getattr(spec, "max_episode_steps", None) is not None  # which is the fact `horizon`
-    shown = [_call(name, kwargs) for name, kwargs in chain if name not in NEUTRAL_WRAPPERS and not (has_limit and name == "TimeLimit")]
+    hidden = NEUTRAL_WRAPPERS | {"TimeLimit"} if has_limit else NEUTRAL_WRAPPERS
+    shown = [f"{name}({_arguments(kwargs)})" if kwargs else name for name, kwargs in chain if name not in hidden]
     spaces = {name: getattr(env, f"single_{name}", getattr(env, name, None)) for name in ("observation_space", "action_space")}
     name = getattr(spec, "id", None) or ("" if is_remote else type(layers[-1]).__name__)
     arguments = {key: value for key, value in getattr(spec, "kwargs", {}).items() if key not in NEUTRAL_ARGUMENTS}
@@ -67,10 +68,6 @@ def _layers(env: Any) -> Iterator[Any]:
         env = next((one for one in inner if one is not None), None)
         if env is None:
             return
-
-
-def _call(name: str, kwargs: Mapping[str, Any] | None) -> str:
-    return f"{name}({_arguments(kwargs)})" if kwargs else name
 
 
 def _arguments(kwargs: Mapping[str, Any]) -> str:

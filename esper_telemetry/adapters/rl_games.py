@@ -4,8 +4,7 @@ The rollout is read from the experience buffer, and the losses of minibatches fr
 limits, and may normalise values and returns. So rewards are copied when they arrive; losses are in the normaliser's units, the columns of
 minibatches are converted back.
 
-Shapes: T steps, B environments, A actions, D action dimensions, N rows of a minibatch. rl_games flattens a rollout environment by
-environment.
+Shapes: T steps, B environments, A actions, D action dimensions, N rows of a minibatch. A flat rollout has one environment after the other.
 """
 
 from __future__ import annotations
@@ -198,7 +197,6 @@ class AlgoListener(Adapter):
         return {part: names for part, names in groups.items() if names}
 
     def _after_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-        """The model evaluated a minibatch."""
         if self.learning:
             self.begin_minibatch(self._count // len(self._algo.dataset))
             self._count += 1
@@ -223,7 +221,7 @@ class AlgoListener(Adapter):
         if not algo.has_central_value:
             columns = output["values"], batch["old_values"], batch["returns"]
             names = ("values", "old_values", "returns")
-            critic = {name: _total(column.detach()) for name, column in zip(names, columns, strict=True)}
+            critic = {name: column.detach().sum(-1) for name, column in zip(names, columns, strict=True)}
         masks = batch.get("rnn_masks")
         self.row = MinibatchEnd(
             self.epoch,
@@ -278,7 +276,6 @@ class AlgoListener(Adapter):
         yield from of_parameters(self._parameters().items())
 
     def _facts(self) -> dict[str, Any]:
-        """Facts for the alarms about a run."""
         algo, model = self._algo, _model(self._algo)
         envs = algo.num_actors * algo.num_agents * algo.world_size
         steps, frames = algo.horizon_length * algo.num_actors * algo.world_size, int(algo.max_frames)
@@ -379,11 +376,6 @@ class TelemetryObserver:
 def _model(algo: Any) -> Any:
     """The model itself, not what `torch.compile` has made of it."""
     return getattr(algo.model, "_orig_mod", algo.model)
-
-
-def _total(values: Tensor) -> Tensor:
-    """The sum [N] of the estimates [N, V] of each row."""
-    return values.squeeze(-1) if values.shape[-1] == 1 else values.sum(-1)
 
 
 def _statistics(normalizer: Any) -> tuple[Tensor, Tensor]:

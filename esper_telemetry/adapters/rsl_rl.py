@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.adapter import Adapter, named_parameters, parameter_groups, plain_settings
-from esper_telemetry.adapters.columns import EvaluatedMinibatch, evaluated_minibatches, next_values
+from esper_telemetry.adapters.columns import HEAD, EvaluatedMinibatch, evaluated_minibatches, next_values
 from esper_telemetry.adapters.taps import GeneratorTap, SurroundingTap
 from esper_telemetry.core.event_parts import Scale
 from esper_telemetry.core.facts import UNCHECKED_FACT
@@ -37,9 +37,6 @@ except ImportError:  # older than 5.4, which attach_runner does not need
     LogWriter = object
 
 log = logging.getLogger("esper_telemetry")
-
-HEAD = "action"
-"""Name of the one head of a policy."""
 
 REQUIRED_ATTRIBUTES = ("actor", "critic", "storage", "optimizer", "clip_param", "compute_returns")
 """Attributes of an algorithm whose updates the adapter understands."""
@@ -146,9 +143,7 @@ class RunnerListener(Adapter):
             self._time_outs.append(extras["time_outs"].to(rewards.device, copy=True))
 
     def _after_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-        """Keep the critic's estimates of a minibatch or a step. The last estimates before an update belong to the states after the
-        rollout.
-        """
+        """Keep the critic's estimates of a minibatch or a step. The last ones before an update are of the states after the rollout."""
         if self.learning:
             self._values = result.detach()
         else:
@@ -328,10 +323,9 @@ class RunnerListener(Adapter):
         """Return all minibatches of the update."""
         alg = self._alg
         clip_value = alg.clip_param if alg.use_clipped_value_loss else None
-        return evaluated_minibatches(rows, HEAD, clip=alg.clip_param, clip_value=clip_value, clip_maximum=True)
+        return evaluated_minibatches(rows, clip=alg.clip_param, clip_value=clip_value)
 
     def _facts(self, iterations: int | None) -> dict[str, Any]:
-        """Facts for the alarms about a run of that many iterations."""
         runner, alg, cell = self._runner, self._alg, self._cell
         env, storage, kinds = runner.env, alg.storage, {type(part) for part in self._actor.modules()}
         steps, envs, ranks = int(storage.num_transitions_per_env), int(storage.num_envs), self._ranks
@@ -379,7 +373,6 @@ class RunnerListener(Adapter):
         }
 
     def _unchecked(self, *, adaptive: bool) -> dict[str, str]:
-        """Why equations cannot be checked that the events do not show."""
         environment = "RSL-RL does not return the last observations of episodes, nor what arrived in its environments"
         losses = ("policy_loss", "value_loss", "entropy_loss", "total_loss", "log_ratios")
         reasons = dict.fromkeys(losses, "RSL-RL keeps its losses to itself")

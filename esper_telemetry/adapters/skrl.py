@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.adapters.adapter import Adapter, last_layer, named_parameters, parameter_groups, plain_settings
 from esper_telemetry.adapters.columns import (
+    HEAD,
     HeadColumns,
     LossColumns,
     head_actions,
@@ -38,9 +39,6 @@ from esper_telemetry.updates.extensions import ObservedSource
 from esper_telemetry.updates.failure import Candidate, of_parameters
 from esper_telemetry.updates.joining import joined_minibatches
 from esper_telemetry.updates.update import JoinedMinibatches
-
-HEAD = "action"
-"""Name of the one head of a policy."""
 
 REQUIRED_ATTRIBUTES = ("policy", "value", "memory", "optimizer", "_value_preprocessor", "_observation_preprocessor")
 """Attributes of an agent whose updates the adapter understands; PPO's configuration has `ratio_clip` too."""

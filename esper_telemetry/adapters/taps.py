@@ -194,6 +194,12 @@ def _identity(value: Value) -> Value:
     return value
 
 
+def remove_all(removers: list[Remover]) -> None:
+    """Call the removers, the last one first, and clear the list."""
+    while removers:
+        removers.pop()()
+
+
 CLIP_FUNCTION = "clip_grad_norm_"
 
 
@@ -204,9 +210,7 @@ class ClipListener(Protocol):
         """Return True for the parameters that it observes."""
 
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float, norms: Tensor | None) -> None:
-        """Handle parameters that are about to be clipped together. `norms` [K] are the norms of all gradients; None if they were
-        not computed.
-        """
+        """Handle parameters that are about to be clipped together; `norms` [K] of all gradients are None if they were not computed."""
 
 
 class ClipFunction:
@@ -236,7 +240,11 @@ class ClipFunction:
                 norms = ops.raw_norms(gradients)
         except Exception as error:  # torch clips instead
             owners[0][1](self._reproduces_torch, error)
-        _report(owners, listed, max_norm, norms)
+        for owner, on_error in owners:
+            try:
+                owner.before_clip(listed, max_norm, norms)
+            except Exception as error:  # a bug of ours must not reach the trainer
+                on_error(owner.before_clip, error)
         if norms is None:
             return self._clip(listed, max_norm, *args, **kwargs)
         return ops.clip_by_norms(gradients, norms, float(max_norm))
@@ -250,16 +258,6 @@ class ClipFunction:
         if plain and gradients and self._verified is None:
             self._verified = equals_torch(gradients, max_norm)
         return plain and bool(self._verified)
-
-
-def _report(
-    owners: Sequence[tuple[ClipListener, ErrorHandler]], parameters: Sequence[Tensor], max_norm: float, norms: Tensor | None
-) -> None:
-    for owner, on_error in owners:
-        try:
-            owner.before_clip(parameters, max_norm, norms)
-        except Exception as error:  # a bug of ours must not reach the trainer
-            on_error(owner.before_clip, error)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper_telemetry.adapters.adapter import Adapter, last_layer, parameter_groups, plain_settings
-from esper_telemetry.adapters.columns import HeadColumns, head_columns, minibatch_means
+from esper_telemetry.adapters.columns import HEAD, HeadColumns, head_columns, minibatch_means
 from esper_telemetry.adapters.taps import listen
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.record import Level
@@ -25,9 +25,6 @@ from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.joining import joined_column, joined_minibatches
 from esper_telemetry.updates.update import JoinedMinibatches
-
-HEAD = "action"
-"""Name of the one head of a policy."""
 
 NORMALIZERS = frozenset({"VecNorm", "VecNormV2"})
 """Transforms of environments that normalise observations and rewards."""
@@ -154,7 +151,6 @@ class LossListener(Adapter):
         self._critic = result[1].detach().flatten(), result[0].detach().flatten()
 
     def _after_loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """The loss of a minibatch is computed."""
         log_ratio, advantages, heads, (values, returns) = self._log_ratio, self._advantages, self._heads, self._critic
         self._advantages = None
         self._forget_passes()
@@ -243,7 +239,6 @@ class LossListener(Adapter):
         return losses
 
     def _coefficients(self) -> dict[str, float]:
-        """Weights of the losses now."""
         entropy, critic = (getattr(self._loss, name, None) for name in ("entropy_coeff", "critic_coeff"))
         weights = {"entropy": 0.0 if entropy is None else float(entropy)}
         if critic is not None:  # their value loss is the mean squared error, ours half of it
@@ -415,7 +410,6 @@ def environment_facts(env: Any) -> dict[str, Any]:
 
 
 def _unchecked(loss: Any, estimator: Any) -> dict[str, str]:
-    """Return why equations cannot be checked that the events do not show."""
     reasons = dict.fromkeys(
         ("transitions", "executed_actions", "stored_rewards"), "batches of collectors keep no copy of what environments returned"
     )

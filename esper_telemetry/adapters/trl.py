@@ -222,8 +222,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             GRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, callbacks=[TelemetryCallback(telemetry)]).train()
 
     The callback listens to methods of one trainer while it learns. It does not change training: weights are bit-identical with and
-    without it. Numbers that TRL logs are in the record under `trl/`. It detaches when training ends, when `telemetry` is closed,
-    and on `detach()`.
+    without it. Numbers that TRL logs are in the record under `trl/`. It detaches when training or `telemetry` ends, and on `detach()`.
 
     Args:
         telemetry: receives the records; stays open when training ends.

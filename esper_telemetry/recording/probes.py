@@ -1,5 +1,4 @@
-"""Probes of sampled updates: whole gradients, the optimizer's state, and passes of the policy over its rollout before and after the
-update.
+"""Probes of sampled updates: whole gradients, the optimizer's state, and passes of the policy over its rollout before and after them.
 
 The hooks of these probes exist only while an update is sampled, so other updates are not slowed down. Each hook is removed as soon
 as its sample is complete. Copies and measurements do not change training. Optimizer states and zeros in gradients are sampled
@@ -46,9 +45,7 @@ change between them, which inflates the noise.
 """
 
 MAX_SAMPLE_ENTRIES = 1 << 26
-"""Largest number of entries in a sample's gradients. Two minibatches of larger networks are copied, in addition to the optimizer's
-states.
-"""
+"""Largest number of entries in a sample's gradients. Of larger networks two minibatches are copied, next to the optimizer's states."""
 
 MAX_TRAVELLING_ENTRIES = 1 << 20
 """Entries of a sample that may travel to the worker: four megabytes. Larger samples are measured in the trainer's process."""
@@ -181,11 +178,8 @@ class GradientProbe:
         self._stride = 1
 
     def _keep_shards(self, event: MinibatchStart) -> None:
-        gradients, samples = [], []
-        for shard in event.shards(SHARDS):
-            gradients.append(shard.gradient)
-            samples.append(shard.samples)
-        self._sample = self._sample._replace(shards=tuple(gradients), samples=tuple(samples))
+        shards = event.shards(SHARDS)
+        self._sample = self._sample._replace(shards=tuple(x.gradient for x in shards), samples=tuple(x.samples for x in shards))
 
     def _keep_shared(self, event: TrunkBackward) -> None:
         """Take the gradients of both losses with respect to their shared parameters, through the first minibatch's graph."""
@@ -219,10 +213,9 @@ class GradientProbe:
         gradients = gradients_of([event.parameters[name] for name in event.names])
         numels = tuple(gradient.numel() for gradient in gradients)
         if not self._minibatches:
-            self._sample = self._sample._replace(names=event.names, numels=numels)
             names = {id(parameter): name for name, parameter in event.parameters.items()}
             sizes = [(names.get(id(p), f"shared_{place}"), p.numel()) for place, p in enumerate(self._shared)]
-            self._sample = self._sample._replace(shared=tuple(sizes))
+            self._sample = self._sample._replace(names=event.names, numels=numels, shared=tuple(sizes))
         same = (event.names, numels) == self._sample[:2] and len(numels) == len(event.names)
         vectors = len(self._minibatches) + 1
         if same and (vectors <= 2 or vectors * sum(numels) <= MAX_SAMPLE_ENTRIES):

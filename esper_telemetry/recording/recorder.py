@@ -317,7 +317,6 @@ class UpdateRecorder:
             events.clear()
 
     def _end(self, event: UpdateEnd) -> None:
-        """Submit the update."""
         now = time.perf_counter()
         progress = TrainingProgress(
             event, event.env_step - self._env_step, now - self._ended, self._collected, self._telemetry.sampling.period

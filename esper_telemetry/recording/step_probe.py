@@ -176,9 +176,7 @@ class StepProbe:
                 self._telemetry.measure([partial(gradient_check, step, self._loss, gradient, self.precision)])
 
     def _optimizer_step(self, event: OptimizerStep) -> None:
-        """Keep the gradient that the optimizer reads; the weights are read when the next step begins, so that changes after this one are
-        seen.
-        """
+        """Keep the gradient that the optimizer reads. The weights are read when the next step begins, to see changes after this one."""
         step, objective = self._step, self._objective_event
         if step is None or objective is None:
             return

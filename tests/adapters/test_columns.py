@@ -91,7 +91,7 @@ def test_rows_that_are_no_data_are_left_out_of_minibatches() -> None:
     """The second row of the second minibatch is padding. The other rows have ratio e, so their clipped loss is -1.2 times 1."""
     column = torch.ones(2)
     whole = EvaluatedMinibatch(0, torch.tensor([0, 1]), column, 0 * column, column, column, column, (torch.full((2, 1), math.e),), column)
-    joined = evaluated_minibatches([whole, whole._replace(epoch=1, rows=torch.tensor([1]))], "action", clip=0.2, clip_value=None)
+    joined = evaluated_minibatches([whole, whole._replace(epoch=1, rows=torch.tensor([1]))], clip=0.2, clip_value=None)
 
     assert (joined.epochs, joined.counts) == ((0, 1), (2, 1))
     assert joined.rows is not None

@@ -20,8 +20,8 @@ from torch.distributions import Categorical, Independent, Normal
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
-from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import EpisodeLog
+from esper_telemetry.adapters.script.script_minibatches import left_out, loss_terms
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.facts import Facts
@@ -333,7 +333,7 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     }
     paid = torch.tensor([[1.0], [2], [3]])
     flags = {"ended": ends, "reset": ends, "time_limits": torch.zeros_like(ends)}
-    steps: Any = SimpleNamespace(steps=3, envs=1, rewards=paid, in_turns=True, cut=False, received=lambda: None, **flags)
+    steps: Any = SimpleNamespace(steps=3, envs=1, rewards=paid, in_turns=True, cut=False, received=None, **flags)
     finder = RolloutFinder(Variables([columns]), steps)
     rollout = finder.rollout()
 

@@ -113,7 +113,7 @@ def collected(ends: Tensor, paid: Tensor | None = None, limits: Tensor | None = 
     rewards = torch.ones(ends.shape) if paid is None else paid
     steps, envs = ends.shape
     columns = {"ended": ends, "reset": ends, "rewards": rewards, "time_limits": cut}
-    return SimpleNamespace(steps=steps, envs=envs, in_turns=True, cut=False, received=lambda: None, **columns)
+    return SimpleNamespace(steps=steps, envs=envs, in_turns=True, cut=False, received=None, **columns)
 
 
 def finder_of(

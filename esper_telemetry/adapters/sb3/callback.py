@@ -34,7 +34,7 @@ from esper_telemetry.adapters.sb3.sb3_facts import (
 from esper_telemetry.adapters.sb3.sb3_minibatches import MinibatchListener
 from esper_telemetry.adapters.sb3.sb3_replay import RolloutReplay, copied_weights
 from esper_telemetry.adapters.sb3.sb3_rollouts import RolloutRecorder, joined_rollouts
-from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
+from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping, remove_all
 from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.core.event_parts import PolicyReplay
 from esper_telemetry.core.record import Level
@@ -115,7 +115,7 @@ class ModelListener:
         if not self._learning:
             return
         self._learning = False
-        _remove_all(self._for_update)
+        remove_all(self._for_update)
         self.minibatches.finish()
         self._times.end("update")
         self.progress = self.progress._replace(gradient_step=self.progress.gradient_step + self.minibatches.step)
@@ -131,8 +131,8 @@ class ModelListener:
     def stop(self) -> None:
         """Emit the remaining events, then stop listening."""
         self.recorder.stop()
-        _remove_all(self._for_update)
-        _remove_all(self._always)
+        remove_all(self._for_update)
+        remove_all(self._always)
         self._emit_rest()
 
     def _record_ends(self) -> None:
@@ -198,11 +198,6 @@ class ModelListener:
         return listen(owner, name, listener, self._session.failed)
 
 
-def _remove_all(taps: list[Remover]) -> None:
-    while taps:
-        taps.pop()()
-
-
 REQUIRED_ATTRIBUTES = ("rollout_buffer", "normalize_advantage", "max_grad_norm", "n_steps")
 """Attributes of a model whose updates the callback understands."""
 
@@ -215,8 +210,7 @@ class TelemetryCallback(BaseCallback):
 
     The callback listens to the policy, the buffer and the optimizer of one model while it learns. It does not change training:
     weights are bit-identical with and without it. Every record has the environment step at which its data were collected.
-    Numbers that Stable-Baselines3 logs are in the record under `sb3/`. A model can be saved, and a policy pickled, during
-    training.
+    Numbers that Stable-Baselines3 logs are in the record under `sb3/`. A model that trains can be saved, and its policy pickled.
 
     It detaches when training ends, when `telemetry` is closed, after an exception, on `detach()` and at the end of
     `with TelemetryCallback(telemetry) as callback:`. A callback that learns again continues its run.
@@ -231,6 +225,7 @@ class TelemetryCallback(BaseCallback):
     Attributes:
         telemetry: as above.
         hooks: emits the events, also to listeners of your own.
+        learning: it listens to a model that learns.
 
     Raises:
         ValueError: for a number of updates below 1.
@@ -247,15 +242,10 @@ class TelemetryCallback(BaseCallback):
         self._session = session_of(telemetry)
         self._updates_per_record = updates_per_record
         self.hooks = Hooks()
-        self._learning = False
+        self.learning = False
         self._listener: ModelListener | None = None  # of the model that learns, or has learned last
         self._log_copy: LogCopy
         self._recorder: UpdateRecorder | None = None
-
-    @property
-    def learning(self) -> bool:
-        """True while it listens to a model that learns."""
-        return self._learning
 
     @property
     def updates(self) -> int:
@@ -264,7 +254,7 @@ class TelemetryCallback(BaseCallback):
 
     def detach(self) -> None:
         """Stop listening. It can be called at any time and repeatedly, also after an exception."""
-        learning, self._learning = self._learning, False
+        learning, self.learning = self.learning, False
         if learning and self._listener is not None:
             self._log_copy.remove()
             self._listener.stop()
@@ -287,11 +277,11 @@ class TelemetryCallback(BaseCallback):
             self._attempt(TelemetryCallback._start, self)
 
     def _on_rollout_start(self) -> None:
-        if self._learning:
+        if self.learning:
             self._attempt(ModelListener.rollout_begins, self._listener)
 
     def _on_step(self) -> bool:
-        if self._learning and self._listener is not None:
+        if self.learning and self._listener is not None:
             try:
                 self._listener.recorder.after_step(self.locals)
             except Exception as error:  # a bug of ours must not reach the trainer
@@ -299,11 +289,11 @@ class TelemetryCallback(BaseCallback):
         return True
 
     def _on_rollout_end(self) -> None:
-        if self._learning:
+        if self.learning:
             self._attempt(ModelListener.rollout_ends, self._listener)
 
     def _on_training_end(self) -> None:
-        if self._learning:
+        if self.learning:
             self._attempt(ModelListener.training_ends, self._listener)
         self.detach()
 
@@ -324,7 +314,7 @@ class TelemetryCallback(BaseCallback):
         listener = ModelListener(self._session, model, heads, self._recorder, progress, updates_per_record=shared)
         if previous is not None:
             listener.recorder.needs_steps = previous.recorder.needs_steps
-        self._listener, self._learning = listener, True
+        self._listener, self.learning = listener, True
 
     def _joined(self, blocks: Sequence[Any]) -> JoinedMinibatches:
         assert self._listener is not None

@@ -45,17 +45,6 @@ def ended_rows(ends: Sequence[StepEnds]) -> Iterator[tuple[int, int, Mapping[str
             yield step, index, infos[index]
 
 
-class StepOutcome(NamedTuple):
-    """What the environments returned in a step: rewards [B], and some entries of the observations, [B, n], None of several parts.
-
-    The loop may change observations before it shows them.
-    """
-
-    paid: Array
-    returned: Array | None
-    shown: Array | None
-
-
 class StepRecorder:
     """Records the steps of one rollout after another.
 
@@ -71,12 +60,15 @@ class StepRecorder:
         while hasattr(self.innermost, "venv"):
             self.innermost = self.innermost.venv
         self._answers: list[tuple[Array | None, Array]] = []
-        self.begin()
+        self.begin(whole=True)
 
-    def begin(self) -> None:
-        """Forget all steps: a rollout begins."""
+    def begin(self, *, whole: bool) -> None:
+        """Forget all steps: a rollout begins, which is recorded if `whole`."""
+        self._whole = whole
         self._acted: list[Tensor] = []
-        self._outcomes: list[StepOutcome] = []
+        # of each step, rewards [B] and some entries of the observations, [B, n], None of several parts: as the environments returned them,
+        # and as the loop shows them, which may change them
+        self._outcomes: list[tuple[Array, Array | None, Array | None]] = []
         self._sent: list[Array] = []
         self._received: list[Array] = []
         self._cast = 0.0
@@ -89,17 +81,19 @@ class StepRecorder:
 
     def after_env_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The first environment returned this."""
-        self._cast = max(self._cast, cast_change(result[0], self.innermost.observation_space.dtype))
+        if self._whole:
+            self._cast = max(self._cast, cast_change(result[0], self.innermost.observation_space.dtype))
 
     def after_action(self, args: tuple[Any, ...]) -> None:
         """The policy was called with these arguments."""
         if args and isinstance(args[0], Tensor) and args[0].numel() <= MAX_KEPT_ENTRIES:
             self._acted.append(args[0].clone())
 
-    def after_answer(self, observations: Any, rewards: Array) -> None:
-        """The environments returned these to the collecting loop."""
-        kept = _entries(observations).copy() if isinstance(observations, np.ndarray) else None
-        self._answers.append((kept, np.array(rewards)))
+    def after_answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The environments returned this to the collecting loop."""
+        if self._whole:
+            kept = _entries(result[0]).copy() if isinstance(result[0], np.ndarray) else None
+            self._answers.append((kept, np.array(result[1])))
 
     def after_step(self, variables: Mapping[str, Any], rewards: Array) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop, `rewards` [B] as it received them."""
@@ -111,7 +105,7 @@ class StepRecorder:
         returned = shown if last is None or shown is None or last.shape != shown.shape else last
         # a loop that repeats its actions adds the rewards of several answers
         paid = answers[0][1] if len(answers) == 1 and answers[0][1].shape == rewards.shape else rewards
-        self._outcomes.append(StepOutcome(paid, returned, shown))
+        self._outcomes.append((paid, returned, shown))
         sent = variables.get("clipped_actions", variables.get("actions"))  # MaskablePPO cuts none
         received = getattr(self.innermost, "actions", None)
         if isinstance(sent, np.ndarray) and isinstance(received, np.ndarray) and received.shape == sent.shape:
@@ -126,7 +120,7 @@ class StepRecorder:
 
     def transitions(self, stored: Any, ends: Sequence[StepEnds], resets: ResetCounter) -> Transitions | None:
         """Return the rollout, of which the buffer has stored these observations; None if they have several parts."""
-        if not isinstance(stored, np.ndarray) or any(one.shown is None for one in self._outcomes) or not self._outcomes:
+        if not isinstance(stored, np.ndarray) or any(shown is None for _, _, shown in self._outcomes) or not self._outcomes:
             return None
         columns: Any = zip(*self._outcomes, strict=True)
         paid, returned, shown = map(np.stack, columns)

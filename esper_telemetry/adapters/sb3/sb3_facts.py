@@ -22,7 +22,7 @@ from esper_telemetry.adapters.columns import HeadColumns, Join, chosen_log_probs
 from esper_telemetry.adapters.environment_facts import environment_facts
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
-from esper_telemetry.updates.failure import Candidate
+from esper_telemetry.updates.failure import Candidate, of_parameters
 from esper_telemetry.updates.pickles import policy_copy
 
 SQUASH_BOUND = math.atanh(0.99)
@@ -115,7 +115,7 @@ class ActionHeads:
         """Return the columns of several captures."""
         if not (self.continuous or self.single_choice):
             return join_columns(captures, join)
-        (name,), (first, second) = self.names, zip(*captures, strict=True)
+        (name,), (first, second) = self.names, map(list, zip(*captures, strict=True))
         if self.continuous:
             return HeadColumns(means={name: join(first)}, log_std={name: join(second).log()})
         masked = all(masks is not None for masks in second)
@@ -185,8 +185,7 @@ def minibatches_of(model: Any) -> int:
 
 
 def default_updates_per_record(model: Any) -> int:
-    """1 if training takes several passes over a rollout; for A2C, whose updates are single steps, the number of updates with 2048
-    transitions.
+    """1 if training takes several passes over a rollout; for A2C, whose updates are single steps, the number with 2048 transitions.
 
     A shorter run has a single record, whose last update is checked. An incomplete record is not checked.
     """
@@ -283,9 +282,7 @@ def _is_fresh(scaled: Any) -> bool:
 
 
 def schedule_of(model: Any) -> Callable[[float], float] | None:
-    """Return the learning rate as a function of the remaining training. None for a function that may count its calls, or have other
-    side effects.
-    """
+    """Return the learning rate as a function of the remaining training; None for a function that may have side effects."""
     schedule: Any = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
     is_library = str(getattr(schedule, "__module__", "")).startswith("stable_baselines3.")
     return schedule if is_library or is_formula(schedule) else None
@@ -337,8 +334,6 @@ def _initial(schedule: Any) -> float | None:
 def _plain(value: Any) -> Any:
     if isinstance(value, int | float | str | None):
         return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
     try:
         return float(value(1.0)) if callable(value) else str(value)
     except Exception:  # not a schedule
@@ -354,9 +349,7 @@ def nonfinite_candidates(model: Any) -> Iterator[Candidate]:
     flat = buffer.generator_ready  # then the rows of all environments follow one another
     for name in ("observations", "values", "log_probs", "advantages", "returns"):
         yield from _arrays(name, getattr(buffer, name), environments=None if flat else 1, steps=None if flat else steps)
-    parameters = dict(model.policy.named_parameters())
-    yield from (Candidate(name, parameter.detach()) for name, parameter in parameters.items())
-    yield from (Candidate(f"gradient of {name}", p.grad) for name, p in parameters.items() if p.grad is not None)
+    yield from of_parameters(list(model.policy.named_parameters()))
 
 
 def _arrays(name: str, value: Any, *, environments: int | None, steps: int | None = None) -> Iterator[Candidate]:

@@ -3,8 +3,7 @@
 **Norms before clipping** are taken by `adapters.taps`. Trainers that clip differently are observed at `policy.parameters`.
 
 **The two losses are separated inside the backward pass**: gradients arrive at the outputs of the two heads first. From there, a
-separate pass takes each to the trunk's output, and the graph below is not changed. A loss that is computed elsewhere is not
-affected.
+separate pass takes each to the trunk's output, without a change of the graph below. A loss that is computed elsewhere is not affected.
 
 The losses follow Stable-Baselines3 2.9, whose `train` keeps them to itself. Shapes: N rows of a minibatch, padding included.
 """

@@ -190,7 +190,6 @@ class MinibatchListener:
             self._hooks.emit(event if with_forward else replace(event, forward=None))
 
     def _after_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """The policy evaluated a minibatch."""
         fetched = self._evaluated(args[0] if args else kwargs.get("obs"))
         if fetched is None:
             return
@@ -221,9 +220,7 @@ class MinibatchListener:
                 log_probs.register_hook(self._gradients_of_log_probs.append)
 
     def _evaluated(self, observations: Any) -> Fetched | None:
-        """Return the minibatch with these observations. If they were changed, return the only open minibatch, unless several were
-        fetched.
-        """
+        """Return the minibatch with these observations; if they were changed, the only open one, unless several were fetched."""
         fetched = self._fetched.pop(id(observations), None)
         if fetched is None and self._fetched:
             (key, last), *others = self._fetched.items()

@@ -17,7 +17,7 @@ import torch
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.columns import Array, LossColumns, policy_loss
+from esper_telemetry.adapters.columns import Array, HeadColumns, LossColumns, policy_loss
 from esper_telemetry.adapters.sb3.sb3_facts import ActionHeads, last_distribution
 from esper_telemetry.adapters.sb3.sb3_gradients import advantages_as_used, clip_of
 from esper_telemetry.adapters.taps import in_mode, listen, without_trace
@@ -252,7 +252,6 @@ class RolloutReplay:
 
     @property
     def _observations(self) -> Any:
-        """Observations of some transitions."""
         return self._inputs.rows(self._part, self._policy.device)
 
     def _mistaken(self, name: str) -> tuple[StoredRollout, Memory | None] | None:
@@ -264,7 +263,8 @@ class RolloutReplay:
             return None if inputs.masks is None else (inputs._replace(masks=None), memory)
         if name in ("other_observations", "other_statistics"):
             own = self._other_observations()
-            if own is None or _are_rescaled(inputs.observations, own) != (name == "other_statistics"):
+            both = [] if own is None else [torch.from_numpy(_flat(one)) for one in (inputs.observations, own)]
+            if own is None or are_rescaled(*both) != (name == "other_statistics"):
                 return None
             return inputs._replace(observations=own), memory
         if memory is None:
@@ -310,9 +310,8 @@ class RolloutReplay:
     def _pass(self, inputs: StoredRollout, memory: Memory | None, *, critic: bool = True) -> Outputs:
         """Outputs in the policy's current mode; memory runs through the whole rollout."""
         policy, hidden, rows = self._policy, None, np.arange(inputs.starts.size)
-        chunks = (
-            _features(policy, inputs.rows(rows[start : start + CHUNK_ROWS], policy.device)) for start in range(0, len(rows), CHUNK_ROWS)
-        )
+        begins = range(0, len(rows), CHUNK_ROWS)
+        chunks = (_features(policy, inputs.rows(rows[begin : begin + CHUNK_ROWS], policy.device)) for begin in begins)
         parts: Iterable[tuple[Tensor, Tensor]] = chunks
         if memory is not None:
             hidden, read = self._recurrent(chunks, inputs.starts, memory, critic=critic)
@@ -349,11 +348,8 @@ class RolloutReplay:
 
     def _stored(self, rows: Any) -> Outputs:
         rollout = self._rollout
-        logits, means, log_std = (
-            {name: column.flatten(0, 1)[rows] for name, column in columns.items()}
-            for columns in (rollout.logits, rollout.means, rollout.log_std)
-        )
-        return Outputs(logits, means, log_std, {}, self._memory_after(rows))
+        heads = HeadColumns(rollout.logits, rollout.means, rollout.log_std).map(lambda column: column.flatten(0, 1)[rows])
+        return Outputs(heads.logits, heads.means, heads.log_std, {}, self._memory_after(rows))
 
     def _memory_after(self, rows: Any) -> Tensor | None:
         """Outputs [n, H] of the LSTM when the rollout was collected."""
@@ -425,11 +421,6 @@ def _distribution(policy: Any, latents: Tensor, inputs: StoredRollout, rows: Arr
     if inputs.masks is not None:
         distribution.apply_masking(_flat(inputs.masks)[rows])
     return distribution
-
-
-def _are_rescaled(stored: Array, own: Array) -> bool:
-    """Return whether observations [T, B, ...] are the stored ones in another scale."""
-    return are_rescaled(torch.from_numpy(stored).flatten(0, 1), torch.from_numpy(own).flatten(0, 1))
 
 
 def _flat(array: Array) -> Array:

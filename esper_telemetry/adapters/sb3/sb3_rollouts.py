@@ -96,7 +96,7 @@ class RolloutRecorder:
         self._raw_rewards: list[Array] = []
         self._ends: list[StepEnds] = []
         self._step_count = self._timed_steps = 0
-        self.steps.begin()
+        self.steps.begin(whole=self._whole)
         self._heads: list[HeadColumns] = []
         self._captures: list[Any] = []
         self.recurrent_steps: list[RecurrentStep] = []
@@ -111,8 +111,8 @@ class RolloutRecorder:
         memory = [self._listen(owner, "forward", self.after_lstm) for owner in owners]
         resets = [self._listen(owner, "reset", self._resets.after_reset) for owner in self._resets.owners]
         alone = [] if self.steps.shown_env is None else [self.steps.shown_env]
-        steps = [self._listen(env, "step", self.after_env_step) for env in alone]
-        return [*memory, *resets, *steps, self._listen(self._model.get_env(), "step_wait", self.after_answer)]
+        steps = [self._listen(env, "step", self.steps.after_env_step) for env in alone]
+        return [*memory, *resets, *steps, self._listen(self._model.get_env(), "step_wait", self.steps.after_answer)]
 
     def stop(self) -> None:
         """Stop listening to the policy."""
@@ -143,16 +143,6 @@ class RolloutRecorder:
                     self.recurrent_steps.append(self._lstm_step)
                 self.steps.after_action(args)
         self._acted_at = perf_counter()
-
-    def after_env_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """The first environment returned this."""
-        if self._whole:
-            self.steps.after_env_step(args, kwargs, result)
-
-    def after_answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """The environments returned this."""
-        if self._whole:
-            self.steps.after_answer(result[0], result[1])
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
@@ -311,9 +301,7 @@ class RolloutRecorder:
         return None if estimates is None else values
 
     def _asked_last_values(self, given: Tensor) -> Tensor:
-        """Return the critic's estimates [B] after the last step. They are recomputed if the trainer used the previous step's
-        estimates, or 0.
-        """
+        """Return the critic's estimates [B] after the last step, recomputed if the trainer used the previous step's estimates, or 0."""
         before = torch.from_numpy(self._model.rollout_buffer.values[-1])
         if self._recurrent or not (torch.equal(given, before) or not given.any()):
             return given

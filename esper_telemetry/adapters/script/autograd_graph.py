@@ -169,10 +169,6 @@ class LossGraph:
             return None if rows is None else rows.detach()
         return None
 
-    def layer_of(self, log_softmax: Node) -> LayerOutputs | None:
-        """The outputs of a linear layer below a softmax."""
-        return self.layer_at(children_of(log_softmax)[0], shape_of(log_softmax)[-1])
-
     def layer_at(self, node: Node, count: int) -> LayerOutputs | None:
         """The outputs of a linear layer at a node, perhaps only some of the outputs."""
         node, start = self.through_views(node), 0
@@ -302,13 +298,12 @@ def leaves_in(nodes: Iterable[Node]) -> list[Tensor]:
 
 def _errors(node: Node, _: Operands) -> Tensor:
     """The result of `F.mse_loss` and related functions."""
-    reduction = ("none", "mean", "sum")[node._saved_reduction]
-    own, target, loss = node._saved_self, node._saved_target, torch.nn.functional
+    columns, reduction = (node._saved_self, node._saved_target), REDUCTIONS[node._saved_reduction]
     if kind_of(node) == "MseLossBackward0":
-        return loss.mse_loss(own, target, reduction=reduction)
+        return functional.mse_loss(*columns, reduction=reduction)
     if kind_of(node) == "SmoothL1LossBackward0":
-        return loss.smooth_l1_loss(own, target, reduction=reduction, beta=node._saved_beta)
-    return loss.huber_loss(own, target, reduction=reduction, delta=node._saved_delta)
+        return functional.smooth_l1_loss(*columns, reduction=reduction, beta=node._saved_beta)
+    return functional.huber_loss(*columns, reduction=reduction, delta=node._saved_delta)
 
 
 def _all(node: Node, operand: Operands) -> list[Tensor]:
@@ -316,12 +311,11 @@ def _all(node: Node, operand: Operands) -> list[Tensor]:
 
 
 def _layer_output(node: Node, _: Operands) -> Tensor:
-    """The result of a linear layer, from its inputs and its parameters."""
     bias, inputs, turned = children_of(node)
     leaf, weight = (getattr(bias, "variable", None), getattr(children_of(turned)[0], "variable", None) if turned else None)
     if (inputs is not None and node._saved_mat1 is None) or leaf is None or weight is None:
         raise LookupError
-    return torch.nn.functional.linear(node._saved_mat1, weight, leaf)
+    return functional.linear(node._saved_mat1, weight, leaf)
 
 
 REDUCTIONS = ("none", "mean", "sum")  # by the numbers in nodes
@@ -397,9 +391,9 @@ def kind_of(node: Node) -> str:
     return str(node.name())
 
 
-def shape_of(node: Node, number: int = 0) -> torch.Size:
+def shape_of(node: Node) -> torch.Size:
     """The shape of an operation's result."""
-    return torch.Size(node._input_metadata[number].shape)
+    return torch.Size(node._input_metadata[0].shape)
 
 
 def children_of(node: Node) -> list[Node]:
@@ -439,18 +433,13 @@ def joined_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(known) if same else None
 
 
-def line_errors(rows: Tensor, other: Tensor) -> Tensor:
-    """Largest differences [K] of an array from each of `rows` [K, R] times a positive number, plus another one, next to its largest entry.
+def line_error(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two arrays up to a positive factor and an offset, next to the largest entry of `other`.
 
     Correlations do not distinguish arrays whose difference is small.
     """
-    first, second = rows.double(), other.double().reshape(-1)
-    first, second = first - first.mean(1, keepdim=True), second - second.mean()
-    slopes = (first @ second) / first.square().sum(1)
-    errors = (second - slopes[:, None] * first).abs().amax(1) / second.abs().max()
-    return torch.where((slopes > 0) & errors.isfinite(), errors, torch.inf)
-
-
-def line_error(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two arrays up to a positive factor and an offset, next to the largest entry of `other`."""
-    return float(line_errors(one.reshape(1, -1), other))
+    first, second = (part.double().reshape(-1) for part in (one, other))
+    first, second = first - first.mean(), second - second.mean()
+    slope = (first @ second) / first.square().sum()
+    error = (second - slope * first).abs().max() / second.abs().max()
+    return float(torch.where((slope > 0) & error.isfinite(), error, torch.inf))

@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.script.recorders import EpisodeLog, as_numbers, is_flag, named_parts, step_parts, unflagged_step
+from esper_telemetry.adapters.script.script_taps import wrapping
 from esper_telemetry.adapters.script.variables import locals_of
 
 if TYPE_CHECKING:
@@ -86,10 +87,6 @@ class StepCall(NamedTuple):
     def rank(self) -> tuple[bool, bool, bool]:
         """How well it fits: a flag and the choice are the surest signs, and objects distinguish environments."""
         return not isinstance(self.result, list), bool(self.action), self.method_of() is not None
-
-    def encloses(self, other: StepCall) -> bool:
-        """Return True if this call began before another one that has returned earlier."""
-        return self.began < other.began
 
     def method_of(self) -> tuple[Any, type] | None:
         """Return the object and the class whose method this is; None for other functions."""
@@ -235,7 +232,8 @@ class EnvironmentSearch:
         if not action and (size < 3 or not arguments or isinstance(result, list)):
             return
         known = self._found
-        if known is None or (*call.rank, call.encloses(known)) > (*known.rank, False):
+        # a call that began earlier encloses the known one, which has returned already
+        if known is None or (*call.rank, call.began < known.began) > (*known.rank, False):
             self._found = call
 
     def _holds_choice(self, value: object) -> bool:
@@ -260,7 +258,7 @@ class EnvironmentSearch:
         for function in self._tapped:
             own = None if method is not None else function
             step = functools.partial(self._step, action=call.action, code=call.code, env=own)
-            self._patches.replace_code(function, self._generator if is_generator else step)
+            self._patches.replace_code(function, wrapping(self._generator) if is_generator else step)
         env = self._tapped[0] if method is None else method[0]
         if is_generator:
             env = self._replace_generators(call)
@@ -328,12 +326,8 @@ class EnvironmentSearch:
 
         return called
 
-    def _generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def made(*args: Any, **options: Any) -> Any:
-            return ObservedGenerator(function(*args, **options), self._taps)
-
-        return made
+    def _generator(self, function: Callable[..., Any], *args: Any, **options: Any) -> ObservedGenerator:
+        return ObservedGenerator(function(*args, **options), self._taps)
 
     def _replace_generators(self, call: StepCall) -> ObservedGenerator | None:
         """Replace the generator that has just made a step, and others of its function.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episodes_event, head_actions, head_names
+from esper_telemetry.adapters.columns import HEAD, FinishedEpisode, HeadColumns, episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
@@ -38,7 +38,6 @@ from esper_telemetry.adapters.script.autograd_graph import (
 from esper_telemetry.adapters.script.environment_search import NO_STEP
 from esper_telemetry.adapters.script.loss_graph import joined, read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, ValueTerm
-from esper_telemetry.adapters.script.objective import LossTerms, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     Asked,
@@ -57,9 +56,12 @@ from esper_telemetry.adapters.script.recorders import (
     step_parts,
 )
 from esper_telemetry.adapters.script.script_minibatches import (
+    LossTerms,
     MinibatchQueue,
     PassFinder,
     ScriptMinibatch,
+    left_out,
+    loss_terms,
     losses_of,
     unused_entropy,
     without_graph,
@@ -127,15 +129,6 @@ class Collected(NamedTuple):
     announced: bool
 
 
-class OptimizerCall(NamedTuple):
-    """The current optimizer step, the losses whose gradients it applies, and the number of passes since the last step."""
-
-    optimizer: Optimizer
-    variables: Variables
-    readings: list[LossReading]
-    passes: int
-
-
 WHAT_TO_ADD = (
     "A loss of a policy is a mean over log-probabilities of at least two actions times their advantages, or over ratios: collect several "
     "steps for each step of the optimizer, or report from the loop (docs/own_loop.md)"
@@ -160,8 +153,7 @@ class ScriptListener:
         counts_only: only steps of environments and optimizers are recorded now.
         traced_updates: which updates are traced.
         asks_for_traces: returns True while the next updates should be traced at any cost.
-        origin: first variable that was not finite when a loss or a gradient was not; None on an accelerator, which would have to be
-            awaited.
+        origin: first variable that was not finite when a loss or a gradient was not; None on an accelerator, which would be awaited.
         value_loss_alone: place of a loss with an error of values before the first one of a policy; empty without any.
     """
 
@@ -202,7 +194,7 @@ class ScriptListener:
         self._learning_rate = self._seconds = 0.0
         self._rates: dict[int, list[GroupRate]] = {}  # of each optimizer, at its first step in the update
         self._owners: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-        self._first_rate: float | None = None
+        self._first_rate = 0.0
         self._early: list[set[int]] = [set(), {0}]
         self._early_values: list[tuple[object, ValueTerm]] = []  # of the critic, before the first step of a policy
         self._last_steps = 3
@@ -217,7 +209,8 @@ class ScriptListener:
         self._coefficients: dict[str, float] = {}
         self._read_weights: dict[str, float] = {}  # of the loss itself, if no setting has them
         self._other_clip: dict[str, float] = {}  # of the loss itself, if the setting has another
-        self._call: OptimizerCall | None = None
+        # of the current optimizer step, with the losses whose gradients it applies, and the number of passes since the last step
+        self._call: tuple[Optimizer, Variables, list[LossReading], int] | None = None
         self._collected: Collected | None = None  # of an update whose rollout waits for the first loss of the policy
         self._announced: Optimizer | None = None
         self._shown = self._several = False
@@ -289,20 +282,19 @@ class ScriptListener:
         self._find_rollout(variables, joined(readings))
         policies = [one.policy for one in readings if one.policy is not None]
         self._accumulates = len(policies) + passes - len(readings) > 1 and policies[-1].log_ratio is None
-        self._call = OptimizerCall(optimizer, variables, readings, passes)
+        self._call = optimizer, variables, readings, passes
         if self._step == 0:
             self._rates = {}
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
-            self._first_rate = self._learning_rate if self._first_rate is None else self._first_rate
         if id(optimizer) not in self._rates:
             self._rates[id(optimizer)] = self._rates_of(optimizer, variables, readings)
         self._epoch = self._pass_of(variables)
         self._optimizers.add(optimizer)
         self._several = self._several or len(self._optimizers) > 1
-        is_read = self._shown or self._passes == self._last_passes.get(optimizer, 1) or self.clips.has_calls
-        if self.hooks.wants(MinibatchObjective) and (
-            self._announced is None or (self._announced is optimizer and not is_read)
-        ):  # the script may have clipped the gradients of an unexpected number of passes itself: this ends the check
+        is_read = self._shown or self._passes == self._last_passes.get(optimizer, 1) or self.clips.calls
+        is_due = self._announced is None or (self._announced is optimizer and not is_read)
+        if is_due and self.hooks.wants(MinibatchObjective):
+            # the script may have clipped the gradients of an unexpected number of passes itself: this ends the check
             self._emit_objective(optimizer, variables)
         if self._shown and self._announced in (None, optimizer):
             self.clips.clear()
@@ -431,9 +423,7 @@ class ScriptListener:
         return any(not leaves.isdisjoint(map(id, _parameters_of(one))) for one in climbing)
 
     def after_backward(self) -> None:
-        """The backward pass has ended. Gradients of a script that clips with its own function are available now, scaled gradients
-        later.
-        """
+        """The backward pass has ended: gradients of a script that clips with its own function are available now, scaled ones later."""
         announced = self._announced
         if announced is None or self._shown or self._last_clips.get(announced) or self._scales is not None:
             return
@@ -471,16 +461,12 @@ class ScriptListener:
         )
 
     def _steps_with_turns(self) -> int:
-        """Number of steps after which the check is due. It makes successive updates check different optimizers, whether they
-        alternate or step in sequence.
-        """
+        """Number of steps after which the check is due. Successive updates check different optimizers, which alternate or follow."""
         in_turns = self._early[0] != self._early[1]
         return 3 + self.updates % 2 if in_turns else self._last_steps if self.updates % 2 else 3
 
     def _rate_of_settings(self, optimizer: Optimizer, variables: Variables) -> float | None:
-        """The only optimizer's learning rate by the settings, if the optimizer's own rate is constant and the settings do not
-        explain this.
-        """
+        """The only optimizer's learning rate by the settings, if its own rate is constant and the settings do not explain this."""
         rate = float(optimizer.param_groups[0]["lr"])
         if self._several or not self.updates or rate != self._first_rate:
             return None
@@ -488,9 +474,7 @@ class ScriptListener:
         return None if any(names.as_number(value) == rate for value in others) else self._stated.get("learning_rate")
 
     def _max_norm(self, optimizer: Optimizer, variables: Variables) -> float | None:
-        """The limit to which the last step was clipped; the setting if nothing was clipped, and None for several limits or a
-        partial clip.
-        """
+        """The limit to which the last step was clipped; the setting if nothing was, and None for several limits or a partial clip."""
         positive = variables.find(settings.MAX_NORM, lambda value: limit if (limit := names.as_number(value) or 0) > 0 else None)
         calls = self._last_clips.get(optimizer, [])
         if not calls:
@@ -518,27 +502,31 @@ class ScriptListener:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has taken the step."""
+        parameters = _parameters_of(optimizer)
+        self._steps_of.update(id(one) for one in parameters if one.grad is not None)
         if not self.traced_updates.includes_this:
-            self._after_counted_step(optimizer)
+            self._step += 1
+            self._gradient_step += 1
+            if not self.counts_only:
+                self.distributions.after_optimizer_step()
+                self.estimates.take_graphs()
+                self.indices.take(0)
             return
-        call, self._call = self._call, None
+        (stepping, variables, readings, passes), self._call = self._call or (None, Variables([]), [], 1), None
         if self._announced in (None, optimizer):
             self._announced, self._passes, self._shown = None, 1, False
         self._stepping = False
-        parameters = _parameters_of(optimizer)
-        self._steps_of.update(id(one) for one in parameters if one.grad is not None)
-        own = set(map(id, parameters))
         self._last_clips[optimizer] = self.clips.take_calls(parameters)
         # passes are not counted by optimizer before the first step
-        self._last_passes[optimizer] = self._pass_counts.pop(optimizer, 1 if call is None else max(1, call.passes))
-        if call is None or call.optimizer is not optimizer:
+        self._last_passes[optimizer] = self._pass_counts.pop(optimizer, max(1, passes))
+        if stepping is not optimizer:
             return
         self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._named_parameters(optimizer)))
-        for reading in call.readings:
-            self._add_reading(reading, call.variables)
+        for reading in readings:
+            self._add_reading(reading, variables)
         self._emit_minibatches()
         if self._step in (1, 2):
-            self._early[self._step - 1] = own
+            self._early[self._step - 1] = set(map(id, parameters))
         self._step += 1
         self._gradient_step += 1
 
@@ -555,15 +543,6 @@ class ScriptListener:
         self._emit_episodes(finished)
         self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, traced=False))
         self.counts_only = not self.traced_updates.includes_next  # the next rollout begins with the choice of an action
-
-    def _after_counted_step(self, optimizer: Optimizer) -> None:
-        self._steps_of.update(id(one) for one in _parameters_of(optimizer) if one.grad is not None)
-        self._step += 1
-        self._gradient_step += 1
-        if not self.counts_only:
-            self.distributions.after_optimizer_step()
-            self.estimates.take_graphs()
-            self.indices.take(0)
 
     def end_update(self) -> None:
         """End the update: the environments continue, or the script is over. Nothing happens between updates."""
@@ -641,7 +620,7 @@ class ScriptListener:
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = {**self.environments.facts(), **settings.find_facts(variables, self.clips.max_norm, readings)}
         facts["optimizer"] = type(optimizer).__name__
-        parts = [part for one in variables.values() if isinstance(one, nn.Module) for part in one.modules()]
+        parts = (part for module in variables.modules() for part in module.modules())
         is_recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts)
         facts["policy"] = "lstm" if self.lstm_count else "gru" if is_recurrent else "mlp"
         groups = names.groups_of(self._parameters.values())
@@ -661,7 +640,7 @@ class ScriptListener:
         traced |= {role: f"{traced[role]} ({place})" for role, place in places.items()}
         traced |= {} if first is None or first.entropy is None else {"entropy": ""}
         size = 0 if rollout is None else rollout.rewards.numel()
-        known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts
+        known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate, self._facts
         rows = len(first.policy.advantages) if first is not None and first.policy is not None else 0
         if rows and size > rows and size % rows == 0:  # minibatches that the script does not count
             facts = {"num_minibatches": size // rows, **facts}
@@ -741,9 +720,8 @@ class ScriptListener:
         if known is not None and collected is not None and not acted:  # in the order of time; the script may store another
             acted = [Asked(row, None) for row in collected.log_probs(known) or ()]
         if logits is not None and first is not None and not (heads.logits or heads.means):
-            name = head_names(1)[0]
             spreads = {head: std[0].expand_as(logits).clone() for head, std in first.heads.log_std.items()}
-            heads = HeadColumns(means={name: logits}, log_std=spreads) if spreads else HeadColumns({name: logits})
+            heads = HeadColumns(means={HEAD: logits}, log_std=spreads) if spreads else HeadColumns({HEAD: logits})
         finder, rollout, observations, actions = self._found(variables, collection, first, acted, heads)
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
@@ -823,8 +801,7 @@ class ScriptListener:
         if rows is None:
             return None
         trained = {id(parameter) for one in self._optimizers for parameter in _parameters_of(one)} | self._parameters.keys()
-        modules = [value for value in variables.values() if isinstance(value, nn.Module)]
-        return acting.difference(first.inputs, rows, observations, trained, modules)
+        return acting.difference(first.inputs, rows, observations, trained, variables.modules())
 
     def _actions_of(
         self,
@@ -888,7 +865,6 @@ class ScriptListener:
                 self.hooks.emit(RecurrentForward([lstm.module], [lstm.inputs], [states]))
 
     def _add_reading(self, reading: LossReading, variables: Variables) -> None:
-        """Add a loss to the minibatches of the update."""
         policy = reading.policy
         if policy is None:
             if reading.value is not None:
@@ -906,7 +882,7 @@ class ScriptListener:
         self.distributions.after_optimizer_step()
         heads = reading.heads
         if not (heads.logits or heads.means) and reading.logits is not None and len(reading.logits) == count:
-            heads = HeadColumns(logits={head_names(1)[0]: reading.logits})
+            heads = HeadColumns(logits={HEAD: reading.logits})
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
@@ -927,8 +903,12 @@ class ScriptListener:
         for minibatch in self._minibatches.take(all_of_them=all_of_them):
             reading, policy, rollout = minibatch.reading, minibatch.policy, self._rollout
             value = reading.value if reading.value is not None or self._minibatches.critic_apart else reading.left_out
-            rows = None if self._rows is None else self._rows.rows_of(minibatch.columns(), minibatch.indices)
-            rows = None if rows is None else rows.to(policy.advantages.device)
+            rows = advantage_rows = None
+            if self._rows is not None:
+                rows = self._rows.rows_of(minibatch.columns(), minibatch.indices)
+            if self._rows is not None and rows is not None:
+                rows = rows.to(policy.advantages.device)
+                advantage_rows = self._rows.rows_of_advantages(policy.advantages, rows, minibatch.indices)
             counted = self._pass_key is not None or not self._size % len(policy.advantages)
             returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
             if rows is not None and rollout is not None:
@@ -957,18 +937,12 @@ class ScriptListener:
                     losses=losses,
                     valid=policy.valid,
                     rows=rows,
-                    advantage_rows=self._other_rows(minibatch, rows),
+                    advantage_rows=advantage_rows,
                     earlier=minibatch.earlier,
                     head_log_ratios=dict(zip(head_names(len(parts)), parts, strict=True)),
                     **reading.heads._asdict(),
                 )
             )
-
-    def _other_rows(self, minibatch: ScriptMinibatch, rows: Tensor | None) -> Tensor | None:
-        """Return the transitions of a minibatch's advantages if they are known to be others than `rows`."""
-        if rows is None or self._rows is None:
-            return None
-        return self._rows.rows_of_advantages(minibatch.policy.advantages, rows, minibatch.indices)
 
     def _pass_of(self, variables: Variables) -> int:
         """Number of the pass over the rollout, from 0."""
@@ -997,10 +971,8 @@ class ScriptListener:
 
 def _as_drawn(collected: ObservedSteps, draws: Tensor | None) -> Tensor | None:
     """Return the actions [T, B, 1] that the environments received, if the policy drew them: a loss may have others by mistake."""
-    received = collected.received()
-    if received is None or draws is None or received.shape != draws.shape:
-        return None
-    return draws if torch.equal(received.to(draws), draws) else None
+    received = collected.received
+    return draws if received is not None and draws is not None and torch.equal(received.to(draws), draws) else None
 
 
 def nonfinite_result(loss: Tensor, graph: Collection[Any], variables: Variables) -> Candidate | None:

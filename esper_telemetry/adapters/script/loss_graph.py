@@ -10,12 +10,14 @@ Shapes: N rows of the minibatch, A actions, D action dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from esper_telemetry.adapters.columns import HEAD
 from esper_telemetry.adapters.script.autograd_graph import (
     EXPONENTIALS,
     JOINTS,
@@ -34,15 +36,19 @@ from esper_telemetry.adapters.script.autograd_graph import (
     nodes_below,
     shape_of,
 )
-from esper_telemetry.adapters.script.critic_terms import critic_of_rows, critic_term, error_of, left_out_values, row_errors
-from esper_telemetry.adapters.script.entropy_terms import (
+from esper_telemetry.adapters.script.critic_and_entropy import (
+    critic_of_rows,
+    critic_term,
     entropy_of_rows,
     entropy_term,
+    error_of,
     factor_of_sum,
     joined_entropies,
     left_out_entropy,
+    left_out_values,
     plogp,
     row_entropies,
+    row_errors,
 )
 from esper_telemetry.adapters.script.loss_reading import EntropyTerm, LossReading, PenaltyTerm, PolicyTerm, ValueTerm
 from esper_telemetry.adapters.script.policy_terms import (
@@ -130,14 +136,14 @@ class _Terms:
             self.gradients = torch.autograd.grad(loss, self.edges, retain_graph=True, allow_unused=True)
         reached = zip(self.edges, self.gradients, strict=True)
         self.slopes = {edge.node: gradient for edge, gradient in reached if gradient is not None}
-        self._under: dict[Node, Collection[Node]] = {}
+        self._nodes_below = cache(nodes_below)  # a loss of many steps has as many terms
 
     def own_gradient(self, place: int) -> Tensor:
         """Gradient of the loss with respect to a term, without paths through the other terms, which may be above it."""
         others = [  # with slopes that leave out the paths through terms above them, which would count twice
             (edge, self.own_gradient(other))
             for other, (edge, gradient) in enumerate(zip(self.edges, self.gradients, strict=True))
-            if other != place and gradient is not None and self._is_below(self.edges[place].node, edge.node)
+            if other != place and gradient is not None and self.edges[place].node in self._nodes_below(edge.node)
         ]
         own = self.gradients[place]
         assert own is not None
@@ -149,12 +155,6 @@ class _Terms:
             return own
         rest = own - through
         return rest if float(rest.abs().max()) > ROUNDING * float(own.abs().max()) else torch.zeros_like(own)
-
-    def _is_below(self, node: Node, top: Node) -> bool:
-        """Return whether a node is below another one, whose nodes are kept: a loss of many steps has as many terms."""
-        if top not in self._under:
-            self._under[top] = nodes_below(top)
-        return node in self._under[top]
 
 
 class _LossReader:
@@ -201,19 +201,17 @@ class _LossReader:
 
     def _read_rows(self) -> tuple[list[Node], set[Node]]:
         """Read the terms of single rows; return the nodes of log-probabilities, and all nodes that have been read."""
-        graph, slopes, read = self.graph, self.terms.slopes, set[Node]()
+        graph, slopes = self.graph, self.terms.slopes
         chosen = [node for node in graph.in_order(slopes) if is_row_log_prob(graph, node)] if len(slopes) > 1 else []
         errors, bonuses = row_errors(graph, slopes), row_entropies(graph, slopes)
         if len(chosen) > 1:
             self.policy = policy_of_rows(graph, chosen, slopes)
-            read |= set(chosen) if self.policy is not None else set()
         if len(errors) > 1:
             self.value = critic_of_rows(graph, errors, slopes)
-            read |= set(errors) if self.value is not None else set()
         if self.policy is not None and len(bonuses) == len(chosen):
             self.entropy = entropy_of_rows(graph, bonuses, slopes)
-            read |= set(bonuses) if self.entropy is not None else set()
-        return chosen, read
+        by_term = ((self.policy, chosen), (self.value, errors), (self.entropy, bonuses))
+        return chosen, {node for term, nodes in by_term if term is not None for node in nodes}
 
     def _read_term(self, place: int, *, sampled: bool) -> None:
         graph, terms, node = self.graph, self.terms, self.terms.edges[place].node
@@ -254,7 +252,7 @@ class _LossReader:
         if drawn is None:
             return reading._replace(heads=heads)
         if policy.log_probs is None and policy.log_ratio is not None:
-            means, log_std = heads.means["action"], heads.log_std["action"]
+            means, log_std = heads.means[HEAD], heads.log_std[HEAD]
             density = torch.distributions.Normal(means, log_std.exp()).log_prob(drawn).sum(-1)
             policy = policy._replace(log_probs=density)
         return reading._replace(policy=policy, heads=heads, actions=drawn, source=layer)

@@ -29,8 +29,7 @@ class PolicyTerm(NamedTuple):
         edge: edge of the graph at which gradients of the log-ratio, or of the log-probability, continue.
         log_probs: [N], of the actions now; None if the graph does not show them.
         inverted: the loss has the ratio of the old policy to the new one; `log_ratio` is new to old.
-        attached: edge at which gradients of the advantages continue, of their negatives if `negated`; None if they are detached,
-            as they should be.
+        attached: edge at which gradients of the advantages continue, of their negatives if `negated`; None if, correctly, detached.
         reshaped: this term or a related one multiplies a function of the ratio other than a clip: the loss is not PPO's.
         stored: [N], log-probabilities at collection, if the ratio is not their exponential difference.
         log_ratios: [N, D], if each action dimension has its own ratio; `log_ratio` and `log_probs` are the sums.
@@ -177,6 +176,16 @@ class LossReading(NamedTuple):
     leaves: Sequence[Tensor] = ()
     penalty: PenaltyTerm | None = None
     taken: bool = False
+
+    def columns(self) -> dict[str, Tensor | None]:
+        """Return the columns [N] of a minibatch that its rollout has too, by role, with the current values."""
+        policy, value = self.policy, self.value or self.left_out
+        return {
+            "log_probs": None if policy is None else policy.old_log_probs,
+            "returns": None if value is None else value.returns,
+            "values": None if value is None else value.values,
+            "advantages": None if policy is None else policy.advantages,
+        }
 
     @property
     def is_cleared(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from esper_telemetry.adapters.columns import HeadColumns
+from esper_telemetry.adapters.columns import HEAD, HeadColumns
 from esper_telemetry.adapters.script.autograd_graph import (
     EXPONENTIALS,
     EXTREMES,
@@ -37,7 +37,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
     number_of,
     shape_of,
 )
-from esper_telemetry.adapters.script.critic_terms import error_of
+from esper_telemetry.adapters.script.critic_and_entropy import error_of
 from esper_telemetry.adapters.script.loss_reading import PolicyTerm
 
 PAIRS_ERROR = 1e-4  # of log-ratios whose rows differ by those of the new log-probabilities
@@ -60,8 +60,7 @@ FOLLOWED = {*EXTREMES, *SUMS, "WhereBackward0", "StackBackward0", "MinBackward0"
 
 class _Product(NamedTuple):
     """Advantages times a ratio or a log-probability: the factor [N], the node that it multiplies, and the clip between both.
-    `attached` is the edge at which the factor's gradients continue, if any. With `reshaped`, another function of the ratio is
-    multiplied.
+    `attached` is the edge at which the factor's gradients continue, if any; `reshaped`: another function of the ratio is multiplied.
     """
 
     factor: Tensor
@@ -140,9 +139,7 @@ def _is_per_dimension(graph: LossGraph, ratio: Node, factor: Tensor) -> bool:
 
 
 def _is_negated(graph: LossGraph, node: Node, factor: Tensor, gradient: Tensor, *, is_ratio: bool) -> bool:
-    """Return True if a factor is the negative advantages: the script holds them, the larger of two losses is taken, or the
-    gains of an unclipped loss are subtracted.
-    """
+    """Return True for negative advantages: the script holds them, the larger of two losses is taken, or unclipped gains are subtracted."""
     for sign in (False, True):
         own = -factor.reshape(-1) if sign else factor.reshape(-1)
         # products with a ratio of 1 are not advantages
@@ -331,7 +328,7 @@ def _choice(graph: LossGraph, node: Node) -> tuple[Tensor | None, Tensor | None,
         if kind_of(one) in SOFTMAXES and logits is None and _is_chosen_from(graph, one):
             chosen_from = one._saved_result.detach().reshape(-1, one._saved_result.shape[-1])
             logits = chosen_from if kind_of(one) == "LogSoftmaxBackward0" else chosen_from.log()
-            source = graph.layer_of(one)
+            source = graph.layer_at(children_of(one)[0], shape_of(one)[-1])
         elif kind_of(one) == "GatherBackward0" and actions is None:
             actions = one._saved_index.reshape(-1)
         elif kind_of(one) == "IndexBackward0" and actions is None and len(one._saved_indices) == 2:
@@ -367,7 +364,7 @@ def gaussian_of(graph: LossGraph, node: Node) -> tuple[HeadColumns, Tensor | Non
         sign = -1 if own[0] == 0 else 1
         actions = means + sign * square._saved_self.detach()
         spread = log_std.detach().reshape(-1, log_std.shape[-1]).expand_as(means).clone()
-        return (HeadColumns(means={"action": means}, log_std={"action": spread}), actions, graph.layer_at(parts[own[0]], means.shape[1]))
+        return (HeadColumns(means={HEAD: means}, log_std={HEAD: spread}), actions, graph.layer_at(parts[own[0]], means.shape[1]))
     return HeadColumns(), None, None
 
 

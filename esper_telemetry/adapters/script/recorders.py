@@ -115,9 +115,7 @@ class DistributionLog:
         self.chosen: Tensor | None = None
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
-        """Record a distribution over rows that has returned log-probabilities of actions. For other distributions, record only the
-        log-probabilities.
-        """
+        """Record log-probabilities of actions that a distribution has returned, and its parameters if it is one over rows."""
         chosen = actions.detach() if isinstance(actions, Tensor) else None
         self.chosen = chosen if log_probs.requires_grad else self.chosen
         self._recent.append(Asked(log_probs, chosen, _columns_of(distribution)))
@@ -206,9 +204,7 @@ class DistributionLog:
 
 
 def _columns_of(distribution: Any) -> HeadColumns | None:
-    """Parameters [N, ...] over rows of a choice, several choices between 0 and 1, or a Gaussian whose dimensions are independent;
-    None of others.
-    """
+    """Parameters [N, ...] over rows of a choice, of choices between 0 and 1, or of a Gaussian with independent dimensions, else None."""
     base = distribution.base_dist if isinstance(distribution, distributions.Independent) else distribution
     is_choice = isinstance(distribution, distributions.Categorical)
     if isinstance(base, distributions.Bernoulli) and base.logits.dim():
@@ -249,13 +245,10 @@ def _rows(columns: HeadColumns) -> int:
 
 def _merge(heads: Sequence[HeadColumns]) -> HeadColumns:
     """Heads in the order in which they were recorded, under the names of `head_names`; logits of masked actions become finite."""
-    merged: tuple[dict[str, Tensor], ...] = ({}, {}, {}, {})
-    for name, columns in zip(head_names(len(heads)), heads, strict=True):
-        for part, own in zip(merged, columns, strict=True):
-            for column in own.values():
-                part[name] = column
-    finite = {name: column.clamp(min=torch.finfo(column.dtype).min) for name, column in merged[0].items()}
-    return HeadColumns(finite, *merged[1:])
+    named = list(zip(head_names(len(heads)), heads, strict=True))
+    logits, *others = ({name: column for name, own in named for column in own[part].values()} for part in range(len(HeadColumns._fields)))
+    finite = {name: column.clamp(min=torch.finfo(column.dtype).min) for name, column in logits.items()}
+    return HeadColumns(finite, *others)
 
 
 class LastEstimate(NamedTuple):
@@ -424,14 +417,11 @@ class LstmLog:
         """Record the arguments of a call of one step of an LSTM without gradients, and the states of the first call with them."""
         if not isinstance(module, nn.LSTM):
             return
+        inputs, states, *_ = (*arguments, None, None)
         if torch.is_grad_enabled():
             if self._trained_from_zero is None and module is self._module:
-                given = arguments[1] if len(arguments) > 1 else None
-                self._trained_from_zero = not (isinstance(given, tuple) and any(bool(part.any()) for part in given))
+                self._trained_from_zero = not (isinstance(states, tuple) and any(bool(part.any()) for part in states))
             return
-        if len(arguments) < 2:
-            return
-        inputs, states = arguments[0], arguments[1]
         if not isinstance(inputs, Tensor) or not isinstance(states, tuple) or inputs.dim() != 3:
             return
         steps = inputs.shape[1 if module.batch_first else 0]
@@ -474,23 +464,19 @@ class ClipLog:
 
     Attributes:
         max_norm: to which the script clipped last; None if it has not.
+        calls: since the last step of the optimizer of their gradients.
     """
 
     def __init__(self) -> None:
         self.max_norm: float | None = None
+        self.calls: list[ClipCall] = []
         self._norms: dict[int, Tensor] = {}
-        self._calls: list[ClipCall] = []
-
-    @property
-    def has_calls(self) -> bool:
-        """True if gradients have been clipped since the last step of their optimizer."""
-        return bool(self._calls)
 
     @torch.no_grad()
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         """Record gradients that are about to be clipped together. Gradients that were already clipped in this step keep their norms."""
         self._add(parameters)
-        self._calls.append(ClipCall(frozenset(map(id, parameters)), max_norm))
+        self.calls.append(ClipCall(frozenset(map(id, parameters)), max_norm))
         self.max_norm = self.max_norm if max_norm is None else max_norm
 
     def clear(self) -> None:
@@ -506,15 +492,15 @@ class ClipLog:
         self.clear()
         if not present:
             return None
-        limits = [call.max_norm for call in self._calls if call.max_norm is not None and own & call.parameters]
+        limits = [call.max_norm for call in self.calls if call.max_norm is not None and own & call.parameters]
         stacked = torch.stack([norms[id(p)] for p in present.values()])
         return StepGradients(tuple(present), stacked, limits[0] if len(limits) == 1 and not unclipped else None)
 
     def take_calls(self, parameters: Sequence[Tensor]) -> list[ClipCall]:
         """Return the calls for some of these parameters, whose optimizer has taken its step, and forget them."""
         own = set(map(id, parameters))
-        taken = [call for call in self._calls if own & call.parameters]
-        self._calls = [call for call in self._calls if not own & call.parameters]
+        taken = [call for call in self.calls if own & call.parameters]
+        self.calls = [call for call in self.calls if not own & call.parameters]
         return taken
 
     def _add(self, parameters: Any) -> bool:
@@ -627,6 +613,7 @@ class ObservedSteps:
         reset: [T, B], bool: steps after which the script acted on the first observation of another episode.
         rewards: [T, B], float64.
         raw_rewards: [T, B], float64, before wrappers changed them; None if they have not, or these are not known.
+        received: [T, B, n], float64, actions that the environments received; None for anything but numbers.
         cut: the script has ended the episode of the last step, perhaps only the rollout's part of it.
     """
 
@@ -647,7 +634,8 @@ class ObservedSteps:
         for (step, env), call in zip(self._places, calls, strict=True):
             self.reset[step, [env] if call.reset_to is not None else [env + place for place in call.finals]] = True
         self.rewards = torch.from_numpy(self._grid([call.rewards for call in calls]))
-        raw = self._grid([call.raw for call in calls])
+        raw, received = (self._grid([getattr(call, name) for call in calls]) for name in ("raw", "received"))
+        self.received = None if received is None else torch.from_numpy(received)
         self.raw_rewards = None if raw is None or (raw == self.rewards.numpy()).all() else torch.from_numpy(raw)
 
     @classmethod
@@ -669,25 +657,19 @@ class ObservedSteps:
 
     def log_probs(self, logits: Tensor) -> list[Tensor] | None:
         """Return the log-probabilities [B] of the choices that the environments received in each step; None if they are no choices."""
-        received = self._grid([call.received for call in self._calls])
-        if received is None or received.shape != (*logits.shape[:2], 1):
+        if self.received is None or self.received.shape != (*logits.shape[:2], 1):
             return None
-        chosen = torch.from_numpy(received).to(logits.device).long()
+        chosen = self.received.to(logits.device).long()
         if int(chosen.min()) < 0 or int(chosen.max()) >= logits.shape[-1]:
             return None
         return list(logits.log_softmax(-1).gather(-1, chosen).squeeze(-1))
-
-    def received(self) -> Tensor | None:
-        """Return the actions that the environments received, [T, B, n] float64; None for anything but numbers."""
-        table = self._grid([call.received for call in self._calls])
-        return None if table is None else torch.from_numpy(table)
 
     def bounds(self, actions: Tensor) -> Tensor | None:
         """Return the bounds [2, D] of the actions; None unless the environments received the stored ones [T, B, D], perhaps cut there."""
         if getattr(self._space, "low", None) is None or not np.isfinite([self._space.low, self._space.high]).all():
             return None
         low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (self._space.low, self._space.high))
-        sent, arrived = actions.detach().cpu().double().numpy(), self._grid([call.received for call in self._calls])
+        sent, arrived = actions.detach().cpu().double().numpy(), None if self.received is None else self.received.numpy()
         if arrived is None or arrived.shape != sent.shape or len(low) != sent.shape[-1]:
             return None
         pairs = ((sent, arrived), (sent.clip(low, high), arrived), (sent, arrived.clip(low, high)))
@@ -709,8 +691,8 @@ class ObservedSteps:
             for place, final in (call.finals if call.reset_to is None else {0: call.returned[0]}).items():
                 ends[step, env + place] = checksums(torch.from_numpy(final).to(outcomes).reshape(1, 1, -1))[0, 0]
         sent = None if actions is None else actions.detach().cpu().double().reshape(*ends.shape, -1)
-        received = self._grid([call.received for call in calls])
-        if sent is None or received is None or received.shape != tuple(sent.shape):
+        received = self.received
+        if sent is None or received is None or received.shape != sent.shape:
             sent = received = None
         return Transitions(
             inputs=checksums(observations),
@@ -719,7 +701,7 @@ class ObservedSteps:
             rewards=self.rewards,
             informative=informative(observations),
             sent=None if sent is None else checksums(sent),
-            received=None if received is None else checksums(torch.from_numpy(received).double()),
+            received=None if received is None else checksums(received),
             cast=max(call.cast for call in calls),
             whole=None if torch.equal(whole, outcomes) else checksums(whole),
         )
@@ -834,13 +816,12 @@ class EpisodeLog:
         if running is None or running.env() is not env or self.sums_inner or type(result) is not tuple or len(result) != 5:
             return False
         _, rewards, terminated, truncated, infos = result
-        plain = (
-            type(infos) is dict and "episode" not in infos and "final_info" not in infos and running.adds(rewards, terminated, truncated)
-        )
-        if plain:
+        is_plain = type(infos) is dict and infos.keys().isdisjoint(("episode", "final_info"))
+        if is_plain and running.adds(rewards, terminated, truncated):
             self.steps += len(running.returns)
             self._count += 1
-        return plain
+            return True
+        return False
 
     def after_step(self, env: Any, result: Any, action: Any = None, *, foreign: bool = False, traced: bool = True) -> None:
         """Record a step. Its result has observations, rewards, terminations, truncations and infos, or `done` instead of both flags.

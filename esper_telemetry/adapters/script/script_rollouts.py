@@ -2,8 +2,7 @@
 
 Taps record rewards, ends of episodes, the network's outputs in acting, and the rows by which the script indexed its arrays. The
 loss of the first minibatch, before any step, shows its log-probabilities, values, returns and advantages. The arrays with these
-numbers are the script's columns, independent of their names. A name decides only between arrays that cannot be distinguished
-otherwise.
+numbers are the script's columns, independent of their names. A name decides only between arrays with the same numbers.
 
 Shapes: T steps, B environments, R = T B transitions, N rows of a minibatch.
 """
@@ -157,7 +156,7 @@ class RolloutFinder:
         self._indexed = indexed
         self._device = None if reading is None else reading.total.device  # all is compared there, where minibatches are
         self._estimates, self._last_estimates, self._critic = estimates, last_estimates, critic
-        self._shown: Mapping[str, Tensor | None] = {} if reading is None else _shown_columns(reading)
+        self._shown: Mapping[str, Tensor | None] = {} if reading is None else reading.columns()
         by_dimension = None if reading is None or reading.policy is None else reading.policy.log_ratios
         self._dimensions = 1 if by_dimension is None else by_dimension.shape[1]  # log-probabilities of each are summed
         self._env_major = False
@@ -174,7 +173,7 @@ class RolloutFinder:
         self._cut, self._received = False, None
         self.ended = self._paid = self._limits = self._reset = None
         if collected is not None:
-            self.steps, self.envs, self._cut, self._received = collected.steps, collected.envs, collected.cut, collected.received()
+            self.steps, self.envs, self._cut, self._received = collected.steps, collected.envs, collected.cut, collected.received
             columns = (collected.ended, collected.rewards, collected.time_limits, collected.reset)
             self.ended, self._paid, self._limits, self._reset = (column.to(self._device) for column in columns)
             acted = acted if collected.in_turns else ()
@@ -354,8 +353,8 @@ class RolloutFinder:
             self._columns[role] = self._in_time(column.reshape(-1), self._shown.get(role)).reshape(column.shape)
 
     def _nearer_in_time(self, returns: Tensor) -> Tensor:
-        """Return the returns [T, B] of a critic whose minibatches come later: as they are, or without the shuffle of the other columns,
-        in the order that is nearer to values plus advantages.
+        """Return the returns [T, B] of a critic whose minibatches come later, in the order that is nearer to values plus advantages:
+        as they are, or without the shuffle of the other columns.
         """
         values, advantages = self._columns.get("values"), self._columns.get("advantages")
         if self._order is None or self._mixed or values is None or advantages is None or len(returns) != self.steps:
@@ -467,9 +466,7 @@ class RolloutFinder:
         return None if taken else grid
 
     def _identify_rewards(self) -> None:
-        """Find the array with the environments' rewards, perhaps scaled; else an array with such a name, else the environments'
-        rewards.
-        """
+        """Find the array with the environments' rewards, perhaps scaled; else one with such a name, else the environments' rewards."""
         named, paid = self._variables.find(NAMES["rewards"], self._free_grid), self._paid
         if paid is not None:
             if named is not None and not _varies(named) and (_varies(paid) or not bool(named.any())):
@@ -492,9 +489,7 @@ class RolloutFinder:
         self._columns |= {} if named is None else {"rewards": named}
 
     def _identify_next_values(self) -> None:
-        """Find the array with the values of the next states. Within episodes they equal the next step's values, or are 0 except at
-        time limits.
-        """
+        """Find the values of the next states: equal to the next step's values within episodes, or 0 except at time limits."""
         values, limits = self._columns.get("values"), self._limits
         if values is None or self.ended is None or self.steps < 2:
             return
@@ -599,19 +594,16 @@ class RolloutFinder:
     # actions and observations
 
     def actions(self, chosen: Tensor | None) -> Tensor | None:
-        """Return a copy of the actions [T, B, D]: an array with such a name, with the minibatch's actions [N, ...], or the executed
-        actions.
-        """
+        """Return a copy of the actions [T, B, D]: an array with such a name or with the minibatch's actions [N, ...], or executed ones."""
 
         def accept(value: object) -> Tensor | None:
             array = self._by_step(value)
             return None if array is None or array.dim() > 3 else array.reshape(self.steps, self.envs, -1)
 
         array = self._stored("actions", chosen, accept)
-        return self._taken_actions() if array is None else array.clone()
-
-    def _taken_actions(self) -> Tensor | None:
-        """Actions [T, B, D] that distributions were asked for in acting; None unless that was one for each step."""
+        if array is not None:
+            return array.clone()
+        # else those that distributions were asked for in acting, if that was one for each step
         whole = len(self._taken) == self.steps > 0 and all(one.numel() % self.envs == 0 for one in self._taken)
         same = len({one.shape for one in self._taken}) == 1
         return torch.stack([one.reshape(self.envs, -1) for one in self._taken]) if whole and same else None
@@ -632,7 +624,7 @@ class RolloutFinder:
             places = [one for one in (self.first_rows(), self._entries) if one is not None]
             values = (value for _, value in self._variables.named_values()) if places else ()
             candidates = (one for value in values if (one := accept(value)) is not None)
-            fitting = (one for one in candidates if any(_has_rows(one.flatten(0, 1), rows, own) for rows in places))
+            fitting = (one for one in candidates if any(_is_same(own, one.flatten(0, 1)[rows.to(one.device)]) for rows in places))
             array = next(fitting, None)
         return None if array is None else self._in_time(array.flatten(0, 1), own).reshape(array.shape)
 
@@ -767,22 +759,6 @@ def name_of(column: Tensor, size: int, variables: Variables) -> str:
             return name
         held += [name] if _held(numbers, table[None])[0] >= MIN_SHARE else []
     return held[0] if held else ""
-
-
-def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:
-    """The columns of a first minibatch that its rollout has too."""
-    policy, value = reading.policy, reading.value or reading.left_out
-    return {
-        "log_probs": None if policy is None else policy.old_log_probs,
-        "returns": None if value is None else value.returns,
-        "values": None if value is None else value.values,
-        "advantages": None if policy is None else policy.advantages,
-    }
-
-
-def _has_rows(array: Tensor, rows: Tensor, own: Tensor) -> bool:
-    """Return True if these rows of an array [R, ...] equal the rows [N, ...] of a minibatch."""
-    return _is_same(own, array[rows.to(array.device)])
 
 
 def _as_table(value: object) -> Tensor | None:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from inspect import getattr_static
@@ -96,18 +96,27 @@ class AfterImport(MetaPathFinder):
             return None
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            _call_after(spec.loader, callback)
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                callback(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # this loader is of this module alone
         return spec
 
 
-def _call_after(loader: Loader, callback: Callable[[ModuleType], None]) -> None:
-    load = loader.exec_module
+def wrapping(function: Callable[..., Any]) -> Wrap:
+    """Return how `Patches` wraps a function: `function` is called with the replaced one and its arguments, and returns the result."""
 
-    def exec_module(module: ModuleType) -> None:
-        load(module)
-        callback(module)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            return function(original, *args, **options)
 
-    loader.exec_module = exec_module  # type: ignore[method-assign]  # this loader is of this module alone
+        return wrapped
+
+    return wrap
 
 
 class Patches:
@@ -278,17 +287,16 @@ class Taps:
 
         return contained
 
-    def _observed(self, function: Callable[..., Any], record: Callable[..., object]) -> Callable[..., Any]:
-        """Return a function that calls `record` after each call, with the listener, the result and the arguments."""
+    def _observed(self, record: Callable[..., object]) -> Wrap:
+        """Return how a function is wrapped so that `record` is called after it, with the listener, the result and the arguments."""
 
-        @functools.wraps(function)
-        def observed(*args: Any, **options: Any) -> Any:
+        def observed(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
             result = function(*args, **options)
             if self.script is not None and not _compiling():
                 self._call_briefly(lambda script: record(script, result, *args, **options), record)
             return result
 
-        return observed
+        return wrapping(observed)
 
     def _tap_torch(self, torch: Any) -> None:
         from torch.optim import optimizer
@@ -327,18 +335,18 @@ class Taps:
                 script.returns.add_text(record.getMessage())
 
         self.script, self._search = self._make(), EnvironmentSearch(self, self._patches)
-        self._patches.replace(builtins, "print", lambda print_: self._observed(print_, printed))
-        self._patches.replace(logging.Logger, "handle", lambda handle: self._observed(handle, logged))
+        self._patches.replace(builtins, "print", self._observed(printed))
+        self._patches.replace(logging.Logger, "handle", self._observed(logged))
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
-                self._patches.replace(owner, name, functools.partial(self._clip, by_norm="norm" in name))
+                self._patches.replace(owner, name, wrapping(functools.partial(self._clip, by_norm="norm" in name)))
         self._patches.replace(torch.Tensor, "backward", self._backward)
         self._patches.replace(torch.autograd, "grad", self._backward)
         self._patches.replace(torch.Tensor, "__getitem__", self._indexed)
         if not _clear_item_slots(torch.Tensor):
             self._patches.undo_last()
         self._patches.replace(torch.Tensor, "index_select", self._indexed)
-        self._patches.replace(optimizer.Optimizer, "__init__", lambda make: self._observed(make, self._search_environments))
+        self._patches.replace(optimizer.Optimizer, "__init__", self._observed(self._search_environments))
         for kind in (torch.distributions.Distribution, *_subclasses(torch.distributions.Distribution)):
             for record in (log_prob, entropy, sample):
                 if record.__name__ in vars(kind):
@@ -347,23 +355,19 @@ class Taps:
             for name in ("multinomial", "bernoulli"):
                 self._patches.replace(owner, name, functools.partial(self._asked, record=drawn))
         self._patches.replace(torch.nn.Linear, "forward", self._linear)
-        self._patches.replace(torch.nn.LSTM, "__init__", lambda make: self._observed(make, self._tap_modules))
+        self._patches.replace(torch.nn.LSTM, "__init__", self._observed(self._tap_modules))
         before = optimizer.register_optimizer_step_pre_hook(before_step)
         after = optimizer.register_optimizer_step_post_hook(after_step)
         self._removers += [before.remove, after.remove]
 
-    def _clip(self, clip: Callable[..., Any], *, by_norm: bool) -> Callable[..., Any]:
-        @functools.wraps(clip)
-        def clipped(parameters: Any, *args: Any, **options: Any) -> Any:
-            if _compiling():
-                return clip(parameters, *args, **options)
-            listed, again = _listed(parameters)
-            limit = args[0] if args else options.get("max_norm")
-            max_norm = float(limit) if by_norm and isinstance(limit, int | float) and limit > 0 else None
-            self.call(lambda script: script.before_clip(listed, max_norm))
-            return clip(again, *args, **options)
-
-        return clipped
+    def _clip(self, clip: Callable[..., Any], parameters: Any, *args: Any, by_norm: bool, **options: Any) -> Any:
+        if _compiling():
+            return clip(parameters, *args, **options)
+        listed, again = _listed(parameters)
+        limit = args[0] if args else options.get("max_norm")
+        max_norm = float(limit) if by_norm and isinstance(limit, int | float) and limit > 0 else None
+        self.call(lambda script: script.before_clip(listed, max_norm))
+        return clip(again, *args, **options)
 
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         """With a default device torch calls the method again for the same pass. `autograd.grad` counts if it ends in leaves."""
@@ -578,28 +582,20 @@ class Taps:
         """Tap the pipes to environments in other processes: an answer with a reward and flags is the result of `step`."""
         sent: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-        def wrap_send(send: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(send)
-            def tapped(connection: Any, message: Any) -> Any:
-                script = self.script
-                if script is not None and script.listens and not script.environments.inside:
-                    sent[connection] = message
-                return send(connection, message)
+        def tapped_send(send: Callable[..., Any], connection: Any, message: Any) -> Any:
+            script = self.script
+            if script is not None and script.listens and not script.environments.inside:
+                sent[connection] = message
+            return send(connection, message)
 
-            return tapped
+        def tapped_receive(receive: Callable[..., Any], connection: Any) -> Any:
+            answer = receive(connection)
+            if connection in sent:
+                self._contained(self._after_answer)(connection, sent.pop(connection), answer)
+            return answer
 
-        def wrap_receive(receive: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(receive)
-            def tapped(connection: Any) -> Any:
-                answer = receive(connection)
-                if connection in sent:
-                    self._contained(self._after_answer)(connection, sent.pop(connection), answer)
-                return answer
-
-            return tapped
-
-        self._patches.replace(module._ConnectionBase, "send", wrap_send)
-        self._patches.replace(module._ConnectionBase, "recv", wrap_receive)
+        self._patches.replace(module._ConnectionBase, "send", wrapping(tapped_send))
+        self._patches.replace(module._ConnectionBase, "recv", wrapping(tapped_receive))
 
     def _after_answer(self, connection: Any, message: Any, answer: Any) -> None:
         """Record the answer to a message if it is the result of `step`."""
@@ -617,29 +613,21 @@ class Taps:
     def _tap_stable_baselines3(self, module: Any) -> None:
         """Every `learn` of every algorithm, including sb3-contrib, prepares its callbacks there."""
 
-        def wrap(prepare: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(prepare)
-            def prepared(model: Any, *args: Any, **options: Any) -> Any:
-                callback = prepare(model, *args, **options)
-                joined = self._contained(lambda: self._join(model, callback))()
-                return callback if joined is None else joined
+        def prepared(prepare: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
+            callback = prepare(model, *args, **options)
+            joined = self._contained(lambda: self._join(model, callback))()
+            return callback if joined is None else joined
 
-            return prepared
-
-        self._model_patches.replace(module.BaseAlgorithm, "_init_callback", wrap)
+        self._model_patches.replace(module.BaseAlgorithm, "_init_callback", wrapping(prepared))
 
     def _tap_transformers(self, module: Any) -> None:
         """Every trainer of transformers and TRL begins there."""
 
-        def wrap(train: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(train)
-            def trained(trainer: Any, *args: Any, **options: Any) -> Any:
-                self._contained(self._watch)(trainer)
-                return train(trainer, *args, **options)
+        def trained(train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+            self._contained(self._watch)(trainer)
+            return train(trainer, *args, **options)
 
-            return trained
-
-        self._model_patches.replace(module.Trainer, "train", wrap)
+        self._model_patches.replace(module.Trainer, "train", wrapping(trained))
 
     def _tap_writer(self, module: Any) -> None:
         def record(script: ScriptListener, _: Any, __: Any, tag: Any, scalar_value: Any, *___: Any, **____: Any) -> None:
@@ -648,7 +636,7 @@ class Taps:
             if label is not None and isinstance(scalar_value, SupportsFloat):
                 script.returns.add(label[0], float(scalar_value))
 
-        self._patches.replace(module.SummaryWriter, "add_scalar", lambda add: self._observed(add, record))
+        self._patches.replace(module.SummaryWriter, "add_scalar", self._observed(record))
 
 
 def copy_of(function: FunctionType) -> FunctionType:

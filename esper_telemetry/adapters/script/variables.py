@@ -131,6 +131,10 @@ class Variables:
         for scope in self._scopes:
             yield from scope.values()
 
+    def modules(self) -> list[nn.Module]:
+        """Return the modules among the variables, each once."""
+        return list({id(value): value for value in self.values() if isinstance(value, nn.Module)}.values())
+
     def with_constants(self, constants: Mapping[str, Any]) -> Variables:
         """Return the same with constants that are found if no variable is."""
         return Variables([*self._scopes, constants])
@@ -191,9 +195,7 @@ def _containers(scopes: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, An
             for value in list(scope.values()):
                 if id(value) not in visited:
                     visited.add(id(value))
-                    members = members_of(value)
-                    if members:
-                        deeper.append(members)
+                    deeper += [members] if (members := members_of(value)) else []
         yield from deeper
         level = deeper
 
@@ -244,10 +246,9 @@ def _columns(rows: list[Any]) -> dict[str, Any]:
         return {}
     if isinstance(rows[0], tuple | list):
         width = len(rows[0])
-        if not 1 < width <= MAX_MEMBERS or any(len(row) != width for row in rows) or hasattr(rows[0], "_fields"):
-            fields = getattr(rows[0], "_fields", ())
-            return {name: [row[place] for row in rows] for place, name in enumerate(fields)}
-        return {f"column_{place}": [row[place] for row in rows] for place in range(width)}
+        is_regular = 1 < width <= MAX_MEMBERS and all(len(row) == width for row in rows)
+        names = getattr(rows[0], "_fields", [f"column_{place}" for place in range(width)] if is_regular else ())
+        return {name: [row[place] for row in rows] for place, name in enumerate(names)}
     if kind.__module__.partition(".")[0] in LIBRARIES:
         return {}
     names = members_of(rows[0])
@@ -312,14 +313,14 @@ def read_source() -> Source:
 def _stores(node: ast.AST) -> Iterator[tuple[str, int]]:
     """Yield the names that a node stores, with a rank: 2 where arithmetic is, 1 where an entry is set, 0 elsewhere."""
     if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-        yield node.id if isinstance(node, ast.Name) else node.attr, 0
+        yield _name(node), 0
     if not isinstance(node, ast.Assign | ast.AugAssign):
         return
     computes = isinstance(node, ast.AugAssign) or isinstance(node.value, ast.BinOp)
     for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
         owner = target.value if isinstance(target, ast.Subscript) else target
         if isinstance(owner, ast.Name | ast.Attribute) and (computes or owner is not target):
-            yield owner.id if isinstance(owner, ast.Name) else owner.attr, 2 if computes else 1
+            yield _name(owner), 2 if computes else 1
 
 
 def calling_place() -> str:
@@ -371,7 +372,7 @@ def _factors_of(node: ast.AST, numbers: Mapping[str, float]) -> tuple[list[float
     factors, names, waiting = list[float](), set[str](), [node.left, node.right]
     while waiting:
         part = waiting.pop()
-        number = part.value if isinstance(part, ast.Constant) else numbers.get(_base_name(part, attribute=True))
+        number = part.value if isinstance(part, ast.Constant) else numbers.get(_name(part))
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult):
             waiting += [part.left, part.right]
         elif isinstance(number, float) and 0 < number < 1:
@@ -381,10 +382,13 @@ def _factors_of(node: ast.AST, numbers: Mapping[str, float]) -> tuple[list[float
     return factors, names
 
 
-def _base_name(node: ast.AST, *, attribute: bool = False) -> str:
-    """Return the name of a variable, also of one that is indexed; with `attribute`, of a variable or an attribute as it is."""
-    if attribute:
-        return str(getattr(node, "attr", getattr(node, "id", "")))
+def _name(node: ast.AST) -> str:
+    """Return the name of a variable or an attribute; empty for other nodes."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
+def _base_name(node: ast.AST) -> str:
+    """Return the name of a variable, also of one that is indexed."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return str(getattr(node, "id", ""))
@@ -394,8 +398,7 @@ def _sets_rate(node: ast.AST) -> bool:
     """Return True for an assignment to `group["lr"]`, and for a name with `lr_scheduler` or `LR` in it."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
         return isinstance(node.slice, ast.Constant) and node.slice.value == "lr"
-    name = str(getattr(node, "attr", getattr(node, "id", "")))
-    return name == "lr_scheduler" or name.endswith(("LR", "Scheduler"))
+    return _name(node) == "lr_scheduler" or _name(node).endswith(("LR", "Scheduler"))
 
 
 def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
@@ -415,15 +418,11 @@ def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
             pairs = list(zip(own[len(own) - len(node.defaults) :], node.defaults, strict=True))
             pairs += zip(node.kwonlyargs, node.kw_defaults, strict=True)
         elif isinstance(node, ast.Call):
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            own = functions[called].args.args if called in functions else []
+            called = functions.get(_name(node.func))
+            own = [] if called is None else called.args.args
             pairs = list(zip(own[bool(own) and own[0].arg == "self" :], node.args, strict=False))
         for target, value in pairs:
-            name = (
-                target
-                if isinstance(target, str)
-                else next((getattr(target, key) for key in ("id", "attr", "arg") if hasattr(target, key)), None)
-            )
+            name = target if isinstance(target, str) else _name(target) or getattr(target, "arg", None)
             if name and isinstance(value, ast.Constant) and isinstance(value.value, int | float):
                 yield name, value.value
 
@@ -506,13 +505,8 @@ def stacked(value: object) -> Tensor | None:
 def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[int, str]:
     """Return names of parameters by `id`, from the smallest of the script's modules that have most of them; else by their places."""
     places = {key: f"parameter_{place}" for place, key in enumerate(dict.fromkeys(map(id, parameters)))}
-    best: tuple[int, int] = (0, 0)
-    names: dict[int, str] = {}
-    for module in {id(value): value for value in variables.values() if isinstance(value, nn.Module)}.values():
-        named = {id(parameter): name for name, parameter in module.named_parameters()}
-        score = (len(places.keys() & named.keys()), -len(named))
-        if score[0] and score > best:
-            best, names = score, named
+    named = [{id(parameter): name for name, parameter in module.named_parameters()} for module in variables.modules()]
+    names = max(named, key=lambda own: (len(places.keys() & own.keys()), -len(own)), default={})
     # without the prefixes of DataParallel and torch.compile
     plain = {key: re.sub(r"(^|\.)(module|_orig_mod)(?=\.)", "", name).lstrip(".") for key, name in names.items()}
     return places | {key: name for key, name in plain.items() if key in places}
