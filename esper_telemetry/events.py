@@ -151,8 +151,8 @@ class RolloutEnd:
             after them; `next_values` then hold 0 there, or the trainer's substitute. None from other sources.
         ends_known: False if the source does not see which episodes ended and why, so that advantages cannot be checked.
         returns_known: False if the source does not see the returns; they are then the advantages plus the values.
-        seen_difference: name of the hypothesis why training and acting compute different log-probabilities, if the source has observed
-            the difference itself; else None.
+        seen_difference: name of the hypothesis why training and acting compute different log-probabilities, or what the advantages are,
+            if the source has observed this itself; else None.
     """
 
     update: int

@@ -139,7 +139,11 @@ class Transitions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RolloutActions:
-    """Actions of a rollout whose targets are not known; the attributes are named as in `RolloutEnd`."""
+    """Actions of a rollout whose targets are not known; the attributes are named as in `RolloutEnd`.
+
+    Attributes:
+        drawn: the distributions are certainly those that the actions were drawn from.
+    """
 
     log_probs: Tensor
     actions: Mapping[str, Tensor]
@@ -153,6 +157,7 @@ class RolloutActions:
     valid: Tensor | None = None
     observations: Tensor | None = None
     transitions: Transitions | None = None
+    drawn: bool = False
 
 
 class Shard(NamedTuple):

@@ -651,6 +651,10 @@ MISTAKES = (
     .predicts("A_t = GAE_t of rollout k - 1", _stale)
     .advises("Compute advantages after the rollout is complete, and clear the buffer after each update.")
     .cites("program: bundled-stale_adv"),
+    mistake("uncleared", "the first entries of a longer array, which begins with earlier updates")
+    .predicts("A_t = A'_t of an array A' of all updates so far")
+    .advises("Clear every list of a rollout after its update: the rewards, too.")
+    .cites("program: test_script_rollouts"),
 )
 VARIANTS = (
     variant("lambda_one", "returns minus values (lambda = 1)")

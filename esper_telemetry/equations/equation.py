@@ -157,6 +157,9 @@ class Equation:
     multiples: Callable[[Any], Sequence[float]] | None = None
     over_run: bool = False
 
+    def __contains__(self, name: object) -> bool:
+        return any(one.name == name for one in self.hypotheses)
+
     def __getitem__(self, name: str) -> Hypothesis:
         """Return the hypothesis of that name."""
         return next(one for one in self.hypotheses if one.name == name)

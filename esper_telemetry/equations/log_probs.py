@@ -233,6 +233,14 @@ def _of_some_heads(inputs: LogProbInputs) -> list[Tensor] | None:
     return [torch.stack([parts[head] for head in some]).sum(0) for size in range(1, len(heads)) for some in combinations(heads, size)]
 
 
+def _under_next_distribution(inputs: LogProbInputs) -> Tensor | None:
+    """Log-probabilities of each choice [T, B] under the next step's distribution; the stored one in the last step."""
+    if inputs.means or inputs.stored.dim() < 2 or len(inputs.stored) < 3:
+        return None
+    logits, masks = ({head: one.roll(-1, 0) for head, one in heads.items()} for heads in (inputs.logits, inputs.masks))
+    return torch.cat([log_prob(replace(inputs, logits=logits, masks=masks))[:-1], inputs.stored[-1:]])
+
+
 def shifted(column: Tensor, steps: int, filler: Tensor) -> Tensor | None:
     """Return column [T, B] of the step `steps` later, `filler` if there is no such step; None if the column has no time axis."""
     if column.dim() < 2 or len(column) < 2 + abs(steps):
@@ -304,6 +312,9 @@ LOG_PROBS = Equation(
         mistake("probabilities", "probabilities, without a logarithm")
         .predicts("π(a | s)", lambda inputs: log_prob(inputs).exp())
         .advises("Store the logarithm."),
+        mistake("next_distribution", "the log-probabilities of each choice under the distribution of the next one")
+        .predicts("log π(a_t | s_{t+1})", _under_next_distribution)
+        .advises("Shift by one: the logits at a position are of the token after it."),
         mistake("step_before", "the previous step's log-probabilities")
         .predicts("log π(a_{t-1} | s_{t-1})", lambda inputs: shifted(log_prob(inputs), -1, inputs.stored))
         .advises("Store action and log-probability in the same row."),

@@ -91,6 +91,10 @@ INPUT_HYPOTHESES = (
     .predicts("f((o - m') / s'), stored (o - m) / s", _pass("other_statistics"))
     .advises("Normalise an observation once, before the policy receives it, and store the normalised observation.")
     .cites("https://github.com/leggedrobotics/rsl_rl/pull/225"),
+    mistake("other_scale", "the outputs for observations on another scale than in the loss")
+    .predicts("f(o), in the loss f(c o)", _pass("other_scale"))
+    .advises("Scale observations in one place that acting and training share, such as the network's `forward`.")
+    .cites("program: script-other_scale"),
     mistake("older_weights", "the outputs of the policy with the weights of an earlier update")
     .predicts("f(o; θ'), θ' before the last update", _pass("older_weights"))
     .advises("Copy the weights to the policy that acts before each rollout.")
@@ -162,6 +166,14 @@ REPLAYED_LOG_PROBS = Equation(
     tolerance=1.0,  # healthy runs in single precision reach 2.5e-7, with and without an LSTM
     hypotheses=(
         *INPUT_HYPOTHESES,
+        mistake("drawn_again", "the log-probabilities of the stored actions, while the loss draws new ones")
+        .predicts("log π(a | s), in the loss log π(a' | s), a' ~ π(s)", _pass("drawn_again"))
+        .advises("Pass the stored actions to the function that computes log-probabilities in the update.")
+        .cites("program: script-drawn_again"),
+        mistake("scaled_actions", "the log-probabilities of the actions before they were scaled, while the loss uses them after it")
+        .predicts("log π(u | s), in the loss log π(a | s), a = c u + d", _pass("scaled_actions"))
+        .advises("Store the action as it was drawn, and scale only the copy that the environment receives.")
+        .cites("program: force-scaled_stored"),
         mistake("mean_in_loss", "sums over the action dimensions, while the loss has their means")
         .predicts("Σ_i log π(a_i | s) instead of 1/D Σ_i log π(a_i | s)", _pass("mean_in_loss"))
         .advises("Sum the new log-probabilities over the action dimensions, too.")

@@ -135,7 +135,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
         return stored.double().flatten().index_copy(0, rows, numbers.detach().double()).view_as(stored)
 
     now = replayed(rollout.log_probs, rollout.log_probs.flatten()[rows] + minibatches.log_ratio[first])
-    seen = rollout.seen_difference
+    seen = rollout.seen_difference if rollout.seen_difference in REPLAYED_LOG_PROBS else None
     of_memory = _of_memory(rollout, now, valid, facts)
     if seen is not None and (not of_memory or seen in of_memory or REPLAYED_LOG_PROBS[seen].of != "memory"):
         of_memory = (seen,)
@@ -171,7 +171,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     differs = (values.error or 0.0) > FIRST_DIFFERENCE
     if differs and not values.explained and _of_other_rows(rollout, new[first]):
         values = replace(values, explanations=explained(VALUES, "other_rows").explanations)
-    elif differs and not values.explained and _of_other_output(rollout, minibatches):
+    elif differs and not (moved or values.explained) and _of_other_output(rollout, minibatches):
         values = replace(values, explanations=explained(VALUES, "other_output").explanations)
     sure = values.explained or (moved and differs)
     yield from values if sure else unchecked(VALUES, "values may be stored in units that differ from the loss")
@@ -253,8 +253,10 @@ def _drawn(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[Metri
         valid=rollout.valid,
         precision=facts.precision,
     )
-    shown = facts.heads is not None
-    named = any(not one.doubtful_without for one in check.hypotheses)
+    shown = facts.heads is not None or (isinstance(rollout, RolloutActions) and rollout.drawn)
+    # each head has a dimension of the actions that arrive in the environments
+    executed = len(rollout.actions) > 1 and rollout.transitions is not None and rollout.transitions.sent is not None
+    named = any(not one.doubtful_without or (executed and one.doubtful_without == "heads") for one in check.hypotheses)
     if shown or check.matches or named:
         yield from check
     inputs = _inputs_of(rollout, facts) if shown or check.matches else None

@@ -188,6 +188,8 @@ def _last_values(rollout: RolloutEnd) -> Tensor | None:
 
 def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:
     """Check the advantages; if a script hides the values after time limits, only the other steps."""
+    if rollout.seen_difference is not None and rollout.seen_difference in ADVANTAGES:
+        return explained(ADVANTAGES, rollout.seen_difference)
     if inputs is None:
         return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
     check = compare_advantages(inputs, precision=facts.precision)

@@ -91,6 +91,17 @@ def test_choices_in_another_order_are_named(seed: int, places: tuple[int, ...]) 
     assert names(check) == {"permuted_choices"}
 
 
+def test_choices_under_the_next_distribution_are_named(seed: int) -> None:
+    """`next_distribution`: the logits of a sequence of tokens are one position late."""
+    torch.manual_seed(seed)
+    logits = torch.randn(STEPS, ENVS, CHOICES)
+    drawn = Categorical(logits=logits).sample()
+
+    check = check_log_probs(drawn, Categorical(logits=logits.roll(-1, 0)).log_prob(drawn), logits=logits)
+
+    assert names(check) == {"next_distribution"}
+
+
 def test_a_tanh_that_nobody_declares_is_a_variant(seed: int) -> None:
     policy = Gaussians(seed)
     narrow = policy.actions.clamp(-1.5, 1.5)  # keeps the digits of the tanh in float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,14 @@ CHECKED = {
 }
 
 
-def named_mistakes(directory: Path, text: str) -> dict[str, set[str]]:
+def named_mistakes(directory: Path, text: str, checked: Collection[str] = CHECKED) -> dict[str, set[str]]:
     """Run a script; return the equations in its first record, and the names of their explanations."""
     head, parser, body = text.partition("parser = ")
     (directory / "ppo.py").write_text(f"{head}def main():\n{textwrap.indent(parser + body, '    ')}\n\nmain()\n")
     words = ["-m", "esper_telemetry", "run", "--run-dir", "run", "ppo.py", "--env-id", "CartPole-v1", "--total-timesteps", "768"]
     run_python(*words, cwd=directory).check_returncode()
     run = read_run(directory / "run")
-    results = [one for one in equation_results(run.records[0].values, Facts.of(run.info.facts)) if one.equation.name in CHECKED]
+    results = [one for one in equation_results(run.records[0].values, Facts.of(run.info.facts)) if one.equation.name in checked]
     assert all(one.matches or one.explanations for one in results)
     return {one.equation.name: {hypothesis.name for hypothesis in one.hypotheses} for one in results}
 
@@ -52,6 +53,13 @@ def test_the_mistake_of_a_script_is_named(tmp_path: Path, name: str, expected: d
 
     assert names.keys() == CHECKED
     assert {equation: of for equation, of in names.items() if of} == expected
+
+
+@pytest.mark.parametrize("name", ["drawn_again", pytest.param("other_scale", marks=pytest.mark.slow)])
+def test_what_the_policy_is_asked_for_in_the_update_is_named(tmp_path: Path, name: str) -> None:
+    names = named_mistakes(tmp_path, BY_NAME[f"script-{name}"].text(), {"replayed_log_probs"})
+
+    assert names == {"replayed_log_probs": {name}}
 
 
 def test_the_correct_script_has_no_mistake(tmp_path: Path) -> None:

@@ -20,10 +20,20 @@ from torch.distributions import Categorical
 from esper_telemetry.adapters.script.autograd_graph import LayerOutputs, graph_of
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, PolicyTerm
-from esper_telemetry.adapters.script.recorders import Asked, DistributionLog, EpisodeLog, EstimateLog, IndexLog, ReturnLog, step_parts
+from esper_telemetry.adapters.script.recorders import (
+    Asked,
+    DistributionLog,
+    EpisodeLog,
+    EstimateLog,
+    IndexLog,
+    ReturnLog,
+    drawn_sequences,
+    step_parts,
+)
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout, _summands
 from esper_telemetry.adapters.script.settings import find_discounts
 from esper_telemetry.adapters.script.variables import Variables, calling_variables, stacked
+from esper_telemetry.equations.log_probs import check_log_probs
 
 NEVER = torch.zeros(32, 1, dtype=torch.bool)
 """No end in 32 steps of an environment."""
@@ -482,6 +492,85 @@ def test_advantages_that_a_function_keeps_to_itself_are_those_of_the_loss() -> N
 
     assert torch.equal(rollout.advantages, advantages)
     assert torch.equal(rollout.last_values[0], values[-1])
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"), [(torch.arange(40.0), True), (torch.zeros(40), False), (torch.ones(1), False), (torch.empty(0), False)]
+)
+def test_advantages_may_be_the_first_of_a_list_that_is_never_cleared(tail: Tensor, expected: bool) -> None:
+    """A tail of zeros is the unused part of a buffer, and one more number is of the state after the rollout."""
+    log_probs, advantages = draws(2)
+    arrays = {"l": log_probs, "r": [*advantages.tolist(), *tail.tolist()], "history": [1.0] * 500}
+
+    assert finder_of(arrays, reading_of(log_probs, advantages)).in_longer_array is expected
+
+
+def test_values_that_a_loss_does_not_reproduce_are_those_of_acting() -> None:
+    log_probs, advantages, values = draws(3)
+    arrays = {"l": log_probs, "a": advantages, "v": torch.cat([values, torch.ones(1)])}
+    reading = reading_of(log_probs, advantages, 3 * values)
+
+    assert torch.equal(rollout_of(arrays, reading, acting_values=values[:, None]).values[:, 0], values)
+
+
+def tokens_of(steps: int, count: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """Draw sequences of choices; return them with their distributions, the choices [B, T], and their log-probabilities."""
+    policies = [Categorical(logits=2 * torch.randn(count, 9)) for _ in range(steps)]
+    drawn = [policy.sample() for policy in policies]
+    asked = [policy.log_prob(choice) for policy, choice in zip(policies, drawn, strict=True)]
+    tokens = [(choice, policy.logits) for choice, policy in zip(drawn, policies, strict=True)]
+    return tokens, torch.stack(drawn, 1), torch.stack(asked, 1)
+
+
+@pytest.mark.parametrize("prompt", [0, 3])
+def test_sequences_of_tokens_are_compared_with_what_they_were_drawn_from(prompt: int) -> None:
+    tokens, chosen, asked = tokens_of(6, 20)
+    start = torch.zeros(20, prompt)
+    whole, numbers = torch.cat([start.long(), chosen], 1), torch.cat([start, asked], 1)
+
+    actions = drawn_sequences(tokens, whole.flatten(), numbers.flatten())
+
+    assert actions is not None
+    assert torch.equal(actions.log_probs, asked.T)
+    check = check_log_probs(actions.actions, actions.log_probs, logits=actions.logits)
+    assert check.matches
+
+
+def test_sequences_of_a_minibatch_are_found_in_any_order_and_several_parts() -> None:
+    first, second = tokens_of(6, 20), tokens_of(6, 20)
+    rows = torch.randperm(40)[:10]
+    chosen, asked = (torch.cat([one, other])[rows] for one, other in zip(first[1:], second[1:], strict=True))
+
+    actions = drawn_sequences([*first[0], *second[0]], chosen.flatten(), asked.flatten())
+
+    assert actions is not None
+    assert check_log_probs(actions.actions, actions.log_probs, logits=actions.logits).matches
+
+
+@pytest.mark.parametrize(("temperature", "found"), [(1.3, False), (None, True)])
+def test_tokens_under_other_distributions_differ_and_a_temperature_is_left_alone(temperature: float | None, found: bool) -> None:
+    """Log-probabilities from other rows of the network's outputs do not follow those of the draws."""
+    tokens, chosen, _ = tokens_of(6, 40)
+    logits = torch.stack([one for _, one in tokens], 1)
+    own = logits.roll(-1, 1) if temperature is None else logits / temperature
+    asked = own.log_softmax(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+
+    actions = drawn_sequences(tokens, chosen.flatten(), asked.flatten())
+
+    assert (actions is not None) is found
+    if actions is not None:
+        check = check_log_probs(actions.actions, actions.log_probs, logits=actions.logits)
+        assert [one.name for one in check.hypotheses] == ["next_distribution"]
+
+
+def test_tokens_are_recorded_until_an_environment_steps() -> None:
+    log, policy = DistributionLog(), Categorical(logits=torch.randn(5, 3))
+    log.add_sample(policy, policy.sample())
+    assert len(log.take_tokens()) == 1
+    assert log.take_tokens() == []
+    log.after_env_step()
+    log.add_sample(policy, policy.sample())
+    assert log.take_tokens() == []
 
 
 def test_numbers_of_which_the_loss_takes_rows_are_the_log_probabilities_that_it_does_not_show() -> None:

@@ -22,7 +22,7 @@ MAX_INPUT_ENTRIES = 1 << 22
 """Entries of the inputs of one rollout that are copied."""
 
 MAX_GRAPH_ENTRIES = 1 << 14
-"""Largest number of input entries that are copied for a layer with a graph, which may be training on a minibatch."""
+"""Largest number of input entries that are copied for a convolution, or for a layer with a graph, which may be training on a minibatch."""
 
 MAX_LAYERS = 16
 """Layers of the acting network that are known."""
@@ -80,16 +80,19 @@ class Acting(NamedTuple):
             modules: of the script.
         """
         size = self.inputs.shape[2]
-        if inputs is not None and inputs.shape == (len(rows), size):
+        if inputs is not None and len(inputs) == len(rows) and inputs.numel() == len(rows) * size:
             device = self.inputs.device
-            acted, own = self.inputs.reshape(-1, size)[rows.to(device)].double(), inputs.to(device).double()
+            acted, own = self.inputs.reshape(-1, size)[rows.to(device)].double(), inputs.reshape(-1, size).to(device).double()
             limit = SAME_INPUT * max(1.0, float(acted.abs().max()))
             others = ((acted - own).abs() > limit).any(1)
             if float(others.double().mean()) > MIN_SHARE:
-                scaled = _are_scaled(acted.unsqueeze(0), own.unsqueeze(0))
+                factor = (acted * own).sum() / acted.square().sum().clamp(min=SAME_INPUT)
+                if float((factor * acted - own).abs().max()) <= SAME_INPUT * float(own.abs().max()):
+                    return "other_scale"
+                scaled = are_scaled(acted.unsqueeze(0), own.unsqueeze(0))
                 if not scaled and observations is not None and observations.numel() == self.inputs.numel():
                     stored = observations.reshape(self.inputs.shape).to(device).double()
-                    scaled = _are_scaled(self.inputs.double(), stored) or _scales_drift(self.inputs.double(), stored)
+                    scaled = are_scaled(self.inputs.double(), stored) or _scales_drift(self.inputs.double(), stored)
                 return "other_statistics" if scaled else "other_observations"
         weights = [weight for one in self.weights if (weight := one()) is not None]
         if weights and trained and not any(id(weight) in trained for weight in weights):
@@ -107,10 +110,10 @@ def _scales_drift(acted: Tensor, stored: Tensor) -> bool:
     if not whole or max(float(one.double().mean()) for one in delayed) > MIN_SHARE:
         return False
     one, other = (part[:whole].unflatten(0, (-1, DRIFT_STEPS)).transpose(1, 2).flatten(0, 1) for part in (acted, stored))
-    return _are_scaled(one, other, tolerance=DRIFT)
+    return are_scaled(one, other, tolerance=DRIFT)
 
 
-def _are_scaled(acted: Tensor, own: Tensor, tolerance: float = SAME_INPUT) -> bool:
+def are_scaled(acted: Tensor, own: Tensor, tolerance: float = SAME_INPUT) -> bool:
     """Return True if inputs [K, M, n] are the other inputs, scaled and shifted.
 
     The numbers may differ between the K groups, as running statistics do between steps.
@@ -138,14 +141,16 @@ class ActingLog:
         """Record a call of a layer that may act; `has_graph`: its output has one, so that it may be training."""
         if self._pending is not None and self._steps:
             return  # neither its inputs nor its weights would be kept
-        if has_graph and inputs.numel() > MAX_GRAPH_ENTRIES:
+        is_convolution = isinstance(layer, nn.Conv2d)
+        if (has_graph or is_convolution) and inputs.numel() > MAX_GRAPH_ENTRIES:
             return
         # reading the weight of a parametrised layer computes it, and may change the layer's buffers
         weight = layer._parameters.get("weight")
         if not self._steps and isinstance(weight, Tensor) and len(self._weights) < MAX_LAYERS:
             self._weights.setdefault(id(weight), weakref.ref(weight))
         if self._pending is None and self._entries + inputs.numel() <= MAX_INPUT_ENTRIES:
-            self._pending, self._training = inputs.detach().reshape(-1, inputs.shape[-1]).clone(), layer.training
+            size = inputs.shape[-3:].numel() if is_convolution else inputs.shape[-1]
+            self._pending, self._training = inputs.detach().reshape(-1, size).clone(), layer.training
 
     def before_backward(self) -> None:
         """Treat all calls since the last step of the environments as training."""

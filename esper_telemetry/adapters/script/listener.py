@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from esper_telemetry.adapters.columns import HEAD, FinishedEpisode, HeadColumns, episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
-from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
+from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows, are_scaled
 from esper_telemetry.adapters.script.autograd_graph import (
     NO_OUTPUTS,
     LossGraph,
@@ -53,6 +53,7 @@ from esper_telemetry.adapters.script.recorders import (
     RecordedLstm,
     ReturnLog,
     ScalarLog,
+    drawn_sequences,
     step_parts,
 )
 from esper_telemetry.adapters.script.script_minibatches import (
@@ -123,6 +124,7 @@ class Collected(NamedTuple):
     heads: HeadColumns
     draws: Tensor | None
     critic: Sequence[Tensor]
+    acting_values: Tensor | None
     estimates: Sequence[Tensor]
     last_estimates: Sequence[LastEstimate]
     variables: Variables
@@ -699,6 +701,7 @@ class ScriptListener:
             *self.distributions.take_rollout(*size),
             draws=self.distributions.take_draws(*size),
             critic=self.estimates.of_critic(self._policy_leaves, *size) if self._policy_leaves else [],
+            acting_values=self.estimates.acting_values(*size),
             estimates=self.estimates.take(),
             last_estimates=self.estimates.take_last(),
             variables=variables,
@@ -723,6 +726,10 @@ class ScriptListener:
             spreads = {head: std[0].expand_as(logits).clone() for head, std in first.heads.log_std.items()}
             heads = HeadColumns(means={HEAD: logits}, log_std=spreads) if spreads else HeadColumns({HEAD: logits})
         finder, rollout, observations, actions = self._found(variables, collection, first, acted, heads)
+        tokens, columns = self.distributions.take_tokens(), {} if first is None else first.columns()
+        chosen, log_probs = None if first is None else first.actions, columns.get("log_probs")
+        if rollout is None and actions is None and chosen is not None and log_probs is not None and chosen.shape == log_probs.shape:
+            actions = drawn_sequences(tokens, chosen, log_probs)
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + size
@@ -769,6 +776,7 @@ class ScriptListener:
                 last_estimates=collection.last_estimates,
                 estimates=[*critic, *collection.estimates],
                 critic=critic,
+                acting_values=collection.acting_values,
                 acted=acted,
                 targets=self._targets,
                 has_critic=self.estimates.has_critic(self._policy_leaves),
@@ -793,12 +801,25 @@ class ScriptListener:
     def _seen_difference(
         self, finder: RolloutFinder, first: LossReading, acting: Acting | None, variables: Variables, observations: Tensor | None
     ) -> str | None:
-        """Return the hypothesis why the first minibatch has other log-probabilities than acting; None if it has the same ones."""
+        """Return what the advantages of the first minibatch are, or the hypothesis why it has other log-probabilities than acting; None
+        if neither was observed.
+        """
+        if finder.in_longer_array:
+            return "uncleared"
         ratio = None if first.policy is None else first.policy.log_ratio
-        if acting is None or ratio is None or float(ratio.abs().max()) < FIRST_DIFFERENCE:
+        if ratio is None or float(ratio.abs().max()) < FIRST_DIFFERENCE:
             return None
+        if self.distributions.draws_again:
+            return "drawn_again"
         rows = finder.first_rows()
         if rows is None:
+            return None
+        acted, chosen = finder.acted_actions, self.distributions.chosen
+        if acted is not None and chosen is not None and chosen.numel() == len(rows) * acted.shape[-1]:
+            taken, own = acted.flatten(0, 1)[rows.to(acted.device)].double(), chosen.reshape(len(rows), -1).to(acted.device).double()
+            if not torch.allclose(taken, own) and are_scaled(taken.unsqueeze(0), own.unsqueeze(0)):
+                return "scaled_actions"
+        if acting is None:
             return None
         trained = {id(parameter) for one in self._optimizers for parameter in _parameters_of(one)} | self._parameters.keys()
         return acting.difference(first.inputs, rows, observations, trained, variables.modules())

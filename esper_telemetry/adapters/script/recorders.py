@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, distributions, nn
 
-from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, cast_change, head_columns, head_names, join_columns
+from esper_telemetry.adapters.columns import HEAD, FinishedEpisode, HeadColumns, cast_change, head_columns, head_names, join_columns
 from esper_telemetry.adapters.environment_facts import environment_facts
 from esper_telemetry.adapters.script.autograd_graph import DistributionGraphs, LayerOutputs
-from esper_telemetry.core.event_parts import Transitions
+from esper_telemetry.core.event_parts import RolloutActions, Transitions
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.tensors import gradient_norms
 from esper_telemetry.equations.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
@@ -31,6 +31,9 @@ MAX_DISTRIBUTIONS = 64
 
 MAX_DISTRIBUTION_ENTRIES = 1 << 22
 """Entries of the distributions of one rollout that are recorded."""
+
+SAME_LOG_PROB, ALIKE = 1e-3, 0.9
+"""Largest difference between log-probabilities that are the same, and correlation of those that differ by a temperature."""
 
 MAX_ESTIMATES = 8
 """Outputs of layers with one unit that are kept."""
@@ -101,9 +104,12 @@ class DistributionLog:
     Attributes:
         chosen: actions [N, ...] of the last log-probabilities with a graph; None if they are not a tensor.
         draws: number of draws so far.
+        draws_again: these actions were drawn after the last step of the environments.
     """
 
     def __init__(self) -> None:
+        self.draws_again = False
+        self._draws_since_step: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._recent: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entropies: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._drawn: deque[Any] = deque(maxlen=MAX_DISTRIBUTIONS)
@@ -111,13 +117,16 @@ class DistributionLog:
         self._draws_by_step: list[Tensor] = []
         self._drawn_from: list[HeadColumns] = []
         self._acted: list[Asked] = []
-        self._entries = self.draws = 0
+        self._entries = self.draws = self._token_entries = 0
+        self._tokens: list[tuple[Tensor, Tensor]] = []
+        self._has_tokens = True
         self.chosen: Tensor | None = None
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
         """Record log-probabilities of actions that a distribution has returned, and its parameters if it is one over rows."""
         chosen = actions.detach() if isinstance(actions, Tensor) else None
-        self.chosen = chosen if log_probs.requires_grad else self.chosen
+        if log_probs.requires_grad:
+            self.chosen, self.draws_again = chosen, any(actions is draw for draw in self._draws_since_step)
         self._recent.append(Asked(log_probs, chosen, _columns_of(distribution)))
 
     def add_sample(self, distribution: Any, draw: Tensor) -> None:
@@ -126,9 +135,24 @@ class DistributionLog:
         Draws of a Gaussian may be noise that the script scales itself.
         """
         self.draws += 1
+        self._draws_since_step.append(draw)
         if isinstance(distribution, distributions.Categorical):
             self._drawn.append(distribution)
             self._last_draw = draw
+            if distribution.logits.dim() == 2 and draw.shape == distribution.logits.shape[:1]:
+                self.add_tokens(draw, distribution.logits)
+
+    def add_tokens(self, choices: Tensor, logits: Tensor) -> None:
+        """Record one choice for each of several sequences [B], and their distributions [B, V], of a program without environments."""
+        self._token_entries += logits.numel()
+        if self._has_tokens and self._token_entries <= MAX_DISTRIBUTION_ENTRIES:
+            self._tokens.append((choices.detach().reshape(-1), logits.detach()))
+
+    def take_tokens(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the choices since the last call with their distributions; empty if they were too many."""
+        tokens, entries = self._tokens, self._token_entries
+        self._tokens, self._token_entries = [], 0
+        return tokens if entries <= MAX_DISTRIBUTION_ENTRIES else []
 
     def add_entropy(self, entropies: Tensor) -> None:
         """Record entropies that a distribution has returned."""
@@ -147,7 +171,9 @@ class DistributionLog:
         if self._last_draw is not None and len(self._draws_by_step) < MAX_DRAWN_STEPS:
             self._draws_by_step.append(self._last_draw)
         self._last_draw = None
+        self._tokens, self._has_tokens = [], False
         self._drawn.clear()
+        self._draws_since_step.clear()
         self._recent.clear()
         self._entropies.clear()
 
@@ -201,6 +227,37 @@ class DistributionLog:
         if not complete or not regular or any(_rows(head) != envs for head in heads[: steps * count]):
             return asked, HeadColumns()
         return asked, _merge([join_columns(columns, torch.stack) for columns in series])
+
+
+def drawn_sequences(tokens: Sequence[tuple[Tensor, Tensor]], chosen: Tensor, log_probs: Tensor) -> RolloutActions | None:
+    """Return the recorded sequences of choices that a loss has, [T, B]. None if it has others, or nearly the same log-probabilities as when
+    they were drawn, as with a temperature.
+
+    Args:
+        tokens: of `DistributionLog.take_tokens`.
+        chosen, log_probs: [N] of the loss, sequence by sequence.
+    """
+    if not tokens or len({one.shape for _, one in tokens}) > 1:
+        return None
+    choices, logits = map(torch.stack, zip(*tokens, strict=True))
+    for parts in (count for count in range(1, len(choices)) if len(choices) % count == 0):  # of the sequences, one after another
+        steps = len(choices) // parts
+        whole, rest = divmod(chosen.numel(), parts * choices.shape[1])  # entries of a sequence, perhaps with its prompt
+        length = whole if whole > steps and not rest else steps
+        if chosen.numel() % length or chosen.numel() * choices.numel() > steps * MAX_DISTRIBUTION_ENTRIES:
+            continue
+        own, asked = (column.reshape(-1, length)[:, -steps:] for column in (chosen, log_probs))
+        drawn, odds = (one.unflatten(0, (parts, steps)).transpose(0, 1).flatten(1, 2) for one in (choices, logits))
+        same = (own.unsqueeze(1) == drawn.t()).all(-1)
+        acted = odds.log_softmax(-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+        distances = (asked.unsqueeze(1) - acted.t()).abs().amax(-1)  # equal sequences may have different prompts
+        in_order = torch.equal(own, drawn.t())
+        rows = torch.arange(len(own), device=own.device) if in_order else distances.where(same, math.inf).argmin(1)
+        together = torch.corrcoef(torch.stack([asked.flatten(), acted[:, rows].t().flatten()]).double())[0, 1]
+        if bool(same.any(1).all()) and (float(distances.gather(1, rows[:, None]).max()) <= SAME_LOG_PROB or not together > ALIKE):
+            ended = torch.zeros_like(own.t(), dtype=torch.bool).index_fill_(0, torch.tensor([steps - 1], device=own.device), True)
+            return RolloutActions(asked.t(), {HEAD: own.t()}, ended, logits={HEAD: odds[:, rows]}, drawn=True)
+    return None
 
 
 def _columns_of(distribution: Any) -> HeadColumns | None:
@@ -321,6 +378,11 @@ class EstimateLog:
         acted = None if source is None else self._acted_on(source.weight, steps, envs)
         self._acted, self._entries = {}, 0
         return None if acted is None or source is None else acted[..., source.start : source.stop]
+
+    def acting_values(self, steps: int, envs: int) -> Tensor | None:
+        """Return the outputs in acting, [T, B], of the only layer with one unit; None without any, or of several."""
+        acted = [one for one in (self._acted_on(weight, steps, envs) for weight in self._acted) if one is not None and one.shape[-1] == 1]
+        return acted[0].squeeze(-1) if len(acted) == 1 else None
 
     def of_critic(self, policy: Collection[int], steps: int, envs: int) -> list[Tensor]:
         """Return the outputs of layers with one unit in acting, [T, B], and of many rows, unless the policy has their weights."""

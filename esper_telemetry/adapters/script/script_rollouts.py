@@ -61,6 +61,9 @@ MAX_CANDIDATES = 1 << 20
 MIN_SAME_ROWS = 0.75
 """Share of a minibatch's rows in which two columns must agree if they identify the same transitions."""
 
+MAX_LONG_ARRAY = 1 << 18
+"""Numbers of an array in which the advantages are sought, if no array of the rollout's size has them."""
+
 MIN_DISTINCT = 8
 """Number of distinct numbers above which finding them in an array is not a coincidence."""
 
@@ -128,6 +131,7 @@ class RolloutFinder:
         indexed: addresses of the tensors from which it took rows.
         estimates: outputs of the critic that may be in no variable any more.
         critic: those that are surely the critic's, if the loss is of the policy only.
+        acting_values: outputs [T, B] of the only layer with one unit in acting.
         last_estimates: outputs after the last step of the environments.
         acted: log-probabilities and actions of the steps in the order in which they were taken, if they are known.
         targets: names of the variable with the targets of the critic's own loss.
@@ -135,6 +139,7 @@ class RolloutFinder:
 
     Attributes:
         has_critic: False if neither the script's layers nor the loss have one: all values are 0, and advantages are sums of rewards.
+        in_longer_array: the advantages of the loss, of the whole rollout, are the first numbers of an array with more of them.
     """
 
     def __init__(
@@ -147,6 +152,7 @@ class RolloutFinder:
         indexed: Collection[int] = (),
         estimates: Sequence[Tensor] = (),
         critic: Sequence[Tensor] = (),
+        acting_values: Tensor | None = None,
         last_estimates: Sequence[LastEstimate] = (),
         acted: Sequence[Asked] = (),
         targets: tuple[str, ...] = (),
@@ -155,7 +161,7 @@ class RolloutFinder:
         self._variables, self._indices, self._targets = variables, indices, targets
         self._indexed = indexed
         self._device = None if reading is None else reading.total.device  # all is compared there, where minibatches are
-        self._estimates, self._last_estimates, self._critic = estimates, last_estimates, critic
+        self._estimates, self._last_estimates, self._critic, self._acting_values = estimates, last_estimates, critic, acting_values
         self._shown: Mapping[str, Tensor | None] = {} if reading is None else reading.columns()
         by_dimension = None if reading is None or reading.policy is None else reading.policy.log_ratios
         self._dimensions = 1 if by_dimension is None else by_dimension.shape[1]  # log-probabilities of each are summed
@@ -170,6 +176,7 @@ class RolloutFinder:
         self._has_ratio = reading is None or reading.policy is None or reading.policy.log_ratio is not None
         self._columns: dict[str, Tensor] = {}
         self.steps = self.envs = 0
+        self.in_longer_array = False
         self._cut, self._received = False, None
         self.ended = self._paid = self._limits = self._reset = None
         if collected is not None:
@@ -263,6 +270,7 @@ class RolloutFinder:
                 columns |= {} if whole is None else {role: whole}
         if "advantages" not in columns and not is_permuted:
             columns |= self._advantages_of_loss(pairs)
+            self.in_longer_array = self._are_in_longer_array()
         if "returns" not in columns:  # the loss has another column for targets, or the critic has a separate loss
             named = self._variables.find((*self._targets, *NAMES["returns"]), self._free_grid)
             columns |= {} if named is None else {"returns": self._nearer_in_time(named)}
@@ -422,6 +430,22 @@ class RolloutFinder:
         grid = self._as_grid(own.reshape(array.shape))
         return {} if grid is None else {"advantages": grid}
 
+    def _are_in_longer_array(self) -> bool:
+        """Return True for advantages of the whole rollout that are the first numbers of an array with different numbers after them."""
+        own, size = self._shown.get("advantages"), self.steps * self.envs
+        if own is None or own.numel() != size or len(own.unique()) < MIN_DISTINCT:
+            return False
+        for _, value in self._variables.named_values():
+            if isinstance(value, list | tuple | deque) and not size < _entries(value) <= MAX_LONG_ARRAY:
+                continue  # without stacking what a script logs
+            array = stacked(value)
+            if array is None or not size + self.envs < array.numel() <= MAX_LONG_ARRAY:
+                continue
+            numbers = array.reshape(-1).to(own)
+            if _is_same(numbers[:size], own.reshape(-1)) and len(numbers[size:].unique()) > 1:
+                return True
+        return False
+
     def _identify_acting_values(self) -> None:
         """Find the values of acting if training uses another critic: their last row is its output before the last step."""
         outputs = [one.before for one in self._last_estimates if one.before is not None]
@@ -433,6 +457,11 @@ class RolloutFinder:
             own = [grid for grid in self._free() if any(_is_same(one.to(grid), grid) for one in self._critic)]
             following = (grid for grid in own if any(self._follows(other, grid) for other in own))
             self._columns |= {"values": next(following, own[0])} if own else {}
+        acted = self._acting_values
+        if "values" not in self._columns and acted is not None:  # the loss has other ones, such as of other inputs
+            unused = (grid for grid in self._grids if not self._is_taken(grid))
+            stored = next((grid for grid in unused if _is_same(acted.to(grid), grid[: self.steps])), None)
+            self._columns |= {} if stored is None else {"values": stored}
 
     def _is_executed(self, grid: Tensor) -> bool:
         """Return True for the actions that the environments received, perhaps clipped."""
@@ -603,7 +632,11 @@ class RolloutFinder:
         array = self._stored("actions", chosen, accept)
         if array is not None:
             return array.clone()
-        # else those that distributions were asked for in acting, if that was one for each step
+        return self.acted_actions
+
+    @property
+    def acted_actions(self) -> Tensor | None:
+        """The actions [T, B, D] whose log-probabilities distributions were asked for in acting, if that was one for each step."""
         whole = len(self._taken) == self.steps > 0 and all(one.numel() % self.envs == 0 for one in self._taken)
         same = len({one.shape for one in self._taken}) == 1
         return torch.stack([one.reshape(self.envs, -1) for one in self._taken]) if whole and same else None

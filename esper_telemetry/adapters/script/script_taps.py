@@ -10,6 +10,7 @@ import builtins
 import ctypes
 import functools
 import logging
+import math
 import re
 import sys
 import time
@@ -326,6 +327,8 @@ class Taps:
                 if self._search is not None:
                     self._after_network(choice)
                 script.distributions.draws += 1
+                if probs.dim() == 2 and choice.numel() == len(probs):
+                    script.distributions.add_tokens(choice, probs.log().clamp(min=torch.finfo(probs.dtype).min))
 
         def printed(script: ScriptListener, _: Any, *words: Any, **__: Any) -> None:
             script.returns.add_text(" ".join(map(str, words)))
@@ -354,7 +357,8 @@ class Taps:
         for owner in (torch, torch.Tensor):
             for name in ("multinomial", "bernoulli"):
                 self._patches.replace(owner, name, functools.partial(self._asked, record=drawn))
-        self._patches.replace(torch.nn.Linear, "forward", self._linear)
+        for kind in (torch.nn.Linear, torch.nn.Conv2d):
+            self._patches.replace(kind, "forward", self._layer)
         self._patches.replace(torch.nn.LSTM, "__init__", self._observed(self._tap_modules))
         before = optimizer.register_optimizer_step_pre_hook(before_step)
         after = optimizer.register_optimizer_step_post_hook(after_step)
@@ -421,9 +425,9 @@ class Taps:
 
         return tapped
 
-    def _linear(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _layer(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def called(script: ScriptListener, layer: Any, inputs: Any, output: Any) -> None:
-            if layer.out_features <= MAX_HEAD_OUTPUTS:
+            if getattr(layer, "out_features", math.inf) <= MAX_HEAD_OUTPUTS:  # no convolution
                 script.estimates.add(layer, output)
             script.acting.add(layer, inputs, has_graph=output.requires_grad)
 
