@@ -522,11 +522,11 @@ def tokens_of(steps: int, count: int) -> tuple[list[tuple[Tensor, Tensor]], Tens
     return tokens, torch.stack(drawn, 1), torch.stack(asked, 1)
 
 
-@pytest.mark.parametrize("prompt", [0, 3])
-def test_sequences_of_tokens_are_compared_with_what_they_were_drawn_from(prompt: int) -> None:
+@pytest.mark.parametrize(("prompt", "asked_prompt"), [(0, 0), (3, 3), (3, 0)])
+def test_sequences_of_tokens_are_compared_with_what_they_were_drawn_from(prompt: int, asked_prompt: int) -> None:
     tokens, chosen, asked = tokens_of(6, 20)
     start = torch.zeros(20, prompt)
-    whole, numbers = torch.cat([start.long(), chosen], 1), torch.cat([start, asked], 1)
+    whole, numbers = torch.cat([start.long(), chosen], 1), torch.cat([start[:, :asked_prompt], asked], 1)
 
     actions = drawn_sequences(tokens, whole.flatten(), numbers.flatten())
 

@@ -728,7 +728,7 @@ class ScriptListener:
         finder, rollout, observations, actions = self._found(variables, collection, first, acted, heads)
         tokens, columns = self.distributions.take_tokens(), {} if first is None else first.columns()
         chosen, log_probs = None if first is None else first.actions, columns.get("log_probs")
-        if rollout is None and actions is None and chosen is not None and log_probs is not None and chosen.shape == log_probs.shape:
+        if rollout is None and actions is None and chosen is not None and log_probs is not None:
             actions = drawn_sequences(tokens, chosen, log_probs)
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps

@@ -242,11 +242,10 @@ def drawn_sequences(tokens: Sequence[tuple[Tensor, Tensor]], chosen: Tensor, log
     choices, logits = map(torch.stack, zip(*tokens, strict=True))
     for parts in (count for count in range(1, len(choices)) if len(choices) % count == 0):  # of the sequences, one after another
         steps = len(choices) // parts
-        whole, rest = divmod(chosen.numel(), parts * choices.shape[1])  # entries of a sequence, perhaps with its prompt
-        length = whole if whole > steps and not rest else steps
-        if chosen.numel() % length or chosen.numel() * choices.numel() > steps * MAX_DISTRIBUTION_ENTRIES:
+        count = parts * choices.shape[1]
+        own, asked = (_sequences(column, count, steps) for column in (chosen, log_probs))
+        if own is None or asked is None or own.shape != asked.shape or len(own) * choices.numel() > MAX_DISTRIBUTION_ENTRIES:
             continue
-        own, asked = (column.reshape(-1, length)[:, -steps:] for column in (chosen, log_probs))
         drawn, odds = (one.unflatten(0, (parts, steps)).transpose(0, 1).flatten(1, 2) for one in (choices, logits))
         same = (own.unsqueeze(1) == drawn.t()).all(-1)
         acted = odds.log_softmax(-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
@@ -258,6 +257,14 @@ def drawn_sequences(tokens: Sequence[tuple[Tensor, Tensor]], chosen: Tensor, log
             ended = torch.zeros_like(own.t(), dtype=torch.bool).index_fill_(0, torch.tensor([steps - 1], device=own.device), True)
             return RolloutActions(asked.t(), {HEAD: own.t()}, ended, logits={HEAD: odds[:, rows]}, drawn=True)
     return None
+
+
+def _sequences(column: Tensor, count: int, steps: int) -> Tensor | None:
+    """Return the entries [N] of a loss as sequences [B, T]: the last ones of each of `count` sequences, or some whole ones, else None."""
+    length, rest = divmod(column.numel(), count)
+    if not rest and length >= steps:
+        return column.reshape(count, length)[:, -steps:]
+    return None if column.numel() % steps else column.reshape(-1, steps)
 
 
 def _columns_of(distribution: Any) -> HeadColumns | None:
