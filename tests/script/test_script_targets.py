@@ -119,6 +119,13 @@ def test_whatever_a_script_adds_after_time_limits_is_right_but_to_run_on_is_not(
     assert "advantages_time_limit_no_end" in values_of(rollout(ended, running_on, columns, limits))
 
 
+def test_what_a_source_has_observed_of_the_advantages_is_their_explanation() -> None:
+    columns, ended = random_columns()
+
+    assert "advantages_uncleared" in values_of(replace(known(columns, ended), seen_difference="uncleared"))
+    assert "advantages_uncleared" not in values_of(replace(known(columns, ended), seen_difference="older_weights"))
+
+
 def test_differences_of_columns_found_by_name_need_an_explanation() -> None:
     columns, ended = random_columns()
     noise = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
