@@ -198,6 +198,11 @@ MINIBATCHES = Equation(
         .predicts("rows of the rollouts before")
         .advises("Clear the memory after each update: `memory.clear()`, or new lists before the next rollout.")
         .cites("program: test_minibatches"),
+        mistake("step_left_out", "rows that leave out one step of every sequence and not the later ones;")
+        .given(parameter="step")
+        .predicts("no weight in step t of all sequences")
+        .advises("Shift the mask: the log-probability of a token is at the position before it.")
+        .cites("program: test_script_rollouts"),
         mistake("padding", "rows that are padding or resets instead of transitions")
         .predicts("rows that do not count", _where(lambda x: x.outside and not x.repeats and not x.missing))
         .advises("Draw minibatches from the valid rows."),

@@ -253,7 +253,13 @@ def _drawn(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[Metri
         valid=rollout.valid,
         precision=facts.precision,
     )
-    shown = facts.heads is not None or (isinstance(rollout, RolloutActions) and rollout.drawn)
+    in_sequences = isinstance(rollout, RolloutActions) and rollout.drawn
+    if in_sequences and rollout.valid is not None:
+        counts = rollout.valid.any(1).tolist()
+        first = counts.index(False) if False in counts else len(counts)
+        if any(counts[first:]):  # else the sequences have ended
+            yield from explained(MINIBATCHES, "step_left_out", fitted=first + 1)
+    shown = facts.heads is not None or in_sequences
     # each head has a dimension of the actions that arrive in the environments
     executed = len(rollout.actions) > 1 and rollout.transitions is not None and rollout.transitions.sent is not None
     named = any(not one.doubtful_without or (executed and one.doubtful_without == "heads") for one in check.hypotheses)

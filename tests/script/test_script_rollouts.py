@@ -33,7 +33,10 @@ from esper_telemetry.adapters.script.recorders import (
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout, _summands
 from esper_telemetry.adapters.script.settings import find_discounts
 from esper_telemetry.adapters.script.variables import Variables, calling_variables, stacked
+from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.equations.log_probs import check_log_probs
+from esper_telemetry.updates.equation_checks import collection_checks
 
 NEVER = torch.zeros(32, 1, dtype=torch.bool)
 """No end in 32 steps of an environment."""
@@ -561,6 +564,23 @@ def test_tokens_under_other_distributions_differ_and_a_temperature_is_left_alone
     if actions is not None:
         check = check_log_probs(actions.actions, actions.log_probs, logits=actions.logits)
         assert [one.name for one in check.hypotheses] == ["next_distribution"]
+
+
+@pytest.mark.parametrize(("left_out", "named"), [([0], True), ([2], True), ([4, 5], False), ([], False)])
+def test_a_mask_that_leaves_out_one_token_of_all_sequences_is_named(left_out: list[int], named: bool) -> None:
+    """`step_left_out`; after the end of all sequences no token counts, and other tokens are left out of some sequences."""
+    tokens, chosen, asked = tokens_of(6, 20)
+    counts = torch.rand(20, 6) < 0.9
+    counts[0] = True
+    counts[:, left_out] = False
+
+    actions = drawn_sequences(tokens, chosen.flatten(), asked.flatten(), counts.flatten())
+
+    assert actions is not None
+    groups = [group for check in collection_checks(actions, Facts(columns_by_name=True)) for group in check()]  # type: ignore[union-attr]
+    keys = {key for group in groups if isinstance(group, MetricGroup) for key in group.values()}
+    assert ("integrity/equation/minibatches_step_left_out" in keys) is named
+    assert "integrity/equation/log_probs" in keys
 
 
 def test_tokens_are_recorded_until_an_environment_steps() -> None:

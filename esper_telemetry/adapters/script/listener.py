@@ -729,7 +729,8 @@ class ScriptListener:
         tokens, columns = self.distributions.take_tokens(), {} if first is None else first.columns()
         chosen, log_probs = None if first is None else first.actions, columns.get("log_probs")
         if rollout is None and actions is None and chosen is not None and log_probs is not None:
-            actions = drawn_sequences(tokens, chosen, log_probs)
+            policy = None if first is None else first.policy
+            actions = drawn_sequences(tokens, chosen, log_probs, None if policy is None else policy.valid)
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + size

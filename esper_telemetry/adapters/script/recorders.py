@@ -229,13 +229,16 @@ class DistributionLog:
         return asked, _merge([join_columns(columns, torch.stack) for columns in series])
 
 
-def drawn_sequences(tokens: Sequence[tuple[Tensor, Tensor]], chosen: Tensor, log_probs: Tensor) -> RolloutActions | None:
+def drawn_sequences(
+    tokens: Sequence[tuple[Tensor, Tensor]], chosen: Tensor, log_probs: Tensor, valid: Tensor | None = None
+) -> RolloutActions | None:
     """Return the recorded sequences of choices that a loss has, [T, B]. None if it has others, or nearly the same log-probabilities as when
     they were drawn, as with a temperature.
 
     Args:
         tokens: of `DistributionLog.take_tokens`.
         chosen, log_probs: [N] of the loss, sequence by sequence.
+        valid: [N], bool: entries that count in the loss; None if all do.
     """
     if not tokens or len({one.shape for _, one in tokens}) > 1:
         return None
@@ -255,7 +258,9 @@ def drawn_sequences(tokens: Sequence[tuple[Tensor, Tensor]], chosen: Tensor, log
         together = torch.corrcoef(torch.stack([asked.flatten(), acted[:, rows].t().flatten()]).double())[0, 1]
         if bool(same.any(1).all()) and (float(distances.gather(1, rows[:, None]).max()) <= SAME_LOG_PROB or not together > ALIKE):
             ended = torch.zeros_like(own.t(), dtype=torch.bool).index_fill_(0, torch.tensor([steps - 1], device=own.device), True)
-            return RolloutActions(asked.t(), {HEAD: own.t()}, ended, logits={HEAD: odds[:, rows]}, drawn=True)
+            counts = None if valid is None else _sequences(valid, count, steps)
+            counts = None if counts is None or counts.shape != own.shape else counts.t()
+            return RolloutActions(asked.t(), {HEAD: own.t()}, ended, logits={HEAD: odds[:, rows]}, valid=counts, drawn=True)
     return None
 
 
