@@ -149,7 +149,7 @@ def _rl_games(telemetry: Any) -> Turns:
     algo = rl_games_models.train(settings, 1, telemetry)
 
     def train(learn: Callable[[], object]) -> None:
-        algo.max_epochs = algo.epoch_num + 8
+        algo.max_epochs = algo.epoch_num + 16
         with contextlib.redirect_stdout(io.StringIO()):
             learn()
 
@@ -175,12 +175,16 @@ def _rllib(telemetry: Any) -> Turns:
     learner = algorithm.learner_group._learner
     learner.telemetry, learner._listener = telemetry, LearnerListener(telemetry, learner)
 
+    def train() -> None:
+        for _ in range(3):
+            algorithm.train()
+
     def observed() -> None:
         learner.call(LearnerListener.start)
-        algorithm.train()
+        train()
         learner.call(LearnerListener.stop)
 
-    return algorithm.train, observed
+    return train, observed
 
 
 def _torchrl(telemetry: Any, **settings: Any) -> Turns:
