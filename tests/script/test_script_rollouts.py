@@ -508,6 +508,17 @@ def test_advantages_may_be_the_first_of_a_list_that_is_never_cleared(tail: Tenso
     assert finder_of(arrays, reading_of(log_probs, advantages)).in_longer_array is expected
 
 
+def test_the_targets_of_earlier_updates_precede_a_list_with_a_name_for_returns() -> None:
+    """A list of all episodes' returns has the length of the rollout in one update."""
+    log_probs, advantages, values, targets, episodes = draws(5)
+    buffer = SimpleNamespace(ret_buf=targets)
+    arrays = {"l": log_probs, "a": advantages, "v": values, "rets": episodes.tolist(), "buffer": buffer}
+
+    rollout = rollout_of(arrays, reading_of(log_probs, advantages), targets=("ret_buf",), critic=[values], estimates=[values])
+
+    assert torch.equal(rollout.returns[:, 0], targets)
+
+
 def test_values_that_a_loss_does_not_reproduce_are_those_of_acting() -> None:
     log_probs, advantages, values = draws(3)
     arrays = {"l": log_probs, "a": advantages, "v": torch.cat([values, torch.ones(1)])}

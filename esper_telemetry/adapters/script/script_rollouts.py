@@ -272,7 +272,8 @@ class RolloutFinder:
             columns |= self._advantages_of_loss(pairs)
             self.in_longer_array = self._are_in_longer_array()
         if "returns" not in columns:  # the loss has another column for targets, or the critic has a separate loss
-            named = self._variables.find((*self._targets, *NAMES["returns"]), self._free_grid)
+            known = self._variables.find(self._targets, self._free_grid)  # before others: a list of all returns may have this length once
+            named = self._variables.find(NAMES["returns"], self._free_grid) if known is None else known
             columns |= {} if named is None else {"returns": self._nearer_in_time(named)}
         self._identify_implied_values()
         self._identify_rewards()
