@@ -130,8 +130,10 @@ def test_minibatches_may_be_fetched_before_they_are_used(buffer: Any, rows_known
     "program", ["dropout in training", "a memory that begins empty in training", "a memory that is never reset in acting"]
 )
 def test_passes_leave_no_trace_in_a_policy_that_has_modes_or_memory(program: str, tmp_path: Path) -> None:
-    watched, alone = (PROGRAMS[program][0](5) for _ in range(2))
+    """A model seeds the global generators when it is made, so each learns before the next is made."""
+    watched = PROGRAMS[program][0](5)
     trained(watched, tmp_path)
+    alone = PROGRAMS[program][0](5)
     alone.learn(STEPS)
 
     assert_identical(watched.policy.state_dict(), alone.policy.state_dict())
