@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from operator import attrgetter
 
@@ -18,6 +19,9 @@ from esper_telemetry.equations.comparison import other_readings
 from esper_telemetry.equations.equation import mistake, variant
 from esper_telemetry.equations.gae import NEAR, STD_EPS, GaeInputs, closest, closest_whole, gae, in_each_rollout, standards
 from esper_telemetry.metrics.statistics import discounted_sums
+
+FEW_ROWS = 0.06
+"""Share of the rows in episodes without an end, below which the value after the last step hardly matters."""
 
 MAX_ENV_SHIFTS = 8
 """Number of neighbouring environments whose ends are compared with the claimed advantages."""
@@ -180,6 +184,13 @@ def _open_ends(inputs: GaeInputs) -> Tensor:
     last = torch.zeros_like(inputs.ended)
     last[-1] = ~inputs.ended[-1]
     return last
+
+
+def _no_last_bootstrap(inputs: GaeInputs, *, few: bool) -> Tensor | None:
+    """Return GAE without the value after the last step; None unless few or more rows, as given, belong to episodes without an end."""
+    has_end = inputs.ended.flip(0).cummax(0).values.flip(0)
+    is_few = float((~has_end).double().mean()) < FEW_ROWS
+    return _bootstrapped(_open_ends, lambda _: 0.0)(inputs) if is_few is few else None
 
 
 def _last_row_zero(inputs: GaeInputs) -> Tensor | None:
@@ -496,7 +507,7 @@ MISTAKES = (
     .predicts("δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits", _bootstrapped(_limits, lambda inputs: 2 * inputs.next_values))
     .advises("Add the value either to the reward or as the next value."),
     mistake("no_last_bootstrap", "GAE without the value after the last step")
-    .predicts("δ_T = r_T - V_T", _bootstrapped(_open_ends, lambda inputs: 0.0))
+    .predicts("δ_T = r_T - V_T", partial(_no_last_bootstrap, few=False))
     .advises("Bootstrap the last step with the value of the state that follows the rollout.")
     .cites("Huang et al. 2022, The 37 implementation details of PPO"),
     mistake("last_row_zero", "GAE except in the last row, which is 0")
@@ -657,6 +668,9 @@ MISTAKES = (
     .cites("program: test_script_rollouts"),
 )
 VARIANTS = (
+    variant("few_without_bootstrap", "GAE without the value after the last step, on which only a few rows depend")
+    .predicts("δ_T = r_T - V_T, with less than 6 % of the rows in episodes without an end", partial(_no_last_bootstrap, few=True))
+    .cites("https://github.com/nikhilbarhate99/PPO-PyTorch, PPO.update"),
     variant("lambda_one", "returns minus values (lambda = 1)")
     .predicts("A_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n}) - V_t", lambda inputs: gae(inputs, decay=inputs.gamma))
     .cites("A2C, 1602.01783; 1506.02438, eq. 16"),

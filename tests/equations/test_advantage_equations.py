@@ -74,9 +74,20 @@ def test_a_mistake_is_named_exactly(name: str, shape: tuple[int, int]) -> None:
             result = check(c, program(c))
             if not result.matches and (name != "other_last_value" or not c.done[-2:].any(0).all()):
                 named += 1
-                assert names(result) == TOGETHER.get(name, {name}), result.text
-                assert result.holds is ADVANTAGES[name].variant
+                is_few = name == "no_last_bootstrap" and c.done[-5:].any(0).all()  # rows that depend on the value
+                expected = "few_without_bootstrap" if is_few else name
+                assert names(result) == TOGETHER.get(name, {expected}), result.text
+                assert result.holds is ADVANTAGES[expected].variant
         assert named or name == "last_end_ignored"
+
+
+@pytest.mark.parametrize(("end", "expected"), [(5, "few_without_bootstrap"), (10, "no_last_bootstrap")])
+def test_a_missing_last_value_is_a_variant_if_few_rows_depend_on_it(end: int, expected: str) -> None:
+    c = random_rollout(1, 100, 1, ends=0.0)
+    c.terminated[-1 - end] = True
+
+    for program in PROGRAMS["no_last_bootstrap"]:
+        assert names(check(c, program(c))) == {expected}
 
 
 @pytest.mark.parametrize(("noise", "expected"), [(3e-6, {"normalized"}), (3e-2, set())])
@@ -137,7 +148,16 @@ def test_a_mistake_between_environments_is_named_where_several_rollouts_stand_si
 
 def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:
     """The hypotheses in `own` need more columns, and have tests below or in `test_script_targets`; those of sums of rewards have a file."""
-    own = {"time_limits_end", "uncleared", "both_lambda", "raw_rewards", "stale", "normalized_returns", "normalized_returns_over_limits"}
+    own = {
+        "time_limits_end",
+        "few_without_bootstrap",
+        "uncleared",
+        "both_lambda",
+        "raw_rewards",
+        "stale",
+        "normalized_returns",
+        "normalized_returns_over_limits",
+    }
     assert {one.name for one in ADVANTAGES.hypotheses if one.needs not in ("alone", "has_critic")} == {*PROGRAMS, *own}
 
 
