@@ -27,6 +27,7 @@ from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.equations.equation import EQUATION_KEY
+from esper_telemetry.events import UpdateEnd
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 STALE = (
@@ -518,6 +519,27 @@ def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> No
 
     assert rates() == [None, 0.1]
     assert rates(critic_lr=0.5) == [None, None]
+
+
+def test_the_learning_rate_of_an_update_is_the_policys_if_the_critic_steps_first() -> None:
+    policy, critic, script = optimizer(), torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.9), OwnSteps()
+    rates: list[float] = []
+    script.listener.hooks.on(UpdateEnd, lambda event: rates.append(event.learning_rate))
+
+    def fit() -> None:
+        (weights,) = critic.param_groups[0]["params"]
+        loss = (weights - torch.arange(3.0)).square().mean()
+        script.listener.before_backward(loss)
+        loss.backward()
+        script.listener.before_step(critic, partial(Variables, [{"v_loss": loss, "v_opt": critic}]))
+        script.listener.after_step(critic)
+
+    for _ in range(3):
+        fit()
+        script.step(policy)
+        script.listener.end_update()
+
+    assert rates == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.system

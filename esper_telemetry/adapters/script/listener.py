@@ -197,6 +197,7 @@ class ScriptListener:
         self._rates: dict[int, list[GroupRate]] = {}  # of each optimizer, at its first step in the update
         self._owners: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._first_rate = 0.0
+        self._rate_is_critics = False
         self._early: list[set[int]] = [set(), {0}]
         self._early_values: list[tuple[object, ValueTerm]] = []  # of the critic, before the first step of a policy
         self._last_steps = 3
@@ -287,9 +288,9 @@ class ScriptListener:
         self._call = optimizer, variables, readings, passes
         if self._step == 0:
             self._rates = {}
-            self._learning_rate = float(optimizer.param_groups[0]["lr"])
         if id(optimizer) not in self._rates:
             self._rates[id(optimizer)] = self._rates_of(optimizer, variables, readings)
+        self._keep_rate(optimizer, first=self._step == 0)
         self._epoch = self._pass_of(variables)
         self._optimizers.add(optimizer)
         self._several = self._several or len(self._optimizers) > 1
@@ -535,10 +536,11 @@ class ScriptListener:
     def _count_step(self, optimizer: Optimizer, variables: Callable[[], Variables]) -> None:
         """Begin an update that is not traced with its first step."""
         if self.open:
+            self._keep_rate(optimizer, first=False)
             return
         self.open, self._step = True, 0
         self._rates = {id(optimizer): self._rates_of(optimizer, Variables([]), ())}
-        self._learning_rate = float(optimizer.param_groups[0]["lr"])
+        self._keep_rate(optimizer, first=True)
         counted = variables().find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = max(counted, self._env_step)
         finished, self._seconds = self.environments.take()
@@ -589,6 +591,12 @@ class ScriptListener:
                 owners = own.keys() & {"actor", "critic"}
             self._owners[optimizer] = owners.pop() if len(owners) == 1 else ""
         return [rates[0]._replace(name=rates[0].name or self._owners[optimizer])]
+
+    def _keep_rate(self, optimizer: Optimizer, *, first: bool) -> None:
+        """Keep the learning rate of an update's first step, but not of a critic's optimizer that another one follows."""
+        if first or self._rate_is_critics:
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])
+            self._rate_is_critics = self._owners.get(optimizer) == "critic"
 
     def before_env_step(self) -> None:
         """The environments continue: end the update, unless passes over several rollouts come before its step."""
