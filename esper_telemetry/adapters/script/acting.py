@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ class Acting(NamedTuple):
     training: bool
 
     def difference(
-        self, inputs: Tensor | None, rows: Tensor, observations: Tensor | None, trained: Collection[int], modules: Iterable[nn.Module]
+        self, inputs: Tensor | None, rows: Tensor, observations: Tensor | None, trained: Sequence[Tensor], modules: Iterable[nn.Module]
     ) -> str | None:
         """Return the hypothesis of `replayed_log_probs` that explains why training computes other log-probabilities; None without any.
 
@@ -76,7 +76,7 @@ class Acting(NamedTuple):
             inputs: [N, n], of the first layer in training.
             rows: [N], their transitions, counted time by time.
             observations: [T, B, ...], stored ones; None if they are not known.
-            trained: `id` of the parameters that are trained.
+            trained: parameters.
             modules: of the script.
         """
         size = self.inputs.shape[2]
@@ -95,7 +95,9 @@ class Acting(NamedTuple):
                     scaled = are_scaled(self.inputs.double(), stored) or _scales_drift(self.inputs.double(), stored)
                 return "other_statistics" if scaled else "other_observations"
         weights = [weight for one in self.weights if (weight := one()) is not None]
-        if weights and trained and not any(id(weight) in trained for weight in weights):
+        # a copy of the policy may be up to date
+        known = [any(one.shape == weight.shape and torch.equal(one, weight) for one in trained) for weight in weights]
+        if trained and weights and not any(known):
             return "older_weights"
         parts = [part for module in modules for part in module.modules()]
         random = any(isinstance(part, _DropoutNd) and part.p > 0 and part.training for part in parts)

@@ -830,7 +830,8 @@ class ScriptListener:
                 return "scaled_actions"
         if acting is None:
             return None
-        trained = {id(parameter) for one in self._optimizers for parameter in _parameters_of(one)} | self._parameters.keys()
+        optimizers = {*self._optimizers, *(value for value in variables.values() if isinstance(value, Optimizer))}
+        trained = [parameter for one in optimizers for parameter in _parameters_of(one)]
         return acting.difference(first.inputs, rows, observations, trained, variables.modules())
 
     def _actions_of(
