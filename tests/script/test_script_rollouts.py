@@ -442,6 +442,16 @@ def test_outputs_of_the_critic_are_the_values_where_the_first_loss_is_of_the_pol
     assert torch.equal(rollout.last_values[0], last[:1])
 
 
+def test_the_latest_outputs_of_the_critic_are_the_values() -> None:
+    """Earlier ones are of its passes over the previous rollout."""
+    log_probs, advantages, earlier, values = draws(4)
+    outputs = [earlier[:, None], values[:, None]]
+
+    rollout = rollout_of({"l": log_probs, "a": advantages}, reading_of(log_probs, advantages), estimates=outputs, critic=outputs)
+
+    assert torch.equal(rollout.values[:, 0], values)
+
+
 @pytest.mark.parametrize("rounding", [0.0, 1e-6])
 def test_columns_of_one_environment_after_the_other_may_have_an_axis_of_size_1(rounding: float) -> None:
     """The buffer is [B, T, 1], and is flattened to [R, 1]. Its log-probabilities may be rounded in another way than those of acting."""

@@ -457,7 +457,7 @@ class RolloutFinder:
         if "values" not in self._columns and self._shown.get("values") is None:
             own = [grid for grid in self._free() if any(_is_same(one.to(grid), grid) for one in self._critic)]
             following = (grid for grid in own if any(self._follows(other, grid) for other in own))
-            self._columns |= {"values": next(following, own[0])} if own else {}
+            self._columns |= {"values": next(following, own[-1])} if own else {}  # earlier ones may be of the previous rollout
         acted = self._acting_values
         if "values" not in self._columns and acted is not None:  # the loss has other ones, such as of other inputs
             unused = (grid for grid in self._grids if not self._is_taken(grid))
