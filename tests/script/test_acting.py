@@ -55,6 +55,19 @@ def test_what_differs_between_acting_and_training(case: str) -> None:
     assert named == {**expected, "dropout": "random_passes", "mode": "other_mode"}.get(case)
 
 
+def test_images_on_another_scale_are_named() -> None:
+    log, layer = ActingLog(), nn.Conv2d(1, 2, 2)
+    images = torch.rand(STEPS, ENVS, 1, 3, 3)
+    for inputs in images:
+        log.add(layer, inputs, has_graph=False)
+        log.after_env_step()
+    acting = log.take(STEPS, ENVS)
+
+    assert acting is not None
+    assert acting.difference(255 * images.flatten(0, 1), torch.arange(STEPS * ENVS), None, [layer.weight], []) == "other_scale"
+    assert acting.difference(images.flatten(0, 1), torch.arange(STEPS * ENVS), None, [layer.weight], []) is None
+
+
 def test_a_network_may_act_with_a_graph_and_training_is_none_of_its_acting() -> None:
     acting, trained = nn.Linear(INPUTS, 2), nn.Linear(INPUTS, 2)
     log, states = ActingLog(), torch.randn(STEPS, ENVS, INPUTS)

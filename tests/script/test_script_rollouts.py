@@ -33,6 +33,7 @@ from esper_telemetry.adapters.script.recorders import (
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout, _summands
 from esper_telemetry.adapters.script.settings import find_discounts
 from esper_telemetry.adapters.script.variables import Variables, calling_variables, stacked
+from esper_telemetry.core.event_parts import RolloutActions, Transitions
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.equations.log_probs import check_log_probs
@@ -602,6 +603,26 @@ def test_a_mask_that_leaves_out_one_token_of_all_sequences_is_named(left_out: li
     keys = {key for group in groups if isinstance(group, MetricGroup) for key in group.values()}
     assert ("integrity/equation/minibatches_step_left_out" in keys) is named
     assert "integrity/equation/log_probs" in keys
+
+
+@pytest.mark.parametrize("arrive", [True, False])
+def test_heads_may_be_left_out_of_a_sum_only_if_their_actions_do_not_arrive(arrive: bool) -> None:
+    """Distributions of a script may have other uses than its actions."""
+    policies = {name: Categorical(logits=torch.randn(32, 2, 4)) for name in ("a", "b")}
+    actions = {name: policy.sample() for name, policy in policies.items()}
+    numbers, flags = torch.randn(32, 2).double(), torch.zeros(32, 2, dtype=torch.bool)
+    transitions = Transitions(numbers, numbers, numbers, numbers, informative=False, sent=numbers, received=numbers)
+    rollout = RolloutActions(
+        policies["b"].log_prob(actions["b"]),
+        actions,
+        flags,
+        logits={name: policy.logits for name, policy in policies.items()},
+        transitions=transitions if arrive else None,
+    )
+
+    groups = [group for check in collection_checks(rollout, Facts(columns_by_name=True)) for group in check()]  # type: ignore[union-attr]
+    keys = {key for group in groups if isinstance(group, MetricGroup) for key in group.values()}
+    assert ("integrity/equation/log_probs_heads_left_out" in keys) is arrive
 
 
 def test_tokens_are_recorded_until_an_environment_steps() -> None:

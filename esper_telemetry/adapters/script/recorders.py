@@ -105,6 +105,7 @@ class DistributionLog:
         chosen: actions [N, ...] of the last log-probabilities with a graph; None if they are not a tensor.
         draws: number of draws so far.
         draws_again: these actions were drawn after the last step of the environments.
+        has_tokens: no environment has stepped, so that choices may be tokens of sequences.
     """
 
     def __init__(self) -> None:
@@ -119,7 +120,7 @@ class DistributionLog:
         self._acted: list[Asked] = []
         self._entries = self.draws = self._token_entries = 0
         self._tokens: list[tuple[Tensor, Tensor]] = []
-        self._has_tokens = True
+        self.has_tokens = True
         self.chosen: Tensor | None = None
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
@@ -139,13 +140,13 @@ class DistributionLog:
         if isinstance(distribution, distributions.Categorical):
             self._drawn.append(distribution)
             self._last_draw = draw
-            if distribution.logits.dim() == 2 and draw.shape == distribution.logits.shape[:1]:
+            if self.has_tokens and distribution.logits.dim() == 2 and draw.shape == distribution.logits.shape[:1]:
                 self.add_tokens(draw, distribution.logits)
 
     def add_tokens(self, choices: Tensor, logits: Tensor) -> None:
         """Record one choice for each of several sequences [B], and their distributions [B, V], of a program without environments."""
         self._token_entries += logits.numel()
-        if self._has_tokens and self._token_entries <= MAX_DISTRIBUTION_ENTRIES:
+        if self._token_entries <= MAX_DISTRIBUTION_ENTRIES:
             self._tokens.append((choices.detach().reshape(-1), logits.detach()))
 
     def take_tokens(self) -> list[tuple[Tensor, Tensor]]:
@@ -171,7 +172,7 @@ class DistributionLog:
         if self._last_draw is not None and len(self._draws_by_step) < MAX_DRAWN_STEPS:
             self._draws_by_step.append(self._last_draw)
         self._last_draw = None
-        self._tokens, self._has_tokens = [], False
+        self._tokens, self.has_tokens = [], False
         self._drawn.clear()
         self._draws_since_step.clear()
         self._recent.clear()

@@ -327,7 +327,7 @@ class Taps:
                 if self._search is not None:
                     self._after_network(choice)
                 script.distributions.draws += 1
-                if probs.dim() == 2 and choice.numel() == len(probs):
+                if script.distributions.has_tokens and probs.dim() == 2 and choice.numel() == len(probs):
                     script.distributions.add_tokens(choice, probs.log().clamp(min=torch.finfo(probs.dtype).min))
 
         def printed(script: ScriptListener, _: Any, *words: Any, **__: Any) -> None:
