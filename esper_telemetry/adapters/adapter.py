@@ -6,6 +6,7 @@ Shapes: K parameters with a gradient.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import ModuleType
@@ -259,8 +260,9 @@ class Adapter:
         if self._measured:
             return
         self._max_norm = float(max_norm)
-        present = [parameter for parameter in parameters if parameter.grad is not None]
-        names = tuple([self._names.get(id(parameter), "") for parameter in present])
+        whole = norms is not None and len(norms) == len(parameters)
+        present = parameters if whole else [parameter for parameter in parameters if parameter.grad is not None]
+        names: tuple[Any, ...] = tuple(map(self._names.get, map(id, present)))
         if names not in self._parts or (len(self._parts) > 1 and self.hooks.wants_now(BackwardEnd)):
             self.emit_gradients(self._max_norm)
             return
@@ -275,21 +277,19 @@ class Adapter:
     def emit_gradients(self, max_norm: float | None) -> None:
         """Emit the norms of all gradients before clipping. `max_norm` is None without a clip."""
         self._measured = True
-        kept = [(part, self._clipped[part]) for part in self._parts if part in self._clipped]
-        names, columns = [name for part, _ in kept for name in part], [norms for _, norms in kept]
-        rest: dict[str, Tensor] = {}
-        if len(kept) < len(self._parts) or not kept:
+        parts = [part for part in self._parts if part in self._clipped]
+        names, columns = tuple(itertools.chain(*parts)), [self._clipped[part] for part in parts]
+        if len(parts) < len(self._parts) or not parts:
             known = {*names}
             rest = {name: p.grad for name, p in self.parameters.items() if name not in known and p.grad is not None}
-        if rest:
-            names, columns = [*names, *rest], [*columns, ops.gradient_norms(list(rest.values()))]
+            if rest:
+                names, columns = (*names, *rest), [*columns, ops.gradient_norms(list(rest.values()))]
         if names:
             norms = columns[0] if len(columns) == 1 else torch.cat(columns)
             apart = () if max_norm is None else self._clipped_apart
-            if 0 < len(kept) < len(self._parts):  # the step came before the other clips
-                apart = tuple([frozenset(part) for part, _ in kept])
-            event = BackwardEnd(self.epoch, self.step, self.parameters, tuple(names), norms, max_norm, clipped_apart=apart)
-            self.hooks.emit(event)
+            if 0 < len(parts) < len(self._parts):  # the step came before the other clips
+                apart = tuple(map(frozenset, parts))
+            self.hooks.emit(BackwardEnd(self.epoch, self.step, self.parameters, names, norms, max_norm, clipped_apart=apart))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step; gradients that were clipped are measured already."""

@@ -338,6 +338,8 @@ class RowColumns(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[RowColumns]) -> RowColumns:
         """Return the rows of several policies, one policy after the other; a head is 0 in rows of other policies."""
+        if len(parts) == 1:
+            return parts[0]
         sizes = [len(next(iter(columns.values()))) for columns, _ in parts]
         joined: dict[str, dict[str, Tensor]] = {}
         for place, (_, heads) in enumerate(parts):

@@ -10,7 +10,7 @@ Shapes: T steps, B environments, A actions, D action dimensions, N rows of a min
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ from esper_telemetry.adapters.taps import SurroundingTap
 from esper_telemetry.core.event_parts import Scale
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.record import Level
-from esper_telemetry.events import Hooks, MinibatchEnd, RolloutEnd
+from esper_telemetry.events import Hooks, RolloutEnd
 from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.failure import Candidate, of_parameters
-from esper_telemetry.updates.joining import joined_minibatches
+from esper_telemetry.updates.joining import joined_column, joined_heads
 from esper_telemetry.updates.update import JoinedMinibatches
 
 LIMIT = 5.0
@@ -46,6 +46,22 @@ PARTS = {
     **dict.fromkeys(("value", "critic_mlp", "critic_cnn", "c_rnn", "c_layer_norm"), "critic"),
 }
 """Parts of a network by the first word of their parameters' names; others are the actor's if the network is separate, else shared."""
+
+BATCH_COLUMNS = ("old_logp_actions", "advantages", "old_values", "returns", "rnn_masks")
+"""Columns of a minibatch that are kept until the update ends."""
+
+LOSSES = {"policy": 1.0, "value": 0.5, "entropy": -1.0}
+"""Factors of the first losses in `train_result`: rl_games' value loss is the squared error."""
+
+
+class Row(NamedTuple):
+    """Tensors of a minibatch. Columns are computed from the tensors of all minibatches when the update ends."""
+
+    epoch: int
+    columns: dict[str, Tensor]
+    heads: HeadColumns
+    losses: list[Tensor]
+    rows: Tensor | None
 
 
 class AlgoListener(Adapter):
@@ -77,7 +93,7 @@ class AlgoListener(Adapter):
         if not self.sees_clips:
             self.listen(algo.scaler, "unscale_", lambda *_: self.emit_gradients(float(algo.grad_norm)))  # they are truncated next
         self.listen(algo, "env_step", self._after_env_step)
-        self.listen(algo, "rewards_shaper", self._after_shaper)
+        self.listen(algo, "rewards_shaper", lambda _args, _kwargs, rewards: self._shaped.append(rewards.clone()))  # values may be added
         self.listen(algo, "get_action_values", self._after_act)
         self.listen(algo, "get_masked_action_values", self._after_act)
         self.listen(algo, "get_values", self._after_last_values)
@@ -104,10 +120,6 @@ class AlgoListener(Adapter):
         self._rewards.append(rewards.clone())
         if isinstance(infos, dict) and "time_outs" in infos:
             self._time_outs.append(torch.as_tensor(infos["time_outs"], device=rewards.device).bool().clone())
-
-    def _after_shaper(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-        """Copy the rewards that are learned from, to which rl_games may add values."""
-        self._shaped.append(result.clone())
 
     def _after_act(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         if not self._continuous:
@@ -141,7 +153,7 @@ class AlgoListener(Adapter):
             bootstrap = torch.where(limits, values, 0.0) if algo.value_bootstrap else None
         rewards, raw = (torch.stack(column).sum(-1) for column in (self._shaped, self._rewards))
         assert self._last_values is not None
-        heads = join_columns(self._logits, torch.stack) if self._logits else self._columns(buffer)
+        heads = _heads(join_columns(self._logits, torch.stack) if self._logits else self._columns(buffer))
         observations, scales = buffer["obses"], {}
         if not isinstance(observations, Tensor) or not observations.is_floating_point():
             observations = None
@@ -169,14 +181,14 @@ class AlgoListener(Adapter):
             last_values=self._last_values.reshape(1, -1),
             time_limits=limits,
             seen_difference="other_statistics" if algo.normalize_input else None,
-            **heads._asdict(),
+            **heads,
         )
 
     def _columns(self, output: Mapping[str, Any]) -> HeadColumns:
-        """Columns of the policy's distributions, from an output of the model or from the buffer."""
+        """Columns of the policy's distributions, from an output of the model or from the buffer; `log_std` has no logarithm yet."""
         if self._continuous:
-            means, sigmas = output["mus"].detach(), output["sigmas"].detach()
-            return HeadColumns(means={self._head_names[0]: means}, log_std={self._head_names[0]: sigmas.log()})
+            means, deviations = ({self._head_names[0]: output[name].detach()} for name in ("mus", "sigmas"))
+            return HeadColumns(means=means, log_std=deviations)
         logits = output["logits"] if isinstance(output["logits"], list) else [output["logits"]]
         return HeadColumns(logits=dict(zip(self._head_names, (column.detach() for column in logits), strict=True)))
 
@@ -215,39 +227,36 @@ class AlgoListener(Adapter):
         if output is None:
             return
         algo, batch = self._algo, (args[0] if args else kwargs["input_dict"])
-        policy, value, entropy, *_ = algo.train_result
-        losses = {"policy": policy, "entropy": entropy, **({"value": value} if algo.has_value_loss else {})}
-        critic: dict[str, Any] = {}
-        if not algo.has_central_value:
-            columns = output["values"], batch["old_values"], batch["returns"]
-            names = ("values", "old_values", "returns")
-            critic = {name: column.detach().sum(-1) for name, column in zip(names, columns, strict=True)}
-        masks = batch.get("rnn_masks")
-        self.row = MinibatchEnd(
-            self.epoch,
-            self.step,
-            log_ratio=(batch["old_logp_actions"] - output["prev_neglogp"]).detach(),
-            advantages=batch["advantages"],
-            losses={name: loss.detach() for name, loss in losses.items()},
-            valid=None if masks is None else masks.bool(),
-            rows=None if algo.dataset.permute else self._order[slice(*algo.dataset.last_range)],
-            **critic,
-            **self._columns(output)._asdict(),
-        )
+        columns = {name: batch[name] for name in BATCH_COLUMNS if batch.get(name) is not None}
+        columns |= {name: output[name].detach() for name in ("prev_neglogp", "values") if name in output}
+        losses = [loss.detach() for loss in algo.train_result[: len(LOSSES)]]
+        rows = None if algo.dataset.permute else self._order[slice(*algo.dataset.last_range)]
+        self.row = Row(self.epoch, columns, self._columns(output), losses, rows)
 
     @torch.no_grad()
-    def joined(self, rows: Sequence[MinibatchEnd]) -> JoinedMinibatches:
+    def joined(self, rows: Sequence[Row]) -> JoinedMinibatches:
         """Return all minibatches of the update; values and returns in the units of rewards, losses in the normaliser's."""
-        joined, rollout, algo = joined_minibatches(rows, with_critic=True), self.rollout_event, self._algo
-        scales = {"value": 0.5, "entropy": -1.0}  # the value loss is the squared error
-        joined = joined._replace(losses={name: loss * scales.get(name, 1.0) for name, loss in joined.losses.items()})
-        if joined.values is None or not algo.normalize_value:
+        algo, rollout = self._algo, self.rollout_event
+        epochs, parts, heads, losses, places = zip(*rows, strict=True)
+        columns, named_losses = joined_heads(parts), zip(LOSSES.items(), zip(*losses, strict=True), strict=True)
+        joined = JoinedMinibatches(
+            epochs=epochs,
+            counts=tuple([part["prev_neglogp"].shape[0] for part in parts]),
+            log_ratio=columns["old_logp_actions"] - columns["prev_neglogp"],
+            advantages=columns["advantages"],
+            valid=columns["rnn_masks"].bool() if "rnn_masks" in columns else None,
+            losses={name: scale * torch.stack(own) for (name, scale), own in named_losses if name != "value" or algo.has_value_loss},
+            rows=joined_column(places),
+            **_heads(join_columns(heads, torch.cat)),
+        )
+        if algo.has_central_value or (algo.normalize_value and (rollout is None or joined.rows is None)):
             return joined
-        if rollout is None or joined.rows is None:
-            return joined._replace(values=None, old_values=None, returns=None)
-        mean, deviation = _statistics(algo.value_mean_std)
-        stored, targets = (column.flatten()[joined.rows] for column in (rollout.values, rollout.returns))
-        return joined._replace(values=joined.values * deviation + mean, old_values=stored, returns=targets)
+        values, stored, targets = (columns[name].sum(-1) for name in ("values", "old_values", "returns"))
+        if algo.normalize_value and rollout is not None and joined.rows is not None:
+            mean, deviation = _statistics(algo.value_mean_std)
+            values = values * deviation + mean
+            stored, targets = (column.flatten()[joined.rows] for column in (rollout.values, rollout.returns))
+        return joined._replace(values=values, old_values=stored, returns=targets)
 
     def _before_epoch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """rl_games has logged the last update, and collects the next rollout."""
@@ -376,6 +385,11 @@ class TelemetryObserver:
 def _model(algo: Any) -> Any:
     """The model itself, not what `torch.compile` has made of it."""
     return getattr(algo.model, "_orig_mod", algo.model)
+
+
+def _heads(columns: HeadColumns) -> dict[str, Any]:
+    """Return the columns as fields of an event, with logarithms of standard deviations."""
+    return columns._replace(log_std={head: deviation.log() for head, deviation in columns.log_std.items()})._asdict()
 
 
 def _statistics(normalizer: Any) -> tuple[Tensor, Tensor]:

@@ -93,10 +93,8 @@ class LearnerListener(Adapter):
         self._envs = max(1, int(self._config.num_env_runners)) * int(self._config.num_envs_per_env_runner)
         self._timesteps: Mapping[str, Any] = {}
         self._chunks: list[tuple[str, int, bool, bool]] = []  # module, steps, ended, terminated
-        self._values: dict[str, Tensor] = {}
-        self._losses: dict[str, dict[str, Tensor]] = {}
-        self._coefficients: dict[str, float] = {}
-        self._kl_coefficients: dict[str, Tensor] = {}
+        self._values, self._losses = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
+        self._coefficients, self._kl_coefficients = dict[str, float](), dict[str, Tensor]()
         self._unfinished: dict[str, tuple[float, int]] = {}
         self._rows, self._rows_taken, self._collected, self._begun = 0, 0, 0, False
 
@@ -162,7 +160,9 @@ class LearnerListener(Adapter):
                     parts.append(torch.stack([time + offset, begin + time * envs, *last]))
                     offset += -(-(length + 1) // width) * width
             index, places, ended, terminated = torch.cat(parts, 1).to(mask.device)
-            own = {key: flattened(rows[key], mask)[index] for key in COLLECTED if isinstance(rows.get(key), Tensor)}
+            found = {key: rows[key] for key in COLLECTED if isinstance(rows.get(key), Tensor)}
+            in_sequences = {key for key, x in found.items() if mask.dim() > 1 and x.shape[:2] == mask.shape}
+            own = {key: (x.flatten(0, 1) if key in in_sequences else x)[index] for key, x in found.items()}
             values, targets = self._values[name], own["value_targets"]
             columns = {
                 "places": places,
@@ -178,9 +178,8 @@ class LearnerListener(Adapter):
             }
             if not self._several and own.get(Columns.OBS, mask).is_floating_point():
                 columns["observations"] = own[Columns.OBS]
-            heads = self._heads(name, own[Columns.ACTION_DIST_INPUTS])
-            heads["actions"] = dict.fromkeys(self._kinds(name), own.get(Columns.ACTIONS, mask))
-            modules.append(RowColumns(columns, heads))
+            actions = dict.fromkeys(self._kinds(name), own.get(Columns.ACTIONS, mask))
+            modules.append(RowColumns(columns, self._heads(name, own[Columns.ACTION_DIST_INPUTS]) | {"actions": actions}))
             rows[OWN_KEY] = torch.zeros_like(values, dtype=torch.long).index_copy_(0, index, places).view(mask.shape)
         joined = RowColumns.joined(modules)
         joined = joined.map(partial(as_grid, rows=joined.columns.pop("places"), num_envs=envs))
@@ -251,19 +250,19 @@ class LearnerListener(Adapter):
             # RLlib adds the divergence to a module's loss, and the losses of modules to one another
             own["total"] = own["total"] - self._kl_coefficients.get(name, 0.0) * own.pop("kl")
             losses = {loss: SCALES.get(loss, 1.0) * one + losses.get(loss, 0.0) for loss, one in own.items()}
-        sizes = torch.tensor([[len(part["values"]) for part in row.values()] for _, row in rows]).t()
+        sizes = torch.tensor([[part["values"].shape[0] for part in row.values()] for _, row in rows]).t()
         order = torch.cat([torch.repeat_interleave(own) for own in sizes]).argsort(stable=True)
         joined = RowColumns.joined(modules).map(lambda x: x[order] if self._several else x)
-        epochs, counts = tuple([epoch for epoch, _ in rows]), tuple(sizes.sum(0).tolist())
-        return JoinedMinibatches(epochs, counts, losses=losses, **joined.arguments)
+        return JoinedMinibatches(tuple([epoch for epoch, _ in rows]), tuple(sizes.sum(0).tolist()), losses=losses, **joined.arguments)
 
     def _evaluated(self, name: str, parts: Sequence[Mapping[str, Any]]) -> RowColumns:
+        in_rows = parts[0][Columns.LOSS_MASK].dim() == 1
+
         def cat(*columns: Tensor) -> Tensor:
-            return torch.cat([flattened(x, part[Columns.LOSS_MASK]) for x, part in zip(columns, parts, strict=True)])
+            return torch.cat(columns) if in_rows or columns[0].dim() == 1 else torch.cat(columns).flatten(0, 1)
 
         own = {key: tree.map_structure(cat, *(part[key] for part in parts)) for key in (*KEPT, "outputs", "values")}
-        log_ratio = self._distributions[name].from_logits(own["outputs"]).logp(own[Columns.ACTIONS])
-        log_ratio -= own[Columns.ACTION_LOGP]
+        log_ratio = self._distributions[name].from_logits(own["outputs"]).logp(own[Columns.ACTIONS]) - own[Columns.ACTION_LOGP]
         assert self.rollout_event is not None
         columns = {ours: own[theirs] for ours, theirs in COLUMNS.items()}
         columns |= {"log_ratio": log_ratio, "old_values": self.rollout_event.values.flatten()[columns["rows"]]}
@@ -315,11 +314,6 @@ class LearnerListener(Adapter):
             **dict.fromkeys(("normalize_rewards", "squashed", "correlated_noise"), False),
             UNCHECKED_FACT: unchecked,
         }
-
-
-def flattened(column: Tensor, mask: Tensor) -> Tensor:
-    """Return a column as [R, ...] if rows are sequences, as the mask [S, L] shows; another column unchanged."""
-    return column.flatten(0, 1) if mask.dim() > 1 and column.shape[:2] == mask.shape else column
 
 
 class TelemetryLearner:
@@ -376,9 +370,9 @@ class AlgorithmCallback(RLlibCallback):  # type: ignore[misc, unused-ignore]  # 
     @contained
     def on_train_result(self, *, algorithm: Any, result: Mapping[str, Any], **kwargs: Any) -> None:
         """See RLlib's `RLlibCallback`."""
-        sections = {name: result.get(name, {}) for name in ("env_runners", "learners", "evaluation")}
-        flat = {key: x for key, x in flatten_dict(sections).items() if isinstance(x, Real) and not math.isnan(x)}
-        results = {key: float(x) for key, x in flat.items() if not SKIPPED.search(key)}
+        flat = flatten_dict({name: result.get(name, {}) for name in ("env_runners", "learners", "evaluation")})
+        numbers = {key: float(x) for key, x in flat.items() if isinstance(x, Real) and not SKIPPED.search(key)}
+        results = {key: x for key, x in numbers.items() if not math.isnan(x)}
         algorithm.learner_group.foreach_learner(lambda one: one.call(partial(LearnerListener.report, results=results)))
 
     @contained

@@ -47,8 +47,8 @@ change between them, which inflates the noise.
 MAX_SAMPLE_ENTRIES = 1 << 26
 """Largest number of entries in a sample's gradients. Of larger networks two minibatches are copied, next to the optimizer's states."""
 
-MAX_TRAVELLING_ENTRIES = 1 << 20
-"""Entries of a sample that may travel to the worker: four megabytes. Larger samples are measured in the trainer's process."""
+MAX_TRAVELLING_ENTRIES = 1 << 22
+"""Entries of a sample that may travel to the worker: sixteen megabytes. Larger samples are measured in the trainer's process."""
 
 VECTORS_BESIDES_STATES = 8
 """Number of gradient-sized vectors that fit in addition to the optimizer's states, which take four vectors each."""

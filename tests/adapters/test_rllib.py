@@ -177,7 +177,7 @@ def test_an_exception_ends_the_run_as_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [("flattened", "as_grid", "RolloutEnd"), ("flatten_dict",), ("SurroundingTap",), ("LearnerListener.start",)]
+    "broken", [("LearnerListener._evaluated", "as_grid", "RolloutEnd"), ("flatten_dict",), ("SurroundingTap",), ("LearnerListener.start",)]
 )
 def test_a_failure_of_telemetry_does_not_reach_training(broken: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from esper_telemetry.adapters import rllib
