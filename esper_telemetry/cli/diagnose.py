@@ -33,6 +33,9 @@ def diagnose(options: Diagnose) -> int:
     """Print the outcome of a run and its incidents; return the exit code."""
     if bool(options.run_dir) == bool(options.source):
         raise WrongUse("diagnose needs either a run directory or --from; see esper-telemetry diagnose --help")
+    if options.run_dir and (options.map or options.run is not None):
+        given = f"--map {options.map[0]}" if options.map else f"--run {options.run}"
+        raise WrongUse(f"{given} is for logs of another trainer, which are given with --from, not for the run directory {options.run_dir}")
     return _diagnose_logs(options) if options.source else _diagnose_journal(options)
 
 

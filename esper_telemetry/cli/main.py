@@ -179,7 +179,7 @@ class Workspace:
     """User or team; the owner of the API key by default."""
     name: str = "esper_telemetry"
     """Name of the workspace."""
-    output: str = ""
+    output: str | None = None
     """File for the specification; RUN_DIR/wandb_workspace.json by default."""
 
 
@@ -241,7 +241,7 @@ class Report:
     """The run directories; or --from."""
     source: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="from", metavar="LOGS")] = ()
     """Logs of another trainer, as for diagnose (repeatable)."""
-    output: Annotated[str, tyro.conf.arg(aliases=("-o",), metavar="FILE")] = ""
+    output: Annotated[str | None, tyro.conf.arg(aliases=("-o",), metavar="FILE")] = None
     """Output file; RUN_DIR/report.html by default, or ./report.html for several runs and for logs. Markdown is printed by default."""
     format: Literal["html", "markdown"] = "html"
     """html, or markdown for only the verdict."""
@@ -276,7 +276,7 @@ class Compare:
     """A setting that does not count as configuration (repeatable)."""
     by: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY")] = ()
     """Only this setting counts as configuration; also a name, such as exp_name (repeatable)."""
-    output: Annotated[str, tyro.conf.arg(aliases=("-o",))] = ""
+    output: Annotated[str | None, tyro.conf.arg(aliases=("-o",))] = None
     """Also write an HTML page to this file."""
     json: bool = False
     """Print JSON, with every metric that differs."""

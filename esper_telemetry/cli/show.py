@@ -59,7 +59,7 @@ def report(options: Report) -> int:
     if not options.run_dirs and not options.source:
         raise WrongUse("report needs a run directory or --from; see esper-telemetry report --help")
     sources = [address.partition(":")[2] or address for address in options.source]
-    output = output_path(options.output, sources=sources) if options.output else None
+    output = output_path(options.output, sources=sources) if options.output is not None else None
     with wrong_use():
         with without_warnings():
             views = [open_view(run_dir, judged=True) for run_dir in options.run_dirs]
@@ -84,7 +84,7 @@ def compare(options: Compare) -> int:
     from esper_telemetry.views.document import print_document
 
     with wrong_use(), without_warnings():
-        output = output_path(options.output) if options.output else None
+        output = output_path(options.output) if options.output is not None else None
         result = comparison([read_compared(place) for place in find_runs(options.runs)], ignore=options.ignore, by=options.by)
         if output is not None:
             from esper_telemetry.views.compare.comparison_page import comparison_page

@@ -171,7 +171,7 @@ def compress(options: Compress) -> int:
 def workspace(options: Workspace) -> int:
     """Write the run's dashboard as a W&B workspace and, with --push, save it there; 1 if the server does not accept it."""
     os.environ.setdefault("WANDB_SILENT", "true")
-    output = output_path(options.output, default=WORKSPACE_NAME) if options.output else None
+    output = output_path(options.output, default=WORKSPACE_NAME) if options.output is not None else None
     with wrong_use():
         wandb_workspace.require_workspaces()
         run = read_run(options.run_dir)

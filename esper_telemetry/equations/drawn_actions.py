@@ -366,7 +366,7 @@ def surprising_changes(observations: Tensor, ended: Tensor) -> Tensor | None:
     states = observations.double().flatten(2)
     change, inside, size = states.diff(dim=0), ~ended[:-1].to(states.device), states.shape[-1]
     rows = int(inside.sum())
-    if not rows or ROWS_PER_FEATURE * (size + 1) > rows:
+    if not rows or ROWS_PER_FEATURE * (size + 1) > rows or not bool(torch.isfinite(states).all()):
         return None
     scaled = (states[:-1] - states[:-1][inside].mean(0)) / states[:-1][inside].std(0).clamp(min=torch.finfo().eps)
     features = [torch.ones_like(scaled[..., :1]), scaled]

@@ -118,7 +118,10 @@ TRANSITIONS = Equation(
     hypotheses=(
         mistake("whole_numbers", "the environment's observations truncated to whole numbers")
         .predicts("o_t stored as a whole number", lambda columns: None if columns.whole is None else columns.whole[:-1])
-        .advises("Store observations in an array of type float32: an array of an integer type, such as uint8, cuts numbers below 1 to 0."),
+        .advises(
+            "Store observations as float32: an array of an integer type, or one with the `dtype` of an observation space of whole numbers, "
+            "cuts numbers below 1 to 0."
+        ),
         mistake("never_updated", "the previous step's observations: they are never updated")
         .predicts("o_{t+1} = o_t", _never_updated)
         .advises(

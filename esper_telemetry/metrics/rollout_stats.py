@@ -42,6 +42,9 @@ FIRST_STEPS = 6
 """Steps that are examined first; if all environments have changed by then, the search ends."""
 
 
+CONSTANT = 1e-12
+"""Share of the variance in the mean square below which rewards are all equal, but for rounding."""
+
 OBSERVATIONS_FAMILY = MetricFamily(
     "obs", "Observations", "Change in what the policy sees.", place=150, question="Does the policy see anything change?"
 )
@@ -240,8 +243,8 @@ class RewardStats(MetricGroup, absent="no valid, finite reward"):
         Metric.correlation(
             "reward/trained_correlation", 316, "correlation of the rewards in training and of the environment", unit="correlation"
         )
-        .asks("Does training get the environment's rewards? Below 1 if wrappers add others, such as a bonus for progress.")
-        .absent("the same rewards, or rewards that do not vary")
+        .asks("Does training get the environment's rewards? Below 1 if wrappers add others, 0 if all those in training are equal.")
+        .absent("the same rewards, or rewards of the environment that do not vary")
     )
 
 
@@ -262,7 +265,10 @@ def reward_stats(rewards: ArrayLike, *, trained: ArrayLike | None = None, valid:
     if trained is not None:
         other = sample(as_tensor(trained).to(rewards), as_mask(valid, rewards))
         one, two = ((x.values - (x.values * s.weight).sum() / s.count) * s.weight * other.weight for x in (s, other))
-        correlation = defined((one * two).sum() / (one.square().sum() * two.square().sum()).sqrt())
+        products = (one * two).sum(), one.square().sum(), two.square().sum()
+        varies = [own > CONSTANT * (x.values.square() * s.weight).sum() for own, x in zip(products[1:], (s, other), strict=True)]
+        # rewards in training that are all equal say nothing of rewards that vary
+        correlation = defined(torch.where(varies[1], products[0] / (products[1] * products[2]).sqrt(), 0.0) + 0.0 / varies[0])
     return RewardStats(
         trained=correlation,
         moments=spread(s),

@@ -43,6 +43,7 @@ from esper_telemetry.updates.extensions import (
     CheckpointedSource,
     EventSource,
     ExtendedSource,
+    SearchedSource,
     SupportsProgress,
     UpdateExtension,
     update_extensions,
@@ -105,7 +106,7 @@ class UpdateRecorder:
 
     def __init__(self, telemetry: TelemetrySession, source: EventSource, join: JoinRows | None = None) -> None:
         self._telemetry = telemetry
-        self.hooks = source.hooks
+        self.hooks, self._source = source.hooks, source
         contained = partial(TimedListener, telemetry.clock, source.hooks, telemetry.attempt)
         self._replay_probe = ReplayProbe(telemetry, contained())
         self._gradient_probe = GradientProbe(contained())
@@ -217,7 +218,13 @@ class UpdateRecorder:
             progress=progress,
             extensions=self._take_extensions(),
             sampled=self._sampled,
+            origin=self._origin(),
         )
+
+    def _origin(self) -> str:
+        """The first variable that was not finite, in words, if the source searches for it."""
+        candidate = self._source.origin if isinstance(self._source, SearchedSource) else None
+        return "" if candidate is None else candidate.words
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next update is compared with. When this returns, the records of all previous updates are in the journal.

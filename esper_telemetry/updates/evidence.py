@@ -289,12 +289,14 @@ class Offender:
 class StabilityReport:
     """Tensors of an update with non-finite entries, by minibatch, then in forward order.
 
-    `first` is the name of the first, empty if all are finite; `largest` is the largest finite |entry| of every tensor by name.
+    `first` is the name of the first, empty if all are finite; `origin` is the program's variable that was not finite before them, if it
+    is known. `largest` is the largest finite |entry| of every tensor by name.
     """
 
     first: str
     offenders: tuple[Offender, ...]
     largest: dict[str, float]
+    origin: str = ""
 
 
 def stability_report(update: Update) -> StabilityReport:
@@ -315,15 +317,17 @@ def stability_report(update: Update) -> StabilityReport:
         if len(numbers := tensor[finite]):
             largest[name] = float(numbers.abs().max())
     offenders = tuple(offender for _, offender in sorted(found, key=lambda one: one[0]))
-    return StabilityReport(offenders[0].name if offenders else "", offenders, largest)
+    return StabilityReport(offenders[0].name if offenders else "", offenders, largest, update.origin)
 
 
 def first_nonfinite(evidence: Mapping[str, Any]) -> str:
     """Return a sentence on the first tensor with non-finite entries, after a space; empty if the evidence has none."""
-    offenders = evidence.get("stability", {}).get("offenders", ())
-    if not offenders:
+    stability = evidence.get("stability", {})
+    if stability.get("origin"):
+        return f" The first non-finite tensor is {stability['origin']}."
+    if not stability.get("offenders"):
         return ""
-    first = offenders[0]
+    first = stability["offenders"][0]
     count, size = first["nan"] + first["infinite"], math.prod(first["shape"])
     return f" The first non-finite tensor is {first['name']}, in {count:,} of {size:,} entries."
 
@@ -431,7 +435,7 @@ def _stability(update: Update, _: Facts) -> dict[str, Any]:
         return {}
     names = sorted(report.largest, key=lambda name: -report.largest[name])[:MAX_LAYERS]
     largest = {name: report.largest[name] for name in names}
-    return {"stability": asdict(StabilityReport(report.first, report.offenders[:MAX_OFFENDERS], largest))}
+    return {"stability": asdict(replace(report, offenders=report.offenders[:MAX_OFFENDERS], largest=largest))}
 
 
 def _layers(update: Update, _: Facts) -> dict[str, Any]:

@@ -16,13 +16,16 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, Level
 from esper_telemetry.core.redaction import error_line
 from esper_telemetry.events import Hooks, Remover
+
+if TYPE_CHECKING:
+    from esper_telemetry.updates.failure import Candidate
 
 GROUP = "esper_telemetry.updates"
 
@@ -134,6 +137,15 @@ class CheckpointRegistry(Protocol):
 
     def join(self, name: str, member: Checkpointable) -> Remover:
         """Add an object; returns the function that ends this."""
+
+
+@runtime_checkable
+class SearchedSource(Protocol):
+    """A source that searches the variables of a program for the first that is not finite."""
+
+    @property
+    def origin(self) -> Candidate | None:
+        """That variable; None if all are finite."""
 
 
 @runtime_checkable

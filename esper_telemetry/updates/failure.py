@@ -69,6 +69,17 @@ class Candidate(NamedTuple):
     place: str = ""
     made: str = ""
 
+    @property
+    def named(self) -> str:
+        """Its name, with where it was assigned or what it was computed from."""
+        return f"{self.name}, assigned in {self.place}" if self.place else f"{self.name}, {self.made}" if self.made else self.name
+
+    @property
+    def words(self) -> str:
+        """The same, with the number of entries that are not finite."""
+        count = int((~torch.isfinite(self.tensor)).sum())
+        return f"{self.named}, in {count:,} of {self.tensor.numel():,} entries"
+
 
 Candidates = Callable[[], Iterable[Candidate]]
 
@@ -112,12 +123,12 @@ def first_nonfinite(candidates: Iterable[Candidate]) -> dict[str, Any] | None:
 
     `first_nonfinite` is its first entry, such as `rewards[3, 2] = nan`.
     """
-    for name, tensor, environments, place, made in candidates:
+    for candidate in candidates:
+        name, tensor, environments, _, made = candidate
         if tensor.is_meta or tensor.layout is not torch.strided or not len(bad := (~torch.isfinite(tensor)).nonzero()):
             continue
         index = bad[0].tolist()
-        named = f"{name}, assigned in {place}" if place else f"{name}, {made}" if made else name
-        counts: dict[str, Any] = {"tensor": named, "count": len(bad), "size": tensor.numel()}
+        counts: dict[str, Any] = {"tensor": candidate.named, "count": len(bad), "size": tensor.numel()}
         if environments is not None:
             counts["environments"] = bad[:, environments].unique().tolist()[:MAX_ENVIRONMENTS]
         entry = f" at {index}" if made and index else index or ""

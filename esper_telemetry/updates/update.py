@@ -289,6 +289,7 @@ class Update(NamedTuple):
         progress: None if the update did not end.
         extensions: records of plugins.
         sampled: the update was sampled: the rollout has all its columns, unless they are too large to send.
+        origin: the first variable of a program that was not finite, in words; empty if all are, or the source does not search.
     """
 
     rollout: RolloutEnd | None = None
@@ -304,6 +305,7 @@ class Update(NamedTuple):
     progress: TrainingProgress | None = None
     extensions: tuple[UpdateExtension, ...] = ()
     sampled: bool = False
+    origin: str = ""
 
     def __bool__(self) -> bool:
         """Return whether anything happened."""

@@ -54,8 +54,8 @@ STD, OF_RANGE = "policy/head/op/std/mean", "policy/head/op/std_of_range"
 
 REMARKS: Mapping[str, list[Remark]] = {
     "Rewards in training differ from those of the environment": [
-        Remark("other rewards", "their correlation is 0.3, so what wrappers add", {"reward/trained_correlation": 0.3}),
-        Remark("other rewards", "their correlation is -1, so what wrappers add", {"reward/trained_correlation": -1.0}),
+        Remark("other rewards", "their correlation is 0.3, so what wrappers change", {"reward/trained_correlation": 0.3}),
+        Remark("other rewards", "their correlation is -1, so what wrappers change", {"reward/trained_correlation": -1.0}),
         Remark("other rewards", "", {"reward/trained_correlation": 0.9}),
     ],
     "A setting is outside of all published ones": [

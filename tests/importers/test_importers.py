@@ -241,3 +241,6 @@ def test_a_directory_or_logs_and_not_both(capsys: pytest.CaptureFixture[str]) ->
     for words in ([], ["runs/a", "--from", "csv:x"]):
         code, _, error = run_cli(["diagnose", *words], capsys)
         assert code == 2 and "needs either a run directory or --from" in error
+    for words in (["--map", "a=b"], ["--run", "2"]):
+        code, _, error = run_cli(["diagnose", "runs/a", *words], capsys)
+        assert code == 2 and f"{' '.join(words)} is for logs of another trainer" in error

@@ -234,6 +234,38 @@ def test_the_choice_of_a_network_of_parameters_may_be_drawn_by_multinomial() -> 
     assert listener.environments.steps == listener.distributions.draws == 6
 
 
+def test_the_choice_may_be_an_argmax_and_flags_may_be_numbers() -> None:
+    days = np.zeros(3)
+
+    def day(order: Any) -> tuple[Any, Any]:
+        days[:] = (days + 1) % LIMIT
+        return order - 0.5 * days, (days == 0).astype(np.float32)
+
+    policy = nn.Linear(2, 5)
+    with tapped() as listener, torch.no_grad():
+        for _ in range(8):
+            scores = policy(torch.ones(3, 2))
+            day((scores - torch.empty_like(scores).exponential_().log()).argmax(-1).numpy())
+        policy(torch.ones(3, 2))
+
+    assert [one.length for one in listener.environments.take()[0]] == [LIMIT] * 6
+
+
+def test_the_first_variable_that_is_not_finite_is_found_when_the_network_acts() -> None:
+    policy = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    with tapped() as listener, torch.no_grad():
+        seen = torch.ones(4, 2)
+        policy(seen)
+        assert listener.origin is None
+        listener.acting.after_env_step()
+        seen = seen / torch.tensor([1.0, 0.0]) * torch.tensor([1.0, 0.0])
+        policy(seen)
+
+    assert listener.origin is not None
+    assert listener.origin.words.startswith("seen, assigned in test_environment_search.py:")
+    assert listener.origin.words.endswith(", in 4 of 8 entries")
+
+
 def test_rewards_are_known_from_before_wrappers_change_them() -> None:
     class Opposite(gymnasium.RewardWrapper[Any, Any]):
         def reward(self, reward: Any) -> float:

@@ -107,6 +107,8 @@ def test_a_tensor_of_an_earlier_minibatch_comes_first() -> None:
     assert [one.name for one in report.offenders] == ["normalized advantages", "log_ratio"]
     sentence = " The first non-finite tensor is normalized advantages, in 1 of 4 entries."
     assert first_nonfinite({"stability": asdict(report)}) == sentence and first_nonfinite({}) == ""
+    earlier = asdict(stability_report(update._replace(origin="x, assigned in a.py:3, in 2 of 4 entries")))
+    assert first_nonfinite({"stability": earlier}) == " The first non-finite tensor is x, assigned in a.py:3, in 2 of 4 entries."
 
 
 def test_a_healthy_update_has_no_offender() -> None:

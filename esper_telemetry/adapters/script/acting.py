@@ -139,20 +139,25 @@ class ActingLog:
         self._training = False
         self._entries = 0
 
-    def add(self, layer: nn.Module, inputs: Tensor, *, has_graph: bool) -> None:
-        """Record a call of a layer that may act; `has_graph`: its output has one, so that it may be training."""
+    def add(self, layer: nn.Module, inputs: Tensor, *, has_graph: bool) -> bool:
+        """Record a call of a layer that may act, and return whether it is the first one for the next step of the environments.
+
+        `has_graph`: its output has one, so that it may be training.
+        """
         if self._pending is not None and self._steps:
-            return  # neither its inputs nor its weights would be kept
+            return False  # neither its inputs nor its weights would be kept
         is_convolution = isinstance(layer, nn.Conv2d)
         if (has_graph or is_convolution) and inputs.numel() > MAX_GRAPH_ENTRIES:
-            return
+            return False
         # reading the weight of a parametrised layer computes it, and may change the layer's buffers
         weight = layer._parameters.get("weight")
         if not self._steps and isinstance(weight, Tensor) and len(self._weights) < MAX_LAYERS:
             self._weights.setdefault(id(weight), weakref.ref(weight))
-        if self._pending is None and self._entries + inputs.numel() <= MAX_INPUT_ENTRIES:
-            size = inputs.shape[-3:].numel() if is_convolution else inputs.shape[-1]
-            self._pending, self._training = inputs.detach().reshape(-1, size).clone(), layer.training
+        if self._pending is not None or self._entries + inputs.numel() > MAX_INPUT_ENTRIES:
+            return False
+        size = inputs.shape[-3:].numel() if is_convolution else inputs.shape[-1]
+        self._pending, self._training = inputs.detach().reshape(-1, size).clone(), layer.training
+        return True
 
     def before_backward(self) -> None:
         """Treat all calls since the last step of the environments as training."""

@@ -126,6 +126,11 @@ def step_result(result: object) -> tuple[Any, ...] | list[Any] | None:
     It may have names, be a reward and a flag, or an observation and a reward without a logical flag, which gives a list.
     """
     result = result if (named := named_parts(result)) is None else named
+    pair = [as_numbers(one) for one in result] if isinstance(result, tuple | list) and len(result) == 2 else []
+    if all(one is not None and one.ndim == 1 and one.dtype.kind == "f" for one in pair) and len({one.size for one in pair}) == 1:
+        rewards, ended = pair
+        if ended.size > 1 and bool(((ended == 0) | (ended == 1)).all()):  # the flags of several environments as numbers
+            return None, rewards, ended.astype(bool), {}
     if not isinstance(result, tuple | list) or not any(map(is_flag, result)):
         return unflagged_step(result)
     parts = (None, *result, {}) if len(result) == 2 else tuple(result)
@@ -170,13 +175,18 @@ class EnvironmentSearch:
             self.is_over = True
         elif found is not None and found.code is not self._adopted:
             self._adopt(script, found)
-        if choice is not None and (numbers := as_numbers(choice)) is not None:
-            self._choices.append(numbers.astype(np.float64))
+        if choice is not None:
+            self.add_choice(choice)
         if self.is_over:
             self._forget()
         elif sys.getprofile() is None:
             self._limit = max(0, self._events - MAX_EVENTS_AT_ONCE)
             sys.setprofile(self._profiler)
+
+    def add_choice(self, choice: Any) -> None:
+        """Add numbers that the program may act with."""
+        if (numbers := as_numbers(choice)) is not None:
+            self._choices.append(numbers.astype(np.float64))
 
     def end(self) -> None:
         """Stop looking, until the network is called again."""

@@ -313,7 +313,7 @@ class ScriptListener:
         if not self.traced_updates.includes_this:
             self.acting.before_backward()
             if loss.is_cpu and not bool(loss.isfinite().all()):
-                self._seek_origin(loss, graph_of(loss))
+                self.seek_origin(loss, graph_of(loss))
                 self.origin = self.origin or Candidate("loss", loss.detach().clone())
             return
         if self._stepping or (not self._started and self._other_losses > MAX_OTHER_LOSSES):
@@ -326,7 +326,7 @@ class ScriptListener:
             self._pass_counts[optimizer] = self._pass_counts.get(optimizer, 0) + 1
         variables = names.calling_variables()
         outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
-        self._seek_origin(loss, graph)
+        self.seek_origin(loss, graph)
         reading = None
         if loss.requires_grad:
             climbed = self._climbs(loss, variables)
@@ -487,8 +487,8 @@ class ScriptListener:
         whole = len(calls) == 1 and calls[0].parameters in sets
         return (calls[0].max_norm or positive) if whole else None
 
-    def _seek_origin(self, numbers: Tensor, graph: Collection[Any] = ()) -> None:
-        """Find the first operation or variable that is not finite if a loss, with its graph, or the norms of gradients are not."""
+    def seek_origin(self, numbers: Tensor, graph: Collection[Any] = ()) -> None:
+        """Find the first operation or variable that is not finite if these numbers are not: inputs, a loss with its graph, or norms."""
         if self.origin is None and numbers.is_cpu and not bool(numbers.isfinite().all()):
             variables = names.calling_variables()
             self.origin = nonfinite_result(numbers, graph, variables) or nonfinite_local(variables.from_outside())
@@ -499,7 +499,7 @@ class ScriptListener:
         if gradients is not None:
             self._shown = self._shown or self._announced in (None, optimizer)
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
-            self._seek_origin(gradients.norms)
+            self.seek_origin(gradients.norms)
             self._trained |= parameters  # an update's passes may belong to several optimizers
             self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=self._trained, **gradients._asdict()))
 

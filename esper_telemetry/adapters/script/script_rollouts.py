@@ -851,6 +851,8 @@ def _summands(sums: Tensor, paid: Tensor, ended: Tensor) -> Tensor | None:
         return None
     now, later, own = (column[inside].double() for column in (sums[:-1], sums[1:], paid[:-1]))
     factors = torch.stack([later, own, torch.ones_like(own)], 1)
+    if not bool(torch.isfinite(factors).all() & torch.isfinite(now).all()):
+        return None
     gamma, scale, offset = solution = torch.linalg.lstsq(factors, now.unsqueeze(1), driver="gelsd").solution.squeeze(1)
     error = (factors @ solution - now).abs().amax() / now.abs().amax()
     is_sum = LEAST_DISCOUNT < float(gamma) <= 1 + SAME_LINE and float(scale) >= 0 and float(error) <= SAME_LINE

@@ -330,6 +330,10 @@ class Taps:
                 if script.distributions.has_tokens and probs.dim() == 2 and choice.numel() == len(probs):
                     script.distributions.add_tokens(choice, probs.log().clamp(min=torch.finfo(probs.dtype).min))
 
+        def largest(_: ScriptListener, index: Any, *__: Any, **___: Any) -> None:
+            if self._search is not None:
+                self._search.add_choice(index)
+
         def printed(script: ScriptListener, _: Any, *words: Any, **__: Any) -> None:
             script.returns.add_text(" ".join(map(str, words)))
 
@@ -357,6 +361,7 @@ class Taps:
         for owner in (torch, torch.Tensor):
             for name in ("multinomial", "bernoulli"):
                 self._patches.replace(owner, name, functools.partial(self._asked, record=drawn))
+            self._patches.replace(owner, "argmax", functools.partial(self._asked, record=largest))
         for kind in (torch.nn.Linear, torch.nn.Conv2d):
             self._patches.replace(kind, "forward", self._layer)
         self._patches.replace(torch.nn.LSTM, "__init__", self._observed(self._tap_modules))
@@ -429,7 +434,8 @@ class Taps:
         def called(script: ScriptListener, layer: Any, inputs: Any, output: Any) -> None:
             if getattr(layer, "out_features", math.inf) <= MAX_HEAD_OUTPUTS:  # no convolution
                 script.estimates.add(layer, output)
-            script.acting.add(layer, inputs, has_graph=output.requires_grad)
+            if script.acting.add(layer, inputs, has_graph=output.requires_grad):
+                script.seek_origin(inputs)
 
         @functools.wraps(forward)
         def passed(layer: Any, inputs: Any) -> Any:

@@ -278,7 +278,7 @@ class Remarks:
         if count >= updates and mean < limit:
             text = (
                 f"training gets other rewards than the environment's: their correlation is {number(mean)}, so what wrappers "
-                "add decides what is learned: check its sign and size, or train without it"
+                "change decides what is learned: check its sign and size, or train without it"
             )
             yield "other rewards", _data(text, "reward/trained_correlation", mean, limit, quiet=True)
 
