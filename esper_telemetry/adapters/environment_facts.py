@@ -21,7 +21,7 @@ NEUTRAL_ARGUMENTS: Final = frozenset({"max_episode_steps", "num_envs", "render_m
 """Arguments of `gymnasium.make` and `make_vec` that change nothing in the environment, or that other facts show."""
 
 
-def environment_facts(env: Any) -> dict[str, str]:
+def environment_facts(env: Any) -> dict[str, Any]:
     """Return the facts of an environment, or of the first of several that step together; none for an object that is not one.
 
     Wrappers are in the order from the environment outwards. Environments in other processes show only what their spec lists.
@@ -32,7 +32,7 @@ def environment_facts(env: Any) -> dict[str, str]:
         return {}
 
 
-def _facts(env: Any) -> dict[str, str]:
+def _facts(env: Any) -> dict[str, Any]:
     layers = list(_layers(env))
     spec = next((one for layer in layers if (one := getattr(layer, "spec", None)) is not None), None)
     is_remote = hasattr(layers[-1], "processes")  # as in SubprocVecEnv and AsyncVectorEnv
@@ -54,7 +54,9 @@ def _facts(env: Any) -> dict[str, str]:
         "env_wrappers": ", ".join(shown),
         **{name: " ".join(str(space).split()) for name, space in spaces.items() if space is not None},
     }
-    return {name: str(text)[:MAX_FACT_CHARACTERS] for name, text in texts.items() if text}
+    threshold = getattr(spec, "reward_threshold", None)
+    known = {} if threshold is None else {"reward_threshold": float(threshold)}
+    return {name: str(text)[:MAX_FACT_CHARACTERS] for name, text in texts.items() if text} | known
 
 
 def _layers(env: Any) -> Iterator[Any]:

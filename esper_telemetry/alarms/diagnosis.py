@@ -111,12 +111,12 @@ class Diagnosis:
     @property
     def unexplained(self) -> bool:
         """True if the run failed, is flat or declines and no alarm explains it; False if it was killed."""
-        return self.outcome.kind in BAD and not self.killed and not self.explaining
+        return self.outcome.needs_explanation and not self.killed and not self.explaining
 
     @property
     def shows_remarks(self) -> bool:
         """True if views should show all remarks: in a bad run that no lasting alarm explains, or that a remark explains certainly."""
-        is_bad = self.updates > 0 and self.outcome.kind in BAD and not self.killed
+        is_bad = self.updates > 0 and self.outcome.needs_explanation and not self.killed
         ends = {kind: end for incident in self.incidents for kind, end in incident.ends().items()}
         has_lasting_explanation = any(ends[kind] is None for kind in self.explaining)
         return is_bad and (not has_lasting_explanation or any(data.get("certain") for data in self.remarks))

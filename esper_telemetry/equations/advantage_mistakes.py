@@ -386,9 +386,13 @@ def normalized(inputs: GaeInputs) -> Tensor:
 
 @in_each_rollout
 def _normalized_returns(inputs: GaeInputs) -> Tensor:
-    """Discounted rewards to the end of each episode, normalised over the rows that count, biased or not, minus the values."""
-    sums = discounted_sums(inputs.rewards, inputs.gamma * ~inputs.ended)
-    return closest_whole(inputs, *(one - inputs.values for one in standards(sums, sums[inputs.counted])))
+    """Discounted rewards to the end of each episode, normalised over the rows that count, biased or not, minus the values.
+
+    At time limits the values that follow may be added.
+    """
+    rewards = [inputs.rewards, inputs.bootstrapped_rewards] if bool(inputs.truncated.any()) else [inputs.rewards]
+    sums = [discounted_sums(one, inputs.gamma * ~inputs.ended) for one in rewards]
+    return closest_whole(inputs, *(one - inputs.values for own in sums for one in standards(own, own[inputs.counted])))
 
 
 def _normalized_returns_over_limits(inputs: GaeInputs) -> Tensor | None:
@@ -611,6 +615,10 @@ MISTAKES = (
     .predicts("A_t = (Σ_k γ^k r_{t+k} - mean) / std - V_t", _normalized_returns_over_limits)
     .advises("End the sums where the program itself ends an episode, too, as at a limit of its length.")
     .cites("program: test_advantage_equations"),
+    mistake("other_units", "normalised returns minus the values of a critic that learns returns that are not normalised")
+    .predicts("A_t = (R_t - mean) / std - V_t, with V_t trained on R_t")
+    .advises("Normalise the returns for both the advantages and the critic's loss, or for neither.")
+    .cites("program: test_script_targets"),
     mistake("axes_swapped", "GAE, reshaped with steps and environments swapped")
     .predicts("A[t, b] = GAE.reshape(B, T)[b, t]", _axes_swapped)
     .advises("Transpose before you reshape: `reshape` and `view` do not move entries.")

@@ -187,6 +187,15 @@ def _last_values(rollout: RolloutEnd) -> Tensor | None:
 
 
 def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:
+    """Check the advantages, and whether the returns in them have the units of the critic's targets."""
+    check = _advantages_beside_limits(rollout, inputs, facts)
+    names = {one.hypothesis.name for one in check.explanations}
+    if names == {"normalized_returns"} and rollout.returns_known and not is_standard(rollout.returns.double(), rollout.valid):
+        return replace(check, explanations=explained(ADVANTAGES, "other_units").explanations)
+    return check
+
+
+def _advantages_beside_limits(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:
     """Check the advantages; if a script hides the values after time limits, only the other steps."""
     if rollout.seen_difference is not None and rollout.seen_difference in ADVANTAGES:
         return explained(ADVANTAGES, rollout.seen_difference)
@@ -200,12 +209,18 @@ def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> 
         return check
     if check.matches and facts.columns_by_name and not inputs.alone:  # the values after limits are 0 in the inputs
         return explained(ADVANTAGES, "time_limits_end")
-    # the values after time limits that the claimed advantages imply may explain the numbers
-    implied = (inputs.claimed - inputs.rewards + inputs.values) / inputs.gamma
-    bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))
-    bootstrapped = following_values(bootstrapped, _last_values(rollout))
-    other = compare_advantages(bootstrapped, precision=facts.precision)
-    return other if other.explained else check
+    # the values after time limits that the claimed advantages imply, or the returns if the advantages were normalised, may explain them
+    sums = [inputs.claimed + inputs.values]
+    if rollout.returns_known and is_standard(rollout.advantages.double(), rollout.valid, error=NORMALIZED_ERROR):
+        sums.insert(0, _side_by_side(rollout.returns, inputs.rollouts).double())
+    for one in sums:
+        implied = (one - inputs.rewards) / inputs.gamma
+        bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))
+        bootstrapped = following_values(bootstrapped, _last_values(rollout))
+        other = compare_advantages(bootstrapped, precision=facts.precision)
+        if other.explained:
+            return other
+    return check
 
 
 def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, facts: Facts) -> EquationCheck:

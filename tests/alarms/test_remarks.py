@@ -120,7 +120,8 @@ REMARKS: Mapping[str, list[Remark]] = {
             {**EQUAL, "reward/mean": -1.0, **CUT_AT_50, **NO_LENGTHS},
         ),
     ],
-    "The program takes a softmax of a softmax, or ratios of all pairs": [
+    "The program takes a softmax of a softmax, ratios of all pairs, or no gradient through its memory": [
+        Remark("cut memory", "(ppo.py:63) no gradient flows from one step", facts={**PLACES, "memory_cut": True}, updates=1),
         Remark(
             "softmax twice",
             "the policy (ppo.py:63) takes a softmax of the outputs of another softmax",

@@ -14,6 +14,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
     NO_OUTPUTS,
     DistributionGraphs,
     LossGraph,
+    cuts_memory,
     graph_of,
     nonfinite_operation,
     takes_softmax_twice,
@@ -136,6 +137,15 @@ def test_the_ratio_is_that_of_the_new_policy_whatever_the_loss_has(form: str) ->
     torch.testing.assert_close(policy.old_log_probs, old)
     torch.testing.assert_close(policy.advantages, rows.advantages)
     assert policy.clip == pytest.approx(CLIP)
+
+
+def test_a_clip_that_does_nothing_is_known() -> None:
+    rows = Rows()
+    ratio = (rows.log_probs - rows.old_log_probs).exp()
+
+    policy = rows.read(-torch.min(ratio * rows.advantages, ratio.clamp(-9, 11) * rows.advantages).mean()).policy
+
+    assert policy is not None and policy.clip == pytest.approx(10)
 
 
 Surrogate = Callable[[Tensor, Tensor], Tensor]
@@ -408,6 +418,22 @@ def test_a_softmax_of_a_softmax_is_seen(log_probs: Callable[[Tensor], Tensor], t
     loss = -(log_probs(nn.Linear(3, 2)(torch.randn(ROWS, 3))) * torch.randn(ROWS)).mean()
 
     assert takes_softmax_twice(graph_of(loss)) is twice
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+@pytest.mark.parametrize(("steps", "detaches", "cut"), [(6, True, True), (6, False, False), (2, True, False)])
+def test_a_state_without_a_gradient_is_seen(kind: type[nn.RNNCellBase], steps: int, detaches: bool, cut: bool) -> None:
+    cell, state, outputs = kind(3, 2), torch.zeros(ROWS, 2), list[Tensor]()  # type: ignore[call-arg]  # of the subclasses
+    memory = torch.zeros(ROWS, 2)
+    for _ in range(steps):
+        state = (state.detach() if detaches else state) * torch.ones(ROWS, 1)
+        if kind is nn.LSTMCell:
+            state, memory = cell(torch.randn(ROWS, 3), (state, memory))
+        else:
+            state = cell(torch.randn(ROWS, 3), state)
+        outputs.append(state)
+
+    assert cuts_memory(graph_of(torch.stack(outputs).sum()), {id(cell.weight_hh)}) is cut
 
 
 def test_a_graph_in_which_the_script_listens_is_left_alone() -> None:

@@ -8,8 +8,12 @@ import numpy as np
 import torch
 from equation_values import equation_values
 from tapping import observed
+from torch.autograd.graph import GradientEdge
 
+from esper_telemetry.adapters.script.loss_reading import ValueTerm
 from esper_telemetry.adapters.script.recorders import EpisodeLog
+from esper_telemetry.adapters.script.script_minibatches import without_other_rows
+from esper_telemetry.adapters.script.script_rollouts import ScriptRollout
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.target_equations import Held
@@ -117,6 +121,61 @@ def test_whatever_a_script_adds_after_time_limits_is_right_but_to_run_on_is_not(
     assert values_of(known(columns, ended))["advantages"] < 1e-6
     assert values_of(rollout(ended, bootstrapped, columns, limits))["advantages"] < 1e-6
     assert "advantages_time_limit_no_end" in values_of(rollout(ended, running_on, columns, limits))
+
+
+def standard(advantages: torch.Tensor) -> torch.Tensor:
+    return (advantages - advantages.mean()) / advantages.std()
+
+
+def test_normalised_advantages_with_values_after_time_limits_are_read_from_the_returns() -> None:
+    columns, ended = random_columns(200)
+    limits = ended & (torch.arange(200).unsqueeze(1) % 2 == 0)
+    right = advantages_of(columns, ended, 0.9 * torch.full((200, 2), 1.7) * limits)
+    whole = replace(rollout(ended, right, columns, limits), advantages=standard(right))
+
+    assert "advantages_normalized" in values_of(whole)
+
+
+def test_normalised_returns_minus_values_of_other_units_are_named() -> None:
+    columns, ended = random_columns(200)
+    columns[1:] = 5 * columns[1:]
+    rewards, sums = columns[0], torch.zeros(200, 2)
+    ended[-1] = True
+    for t in range(199, -1, -1):
+        sums[t] = rewards[t] + (0.9 * ~ended[t] * sums[t + 1] if t < 199 else 0.0)
+    advantages = standard(standard(sums) - columns[1])
+    whole = replace(known(columns, ended, advantages), returns=sums)
+
+    assert "advantages_other_units" in values_of(whole)
+    assert "advantages_normalized_returns" in values_of(replace(whole, returns=standard(sums)))
+
+
+def test_actions_that_a_program_repeats_are_one_step() -> None:
+    for repeats, steps in ((3, 5), (1, 15)):
+        log, env = EpisodeLog(), Envs()
+        assert log.includes(env)
+        for time in range(15):
+            log.decisions += time % repeats == 0
+            over = np.array([time == 8, False])
+            log.after_step(env, (np.zeros((2, 1)), np.ones(2), over, np.zeros(2, bool), {}), np.full((2, 1), time // repeats))
+        taken = observed(log)
+        assert (taken.steps, taken.rewards.unique().tolist()) == (steps, [float(repeats)])
+        assert taken.ended[:, 0].nonzero().tolist() == [[8 // repeats]]
+
+
+def test_a_critic_that_draws_its_own_rows_is_not_compared_with_the_policys() -> None:
+    columns, ended = random_columns()
+    own = known(columns, ended)
+    names = [name for name in ScriptRollout._fields if name != "returns_known"]
+    script = ScriptRollout(**{name: getattr(own, name) for name in names})
+    policys, critics = torch.arange(0, 20), torch.arange(30, 50)
+    returns, values = own.returns.flatten(), own.values.flatten()
+    term = ValueTerm(values[critics] + 0.1, returns[critics], None, None, "squared", GradientEdge(torch.ones(1, requires_grad=True), 0))
+
+    assert without_other_rows(term, script, policys).returns is None
+    assert without_other_rows(term, script, critics) is term
+    swapped = term._replace(values=values[policys] + 0.1)
+    assert without_other_rows(swapped, script, policys) is swapped  # targets of other rows are a mistake
 
 
 def test_what_a_source_has_observed_of_the_advantages_is_their_explanation() -> None:

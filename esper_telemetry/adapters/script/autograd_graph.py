@@ -34,6 +34,9 @@ RESHAPES = {
     *("SqueezeBackward2", "UnsqueezeBackward0", "CloneBackward0", "AliasBackward0", "ToCopyBackward0"),
 }
 
+MIN_CELL_STEPS = 4
+"""Steps of a recurrent cell in a loss that make a sequence: fewer may be several losses of single steps."""
+
 VIEWS = {*RESHAPES, "ExpandBackward0", "TransposeBackward0", "PermuteBackward0"}
 """Operations that change only the shape of their input, not its entries; after `RESHAPES` the entries are in the same order."""
 
@@ -273,6 +276,24 @@ def _described(graph: LossGraph, node: Node, result: Tensor) -> NonfiniteOperati
 def graph_of(output: Tensor) -> Collection[Node]:
     """Return the nodes of the graph of an output, the nearest first; empty without one."""
     return {} if output.grad_fn is None else nodes_below(output.grad_fn)
+
+
+def cuts_memory(graph: Iterable[Node], weights: Collection[int]) -> bool:
+    """Return whether a graph has many steps of recurrent cells, and no gradient flows to the state of any of them.
+
+    `weights` are of the states, by `id`.
+    """
+    uses = 0
+    for node in graph:
+        if kind_of(node) in ("AddmmBackward0", "MmBackward0"):
+            state, leaf = children_of(node)[-2:]
+            while leaf is not None and kind_of(leaf) in VIEWS | {"TBackward0"}:
+                leaf = children_of(leaf)[0]
+            if leaf is not None and id(getattr(leaf, "variable", None)) in weights:
+                if state is not None:
+                    return False
+                uses += 1
+    return uses >= MIN_CELL_STEPS
 
 
 def takes_softmax_twice(graph: Iterable[Node]) -> bool:

@@ -234,6 +234,8 @@ class EnvironmentSearch:
         values = frame.f_locals if is_generator else arguments
         held = [name for name, value in values.items() if self._holds_choice(value)]
         action = held[-1] if held else ""
+        if not action and frame.f_code.co_name == "step" and callable(getattr(next(iter(arguments.values()), None), "reset", None)):
+            action = [*arguments][-1]  # the policy's choice may have been squashed
         call = StepCall(frame, frame.f_back, began, action, arguments, result)
         parts = named_parts(returned) or returned
         size = len(parts) if isinstance(parts, tuple | list) else 0
@@ -274,12 +276,11 @@ class EnvironmentSearch:
             env = self._replace_generators(call)
             if env is None:
                 return  # the next one that the function makes is tapped
-        steps = self._adopted_steps = script.environments.steps + 1
-        self._adopted = call.code
-        if method is not None:
-            self._tapped += self._tap_resets(method[1], call.code.co_name, steps)
         action = call.arguments.get(call.action, locals_of(call.frame).get(call.action))
         script.after_env_step(env, call.result, action, foreign=True)
+        self._adopted, self._adopted_steps = call.code, script.environments.steps
+        if method is not None:
+            self._tapped += self._tap_resets(method[1], call.code.co_name, self._adopted_steps)
 
     def _step(self, step: Callable[..., Any], action: str, code: CodeType, env: Any = None) -> Callable[..., Any]:
         """Record the steps of an environment; `env` is a function that is one, else it is the first argument."""

@@ -28,6 +28,7 @@ from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRow
 from esper_telemetry.adapters.script.autograd_graph import (
     NO_OUTPUTS,
     LossGraph,
+    cuts_memory,
     graph_of,
     leaves_in,
     leaves_of,
@@ -66,6 +67,7 @@ from esper_telemetry.adapters.script.script_minibatches import (
     losses_of,
     unused_entropy,
     without_graph,
+    without_other_rows,
 )
 from esper_telemetry.adapters.script.script_rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout, name_of
 from esper_telemetry.adapters.script.traced_updates import TracedUpdates
@@ -168,7 +170,7 @@ class ScriptListener:
         self.lstm_count = 0
         self.value_loss_alone = self._loss_place = ""
         self._stepped: set[str] = set()  # classes of the optimizers that have stepped without a loss of a policy
-        self._softmax_twice = self._ratio_pairs = False
+        self._softmax_twice = self._ratio_pairs = self._memory_cut = False
         self.origin: Candidate | None = None
         self.open = self.counts_only = False
         self.traced_updates = TracedUpdates()
@@ -204,6 +206,7 @@ class ScriptListener:
         self._facts: Mapping[str, Any] = {}
         self._config: Mapping[str, Any] = {}
         self._source = names.Source({})
+        self._acted_at: list[tuple[str, int]] = []  # lines of the frames when the network first acted
         self._stated: Mapping[str, float] = {}
         self._rollout: ScriptRollout | None = None
         self._acted_heads = HeadColumns()
@@ -339,7 +342,10 @@ class ScriptListener:
             if reading.policy is None and not self._started and self.environments.steps:
                 self.value_loss_alone = names.calling_place()
             if reading.policy is not None:
-                self._softmax_twice = takes_softmax_twice(graph) if not self._loss_place else self._softmax_twice
+                if not self._loss_place:
+                    self._softmax_twice = takes_softmax_twice(graph)
+                    parts = [part for module in variables.modules() for part in module.modules() if isinstance(part, nn.RNNCellBase)]
+                    self._memory_cut = cuts_memory(graph, {id(cell.weight_hh) for cell in parts})
                 self._ratio_pairs = self._ratio_pairs or reading.policy.pairs
                 self._loss_place = names.calling_place()
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph)
@@ -487,6 +493,12 @@ class ScriptListener:
         whole = len(calls) == 1 and calls[0].parameters in sets
         return (calls[0].max_norm or positive) if whole else None
 
+    def before_acting(self, inputs: Tensor) -> None:
+        """The network has received its inputs for the next step of the environments."""
+        self.environments.decisions += 1
+        self._acted_at = self._acted_at or names.calling_lines()
+        self.seek_origin(inputs)
+
     def seek_origin(self, numbers: Tensor, graph: Collection[Any] = ()) -> None:
         """Find the first operation or variable that is not finite if these numbers are not: inputs, a loss with its graph, or norms."""
         if self.origin is None and numbers.is_cpu and not bool(numbers.isfinite().all()):
@@ -625,10 +637,10 @@ class ScriptListener:
         self._started = self.environments.closed = True
         self._begin(self)
         self._stated = settings.stated_numbers(variables)
-        self._source = names.read_source()
+        self._source = names.read_source(self._acted_at)
         variables = variables.with_constants(self._source.numbers)
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
-        facts = {**self.environments.facts(), **settings.find_facts(variables, self.clips.max_norm, readings)}
+        facts = {**self.environments.facts(), **settings.find_facts(variables, self.clips.max_norm, readings, self._source.counts_updates)}
         facts["optimizer"] = type(optimizer).__name__
         parts = (part for module in variables.modules() for part in module.modules())
         is_recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts)
@@ -668,6 +680,7 @@ class ScriptListener:
             UNTRACED_FACT: {name: text for name, text in untraced.items() if name not in left_out},
             "equation_places": settings.equation_places(places, self._loss_place, self._source.clears),
             "softmax_twice": self._softmax_twice,
+            "memory_cut": self._memory_cut,
             "ratio_pairs": self._ratio_pairs,
             "reported_returns": not self.environments.steps,
         }
@@ -941,8 +954,10 @@ class ScriptListener:
                 rows = rows.to(policy.advantages.device)
                 advantage_rows = self._rows.rows_of_advantages(policy.advantages, rows, minibatch.indices)
             counted = self._pass_key is not None or not self._size % len(policy.advantages)
+            if self._minibatches.critic_apart and value is not None and rows is not None and rollout is not None:
+                value = without_other_rows(value, rollout, rows)
             returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
-            if rows is not None and rollout is not None:
+            if rows is not None and rollout is not None and (value is None or value.values is not None):
                 old_values = rollout.values.reshape(-1)[rows]
                 returns = rollout.targets(returns, rows, policy.advantages)
             if value is not None and value.loss is None and value.values is not None and returns is not None:

@@ -221,8 +221,8 @@ def _unclipped(graph: LossGraph, node: Node) -> tuple[Node, float | None]:
     if kind_of(node) not in ("ClampBackward0", "ClampBackward1"):
         return node, None
     low, high = number_of(node._saved_min), number_of(node._saved_max)
-    if low is None or high is None or not 0 <= low < 1 < high:
-        return node, None
+    if low is None or high is None or not low < 1 < high or (low < 0 and abs(low + high - 2) > SAME_LINE * high):
+        return node, None  # a range of more than 1 around it is a clip, too, which does nothing
     return graph.through_views(children_of(node)[0]), max(high - 1, 1 - low)
 
 

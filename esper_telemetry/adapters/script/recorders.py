@@ -5,12 +5,13 @@ Shapes: T steps, B environments, N rows, K parameters.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ MAX_STATE_ENTRIES = 1 << 24
 """Entries of the recurrent states of one rollout that are recorded."""
 
 REPORTED_RETURN = re.compile(
-    r"(?P<label>return|rewards?|scores?|\bret)\b(?:[^\n;,|:=]{0,40}[:=]\s*|\s+)[\[(]?(?P<number>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)",
+    r"(?P<label>return|rewards?|scores?|(?:\b|_|ep|avg|mean)ret)\b(?:[^\n;,|:=]{0,40}[:=]\s*|\s+)[\[(]?(?P<number>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)",
     re.IGNORECASE,
 )
 """A word for the return of episodes in a printed line, and the number after it."""
@@ -659,6 +660,7 @@ class EnvCall:
         cut: the script has ended the episode.
         cast: see `Transitions`.
         raw: [b], rewards of the environments within, before wrappers changed them; None if they are not known.
+        decision: number of calls of the network before it.
     """
 
     env: int
@@ -671,6 +673,37 @@ class EnvCall:
     cut: bool = False
     cast: float = 0.0
     raw: Any = None
+    decision: int = 0
+
+
+MIN_REPEATS, MIN_DECISIONS = 1.5, 4
+"""Steps for each call of the network from which the program repeats actions, and number of such calls."""
+
+
+def without_repeats(calls: Sequence[EnvCall]) -> list[EnvCall]:
+    """Return one call for each decision if the program repeats each action for several steps, with the sum of their rewards."""
+    groups: dict[tuple[int, int], list[EnvCall]] = {}
+    for call in calls:
+        groups.setdefault((call.env, call.decision), []).append(call)
+    repeats = (
+        np.array_equal(one.received, own[0].received) and not last.flags.any()
+        for own in groups.values()
+        for last, one in itertools.pairwise(own)
+    )
+    few = len({call.decision for call in calls}) < MIN_DECISIONS or len(calls) < MIN_REPEATS * len(groups)
+    if few or any(call.received is None for call in calls) or not all(repeats):
+        return [*calls]
+    return [
+        replace(
+            own[-1],
+            flags=np.any([one.flags for one in own], 0),
+            rewards=np.sum([one.rewards for one in own], 0),
+            raw=None if any(one.raw is None for one in own) else np.sum([one.raw for one in own], 0),
+            finals={place: final for one in own for place, final in one.finals.items()},
+            cast=max(one.cast for one in own),
+        )
+        for own in groups.values()
+    ]
 
 
 class ObservedSteps:
@@ -833,10 +866,11 @@ class EpisodeLog:
         stepped: object of a class of the script whose `step` is in progress: it may reset itself.
         resets: of the environments so far.
         seconds: spent in environments since the rollout began.
+        decisions: calls of the network so far, by which actions may have been chosen.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = self.decisions = 0
         self.inside = self.resetting = False
         self.stepped: Any = None
         self.resets = 0
@@ -929,7 +963,7 @@ class EpisodeLog:
             width = running.width = 0 if rows is None else rows.shape[1]
             last = {place: final[0] for place, final in last.items() if final.shape[1] == width}
             received = None if rows is None else _rows_of(action, size)
-            running.last_call = EnvCall(running.index, flags, paid, rows, received, last, cast=_cast_by(env), raw=raw)
+            running.last_call = EnvCall(running.index, flags, paid, rows, received, last, None, False, _cast_by(env), raw, self.decisions)
             self._calls.append(running.last_call)
         self.steps += size
         self._count += 1
@@ -1014,7 +1048,7 @@ class EpisodeLog:
         """Return the steps since the last `take`; None unless all environments took the same number of steps."""
         envs = [running.env() for running in self._running.values()]
         spaces = [getattr(env, "single_action_space", getattr(env, "action_space", None)) for env in envs]
-        observed = ObservedSteps.of(self._calls, spaces[0] if spaces else None)
+        observed = ObservedSteps.of(without_repeats(self._calls), spaces[0] if spaces else None)
         if observed is not None:  # a script that always ends episodes at one length has ended the last one there, too
             lengths = {length for running in self._running.values() for length in running.lengths.tolist()}
             observed.cut |= lengths == self._cut_lengths and len(lengths) == 1
@@ -1063,12 +1097,14 @@ def step_parts(result: Any) -> tuple[Any, ...] | None:
     sizes = {columns[place].size for place in flags}
     if len(sizes) != 1 or len(flags) > 2:
         return None
+    first = as_numbers(result[0])
     paid = [place for place, column in columns.items() if place not in flags and column.size in sizes]
-    if not paid and sizes == {1}:  # environments of a batch may share a flag
-        first = as_numbers(result[0])
+    if flags[0] == 1 and first is not None and first.ndim <= 1 and first.size in sizes:  # what follows a flag is no reward
+        paid = []
+    elif not paid and sizes == {1}:  # environments of a batch may share a flag
         rows = len(first) if first is not None and first.ndim > 1 else 0
         paid = [place for place, column in columns.items() if place not in flags and column.shape == (rows,)]
-    columns[0] = None if paid else as_numbers(result[0])
+    columns[0] = None if paid else first
     if not paid and (columns[0] is None or columns[0].size not in sizes):
         return None
     # whole numbers may be of the state

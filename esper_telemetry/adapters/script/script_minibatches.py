@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from esper_telemetry.adapters.columns import HeadColumns
-from esper_telemetry.adapters.script.autograd_graph import NEGATIVE_LIKELIHOODS, kind_of, leaves_of
+from esper_telemetry.adapters.script.autograd_graph import NEGATIVE_LIKELIHOODS, SAME_LINE, kind_of, leaves_of
 from esper_telemetry.adapters.script.loss_reading import EntropyTerm, LossReading, PolicyTerm, ValueTerm
+from esper_telemetry.adapters.script.script_rollouts import ScriptRollout
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.equations.entropy_loss import GAUSSIAN_ENTROPY
@@ -181,6 +182,23 @@ def _with_value(minibatch: ScriptMinibatch, value: ValueTerm) -> ScriptMinibatch
     if value.returns is not None and len(value.returns) != len(minibatch.policy.advantages):
         return minibatch
     return minibatch._replace(reading=minibatch.reading._replace(value=value, complete=False))
+
+
+def without_other_rows(value: ValueTerm, rollout: ScriptRollout, rows: Tensor) -> ValueTerm:
+    """Return a separate loss of the critic without its columns if it has other rows of the rollout than the policy's [N]."""
+    targets, values = value.returns, value.values
+    if targets is None or values is None or targets.shape != rows.shape or values.shape != rows.shape:
+        return value
+    returns, stored = rollout.returns.flatten().to(targets), rollout.values.flatten().to(values)
+    ordered, order = returns.sort()
+    above = torch.searchsorted(ordered, targets).clamp(1, len(order) - 1)
+    own = order[torch.where(ordered[above] - targets < targets - ordered[above - 1], above, above - 1)]  # the nearest
+    rounding = SAME_LINE * returns.abs().max()
+    if bool(((returns[rows] - targets).abs() <= rounding).all()) or bool(((returns[own] - targets).abs() > rounding).any()):
+        return value
+    # the critic's estimates, which its steps change, tell its rows from targets in the wrong order
+    alike = torch.corrcoef(torch.stack([values, stored[own], stored[rows]])).nan_to_num()[0]
+    return value._replace(values=None, old_values=None, returns=None) if bool(alike[1] > alike[2]) else value
 
 
 def losses_of(reading: LossReading, value: ValueTerm | None, weights: Mapping[str, float]) -> dict[str, Tensor]:

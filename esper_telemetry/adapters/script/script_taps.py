@@ -435,7 +435,7 @@ class Taps:
             if getattr(layer, "out_features", math.inf) <= MAX_HEAD_OUTPUTS:  # no convolution
                 script.estimates.add(layer, output)
             if script.acting.add(layer, inputs, has_graph=output.requires_grad):
-                script.seek_origin(inputs)
+                script.before_acting(inputs)
 
         @functools.wraps(forward)
         def passed(layer: Any, inputs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LinearLR
 from esper_telemetry.adapters.script.autograd_graph import SAME_LINE
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.script_rollouts import ScriptRollout
-from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_flag, as_number, settings_of
+from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_flag, as_number, plain_name, settings_of
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 
 FACTS: Mapping[str, Aliases] = {
@@ -83,8 +83,14 @@ def stated_numbers(variables: Variables) -> dict[str, float]:
     return {fact: number for fact, number in numbers.items() if number is not None}
 
 
-def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[LossReading] = ()) -> dict[str, Any]:
-    """Return the facts for the alarms that follow from the script's settings and its first losses."""
+def find_facts(
+    variables: Variables, max_norm: float | None, readings: Sequence[LossReading] = (), counts_updates: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return the facts for the alarms that follow from the script's settings and its first losses.
+
+    In some programs `epochs` counts updates, not passes over a rollout: such names are in `counts_updates`.
+    """
+    others = {"num_epochs": {*map(plain_name, counts_updates)}}
     facts: dict[str, Any] = {
         "precision": "fp32",
         "max_grad_norm": max_norm,
@@ -93,7 +99,8 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
         "setting_names": {},
     }
     for fact, names in FACTS.items():
-        name, value = variables.find_named(names, partial(_setting, fact))
+        known = tuple(name for name in names if plain_name(name) not in others.get(fact, ()))
+        name, value = variables.find_named(known, partial(_setting, fact))
         if value is not None:
             facts[fact] = value
             facts["setting_names"][fact] = name

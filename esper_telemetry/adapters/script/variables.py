@@ -10,7 +10,7 @@ import dataclasses
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -275,6 +275,7 @@ class Source(NamedTuple):
         sets_rate: the rate of an optimizer is assigned, or a scheduler made.
         words: strings in the code.
         clears: file and lines where gradients are cleared; empty without any.
+        counts_updates: names of the numbers that limit a loop over updates, in which the program acts and learns.
     """
 
     numbers: Mapping[str, float]
@@ -283,10 +284,13 @@ class Source(NamedTuple):
     sets_rate: bool = False
     words: frozenset[str] = frozenset()
     clears: str = ""
+    counts_updates: frozenset[str] = frozenset()
 
 
-def read_source() -> Source:
-    """Return the settings in the files of the script's frames."""
+def read_source(acted: Collection[tuple[str, int]] = ()) -> Source:
+    """Return the settings in the files of the script's frames, which learn now and have acted at other lines."""
+    now = calling_lines()
+    counts = set[str]()
     named: dict[str, float] = {}
     lines: dict[str, tuple[int, str]] = {}
     trees: list[ast.AST] = []
@@ -302,12 +306,18 @@ def read_source() -> Source:
                 for name, rank in _stores(node):
                     if rank > lines.get(name, (-1, ""))[0]:
                         lines[name] = rank, f"{Path(path).name}:{node.lineno}"  # type: ignore[attr-defined]
+                if isinstance(node, ast.For) and all(any(_is_in(node, path, place) for place in places) for places in (acted, now)):
+                    counts |= {_name(part) for part in ast.walk(node.iter)} - {"", "range"}
             trees.append(tree)
             calls = {node.lineno for node in ast.walk(tree) if getattr(node, "attr", "") == "zero_grad"}  # type: ignore[attr-defined]
             clears += [f"{Path(path).name}:{', '.join(map(str, sorted(calls)))}"] if calls else []
             sets_rate = sets_rate or any(_sets_rate(node) for node in ast.walk(tree))
     places = {name: place for name, (_, place) in lines.items()}
-    return Source(named, places, _discounts(trees, named), sets_rate, frozenset(words), "; ".join(clears))
+    return Source(named, places, _discounts(trees, named), sets_rate, frozenset(words), "; ".join(clears), frozenset(counts))
+
+
+def _is_in(node: ast.For, path: str, place: tuple[str, int]) -> bool:
+    return place[0] == path and node.lineno <= place[1] <= (node.end_lineno or 0)
 
 
 def _stores(node: ast.AST) -> Iterator[tuple[str, int]]:
@@ -321,6 +331,11 @@ def _stores(node: ast.AST) -> Iterator[tuple[str, int]]:
         owner = target.value if isinstance(target, ast.Subscript) else target
         if isinstance(owner, ast.Name | ast.Attribute) and (computes or owner is not target):
             yield _name(owner), 2 if computes else 1
+
+
+def calling_lines() -> list[tuple[str, int]]:
+    """Return file and line of each of the script's frames, the innermost first."""
+    return [(frame.f_code.co_filename, frame.f_lineno) for frame in _frames()]
 
 
 def calling_place() -> str:

@@ -354,6 +354,11 @@ IN_LOSS: Final = {
         "the policy{} takes a softmax of the outputs of another softmax, so one action is at most e times as likely as another one: pass "
         "the outputs of the last layer as `logits`, or the softmax as `probs`",
     ),
+    "memory_cut": (
+        "cut memory",
+        "in the policy's loss{} no gradient flows from one step of the recurrent cell to the step before, so it does not learn what to "
+        "keep: remove `.detach()` and `torch.no_grad()` from the state between the steps of a sequence",
+    ),
     "ratio_pairs": (
         "ratio of pairs",
         "the probability ratios{} are those of each new log-probability to all old ones, N² numbers of N rows: [N, 1] was broadcast "

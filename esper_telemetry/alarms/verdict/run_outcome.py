@@ -80,6 +80,7 @@ STABLE_ERRORS: Final = 3.0
 MAX_STABLE_ERROR: Final = 0.15
 """Change of a stable level over the last `STABLE_SHARE` of the run: share of the rise, standard errors, and their largest share of it."""
 SOLVED_EPISODES: Final = 100  # episodes before which the return cannot have passed a threshold
+HALF_WAY: Final = 0.5  # share of the way to the threshold below which a settled return needs an explanation
 SOLVED_BAND: Final = 0.1  # a solved task's return may fall below the threshold by this share of its distance from the first rollouts
 MIN_FALL_SHARE: Final = 0.02  # share of the first level that a declining run must lose
 CONFIRMING_UPDATES: Final = 2
@@ -153,6 +154,18 @@ class Outcome:
     def began_above(self) -> bool:
         """True if the first rollouts were already above the environment's threshold."""
         return self.threshold is not None and self.first is not None and self.first >= self.threshold
+
+    @property
+    def is_far_below(self) -> bool:
+        """True if the return has settled before half of the way from the first rollouts to the environment's threshold."""
+        if self.kind is not OutcomeKind.CONVERGED or None in (self.threshold, self.first, self.last):
+            return False
+        return self.last - self.first < HALF_WAY * (self.threshold - self.first)  # type: ignore[operator]  # they are known
+
+    @property
+    def needs_explanation(self) -> bool:
+        """True for a bad outcome, and for a return that has settled far below the environment's threshold."""
+        return self.kind in BAD or self.is_far_below
 
     def data(self) -> dict[str, Any]:
         """Return plain values for the journal's event."""
@@ -537,7 +550,8 @@ def _clause(outcome: Outcome, facts: Facts) -> str:
             place = f"{'above' if above else 'not far below'} {threshold}, the threshold of {facts.env or 'the environment'}"
             return f", {place}, since update {outcome.since:,}"
         case OutcomeKind.CONVERGED:
-            return f", stable since update {outcome.since:,}{passed}"
+            below = f", far below {threshold}, the threshold of {facts.env or 'the environment'}" if outcome.is_far_below else ""
+            return f", stable since update {outcome.since:,}{below}{passed}"
         case OutcomeKind.FLAT:
             return f", no lasting rise above the first rollouts{passed}"
         case OutcomeKind.TOO_SHORT:
