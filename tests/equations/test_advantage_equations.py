@@ -152,6 +152,7 @@ def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:
         "time_limits_end",
         "few_without_bootstrap",
         "uncleared",
+        "other_units",
         "both_lambda",
         "raw_rewards",
         "stale",
