@@ -72,7 +72,7 @@ def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Ite
             "values": minibatches is None or first_values(rollout, minibatches)[2] <= FIRST_DIFFERENCE,
         }
         proves = None
-        if held is not None and flags and bool(rollout.ended[:-1].any()):
+        if held is not None and flags and bool(rollout.ended[:-1].any()) and not _reads_returns(rollout):
             proves = held[bool(rollout.ended[-1].all())]
         yield partial(certain, facts, check, *(name for name, known in shown.items() if not known), held=proves)
     # before statistics of targets have moved, the critic's outputs have the units of the returns
@@ -211,7 +211,7 @@ def _advantages_beside_limits(rollout: RolloutEnd, inputs: GaeInputs | None, fac
         return explained(ADVANTAGES, "time_limits_end")
     # the values after time limits that the claimed advantages imply, or the returns if the advantages were normalised, may explain them
     sums = [inputs.claimed + inputs.values]
-    if rollout.returns_known and is_standard(rollout.advantages.double(), rollout.valid, error=NORMALIZED_ERROR):
+    if _reads_returns(rollout):
         sums.insert(0, _side_by_side(rollout.returns, inputs.rollouts).double())
     for one in sums:
         implied = (one - inputs.rewards) / inputs.gamma
@@ -221,6 +221,12 @@ def _advantages_beside_limits(rollout: RolloutEnd, inputs: GaeInputs | None, fac
         if other.explained:
             return other
     return check
+
+
+def _reads_returns(rollout: RolloutEnd) -> bool:
+    """Return True if only the returns tell the values after time limits, because the advantages were normalised."""
+    has_limits = rollout.time_limits is not None and bool(rollout.time_limits.any())
+    return has_limits and rollout.returns_known and is_standard(rollout.advantages.double(), rollout.valid, error=NORMALIZED_ERROR)
 
 
 def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, facts: Facts) -> EquationCheck:
