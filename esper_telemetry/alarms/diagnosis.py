@@ -16,7 +16,7 @@ from esper_telemetry.alarms.rules.task_alarms import Failure
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, Tone, critical_values, tone_of
 from esper_telemetry.alarms.verdict.remarks import REMARK
-from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, OUTCOME, OUTCOME_UPDATES, Outcome, OutcomeKind
+from esper_telemetry.alarms.verdict.run_outcome import GOOD, OUTCOME, OUTCOME_UPDATES, Outcome, OutcomeKind
 from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual, keys_without_bounds, notable
 from esper_telemetry.core.metric import catalogue
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, AlarmLevel, MetricInfo, Record, RunStatus

@@ -42,7 +42,12 @@ MAX_REMEDIES: Final = 6
 """Suppliers of missing values that are named for an unexplained run; `--all` has all of them."""
 NOTHING_UNUSUAL: Final = "No value whose usual range is known is unusual"
 """What is said of a bad outcome if neither an alarm nor a value explains it; imported runs have few such values."""
-OUTCOME_VERBS: Final = {OutcomeKind.FLAT: "is flat", OutcomeKind.DECLINING: "declines", OutcomeKind.FAILED: "failed"}
+OUTCOME_VERBS: Final = {
+    OutcomeKind.FLAT: "is flat",
+    OutcomeKind.DECLINING: "declines",
+    OutcomeKind.FAILED: "failed",
+    OutcomeKind.CONVERGED: "has settled far below the threshold",
+}
 
 
 def verdict_document(
@@ -139,8 +144,9 @@ def findings(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]] = {}) -
 
 
 def _unexplained(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]]) -> Iterator[Element]:
-    """Yield possible explanations of a run that failed, is flat or declines: what was not traced, remarks, unusual values, and inputs that
-    were not measured.
+    """Yield possible explanations of a run that failed, is flat, declines or is far below its goal.
+
+    These are what was not traced, remarks, unusual values, and inputs that were not measured.
     """
     is_open, verb = diagnosis.unexplained, OUTCOME_VERBS[diagnosis.outcome.kind]
     if diagnosis.unexplained:
@@ -161,7 +167,7 @@ def _unexplained(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]]) ->
     if diagnosis.unexplained and not texts and not any(entry.is_far for entry in diagnosis.unusual):
         known = "Each of these values occurs in some healthy runs" if diagnosis.unusual else NOTHING_UNUSUAL
         reason = ": the task may be too hard for this policy, or it may need more steps"
-        yield h("p", f"{known}{reason if diagnosis.outcome.kind is OutcomeKind.FLAT else ''}.")
+        yield h("p", f"{known}{reason if diagnosis.outcome.kind in (OutcomeKind.FLAT, OutcomeKind.CONVERGED) else ''}.")
     suppliers, lines = Counter(diagnosis.remedies.values()), []
     for remedy, count in suppliers.most_common(MAX_REMEDIES):
         kinds = [kind for kind, supplier in diagnosis.remedies.items() if supplier == remedy]

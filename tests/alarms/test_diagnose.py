@@ -22,11 +22,13 @@ def learning_run(updates: int) -> list[Record]:
     return run(updates, set_to(dict.fromkeys(("episode/return_mean", "episode/return_mean_100"), lambda ago: 5 + 0.5 * ago)), since=1)
 
 
-def journal(directory: Path, records: list[Record], *, status: RunStatus | None = RunStatus.FINISHED, announced: int = 0) -> Path:
+def journal(
+    directory: Path, records: list[Record], *, status: RunStatus | None = RunStatus.FINISHED, announced: int = 0, **facts: Any
+) -> Path:
     """A run directory with these records; `announced` is the record after which a deliberate change was announced."""
     path = directory / "run"
     book = Journal.create(path)
-    book.write(encode_run(RunInfo("r1", "run", path, 1e9, facts=FACTS)))
+    book.write(encode_run(RunInfo("r1", "run", path, 1e9, facts={**FACTS, **facts})))
     for entry in records:
         book.write(encode_record(entry))
         if entry.seq == announced:
@@ -56,6 +58,17 @@ def test_a_healthy_run_says_what_it_does_and_what_was_checked(tmp_path: Path, ca
     assert first == "run: 60 updates, finished"
     assert re.fullmatch(r"Learning: return [\d.]+ -> [\d.]+ in 60 updates; \d+ checks passed\.", second)
     assert "incident" not in out and "Unexplained" not in out
+
+
+def test_a_run_that_settles_far_below_the_threshold_is_unexplained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    returns: dict[str, Any] = {"episode/return_mean": lambda ago: min(200.0, 10.0 + 6.4 * ago), "episode/return_mean_100": None}
+    path = journal(tmp_path, run(60, set_to(returns), since=1), reward_threshold=900.0)
+
+    code, text, _ = run_cli(["diagnose", str(path), "--again"], capsys)
+
+    assert (
+        code == 0 and "Converged: return" in text and "Unexplained: the run has settled far below the threshold" in " ".join(text.split())
+    )
 
 
 def test_a_flat_run_without_an_alarm_is_unexplained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -374,6 +374,16 @@ def test_a_threshold_that_is_passed_is_solved() -> None:
     assert lost.kind is OutcomeKind.DECLINING
 
 
+@pytest.mark.parametrize(("threshold", "is_far"), [(900.0, True), (300.0, False), (None, False)])
+def test_a_return_that_settles_far_below_the_threshold_needs_an_explanation(threshold: float | None, is_far: bool) -> None:
+    rising = np.concatenate([np.arange(10.0, 200.0, 6.4), np.full(30, 200.0)])
+
+    settled = outcome_of(records(rising), {"reward_threshold": threshold, "env": "Task-v0"})
+
+    assert settled.kind is OutcomeKind.CONVERGED
+    assert settled.is_far_below is settled.needs_explanation is is_far is settled.text.endswith("far below 900, the threshold of Task-v0")
+
+
 def test_a_threshold_that_is_no_number_is_not_known() -> None:
     course = records(np.arange(1.0, 40.0), more={"episode/return_std": 1.0})
 
