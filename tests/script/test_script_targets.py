@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from equation_values import equation_values
 from tapping import observed
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import get_gradient_edge
 
 from esper_telemetry.adapters.script.loss_reading import ValueTerm
 from esper_telemetry.adapters.script.recorders import EpisodeLog
@@ -170,7 +170,8 @@ def test_a_critic_that_draws_its_own_rows_is_not_compared_with_the_policys() -> 
     script = ScriptRollout(**{name: getattr(own, name) for name in names})
     policys, critics = torch.arange(0, 20), torch.arange(30, 50)
     returns, values = own.returns.flatten(), own.values.flatten()
-    term = ValueTerm(values[critics] + 0.1, returns[critics], None, None, "squared", GradientEdge(torch.ones(1, requires_grad=True), 0))
+    edge = get_gradient_edge(torch.ones(1, requires_grad=True))
+    term = ValueTerm(values[critics] + 0.1, returns[critics], None, None, "squared", edge)
 
     assert without_other_rows(term, script, policys).returns is None
     assert without_other_rows(term, script, critics) is term
