@@ -52,6 +52,9 @@ EPOCHS = {"num_epochs": 10, "num_minibatches": 40}
 SPACE, CONTINUOUS = "Box(-1, 1, (3,), int8)", "Box(-1.0, 1.0, (1,), float32)"
 STD, OF_RANGE = "policy/head/op/std/mean", "policy/head/op/std_of_range"
 
+ROWS_AGAIN = dict.fromkeys(("integrity/equation/minibatches", "integrity/equation/minibatches_with_replacement"), 0.8)
+UNCLEARED = ("integrity/equation/gradient", "integrity/equation/gradient_not_cleared")
+
 REMARKS: Mapping[str, list[Remark]] = {
     "Rewards in training differ from those of the environment": [
         Remark("other rewards", "their correlation is 0.3, so what wrappers change", {"reward/trained_correlation": 0.3}),
@@ -119,6 +122,14 @@ REMARKS: Mapping[str, list[Remark]] = {
             "have lasted 50 steps, and none has terminated, so all returns are equal",
             {**EQUAL, "reward/mean": -1.0, **CUT_AT_50, **NO_LENGTHS},
         ),
+    ],
+    "An alarm about the rows is there before the gradient is found not to be cleared": [
+        Remark(
+            "also gradient",
+            "the gradients before clipping equal the sum of this minibatch's gradient and the previous gradient",
+            {**ROWS_AGAIN, **{key: lambda ago: 1.0 if ago > 3 else 0.0 for key in UNCLEARED}},
+        ),
+        Remark("also gradient", "", {**ROWS_AGAIN, **dict.fromkeys(UNCLEARED, 1.0)}),
     ],
     "The program takes a softmax of a softmax, ratios of all pairs, or no gradient through its memory": [
         Remark("cut memory", "(ppo.py:63) no gradient flows from one step", facts={**PLACES, "memory_cut": True}, updates=1),

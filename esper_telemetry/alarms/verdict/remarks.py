@@ -23,7 +23,7 @@ from esper_telemetry.alarms.verdict.published_settings import (
     with_logged_rate,
 )
 from esper_telemetry.core.messages import number, percent, span
-from esper_telemetry.equations.equation import EQUATION_KEY
+from esper_telemetry.equations.equation import EQUATION_KEY, equation_results
 
 REMARK: Final = "remark"  # type of the journal event
 MIN_STEPS: Final = 5000  # environment steps without a reward that cause a remark
@@ -61,6 +61,8 @@ MIN_ENDED_EARLY: Final = 10  # updates from the start that must all end early
 MAX_STEPS_TAKEN: Final = 0.1  # share of the planned optimizer steps that each of them takes at most
 OTHER_REWARDS: Final = (10, 0.5)
 """Updates, and mean correlation below which the rewards in training are other ones than the environment's."""
+MIN_LATER_UPDATES: Final = 2
+"""Updates in which a further mistake must show."""
 EARLY_END: Final = "early end"
 INITIAL_SPREAD: Final = "initial std"
 """Names of remarks."""
@@ -89,6 +91,7 @@ class Remarks:
         first_rate: learning rate of the first update that has one.
         rated, low_rated: updates with a learning rate, and those at which it was below `LOW_RATE` of the first one.
         stepped, most_steps: updates with a known number of optimizer steps, and the largest one.
+        differing: updates in which an equation has not held, with an explanation, by its name; 0 for those that the alarm names.
     """
 
     names: set[str] = field(default_factory=set)
@@ -113,6 +116,7 @@ class Remarks:
     low_rated: int = 0
     stepped: int = 0
     most_steps: int = 0
+    differing: dict[str, int] = field(default_factory=dict)
 
     def _add_ends(self, view: View) -> None:
         """Add the episodes of a record."""
@@ -153,6 +157,7 @@ class Remarks:
         yield from self._rewards(view)
         yield from self._effect(view)
         yield from self._other_rewards(view)
+        yield from self._later_equations(view)
         yield from feature_sizes(view)
         yield from features_and_gradients(view)
 
@@ -281,6 +286,21 @@ class Remarks:
                 "change decides what is learned: check its sign and size, or train without it"
             )
             yield "other rewards", _data(text, "reward/trained_correlation", mean, limit, quiet=True)
+
+    def _later_equations(self, view: View) -> Iterator[Remark]:
+        """Mistakes that show after the alarm about another one has been raised."""
+        results = [one for one in equation_results(view.values, view.facts) if not one.holds and one.explanations]
+        if not self.differing:
+            self.differing = {one.equation.name: 0 for one in results}
+            return
+        for one in results:
+            name = one.equation.name
+            if self.differing.get(name) == 0:
+                continue
+            self.differing[name] = self.differing.get(name, 0) + 1
+            if self.differing[name] >= MIN_LATER_UPDATES:
+                text = f"{one.sentence}: {one.advice[:1].lower()}{one.advice[1:].rstrip('.')}"
+                yield f"also {name}", _data(text, EQUATION_KEY + name, one.error or 0.0, one.tolerance)
 
     def _effect(self, view: View) -> Iterator[Remark]:
         """Observations that do not depend on the actions."""
