@@ -210,6 +210,8 @@ COURSES: Mapping[str, list[Course]] = {
                 ({"lstm/h/rms": 1e-6}, True),
                 ({"lstm/reset_rate": 1.0, "episode/length_mean": 50.0}, True),
                 ({"lstm/reset_rate": 1.0, "episode/length_mean": 1.0}, False),
+                ({"lstm/reset_rate": 0.86, "episode/length_mean": 7.0}, True),
+                ({"lstm/reset_rate": 0.6, "episode/length_mean": 2.0}, False),
                 ({"lstm/h/rms": 0.02}, False),
             )
         ),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
+from esper_telemetry.adapters.script.recorders import LstmLog
 from esper_telemetry.equations.transitions import checksums
 
 STEPS, ENVS, INPUTS = 8, 4, 3
@@ -142,3 +143,20 @@ def test_rows_of_an_unfinished_episode_may_be_trained_on_later() -> None:
     rows.begin(acted(plain, states[1]))
 
     assert rows.add(torch.cat([first[-5:], second])) is None
+
+
+@pytest.mark.parametrize(("kind", "parts"), [(nn.LSTMCell, 2), (nn.GRUCell, 1)])
+@pytest.mark.parametrize(("calls", "is_known"), [(STEPS, True), (STEPS + 1, True), (2 * STEPS, False)])
+def test_states_of_a_recurrent_cell_are_those_before_each_step(kind: type[nn.RNNCellBase], parts: int, calls: int, is_known: bool) -> None:
+    """Another call estimates the value after the last step; two calls in each step do not fit the rollout."""
+    log, cell = LstmLog(), kind(INPUTS, 3)  # type: ignore[call-arg]  # of the subclasses
+    states = torch.randn(calls, parts, ENVS, 3)
+    with torch.no_grad():
+        for state in states:
+            log.add(cell, (torch.zeros(ENVS, INPUTS), tuple(state) if parts == 2 else state[0]))
+
+    recorded = log.take(STEPS, ENVS)
+
+    assert (recorded is not None) is is_known
+    if recorded is not None:
+        assert torch.equal(recorded.states, states[:STEPS].unsqueeze(1))

@@ -152,7 +152,7 @@ class ScriptListener:
         hooks: where to listen.
         findings: parts of an update that are measured so far, in words and in order.
         updates: that have ended.
-        lstm_count: modules of that type that the script has made.
+        lstm_count: modules of that type, and recurrent cells, that the script has made.
         open: an update is under way.
         counts_only: only steps of environments and optimizers are recorded now.
         traced_updates: which updates are traced.
@@ -642,9 +642,10 @@ class ScriptListener:
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = {**self.environments.facts(), **settings.find_facts(variables, self.clips.max_norm, readings, self._source.counts_updates)}
         facts["optimizer"] = type(optimizer).__name__
-        parts = (part for module in variables.modules() for part in module.modules())
+        parts = [part for module in variables.modules() for part in module.modules()]
         is_recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts)
-        facts["policy"] = "lstm" if self.lstm_count else "gru" if is_recurrent else "mlp"
+        is_lstm = any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts)
+        facts["policy"] = "lstm" if is_lstm else "gru" if is_recurrent else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:
             facts["groups"] = groups
@@ -904,7 +905,7 @@ class ScriptListener:
         self.findings[ROLLOUTS] = None
         if lstm is not None:
             self.findings[MEMORY] = None
-            if self.hooks.wants(RecurrentForward) and lstm.module.num_layers == 1:
+            if self.hooks.wants(RecurrentForward) and isinstance(lstm.module, nn.LSTM) and lstm.module.num_layers == 1:
                 states = lstm.states[:, 0, :, : lstm.inputs.shape[1]]
                 self.hooks.emit(RecurrentForward([lstm.module], [lstm.inputs], [states]))
 

@@ -466,45 +466,48 @@ class IndexLog:
 
 
 class RecordedLstm(NamedTuple):
-    """A rollout of an LSTM.
+    """A rollout of an LSTM or of a recurrent cell.
 
     Attributes:
-        states: before each step, [T, layers, 2, B, H].
+        states: before each step, [T, layers, parts, B, H], with 2 parts of an LSTM.
         inputs: [T, b, I], in the first b environments.
         trained_from_zero: the first pass of training begins with states of zeros.
     """
 
-    module: nn.LSTM
+    module: nn.LSTM | nn.RNNCellBase
     states: Tensor
     inputs: Tensor
     trained_from_zero: bool = False
 
 
 class LstmLog:
-    """Records the steps of the first LSTM that is stepped without gradients."""
+    """Records the steps of the first LSTM, or recurrent cell, that is stepped without gradients."""
 
     def __init__(self) -> None:
-        self._module: nn.LSTM | None = None
+        self._module: nn.LSTM | nn.RNNCellBase | None = None
         self._steps: list[tuple[Tensor, Tensor]] = []
         self._entries = 0
         self._trained_from_zero: bool | None = None
 
     def add(self, module: nn.Module, arguments: tuple[object, ...]) -> None:
-        """Record the arguments of a call of one step of an LSTM without gradients, and the states of the first call with them."""
-        if not isinstance(module, nn.LSTM):
+        """Record the arguments of a call of one step without gradients, and the states of the first call with them."""
+        if not isinstance(module, nn.LSTM | nn.RNNCellBase):
             return
         inputs, states, *_ = (*arguments, None, None)
+        is_cell = isinstance(module, nn.RNNCellBase)
+        if is_cell and states is not None:
+            states = tuple([part.unsqueeze(0) for part in (states if isinstance(states, tuple) else (states,))])
         if torch.is_grad_enabled():
             if self._trained_from_zero is None and module is self._module:
                 self._trained_from_zero = not (isinstance(states, tuple) and any(bool(part.any()) for part in states))
             return
-        if not isinstance(inputs, Tensor) or not isinstance(states, tuple) or inputs.dim() != 3:
+        if not isinstance(inputs, Tensor) or not isinstance(states, tuple) or inputs.dim() != (2 if is_cell else 3):
             return
-        steps = inputs.shape[1 if module.batch_first else 0]
-        if steps != 1 or module.bidirectional or self._module not in (None, module):
+        is_step = is_cell or (inputs.shape[1 if module.batch_first else 0] == 1 and not module.bidirectional)
+        if not is_step or self._module not in (None, module):
             return
         self._module, self._trained_from_zero = module, None
-        entries = 2 * states[0].numel()
+        entries = len(states) * states[0].numel()
         if self._entries + entries <= MAX_STATE_ENTRIES:
             self._entries += entries
             rows = inputs.reshape(-1, inputs.shape[-1])[:MAX_GATE_ENVS]
@@ -512,11 +515,13 @@ class LstmLog:
 
     def take(self, steps: int, envs: int) -> RecordedLstm | None:
         """Return the records of a rollout's T steps since the last call; None if they do not fit it."""
-        recorded, self._steps, self._entries = self._steps[:steps], [], 0
+        recorded, self._steps, self._entries = self._steps[: steps + 2], [], 0
         from_zero, self._trained_from_zero = self._trained_from_zero, None
-        if self._module is None or not recorded or len(recorded) < steps or any(states.shape[2] != envs for states, _ in recorded):
+        # another call may estimate the value after the last step
+        is_whole = steps <= len(recorded) <= steps + 1 and all(states.shape[2] == envs for states, _ in recorded)
+        if self._module is None or not recorded or not is_whole:
             return None
-        states, inputs = (torch.stack(column) for column in zip(*recorded, strict=True))
+        states, inputs = (torch.stack(column) for column in zip(*recorded[:steps], strict=True))
         return RecordedLstm(self._module, states, inputs, bool(from_zero))
 
 

@@ -364,7 +364,8 @@ class Taps:
             self._patches.replace(owner, "argmax", functools.partial(self._asked, record=largest))
         for kind in (torch.nn.Linear, torch.nn.Conv2d):
             self._patches.replace(kind, "forward", self._layer)
-        self._patches.replace(torch.nn.LSTM, "__init__", self._observed(self._tap_modules))
+        for kind in (torch.nn.LSTM, torch.nn.RNNCellBase):
+            self._patches.replace(kind, "__init__", self._observed(self._tap_modules))
         before = optimizer.register_optimizer_step_pre_hook(before_step)
         after = optimizer.register_optimizer_step_post_hook(after_step)
         self._removers += [before.remove, after.remove]
@@ -458,7 +459,7 @@ class Taps:
             self._search = None
 
     def _tap_modules(self, script: ScriptListener, *_: Any, **__: Any) -> None:
-        """Tap calls of modules from the first LSTM on, so that scripts without one are not slowed down."""
+        """Tap calls of modules from the first LSTM or recurrent cell on, so that scripts without one are not slowed down."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         def before_forward(module: Any, arguments: tuple[Any, ...]) -> None:

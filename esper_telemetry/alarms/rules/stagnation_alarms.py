@@ -250,14 +250,16 @@ EMPTY_STATE = below("empty_state", 1e-3, "typical size of an empty recurrent sta
 EMPTIED_SHARE = below("emptied_share", 0.01, "typical size of a recurrent state relative to its largest median")
 ALWAYS_RESET = above("always_reset", 0.99, "share of the steps that begin with an empty memory")
 REMEMBERED_STEPS = 3.0  # mean episode length above which a memory that is reset in every step is a mistake
+OFTEN_RESET = (0.5, 3.0)  # share of the steps, and resets per episode, above which resets do not follow the ends of episodes
 
 
 def empty_state(view: View, sizes: SlowCourse) -> Iterator[Finding]:
-    """A memory that is reset in every step, is almost empty, or fades."""
+    """A memory that is reset in every step or far more often than episodes end, is almost empty, or fades."""
     limits, key = view.limits, "lstm/h/rms"
     rate, length, size = view.get("lstm/reset_rate"), view.get("episode/length_mean"), view.get(key)
     if rate is not None and length is not None:
-        always = rate > limits[ALWAYS_RESET] and length > REMEMBERED_STEPS
+        often = rate > OFTEN_RESET[0] and rate * length > OFTEN_RESET[1]
+        always = (rate > limits[ALWAYS_RESET] and length > REMEMBERED_STEPS) or often
         words = "the memory has been reset in {:%} of the steps, although episodes last {} steps: the policy remembers nothing"
         yield Finding(hard(always), "lstm/reset_rate", rate, limits[ALWAYS_RESET], instance="resets").says(words, rate, length)
     if size is None or (rate is not None and rate > limits[ALWAYS_RESET]):
@@ -325,7 +327,8 @@ RULES = (
     .needs("lstm/h/rms", applies=lambda facts: facts.policy != "mlp")
     .says(
         "The memory is almost empty.",
-        "Check that states are passed from step to step and reset only after an episode has ended; initialise the forget bias at 1.",
+        "Check that states are passed from step to step and reset only after an episode has ended (multiply them by 1 - done, not by "
+        "done); initialise the forget bias at 1.",
         "fresh LSTMs have states of 0.02 and more",
     )
     .shows("lstm/*/rms", "lstm/*/absmax", "lstm/reset_rate", "episode/length_mean", pieces=("transitions",))
