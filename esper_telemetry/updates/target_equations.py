@@ -190,9 +190,12 @@ def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> 
     """Check the advantages, and whether the returns in them have the units of the critic's targets."""
     check = _advantages_beside_limits(rollout, inputs, facts)
     names = {one.hypothesis.name for one in check.explanations}
+    instead = ""
     if names == {"normalized_returns"} and rollout.returns_known and not is_standard(rollout.returns.double(), rollout.valid):
-        return replace(check, explanations=explained(ADVANTAGES, "other_units").explanations)
-    return check
+        instead = "other_units"
+    elif "few_without_bootstrap" in names and not facts.columns_by_name:  # programs omit it, a trainer's buffer does not
+        instead = "no_last_bootstrap"
+    return replace(check, explanations=explained(ADVANTAGES, instead).explanations) if instead else check
 
 
 def _advantages_beside_limits(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:

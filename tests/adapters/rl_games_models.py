@@ -28,7 +28,7 @@ with warnings.catch_warnings():  # rl_games uses functions of torch that are dep
 
 ENVS, STEPS = 8, 16
 ROLLOUT = ENVS * STEPS
-FAILING = ("next_values", "joined_minibatches", "AlgoListener._columns")
+FAILING = ("next_values", "joined_heads", "AlgoListener._columns")
 IN_BACKENDS = ("discrete", "lstm")
 
 
