@@ -185,7 +185,7 @@ class AlgoListener(Adapter):
         )
 
     def _columns(self, output: Mapping[str, Any]) -> HeadColumns:
-        """Columns of the policy's distributions, from an output of the model or from the buffer; `log_std` has no logarithm yet."""
+        """Columns of the policy's distributions, from an output of the model or from the buffer; `log_std` holds standard deviations."""
         if self._continuous:
             means, deviations = ({self._head_names[0]: output[name].detach()} for name in ("mus", "sigmas"))
             return HeadColumns(means=means, log_std=deviations)

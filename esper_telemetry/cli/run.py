@@ -232,7 +232,6 @@ class ScriptTelemetry:
         self.telemetry = self._make_telemetry()
         session = session_of(self.telemetry)
         attach(self.telemetry, script)
-        session.search_on_failure(lambda: [] if script.origin is None else [script.origin])
         self._taps.clock = session.clock
         script.traced_updates = TracedUpdates(every_one=self.on_update is not None or self.options.level == "debug")
         script.asks_for_traces = lambda: session.escalated

@@ -218,13 +218,13 @@ class UpdateRecorder:
             progress=progress,
             extensions=self._take_extensions(),
             sampled=self._sampled,
-            origin=self._origin(),
+            origin=next((one.words for one in self._origins()), ""),
         )
 
-    def _origin(self) -> str:
-        """The first variable that was not finite, in words, if the source searches for it."""
-        candidate = self._source.origin if isinstance(self._source, SearchedSource) else None
-        return "" if candidate is None else candidate.words
+    def _origins(self) -> list[Candidate]:
+        """The first variable that was not finite, if the source searches for it and has found one."""
+        origin = self._source.origin if isinstance(self._source, SearchedSource) else None
+        return [] if origin is None else [origin]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next update is compared with. When this returns, the records of all previous updates are in the journal.
@@ -252,6 +252,7 @@ class UpdateRecorder:
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
         """Yield the tensors of the current update in forward order; between updates, the current parameters."""
+        yield from self._origins()
         for rollout in self._rollouts[-1:]:
             yield from of_rollout(rollout)
         minibatches = self._joined()

@@ -401,8 +401,7 @@ class WatchedModels:
 
     def take(self, *, whole: bool) -> Update:
         """Return the gradients of all steps since the last call: a `whole` update, or its steps so far."""
-        origins = [tap.origin.words for tap in self._taps if tap.origin is not None]
-        return Update(gradients=tuple(stacked([tap.take(whole=whole) for tap in self._taps])), origin=next(iter(origins), ""))
+        return Update(gradients=tuple(stacked([tap.take(whole=whole) for tap in self._taps])))
 
     @property
     def precision(self) -> str | None:

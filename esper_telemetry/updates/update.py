@@ -289,7 +289,7 @@ class Update(NamedTuple):
         progress: None if the update did not end.
         extensions: records of plugins.
         sampled: the update was sampled: the rollout has all its columns, unless they are too large to send.
-        origin: the first variable of a program that was not finite, in words; empty if all are, or the source does not search.
+        origin: the first variable of a script that was not finite, with its place and count; empty if all are, and for other sources.
     """
 
     rollout: RolloutEnd | None = None

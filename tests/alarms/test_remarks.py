@@ -132,7 +132,7 @@ REMARKS: Mapping[str, list[Remark]] = {
         Remark("also gradient", "", {**ROWS_AGAIN, **dict.fromkeys(UNCLEARED, 1.0)}),
     ],
     "The program takes a softmax of a softmax, ratios of all pairs, or no gradient through its memory": [
-        Remark("cut memory", "(ppo.py:63) no gradient flows from one step", facts={**PLACES, "memory_cut": True}, updates=1),
+        Remark("detached state", "(ppo.py:63) no gradient flows from one step", facts={**PLACES, "detached_state": True}, updates=1),
         Remark(
             "softmax twice",
             "the policy (ppo.py:63) takes a softmax of the outputs of another softmax",

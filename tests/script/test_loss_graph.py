@@ -14,7 +14,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
     NO_OUTPUTS,
     DistributionGraphs,
     LossGraph,
-    cuts_memory,
+    detaches_states,
     graph_of,
     nonfinite_operation,
     takes_softmax_twice,
@@ -433,7 +433,7 @@ def test_a_state_without_a_gradient_is_seen(kind: type[nn.RNNCellBase], steps: i
             state = cell(torch.randn(ROWS, 3), state)
         outputs.append(state)
 
-    assert cuts_memory(graph_of(torch.stack(outputs).sum()), {id(cell.weight_hh)}) is cut
+    assert detaches_states(graph_of(torch.stack(outputs).sum()), {id(cell.weight_hh)}) is cut
 
 
 def test_a_graph_in_which_the_script_listens_is_left_alone() -> None:

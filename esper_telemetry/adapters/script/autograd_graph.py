@@ -278,7 +278,7 @@ def graph_of(output: Tensor) -> Collection[Node]:
     return {} if output.grad_fn is None else nodes_below(output.grad_fn)
 
 
-def cuts_memory(graph: Iterable[Node], weights: Collection[int]) -> bool:
+def detaches_states(graph: Iterable[Node], weights: Collection[int]) -> bool:
     """Return whether a graph has many steps of recurrent cells, and no gradient flows to the state of any of them.
 
     `weights` are of the states, by `id`.

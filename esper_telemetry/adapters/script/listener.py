@@ -28,7 +28,7 @@ from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRow
 from esper_telemetry.adapters.script.autograd_graph import (
     NO_OUTPUTS,
     LossGraph,
-    cuts_memory,
+    detaches_states,
     graph_of,
     leaves_in,
     leaves_of,
@@ -170,7 +170,7 @@ class ScriptListener:
         self.lstm_count = 0
         self.value_loss_alone = self._loss_place = ""
         self._stepped: set[str] = set()  # classes of the optimizers that have stepped without a loss of a policy
-        self._softmax_twice = self._ratio_pairs = self._memory_cut = False
+        self._softmax_twice = self._ratio_pairs = self._detached_state = False
         self.origin: Candidate | None = None
         self.open = self.counts_only = False
         self.traced_updates = TracedUpdates()
@@ -345,7 +345,7 @@ class ScriptListener:
                 if not self._loss_place:
                     self._softmax_twice = takes_softmax_twice(graph)
                     parts = [part for module in variables.modules() for part in module.modules() if isinstance(part, nn.RNNCellBase)]
-                    self._memory_cut = cuts_memory(graph, {id(cell.weight_hh) for cell in parts})
+                    self._detached_state = detaches_states(graph, {id(cell.weight_hh) for cell in parts})
                 self._ratio_pairs = self._ratio_pairs or reading.policy.pairs
                 self._loss_place = names.calling_place()
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph)
@@ -681,7 +681,7 @@ class ScriptListener:
             UNTRACED_FACT: {name: text for name, text in untraced.items() if name not in left_out},
             "equation_places": settings.equation_places(places, self._loss_place, self._source.clears),
             "softmax_twice": self._softmax_twice,
-            "memory_cut": self._memory_cut,
+            "detached_state": self._detached_state,
             "ratio_pairs": self._ratio_pairs,
             "reported_returns": not self.environments.steps,
         }

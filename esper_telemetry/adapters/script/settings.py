@@ -90,7 +90,7 @@ def find_facts(
 
     In some programs `epochs` counts updates, not passes over a rollout: such names are in `counts_updates`.
     """
-    others = {"num_epochs": {*map(plain_name, counts_updates)}}
+    others = {*map(plain_name, counts_updates)}
     facts: dict[str, Any] = {
         "precision": "fp32",
         "max_grad_norm": max_norm,
@@ -99,7 +99,7 @@ def find_facts(
         "setting_names": {},
     }
     for fact, names in FACTS.items():
-        known = tuple(name for name in names if plain_name(name) not in others.get(fact, ()))
+        known = tuple(name for name in names if fact != "num_epochs" or plain_name(name) not in others)
         name, value = variables.find_named(known, partial(_setting, fact))
         if value is not None:
             facts[fact] = value
