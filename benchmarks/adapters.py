@@ -123,13 +123,13 @@ def _rsl_rl(telemetry: Any, envs: int = 64, device: str = "cpu", widths: Sequenc
     return partial(silent, partial(OnPolicyRunner.learn, model)), partial(silent, lambda count: model.learn(count))
 
 
-def _skrl(telemetry: Any) -> Turns:
+def _skrl(telemetry: Any, envs: int = 64) -> Turns:
     """skrl, with a listener that stops between the turns."""
     from skrl_models import cartpole_env, skrl_agent
 
     from esper_telemetry.adapters.skrl import AgentListener
 
-    model = skrl_agent(cartpole_env, "categorical", envs=64, steps=24, widths=(128, 128), learning_epochs=5)
+    model = skrl_agent(cartpole_env, "categorical", envs=envs, steps=24, widths=(128, 128), learning_epochs=5)
     listener = AgentListener(telemetry, model.agent)
 
     def observed() -> None:
@@ -140,16 +140,16 @@ def _skrl(telemetry: Any) -> Turns:
     return partial(model.learn, 8), observed
 
 
-def _rl_games(telemetry: Any) -> Turns:
+def _rl_games(telemetry: Any, envs: int = 64) -> Turns:
     """rl_games, which trains until a number of updates; its agent without the tap on `train` is without telemetry."""
     import rl_games_models
 
     mlp = {**rl_games_models.MLP, "units": [128, 128]}
-    settings = {"env": rl_games_models.CARTPOLE, "envs": 64, "steps": 24, "mini_epochs": 5, "mlp": mlp}
+    settings = {"env": rl_games_models.CARTPOLE, "envs": envs, "steps": 24, "mini_epochs": 5, "mlp": mlp}
     algo = rl_games_models.train(settings, 1, telemetry)
 
     def train(learn: Callable[[], object]) -> None:
-        algo.max_epochs = algo.epoch_num + 16
+        algo.max_epochs = algo.epoch_num + 1024 // envs
         with contextlib.redirect_stdout(io.StringIO()):
             learn()
 
@@ -308,7 +308,9 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "rsl_rl_lstm": partial(_rsl_rl, model="RNNModel", model_rnn_hidden_dim=64),
     "rsl_rl_cuda": partial(_rsl_rl, envs=4096, device="cuda", widths=(512, 256, 128)),  # as in Isaac Lab's tasks
     "skrl": _skrl,
+    "skrl_1024": partial(_skrl, envs=1024),
     "rl_games": _rl_games,
+    "rl_games_1024": partial(_rl_games, envs=1024),
     "rllib": _rllib,
     "verl": _verl,
     "torchrl": _torchrl,
@@ -325,8 +327,8 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(MODELS, ("stable_baselines3", "sb3_contrib")),
     **dict.fromkeys((name for name in MODELS if name.startswith("rsl_rl")), ("rsl_rl",)),
     **dict.fromkeys(("torchrl", "torchrl_pendulum"), ("torchrl",)),
-    "skrl": ("skrl",),
-    "rl_games": ("rl_games",),
+    **dict.fromkeys(("skrl", "skrl_1024"), ("skrl",)),
+    **dict.fromkeys(("rl_games", "rl_games_1024"), ("rl_games",)),
     "rllib": ("ray",),
     "verl": ("verl",),
     LANGUAGE_MODEL: ("trl",),

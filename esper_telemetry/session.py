@@ -319,8 +319,12 @@ class TelemetrySession:
                 self._open.updates.append(update)
                 return
             self._measure_update(update)
-            if self.level >= Level.NORMAL and self._recorder is not None and self.run_dir is not None:
-                self._open.evidence_updates.append(update)
+            self._keep_for_evidence(update)
+
+    def _keep_for_evidence(self, update: Update) -> None:
+        """Keep an update that is measured already, for the evidence of alarms."""
+        if self.level >= Level.NORMAL and self._recorder is not None and self.run_dir is not None:
+            self._open.evidence_updates.append(update)
 
     @property
     def _ships(self) -> bool:
@@ -619,6 +623,8 @@ class TelemetrySession:
         if update:
             self._measure_update(update)
             self._measure(self._watched.rates(self.facts.groups))
+            if update.origin:
+                self._keep_for_evidence(update)
 
     def _next_axes(self, env_step: int, update: int | None, gradient_step: int | None) -> Axes:
         """Return the axes of the update under way, as given or counted."""

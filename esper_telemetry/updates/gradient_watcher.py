@@ -401,7 +401,8 @@ class WatchedModels:
 
     def take(self, *, whole: bool) -> Update:
         """Return the gradients of all steps since the last call: a `whole` update, or its steps so far."""
-        return Update(gradients=tuple(stacked([tap.take(whole=whole) for tap in self._taps])))
+        origin = next((tap.origin.words for tap in self._taps if tap.origin is not None), "")
+        return Update(gradients=tuple(stacked([tap.take(whole=whole) for tap in self._taps])), origin=origin)
 
     @property
     def precision(self) -> str | None:

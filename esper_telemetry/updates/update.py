@@ -289,7 +289,7 @@ class Update(NamedTuple):
         progress: None if the update did not end.
         extensions: records of plugins.
         sampled: the update was sampled: the rollout has all its columns, unless they are too large to send.
-        origin: the first variable of a script that was not finite, with its place and count; empty if all are, and for other sources.
+        origin: the first variable of a script or an own loop that was not finite, with its place and count; empty if all are.
     """
 
     rollout: RolloutEnd | None = None
