@@ -159,10 +159,10 @@ MINIBATCHES = Equation(
         variant("last_dropped", "a permutation without its last rows, fewer than a minibatch")
         .predicts("the last, smaller minibatch is dropped", _where(_one_minibatch_short))
         .cites("torch.utils.data, drop_last"),
-        mistake("with_replacement", "rows that are drawn with replacement within a minibatch")
+        variant("with_replacement", "rows that are drawn with replacement within a minibatch")
         .predicts("row ~ uniform, independently", _where(lambda x: _repeats_within(x) and not _same_visits(x)))
         .advises("Draw a permutation per pass: rows that are drawn independently leave out a third of the rollout.")
-        .cites("program: loop-with_replacement"),
+        .cites("https://github.com/higgsfield/RL-Adventure-2, 3.ppo.ipynb, ppo_iter"),
         mistake("overlapping", "minibatches that have rows in common, and leave out other rows")
         .predicts(
             "each minibatch drawn independently",

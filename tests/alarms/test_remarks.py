@@ -52,7 +52,7 @@ EPOCHS = {"num_epochs": 10, "num_minibatches": 40}
 SPACE, CONTINUOUS = "Box(-1, 1, (3,), int8)", "Box(-1.0, 1.0, (1,), float32)"
 STD, OF_RANGE = "policy/head/op/std/mean", "policy/head/op/std_of_range"
 
-ROWS_AGAIN = dict.fromkeys(("integrity/equation/minibatches", "integrity/equation/minibatches_with_replacement"), 0.8)
+ROWS_AGAIN = dict.fromkeys(("integrity/equation/minibatches", "integrity/equation/minibatches_overlapping"), 0.8)
 UNCLEARED = ("integrity/equation/gradient", "integrity/equation/gradient_not_cleared")
 
 REMARKS: Mapping[str, list[Remark]] = {

@@ -43,7 +43,7 @@ def named_mistakes(directory: Path, text: str, checked: Collection[str] = CHECKE
         pytest.param("v_broadcast", {"value_loss": {"broadcast"}}, marks=pytest.mark.slow),
         ("entropy_sign", {"entropy_loss": {"sign"}}),
         pytest.param("entropy_sample", {"entropy_loss": {"sample"}}, marks=pytest.mark.slow),
-        pytest.param("with_replacement", {"minibatches": {"with_replacement"}}, marks=pytest.mark.slow),
+        pytest.param("overlapping", {"minibatches": {"overlapping"}}, marks=pytest.mark.slow),
         pytest.param("first_minibatch_only", {"minibatches": {"same_minibatch"}}, marks=pytest.mark.slow),
     ],
 )
