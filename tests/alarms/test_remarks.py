@@ -141,7 +141,7 @@ REMARKS: Mapping[str, list[Remark]] = {
         ),
         Remark(
             "ratio of pairs",
-            "the probability ratios (ppo.py:63) are those of each new log-probability to all",
+            "the probability ratios (ppo.py:63) are N² numbers of N rows",
             facts={**PLACES, "ratio_pairs": True},
             updates=1,
         ),
@@ -316,4 +316,4 @@ def test_ratios_of_all_pairs_are_to_be_given_one_shape() -> None:
     facts = {**FACTS, "ratio_pairs": True}
     (raised,) = alarms(judged(run(3, set_to({"integrity/ratio_init": 0.5}), since=1), facts), AlarmEvent.RAISE)
 
-    assert "Give new and old log-probabilities the same shape" in raised.text
+    assert "Give new and old log-probabilities the shape [N]" in raised.text

@@ -402,6 +402,20 @@ def test_ratios_of_all_pairs_of_log_probabilities_are_seen(ratio: Callable[[Tens
     assert len(reading.policy.advantages) == ROWS
 
 
+def test_ratios_of_the_actions_of_all_rows_are_seen() -> None:
+    """`probs[:, actions]` instead of `probs.gather(1, actions)`; the log-probabilities are those of each row's own action."""
+    probs = torch.rand(6, 3).softmax(-1).requires_grad_()
+    actions, advantages = torch.tensor([0, 1, 2, 0, 1, 1]), torch.randn(6)
+    chosen = probs[:, actions]
+    ratio = chosen / torch.rand(6)
+    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+    reading = read_loss(loss, held=[ratio, chosen])
+
+    assert reading is not None and reading.policy is not None and reading.policy.pairs and reading.policy.log_probs is not None
+    assert torch.equal(reading.policy.log_probs, probs.detach()[torch.arange(6), actions].log())
+
+
 @pytest.mark.parametrize(
     ("log_probs", "twice"),
     [

@@ -87,7 +87,10 @@ def policy_term(graph: LossGraph, node: Node, gradient: Tensor) -> PolicyTerm | 
     number = -number if not plain.is_ratio and _is_negative_likelihood(graph, plain.node) else number
     per_dimension = plain.is_ratio and _is_per_dimension(graph, plain.node, factor)
     own, inverted = _log_probs(graph, plain.node) if plain.is_ratio else (number.reshape(-1), False)
-    pairs = plain.is_ratio and own is not None and 1 < len(own) == factor.numel() and number.shape == (len(own), len(own))
+    count = factor.numel()
+    pairs = plain.is_ratio and own is not None and count > 1 and number.shape == (count, count) and len(own) in (count, count**2)
+    if pairs and own is not None and len(own) > count:  # each row's log-probabilities of all actions
+        own = own.reshape(number.shape).diagonal()
     if number.numel() != factor.numel() and not pairs:
         factor = _of_shape(factor, shape_of(plain.node))
     negated = _is_negated(graph, node, factor, gradient, is_ratio=plain.is_ratio)

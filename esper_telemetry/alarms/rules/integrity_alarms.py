@@ -89,8 +89,8 @@ RATIO_FACTOR = above("ratio_init_factor", 1.0, "times the bounds of the compute 
 
 
 OF_PAIRS = (
-    "Give new and old log-probabilities the same shape: [N, 1] is broadcast against [N], and the loss has the ratios of each new one to "
-    "all old ones."
+    "Give new and old log-probabilities the shape [N]: the loss has N² ratios of N rows, because [N, 1] is broadcast against [N], or "
+    "because `probs[:, actions]` takes the actions of all rows for each row instead of `gather`."
 )
 """Advice for a ratio of N² numbers; see `Facts.ratio_pairs`."""
 

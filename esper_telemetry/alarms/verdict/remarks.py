@@ -381,8 +381,8 @@ IN_LOSS: Final = {
     ),
     "ratio_pairs": (
         "ratio of pairs",
-        "the probability ratios{} are those of each new log-probability to all old ones, N² numbers of N rows: [N, 1] was broadcast "
-        "against [N]: give both the same shape",
+        "the probability ratios{} are N² numbers of N rows: [N, 1] was broadcast against [N], or `probs[:, actions]` takes the actions of "
+        "all rows for each row: give new and old log-probabilities the shape [N], and choose each row's action with `gather`",
     ),
 }
 """Names and texts of remarks on the graph of the policy's loss, by fact."""
