@@ -6,9 +6,11 @@ the columns of an update decide its metrics.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +138,7 @@ def measure(update: Update, facts: Facts, level: Level, held: Held | None = None
         yield Measurements(_minibatches(grid, facts, coefficients), grid.epochs)
         yield Measurements([partial(_used_advantages, grid, update, facts)], grid.epochs)
         yield Measurements(_details(grid, update.collected, facts, coefficients), grid.epochs)
-        yield Measurements(_whole_update(grid))
+        yield Measurements(_whole_update(grid, None if rollout is None else rollout.rewards.numel()))
         yield Measurements(_features(update.features, grid.valid, facts, level))
     if update.sample is not None and not update.sample.measured:
         yield Measurements(gradient_sample(update.sample, level))
@@ -313,10 +315,15 @@ def _details(
         yield partial(steered, minibatches.advantages, **ends)
 
 
-def _whole_update(minibatches: JoinedMinibatches) -> Iterator[Measurement]:
-    """Measure over all minibatches: their size, standard deviations of Gaussian heads, and rows that occur twice in the first pass."""
+def _whole_update(minibatches: JoinedMinibatches, size: int | None) -> Iterator[Measurement]:
+    """Measure over all minibatches: their size, standard deviations of Gaussian heads, and rows that occur twice in the first pass.
+
+    A source that does not count its passes gives them all as one: then the first `size` rows, as many as the rollout has, are a pass.
+    """
     valid, rows = minibatches.valid, minibatches.rows
     first = minibatches.epochs.count(minibatches.epochs[0])
+    if size is not None and first == len(minibatches.counts):
+        first = max(1, bisect_right(list(accumulate(minibatches.counts)), size))
     yield partial(minibatch_rows, minibatches.counts)
     if len(minibatches.logits) > 1:  # one pass is enough for the mix of each head
         logits, masks, relevant = (

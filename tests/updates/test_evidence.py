@@ -14,15 +14,18 @@ from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, make_env, read_run
 from esper_telemetry.alarms.thresholds import alarm_rules
+from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
+from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Level, Record
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.metrics.gradients.norms import gradient_norms
+from esper_telemetry.metrics.integrity import RowsRepeated
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.recording import recorder as recorder_module
 from esper_telemetry.updates.evidence import AlarmedUpdate, evidence_of, first_nonfinite, flight_of, layer_table, stability_report
-from esper_telemetry.updates.groups import nonfinite_in
+from esper_telemetry.updates.groups import measure, nonfinite_in
 from esper_telemetry.updates.update import BackwardGradients, GradientSample, JoinedMinibatches, Update
 
 
@@ -109,6 +112,23 @@ def test_a_tensor_of_an_earlier_minibatch_comes_first() -> None:
     assert first_nonfinite({"stability": asdict(report)}) == sentence and first_nonfinite({}) == ""
     earlier = asdict(stability_report(update._replace(origin="x, assigned in a.py:3, in 2 of 4 entries")))
     assert first_nonfinite({"stability": earlier}) == " The first non-finite tensor is x, assigned in a.py:3, in 2 of 4 entries."
+
+
+def test_rows_of_passes_that_a_trainer_does_not_count_are_not_repetitions() -> None:
+    """Two permutations of four rows in four minibatches of one pass; the same rows twice are repetitions."""
+
+    def repeated(rows: list[int]) -> float:
+        zeros = torch.zeros(8)
+        joined = JoinedMinibatches((0,) * 4, (2,) * 4, zeros, zeros, None, {}, rows=torch.tensor(rows))
+        update = Update(rollout=rollout(torch.zeros(2, 2)), minibatches=joined)
+        groups: list[MetricGroup | Postponed] = []
+        for part in measure(update, Facts(), Level.NORMAL):
+            Containment().measure(part.functions, groups.append)
+        (values,) = [group.values() for group in groups if isinstance(group, RowsRepeated)]
+        return values["integrity/rows_repeated"]
+
+    assert repeated([0, 1, 2, 3, 3, 1, 0, 2]) == 0
+    assert repeated([0, 1, 0, 1, 2, 3, 2, 3]) == 0.5
 
 
 def test_a_healthy_update_has_no_offender() -> None:

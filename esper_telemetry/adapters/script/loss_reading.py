@@ -34,7 +34,7 @@ class PolicyTerm(NamedTuple):
         stored: [N], log-probabilities at collection, if the ratio is not their exponential difference.
         log_ratios: [N, D], if each action dimension has its own ratio; `log_ratio` and `log_probs` are the sums.
         by_row: the loss adds a term of each row; `edge` is of the first one.
-        pairs: the ratio is [N, N], of each new log-probability to each old one, or of all actions in each row; `log_ratio` is a mean over these.
+        pairs: the ratio is [N, N], of each new log-probability to each old one, or of all actions in each row; `log_ratio` is a mean of it.
     """
 
     log_ratio: Tensor | None
