@@ -278,7 +278,7 @@ COURSES: Mapping[str, list[Course]] = {
         whole("policy/kl_stall", True, penalised, 40, text=("the weight of the penalty on it has grown from", "it must fall"))
     ],
     "Densities whose entropy is unknown round more": [
-        whole("integrity/ratio_init", told, {"integrity/ratio_init": 1e-4, **entropy}, 40, facts={**FACTS, "columns_by_name": True})
+        whole("integrity/ratio_init", told, {"integrity/ratio_init": 3e-4, **entropy}, 40, facts={**FACTS, "columns_by_name": True})
         for entropy, told in (({}, True), ({"policy/entropy": None}, False))
     ],
     "Returns that a script reports now and then are no ends of episodes": [

@@ -1059,6 +1059,26 @@ def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_posi
     assert [numbers[name] for name in ("gamma", "lam", "factor")] == [0.99, 0.9, 3]
 
 
+@pytest.mark.parametrize("depth", [1, 8])
+def test_a_number_that_limits_the_loop_over_acting_and_learning_counts_updates(tmp_path: Path, depth: int) -> None:
+    """The network acts and learns in methods that are called through others."""
+    calls = "".join(f"def at_{place}(end): return at_{place + 1}(end)\n" for place in range(depth))
+    (tmp_path / "script.py").write_text(
+        "from esper_telemetry.adapters.script.variables import calling_lines, read_source\n"
+        f"{calls}"
+        f"def at_{depth}(end): return end()\n"
+        "def train(epochs, passes):\n"
+        "    for _ in range(epochs):\n"
+        "        acted = at_0(calling_lines)\n"
+        "        for _ in range(passes):\n"
+        "            found = at_0(lambda: read_source(acted))\n"
+        "    return found\n"
+        "counts = train(1, 2).counts_updates\n"
+    )
+
+    assert runpy.run_path(str(tmp_path / "script.py"))["counts"] == {"epochs"}
+
+
 def test_any_index_is_left_to_the_script() -> None:
     with tapped() as listener:
         column, rows = torch.arange(6.0), torch.tensor([4, 1, 1])

@@ -44,8 +44,8 @@ SKIPPED_PACKAGES = {"torch", "esper_telemetry", "accelerate", "contextlib", "gym
 LIBRARIES = {*SKIPPED_PACKAGES, "numpy", "builtins", "collections", "argparse", "logging", "tensorboard", "wandb", "random"}
 """Packages whose objects are not containers of the script."""
 
-MAX_FRAMES = 4
-"""Frames of the script that are searched, the innermost first."""
+MAX_FRAMES, MAX_CALLING_FRAMES = 4, 16
+"""Frames of the script that are searched, and frames whose lines are read, the innermost first."""
 
 MAX_CONTAINERS = 256
 """Containers in variables that are searched."""
@@ -335,7 +335,7 @@ def _stores(node: ast.AST) -> Iterator[tuple[str, int]]:
 
 def calling_lines() -> list[tuple[str, int]]:
     """Return file and line of each of the script's frames, the innermost first."""
-    return [(frame.f_code.co_filename, frame.f_lineno) for frame in _frames()]
+    return [(frame.f_code.co_filename, frame.f_lineno) for frame in _frames(MAX_CALLING_FRAMES)]
 
 
 def calling_place() -> str:
@@ -442,10 +442,10 @@ def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
                 yield name, value.value
 
 
-def _frames() -> Iterator[FrameType]:
+def _frames(limit: int = MAX_FRAMES) -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     count = 0
-    while frame is not None and count < MAX_FRAMES:
+    while frame is not None and count < limit:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in SKIPPED_PACKAGES:
             yield frame
             count += 1
