@@ -25,6 +25,9 @@ MAX_CHECKSUM_ENTRIES = 256
 MAX_DELAY_STEPS = 32
 """Delays in steps that are tried for an action's arrival."""
 
+MIN_LATE_ACTIONS = 16
+"""Actions that must arrive late: fewer choices between two actions agree by chance in one of some thousand updates."""
+
 MIN_FROZEN_STEPS = 64
 """Steps within episodes without a change after which observations count as never updated."""
 
@@ -250,7 +253,8 @@ STORED_REWARDS = Equation(
 def _steps_late(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
     """Return the delay of at least two steps after which the actions arrive; the first arrivals were sent before the rollout."""
     for delay in range(2, min(MAX_DELAY_STEPS, len(arrived) // 2) + 1):
-        if torch.allclose(arrived[delay:], columns[1][:-delay], atol=1e-6):
+        later = arrived[delay:]
+        if later.numel() >= MIN_LATE_ACTIONS and torch.allclose(later, columns[1][:-delay], atol=1e-6):
             return float(delay), torch.cat([arrived[:delay], columns[1][:-delay]])
     return None
 
@@ -312,7 +316,10 @@ EXECUTED = Equation(
         .predicts("executed a_{t,b} = a_{t,σ(b)}", _any_order)
         .advises("Keep the order of environments; check reshapes of [T, B]."),
         mistake("step_before", "the previous step's actions")
-        .predicts("executed a_t = a_{t-1}", lambda columns: shifted(columns[1], -1, columns[0]))
+        .predicts(
+            "executed a_t = a_{t-1}",
+            lambda columns: shifted(columns[1], -1, columns[0]) if columns[1].numel() > MIN_LATE_ACTIONS else None,
+        )
         .advises("Step the environments with the actions that were chosen for this step."),
         mistake("late", "the actions of earlier steps,")
         .fits("executed a_t = a_{t-k}", "delay", _steps_late)

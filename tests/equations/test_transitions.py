@@ -209,6 +209,12 @@ def test_actions_that_arrive_some_steps_late_are_named_with_their_delay(delay: i
     assert (explanation.hypothesis.name, explanation.fitted) == ("late", delay)
 
 
+def test_a_few_actions_agree_with_earlier_ones_by_chance() -> None:
+    sent = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0]).unsqueeze(1)
+
+    assert names(check_executed(sent, sent.roll(4, 0))) == names(check_executed(sent, sent.roll(1, 0))) == set()
+
+
 def test_actions_that_do_not_depend_on_those_sent_are_named_and_other_numbers_for_them_are_not() -> None:
     torch.manual_seed(0)
     sent = torch.randint(0, 3, (64, 4))
