@@ -53,6 +53,6 @@ def wrap_fit(module: ModuleType) -> None:
 
 
 if os.environ.get(RUN_DIR_VARIABLE):
-    from esper_telemetry.adapters.script.script_taps import AfterImport
+    from esper_telemetry.adapters.script.patches import AfterImport
 
     AfterImport({TRAINER_MODULE: wrap_fit}).install()

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from esper_telemetry.adapters.script.listener import ScriptListener
-from esper_telemetry.adapters.script.recorders import EpisodeLog, ObservedSteps
+from esper_telemetry.adapters.script.observed_steps import ObservedSteps
+from esper_telemetry.adapters.script.script_episodes import EpisodeLog
 from esper_telemetry.adapters.script.script_taps import Taps
 
 

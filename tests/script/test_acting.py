@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
-from esper_telemetry.adapters.script.recorders import LstmLog
+from esper_telemetry.adapters.script.network_logs import LstmLog
 from esper_telemetry.equations.transitions import checksums
 
 STEPS, ENVS, INPUTS = 8, 4, 3

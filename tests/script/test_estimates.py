@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from esper_telemetry.adapters.script.recorders import EstimateLog
+from esper_telemetry.adapters.script.network_logs import EstimateLog
 
 
 def test_the_last_estimates_of_acting_survive_a_loss_that_is_computed_step_by_step() -> None:

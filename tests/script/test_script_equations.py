@@ -20,7 +20,7 @@ from torch.distributions import Categorical, Independent, Normal
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
-from esper_telemetry.adapters.script.recorders import EpisodeLog
+from esper_telemetry.adapters.script.script_episodes import EpisodeLog
 from esper_telemetry.adapters.script.script_minibatches import left_out, loss_terms
 from esper_telemetry.adapters.script.script_rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables

@@ -11,7 +11,7 @@ from tapping import observed
 from torch.autograd.graph import get_gradient_edge
 
 from esper_telemetry.adapters.script.loss_reading import ValueTerm
-from esper_telemetry.adapters.script.recorders import EpisodeLog
+from esper_telemetry.adapters.script.script_episodes import EpisodeLog
 from esper_telemetry.adapters.script.script_minibatches import without_other_rows
 from esper_telemetry.adapters.script.script_rollouts import ScriptRollout
 from esper_telemetry.core.facts import Facts

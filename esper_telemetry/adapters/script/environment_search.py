@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.script.recorders import EpisodeLog, as_numbers, is_flag, named_parts, step_parts, unflagged_step
-from esper_telemetry.adapters.script.script_taps import wrapping
+from esper_telemetry.adapters.script.patches import wrapping
+from esper_telemetry.adapters.script.script_episodes import EpisodeLog
+from esper_telemetry.adapters.script.step_results import as_numbers, named_parts, step_result
 from esper_telemetry.adapters.script.variables import locals_of
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener
-    from esper_telemetry.adapters.script.script_taps import Patches, Taps
+    from esper_telemetry.adapters.script.patches import Patches
+    from esper_telemetry.adapters.script.script_taps import Taps
 
 MAX_EVENTS, MAX_EVENTS_AT_ONCE = 1 << 18, 1 << 16
 """Calls and returns that are looked at, in all (about a tenth of a second) and between two calls of the network.
@@ -118,23 +120,6 @@ def _contents(cell: CellType, default: object) -> object:
 def is_function(value: object, code: CodeType) -> bool:
     """Return True for the function with that code, perhaps decorated."""
     return isinstance(value, FunctionType) and getattr(unwrap(value), "__code__", None) is code
-
-
-def step_result(result: object) -> tuple[Any, ...] | list[Any] | None:
-    """Return the result of a step in the form that `step_parts` reads; None of others.
-
-    It may have names, be a reward and a flag, or an observation and a reward without a logical flag, which gives a list.
-    """
-    result = result if (named := named_parts(result)) is None else named
-    pair = [as_numbers(one) for one in result] if isinstance(result, tuple | list) and len(result) == 2 else []
-    if all(one is not None and one.ndim == 1 and one.dtype.kind == "f" for one in pair) and len({one.size for one in pair}) == 1:
-        rewards, ended = pair
-        if ended.size > 1 and bool(((ended == 0) | (ended == 1)).all()):  # the flags of several environments as numbers
-            return None, rewards, ended.astype(bool), {}
-    if not isinstance(result, tuple | list) or not any(map(is_flag, result)):
-        return unflagged_step(result)
-    parts = (None, *result, {}) if len(result) == 2 else tuple(result)
-    return parts if step_parts(parts) is not None else None
 
 
 class EnvironmentSearch:

@@ -39,24 +39,20 @@ from esper_telemetry.adapters.script.autograd_graph import (
 from esper_telemetry.adapters.script.environment_search import NO_STEP
 from esper_telemetry.adapters.script.loss_graph import joined, read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, ValueTerm
-from esper_telemetry.adapters.script.recorders import (
-    EPISODE_TAGS,
+from esper_telemetry.adapters.script.network_logs import (
     Asked,
     ClipCall,
     ClipLog,
     DistributionLog,
-    EpisodeLog,
     EstimateLog,
     IndexLog,
     LastEstimate,
     LstmLog,
-    ObservedSteps,
     RecordedLstm,
-    ReturnLog,
-    ScalarLog,
     drawn_sequences,
-    step_parts,
 )
+from esper_telemetry.adapters.script.observed_steps import ObservedSteps
+from esper_telemetry.adapters.script.script_episodes import EpisodeLog
 from esper_telemetry.adapters.script.script_minibatches import (
     LossTerms,
     MinibatchQueue,
@@ -69,7 +65,9 @@ from esper_telemetry.adapters.script.script_minibatches import (
     without_graph,
     without_other_rows,
 )
+from esper_telemetry.adapters.script.script_reports import EPISODE_TAGS, ReturnLog, ScalarLog
 from esper_telemetry.adapters.script.script_rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout, name_of
+from esper_telemetry.adapters.script.step_results import step_parts
 from esper_telemetry.adapters.script.traced_updates import TracedUpdates
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.adapters.taps import ErrorHandler, reraise

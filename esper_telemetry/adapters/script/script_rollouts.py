@@ -22,7 +22,8 @@ from torch import Tensor
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.autograd_graph import SAME_LINE, line_error
 from esper_telemetry.adapters.script.loss_reading import LossReading
-from esper_telemetry.adapters.script.recorders import Asked, LastEstimate, ObservedSteps
+from esper_telemetry.adapters.script.network_logs import Asked, LastEstimate
+from esper_telemetry.adapters.script.observed_steps import ObservedSteps
 from esper_telemetry.adapters.script.variables import Variables, as_number, stacked
 from esper_telemetry.metrics.statistics import are_among
 
